@@ -1,0 +1,1 @@
+//! Integration tests with real guests.

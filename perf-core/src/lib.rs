@@ -1,0 +1,4 @@
+//! A perf event core in user space.
+
+pub mod attr;
+pub mod pmu;

@@ -1,0 +1,121 @@
+//! Drivers: where counts come from.
+//!
+//! A driver implements [`Pmu`]; each event it serves is a [`PmuEvent`]. Nothing outside this module calls
+//! `perf_event_open(2)`. The core decides *when* an event is on (multiplexing, pinned and exclusive groups);
+//! a driver only knows how to start, stop, read and arm one.
+
+use std::fmt::Debug;
+
+use crate::attr::{Attr, EventType};
+
+/// Index of a vCPU in its VM, as the operator sees it (0-based).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct VcpuId(pub u32);
+
+/// Whose counts an event is to collect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// One vCPU; `tid` is the host thread that runs it (0 in simulations).
+    Vcpu {
+        /// The vCPU.
+        vcpu: VcpuId,
+        /// Host thread id of the vCPU thread.
+        tid: i32,
+    },
+    /// The VM as a whole.
+    Vm,
+}
+
+/// How many events of a driver can be on at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capacity {
+    /// A software class driver: any number, no slot is used.
+    Unlimited,
+    /// A hardware class driver: this many slots per vCPU thread.
+    Slots(usize),
+}
+
+/// Why a driver refused. The core maps these to the error numbers of `perf_event_open(2)`.
+#[derive(Debug, thiserror::Error)]
+pub enum PmuError {
+    /// The driver has no such event (`ENOENT`).
+    #[error("the driver has no such event")]
+    NoSuchEvent,
+    /// The event cannot be counted in this combination, ever (`EINVAL`).
+    #[error("unsupported combination: {0}")]
+    Unsupported(&'static str),
+    /// No room now; it may work at another time (`EAGAIN`).
+    #[error("no counter is free now")]
+    Busy,
+    /// The host holds the PMU for mediated guests (`EOPNOTSUPP`/`EBUSY`).
+    #[error("the host's PMU is held by a mediated virtual PMU")]
+    Mediated(#[source] std::io::Error),
+    /// A system call failed.
+    #[error("{what} failed")]
+    Os {
+        /// The call that failed.
+        what: &'static str,
+        /// Its error.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// A source of counts.
+pub trait Pmu: Send + Sync + Debug {
+    /// Short name, e.g. `host`, `clock`, `kvm`, `sim`.
+    fn name(&self) -> &'static str;
+
+    /// Whether this driver serves events of `ty`.
+    fn serves(&self, ty: EventType) -> bool;
+
+    /// How many events can be on at once, per vCPU.
+    fn capacity(&self) -> Capacity;
+
+    /// Checks `attr` and makes the driver's half of an event, stopped.
+    ///
+    /// # Errors
+    /// [`PmuError`] when the event cannot be counted here.
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError>;
+}
+
+/// The driver's half of one event.
+///
+/// All calls come under the lock of the event's context; from the vCPU's own thread on the hot path, from any
+/// thread otherwise.
+pub trait PmuEvent: Send {
+    /// Starts counting. `overflow_in` arms an overflow after that many further counts (`None`: not armed).
+    ///
+    /// # Errors
+    /// [`PmuError::Busy`] when it does not fit now; it stays stopped.
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError>;
+
+    /// Stops counting; the count is kept.
+    fn stop(&mut self);
+
+    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the vCPU's
+    /// own thread: at most one system call.
+    fn read(&mut self) -> u64;
+
+    /// Re-arms a started event: the next overflow comes after `overflow_in` further counts from now.
+    ///
+    /// # Errors
+    /// [`PmuError`] when the host refuses; the event then stays armed as it was.
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError>;
+
+    /// How many times this event notified an overflow that was armed since the last call. Drivers that cannot
+    /// tell return 1 when `read()` has reached the armed point and 0 when the notification was early (they then
+    /// re-arm for the rest themselves).
+    fn take_overflows(&mut self) -> u32;
+
+    /// For counts that belong to a package (the whole VM): the total, which *replaces* the event's own count and
+    /// its children's in every reading. `None` for ordinary events.
+    fn count(&mut self) -> Option<u64> {
+        None
+    }
+
+    /// Index for a user-space read through the control page (`index` field), 0 when not offered.
+    fn user_index(&self) -> u32 {
+        0
+    }
+}

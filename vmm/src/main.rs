@@ -1,0 +1,2 @@
+//! The `perfvisor` command.
+fn main() {}
