@@ -1,7 +1,13 @@
 //! Event attributes: what an event counts and how. Mirrors `struct perf_event_attr` of `perf_event_open(2)`.
+//!
+//! [`Attr`] is the checked form that the core and its drivers use. [`Attr::from_bytes`] and [`Attr::to_bytes`]
+//! convert from and to the size-versioned layout of the kernel's ABI, so that a request written by an older or a
+//! newer client is understood or refused exactly as the kernel would do it.
+
+use bitflags::bitflags;
 
 /// `perf_event_attr.type`: which driver serves the event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct EventType(pub u32);
 
 impl EventType {
@@ -9,6 +15,10 @@ impl EventType {
     pub const HARDWARE: Self = Self(0);
     /// `PERF_TYPE_SOFTWARE`: events the host kernel counts in software.
     pub const SOFTWARE: Self = Self(1);
+    /// `PERF_TYPE_TRACEPOINT`: a tracepoint of the host kernel.
+    pub const TRACEPOINT: Self = Self(2);
+    /// `PERF_TYPE_HW_CACHE`: generalised cache events.
+    pub const HW_CACHE: Self = Self(3);
     /// `PERF_TYPE_RAW`: an event select of the host's PMU.
     pub const RAW: Self = Self(4);
     /// Perfvisor: the vCPU clock (cycles and ref-cycles from guest run time). Outside the kernel's static range.
@@ -19,23 +29,96 @@ impl EventType {
     pub const SIM: Self = Self(0x102);
     /// Perfvisor: counts fed by the VMM (exact backing, paravirtual events).
     pub const FED: Self = Self(0x103);
+    /// Perfvisor: software events the VMM raises (`SoftwareId`); served by the core itself.
+    pub const VMM: Self = Self(0x104);
+}
+
+bitflags! {
+    /// `perf_event_attr.sample_type`: what a SAMPLE record holds.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct SampleType: u64 {
+        /// Instruction pointer.
+        const IP = 1;
+        /// Process and thread id (VM and vCPU thread).
+        const TID = 1 << 1;
+        /// Time in nanoseconds.
+        const TIME = 1 << 2;
+        /// Address the event is about.
+        const ADDR = 1 << 3;
+        /// The counter values, in the event's read format.
+        const READ = 1 << 4;
+        /// Call chain.
+        const CALLCHAIN = 1 << 5;
+        /// Id of the event that was opened (the parent of an inherited one).
+        const ID = 1 << 6;
+        /// CPU number (the vCPU).
+        const CPU = 1 << 7;
+        /// Period in force when the sample was taken.
+        const PERIOD = 1 << 8;
+        /// Id of the event itself.
+        const STREAM_ID = 1 << 9;
+        /// Raw data supplied by the source of the event.
+        const RAW = 1 << 10;
+    }
+}
+
+bitflags! {
+    /// `perf_event_attr.read_format`: what a read returns beside the value.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct ReadFormat: u64 {
+        /// Nanoseconds the event was enabled.
+        const TOTAL_TIME_ENABLED = 1;
+        /// Nanoseconds it was on the PMU.
+        const TOTAL_TIME_RUNNING = 1 << 1;
+        /// Its id.
+        const ID = 1 << 2;
+        /// All members of its group at once.
+        const GROUP = 1 << 3;
+    }
+}
+
+/// When a ring notifies its reader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wakeup {
+    /// After this many samples; 0: never by count.
+    Events(u32),
+    /// When this many bytes are unread; 0: the default (a quarter of the ring, at least a page).
+    Watermark(u32),
+}
+
+impl Default for Wakeup {
+    fn default() -> Self {
+        Self::Events(0)
+    }
 }
 
 /// Attributes of an event.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attr {
     /// Which driver.
     pub ty: EventType,
     /// Driver-specific event selector.
     pub config: u64,
+    /// Further selector of some drivers (`config1`).
+    pub config1: u64,
+    /// Further selector of some drivers (`config2`).
+    pub config2: u64,
     /// Counts between overflows (`freq == false`) or overflows per second; 0: a counting event.
     pub sample_period: u64,
     /// `sample_period` is a frequency in Hz.
     pub freq: bool,
+    /// What samples hold.
+    pub sample_type: SampleType,
+    /// What reads return.
+    pub read_format: ReadFormat,
+    /// When the ring notifies its reader.
+    pub wakeup: Wakeup,
     /// Created disabled.
     pub disabled: bool,
     /// Covers vCPUs added later.
     pub inherit: bool,
+    /// Inherited events write a READ record when their vCPU exits, and keep per-vCPU values over context swaps.
+    pub inherit_stat: bool,
     /// Always on, or in the error state.
     pub pinned: bool,
     /// Alone on the PMU.
@@ -44,8 +127,329 @@ pub struct Attr {
     pub exclude_user: bool,
     /// Do not count guest CPL0.
     pub exclude_kernel: bool,
+    /// Do not count a hypervisor below the host.
+    pub exclude_hv: bool,
+    /// Do not count while idle.
+    pub exclude_idle: bool,
     /// Do not count the host. Always set for a guest's own counters.
     pub exclude_host: bool,
     /// Do not count the guest.
     pub exclude_guest: bool,
+    /// Write MMAP records (guest memory and firmware maps).
+    pub mmap: bool,
+    /// Write COMM records (names of vCPUs).
+    pub comm: bool,
+    /// Write FORK and EXIT records (vCPUs added and removed).
+    pub task: bool,
+    /// Enabled once, at the next guest reset (`VcpuContext::exec`).
+    pub enable_on_exec: bool,
+}
+
+/// Why bytes are no [`Attr`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AttrError {
+    /// The size is unknown, or bytes beyond the known layout are not zero (`E2BIG`). The size to use instead has
+    /// been written into the caller's `size` field.
+    #[error("attribute size not supported, this version knows {supported} bytes")]
+    TooBig {
+        /// The size this version knows, in bytes.
+        supported: u32,
+    },
+    /// The buffer is shorter than the `size` it claims (`EFAULT`).
+    #[error("attribute of {size} bytes in a buffer of {available}")]
+    Fault {
+        /// Claimed size in bytes.
+        size: u32,
+        /// Bytes there are.
+        available: usize,
+    },
+    /// A reserved field or bit is set (`EINVAL`).
+    #[error("reserved or unknown bits set in {field}")]
+    Reserved {
+        /// Which field.
+        field: &'static str,
+    },
+}
+
+impl AttrError {
+    /// The error number `perf_event_open(2)` gives.
+    #[must_use]
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::TooBig { .. } => libc::E2BIG,
+            Self::Fault { .. } => libc::EFAULT,
+            Self::Reserved { .. } => libc::EINVAL,
+        }
+    }
+}
+
+/// First published size of `struct perf_event_attr`; what `size == 0` means.
+pub const ATTR_SIZE_VER0: u32 = 64;
+/// Size that added `config2`; the layout this version knows.
+pub const ATTR_SIZE_VER1: u32 = 72;
+/// No attribute may be larger (one page).
+pub const ATTR_SIZE_MAX: u32 = 4096;
+
+// Bit numbers of the flag word (offset 40), from include/uapi/linux/perf_event.h.
+const DISABLED: u32 = 0;
+const INHERIT: u32 = 1;
+const PINNED: u32 = 2;
+const EXCLUSIVE: u32 = 3;
+const EXCLUDE_USER: u32 = 4;
+const EXCLUDE_KERNEL: u32 = 5;
+const EXCLUDE_HV: u32 = 6;
+const EXCLUDE_IDLE: u32 = 7;
+const MMAP: u32 = 8;
+const COMM: u32 = 9;
+const FREQ: u32 = 10;
+const INHERIT_STAT: u32 = 11;
+const ENABLE_ON_EXEC: u32 = 12;
+const TASK: u32 = 13;
+const WATERMARK: u32 = 14;
+const EXCLUDE_HOST: u32 = 19;
+const EXCLUDE_GUEST: u32 = 20;
+const KNOWN_FLAGS: u64 = 0x7fff | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
+
+fn u32_at(b: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
+}
+
+fn u64_at(b: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(b, at)) | u64::from(u32_at(b, at + 4)) << 32
+}
+
+impl Attr {
+    /// A counting event of `ty` and `config`, enabled, with everything else at its default.
+    #[must_use]
+    pub fn counting(ty: EventType, config: u64) -> Self {
+        Self {
+            ty,
+            config,
+            ..Self::default()
+        }
+    }
+
+    /// A sampling event: one sample each `period` counts.
+    #[must_use]
+    pub fn sampling(ty: EventType, config: u64, period: u64) -> Self {
+        Self {
+            ty,
+            config,
+            sample_period: period,
+            ..Self::default()
+        }
+    }
+
+    /// Whether overflows are asked for.
+    #[must_use]
+    pub fn is_sampling(&self) -> bool {
+        self.sample_period != 0
+    }
+
+    /// Reads the little-endian layout of the kernel's ABI.
+    ///
+    /// The `size` field decides how much is read: 0 means the first published size, less than that or more than a
+    /// page is refused. Bytes beyond what this version knows must be zero. On [`AttrError::TooBig`] the known size
+    /// is written back into `bytes`, as the kernel does for its caller.
+    ///
+    /// # Errors
+    /// [`AttrError`], each variant with its error number.
+    pub fn from_bytes(bytes: &mut [u8]) -> Result<Self, AttrError> {
+        let available = bytes.len();
+        if available < 8 {
+            return Err(AttrError::Fault {
+                size: ATTR_SIZE_VER0,
+                available,
+            });
+        }
+        let size = match u32_at(bytes, 4) {
+            0 => ATTR_SIZE_VER0,
+            size => size,
+        };
+        if !(ATTR_SIZE_VER0..=ATTR_SIZE_MAX).contains(&size) {
+            return Err(Self::too_big(bytes));
+        }
+        if available < size as usize {
+            return Err(AttrError::Fault { size, available });
+        }
+        if size > ATTR_SIZE_VER1
+            && bytes[ATTR_SIZE_VER1 as usize..size as usize]
+                .iter()
+                .any(|&b| b != 0)
+        {
+            return Err(Self::too_big(bytes));
+        }
+        let mut known = [0u8; ATTR_SIZE_VER1 as usize];
+        let n = size.min(ATTR_SIZE_VER1) as usize;
+        known[..n].copy_from_slice(&bytes[..n]);
+
+        let flags = u64_at(&known, 40);
+        if flags & !KNOWN_FLAGS != 0 {
+            return Err(AttrError::Reserved { field: "flags" });
+        }
+        if u32_at(&known, 52) != 0 {
+            return Err(AttrError::Reserved { field: "bp_type" });
+        }
+        let sample_type =
+            SampleType::from_bits(u64_at(&known, 24)).ok_or(AttrError::Reserved { field: "sample_type" })?;
+        let read_format =
+            ReadFormat::from_bits(u64_at(&known, 32)).ok_or(AttrError::Reserved { field: "read_format" })?;
+        let flag = |bit: u32| flags >> bit & 1 == 1;
+        let wakeup = u32_at(&known, 48);
+        Ok(Self {
+            ty: EventType(u32_at(&known, 0)),
+            config: u64_at(&known, 8),
+            config1: u64_at(&known, 56),
+            config2: u64_at(&known, 64),
+            sample_period: u64_at(&known, 16),
+            freq: flag(FREQ),
+            sample_type,
+            read_format,
+            wakeup: if flag(WATERMARK) {
+                Wakeup::Watermark(wakeup)
+            } else {
+                Wakeup::Events(wakeup)
+            },
+            disabled: flag(DISABLED),
+            inherit: flag(INHERIT),
+            inherit_stat: flag(INHERIT_STAT),
+            pinned: flag(PINNED),
+            exclusive: flag(EXCLUSIVE),
+            exclude_user: flag(EXCLUDE_USER),
+            exclude_kernel: flag(EXCLUDE_KERNEL),
+            exclude_hv: flag(EXCLUDE_HV),
+            exclude_idle: flag(EXCLUDE_IDLE),
+            exclude_host: flag(EXCLUDE_HOST),
+            exclude_guest: flag(EXCLUDE_GUEST),
+            mmap: flag(MMAP),
+            comm: flag(COMM),
+            task: flag(TASK),
+            enable_on_exec: flag(ENABLE_ON_EXEC),
+        })
+    }
+
+    fn too_big(bytes: &mut [u8]) -> AttrError {
+        bytes[4..8].copy_from_slice(&ATTR_SIZE_VER1.to_ne_bytes());
+        AttrError::TooBig {
+            supported: ATTR_SIZE_VER1,
+        }
+    }
+
+    /// The layout of the kernel's ABI, with `size` set.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; ATTR_SIZE_VER1 as usize] {
+        let mut out = [0u8; ATTR_SIZE_VER1 as usize];
+        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
+        let (watermark, wakeup) = match self.wakeup {
+            Wakeup::Events(n) => (false, n),
+            Wakeup::Watermark(n) => (true, n),
+        };
+        let flags = [
+            (DISABLED, self.disabled),
+            (INHERIT, self.inherit),
+            (PINNED, self.pinned),
+            (EXCLUSIVE, self.exclusive),
+            (EXCLUDE_USER, self.exclude_user),
+            (EXCLUDE_KERNEL, self.exclude_kernel),
+            (EXCLUDE_HV, self.exclude_hv),
+            (EXCLUDE_IDLE, self.exclude_idle),
+            (MMAP, self.mmap),
+            (COMM, self.comm),
+            (FREQ, self.freq),
+            (INHERIT_STAT, self.inherit_stat),
+            (ENABLE_ON_EXEC, self.enable_on_exec),
+            (TASK, self.task),
+            (WATERMARK, watermark),
+            (EXCLUDE_HOST, self.exclude_host),
+            (EXCLUDE_GUEST, self.exclude_guest),
+        ]
+        .into_iter()
+        .fold(0u64, |flags, (bit, on)| flags | u64::from(on) << bit);
+        put(0, &self.ty.0.to_ne_bytes());
+        put(4, &ATTR_SIZE_VER1.to_ne_bytes());
+        put(8, &self.config.to_ne_bytes());
+        put(16, &self.sample_period.to_ne_bytes());
+        put(24, &self.sample_type.bits().to_ne_bytes());
+        put(32, &self.read_format.bits().to_ne_bytes());
+        put(40, &flags.to_ne_bytes());
+        put(48, &wakeup.to_ne_bytes());
+        put(56, &self.config1.to_ne_bytes());
+        put(64, &self.config2.to_ne_bytes());
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn size_zero_means_the_first_published_size() {
+        let mut bytes = Attr::counting(EventType::RAW, 7).to_bytes();
+        bytes[4..8].copy_from_slice(&0u32.to_ne_bytes());
+        bytes[64] = 0xff; // config2, beyond VER0: not looked at
+        let attr = Attr::from_bytes(&mut bytes).unwrap();
+        assert_eq!((attr.config, attr.config2), (7, 0));
+    }
+
+    #[test]
+    fn bad_sizes_give_e2big_and_write_the_size_back() {
+        for size in [1u32, 63, 4097, u32::MAX] {
+            let mut bytes = vec![0u8; 5000];
+            bytes[4..8].copy_from_slice(&size.to_ne_bytes());
+            let error = Attr::from_bytes(&mut bytes).unwrap_err();
+            assert_eq!(error.errno(), libc::E2BIG, "size {size}");
+            assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER1);
+        }
+    }
+
+    #[test]
+    fn a_buffer_shorter_than_its_size_is_a_fault() {
+        let mut bytes = Attr::default().to_bytes()[..70].to_vec();
+        assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EFAULT);
+        assert_eq!(Attr::from_bytes(&mut []).unwrap_err().errno(), libc::EFAULT);
+    }
+
+    proptest! {
+        #[test]
+        fn p22_unknown_tail_must_be_zero(size in ATTR_SIZE_VER1 + 1..=ATTR_SIZE_MAX, at in any::<prop::sample::Index>(), dirty: bool) {
+            let mut bytes = Attr::counting(EventType::VMM, 3).to_bytes().to_vec();
+            bytes.resize(size as usize, 0);
+            bytes[4..8].copy_from_slice(&size.to_ne_bytes());
+            if dirty {
+                let at = 72 + at.index(size as usize - 72);
+                bytes[at] = 1;
+            }
+            let got = Attr::from_bytes(&mut bytes);
+            if dirty {
+                prop_assert_eq!(got.unwrap_err().errno(), libc::E2BIG);
+                prop_assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER1);
+            } else {
+                prop_assert_eq!(got.unwrap(), Attr::counting(EventType::VMM, 3));
+            }
+        }
+
+        #[test]
+        fn p22_every_reserved_bit_is_refused_and_every_known_one_round_trips(bit in 0u32..64, field in 0usize..3) {
+            let (at, known) = [(24, SampleType::all().bits()), (32, ReadFormat::all().bits()), (40, KNOWN_FLAGS)][field];
+            let mut bytes = Attr::default().to_bytes();
+            bytes[at..at + 8].copy_from_slice(&(1u64 << bit).to_ne_bytes());
+            match Attr::from_bytes(&mut bytes) {
+                Ok(attr) => {
+                    prop_assert!(known >> bit & 1 == 1);
+                    prop_assert_eq!(attr.to_bytes(), bytes);
+                }
+                Err(error) => {
+                    prop_assert!(known >> bit & 1 == 0);
+                    prop_assert_eq!(error.errno(), libc::EINVAL);
+                }
+            }
+        }
+
+        #[test]
+        fn p22_no_bytes_make_it_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Attr::from_bytes(&mut bytes);
+        }
+    }
 }
