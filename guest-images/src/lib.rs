@@ -1,1 +1,3 @@
 //! Guests that Perfvisor builds.
+
+pub mod bare_metal;

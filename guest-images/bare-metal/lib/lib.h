@@ -1,0 +1,91 @@
+/* What every kernel here has: console, traps, CPL3, local APIC, other CPUs, command line, time. */
+#ifndef LIB_H
+#define LIB_H
+
+#include "cpu.h"
+#include "layout.h"
+
+/* --- cpu.c: per-CPU state, descriptor tables, traps --- */
+struct trap_frame {
+    u64 r15, r14, r13, r12, r11, r10, r9, r8, rdi, rsi, rbp, rbx, rdx, rcx, rax;
+    u64 vector, error, rip, cs, rflags, rsp, ss;
+};
+struct percpu { /* the first two members' places are known to assembly */
+    struct { u32 reserved0; u64 rsp0; u8 rest[92]; } __attribute__((packed)) tss;
+    u64 saved_rsp;         /* kernel stack to return to from CPL3 */
+    u32 index;             /* 0 is the CPU that booted */
+    u32 apic_id;
+    u32 fault_vector;      /* of the last fault that *_safe caught */
+    u32 fault_count;
+    volatile u64 pmi_nmi;  /* PMIs taken, by delivery mode */
+    volatile u64 pmi_fixed;
+    volatile u64 pmi_vector;
+    volatile u64 timer;
+    volatile u64 spurious;
+    void (*pmi_hook)(struct trap_frame *f); /* called for each PMI after it was counted */
+};
+static inline struct percpu *this_cpu(void)
+{
+    u64 sp;
+    asm volatile("mov %%rsp,%0" : "=r"(sp));
+    return (struct percpu *)(sp & -(u64)KSTACK_SIZE);
+}
+struct percpu *cpu_at(u32 index);
+void cpu_setup(u32 index);
+void traps_setup(void);
+/* Lets a kernel take a vector itself; the hook returns true if it handled the trap. */
+extern bool (*trap_hook)(struct trap_frame *f);
+
+/* --- user.c: run a function at CPL3 --- */
+u64 run_user(u64 (*entry)(u64), u64 argument);
+
+/* --- console.c --- */
+void console_setup(void);
+void putchar_raw(char c);
+/* %c %s %d %u %x %p, with l; flags - 0 and ' (digits grouped by thousands), width, * for width. */
+void kprintf(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+void __attribute__((noreturn)) power_off(void);         /* VMM exit status 0 */
+void __attribute__((noreturn)) debug_exit(u8 code);     /* VMM exit status (code << 1) | 1 */
+void __attribute__((noreturn, format(printf, 1, 2))) panic(const char *fmt, ...);
+
+/* --- cmdline.c --- */
+void cmdline_setup(u32 multiboot_info);
+const char *cmdline(void);
+bool option(const char *name);                          /* a word of the command line */
+const char *option_value(const char *name);             /* name=value: value up to the next blank, else NULL */
+bool option_is(const char *name, const char *value);
+u64 option_number(const char *name, u64 otherwise);     /* decimal or 0x… */
+u64 parse_number(const char **s);
+bool str_eq(const char *a, const char *b);
+u32 fw_cfg_cpus(void);                                  /* fw_cfg key 5; 1 if there is no fw_cfg */
+
+/* --- apic.c --- */
+#define APIC_ID 0x20
+#define APIC_EOI 0xb0
+#define APIC_SVR 0xf0
+#define APIC_ICR 0x300
+#define APIC_ICR2 0x310
+#define APIC_LVT_TIMER 0x320
+#define APIC_LVTPC 0x340
+#define APIC_TIMER_INIT 0x380
+#define APIC_TIMER_DIV 0x3e0
+#define LVT_MASKED BIT(16)
+#define LVT_NMI 0x400
+static inline u32 apic_read(u32 reg) { return *(volatile u32 *)(0xfee00000UL + reg); }
+static inline void apic_write(u32 reg, u32 v) { *(volatile u32 *)(0xfee00000UL + reg) = v; }
+void apic_setup(void);
+
+/* --- time.c --- */
+extern u64 tsc_hz; /* measured against the PIT by time_setup */
+void time_setup(void);
+void delay_us(u64 us);
+
+/* --- smp.c --- */
+/* Starts the other CPUs; returns how many run, this one included. Each then waits for smp_run. */
+u32 smp_start(void);
+void smp_run(u32 index, void (*fn)(u64), u64 argument);
+void smp_wait(u32 index);
+
+void kmain(void); /* each kernel's own; returning means success */
+
+#endif

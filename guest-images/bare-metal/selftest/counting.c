@@ -1,0 +1,191 @@
+/* Counts a loop of known length at CPL0 and CPL3 and compares. */
+#include "selftest.h"
+
+#define RUNS 5
+#define RUN_MS 10
+#define OVERHEAD 250 /* instructions around the loop that may count: register writes, the way to CPL3 and back */
+
+u64 cycles_per_1024_tsc;
+
+struct run {
+    u64 rounds, count, tsc;
+};
+
+/* A counter to use: general counter 0, or a fixed one. */
+struct counter {
+    s64 fixed; /* -1: general */
+    u64 select;
+};
+
+static void arm(const struct counter *c)
+{
+    if (c->fixed >= 0) {
+        wrmsr(MSR_FIXED_CTR0 + c->fixed, 0);
+        wrmsr(MSR_FIXED_CTR_CTRL, 3UL << 4 * c->fixed);
+    } else {
+        ctr_write(0, 0);
+        sel_write(0, c->select | SEL_EN);
+    }
+}
+
+static u64 disarm(const struct counter *c)
+{
+    if (c->fixed >= 0) {
+        wrmsr(MSR_FIXED_CTR_CTRL, 0);
+        return rdmsr(MSR_FIXED_CTR0 + c->fixed);
+    }
+    sel_write(0, 0);
+    return ctr_read(0);
+}
+
+static struct run run_once(const struct counter *c, u32 cpl, u64 rounds)
+{
+    struct run r = { .rounds = rounds };
+    u64 t0;
+
+    arm(c);
+    global_write(global_enabled());
+    t0 = rdtsc();
+    run_at(cpl, known_loop, rounds);
+    r.tsc = rdtsc() - t0;
+    global_write(0);
+    r.count = disarm(c);
+    return r;
+}
+
+/*
+ * Finds how many rounds take about RUN_MS with this counter running, then keeps the shortest of RUNS runs: the one
+ * during which the host took the CPU away the least.
+ */
+static struct run measure(const struct counter *c, u32 cpl)
+{
+    u64 target = tsc_hz / 1000 * RUN_MS, rounds;
+    struct run best, r;
+
+    global_write(0);
+    for (rounds = 64;; rounds *= 4) {
+        r = run_once(c, cpl, rounds);
+        if (r.tsc >= target / 8)
+            break;
+    }
+    if (r.tsc < target)
+        rounds = rounds * target / r.tsc;
+    best = run_once(c, cpl, rounds);
+    for (u32 i = 1; i < RUNS && best.tsc < 4 * target; i++) {
+        r = run_once(c, cpl, rounds);
+        if (r.tsc < best.tsc)
+            best = r;
+    }
+    return best;
+}
+
+static void put_row(const char *name, u32 cpl)
+{
+    if (tables)
+        kprintf("    %-20s CPL%u", name, cpl);
+}
+
+static void put_counts(u64 saw, u64 expected, bool ratio)
+{
+    if (!tables)
+        return;
+    kprintf("  %'15lu  %'15lu", saw, expected);
+    if (ratio && expected) {
+        u64 permille = (saw * 1000 + expected / 2) / expected;
+        kprintf("  %3lu.%03lu", permille / 1000, permille % 1000);
+    } else {
+        kprintf("         ");
+    }
+}
+
+static void not_supported(const char *name, u32 cpl)
+{
+    put_row(name, cpl);
+    if (tables)
+        kprintf("  %15s  %15s         ", "-", "-");
+    verdict(name, cpl ? "cpl3" : "cpl0", 0, 0, V_UNSUPPORTED);
+}
+
+static bool near(u64 saw, u64 expected, u64 slack) { return saw + slack >= expected && saw <= expected + slack; }
+
+/* Events that go with time: TSC ticks are the yardstick, and the ratio says how the processor's clock differs. */
+static void time_row(const char *name, struct counter c, u32 cpl, bool is_cycles)
+{
+    struct run r = measure(&c, cpl);
+    u64 instructions = KNOWN_INSTRUCTIONS(r.rounds);
+    bool stepped = near(r.count, instructions, OVERHEAD) && r.tsc > 20 * instructions;
+
+    if (!r.count && pmu.amd_cpu && !is_cycles) {
+        not_supported(name, cpl);
+        return;
+    }
+    if (is_cycles && cpl)
+        cycles_per_1024_tsc = r.count * 1024 / r.tsc;
+    put_row(name, cpl);
+    put_counts(r.count, stepped ? instructions : r.tsc, true);
+    if (tables && stepped)
+        kprintf("  (counts instructions: exact backing)");
+    verdict(name, cpl ? "cpl3" : "cpl0", r.count, stepped ? instructions : r.tsc,
+            stepped || (r.count >= r.tsc / 4 && r.count <= r.tsc * 4) ? V_OK : V_FAILED);
+}
+
+/* Events of which the loop has a known number. */
+static void number_row(enum pmu_event e, u32 cpl)
+{
+    struct counter c = { -1, event_select(e) | SEL_USR | SEL_OS };
+    struct run r;
+    u64 expected;
+
+    if (!event_exists(e)) {
+        not_supported(event_name(e), cpl);
+        return;
+    }
+    r = measure(&c, cpl);
+    expected = e == EV_BRANCHES ? KNOWN_BRANCHES(r.rounds) : KNOWN_INSTRUCTIONS(r.rounds);
+    if (!r.count && pmu.amd_cpu) { /* AMD has no bit that says so */
+        not_supported(event_name(e), cpl);
+        return;
+    }
+    put_row(event_name(e), cpl);
+    put_counts(r.count, expected, true);
+    verdict(event_name(e), cpl ? "cpl3" : "cpl0", r.count, expected,
+            near(r.count, expected, OVERHEAD) ? V_OK : V_FAILED);
+}
+
+/* A counter that counts CPL3 only, while the loop runs at CPL0 and at CPL3. */
+static void split_row(u32 cpl)
+{
+    struct counter c = { -1, event_select(EV_CYCLES) | SEL_USR };
+    struct run r = measure(&c, cpl);
+    u64 expected = cpl ? r.tsc * cycles_per_1024_tsc / 1024 : 0;
+
+    put_row("cycles, CPL3 only", cpl);
+    put_counts(r.count, expected, true);
+    verdict("user-cycles", cpl ? "cpl3" : "cpl0", r.count, expected,
+            near(r.count, expected, r.tsc * cycles_per_1024_tsc / 1024 / 4) ? V_OK : V_FAILED);
+}
+
+void counting(void)
+{
+    static const u64 both = SEL_USR | SEL_OS;
+
+    if (tables)
+        kprintf("\n  Counting a loop (shortest of %u runs; for cycles the TSC is expected)\n"
+                "    event                where             saw         expected    ratio\n", RUNS);
+    for (u32 cpl = 0; cpl <= 3; cpl += 3) {
+        if (event_exists(EV_CYCLES))
+            time_row("cycles", (struct counter){ -1, event_select(EV_CYCLES) | both }, cpl, true);
+        else
+            not_supported("cycles", cpl);
+        if (pmu.fixed & BIT(1))
+            time_row("cycles, fixed 1", (struct counter){ 1, 0 }, cpl, false);
+        if (pmu.fixed & BIT(2))
+            time_row("ref-cycles, fixed 2", (struct counter){ 2, 0 }, cpl, false);
+        number_row(EV_INSTRUCTIONS, cpl);
+        number_row(EV_BRANCHES, cpl);
+    }
+    if (event_exists(EV_CYCLES)) {
+        split_row(0);
+        split_row(3);
+    }
+}

@@ -1,0 +1,159 @@
+/* Overflow interrupts: their number, by delivery mode and privilege level, and where they struck. */
+#include "selftest.h"
+
+#define RUN_MS 80
+#define PERIODS_PER_SECOND 1000
+#define LEAST_PERIOD 1000 /* so that the handler's own work cannot be all there is */
+
+static u32 lvtpc;
+static u64 period, pmis, late, spurious, select;
+static u64 by_function[4]; /* hot, warm, cool, anywhere else */
+
+static void counters_on(void)
+{
+    if (pmu.global) {
+        global_write(3);
+        return;
+    }
+    if (pmu.gp > 1)
+        sel_write(1, select | SEL_EN);
+    sel_write(0, select | SEL_EN | SEL_INT);
+}
+
+static void counters_off(void)
+{
+    if (pmu.global) {
+        global_write(0);
+        return;
+    }
+    sel_write(0, select | SEL_INT);
+    if (pmu.gp > 1)
+        sel_write(1, select);
+}
+
+/* As a driver does it: counters off, acknowledge, re-arm so that the distance between overflows stays, unmask, on. */
+static void on_pmi(struct trap_frame *f)
+{
+    u64 v;
+
+    counters_off();
+    v = ctr_read(0);
+    status_clear(BIT(0));
+    if (counter_wrapped(0)) {
+        pmis++;
+        late += v / period; /* periods that went by before this handler ran */
+        ctr_write(0, v % period - period);
+        by_function[f->rip < (u64)spin_hot || f->rip >= (u64)spin_end ? 3
+                    : f->rip >= (u64)spin_cool                        ? 2
+                    : f->rip >= (u64)spin_warm                        ? 1
+                                                                      : 0]++;
+    } else {
+        spurious++;
+    }
+    apic_write(APIC_LVTPC, lvtpc); /* Intel has masked it */
+    counters_on();
+}
+
+/* How many rounds of spin_chunk take about 2 ms. */
+static u64 calibrate(u32 cpl)
+{
+    u64 rounds = 4, t0, tsc, target = tsc_hz / 500;
+
+    for (;; rounds *= 4) {
+        t0 = rdtsc();
+        run_at(cpl, spin_chunk, rounds);
+        tsc = rdtsc() - t0;
+        if (tsc > target / 8)
+            return tsc > target ? rounds : rounds * target / tsc;
+    }
+}
+
+static void overflow_row(const char *mode, u32 lvt, u32 cpl)
+{
+    u64 rounds = calibrate(cpl), t0, tsc, total, expected;
+
+    pmu_reset();
+    lvtpc = lvt;
+    pmis = late = spurious = 0;
+    this_cpu()->pmi_hook = on_pmi;
+    select = event_select(EV_CYCLES) | SEL_USR | SEL_OS;
+    if (pmu.global) {
+        sel_write(0, select | SEL_EN | SEL_INT);
+        if (pmu.gp > 1)
+            sel_write(1, select | SEL_EN);
+    }
+    ctr_write(0, -period);
+    apic_write(APIC_LVTPC, lvtpc);
+    t0 = rdtsc();
+    counters_on();
+    do {
+        sti();
+        run_at(cpl, spin_chunk, rounds);
+        cli();
+        tsc = rdtsc() - t0;
+    } while (tsc < tsc_hz / 1000 * RUN_MS);
+    counters_off();
+    /* A PMI that is on its way still belongs to this row. */
+    sti();
+    delay_us(200);
+    cli();
+    counters_off();
+    this_cpu()->pmi_hook = NULL;
+    /* The second counter ran along without interrupts; with one counter only, time must do. */
+    total = pmu.gp > 1 ? ctr_read(1) : tsc / 1024 * cycles_per_1024_tsc;
+    expected = total / period;
+    if (tables)
+        kprintf("    %-20s CPL%u  %'15lu  %'15lu         ", mode, cpl, pmis + late, expected);
+    if (tables && late)
+        kprintf("  (%lu late)", late);
+    verdict(lvt & LVT_NMI ? "pmi-nmi" : "pmi-vector", cpl ? "cpl3" : "cpl0", pmis + late, expected,
+            pmis && pmis + late + expected / 10 + 2 >= expected && pmis + late <= expected + expected / 10 + 2 ? V_OK
+                                                                                                         : V_FAILED);
+    if (spurious && tables)
+        kprintf("      %lu came without an overflow\n", spurious);
+}
+
+static void profile(void)
+{
+    static const char *const names[] = { "spin_hot", "spin_warm", "spin_cool", "elsewhere" };
+    static const u32 expected[] = { 60, 30, 10, 0 };
+    u64 all = by_function[0] + by_function[1] + by_function[2] + by_function[3];
+
+    if (!all)
+        return;
+    if (tables)
+        kprintf("\n  Where the interrupts at CPL3 struck (%lu samples)\n", all);
+    for (u32 i = 0; i < 4; i++) {
+        u64 percent = (by_function[i] * 100 + all / 2) / all;
+        if (tables) {
+            kprintf("    %-20s %3lu %%  expected %2u %%  ", names[i], percent, expected[i]);
+            for (u32 k = 0; k < percent / 2; k++)
+                putchar_raw('#');
+            kprintf("\n");
+        }
+        if (lines)
+            kprintf("result samples.%s saw=%lu of=%lu expected_percent=%u\n", names[i], by_function[i], all, expected[i]);
+    }
+}
+
+void overflows(void)
+{
+    if (!cycles_per_1024_tsc) {
+        if (tables)
+            kprintf("\n  Overflow interrupts: not supported, no cycles were counted\n");
+        return;
+    }
+    period = tsc_hz / 1024 * cycles_per_1024_tsc / PERIODS_PER_SECOND;
+    if (period < LEAST_PERIOD)
+        period = LEAST_PERIOD;
+    if (tables)
+        kprintf("\n  Overflow interrupts, one every %'lu cycles\n"
+                "    delivery             where            PMIs         expected\n", period);
+    overflow_row("NMI", LVT_NMI, 0);
+    overflow_row("vector 0x40", VEC_PMI, 0);
+    for (u32 i = 0; i < 4; i++)
+        by_function[i] = 0;
+    overflow_row("NMI", LVT_NMI, 3);
+    overflow_row("vector 0x40", VEC_PMI, 3);
+    profile();
+}

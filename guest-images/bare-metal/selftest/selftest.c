@@ -1,0 +1,102 @@
+/*
+ * The built-in guest of `perfvisor run`. It programs the virtual PMU, counts work whose amount it knows, takes
+ * overflow interrupts, and prints what it saw next to what it expected.
+ *
+ * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
+ * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside).
+ */
+#include "selftest.h"
+
+bool tables = true, lines;
+static u32 passed, failed, unsupported;
+
+u64 run_at(u32 cpl, u64 (*fn)(u64), u64 argument) { return cpl ? run_user(fn, argument) : fn(argument); }
+
+void verdict(const char *name, const char *where, u64 saw, u64 expected, enum verdict v)
+{
+    static const char *const words[] = { "ok", "FAILED", "not supported" };
+
+    *(v == V_OK ? &passed : v == V_FAILED ? &failed : &unsupported) += 1;
+    if (tables)
+        kprintf("  %s\n", words[v]);
+    if (lines)
+        kprintf("result %s.%s saw=%lu expected=%lu verdict=%s\n", name, where, saw, expected,
+                v == V_OK ? "ok" : v == V_FAILED ? "failed" : "unsupported");
+}
+
+static void put_name(u32 r)
+{
+    for (u32 i = 0; i < 32; i += 8)
+        putchar_raw(r >> i);
+}
+
+static void banner(void)
+{
+    struct cpuid v = cpuid(0, 0), c = cpuid(1, 0);
+    u32 family = c.eax >> 8 & 0xf, model = c.eax >> 4 & 0xf;
+
+    if (family == 6 || family == 15)
+        model |= c.eax >> 12 & 0xf0;
+    if (family == 15)
+        family += c.eax >> 20 & 0xff;
+    kprintf("\nPerfvisor built-in guest\n\n  CPU   ");
+    put_name(v.ebx);
+    put_name(v.edx);
+    put_name(v.ecx);
+    kprintf(" family %u model %u, TSC %lu.%02lu GHz, %u CPU%s\n", family, model, tsc_hz / 1000000000,
+            tsc_hz / 10000000 % 100, fw_cfg_cpus(), fw_cfg_cpus() > 1 ? "s, this test uses one" : "");
+    kprintf("  PMU   %s", pmu_name());
+    if (pmu.version)
+        kprintf(" version %u", pmu.version);
+    if (pmu.kind != PMU_NONE)
+        kprintf(", %u general", pmu.gp);
+    if (pmu.fixed)
+        kprintf(" and %u fixed", bit_count(pmu.fixed));
+    if (pmu.kind != PMU_NONE)
+        kprintf(" counters of %u bits", pmu.width);
+    kprintf("\n");
+}
+
+static void summary(u64 started)
+{
+    u64 ms = (rdtsc() - started) / (tsc_hz / 1000);
+
+    if (tables) {
+        kprintf("\n  %u of %u checks passed", passed, passed + failed);
+        if (unsupported)
+            kprintf(", %u not supported here", unsupported);
+        kprintf(", in %lu.%02lu s\n\n", ms / 1000, ms / 10 % 100);
+    }
+    if (lines)
+        kprintf("result selftest passed=%u failed=%u unsupported=%u ms=%lu\n", passed, failed, unsupported, ms);
+}
+
+void kmain(void)
+{
+    u64 started = rdtsc();
+
+    if (option("quiet"))
+        tables = false;
+    lines = !tables || option("lines");
+    if (option("loop") || option_value("spin")) {
+        spin(option("loop") ? 0 : option_number("spin", 1));
+        return;
+    }
+    pmu_detect();
+    if (tables)
+        banner();
+    if (pmu.kind == PMU_NONE) {
+        if (tables)
+            kprintf("\n  This machine has no PMU (--pmu off), so there is nothing to count with.\n\n");
+        if (lines)
+            kprintf("result selftest pmu=none passed=0 failed=0 unsupported=0\n");
+        return;
+    }
+    pmu_reset();
+    counting();
+    overflows();
+    pmu_reset();
+    summary(started);
+    if (failed)
+        debug_exit(1);
+}

@@ -1,0 +1,31 @@
+/* The built-in guest: what its files share. */
+#ifndef SELFTEST_H
+#define SELFTEST_H
+
+#include "pmu.h"
+
+/* --- work.S --- */
+u64 known_loop(u64 rounds);
+#define KNOWN_INSTRUCTIONS(rounds) (2 * (rounds) + 5)
+#define KNOWN_BRANCHES(rounds) ((rounds) + 1)
+u64 spin_chunk(u64 rounds);
+extern u8 spin_hot[], spin_warm[], spin_cool[], spin_end[];
+
+/* --- selftest.c --- */
+enum verdict { V_OK, V_FAILED, V_UNSUPPORTED };
+/* Prints the end of a table row and the machine-readable line, and keeps the score. */
+void verdict(const char *name, const char *where, u64 saw, u64 expected, enum verdict v);
+extern bool tables, lines;
+u64 run_at(u32 cpl, u64 (*fn)(u64), u64 argument);
+
+/* --- counting.c --- */
+void counting(void);
+extern u64 cycles_per_1024_tsc; /* what the cycles event counted at CPL3 in 1024 TSC ticks; 0 if it does not count */
+
+/* --- overflow.c --- */
+void overflows(void);
+
+/* --- spin.c --- */
+void spin(u64 seconds); /* 0: for ever */
+
+#endif

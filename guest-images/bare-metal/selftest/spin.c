@@ -1,0 +1,40 @@
+/* A target for profiling from outside: known functions at CPL3, on every CPU. */
+#include "selftest.h"
+
+static u64 deadline; /* TSC; 0 for never */
+static u64 chunk;
+
+static void spin_cpu(u64 unused)
+{
+    (void)unused;
+    do
+        run_user(spin_chunk, chunk);
+    while (!deadline || (s64)(deadline - rdtsc()) > 0);
+}
+
+void spin(u64 seconds)
+{
+    u32 cpus = smp_start();
+    u64 t0, tsc;
+
+    /* A chunk of about 20 ms, so that CPL0 hardly shows in the profile. */
+    for (chunk = 64;; chunk *= 4) {
+        t0 = rdtsc();
+        run_user(spin_chunk, chunk);
+        tsc = rdtsc() - t0;
+        if (tsc > tsc_hz / 400)
+            break;
+    }
+    chunk = chunk * (tsc_hz / 50) / tsc;
+    if (tables)
+        kprintf("spinning on %u CPU%s at CPL3: spin_hot 60 %%, spin_warm 30 %%, spin_cool 10 %%\n", cpus,
+                cpus > 1 ? "s" : "");
+    deadline = seconds ? rdtsc() + seconds * tsc_hz : 0;
+    for (u32 i = 1; i < cpus; i++)
+        smp_run(i, spin_cpu, 0);
+    spin_cpu(0);
+    for (u32 i = 1; i < cpus; i++)
+        smp_wait(i);
+    if (lines)
+        kprintf("result spin cpus=%u seconds=%lu\n", cpus, seconds);
+}

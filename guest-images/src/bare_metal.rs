@@ -1,0 +1,156 @@
+//! The bare-metal guests: small multiboot kernels in C and assembly, compiled by the build script.
+//!
+//! They run on every KVM, the software-only one included, and under plain QEMU. Sources and the way to write
+//! a new test are in `guest-images/bare-metal/`, their use is in `docs/bare-metal-guests.md`.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The guest that `perfvisor run` starts when it is given no kernel.
+pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.elf"));
+
+/// One bare-metal guest.
+#[derive(Debug, Clone, Copy)]
+pub struct Guest {
+    /// Its name, also that of its file without `.elf`.
+    pub name: &'static str,
+    /// What it is for, in one line.
+    pub purpose: &'static str,
+    /// The ELF64 image with a multiboot 1 header in its first 8 KiB.
+    pub image: &'static [u8],
+}
+
+/// All bare-metal guests.
+pub static GUESTS: [Guest; 1] = [Guest {
+    name: "selftest",
+    purpose: "the built-in guest: counts known work and shows it",
+    image: BUILTIN,
+}];
+
+/// Writes every guest as `NAME.elf` into `dir`, which is created if it is missing, and returns the paths.
+///
+/// # Errors
+///
+/// The error of creating the directory or of the first file that cannot be written; its message names the path.
+pub fn write_all(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+    std::fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
+    let write = |guest: &Guest| {
+        let path = dir.join(format!("{}.elf", guest.name));
+        std::fs::write(&path, guest.image).map_err(|e| named(&path, e))?;
+        Ok(path)
+    };
+    GUESTS.iter().map(write).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn u16_at(image: &[u8], at: usize) -> u16 {
+        u16::from_le_bytes(image[at..at + 2].try_into().unwrap())
+    }
+
+    fn u32_at(image: &[u8], at: usize) -> u32 {
+        u32::from_le_bytes(image[at..at + 4].try_into().unwrap())
+    }
+
+    fn u64_at(image: &[u8], at: usize) -> u64 {
+        u64::from_le_bytes(image[at..at + 8].try_into().unwrap())
+    }
+
+    /// Offset of the multiboot header; the specification wants it 4-byte aligned in the first 8 KiB.
+    fn multiboot_header(image: &[u8]) -> usize {
+        (0..8192 - 12)
+            .step_by(4)
+            .find(|&at| {
+                let sum = (0..3).fold(0u32, |sum, i| sum.wrapping_add(u32_at(image, at + 4 * i)));
+                u32_at(image, at) == 0x1BAD_B002 && sum == 0
+            })
+            .expect("no multiboot header in the first 8 KiB")
+    }
+
+    #[test]
+    fn every_guest_is_an_elf64_executable_for_x86_64() {
+        for guest in &GUESTS {
+            assert_eq!(&guest.image[..6], b"\x7fELF\x02\x01", "{}", guest.name);
+            assert_eq!(
+                (u16_at(guest.image, 16), u16_at(guest.image, 18)),
+                (2, 62),
+                "{}",
+                guest.name
+            );
+        }
+    }
+
+    #[test]
+    fn address_fields_and_program_headers_load_the_same_bytes() {
+        for guest in &GUESTS {
+            let image = guest.image;
+            let header = multiboot_header(image);
+            let field = |i: usize| u64::from(u32_at(image, header + 4 * i));
+            assert_ne!(
+                field(1) & 0x1_0000,
+                0,
+                "{}: address fields are announced",
+                guest.name
+            );
+            let (header_addr, load, load_end, bss_end, entry) =
+                (field(3), field(4), field(5), field(6), field(7));
+            assert_eq!(
+                entry,
+                u64_at(image, 24),
+                "{}: both name one entry point",
+                guest.name
+            );
+            let (ph, ph_size, ph_count) = (u64_at(image, 32), u16_at(image, 54), u16_at(image, 56));
+            for i in 0..usize::from(ph_count) {
+                let at = ph as usize + i * usize::from(ph_size);
+                let (offset, paddr) = (u64_at(image, at + 8), u64_at(image, at + 24));
+                let (file_size, mem_size) = (u64_at(image, at + 32), u64_at(image, at + 40));
+                assert_eq!(u32_at(image, at), 1, "{}: PT_LOAD", guest.name);
+                assert!(
+                    paddr + mem_size <= bss_end,
+                    "{}: segment {i} ends inside",
+                    guest.name
+                );
+                if file_size > 0 {
+                    assert_eq!(
+                        offset + header_addr,
+                        paddr + header as u64,
+                        "{}: segment {i}",
+                        guest.name
+                    );
+                    assert!(
+                        paddr >= load && paddr + file_size <= load_end,
+                        "{}: segment {i}",
+                        guest.name
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_guest_fits_into_the_smallest_machine() {
+        for guest in &GUESTS {
+            let bss_end = u32_at(guest.image, multiboot_header(guest.image) + 24);
+            assert!(bss_end < 8 << 20, "{} ends at {bss_end:#x}", guest.name);
+        }
+    }
+
+    #[test]
+    fn write_all_gives_each_guest_its_file() {
+        let dir = std::env::temp_dir().join(format!("bare-metal-guests-{}", std::process::id()));
+        let paths = write_all(&dir).unwrap();
+        for (guest, path) in GUESTS.iter().zip(&paths) {
+            assert_eq!(std::fs::read(path).unwrap(), guest.image);
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
+        let file = dir.with_extension("file");
+        std::fs::write(&file, "in the way").unwrap();
+        let error = write_all(&file).unwrap_err();
+        assert!(error.to_string().contains(&file.display().to_string()), "{error}");
+        std::fs::remove_file(&file).unwrap();
+    }
+}
