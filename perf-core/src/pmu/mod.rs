@@ -4,6 +4,9 @@
 //! `perf_event_open(2)`. The core decides *when* an event is on (multiplexing, pinned and exclusive groups);
 //! a driver only knows how to start, stop, read and arm one.
 
+pub mod clock;
+pub mod host;
+
 use std::fmt::Debug;
 
 use crate::attr::{Attr, EventType};

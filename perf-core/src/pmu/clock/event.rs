@@ -1,0 +1,272 @@
+//! One event of the `clock` driver.
+
+use std::sync::Arc;
+
+use perf_event_open_sys::bindings as b;
+
+use super::cpl::Level;
+use super::vcpu::VcpuClock;
+use crate::pmu::host::fd::{PARKED_PERIOD, PerfFd, new_attr};
+use crate::pmu::{PmuError, PmuEvent};
+
+/// The shortest time an overflow timer is set to, ns. The kernel's own floor for clock events is the same.
+pub const MIN_TIMER_NS: u64 = 10_000;
+
+/// What part of the guest's time an event counts.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Share {
+    All,
+    One(Level),
+    Nothing,
+}
+
+/// What a count of the event stands for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Unit {
+    Cycles,
+    Nanoseconds,
+}
+
+/// The host event whose signal announces an overflow. Opened once, then parked and given periods.
+#[derive(Debug)]
+struct Timer {
+    fd: PerfFd,
+    parked: bool,
+}
+
+impl Timer {
+    fn open(tid: i32, signal: i32) -> Result<Self, PmuError> {
+        let mut attr = new_attr(
+            b::PERF_TYPE_SOFTWARE,
+            u64::from(b::PERF_COUNT_SW_TASK_CLOCK),
+        );
+        attr.__bindgen_anon_1.sample_period = PARKED_PERIOD;
+        let fd = PerfFd::open(&mut attr, tid).map_err(|source| PmuError::Os {
+            what: "opening the vCPU's overflow timer",
+            source,
+        })?;
+        fd.signal_thread(tid, signal)
+            .map_err(|source| PmuError::Os {
+                what: "directing the overflow signal to the vCPU",
+                source,
+            })?;
+        Ok(Self { fd, parked: true })
+    }
+
+    fn set(&mut self, ns: u64) -> Result<(), PmuError> {
+        let ns = ns.clamp(MIN_TIMER_NS, PARKED_PERIOD);
+        self.fd.set_period(ns).map_err(|source| PmuError::Os {
+            what: "setting the vCPU's overflow timer",
+            source,
+        })?;
+        self.parked = false;
+        Ok(())
+    }
+
+    fn park(&mut self) {
+        if !self.parked {
+            match self.fd.set_period(PARKED_PERIOD) {
+                Ok(()) => self.parked = true,
+                // The thread is gone, and its timer with it.
+                Err(e) => log::debug!("cannot park an overflow timer: {e}"),
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ClockEvent {
+    clock: Arc<VcpuClock>,
+    signal: Option<i32>,
+    share: Share,
+    unit: Unit,
+    /// Clock reading at the start of the current span; `None` while stopped.
+    span_start_ns: Option<u64>,
+    /// Time of all finished spans.
+    spans_ns: u64,
+    /// The last count handed out.
+    last_count: u64,
+    /// The count at which an overflow is due.
+    armed_at: Option<u64>,
+    timer: Option<Timer>,
+}
+
+impl ClockEvent {
+    pub(super) fn new(
+        clock: Arc<VcpuClock>,
+        signal: Option<i32>,
+        share: Share,
+        unit: Unit,
+    ) -> Self {
+        Self {
+            clock,
+            signal,
+            share,
+            unit,
+            span_start_ns: None,
+            spans_ns: 0,
+            last_count: 0,
+            armed_at: None,
+            timer: None,
+        }
+    }
+
+    /// The clock this event follows, now.
+    fn clock_ns(&self) -> u64 {
+        match self.share {
+            Share::All => self.clock.guest_ns(),
+            Share::One(level) => self.clock.level_ns(level),
+            Share::Nothing => 0,
+        }
+    }
+
+    fn counts(&self, ns: u64) -> u64 {
+        match self.unit {
+            Unit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
+            Unit::Nanoseconds => ns,
+        }
+    }
+
+    fn ns_for(&self, counts: u64) -> u64 {
+        match self.unit {
+            Unit::Cycles => ns_for_cycles(counts, self.clock.tsc_khz()),
+            Unit::Nanoseconds => counts,
+        }
+    }
+}
+
+impl PmuEvent for ClockEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if self.span_start_ns.is_none() {
+            match self.share {
+                Share::All => self.clock.add_user(),
+                Share::One(_) => {
+                    self.clock
+                        .start_levels(self.signal)
+                        .map_err(|source| PmuError::Os {
+                            what: "starting the privilege level ticks",
+                            source,
+                        })?;
+                }
+                Share::Nothing => {}
+            }
+            self.span_start_ns = Some(self.clock_ns());
+        }
+        let armed = match overflow_in {
+            Some(n) => self.arm(n),
+            None => {
+                self.armed_at = None;
+                Ok(())
+            }
+        };
+        if armed.is_err() {
+            self.stop();
+        }
+        armed
+    }
+
+    fn stop(&mut self) {
+        let Some(start) = self.span_start_ns.take() else {
+            return;
+        };
+        self.spans_ns += self.clock_ns().saturating_sub(start);
+        match self.share {
+            Share::All => self.clock.remove_user(),
+            Share::One(_) => self.clock.stop_levels(),
+            Share::Nothing => {}
+        }
+        self.armed_at = None;
+        if let Some(timer) = &mut self.timer {
+            timer.park();
+        }
+    }
+
+    fn read(&mut self) -> u64 {
+        let span = self
+            .span_start_ns
+            .map_or(0, |start| self.clock_ns().saturating_sub(start));
+        // A reading that had to settle for the finished intervals may be behind the one before it.
+        self.last_count = self.last_count.max(self.counts(self.spans_ns + span));
+        self.last_count
+    }
+
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let Some(signal) = self.signal else {
+            return Err(PmuError::Unsupported(
+                "the clock driver was made without an overflow signal",
+            ));
+        };
+        if self.timer.is_none() {
+            self.timer = Some(Timer::open(self.clock.tid(), signal)?);
+        }
+        let at = self.read().saturating_add(overflow_in.max(1));
+        let wait_ns = self.ns_for(overflow_in);
+        if let Some(timer) = &mut self.timer {
+            timer.set(wait_ns)?;
+        }
+        self.armed_at = Some(at);
+        Ok(())
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        let Some(at) = self.armed_at else {
+            // The timer goes on by itself after an overflow nobody re-armed.
+            if let Some(timer) = &mut self.timer {
+                timer.park();
+            }
+            return 0;
+        };
+        let now = self.read();
+        if now >= at {
+            // The timer is left as it is: whoever takes an overflow arms the next one with a single call.
+            self.armed_at = None;
+            return 1;
+        }
+        let rest_ns = self.ns_for(at - now);
+        if let Some(timer) = &mut self.timer
+            && let Err(e) = timer.set(rest_ns)
+        {
+            log::warn!("an overflow timer could not be set for the rest of its period: {e}");
+        }
+        0
+    }
+}
+
+impl Drop for ClockEvent {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Whole cycles in `ns` of a clock of `khz`.
+fn cycles_of_ns(ns: u64, khz: u32) -> u64 {
+    saturate(u128::from(ns) * u128::from(khz) / 1_000_000)
+}
+
+/// The time in which a clock of `khz` makes at least `cycles`.
+fn ns_for_cycles(cycles: u64, khz: u32) -> u64 {
+    saturate((u128::from(cycles) * 1_000_000).div_ceil(u128::from(khz.max(1))))
+}
+
+fn saturate(value: u128) -> u64 {
+    u64::try_from(value).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// A timer set for n cycles never rings before n cycles have passed.
+        #[test]
+        fn the_time_for_n_cycles_holds_n_cycles(cycles in 0u64..1 << 48, khz in 1u32..6_000_000) {
+            prop_assert!(cycles_of_ns(ns_for_cycles(cycles, khz), khz) >= cycles);
+        }
+
+        #[test]
+        fn more_time_is_never_fewer_cycles(ns in 0u64..1 << 60, more in 0u64..1 << 40, khz in 0u32..6_000_000) {
+            prop_assert!(cycles_of_ns(ns + more, khz) >= cycles_of_ns(ns, khz));
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! The `clock` driver: cycles from run time, for hosts with no PMU.
+//!
+//! | config | counts |
+//! |---|---|
+//! | 0 | cycles: guest run time times the TSC frequency |
+//! | 1 | reference cycles: the same |
+//! | 2 | guest run time in nanoseconds |
+//!
+//! The vCPU's thread brackets `KVM_RUN` with [`VcpuClock::guest_enter`] and [`VcpuClock::guest_exit`]; see
+//! [`VcpuClock`] for what that includes. Host execution is never counted, so `exclude_guest` is refused, and
+//! `exclude_host` changes nothing.
+//!
+//! # One privilege level
+//! An event with `exclude_user` or `exclude_kernel` counts an estimate: see [`ClockPmu::is_estimate`] and
+//! [`LevelSource`]. With both it counts nothing.
+//!
+//! # Overflow
+//! Each armed event keeps a host `task-clock` event on the vCPU's thread, whose signal takes the vCPU out of the guest.
+//! Thread time passes at least as fast as guest time, so the signal can only be early.
+//! [`PmuEvent::take_overflows`] then arms it for the rest, no sooner than [`MIN_TIMER_NS`] ahead. That floor bounds
+//! the rate of signals, and it is the resolution of an overflow.
+
+mod cpl;
+mod event;
+mod vcpu;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub use cpl::LevelSource;
+pub use event::MIN_TIMER_NS;
+pub use vcpu::VcpuClock;
+
+use crate::attr::{Attr, EventType};
+use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+use cpl::Level;
+use event::{ClockEvent, Share, Unit};
+
+/// Cycles (`config` 0).
+pub const CYCLES: u64 = 0;
+/// Reference cycles (`config` 1).
+pub const REF_CYCLES: u64 = 1;
+/// Guest run time in nanoseconds (`config` 2).
+pub const GUEST_NS: u64 = 2;
+
+/// The `clock` driver of one VM.
+#[derive(Debug)]
+pub struct ClockPmu {
+    signal: Option<i32>,
+    clocks: Mutex<BTreeMap<VcpuId, Arc<VcpuClock>>>,
+}
+
+impl ClockPmu {
+    /// A driver whose overflows send `signal` to the vCPU's thread. It must be a real-time signal with a handler
+    /// installed without `SA_RESTART`. `None`: events count, but cannot be armed.
+    #[must_use]
+    pub fn new(signal: Option<i32>) -> Self {
+        Self {
+            signal,
+            clocks: Mutex::new(BTreeMap::new()),
+        }
+    }
+
+    /// Makes `clock` the clock of `vcpu`. Events opened from now on use it; a former one keeps its events.
+    pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
+        self.lock().insert(vcpu, clock);
+    }
+
+    /// Forgets the clock of `vcpu`. Its open events keep their counts.
+    pub fn remove_vcpu(&self, vcpu: VcpuId) {
+        self.lock().remove(&vcpu);
+    }
+
+    /// Whether what an event with `attr` counts is an estimate, because it wants one privilege level only.
+    #[must_use]
+    pub fn is_estimate(attr: &Attr) -> bool {
+        attr.ty == EventType::CLOCK && attr.exclude_user != attr.exclude_kernel
+    }
+
+    /// How privilege levels are learnt for `vcpu`; `None` if it has no clock.
+    #[must_use]
+    pub fn level_source(&self, vcpu: VcpuId) -> Option<LevelSource> {
+        let clock = self.lock().get(&vcpu).cloned()?;
+        Some(clock.cpl_split().source())
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<VcpuClock>>> {
+        self.clocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pmu for ClockPmu {
+    fn name(&self) -> &'static str {
+        "clock"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        ty == EventType::CLOCK
+    }
+
+    fn capacity(&self) -> Capacity {
+        Capacity::Unlimited
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let unit = match attr.config {
+            CYCLES | REF_CYCLES => Unit::Cycles,
+            GUEST_NS => Unit::Nanoseconds,
+            _ => return Err(PmuError::NoSuchEvent),
+        };
+        let Target::Vcpu { vcpu, .. } = target else {
+            return Err(PmuError::Unsupported("the clock counts one vCPU, not a VM"));
+        };
+        if attr.exclude_guest {
+            return Err(PmuError::Unsupported("the clock counts the guest only"));
+        }
+        let share = match (attr.exclude_user, attr.exclude_kernel) {
+            (false, false) => Share::All,
+            (false, true) => Share::One(Level::User),
+            (true, false) => Share::One(Level::Kernel),
+            (true, true) => Share::Nothing,
+        };
+        let clock = self
+            .lock()
+            .get(&vcpu)
+            .cloned()
+            .ok_or_else(|| PmuError::Os {
+                what: "finding the vCPU's clock",
+                source: io::Error::from_raw_os_error(libc::ESRCH),
+            })?;
+        Ok(Box::new(ClockEvent::new(clock, self.signal, share, unit)))
+    }
+}

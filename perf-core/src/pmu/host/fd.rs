@@ -1,0 +1,351 @@
+//! The one place that calls `perf_event_open(2)`: a safe handle on a host perf event.
+//!
+//! Everything here is mechanism. What to count, for whom and when is decided by the drivers above.
+#![allow(unsafe_code)]
+
+use std::cell::Cell;
+use std::io;
+use std::mem::size_of;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+
+use perf_event_open_sys as sys;
+use sys::bindings::{
+    PERF_FLAG_FD_CLOEXEC, perf_event_attr, perf_event_header, perf_event_mmap_page,
+};
+
+/// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
+const F_SETSIG: libc::c_int = 10;
+const F_SETOWN_EX: libc::c_int = 15;
+const F_OWNER_TID: libc::c_int = 0;
+
+/// `struct f_owner_ex` of `fcntl(2)`.
+#[repr(C)]
+struct FOwnerEx {
+    kind: libc::c_int,
+    pid: libc::pid_t,
+}
+
+/// A period so long that it never elapses (36 years of nanoseconds). An event with this period is *parked*: it keeps
+/// its place in the kernel and costs nothing until an ioctl gives it a real period.
+pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
+
+/// The calling thread's id, asked from the kernel once per thread.
+pub(crate) fn current_tid() -> i32 {
+    thread_local!(static TID: Cell<i32> = const { Cell::new(0) });
+    TID.with(|cached| {
+        if cached.get() == 0 {
+            // SAFETY: gettid has no arguments and cannot fail.
+            cached.set(unsafe { libc::syscall(libc::SYS_gettid) } as i32);
+        }
+        cached.get()
+    })
+}
+
+/// A zeroed attribute block with its size filled in.
+pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
+    perf_event_attr {
+        size: size_of::<perf_event_attr>() as u32,
+        type_,
+        config,
+        ..perf_event_attr::default()
+    }
+}
+
+/// An open host perf event on one thread.
+#[derive(Debug)]
+pub(crate) struct PerfFd {
+    fd: OwnedFd,
+}
+
+impl PerfFd {
+    /// Opens `attr` on thread `tid` (0: the caller), on whichever CPU that thread runs.
+    pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
+        Self::open_in_group(attr, tid, None)
+    }
+
+    /// As [`PerfFd::open`], as a member of `leader`'s group.
+    pub(crate) fn open_in_group(
+        attr: &mut perf_event_attr,
+        tid: i32,
+        leader: Option<&PerfFd>,
+    ) -> io::Result<Self> {
+        let group: RawFd = leader.map_or(-1, |l| l.fd.as_raw_fd());
+        // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is; the
+        // kernel writes at most its `size` field.
+        let fd = unsafe {
+            sys::perf_event_open(attr, tid, -1, group, PERF_FLAG_FD_CLOEXEC as libc::c_ulong)
+        };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+        Ok(Self {
+            fd: unsafe { OwnedFd::from_raw_fd(fd) },
+        })
+    }
+
+    /// Has every overflow send real-time signal `signo` to thread `tid`, and to that thread only.
+    ///
+    /// When the queue of real-time signals is full the kernel sends `SIGIO` instead; see
+    /// [`super::ignore_sigio`].
+    pub(crate) fn signal_thread(&self, tid: i32, signo: i32) -> io::Result<()> {
+        let fd = self.fd.as_raw_fd();
+        let owner = FOwnerEx {
+            kind: F_OWNER_TID,
+            pid: tid,
+        };
+        // SAFETY: `owner` has the layout fcntl(2) documents for F_SETOWN_EX and outlives the call.
+        check(unsafe { libc::fcntl(fd, F_SETOWN_EX, &raw const owner) })?;
+        // SAFETY: F_SETSIG takes a signal number by value.
+        check(unsafe { libc::fcntl(fd, F_SETSIG, signo) })?;
+        // SAFETY: F_GETFL takes no argument.
+        let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+        // SAFETY: F_SETFL takes flags by value.
+        check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_ASYNC) })?;
+        Ok(())
+    }
+
+    /// Lets the event count.
+    pub(crate) fn enable(&self) -> io::Result<()> {
+        // SAFETY: ENABLE takes a flag word by value.
+        check(unsafe { sys::ioctls::ENABLE(self.fd.as_raw_fd(), 0) }).map(drop)
+    }
+
+    /// Stops the event; its count is kept.
+    pub(crate) fn disable(&self) -> io::Result<()> {
+        // SAFETY: DISABLE takes a flag word by value.
+        check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
+    }
+
+    /// Gives a sampling event the period `period` (1 to 2^63 - 1), counted from now: the kernel restarts a
+    /// running event with it at once.
+    pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
+        // The generated wrapper takes the value, but the kernel copies it from an address.
+        // SAFETY: `period` lives until the call returns, and the kernel reads eight bytes from it.
+        let rc = unsafe {
+            libc::ioctl(
+                self.fd.as_raw_fd(),
+                sys::bindings::PERIOD as _,
+                &raw const period,
+            )
+        };
+        check(rc).map(drop)
+    }
+
+    /// The count; `None` when the event is in the error state (a pinned event that lost its counter reads as
+    /// end of file).
+    pub(crate) fn read_count(&self) -> io::Result<Option<u64>> {
+        let mut value = 0u64;
+        // SAFETY: the buffer is eight writable bytes and the event was opened without a read format, so the kernel
+        // writes one u64 or nothing.
+        let n = unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut value).cast(), 8) };
+        match n {
+            8 => Ok(Some(value)),
+            n if n < 0 => Err(io::Error::last_os_error()),
+            _ => Ok(None),
+        }
+    }
+
+    /// Maps the control page and `2^log2_pages` data pages (none for `None`).
+    pub(crate) fn map(&self, log2_pages: Option<u32>) -> io::Result<PerfMap> {
+        // SAFETY: sysconf has no preconditions.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        let data_len = log2_pages.map_or(0, |n| page << n);
+        let len = NonZeroUsize::new(page + data_len)
+            .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        // SAFETY: a fresh shared mapping at an address of the kernel's choosing aliases nothing.
+        let addr = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len.get(),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                self.fd.as_raw_fd(),
+                0,
+            )
+        };
+        if addr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base =
+            NonNull::new(addr.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at zero"))?;
+        Ok(PerfMap {
+            base,
+            len: len.get(),
+            data_offset: page,
+            data_len,
+        })
+    }
+}
+
+fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
+    if rc < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(rc)
+    }
+}
+
+/// The mapped control page of a host perf event, and its ring when one was asked for.
+#[derive(Debug)]
+pub(crate) struct PerfMap {
+    base: NonNull<u8>,
+    len: usize,
+    data_offset: usize,
+    data_len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread; all access goes through atomics or through `&mut self`.
+unsafe impl Send for PerfMap {}
+
+impl Drop for PerfMap {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `len` are what mmap returned and was asked for, and no reference outlives `self`.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A record of the ring: its type and the `misc` word of its header. Payloads are not needed by any driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RecordHead {
+    /// `PERF_RECORD_*`.
+    pub(crate) type_: u32,
+    /// `PERF_RECORD_MISC_*`.
+    pub(crate) misc: u16,
+}
+
+impl PerfMap {
+    fn page(&self) -> *mut perf_event_mmap_page {
+        self.base.as_ptr().cast()
+    }
+
+    fn field_u32(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: callers pass the offset of an aligned u32 field of the control page, which is mapped while
+        // `self` lives; the kernel writes it with single stores.
+        unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU32>() }
+    }
+
+    fn field_u64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: as for `field_u32`, with an aligned u64 field.
+        unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU64>() }
+    }
+
+    /// Whether the host lets this thread read the counter with `rdpmc`.
+    pub(crate) fn user_read_offered(&self) -> bool {
+        // SAFETY: the control page is mapped and readable; the capability word is written once, at mmap.
+        unsafe {
+            (*self.page())
+                .__bindgen_anon_1
+                .__bindgen_anon_1
+                .cap_user_rdpmc()
+                == 1
+        }
+    }
+
+    /// The event's index plus one when it is on a counter of this CPU now, else 0.
+    pub(crate) fn index(&self) -> u32 {
+        self.field_u32(std::mem::offset_of!(perf_event_mmap_page, index))
+            .load(Ordering::Relaxed)
+    }
+
+    /// Reads the count without a system call. `None` when the event is not on a counter now, the host does not offer
+    /// it, or the page kept changing; the caller then reads the descriptor.
+    ///
+    /// Only right on the thread the event belongs to.
+    pub(crate) fn user_read(&self) -> Option<u64> {
+        /// A reader that lost this many races is better off with a system call.
+        const TRIES: usize = 16;
+        if !self.user_read_offered() {
+            return None;
+        }
+        let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
+        for _ in 0..TRIES {
+            let seq = lock.load(Ordering::Acquire);
+            if seq & 1 == 1 {
+                continue;
+            }
+            let index = self.index();
+            let offset = self
+                .field_u64(std::mem::offset_of!(perf_event_mmap_page, offset))
+                .load(Ordering::Relaxed);
+            // SAFETY: `pmc_width` is an aligned u16 field of the mapped control page.
+            let width = unsafe {
+                (*self
+                    .base
+                    .as_ptr()
+                    .add(std::mem::offset_of!(perf_event_mmap_page, pmc_width))
+                    .cast::<AtomicU16>())
+                .load(Ordering::Relaxed)
+            };
+            if index == 0 {
+                return None;
+            }
+            // SAFETY: the page offers user reads and names this counter; if the event moves meanwhile the value is
+            // discarded by the sequence check below.
+            let raw = unsafe { rdpmc(index - 1) };
+            // Pairs with the kernel's barrier between its page writes and its second increment of `lock`.
+            fence(Ordering::Acquire);
+            if lock.load(Ordering::Relaxed) == seq {
+                let shift = 64 - u32::from(width.clamp(1, 64));
+                let delta = ((raw << shift) as i64) >> shift;
+                return Some(offset.wrapping_add(delta as u64));
+            }
+        }
+        None
+    }
+
+    /// Passes every unread record to `each` and frees its space. Reads at most one ring's length.
+    pub(crate) fn drain(&mut self, mut each: impl FnMut(RecordHead)) {
+        if self.data_len == 0 {
+            return;
+        }
+        let head_field = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_head));
+        let tail_field = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_tail));
+        // Pairs with the kernel's write barrier before it publishes data_head.
+        let head = head_field.load(Ordering::Acquire);
+        let mut tail = tail_field.load(Ordering::Relaxed);
+        let header = size_of::<perf_event_header>() as u64;
+        while head.wrapping_sub(tail) >= header && head.wrapping_sub(tail) <= self.data_len as u64 {
+            let at = (tail as usize) & (self.data_len - 1);
+            // Records are multiples of 8 bytes, so an 8 byte header never wraps.
+            // SAFETY: `at` is within the data area, 8-byte aligned (record sizes are checked below), and the kernel does
+            // not write between tail and head.
+            let h = unsafe {
+                self.base
+                    .as_ptr()
+                    .add(self.data_offset + at)
+                    .cast::<perf_event_header>()
+                    .read()
+            };
+            let size = u64::from(h.size);
+            if size < header || size % 8 != 0 {
+                break;
+            }
+            each(RecordHead {
+                type_: h.type_,
+                misc: h.misc,
+            });
+            tail = tail.wrapping_add(size);
+        }
+        // Whatever could not be parsed is skipped, so that a damaged ring cannot wedge its reader.
+        // Pairs with the kernel's read of data_tail before it reuses the space.
+        tail_field.store(head, Ordering::Release);
+    }
+}
+
+/// Reads performance counter `index`.
+///
+/// # Safety
+/// The host must allow user-space `rdpmc` of that counter now, else the instruction faults.
+#[cfg(target_arch = "x86_64")]
+unsafe fn rdpmc(index: u32) -> u64 {
+    let (lo, hi): (u32, u32);
+    // SAFETY: passed on to the caller; the instruction touches no memory.
+    unsafe {
+        std::arch::asm!("rdpmc", in("ecx") index, out("eax") lo, out("edx") hi, options(nomem, nostack));
+    }
+    u64::from(hi) << 32 | u64::from(lo)
+}

@@ -1,0 +1,323 @@
+//! The `host` driver: perf events of the host's kernel on a vCPU's thread.
+//!
+//! Two drivers share this code, because they differ in what they need: [`HostPmu::hardware`] serves
+//! [`EventType::HARDWARE`] and [`EventType::RAW`] and has as many slots as the host has counters to give;
+//! [`HostPmu::software`] serves [`EventType::SOFTWARE`] and has no limit.
+//!
+//! Events are opened pinned and never more of them are on than there are slots, so the kernel never multiplexes them
+//! behind our back. They are opened once and then enabled, disabled and given periods.
+//!
+//! # Which counts
+//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`, the last two by the
+//! guest's privilege level when `exclude_host` is set. Software events (page faults, context switches, migrations)
+//! are things that happen to the vCPU's thread on the host. They have no guest privilege level: `exclude_user`
+//! and `exclude_kernel` are refused, `exclude_host` and `exclude_guest` change nothing.
+//!
+//! # Overflow
+//! The signal goes to the vCPU's thread only. It must be a real-time signal whose handler is installed without
+//! `SA_RESTART`, so that it ends `KVM_RUN`. When the kernel's queue of such signals is full it sends `SIGIO` instead,
+//! whose default action ends the process: see [`ignore_sigio`].
+
+pub(crate) mod fd;
+mod probe;
+
+use std::io;
+
+use crate::attr::{Attr, EventType};
+use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
+
+use fd::{PARKED_PERIOD, PerfFd, PerfMap, current_tid, new_attr};
+pub use probe::{GenericEvent, HostProbe, ignore_sigio};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Hardware,
+    Software,
+}
+
+/// Perf events of the host's kernel, of one class.
+#[derive(Debug)]
+pub struct HostPmu {
+    class: Class,
+    signal: Option<i32>,
+    slots: usize,
+    user_read: bool,
+}
+
+impl HostPmu {
+    /// The host's hardware PMU as `probe` found it. Overflows send `signal` to the vCPU's thread; with `None`, events
+    /// count but cannot be armed.
+    #[must_use]
+    pub fn hardware(signal: Option<i32>, probe: &HostProbe) -> Self {
+        Self {
+            class: Class::Hardware,
+            signal,
+            slots: probe.slots,
+            user_read: probe.user_read,
+        }
+    }
+
+    /// The host's software events.
+    #[must_use]
+    pub fn software(signal: Option<i32>) -> Self {
+        Self {
+            class: Class::Software,
+            signal,
+            slots: 0,
+            user_read: false,
+        }
+    }
+
+    /// Why the host would not open an event. `guest`: it was to count a guest on the hardware PMU.
+    fn refused(source: io::Error, guest: bool) -> PmuError {
+        match source.raw_os_error() {
+            Some(libc::EOPNOTSUPP | libc::EBUSY) if guest => PmuError::Mediated(source),
+            Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => PmuError::NoSuchEvent,
+            Some(libc::EINVAL | libc::EOPNOTSUPP) => {
+                PmuError::Unsupported("the host's kernel refuses this event in this form")
+            }
+            Some(libc::EAGAIN | libc::EBUSY | libc::ENOSPC) => PmuError::Busy,
+            _ => PmuError::Os {
+                what: "perf_event_open",
+                source,
+            },
+        }
+    }
+}
+
+impl Pmu for HostPmu {
+    fn name(&self) -> &'static str {
+        match self.class {
+            Class::Hardware => "host",
+            Class::Software => "host-software",
+        }
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        match self.class {
+            Class::Hardware => ty == EventType::HARDWARE || ty == EventType::RAW,
+            Class::Software => ty == EventType::SOFTWARE,
+        }
+    }
+
+    fn capacity(&self) -> Capacity {
+        match self.class {
+            Class::Hardware => Capacity::Slots(self.slots),
+            Class::Software => Capacity::Unlimited,
+        }
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let Target::Vcpu { tid, .. } = target else {
+            return Err(PmuError::Unsupported(
+                "a host event counts one vCPU's thread, not a VM",
+            ));
+        };
+        if !self.serves(attr.ty) {
+            return Err(PmuError::NoSuchEvent);
+        }
+        let mut raw = new_attr(attr.ty.0, attr.config);
+        // A sampling event from the start: the kernel refuses to give a period to a counting event later.
+        raw.__bindgen_anon_1.sample_period = PARKED_PERIOD;
+        raw.set_disabled(1);
+        let hardware = self.class == Class::Hardware;
+        if hardware {
+            raw.set_pinned(1);
+            raw.set_exclude_host(attr.exclude_host.into());
+            raw.set_exclude_guest(attr.exclude_guest.into());
+            raw.set_exclude_user(attr.exclude_user.into());
+            raw.set_exclude_kernel(attr.exclude_kernel.into());
+        } else if attr.exclude_user || attr.exclude_kernel {
+            return Err(PmuError::Unsupported(
+                "a host software event has no guest privilege level",
+            ));
+        }
+        let fd = PerfFd::open(&mut raw, tid)
+            .map_err(|e| Self::refused(e, hardware && !attr.exclude_guest))?;
+        if let Some(signal) = self.signal {
+            fd.signal_thread(tid, signal)
+                .map_err(|source| PmuError::Os {
+                    what: "directing the overflow signal to the vCPU",
+                    source,
+                })?;
+        }
+        let map = if hardware && self.user_read {
+            fd.map(None)
+                .inspect_err(|e| log::debug!("reads of a host event need a system call: {e}"))
+                .ok()
+        } else {
+            None
+        };
+        Ok(Box::new(HostEvent {
+            fd,
+            map,
+            tid,
+            can_arm: self.signal.is_some(),
+            hardware,
+            on: false,
+            parked: true,
+            last_count: 0,
+            armed_at: None,
+        }))
+    }
+}
+
+/// One host perf event.
+#[derive(Debug)]
+struct HostEvent {
+    fd: PerfFd,
+    /// The control page, where the host lets us read counters from user space.
+    map: Option<PerfMap>,
+    tid: i32,
+    can_arm: bool,
+    hardware: bool,
+    on: bool,
+    /// The kernel's period is the one that never elapses.
+    parked: bool,
+    last_count: u64,
+    armed_at: Option<u64>,
+}
+
+impl HostEvent {
+    fn set_period(&mut self, period: u64) -> Result<(), PmuError> {
+        self.fd
+            .set_period(period)
+            .map_err(|source| PmuError::Os {
+                what: "setting the period of a host event",
+                source,
+            })?;
+        self.parked = period == PARKED_PERIOD;
+        Ok(())
+    }
+
+    fn park(&mut self) {
+        if !self.parked
+            && let Err(e) = self.set_period(PARKED_PERIOD)
+        {
+            log::debug!("cannot park a host event: {e}");
+        }
+    }
+
+    /// The count, or `None` when the kernel put the event into the error state.
+    fn count_now(&self) -> io::Result<Option<u64>> {
+        if self.on
+            && current_tid() == self.tid
+            && let Some(count) = self.map.as_ref().and_then(PerfMap::user_read)
+        {
+            return Ok(Some(count));
+        }
+        self.fd.read_count()
+    }
+}
+
+impl PmuEvent for HostEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        match overflow_in {
+            Some(n) => self.arm(n)?,
+            None => {
+                self.armed_at = None;
+                self.park();
+            }
+        }
+        if self.on {
+            return Ok(());
+        }
+        self.fd.enable().map_err(|source| PmuError::Os {
+            what: "enabling a host event",
+            source,
+        })?;
+        self.on = true;
+        // A pinned event that finds no counter is in the error state at once, and reads as end of file.
+        if self.hardware && matches!(self.count_now(), Ok(None)) {
+            self.stop();
+            return Err(PmuError::Busy);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        if !self.on {
+            return;
+        }
+        if let Err(e) = self.fd.disable() {
+            log::debug!("cannot disable a host event: {e}");
+        }
+        self.on = false;
+        self.armed_at = None;
+    }
+
+    fn read(&mut self) -> u64 {
+        match self.count_now() {
+            Ok(Some(count)) => self.last_count = self.last_count.max(count),
+            Ok(None) => log::debug!("a host event lost its counter; its count stands still"),
+            Err(e) => log::debug!("reading a host event failed: {e}"),
+        }
+        self.last_count
+    }
+
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        if !self.can_arm {
+            return Err(PmuError::Unsupported(
+                "the host driver was made without an overflow signal",
+            ));
+        }
+        let n = overflow_in.clamp(1, PARKED_PERIOD - 1);
+        self.set_period(n)?;
+        // Read after the kernel restarted the period: an overflow is then never taken for one that is yet to come.
+        let at = self.read().saturating_add(overflow_in.max(1));
+        self.armed_at = Some(at);
+        Ok(())
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        let Some(at) = self.armed_at else {
+            // The kernel reloads the period by itself after an overflow nobody re-armed.
+            if self.on {
+                self.park();
+            }
+            return 0;
+        };
+        if self.read() >= at {
+            self.armed_at = None;
+            1
+        } else {
+            0
+        }
+    }
+
+    fn user_index(&self) -> u32 {
+        match &self.map {
+            Some(map) if self.on && map.user_read_offered() => map.index(),
+            _ => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mediated_host_is_reported_as_such() {
+        for errno in [libc::EOPNOTSUPP, libc::EBUSY] {
+            let e = || io::Error::from_raw_os_error(errno);
+            assert!(matches!(
+                HostPmu::refused(e(), true),
+                PmuError::Mediated(_)
+            ));
+            assert!(!matches!(
+                HostPmu::refused(e(), false),
+                PmuError::Mediated(_)
+            ));
+        }
+    }
+
+    #[test]
+    fn a_host_without_the_event_says_so() {
+        let e = io::Error::from_raw_os_error(libc::ENOENT);
+        assert!(matches!(
+            HostPmu::refused(e, true),
+            PmuError::NoSuchEvent
+        ));
+    }
+}

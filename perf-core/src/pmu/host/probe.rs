@@ -1,0 +1,314 @@
+//! What the host's PMU can do, found out by trying.
+#![allow(unsafe_code)]
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::str::FromStr;
+
+use perf_event_open_sys::bindings as b;
+use serde::{Deserialize, Serialize};
+
+use super::fd::{PerfFd, new_attr};
+
+/// Nobody has more counters than this per thread; bounds the probing.
+const MOST_SLOTS: usize = 64;
+
+/// The generic hardware events of `perf_event_open(2)`, with perf's names.
+const GENERIC: [(&str, u32); 10] = [
+    ("cycles", b::PERF_COUNT_HW_CPU_CYCLES),
+    ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS),
+    ("cache-references", b::PERF_COUNT_HW_CACHE_REFERENCES),
+    ("cache-misses", b::PERF_COUNT_HW_CACHE_MISSES),
+    ("branches", b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS),
+    ("branch-misses", b::PERF_COUNT_HW_BRANCH_MISSES),
+    ("bus-cycles", b::PERF_COUNT_HW_BUS_CYCLES),
+    ("stalled-cycles-frontend", b::PERF_COUNT_HW_STALLED_CYCLES_FRONTEND),
+    ("stalled-cycles-backend", b::PERF_COUNT_HW_STALLED_CYCLES_BACKEND),
+    ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
+];
+
+/// Whether one generic hardware event can be opened to count a guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GenericEvent {
+    /// perf's name of it.
+    pub name: String,
+    /// Its `config`.
+    pub config: u64,
+    /// It opens.
+    pub opens: bool,
+}
+
+/// Facts about the host's perf events, as found by probing on the calling thread.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostProbe {
+    /// The host has a hardware PMU that we may use.
+    pub hardware_pmu: bool,
+    /// Hardware events that can be on at once, per thread. One less than the counters there are when the NMI watchdog
+    /// holds one.
+    pub slots: usize,
+    /// Why there are no slots, in one line; `None` when there are.
+    pub no_slots_because: Option<String>,
+    /// `/proc/sys/kernel/perf_event_paranoid`.
+    pub paranoid: Option<i32>,
+    /// `/proc/sys/kernel/nmi_watchdog` is on.
+    pub nmi_watchdog: bool,
+    /// The host holds its PMU for mediated guests: events that count a guest are refused now.
+    pub mediated: bool,
+    /// Counters can be read with `rdpmc` from user space.
+    pub user_read: bool,
+    /// Software clock events with overflow can be opened, which the `clock` driver needs.
+    pub software_clock: bool,
+    /// The PMUs the kernel lists, e.g. `cpu`, `software`.
+    pub pmus: Vec<String>,
+    /// Generic hardware events, and whether they open.
+    pub generic: Vec<GenericEvent>,
+}
+
+impl HostProbe {
+    /// Probes this host. Takes some milliseconds and opens some events on the calling thread, for that time only.
+    #[must_use]
+    pub fn run() -> Self {
+        let opened: Vec<_> = GENERIC
+            .iter()
+            .map(|&(name, config)| (name, config, open_guest(config)))
+            .collect();
+        let mediated = opened.iter().any(|(_, _, r)| is_mediated(r))
+            && GENERIC.iter().any(|&(_, c)| open_host(c).is_ok());
+        let first_error = opened
+            .iter()
+            .find_map(|(_, _, r)| r.as_ref().err().map(io::Error::to_string));
+        let generic: Vec<_> = opened
+            .into_iter()
+            .map(|(name, config, r)| GenericEvent {
+                name: name.to_owned(),
+                config: u64::from(config),
+                opens: r.is_ok(),
+            })
+            .collect();
+        let nmi_watchdog = read_number::<i32>("/proc/sys/kernel/nmi_watchdog").unwrap_or(0) > 0;
+        let slots = count_slots(nmi_watchdog);
+        let no_slots_because = (slots == 0).then(|| {
+            if mediated {
+                "the host holds its PMU for mediated guests".to_owned()
+            } else {
+                match first_error {
+                    Some(e) => format!("the host opens no hardware event: {e}"),
+                    None => "every hardware counter is taken".to_owned(),
+                }
+            }
+        });
+        Self {
+            hardware_pmu: slots > 0 || generic.iter().any(|g| g.opens),
+            slots,
+            no_slots_because,
+            paranoid: read_number("/proc/sys/kernel/perf_event_paranoid"),
+            nmi_watchdog,
+            mediated,
+            user_read: slots > 0 && rdpmc_works(),
+            software_clock: open_clock().is_ok(),
+            pmus: list_pmus(),
+            generic,
+        }
+    }
+}
+
+/// Makes the process ignore `SIGIO` unless it already has a disposition for it.
+///
+/// The kernel sends `SIGIO` in place of an overflow's real-time signal when the queue of those is full. Its
+/// default action ends the process.
+///
+/// # Errors
+/// The error of `sigaction(2)`.
+pub fn ignore_sigio() -> io::Result<()> {
+    // SAFETY: a zeroed sigaction is valid: default disposition, empty mask.
+    let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: `now` is writable, and no new action is given.
+    if unsafe { libc::sigaction(libc::SIGIO, std::ptr::null(), &mut now) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if now.sa_sigaction != libc::SIG_DFL {
+        return Ok(());
+    }
+    now.sa_sigaction = libc::SIG_IGN;
+    // SAFETY: `now` is a valid action that installs no handler.
+    if unsafe { libc::sigaction(libc::SIGIO, &now, std::ptr::null_mut()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+fn is_mediated(opened: &io::Result<PerfFd>) -> bool {
+    matches!(opened, Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EBUSY)))
+}
+
+/// Opens a generic event that counts the guests of this thread.
+fn open_guest(config: u32) -> io::Result<PerfFd> {
+    let mut attr = new_attr(b::PERF_TYPE_HARDWARE, u64::from(config));
+    attr.set_disabled(1);
+    attr.set_exclude_host(1);
+    PerfFd::open(&mut attr, 0)
+}
+
+/// Opens a generic event that counts this thread in host user mode, which needs no privilege.
+fn open_host(config: u32) -> io::Result<PerfFd> {
+    let mut attr = host_attr(config);
+    PerfFd::open(&mut attr, 0)
+}
+
+fn host_attr(config: u32) -> b::perf_event_attr {
+    let mut attr = new_attr(b::PERF_TYPE_HARDWARE, u64::from(config));
+    attr.set_exclude_guest(1);
+    attr.set_exclude_kernel(1);
+    attr.set_exclude_hv(1);
+    attr
+}
+
+fn open_clock() -> io::Result<PerfFd> {
+    let mut attr = new_attr(
+        b::PERF_TYPE_SOFTWARE,
+        u64::from(b::PERF_COUNT_SW_TASK_CLOCK),
+    );
+    attr.__bindgen_anon_1.sample_period = super::PARKED_PERIOD;
+    attr.set_disabled(1);
+    PerfFd::open(&mut attr, 0)
+}
+
+/// How many events of one kind can be on at once. Two ways, and the smaller answer:
+/// pinned events until one is refused or loses its counter, which is what is free now; and a group until the
+/// kernel says it can never fit, less the watchdog's counter.
+fn count_slots(nmi_watchdog: bool) -> usize {
+    // Not cycles or instructions where possible: those may sit on fixed counters that other events cannot use.
+    let Some(config) = [
+        b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS,
+        b::PERF_COUNT_HW_CACHE_REFERENCES,
+        b::PERF_COUNT_HW_INSTRUCTIONS,
+        b::PERF_COUNT_HW_CPU_CYCLES,
+    ]
+    .into_iter()
+    .find(|&c| open_host(c).is_ok()) else {
+        return 0;
+    };
+    pinned_at_once(config).min(group_size(config).saturating_sub(usize::from(nmi_watchdog)))
+}
+
+fn pinned_at_once(config: u32) -> usize {
+    let mut open = Vec::new();
+    while open.len() < MOST_SLOTS {
+        let mut attr = host_attr(config);
+        attr.set_pinned(1);
+        match PerfFd::open(&mut attr, 0) {
+            Ok(fd) if matches!(fd.read_count(), Ok(Some(_))) => open.push(fd),
+            _ => break,
+        }
+    }
+    open.len()
+}
+
+fn group_size(config: u32) -> usize {
+    let mut open: Vec<PerfFd> = Vec::new();
+    while open.len() < MOST_SLOTS {
+        let mut attr = host_attr(config);
+        attr.set_disabled(open.is_empty().into());
+        match PerfFd::open_in_group(&mut attr, 0, open.first()) {
+            Ok(fd) => open.push(fd),
+            Err(_) => break,
+        }
+    }
+    open.len()
+}
+
+/// Whether user space can really read a counter. The control page alone does not tell: a kernel that is itself a guest
+/// may offer it where the instruction faults. So a child process tries, and may die of it.
+fn rdpmc_works() -> bool {
+    let mut attr = host_attr(b::PERF_COUNT_HW_INSTRUCTIONS);
+    attr.set_pinned(1);
+    survives_in_child(|| {
+        let Ok(fd) = PerfFd::open(&mut attr, 0) else {
+            return false;
+        };
+        let Ok(map) = fd.map(None) else {
+            return false;
+        };
+        map.user_read().is_some()
+    })
+}
+
+/// Runs `attempt` in a forked child; true if it returned true there. `attempt` may only make system calls: other
+/// threads' locks are frozen in the child, those of the allocator too.
+fn survives_in_child(attempt: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child makes system calls only (see above) and leaves by _exit, so it runs no destructor and no
+    // exit handler of this process.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        // SAFETY: SIG_DFL installs no handler; a fault then ends the child and reaches no handler of the parent's.
+        unsafe {
+            libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+            libc::signal(libc::SIGILL, libc::SIG_DFL);
+        }
+        let code = i32::from(!attempt());
+        // SAFETY: _exit never returns and needs nothing.
+        unsafe { libc::_exit(code) };
+    }
+    if pid < 0 {
+        return false;
+    }
+    let mut status = 0;
+    loop {
+        // SAFETY: `status` is writable and `pid` is our child.
+        let rc = unsafe { libc::waitpid(pid, &mut status, 0) };
+        if rc == pid {
+            return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
+        }
+        if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+            return false;
+        }
+    }
+}
+
+fn read_number<T: FromStr>(path: &str) -> Option<T> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn list_pmus() -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(Path::new("/sys/bus/event_source/devices"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_probe_agrees_with_itself() {
+        let probe = HostProbe::run();
+        assert_eq!(probe.slots == 0, probe.no_slots_because.is_some());
+        assert!(!probe.user_read || probe.slots > 0);
+        assert!(probe.slots <= MOST_SLOTS);
+        assert!(probe.hardware_pmu || probe.generic.iter().all(|g| !g.opens));
+    }
+
+    #[test]
+    fn the_probe_survives_a_round_trip_through_json() {
+        let probe = HostProbe::run();
+        let text = serde_json::to_string(&probe).unwrap();
+        assert_eq!(serde_json::from_str::<HostProbe>(&text).unwrap(), probe);
+    }
+
+    #[test]
+    fn a_child_that_faults_does_not_take_us_along() {
+        assert!(!survives_in_child(|| {
+            // SAFETY: raising a signal touches no memory; the default action ends the child only.
+            unsafe { libc::raise(libc::SIGSEGV) };
+            true
+        }));
+        assert!(survives_in_child(|| true));
+        assert!(!survives_in_child(|| false));
+    }
+}
