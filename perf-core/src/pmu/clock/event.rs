@@ -36,20 +36,16 @@ struct Timer {
 
 impl Timer {
     fn open(tid: i32, signal: i32) -> Result<Self, PmuError> {
-        let mut attr = new_attr(
-            b::PERF_TYPE_SOFTWARE,
-            u64::from(b::PERF_COUNT_SW_TASK_CLOCK),
-        );
+        let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_TASK_CLOCK));
         attr.__bindgen_anon_1.sample_period = PARKED_PERIOD;
         let fd = PerfFd::open(&mut attr, tid).map_err(|source| PmuError::Os {
             what: "opening the vCPU's overflow timer",
             source,
         })?;
-        fd.signal_thread(tid, signal)
-            .map_err(|source| PmuError::Os {
-                what: "directing the overflow signal to the vCPU",
-                source,
-            })?;
+        fd.signal_thread(tid, signal).map_err(|source| PmuError::Os {
+            what: "directing the overflow signal to the vCPU",
+            source,
+        })?;
         Ok(Self { fd, parked: true })
     }
 
@@ -92,12 +88,7 @@ pub(super) struct ClockEvent {
 }
 
 impl ClockEvent {
-    pub(super) fn new(
-        clock: Arc<VcpuClock>,
-        signal: Option<i32>,
-        share: Share,
-        unit: Unit,
-    ) -> Self {
+    pub(super) fn new(clock: Arc<VcpuClock>, signal: Option<i32>, share: Share, unit: Unit) -> Self {
         Self {
             clock,
             signal,
@@ -156,6 +147,9 @@ impl PmuEvent for ClockEvent {
             Some(n) => self.arm(n),
             None => {
                 self.armed_at = None;
+                if let Some(timer) = &mut self.timer {
+                    timer.park();
+                }
                 Ok(())
             }
         };

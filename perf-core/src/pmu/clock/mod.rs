@@ -122,14 +122,10 @@ impl Pmu for ClockPmu {
             (true, false) => Share::One(Level::Kernel),
             (true, true) => Share::Nothing,
         };
-        let clock = self
-            .lock()
-            .get(&vcpu)
-            .cloned()
-            .ok_or_else(|| PmuError::Os {
-                what: "finding the vCPU's clock",
-                source: io::Error::from_raw_os_error(libc::ESRCH),
-            })?;
+        let clock = self.lock().get(&vcpu).cloned().ok_or_else(|| PmuError::Os {
+            what: "finding the vCPU's clock",
+            source: io::Error::from_raw_os_error(libc::ESRCH),
+        })?;
         Ok(Box::new(ClockEvent::new(clock, self.signal, share, unit)))
     }
 }

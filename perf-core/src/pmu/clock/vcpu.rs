@@ -11,9 +11,7 @@
 //! the guest runs already, on another thread. It then supplies the missing start of that interval itself (`late`).
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{
-    AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence,
-};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Mutex, Once};
 
 use super::cpl::{CplSplit, Level};
@@ -277,9 +275,7 @@ impl VcpuClock {
     }
 
     pub(super) fn cpl_split(&self) -> std::sync::MutexGuard<'_, CplSplit> {
-        self.cpl
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.cpl.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     /// Whether the vCPU's thread should call [`VcpuClock::tick`] after each kick: some event wants one privilege

@@ -12,9 +12,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
 use perf_event_open_sys as sys;
-use sys::bindings::{
-    PERF_FLAG_FD_CLOEXEC, perf_event_attr, perf_event_header, perf_event_mmap_page,
-};
+use sys::bindings::{PERF_FLAG_FD_CLOEXEC, perf_event_attr, perf_event_header, perf_event_mmap_page};
 
 /// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
 const F_SETSIG: libc::c_int = 10;
@@ -75,16 +73,13 @@ impl PerfFd {
         let group: RawFd = leader.map_or(-1, |l| l.fd.as_raw_fd());
         // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is; the
         // kernel writes at most its `size` field.
-        let fd = unsafe {
-            sys::perf_event_open(attr, tid, -1, group, PERF_FLAG_FD_CLOEXEC as libc::c_ulong)
-        };
+        let fd = unsafe { sys::perf_event_open(attr, tid, -1, group, PERF_FLAG_FD_CLOEXEC as libc::c_ulong) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the kernel just returned this descriptor and nothing else owns it.
-        Ok(Self {
-            fd: unsafe { OwnedFd::from_raw_fd(fd) },
-        })
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { fd })
     }
 
     /// Has every overflow send real-time signal `signo` to thread `tid`, and to that thread only.
@@ -125,13 +120,7 @@ impl PerfFd {
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
         // The generated wrapper takes the value, but the kernel copies it from an address.
         // SAFETY: `period` lives until the call returns, and the kernel reads eight bytes from it.
-        let rc = unsafe {
-            libc::ioctl(
-                self.fd.as_raw_fd(),
-                sys::bindings::PERIOD as _,
-                &raw const period,
-            )
-        };
+        let rc = unsafe { libc::ioctl(self.fd.as_raw_fd(), sys::bindings::PERIOD as _, &raw const period) };
         check(rc).map(drop)
     }
 
@@ -154,8 +143,8 @@ impl PerfFd {
         // SAFETY: sysconf has no preconditions.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
         let data_len = log2_pages.map_or(0, |n| page << n);
-        let len = NonZeroUsize::new(page + data_len)
-            .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let len =
+            NonZeroUsize::new(page + data_len).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
         // SAFETY: a fresh shared mapping at an address of the kernel's choosing aliases nothing.
         let addr = unsafe {
             libc::mmap(
@@ -170,8 +159,7 @@ impl PerfFd {
         if addr == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let base =
-            NonNull::new(addr.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at zero"))?;
+        let base = NonNull::new(addr.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at zero"))?;
         Ok(PerfMap {
             base,
             len: len.get(),
@@ -236,13 +224,7 @@ impl PerfMap {
     /// Whether the host lets this thread read the counter with `rdpmc`.
     pub(crate) fn user_read_offered(&self) -> bool {
         // SAFETY: the control page is mapped and readable; the capability word is written once, at mmap.
-        unsafe {
-            (*self.page())
-                .__bindgen_anon_1
-                .__bindgen_anon_1
-                .cap_user_rdpmc()
-                == 1
-        }
+        unsafe { (*self.page()).__bindgen_anon_1.__bindgen_anon_1.cap_user_rdpmc() == 1 }
     }
 
     /// The event's index plus one when it is on a counter of this CPU now, else 0.

@@ -1,7 +1,7 @@
 //! The `host` driver: perf events of the host's kernel on a vCPU's thread.
 //!
 //! Two drivers share this code, because they differ in what they need: [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`] and [`EventType::RAW`] and has as many slots as the host has counters to give;
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has as many slots as the host has counters to give;
 //! [`HostPmu::software`] serves [`EventType::SOFTWARE`] and has no limit.
 //!
 //! Events are opened pinned and never more of them are on than there are slots, so the kernel never multiplexes them
@@ -95,7 +95,7 @@ impl Pmu for HostPmu {
 
     fn serves(&self, ty: EventType) -> bool {
         match self.class {
-            Class::Hardware => ty == EventType::HARDWARE || ty == EventType::RAW,
+            Class::Hardware => [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&ty),
             Class::Software => ty == EventType::SOFTWARE,
         }
     }
@@ -123,6 +123,9 @@ impl Pmu for HostPmu {
         let hardware = self.class == Class::Hardware;
         if hardware {
             raw.set_pinned(1);
+            raw.__bindgen_anon_3.config1 = attr.config1;
+            raw.__bindgen_anon_4.config2 = attr.config2;
+            raw.set_exclude_hv(attr.exclude_hv.into());
             raw.set_exclude_host(attr.exclude_host.into());
             raw.set_exclude_guest(attr.exclude_guest.into());
             raw.set_exclude_user(attr.exclude_user.into());
@@ -132,14 +135,13 @@ impl Pmu for HostPmu {
                 "a host software event has no guest privilege level",
             ));
         }
-        let fd = PerfFd::open(&mut raw, tid)
-            .map_err(|e| Self::refused(e, hardware && !attr.exclude_guest))?;
+        let fd =
+            PerfFd::open(&mut raw, tid).map_err(|e| Self::refused(e, hardware && !attr.exclude_guest))?;
         if let Some(signal) = self.signal {
-            fd.signal_thread(tid, signal)
-                .map_err(|source| PmuError::Os {
-                    what: "directing the overflow signal to the vCPU",
-                    source,
-                })?;
+            fd.signal_thread(tid, signal).map_err(|source| PmuError::Os {
+                what: "directing the overflow signal to the vCPU",
+                source,
+            })?;
         }
         let map = if hardware && self.user_read {
             fd.map(None)
@@ -179,13 +181,26 @@ struct HostEvent {
 }
 
 impl HostEvent {
+    /// Has the next overflow come `period` counts from now.
     fn set_period(&mut self, period: u64) -> Result<(), PmuError> {
-        self.fd
-            .set_period(period)
-            .map_err(|source| PmuError::Os {
-                what: "setting the period of a host event",
-                source,
-            })?;
+        // A hardware event, and a clock, takes a new period over at once. The kernel's counting software events
+        // do not: they overflow at the very next count and then go through the old period once more. Taken off and put
+        // on again they start afresh.
+        let restart = self.on && !self.hardware;
+        let set = || {
+            if restart {
+                self.fd.disable()?;
+            }
+            let set = self.fd.set_period(period);
+            if restart {
+                self.fd.enable()?;
+            }
+            set
+        };
+        set().map_err(|source| PmuError::Os {
+            what: "setting the period of a host event",
+            source,
+        })?;
         self.parked = period == PARKED_PERIOD;
         Ok(())
     }
@@ -301,23 +316,14 @@ mod tests {
     fn a_mediated_host_is_reported_as_such() {
         for errno in [libc::EOPNOTSUPP, libc::EBUSY] {
             let e = || io::Error::from_raw_os_error(errno);
-            assert!(matches!(
-                HostPmu::refused(e(), true),
-                PmuError::Mediated(_)
-            ));
-            assert!(!matches!(
-                HostPmu::refused(e(), false),
-                PmuError::Mediated(_)
-            ));
+            assert!(matches!(HostPmu::refused(e(), true), PmuError::Mediated(_)));
+            assert!(!matches!(HostPmu::refused(e(), false), PmuError::Mediated(_)));
         }
     }
 
     #[test]
     fn a_host_without_the_event_says_so() {
         let e = io::Error::from_raw_os_error(libc::ENOENT);
-        assert!(matches!(
-            HostPmu::refused(e, true),
-            PmuError::NoSuchEvent
-        ));
+        assert!(matches!(HostPmu::refused(e, true), PmuError::NoSuchEvent));
     }
 }

@@ -23,7 +23,10 @@ const GENERIC: [(&str, u32); 10] = [
     ("branches", b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS),
     ("branch-misses", b::PERF_COUNT_HW_BRANCH_MISSES),
     ("bus-cycles", b::PERF_COUNT_HW_BUS_CYCLES),
-    ("stalled-cycles-frontend", b::PERF_COUNT_HW_STALLED_CYCLES_FRONTEND),
+    (
+        "stalled-cycles-frontend",
+        b::PERF_COUNT_HW_STALLED_CYCLES_FRONTEND,
+    ),
     ("stalled-cycles-backend", b::PERF_COUNT_HW_STALLED_CYCLES_BACKEND),
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
 ];
@@ -165,10 +168,7 @@ fn host_attr(config: u32) -> b::perf_event_attr {
 }
 
 fn open_clock() -> io::Result<PerfFd> {
-    let mut attr = new_attr(
-        b::PERF_TYPE_SOFTWARE,
-        u64::from(b::PERF_COUNT_SW_TASK_CLOCK),
-    );
+    let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_TASK_CLOCK));
     attr.__bindgen_anon_1.sample_period = super::PARKED_PERIOD;
     attr.set_disabled(1);
     PerfFd::open(&mut attr, 0)

@@ -1,0 +1,69 @@
+//! What the driver tests share: work of a known size, and a signal that is counted where it arrives.
+#![allow(dead_code)]
+
+use std::cell::Cell;
+use std::sync::Once;
+
+use perf_core::attr::{Attr, EventType};
+
+thread_local!(static SIGNALS: Cell<u64> = const { Cell::new(0) });
+
+extern "C" fn on_signal(_: libc::c_int) {
+    SIGNALS.with(|n| n.set(n.get() + 1));
+}
+
+/// Counts a real-time signal from now on, per thread, and returns its number. System calls it interrupts are not restarted.
+pub fn catch_signals() -> i32 {
+    static ONCE: Once = Once::new();
+    let signal = libc::SIGRTMIN() + 3;
+    ONCE.call_once(|| {
+        // SAFETY: a zeroed sigaction is valid; the handler only touches a constant-initialised thread local.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
+            assert_eq!(libc::sigaction(signal, &action, std::ptr::null_mut()), 0);
+        }
+    });
+    signal
+}
+
+/// Overflow signals this thread has received.
+pub fn signals_of_this_thread() -> u64 {
+    SIGNALS.with(Cell::get)
+}
+
+/// CPU time of this thread, ns.
+pub fn thread_cpu_ns() -> u64 {
+    // SAFETY: the timespec is writable.
+    unsafe {
+        let mut ts: libc::timespec = std::mem::zeroed();
+        assert_eq!(libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut ts), 0);
+        ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+    }
+}
+
+/// Uses `ns` of this thread's CPU time.
+pub fn burn(ns: u64) {
+    let end = thread_cpu_ns() + ns;
+    while thread_cpu_ns() < end {
+        for _ in 0..100 {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// This thread's id.
+pub fn this_tid() -> i32 {
+    // SAFETY: gettid cannot fail.
+    unsafe { libc::syscall(libc::SYS_gettid) as i32 }
+}
+
+/// A counting event of the clock driver.
+pub fn clock_attr(config: u64) -> Attr {
+    Attr {
+        ty: EventType::CLOCK,
+        config,
+        exclude_host: true,
+        ..Attr::default()
+    }
+}

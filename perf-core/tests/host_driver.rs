@@ -1,0 +1,249 @@
+//! The `host` driver on real perf events of this machine's kernel: software events everywhere, hardware events where
+//! there is a PMU.
+#![allow(unsafe_code)]
+
+mod common;
+
+use std::sync::mpsc;
+use std::thread;
+
+use common::{burn, catch_signals, signals_of_this_thread, this_tid};
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::host::{HostPmu, HostProbe, ignore_sigio};
+use perf_core::pmu::{Capacity, Pmu, PmuError, Target, VcpuId};
+
+const TASK_CLOCK: u64 = 1;
+const PAGE_FAULTS: u64 = 2;
+const CONTEXT_SWITCHES: u64 = 3;
+
+fn here() -> Target {
+    Target::Vcpu {
+        vcpu: VcpuId(0),
+        tid: this_tid(),
+    }
+}
+
+fn software(config: u64) -> Attr {
+    Attr {
+        ty: EventType::SOFTWARE,
+        config,
+        exclude_host: true,
+        ..Attr::default()
+    }
+}
+
+fn hardware(config: u64) -> Attr {
+    Attr {
+        ty: EventType::HARDWARE,
+        ..software(config)
+    }
+}
+
+/// Touches `n` fresh pages: exactly so many page faults.
+fn fault(n: usize) {
+    const PAGE: usize = 4096;
+    // SAFETY: a private anonymous mapping of our own, written within its bounds and unmapped once.
+    unsafe {
+        let at = libc::mmap(
+            std::ptr::null_mut(),
+            n * PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        assert_ne!(at, libc::MAP_FAILED);
+        libc::madvise(at, n * PAGE, libc::MADV_NOHUGEPAGE);
+        for i in 0..n {
+            at.cast::<u8>().add(i * PAGE).write_volatile(1);
+        }
+        libc::munmap(at, n * PAGE);
+    }
+}
+
+#[test]
+fn page_faults_count_while_started_only() {
+    let pmu = HostPmu::software(None);
+    let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
+    fault(50);
+    assert_eq!(ev.read(), 0);
+    ev.start(None).unwrap();
+    fault(100);
+    ev.stop();
+    let counted = ev.read();
+    // A few of the test's own beside the hundred.
+    assert!((100..150).contains(&counted), "{counted} faults");
+    fault(50);
+    assert_eq!(ev.read(), counted);
+    ev.start(None).unwrap();
+    fault(100);
+    assert!(ev.read() >= counted + 100);
+}
+
+/// `arm(n)` means n further counts from now, also while the event runs and was armed for something else.
+#[test]
+fn a_new_period_takes_effect_at_once() {
+    let signal = catch_signals();
+    let pmu = HostPmu::software(Some(signal));
+    let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
+    ev.start(Some(1_000_000)).unwrap();
+    let before = signals_of_this_thread();
+    fault(100);
+    assert_eq!(signals_of_this_thread(), before);
+    assert_eq!(ev.take_overflows(), 0);
+
+    ev.arm(40).unwrap();
+    let armed_at = ev.read();
+    fault(100);
+    assert!(signals_of_this_thread() > before, "no overflow signal");
+    assert!(ev.read() >= armed_at + 40);
+    assert_eq!(ev.take_overflows(), 1);
+    assert_eq!(ev.take_overflows(), 0);
+
+    // Not re-armed, and parked by the call above: quiet.
+    let before = signals_of_this_thread();
+    fault(200);
+    assert_eq!(signals_of_this_thread(), before);
+
+    // A longer period after a shorter one does not fire at the shorter one's end.
+    ev.arm(20).unwrap();
+    ev.arm(10_000).unwrap();
+    fault(100);
+    assert_eq!(signals_of_this_thread(), before);
+    assert_eq!(ev.take_overflows(), 0);
+}
+
+/// An overflow is the business of the thread it is counted for, not of the one that opened and armed it.
+#[test]
+fn the_signal_goes_to_the_target_thread_only() {
+    let signal = catch_signals();
+    let (send, receive) = mpsc::channel();
+    let (go, wait) = mpsc::channel();
+    let vcpu = thread::spawn(move || {
+        send.send(this_tid()).unwrap();
+        wait.recv().unwrap();
+        burn(5_000_000);
+        signals_of_this_thread()
+    });
+    let tid = receive.recv().unwrap();
+    let pmu = HostPmu::software(Some(signal));
+    let mut ev = pmu
+        .open(&software(TASK_CLOCK), Target::Vcpu { vcpu: VcpuId(0), tid })
+        .unwrap();
+    ev.start(Some(500_000)).unwrap();
+    go.send(()).unwrap();
+    let theirs = vcpu.join().unwrap();
+    assert!(theirs > 0, "no signal on the target thread");
+    assert_eq!(signals_of_this_thread(), 0, "a signal on the wrong thread");
+    assert_eq!(ev.take_overflows(), 1);
+}
+
+/// The signal ends a system call that the thread is in, with EINTR, as it must end `KVM_RUN`.
+#[test]
+fn the_signal_interrupts_a_blocking_call() {
+    let signal = catch_signals();
+    let pmu = HostPmu::software(Some(signal));
+    let mut ev = pmu.open(&software(CONTEXT_SWITCHES), here()).unwrap();
+    let mut pipe = [0; 2];
+    // SAFETY: `pipe` has room for two descriptors.
+    assert_eq!(unsafe { libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC) }, 0);
+    // Going to sleep in read(2) is the context switch that overflows; nobody ever writes to the pipe.
+    ev.start(Some(1)).unwrap();
+    let mut byte = 0u8;
+    // SAFETY: one byte of room for one byte.
+    let n = unsafe { libc::read(pipe[0], (&raw mut byte).cast(), 1) };
+    let error = std::io::Error::last_os_error();
+    assert_eq!((n, error.raw_os_error()), (-1, Some(libc::EINTR)));
+    assert!(ev.take_overflows() == 1);
+    // SAFETY: both descriptors are ours and open.
+    unsafe {
+        libc::close(pipe[0]);
+        libc::close(pipe[1]);
+    }
+}
+
+#[test]
+fn what_a_host_event_cannot_do_is_refused() {
+    let pmu = HostPmu::software(None);
+    assert!(matches!(
+        pmu.open(&software(PAGE_FAULTS), Target::Vm),
+        Err(PmuError::Unsupported(_))
+    ));
+    let user_only = Attr {
+        exclude_kernel: true,
+        ..software(PAGE_FAULTS)
+    };
+    assert!(matches!(
+        pmu.open(&user_only, here()),
+        Err(PmuError::Unsupported(_))
+    ));
+    assert!(matches!(
+        pmu.open(&hardware(0), here()),
+        Err(PmuError::NoSuchEvent)
+    ));
+    assert!(matches!(
+        pmu.open(&software(9_999), here()),
+        Err(PmuError::NoSuchEvent | PmuError::Unsupported(_))
+    ));
+    let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
+    assert!(matches!(ev.start(Some(5)), Err(PmuError::Unsupported(_))));
+}
+
+/// The thread a software event counts for has ended: the last count stays readable.
+#[test]
+fn a_count_outlives_its_thread() {
+    let (send, receive) = mpsc::channel();
+    let (go, wait) = mpsc::channel::<()>();
+    let vcpu = thread::spawn(move || {
+        send.send(this_tid()).unwrap();
+        wait.recv().unwrap();
+        fault(30);
+    });
+    let tid = receive.recv().unwrap();
+    let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+    let pmu = HostPmu::software(None);
+    let mut ev = pmu.open(&software(PAGE_FAULTS), target).unwrap();
+    ev.start(None).unwrap();
+    go.send(()).unwrap();
+    vcpu.join().unwrap();
+    let last = ev.read();
+    assert!(last >= 30);
+    ev.stop();
+    assert_eq!(ev.read(), last);
+    assert!(
+        pmu.open(&software(PAGE_FAULTS), target).is_err(),
+        "a dead thread takes no new event"
+    );
+}
+
+/// As many hardware events as the probe promised are on at once, and one more is refused and stays stopped. On a host
+/// with no PMU, opening says there is no such event.
+#[test]
+fn hardware_events_fit_the_slots_that_were_probed() {
+    let probe = HostProbe::run();
+    let pmu = HostPmu::hardware(None, &probe);
+    assert_eq!(pmu.capacity(), Capacity::Slots(probe.slots));
+    // Branches: they do not sit on a fixed counter.
+    let branches = hardware(4);
+    if !probe.hardware_pmu {
+        assert_eq!(probe.slots, 0);
+        assert!(probe.no_slots_because.is_some());
+        assert!(pmu.open(&branches, here()).is_err());
+        return;
+    }
+    let mut events: Vec<_> = (0..probe.slots)
+        .map(|_| pmu.open(&branches, here()).unwrap())
+        .collect();
+    for ev in &mut events {
+        ev.start(None).unwrap();
+    }
+}
+
+/// A disposition the process has chosen for SIGIO is left alone; the default, which kills, is replaced.
+#[test]
+fn sigio_does_not_kill() {
+    ignore_sigio().unwrap();
+    ignore_sigio().unwrap();
+    // SAFETY: raising a signal that is ignored.
+    assert_eq!(unsafe { libc::raise(libc::SIGIO) }, 0);
+}
