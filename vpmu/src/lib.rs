@@ -1,1 +1,73 @@
-//! The guest-visible performance monitoring unit.
+//! The guest-visible performance monitoring unit: registers, faults, CPUID, overflow, PMI, event filter, saved state.
+//!
+//! Nothing here knows KVM. A VMM hands guest accesses to a [`Vpmu`], one per vCPU, and gives it a
+//! [`CounterEvents`], which counts.
+//!
+//! # Glossary
+//!
+//! Three numberings of the same counters must not be mixed up, so each is a type:
+//!
+//! - [`MsrAddress`]: the address of a register, in ECX of RDMSR and WRMSR. One counter may have several (Intel's
+//!   legacy and full-width address, AMD's K7 and core address), and its selector has another.
+//! - [`RdpmcIndex`]: the operand of RDPMC, in ECX. Intel numbers general-purpose counters from 0 and fixed counters from
+//!   1 << 30; AMD numbers all from 0.
+//! - [`CounterIndex`]: our own, for both vendors: the counter's bit in the global control and status registers.
+//!   General-purpose counters from 0, fixed counters from 32.
+//!
+//! Other words:
+//!
+//! - *counter*: a register that counts. *selector*: the register (or field) that says what a counter counts.
+//! - *event*: what counts for a counter, behind [`CounterEvents`]. *backing*: which kind of event ([`Backing`]).
+//! - *PMI*: performance monitoring interrupt. *due*: an overflow asked for one and it has not been delivered.
+//! - *fold*: to bring a counter's value up to date from its event.
+//! - *reconcile*: to bring the events in line with the registers.
+//!
+//! # Use
+//!
+//! At each exit for a PMU register call [`Vpmu::read_msr`], [`Vpmu::write_msr`] or [`Vpmu::rdpmc`]. When the host
+//! notifies an overflow call [`Vpmu::overflowed`]. Before each entry call [`Vpmu::reconcile`], then, if
+//! [`Vpmu::pmi_pending`], ask [`Vpmu::pmi_ready`] and deliver through LVTPC; [`Vpmu::pmi_delivered`] when it was.
+
+mod amd;
+pub mod cpuid;
+pub mod events;
+pub mod filter;
+mod index;
+mod intel;
+mod limit;
+pub mod model;
+pub mod sim;
+mod source;
+mod state;
+mod vendor;
+#[allow(clippy::module_inception)]
+mod vpmu;
+mod width;
+
+pub use cpuid::{CpuidReader, CpuidRegs, HostPmu};
+pub use events::{
+    ArchEvent, Backability, Backing, BackingPolicy, EventRequest, EventSelect, GuestEvent, ParavirtualEvent,
+    Selection, UnitMask,
+};
+pub use filter::EventFilter;
+pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
+pub use limit::DEFAULT_PMI_LIMIT;
+pub use model::{CounterNumbers, Generation, Model, ModelError, ModelName, Vendor};
+pub use source::{CounterEvents, CounterTimes};
+pub use state::StateError;
+pub use vpmu::{CounterView, Cpl, MsrRead, MsrWrite, PmiCounts, PmiReady, Vpmu};
+pub use width::{Advanced, CounterWidth};
+
+/// Addresses of the registers, for VMMs and tests.
+pub mod registers {
+    pub use crate::amd::{
+        PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS, PERF_CNTR_GLOBAL_STATUS_CLR,
+        PERF_CNTR_GLOBAL_STATUS_SET, PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0, PERF_LEGACY_CTR0,
+    };
+    pub use crate::intel::{
+        DEBUGCTL_FREEZE_ON_PMI, IA32_A_PMC0, IA32_DEBUGCTL, IA32_FIXED_CTR_CTRL, IA32_FIXED_CTR0,
+        IA32_PERF_CAPABILITIES, IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_INUSE, IA32_PERF_GLOBAL_STATUS,
+        IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERF_GLOBAL_STATUS_SET, IA32_PERFEVTSEL0, IA32_PMC0,
+        STATUS_CTR_FRZ,
+    };
+}

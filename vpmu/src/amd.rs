@@ -1,0 +1,159 @@
+//! AMD: the four counters of the K7, the core extension's six, and performance monitoring version 2.
+//!
+//! Authority: AMD64 APM vol. 2 §13.2 "Performance Monitoring Counters", vol. 3 (CPUID, RDPMC), and the PPR of the
+//! family for the global registers. Reserved bits of these registers never fault: they are dropped.
+
+use crate::events::{EventRequest, EventSelect};
+use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
+use crate::model::{Generation, Model, Vendor};
+use crate::vendor::{Register, Registers, VendorOps, Written, general_request, selector};
+
+/// PerfEvtSeln (0xC0010000..=0xC0010003): always.
+pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
+/// PerfCtrn (0xC0010004..=0xC0010007): always.
+pub const PERF_LEGACY_CTR0: u32 = 0xC001_0004;
+/// PERF_CTLn (0xC0010200 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as the K7's.
+pub const PERF_CTL0: u32 = 0xC001_0200;
+/// PERF_CTRn (0xC0010201 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as the K7's.
+pub const PERF_CTR0: u32 = 0xC001_0201;
+/// PerfCntrGlobalStatus (0xC0000300): CPUID.80000022H:EAX[0]. Writes are ignored.
+pub const PERF_CNTR_GLOBAL_STATUS: u32 = 0xC000_0300;
+/// PerfCntrGlobalCtl (0xC0000301): CPUID.80000022H:EAX[0].
+pub const PERF_CNTR_GLOBAL_CTL: u32 = 0xC000_0301;
+/// PerfCntrGlobalStatusClr (0xC0000302): CPUID.80000022H:EAX[0]. Reads 0.
+pub const PERF_CNTR_GLOBAL_STATUS_CLR: u32 = 0xC000_0302;
+/// PerfCntrGlobalStatusSet (0xC0000303): CPUID.80000022H:EAX[0]. Reads 0.
+pub const PERF_CNTR_GLOBAL_STATUS_SET: u32 = 0xC000_0303;
+
+/// How many counters the K7 registers reach.
+const LEGACY_COUNTERS: u32 = 4;
+
+/// Bits of an event selector that are dropped: 63:36 (host-only and guest-only among them), 21 and 19.
+const SELECTOR_RESERVED: u64 = 0xFFFF_FFF0_0028_0000;
+
+/// Every address at which an AMD processor may have a PMU register, whether ours exist or not.
+pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
+    PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET,
+    PERF_LEGACY_CTL0..=0xC001_0007,
+    // PERF_CTL and PERF_CTR 0 to 14.
+    PERF_CTL0..=0xC001_021D,
+    // Last-level-cache counters.
+    0xC001_0230..=0xC001_023B,
+    // Northbridge (data fabric) counters.
+    0xC001_0240..=0xC001_0247,
+    // Instruction-based sampling.
+    0xC001_1030..=0xC001_103D,
+];
+
+/// The definition.
+#[derive(Debug)]
+pub(crate) struct Amd;
+
+impl VendorOps for Amd {
+    fn register(&self, model: &Model, msr: MsrAddress) -> Option<Register> {
+        let generation = model.generation();
+        let general = |n, role: fn(CounterIndex) -> Register| match CounterIndex::general(n) {
+            Some(c) if model.has(c) => Some(role(c)),
+            _ => None,
+        };
+        match msr.0 {
+            // Without a PMU the K7's registers still decode.
+            PERF_LEGACY_CTL0..=0xC001_0007 if model.is_off() => Some(Register::Absent),
+            PERF_LEGACY_CTL0..=0xC001_0003 => general(msr.0 - PERF_LEGACY_CTL0, Register::Selector),
+            PERF_LEGACY_CTR0..=0xC001_0007 => general(msr.0 - PERF_LEGACY_CTR0, Register::Counter),
+            PERF_CTL0..=0xC001_021D if matches!(generation, Generation::AmdCore | Generation::AmdV2) => {
+                let offset = msr.0 - PERF_CTL0;
+                general(
+                    offset / 2,
+                    if offset.is_multiple_of(2) {
+                        Register::Selector
+                    } else {
+                        Register::Counter
+                    },
+                )
+            }
+            PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET if generation == Generation::AmdV2 => {
+                Some(match msr.0 {
+                    PERF_CNTR_GLOBAL_STATUS => Register::GlobalStatus,
+                    PERF_CNTR_GLOBAL_CTL => Register::GlobalControl,
+                    PERF_CNTR_GLOBAL_STATUS_CLR => Register::GlobalStatusReset,
+                    _ => Register::GlobalStatusSet,
+                })
+            }
+            _ => None,
+        }
+    }
+
+    /// APM vol. 3, RDPMC: ECX is the number of the counter. The K7 has only its four.
+    fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
+        if model.generation() == Generation::AmdK7 && index.0 >= LEGACY_COUNTERS {
+            return None;
+        }
+        CounterIndex::general(index.0).filter(|&c| model.has(c))
+    }
+
+    fn write(&self, model: &Model, register: Register, value: u64) -> Written {
+        match register {
+            Register::Selector(_) => Written::Store(value & !SELECTOR_RESERVED),
+            Register::Counter(_) => Written::Store(model.width().truncate(value)),
+            Register::GlobalControl | Register::GlobalStatusReset | Register::GlobalStatusSet => {
+                Written::Store(value & model.counters_mask())
+            }
+            // The global status ignores writes; the other roles are at no address of an AMD model.
+            _ => Written::Dropped,
+        }
+    }
+
+    /// Everything 0, but the global control has a one for each counter, so that software which knows only the
+    /// selectors still counts.
+    fn at_reset(&self, model: &Model) -> Registers {
+        Registers {
+            selectors: [0; MAX_GENERAL],
+            fixed_control: 0,
+            global_control: model.counters_mask(),
+            global_status: 0,
+            debug_control: 0,
+        }
+    }
+
+    fn is_selected(&self, registers: &Registers, counter: CounterIndex) -> bool {
+        counter.fixed_number().is_none() && registers.selectors[counter.slot()] & selector::EN != 0
+    }
+
+    fn interrupts(&self, registers: &Registers, counter: CounterIndex) -> bool {
+        counter.fixed_number().is_none() && registers.selectors[counter.slot()] & selector::INT != 0
+    }
+
+    fn globally_enabled(&self, registers: &Registers) -> u64 {
+        registers.global_control
+    }
+
+    fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest> {
+        if counter.fixed_number().is_some() {
+            return None;
+        }
+        let value = registers.selectors[counter.slot()];
+        // Bits 35:32 extend the event select to twelve bits.
+        let select = EventSelect((value & selector::SELECT | value >> 24 & 0xF00) as u16);
+        let request = general_request(Vendor::Amd, select, value);
+        (request.user || request.kernel).then_some(request)
+    }
+
+    /// CPUID.80000022H:EAX[2] (freeze on PMI) is 0 in our models.
+    fn freeze(&self, _: &Model, _: &mut Registers) -> bool {
+        false
+    }
+
+    fn in_use(&self, _: &Model, _: &Registers) -> u64 {
+        0
+    }
+
+    /// APM vol. 2 §16.4: no entry of the local vector table is masked by a delivery.
+    fn delivery_masks_lvtpc(&self) -> bool {
+        false
+    }
+
+    fn capabilities(&self) -> u64 {
+        0
+    }
+}

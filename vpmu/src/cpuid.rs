@@ -1,0 +1,430 @@
+//! What CPUID tells a guest of its PMU, and what the host's CPUID tells us.
+
+use crate::events::{ArchEvent, Backability};
+use crate::model::{Generation, Model, Vendor};
+
+/// The four registers CPUID fills.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuidRegs {
+    /// EAX.
+    pub eax: u32,
+    /// EBX.
+    pub ebx: u32,
+    /// ECX.
+    pub ecx: u32,
+    /// EDX.
+    pub edx: u32,
+}
+
+/// Executes CPUID for a leaf and subleaf.
+pub type CpuidReader<'a> = dyn FnMut(u32, u32) -> CpuidRegs + 'a;
+
+/// Architectural performance monitoring leaf. Intel SDM vol. 2, CPUID.
+pub const LEAF_ARCH_PERFMON: u32 = 0xA;
+/// Extended performance monitoring and debug. AMD APM vol. 3, appendix E.
+pub const LEAF_AMD_PERFMON_V2: u32 = 0x8000_0022;
+
+/// CPUID.01H:ECX.PDCM: IA32_PERF_CAPABILITIES (0x345) exists.
+const LEAF1_ECX_PDCM: u32 = 1 << 15;
+/// CPUID.01H:ECX: DTES64 (2) and DS-CPL (4), parts of the debug store.
+const LEAF1_ECX_DEBUG_STORE: u32 = 1 << 2 | 1 << 4;
+/// CPUID.01H:EDX.DS: the debug store, which PEBS and BTS write to.
+const LEAF1_EDX_DS: u32 = 1 << 21;
+/// CPUID.(07H,0):EBX: processor trace (25).
+const LEAF7_EBX_TRACE: u32 = 1 << 25;
+/// CPUID.(07H,0):EDX: hybrid (15) and architectural LBRs (19).
+const LEAF7_EDX_HYBRID_ARCH_LBR: u32 = 1 << 15 | 1 << 19;
+/// CPUID.(07H,1):EAX: the extended performance monitoring leaf 23H exists.
+const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
+/// CPUID.80000001H:ECX: PERFCTR_CORE, six counters at 0xC0010200.
+const EXT1_ECX_PERFCTR_CORE: u32 = 1 << 23;
+/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge counters (24),
+/// performance timestamp (27) and last-level-cache counters (28).
+const EXT1_ECX_OTHER_PMU: u32 = 1 << 10 | 1 << 15 | 1 << 24 | 1 << 27 | 1 << 28;
+/// CPUID.80000008H:ECX: size of the performance timestamp.
+const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;
+/// CPUID.80000022H:EAX: performance monitoring version 2.
+const EXT22_EAX_PERFMON_V2: u32 = 1;
+
+/// Architectural events in the order of their bits in CPUID.0AH:EBX.
+const EBX_EVENTS: [ArchEvent; 8] = [
+    ArchEvent::CoreCycles,
+    ArchEvent::Instructions,
+    ArchEvent::RefCycles,
+    ArchEvent::CacheReferences,
+    ArchEvent::CacheMisses,
+    ArchEvent::Branches,
+    ArchEvent::BranchMisses,
+    ArchEvent::TopdownSlots,
+];
+
+impl Model {
+    /// Leaves (and subleaf 0 of each) the guest's CPUID table must contain for this model to be found. A VMM whose
+    /// host lacks one adds it with zeros and passes it through [`Model::adjust_cpuid`] like the others.
+    pub fn required_leaves(&self) -> &'static [u32] {
+        match self.generation() {
+            Generation::Off(_) => &[],
+            Generation::Intel(_) => &[LEAF_ARCH_PERFMON],
+            Generation::AmdK7 | Generation::AmdCore => &[0x8000_0001],
+            Generation::AmdV2 => &[0x8000_0001, LEAF_AMD_PERFMON_V2],
+        }
+    }
+
+    /// Turns one entry of the host's CPUID into the guest's: our PMU in, every other performance facility out.
+    ///
+    /// The vendor's name in leaf 0 is the VMM's to set, from [`Model::vendor`]. `backability` marks what will not
+    /// count, where the vendor's CPUID has a bit for that.
+    pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: Backability) {
+        let version = self.intel_version();
+        match (leaf, subleaf) {
+            (0, _) if version > 0 => regs.eax = regs.eax.max(LEAF_ARCH_PERFMON),
+            (1, _) => {
+                regs.ecx &= !(LEAF1_ECX_PDCM | LEAF1_ECX_DEBUG_STORE);
+                regs.edx &= !LEAF1_EDX_DS;
+                if version >= 2 {
+                    regs.ecx |= LEAF1_ECX_PDCM;
+                }
+            }
+            (7, 0) => {
+                regs.ebx &= !LEAF7_EBX_TRACE;
+                regs.edx &= !LEAF7_EDX_HYBRID_ARCH_LBR;
+            }
+            (7, 1) => regs.eax &= !LEAF7_1_EAX_PERFMON_EXT,
+            (LEAF_ARCH_PERFMON, _) => *regs = self.arch_perfmon_leaf(backability),
+            // Processor trace, architectural LBRs, extended performance monitoring.
+            (0x14 | 0x1C | 0x23, _) => *regs = CpuidRegs::default(),
+            (0x8000_0000, _) => {
+                let last = self.required_leaves().iter().copied().max().unwrap_or(0);
+                if last >= 0x8000_0000 {
+                    regs.eax = regs.eax.max(last);
+                }
+            }
+            (0x8000_0001, _) => {
+                regs.ecx &= !(EXT1_ECX_OTHER_PMU | EXT1_ECX_PERFCTR_CORE);
+                if matches!(self.generation(), Generation::AmdCore | Generation::AmdV2) {
+                    regs.ecx |= EXT1_ECX_PERFCTR_CORE;
+                }
+            }
+            (0x8000_0008, _) => regs.ecx &= !EXT8_ECX_PERF_TSC_SIZE,
+            // Instruction-based sampling, lightweight profiling.
+            (0x8000_001B | 0x8000_001C, _) => *regs = CpuidRegs::default(),
+            (LEAF_AMD_PERFMON_V2, _) => {
+                *regs = CpuidRegs::default();
+                if self.generation() == Generation::AmdV2 {
+                    regs.eax = EXT22_EAX_PERFMON_V2;
+                    regs.ebx = self.general();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// CPUID.0AH. EAX: version, counters, width, length of the event vector. EBX: 1 for an event that is not
+    /// available. ECX: bitmap of fixed counters (version 5). EDX: run of fixed counters, their width, AnyThread
+    /// deprecated (from version 2).
+    fn arch_perfmon_leaf(&self, backability: Backability) -> CpuidRegs {
+        let version = u32::from(self.intel_version());
+        if version == 0 {
+            return CpuidRegs::default();
+        }
+        // The eighth architectural event came with version 5's fixed counter 3.
+        let vector_length = if self.fixed_bitmap() & 0b1000 != 0 { 8 } else { 7 };
+        let unavailable = EBX_EVENTS[..vector_length]
+            .iter()
+            .enumerate()
+            .filter(|&(_, &event)| !backability.has(event))
+            .fold(0, |bits, (n, _)| bits | 1 << n);
+        let width = self.width().bits();
+        let bitmap = u32::from(self.fixed_bitmap());
+        let (ecx, edx) = match version {
+            1 => (0, 0),
+            2..=4 => (0, bitmap.trailing_ones() | width << 5 | 1 << 15),
+            _ => (bitmap, bitmap.trailing_ones() | width << 5 | 1 << 15),
+        };
+        CpuidRegs {
+            eax: version | self.general() << 8 | width << 16 | (vector_length as u32) << 24,
+            ebx: unavailable,
+            ecx,
+            edx,
+        }
+    }
+}
+
+/// The PMU the host's CPUID shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostPmu {
+    /// Its generation; versions above 5 are shown as 5, which they contain.
+    pub generation: Generation,
+    /// General-purpose counters.
+    pub general: u32,
+    /// Bit n: fixed counter n.
+    pub fixed_bitmap: u32,
+    /// Width in bits.
+    pub width: u32,
+}
+
+impl HostPmu {
+    /// The vendor whose manual the host follows. Anything that does not call itself AMD's or Hygon's is taken for
+    /// Intel's.
+    pub fn vendor(host: &mut CpuidReader<'_>) -> Vendor {
+        let leaf = host(0, 0);
+        let mut name = [0; 12];
+        for (bytes, reg) in name.chunks_exact_mut(4).zip([leaf.ebx, leaf.edx, leaf.ecx]) {
+            bytes.copy_from_slice(&reg.to_le_bytes());
+        }
+        if &name == b"AuthenticAMD" || &name == b"HygonGenuine" {
+            Vendor::Amd
+        } else {
+            Vendor::Intel
+        }
+    }
+
+    /// What CPUID shows, `None` when it shows no PMU.
+    pub fn read(host: &mut CpuidReader<'_>) -> Option<Self> {
+        match Self::vendor(host) {
+            Vendor::Intel => {
+                if host(0, 0).eax < LEAF_ARCH_PERFMON {
+                    return None;
+                }
+                let leaf = host(LEAF_ARCH_PERFMON, 0);
+                let version = leaf.eax & 0xFF;
+                let general = leaf.eax >> 8 & 0xFF;
+                if version == 0 || general == 0 {
+                    return None;
+                }
+                let run = (1u32 << (leaf.edx & 0x1F)) - 1;
+                let fixed_bitmap = match version {
+                    1 => 0,
+                    2..=4 => run,
+                    _ => run | leaf.ecx,
+                };
+                Some(Self {
+                    generation: Generation::Intel(version.min(5) as u8),
+                    general,
+                    fixed_bitmap,
+                    width: leaf.eax >> 16 & 0xFF,
+                })
+            }
+            Vendor::Amd => {
+                let last = host(0x8000_0000, 0).eax;
+                if last < 0x8000_0001 {
+                    return None;
+                }
+                let core = host(0x8000_0001, 0).ecx & EXT1_ECX_PERFCTR_CORE != 0;
+                let v2 = if last >= LEAF_AMD_PERFMON_V2 {
+                    Some(host(LEAF_AMD_PERFMON_V2, 0)).filter(|leaf| leaf.eax & EXT22_EAX_PERFMON_V2 != 0)
+                } else {
+                    None
+                };
+                let (generation, general) = match v2 {
+                    Some(leaf) if core => (Generation::AmdV2, leaf.ebx & 0xF),
+                    _ if core => (Generation::AmdCore, 6),
+                    _ => (Generation::AmdK7, 4),
+                };
+                Some(Self {
+                    generation,
+                    general,
+                    fixed_bitmap: 0,
+                    width: 48,
+                })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::CounterNumbers;
+
+    fn intel(version: u8, general: u32, fixed: u32) -> Model {
+        let numbers = CounterNumbers {
+            general,
+            fixed: Some(fixed),
+        };
+        Model::new(Generation::Intel(version), Some(numbers), None).unwrap()
+    }
+
+    fn leaf(model: &Model, leaf: u32, subleaf: u32, backability: Backability, from: CpuidRegs) -> CpuidRegs {
+        let mut regs = from;
+        model.adjust_cpuid(leaf, subleaf, &mut regs, backability);
+        regs
+    }
+
+    const ONES: CpuidRegs = CpuidRegs {
+        eax: !0,
+        ebx: !0,
+        ecx: !0,
+        edx: !0,
+    };
+
+    #[test]
+    fn leaf_a_has_the_fields_of_its_version() {
+        let clock = Backability::CLOCK;
+        // Instructions, cache and branch events cannot be counted by the clock.
+        let v2 = leaf(&Model::INTEL, 0xA, 0, clock, ONES);
+        assert_eq!(
+            v2,
+            CpuidRegs {
+                eax: 0x0730_0402,
+                ebx: 0x7A,
+                ecx: 0,
+                edx: 3 | 48 << 5 | 1 << 15
+            }
+        );
+        let v1 = leaf(&intel(1, 8, 0), 0xA, 0, clock, ONES);
+        assert_eq!(
+            v1,
+            CpuidRegs {
+                eax: 0x0730_0801,
+                ebx: 0x7A,
+                ecx: 0,
+                edx: 0
+            }
+        );
+        let v5 = leaf(&intel(5, 8, 4), 0xA, 0, Backability::EXACT, ONES);
+        assert_eq!(
+            v5,
+            CpuidRegs {
+                eax: 0x0830_0805,
+                ebx: 0xD8,
+                ecx: 0xF,
+                edx: 4 | 48 << 5 | 1 << 15
+            }
+        );
+        assert_eq!(leaf(&Model::AMD, 0xA, 0, clock, ONES), CpuidRegs::default());
+    }
+
+    #[test]
+    fn perf_capabilities_are_announced_from_version_two() {
+        let pdcm = |model: &Model| leaf(model, 1, 0, Backability::NONE, CpuidRegs::default()).ecx >> 15 & 1;
+        assert_eq!(pdcm(&intel(1, 4, 0)), 0);
+        assert_eq!(pdcm(&intel(2, 4, 3)), 1);
+        assert_eq!(pdcm(&Model::AMD), 0);
+    }
+
+    #[test]
+    fn facilities_we_do_not_have_are_hidden() {
+        let hidden = leaf(&Model::INTEL, 1, 0, Backability::NONE, ONES);
+        assert_eq!(hidden.edx, !(1 << 21));
+        assert_eq!(hidden.ecx, !(1 << 2 | 1 << 4));
+        let ext = leaf(&Model::AMD, 0x8000_0001, 0, Backability::NONE, ONES);
+        assert_eq!(ext.ecx, !EXT1_ECX_OTHER_PMU);
+        let k7 = Model::new(Generation::AmdK7, None, None).unwrap();
+        assert_eq!(
+            leaf(&k7, 0x8000_0001, 0, Backability::NONE, ONES).ecx,
+            !(EXT1_ECX_OTHER_PMU | EXT1_ECX_PERFCTR_CORE)
+        );
+        for number in [0x14, 0x1C, 0x23, 0x8000_001B, 0x8000_0022] {
+            assert_eq!(
+                leaf(&Model::AMD, number, 0, Backability::NONE, ONES),
+                CpuidRegs::default()
+            );
+        }
+    }
+
+    #[test]
+    fn amd_version_two_tells_its_number_of_counters_and_is_reachable() {
+        let numbers = CounterNumbers {
+            general: 15,
+            fixed: None,
+        };
+        let model = Model::new(Generation::AmdV2, Some(numbers), None).unwrap();
+        let v2 = leaf(
+            &model,
+            LEAF_AMD_PERFMON_V2,
+            0,
+            Backability::NONE,
+            CpuidRegs::default(),
+        );
+        assert_eq!(
+            v2,
+            CpuidRegs {
+                eax: 1,
+                ebx: 15,
+                ecx: 0,
+                edx: 0
+            }
+        );
+        let last = CpuidRegs {
+            eax: 0x8000_0008,
+            ..Default::default()
+        };
+        assert_eq!(
+            leaf(&model, 0x8000_0000, 0, Backability::NONE, last).eax,
+            LEAF_AMD_PERFMON_V2
+        );
+        let basic = CpuidRegs {
+            eax: 7,
+            ..Default::default()
+        };
+        assert_eq!(leaf(&Model::INTEL, 0, 0, Backability::NONE, basic).eax, 0xA);
+    }
+
+    #[test]
+    fn unrelated_leaves_pass_unchanged() {
+        for number in [2, 4, 0xB, 0xD, 0x15, 0x4000_0000, 0x8000_0002] {
+            assert_eq!(leaf(&Model::INTEL, number, 0, Backability::NONE, ONES), ONES);
+        }
+    }
+
+    #[test]
+    fn our_own_cpuid_read_back_as_a_host_is_the_same_model() {
+        for model in [
+            Model::INTEL,
+            intel(1, 3, 0),
+            intel(4, 8, 4),
+            intel(5, 2, 1),
+            intel(5, 8, 0).with_fixed_bitmap(0b1010).unwrap(),
+            Model::AMD,
+            Model::new(Generation::AmdK7, None, None).unwrap(),
+            Model::new(
+                Generation::AmdV2,
+                Some(CounterNumbers {
+                    general: 11,
+                    fixed: None,
+                }),
+                None,
+            )
+            .unwrap(),
+        ] {
+            let mut host = |number: u32, subleaf: u32| {
+                let mut regs = CpuidRegs::default();
+                if number == 0 {
+                    let name = model.vendor().cpuid_name().as_bytes();
+                    let word = |n: usize| u32::from_le_bytes(name[n..n + 4].try_into().unwrap());
+                    regs = CpuidRegs {
+                        eax: 0,
+                        ebx: word(0),
+                        edx: word(4),
+                        ecx: word(8),
+                    };
+                }
+                model.adjust_cpuid(number, subleaf, &mut regs, Backability::CLOCK);
+                regs
+            };
+            assert_eq!(Model::host(&mut host), Ok(model));
+        }
+    }
+
+    #[test]
+    fn a_wider_host_is_cut_to_what_a_model_can_have() {
+        let mut host = |number: u32, _| match number {
+            0 => CpuidRegs {
+                eax: 0x20,
+                ebx: 0x756E_6547,
+                edx: 0x4965_6E69,
+                ecx: 0x6C65_746E,
+            },
+            0xA => CpuidRegs {
+                eax: 0x0839_1006,
+                ebx: 0,
+                ecx: 0xFF,
+                edx: 0x31F,
+            },
+            _ => CpuidRegs::default(),
+        };
+        let model = Model::host(&mut host).unwrap();
+        assert_eq!(model.to_string(), "intel-v5 with 8+4 counters of 48 bits");
+    }
+}

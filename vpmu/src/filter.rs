@@ -1,0 +1,458 @@
+//! Which events a guest may count.
+//!
+//! The rules are a list of event selects and unit masks that are allowed (all others denied) or denied (all others
+//! allowed), with masked entries and exceptions, and a bitmap that alone decides for the fixed counters. A denied
+//! event does not fault: its counter stays where it is. `docs/event-filter.md` has the file format.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::events::{Selection, UnitMask};
+use crate::index::MAX_FIXED;
+
+/// Most entries of a filter.
+pub const MAX_ENTRIES: usize = 4096;
+/// Largest filter file, in bytes.
+pub const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// What happens to the events a filter lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Action {
+    /// They may be counted, and no others.
+    Allow,
+    /// They may not be counted; all others may.
+    Deny,
+}
+
+/// One entry as it is written. The unit mask is given either exactly (`umask`) or by `umask-mask` and `umask-match`; with
+/// neither, every unit mask of the event select is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct EntrySpec {
+    /// Event select, 0 to 0xFFF.
+    pub select: u64,
+    /// Exactly this unit mask, 0 to 0xFF.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub umask: Option<u64>,
+    /// Bits of the unit mask that are compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub umask_mask: Option<u64>,
+    /// What the compared bits must be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub umask_match: Option<u64>,
+    /// The entry takes events out of the list that other entries put in.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub exclude: bool,
+}
+
+/// A filter as it is written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct FilterSpec {
+    /// What happens to the listed events.
+    pub action: Action,
+    /// Bit n: fixed counter n is listed.
+    #[serde(default)]
+    pub fixed_counters: u64,
+    /// The list for general-purpose counters.
+    #[serde(default)]
+    pub events: Vec<EntrySpec>,
+}
+
+/// Why a filter cannot be used. Each message is one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FilterError {
+    /// The file cannot be read.
+    #[error("cannot read the event filter {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is too large to be a filter.
+    #[error("the event filter {} has {bytes} bytes: at most {MAX_FILE_BYTES} are read; shorten it with masked entries", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+    },
+    /// It is not TOML, or has unknown or missing fields.
+    #[error("line {line} of the event filter: {message}")]
+    Syntax {
+        /// Line number, from 1.
+        line: usize,
+        /// What the parser says.
+        message: String,
+    },
+    /// Too many entries.
+    #[error(
+        "the event filter has {0} entries: at most {MAX_ENTRIES} are possible; join some with umask-mask and umask-match"
+    )]
+    TooManyEntries(usize),
+    /// A field is out of range.
+    #[error(
+        "entry {entry} of the event filter: {field} = {value:#x} is out of range, the highest is {limit:#x}; correct the entry"
+    )]
+    OutOfRange {
+        /// Which entry, from 1.
+        entry: usize,
+        /// Which field.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+        /// The highest possible.
+        limit: u64,
+    },
+    /// The unit mask is given twice, or half.
+    #[error("entry {0} of the event filter: give either umask, or umask-mask together with umask-match")]
+    UnitMask(usize),
+    /// The entry can match nothing.
+    #[error(
+        "entry {0} of the event filter matches no unit mask: umask-match has bits that umask-mask does not; clear them"
+    )]
+    NeverMatches(usize),
+    /// The bitmap has bits no fixed counter has.
+    #[error(
+        "fixed-counters = {0:#x} of the event filter: there are {MAX_FIXED} fixed counters, bits 0 to 3; clear the others"
+    )]
+    FixedCounters(u64),
+}
+
+/// One checked entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Entry {
+    select: u16,
+    mask: u8,
+    matches: u8,
+    exclude: bool,
+}
+
+/// A filter, checked and ready for use. Asking it allocates nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EventFilter {
+    action: Action,
+    fixed_counters: u8,
+    /// Sorted by event select.
+    entries: Box<[Entry]>,
+}
+
+impl EventFilter {
+    /// A filter that denies nothing.
+    pub fn allow_all() -> Self {
+        Self {
+            action: Action::Deny,
+            fixed_counters: 0,
+            entries: Box::default(),
+        }
+    }
+
+    /// Checks a written filter.
+    ///
+    /// # Errors
+    /// [`FilterError`] names the entry, the limit and the remedy.
+    pub fn new(spec: &FilterSpec) -> Result<Self, FilterError> {
+        if spec.events.len() > MAX_ENTRIES {
+            return Err(FilterError::TooManyEntries(spec.events.len()));
+        }
+        if spec.fixed_counters >> MAX_FIXED != 0 {
+            return Err(FilterError::FixedCounters(spec.fixed_counters));
+        }
+        let mut entries = Vec::with_capacity(spec.events.len());
+        for (number, entry) in spec.events.iter().enumerate() {
+            entries.push(Entry::new(number + 1, entry)?);
+        }
+        entries.sort_unstable();
+        entries.dedup();
+        Ok(Self {
+            action: spec.action,
+            fixed_counters: spec.fixed_counters as u8,
+            entries: entries.into_boxed_slice(),
+        })
+    }
+
+    /// Reads the TOML text of a filter.
+    ///
+    /// # Errors
+    /// [`FilterError`] on bad syntax, unknown fields and values out of range.
+    pub fn from_toml(text: &str) -> Result<Self, FilterError> {
+        let spec = toml::from_str::<FilterSpec>(text).map_err(|error| {
+            let at = error.span().map_or(0, |span| span.start.min(text.len()));
+            FilterError::Syntax {
+                line: text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count() + 1,
+                // The parser may repeat the user's text and break lines.
+                message: error
+                    .message()
+                    .split_whitespace()
+                    .collect::<Vec<_>>()
+                    .join(" ")
+                    .chars()
+                    .take(200)
+                    .collect(),
+            }
+        })?;
+        Self::new(&spec)
+    }
+
+    /// Reads a filter file.
+    ///
+    /// # Errors
+    /// [`FilterError`] when the file cannot be read or its text is no filter.
+    pub fn from_file(path: &Path) -> Result<Self, FilterError> {
+        use std::io::Read;
+        let read_error = |source| FilterError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let mut text = String::new();
+        // One byte more than is allowed tells a file that is too large, even one whose size is not known beforehand.
+        std::fs::File::open(path)
+            .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
+            .map_err(read_error)?;
+        if text.len() as u64 > MAX_FILE_BYTES {
+            let bytes = std::fs::metadata(path).map_or(text.len() as u64, |m| m.len().max(text.len() as u64));
+            return Err(FilterError::TooLarge {
+                path: path.to_owned(),
+                bytes,
+            });
+        }
+        Self::from_toml(&text)
+    }
+
+    /// Whether a counter may count what its selector asks for.
+    pub fn allows(&self, selection: Selection) -> bool {
+        let listed = match selection {
+            Selection::Fixed(n) => self.fixed_counters >> n & 1 != 0,
+            Selection::General(select, umask) => self.lists(select.0, umask),
+        };
+        listed == (self.action == Action::Allow)
+    }
+
+    /// Whether some entry puts the event in and none takes it out.
+    fn lists(&self, select: u16, umask: UnitMask) -> bool {
+        let first = self.entries.partition_point(|entry| entry.select < select);
+        let mut included = false;
+        for entry in self.entries[first..]
+            .iter()
+            .take_while(|entry| entry.select == select)
+        {
+            if umask.0 & entry.mask == entry.matches {
+                if entry.exclude {
+                    return false;
+                }
+                included = true;
+            }
+        }
+        included
+    }
+}
+
+impl Entry {
+    fn new(number: usize, spec: &EntrySpec) -> Result<Self, FilterError> {
+        let within = |field, value: u64, limit: u64| {
+            if value <= limit {
+                Ok(value)
+            } else {
+                Err(FilterError::OutOfRange {
+                    entry: number,
+                    field,
+                    value,
+                    limit,
+                })
+            }
+        };
+        let (mask, matches) = match (spec.umask, spec.umask_mask, spec.umask_match) {
+            (Some(umask), None, None) => (0xFF, within("umask", umask, 0xFF)?),
+            (None, Some(mask), Some(matches)) => (
+                within("umask-mask", mask, 0xFF)?,
+                within("umask-match", matches, 0xFF)?,
+            ),
+            (None, None, None) => (0, 0),
+            _ => return Err(FilterError::UnitMask(number)),
+        };
+        if matches & !mask != 0 {
+            return Err(FilterError::NeverMatches(number));
+        }
+        Ok(Self {
+            select: within("select", spec.select, 0xFFF)? as u16,
+            mask: mask as u8,
+            matches: matches as u8,
+            exclude: spec.exclude,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::EventSelect;
+    use proptest::prelude::*;
+
+    fn general(select: u16, umask: u8) -> Selection {
+        Selection::General(EventSelect(select), UnitMask(umask))
+    }
+
+    #[test]
+    fn a_deny_list_denies_what_it_lists_and_nothing_else() {
+        let filter = EventFilter::from_toml(
+            "action = \"deny\"\nfixed-counters = 0b001\n[[events]]\nselect = 0xC0\numask = 0\n[[events]]\nselect = 0xFFF\n",
+        )
+        .unwrap();
+        assert!(!filter.allows(general(0xC0, 0)));
+        assert!(filter.allows(general(0xC0, 1)));
+        assert!(!filter.allows(general(0xFFF, 7)));
+        assert!(filter.allows(general(0xFF, 7)));
+        assert!(!filter.allows(Selection::Fixed(0)));
+        assert!(filter.allows(Selection::Fixed(1)));
+    }
+
+    #[test]
+    fn the_bitmap_alone_decides_for_fixed_counters() {
+        // Instructions are allowed on general-purpose counters, but not on fixed counter 0, which counts the same.
+        let filter = EventFilter::from_toml(
+            "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0xC0, umask = 0 }]",
+        )
+        .unwrap();
+        assert!(filter.allows(general(0xC0, 0)));
+        assert!(!filter.allows(Selection::Fixed(0)));
+        assert!(filter.allows(Selection::Fixed(1)));
+        assert!(!filter.allows(general(0x3C, 0)));
+    }
+
+    #[test]
+    fn excludes_win_over_masked_entries_in_any_order() {
+        for order in [[0, 1], [1, 0]] {
+            let entries = [
+                "{ select = 0xD0, umask-mask = 0xF0, umask-match = 0x80 }",
+                "{ select = 0xD0, umask = 0x82, exclude = true }",
+            ];
+            let text = format!(
+                "action = \"allow\"\nevents = [{}, {}]",
+                entries[order[0]], entries[order[1]]
+            );
+            let filter = EventFilter::from_toml(&text).unwrap();
+            assert!(filter.allows(general(0xD0, 0x81)));
+            assert!(!filter.allows(general(0xD0, 0x82)));
+            assert!(!filter.allows(general(0xD0, 0x11)));
+        }
+    }
+
+    #[test]
+    fn each_mistake_gets_one_line_that_says_what_to_do() {
+        for (text, message) in [
+            (
+                "action = \"maybe\"",
+                "line 1 of the event filter: unknown variant `maybe`, expected `allow` or `deny`",
+            ),
+            (
+                "# nothing\n",
+                "line 1 of the event filter: missing field `action`",
+            ),
+            (
+                "action = \"deny\"\n[[events]]\nselekt = 1\n",
+                "line 3 of the event filter: unknown field `selekt`, expected one of `select`, `umask`, `umask-mask`, `umask-match`, `exclude`",
+            ),
+            (
+                "action = \"deny\"\nevents = [{ select = 0x1000 }]",
+                "entry 1 of the event filter: select = 0x1000 is out of range, the highest is 0xfff; correct the entry",
+            ),
+            (
+                "action = \"deny\"\nevents = [{ select = 1 }, { select = 1, umask-mask = 3 }]",
+                "entry 2 of the event filter: give either umask, or umask-mask together with umask-match",
+            ),
+            (
+                "action = \"deny\"\nevents = [{ select = 1, umask-mask = 1, umask-match = 2 }]",
+                "entry 1 of the event filter matches no unit mask: umask-match has bits that umask-mask does not; clear them",
+            ),
+            (
+                "action = \"deny\"\nfixed-counters = 0x10",
+                "fixed-counters = 0x10 of the event filter: there are 4 fixed counters, bits 0 to 3; clear the others",
+            ),
+        ] {
+            assert_eq!(EventFilter::from_toml(text).unwrap_err().to_string(), message);
+        }
+        let error = EventFilter::from_toml("action = \"deny\"\nevents = [{ select = -1 }]")
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("line 2 of the event filter: "), "{error}");
+        let error = EventFilter::from_toml("action = ").unwrap_err().to_string();
+        assert!(error.starts_with("line 1 ") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_is_missing_or_endless_is_refused() {
+        let error = EventFilter::from_file(Path::new("/nonexistent/filter.toml")).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot read the event filter /nonexistent/filter.toml"
+        );
+        let error = EventFilter::from_file(Path::new("/dev/zero"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("at most 1048576"), "{error}");
+    }
+
+    #[test]
+    fn the_number_of_entries_is_limited() {
+        let entry = EntrySpec {
+            select: 1,
+            umask: None,
+            umask_mask: None,
+            umask_match: None,
+            exclude: false,
+        };
+        let spec = FilterSpec {
+            action: Action::Deny,
+            fixed_counters: 0,
+            events: vec![entry; MAX_ENTRIES + 1],
+        };
+        assert!(matches!(
+            EventFilter::new(&spec),
+            Err(FilterError::TooManyEntries(4097))
+        ));
+    }
+
+    proptest! {
+        #[test]
+        fn a_filter_decides_as_its_definition_reads(
+            allow: bool,
+            fixed_counters in 0u64..16,
+            entries in proptest::collection::vec((0u64..4, 0u64..16, 0u64..16, any::<bool>()), 0..12),
+            select in 0u16..4,
+            umask in 0u8..16,
+            fixed in 0u8..4,
+        ) {
+            let events: Vec<EntrySpec> = entries
+                .iter()
+                .map(|&(select, mask, bits, exclude)| EntrySpec {
+                    select,
+                    umask: None,
+                    umask_mask: Some(mask),
+                    umask_match: Some(bits & mask),
+                    exclude,
+                })
+                .collect();
+            let spec = FilterSpec {
+                action: if allow { Action::Allow } else { Action::Deny },
+                fixed_counters,
+                events,
+            };
+            let filter = EventFilter::new(&spec).unwrap();
+            let hit = |exclude: bool| spec.events.iter().any(|e| {
+                e.exclude == exclude
+                    && e.select == u64::from(select)
+                    && u64::from(umask) & e.umask_mask.unwrap() == e.umask_match.unwrap()
+            });
+            let listed = hit(false) && !hit(true);
+            prop_assert_eq!(filter.allows(general(select, umask)), listed == allow);
+            prop_assert_eq!(filter.allows(Selection::Fixed(fixed)), (fixed_counters >> fixed & 1 != 0) == allow);
+            let text = toml::to_string(&spec).unwrap();
+            prop_assert_eq!(EventFilter::from_toml(&text).unwrap(), filter);
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Intel: architectural performance monitoring, versions 1 to 5.
+//!
+//! Authority: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural Performance Monitoring"
+//! (one subsection per version), and vol. 4 for the addresses.
+
+use crate::events::{EventRequest, EventSelect, Selection, decode_fixed};
+use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
+use crate::model::{Model, Vendor};
+use crate::vendor::{Register, Registers, VendorOps, Written, general_request, selector};
+
+/// IA32_PMCn (0xC1..=0xC8): CPUID.0AH:EAX[15:8] > n. A write stores bits 31:0, sign-extended.
+pub const IA32_PMC0: u32 = 0xC1;
+/// IA32_PERFEVTSELn (0x186..=0x18D): CPUID.0AH:EAX[15:8] > n.
+pub const IA32_PERFEVTSEL0: u32 = 0x186;
+/// IA32_DEBUGCTL (0x1D9); bit 12 freezes counters on a PMI: CPUID.0AH:EAX[7:0] > 1.
+pub const IA32_DEBUGCTL: u32 = 0x1D9;
+/// IA32_FIXED_CTRn (0x309..=0x30C): CPUID.0AH:EDX[4:0] > n, or from version 5 CPUID.0AH:ECX[n].
+pub const IA32_FIXED_CTR0: u32 = 0x309;
+/// IA32_PERF_CAPABILITIES (0x345): CPUID.01H:ECX.PDCM. Read-only.
+pub const IA32_PERF_CAPABILITIES: u32 = 0x345;
+/// IA32_FIXED_CTR_CTRL (0x38D): CPUID.0AH:EAX[7:0] > 1.
+pub const IA32_FIXED_CTR_CTRL: u32 = 0x38D;
+/// IA32_PERF_GLOBAL_STATUS (0x38E): CPUID.0AH:EAX[7:0] > 1. Read-only.
+pub const IA32_PERF_GLOBAL_STATUS: u32 = 0x38E;
+/// IA32_PERF_GLOBAL_CTRL (0x38F): CPUID.0AH:EAX[7:0] > 1.
+pub const IA32_PERF_GLOBAL_CTRL: u32 = 0x38F;
+/// IA32_PERF_GLOBAL_OVF_CTRL, from version 4 called IA32_PERF_GLOBAL_STATUS_RESET (0x390): CPUID.0AH:EAX[7:0] > 1.
+pub const IA32_PERF_GLOBAL_STATUS_RESET: u32 = 0x390;
+/// IA32_PERF_GLOBAL_STATUS_SET (0x391): CPUID.0AH:EAX[7:0] > 3.
+pub const IA32_PERF_GLOBAL_STATUS_SET: u32 = 0x391;
+/// IA32_PERF_GLOBAL_INUSE (0x392): CPUID.0AH:EAX[7:0] > 3. Read-only.
+pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
+/// IA32_A_PMCn (0x4C1..=0x4C8): IA32_PERF_CAPABILITIES[13] and CPUID.0AH:EAX[15:8] > n.
+pub const IA32_A_PMC0: u32 = 0x4C1;
+
+/// IA32_PERF_CAPABILITIES.FW_WRITE: the registers at 0x4C1 exist. LBR and PEBS formats are 0: neither exists.
+const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
+
+/// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 (transactional ones included) and AnyThread (21), which
+/// CPUID.0AH:EDX[15] declares deprecated. Pin control (19) is taken and does nothing, as on processors without the pins.
+const SELECTOR_RESERVED: u64 = 0xFFFF_FFFF_0000_0000 | 1 << 21;
+
+/// Each fixed counter's field of IA32_FIXED_CTR_CTRL: four bits.
+const FIXED_FIELD_BITS: u32 = 4;
+/// Field: count at CPL 0.
+const FIXED_OS: u64 = 0b0001;
+/// Field: count at CPL 1 to 3.
+const FIXED_USR: u64 = 0b0010;
+/// Field: interrupt on overflow.
+const FIXED_PMI: u64 = 0b1000;
+/// Field: what may be written. Bit 2 is the deprecated AnyThread.
+const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
+
+/// IA32_PERF_GLOBAL_STATUS.CTR_FRZ (version 4): counters are frozen since a PMI.
+pub const STATUS_CTR_FRZ: u64 = 1 << 59;
+/// IA32_PERF_GLOBAL_STATUS.LBR_FRZ (version 4): never set by us, we have no branch records.
+const STATUS_LBR_FRZ: u64 = 1 << 58;
+/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store's buffer overflowed; only software can set it here (version 4).
+const STATUS_OVF_BUF: u64 = 1 << 62;
+/// IA32_PERF_GLOBAL_STATUS.CondChgd: never set by us.
+const STATUS_COND_CHGD: u64 = 1 << 63;
+
+/// IA32_PERF_GLOBAL_INUSE.PMI: some counter would interrupt.
+const INUSE_PMI: u64 = 1 << 63;
+
+/// IA32_DEBUGCTL.FREEZE_PERFMON_ON_PMI.
+pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
+/// IA32_DEBUGCTL bits kept as written: LBR (0), BTF (1) and freeze-on-PMI. Everything else faults: no branch trace,
+/// no freezing in SMM (IA32_PERF_CAPABILITIES[12] is 0), no frozen LBRs.
+const DEBUGCTL_WRITABLE: u64 = 0b11 | DEBUGCTL_FREEZE_ON_PMI;
+
+/// RDPMC: ECX[30] selects the fixed counters.
+const RDPMC_FIXED: u32 = 1 << 30;
+
+/// Every address at which an Intel processor may have a PMU register, whether ours exist or not.
+///
+/// KVM answers some of them with 0 on its own when its PMU is off, so all of them must come to us.
+/// IA32_DEBUGCTL is not among them: see [`Model::trapped_msrs`].
+pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
+    IA32_PMC0..=0xC8,
+    IA32_PERFEVTSEL0..=0x18D,
+    // MSR_OFFCORE_RSP_0 and _1.
+    0x1A6..=0x1A7,
+    // IA32_FIXED_CTR0 to 15.
+    IA32_FIXED_CTR0..=0x318,
+    // MSR_PERF_METRICS.
+    0x329..=0x329,
+    IA32_PERF_CAPABILITIES..=IA32_PERF_CAPABILITIES,
+    IA32_FIXED_CTR_CTRL..=IA32_PERF_GLOBAL_INUSE,
+    // IA32_PEBS_ENABLE, MSR_PEBS_DATA_CFG.
+    0x3F1..=0x3F2,
+    // MSR_PEBS_LD_LAT_THRESHOLD, MSR_PEBS_FRONTEND.
+    0x3F6..=0x3F7,
+    IA32_A_PMC0..=0x4C8,
+    // IA32_DS_AREA.
+    0x600..=0x600,
+];
+
+/// The definition.
+#[derive(Debug)]
+pub(crate) struct Intel;
+
+/// The general-purpose counter at `address` of a bank that begins at `base`, if the model has it.
+fn in_bank(model: &Model, address: u32, base: u32) -> Option<CounterIndex> {
+    CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has(c))
+}
+
+/// The four bits of IA32_FIXED_CTR_CTRL that belong to fixed counter `n`.
+fn fixed_field(registers: &Registers, n: u32) -> u64 {
+    registers.fixed_control >> (n * FIXED_FIELD_BITS) & 0xF
+}
+
+/// Bits of IA32_FIXED_CTR_CTRL that may be written.
+fn fixed_control_mask(model: &Model) -> u64 {
+    (0..u8::BITS)
+        .filter(|n| model.fixed_bitmap() >> n & 1 != 0)
+        .fold(0, |mask, n| mask | FIXED_WRITABLE << (n * FIXED_FIELD_BITS))
+}
+
+/// `value` if it has no bit outside `allowed`.
+fn checked(value: u64, allowed: u64) -> Written {
+    if value & !allowed == 0 {
+        Written::Store(value)
+    } else {
+        Written::Fault
+    }
+}
+
+impl VendorOps for Intel {
+    fn register(&self, model: &Model, msr: MsrAddress) -> Option<Register> {
+        let version = model.intel_version();
+        let from = |needed: u8, register| (version >= needed).then_some(register);
+        match msr.0 {
+            // The two counters of the P6 answer even where there is no PMU.
+            0xC1 | 0xC2 if model.is_off() => Some(Register::Absent),
+            IA32_PMC0..=0xC8 => in_bank(model, msr.0, IA32_PMC0).map(Register::Counter),
+            IA32_PERFEVTSEL0..=0x18D => in_bank(model, msr.0, IA32_PERFEVTSEL0).map(Register::Selector),
+            IA32_A_PMC0..=0x4C8 if version >= 2 => {
+                in_bank(model, msr.0, IA32_A_PMC0).map(Register::FullWidthCounter)
+            }
+            IA32_FIXED_CTR0..=0x30C => CounterIndex::fixed(msr.0 - IA32_FIXED_CTR0)
+                .filter(|&c| model.has(c))
+                .map(Register::Counter),
+            IA32_DEBUGCTL => from(2, Register::DebugControl),
+            IA32_PERF_CAPABILITIES => from(2, Register::Capabilities),
+            IA32_FIXED_CTR_CTRL => from(2, Register::FixedControl),
+            IA32_PERF_GLOBAL_STATUS => from(2, Register::GlobalStatus),
+            IA32_PERF_GLOBAL_CTRL => from(2, Register::GlobalControl),
+            IA32_PERF_GLOBAL_STATUS_RESET => from(2, Register::GlobalStatusReset),
+            IA32_PERF_GLOBAL_STATUS_SET => from(4, Register::GlobalStatusSet),
+            IA32_PERF_GLOBAL_INUSE => from(4, Register::GlobalInUse),
+            _ => None,
+        }
+    }
+
+    /// SDM vol. 2, RDPMC: ECX[29:0] is the counter, ECX[30] the type, ECX[31] the fast mode, which no processor with
+    /// architectural performance monitoring has.
+    fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
+        let counter = if index.0 & RDPMC_FIXED != 0 {
+            CounterIndex::fixed(index.0 & !RDPMC_FIXED)
+        } else {
+            CounterIndex::general(index.0)
+        };
+        counter.filter(|&c| model.has(c))
+    }
+
+    fn write(&self, model: &Model, register: Register, value: u64) -> Written {
+        let width = model.width();
+        let counters = model.counters_mask();
+        match register {
+            Register::Selector(_) => checked(value, !SELECTOR_RESERVED),
+            Register::Counter(c) if c.fixed_number().is_none() => Written::Store(width.sign_extend_32(value)),
+            Register::Counter(_) | Register::FullWidthCounter(_) => checked(value, width.mask()),
+            Register::FixedControl => checked(value, fixed_control_mask(model)),
+            Register::GlobalControl => checked(value, counters),
+            Register::GlobalStatusReset => {
+                let frozen = if model.intel_version() >= 4 {
+                    STATUS_CTR_FRZ | STATUS_LBR_FRZ
+                } else {
+                    0
+                };
+                checked(value, counters | STATUS_OVF_BUF | STATUS_COND_CHGD | frozen)
+            }
+            Register::GlobalStatusSet => {
+                // Before version 4 nothing but an overflow sets a bit; this then serves to check a saved state.
+                let by_software = STATUS_OVF_BUF | STATUS_CTR_FRZ | STATUS_LBR_FRZ;
+                checked(
+                    value,
+                    counters
+                        | if model.intel_version() >= 4 {
+                            by_software
+                        } else {
+                            0
+                        },
+                )
+            }
+            Register::DebugControl => checked(value, DEBUGCTL_WRITABLE),
+            Register::Absent => Written::Dropped,
+            Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => Written::Fault,
+        }
+    }
+
+    /// SDM vol. 3, table "IA-32 and Intel 64 Processor States Following Power-up, Reset, or INIT": everything 0, but
+    /// IA32_PERF_GLOBAL_CTRL has a one for each general-purpose counter.
+    fn at_reset(&self, model: &Model) -> Registers {
+        let global_control = if model.intel_version() >= 2 {
+            (1 << model.general()) - 1
+        } else {
+            model.counters_mask()
+        };
+        Registers {
+            selectors: [0; MAX_GENERAL],
+            fixed_control: 0,
+            global_control,
+            global_status: 0,
+            debug_control: 0,
+        }
+    }
+
+    fn is_selected(&self, registers: &Registers, counter: CounterIndex) -> bool {
+        match counter.fixed_number() {
+            Some(n) => fixed_field(registers, n) & (FIXED_OS | FIXED_USR) != 0,
+            None => registers.selectors[counter.slot()] & selector::EN != 0,
+        }
+    }
+
+    fn interrupts(&self, registers: &Registers, counter: CounterIndex) -> bool {
+        match counter.fixed_number() {
+            Some(n) => fixed_field(registers, n) & FIXED_PMI != 0,
+            None => registers.selectors[counter.slot()] & selector::INT != 0,
+        }
+    }
+
+    fn globally_enabled(&self, registers: &Registers) -> u64 {
+        // CTR_FRZ can only be set from version 4. SDM vol. 3, "Streamlined Freeze_PerfMon_On_PMI".
+        if registers.global_status & STATUS_CTR_FRZ != 0 {
+            0
+        } else {
+            registers.global_control
+        }
+    }
+
+    fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest> {
+        let request = match counter.fixed_number() {
+            Some(n) => {
+                let field = fixed_field(registers, n);
+                EventRequest {
+                    vendor: Vendor::Intel,
+                    selection: Selection::Fixed(n as u8),
+                    event: decode_fixed(n),
+                    user: field & FIXED_USR != 0,
+                    kernel: field & FIXED_OS != 0,
+                    edge: false,
+                    invert: false,
+                    cmask: 0,
+                }
+            }
+            None => {
+                let value = registers.selectors[counter.slot()];
+                general_request(
+                    Vendor::Intel,
+                    EventSelect((value & selector::SELECT) as u16),
+                    value,
+                )
+            }
+        };
+        (request.user || request.kernel).then_some(request)
+    }
+
+    /// SDM vol. 3, "Freeze_PerfMon_On_PMI": versions 2 and 3 clear IA32_PERF_GLOBAL_CTRL, from version 4 the PMI sets
+    /// CTR_FRZ and leaves the control register alone.
+    fn freeze(&self, model: &Model, registers: &mut Registers) -> bool {
+        if registers.debug_control & DEBUGCTL_FREEZE_ON_PMI == 0 {
+            return false;
+        }
+        if model.intel_version() >= 4 {
+            registers.global_status |= STATUS_CTR_FRZ;
+        } else {
+            registers.global_control = 0;
+        }
+        true
+    }
+
+    /// SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR": a general-purpose counter is in use when its event select is not 0, a
+    /// fixed counter when its enable field is not 0, the PMI when any control would interrupt.
+    fn in_use(&self, model: &Model, registers: &Registers) -> u64 {
+        crate::index::counters_in(model.counters_mask()).fold(0, |bits, counter| {
+            let programmed = match counter.fixed_number() {
+                Some(_) => self.is_selected(registers, counter),
+                None => registers.selectors[counter.slot()] & selector::SELECT != 0,
+            };
+            let pmi = if self.interrupts(registers, counter) {
+                INUSE_PMI
+            } else {
+                0
+            };
+            bits | pmi | if programmed { counter.mask() } else { 0 }
+        })
+    }
+
+    /// SDM vol. 3, "Local Vector Table": the performance counter entry is masked when its interrupt is delivered.
+    fn delivery_masks_lvtpc(&self) -> bool {
+        true
+    }
+
+    fn capabilities(&self) -> u64 {
+        CAPABILITIES_FW_WRITE
+    }
+}

@@ -1,0 +1,683 @@
+//! Which PMU a guest gets: vendor, generation, number and width of counters.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::cpuid::{CpuidReader, HostPmu};
+use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
+use crate::width::CounterWidth;
+
+/// Whose manual describes the PMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Vendor {
+    /// Intel Software Developer's Manual.
+    Intel,
+    /// AMD64 Architecture Programmer's Manual.
+    Amd,
+}
+
+impl Vendor {
+    /// The twelve letters of CPUID leaf 0, in the order EBX, EDX, ECX.
+    pub const fn cpuid_name(self) -> &'static str {
+        match self {
+            Self::Intel => "GenuineIntel",
+            Self::Amd => "AuthenticAMD",
+        }
+    }
+}
+
+impl fmt::Display for Vendor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Intel => "Intel",
+            Self::Amd => "AMD",
+        })
+    }
+}
+
+/// Generation of a PMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Generation {
+    /// No PMU. What is left are the registers that answer 0 on every processor of the vendor.
+    Off(Vendor),
+    /// Intel architectural performance monitoring, version 1 to 5.
+    Intel(u8),
+    /// AMD's four counters of the K7.
+    AmdK7,
+    /// AMD's core performance counter extension: six counters.
+    AmdCore,
+    /// AMD's performance monitoring version 2: global control and status, as many counters as CPUID says.
+    AmdV2,
+}
+
+impl Generation {
+    /// Whose PMU it is.
+    pub const fn vendor(self) -> Vendor {
+        match self {
+            Self::Off(vendor) => vendor,
+            Self::Intel(_) => Vendor::Intel,
+            Self::AmdK7 | Self::AmdCore | Self::AmdV2 => Vendor::Amd,
+        }
+    }
+}
+
+/// The name `--pmu` takes.
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off(_) => f.write_str("off"),
+            Self::Intel(version) => write!(f, "intel-v{version}"),
+            Self::AmdK7 => f.write_str("amd-k7"),
+            Self::AmdCore => f.write_str("amd"),
+            Self::AmdV2 => f.write_str("amd-v2"),
+        }
+    }
+}
+
+/// What `--pmu` asks for, before the host was looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ModelName {
+    /// The first model of the host's vendor: `intel` or `amd`.
+    Auto,
+    /// What the host's own CPUID says.
+    Host,
+    /// No PMU.
+    Off,
+    /// This generation.
+    Generation(Generation),
+}
+
+impl FromStr for ModelName {
+    type Err = ModelError;
+
+    fn from_str(name: &str) -> Result<Self, ModelError> {
+        Ok(match name {
+            "auto" => Self::Auto,
+            "host" => Self::Host,
+            "off" => Self::Off,
+            "intel" | "intel-v2" => Self::Generation(Generation::Intel(2)),
+            "intel-v1" => Self::Generation(Generation::Intel(1)),
+            "intel-v3" => Self::Generation(Generation::Intel(3)),
+            "intel-v4" => Self::Generation(Generation::Intel(4)),
+            "intel-v5" => Self::Generation(Generation::Intel(5)),
+            "amd-k7" => Self::Generation(Generation::AmdK7),
+            "amd" => Self::Generation(Generation::AmdCore),
+            "amd-v2" => Self::Generation(Generation::AmdV2),
+            _ => return Err(ModelError::UnknownModel(printable(name))),
+        })
+    }
+}
+
+/// What `--pmu-counters GP[+FIXED]` asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CounterNumbers {
+    /// General-purpose counters.
+    pub general: u32,
+    /// Fixed counters; `None`: the model's own number.
+    pub fixed: Option<u32>,
+}
+
+impl FromStr for CounterNumbers {
+    type Err = ModelError;
+
+    fn from_str(text: &str) -> Result<Self, ModelError> {
+        let number = |part: &str| -> Result<u32, ModelError> {
+            // `u32::from_str` takes a leading plus sign, which would let "4++3" pass.
+            if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
+                return Err(ModelError::CounterNumbers(printable(text)));
+            }
+            part.parse()
+                .map_err(|_| ModelError::CounterNumbers(printable(text)))
+        };
+        match text.split_once('+') {
+            Some((general, fixed)) => Ok(Self {
+                general: number(general)?,
+                fixed: Some(number(fixed)?),
+            }),
+            None => Ok(Self {
+                general: number(text)?,
+                fixed: None,
+            }),
+        }
+    }
+}
+
+/// At most forty characters of a user's text, with control characters made visible, for a message of one line.
+pub(crate) fn printable(text: &str) -> String {
+    let mut shown: String = text.chars().take(40).flat_map(char::escape_debug).collect();
+    if text.chars().nth(40).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}
+
+/// Why a model cannot be built. Each message names the input, the limit and the remedy.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// `--pmu` names no model.
+    #[error(
+        "unknown PMU model \"{0}\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2"
+    )]
+    UnknownModel(String),
+    /// `--pmu-counters` does not parse.
+    #[error(
+        "cannot read the counter numbers \"{0}\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3"
+    )]
+    CounterNumbers(String),
+    /// Too few or too many general-purpose counters.
+    #[error("{given} general-purpose counters: {generation} can have {limit}; {remedy}")]
+    General {
+        /// What was asked for.
+        given: u32,
+        /// Of which model.
+        generation: Generation,
+        /// What it can have.
+        limit: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
+    },
+    /// Too many fixed counters.
+    #[error("{given} fixed counters: {generation} can have {limit}; {remedy}")]
+    Fixed {
+        /// What was asked for.
+        given: u32,
+        /// Of which model.
+        generation: Generation,
+        /// What it can have.
+        limit: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
+    },
+    /// A width the model cannot have.
+    #[error("a counter width of {given} bits: {generation} can have {limit}; leave --pmu-width out for 48")]
+    Width {
+        /// What was asked for.
+        given: u32,
+        /// Of which model.
+        generation: Generation,
+        /// What it can have.
+        limit: &'static str,
+    },
+    /// `--pmu host`, `off` or `auto` together with numbers that belong to a chosen model.
+    #[error(
+        "--pmu {0} takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2"
+    )]
+    NotAdjustable(&'static str),
+    /// `--pmu host` on a host whose CPUID shows no PMU.
+    #[error(
+        "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel"
+    )]
+    HostHasNone,
+}
+
+/// A PMU that can be built: everything in it is within the limits of its generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Model {
+    generation: Generation,
+    general: u8,
+    /// Bit n: fixed counter n exists.
+    fixed_bitmap: u8,
+    width: CounterWidth,
+}
+
+impl Model {
+    /// Fewest and most bits `--pmu-width` takes on an Intel model.
+    const INTEL_WIDTHS: std::ops::RangeInclusive<u32> = 32..=48;
+
+    /// `--pmu intel`: version 2, four general-purpose and three fixed counters of 48 bits.
+    pub const INTEL: Self = Self {
+        generation: Generation::Intel(2),
+        general: 4,
+        fixed_bitmap: 0b111,
+        width: CounterWidth::W48,
+    };
+    /// `--pmu amd`: the core extension's six counters of 48 bits.
+    pub const AMD: Self = Self {
+        generation: Generation::AmdCore,
+        general: 6,
+        fixed_bitmap: 0,
+        width: CounterWidth::W48,
+    };
+
+    /// The model for what the user asked, `--pmu`, `--pmu-counters` and `--pmu-width`.
+    ///
+    /// # Errors
+    /// [`ModelError`] when the numbers do not fit the model, or the host has nothing to copy.
+    pub fn resolve(
+        name: ModelName,
+        counters: Option<CounterNumbers>,
+        width: Option<u32>,
+        host: &mut CpuidReader<'_>,
+    ) -> Result<Self, ModelError> {
+        let plain = counters.is_none() && width.is_none();
+        let generation = match name {
+            ModelName::Generation(generation) => generation,
+            ModelName::Auto => match HostPmu::vendor(host) {
+                Vendor::Intel => Generation::Intel(2),
+                Vendor::Amd => Generation::AmdCore,
+            },
+            ModelName::Host if plain => return Self::host(host),
+            ModelName::Host => return Err(ModelError::NotAdjustable("host")),
+            ModelName::Off if plain => return Ok(Self::off(HostPmu::vendor(host))),
+            ModelName::Off => return Err(ModelError::NotAdjustable("off")),
+        };
+        Self::new(generation, counters, width)
+    }
+
+    /// A model of `generation`; what is `None` takes the generation's own number: Intel 4 general-purpose and
+    /// 3 fixed counters (version 1: none fixed), AMD 4 for K7 and 6 otherwise, 48 bits.
+    ///
+    /// # Errors
+    /// [`ModelError`] when a number is outside what the generation can have.
+    pub fn new(
+        generation: Generation,
+        counters: Option<CounterNumbers>,
+        width: Option<u32>,
+    ) -> Result<Self, ModelError> {
+        let default = Self::default_numbers(generation);
+        let general = counters.map_or(default.general, |c| c.general);
+        let fixed = counters
+            .and_then(|c| c.fixed)
+            .unwrap_or(default.fixed.unwrap_or(0));
+
+        let (may_have, limit, remedy) = match generation {
+            Generation::Off(_) => (
+                general == 0,
+                "none",
+                "choose a model by name, for example --pmu intel",
+            ),
+            Generation::Intel(_) => (
+                (1..=8).contains(&general),
+                "1 to 8",
+                "ask for a number in that range",
+            ),
+            Generation::AmdK7 => (
+                general == 4,
+                "4",
+                "choose --pmu amd for 6, or --pmu amd-v2 for 4 to 15",
+            ),
+            // CPUID enumerates the core extension as one bit that stands for six counters. Four of them without
+            // the bit are what K7 has; five cannot be told to a guest.
+            Generation::AmdCore => (
+                general == 4 || general == 6,
+                "4 (without the core extension) or 6",
+                "choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+            ),
+            Generation::AmdV2 => (
+                (4..=MAX_GENERAL as u32).contains(&general),
+                "4 to 15",
+                "ask for a number in that range",
+            ),
+        };
+        if !may_have {
+            return Err(ModelError::General {
+                given: general,
+                generation,
+                limit,
+                remedy,
+            });
+        }
+
+        let (may_have, limit, remedy) = match generation {
+            Generation::Intel(2..) => (
+                fixed <= MAX_FIXED as u32,
+                "0 to 4",
+                "ask for a number in that range, or leave it out for 3",
+            ),
+            Generation::Intel(_) => (
+                fixed == 0,
+                "none",
+                "fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+            ),
+            _ => (
+                fixed == 0,
+                "none",
+                "fixed counters exist on Intel models only; leave the +FIXED part out",
+            ),
+        };
+        if !may_have {
+            return Err(ModelError::Fixed {
+                given: fixed,
+                generation,
+                limit,
+                remedy,
+            });
+        }
+
+        let bits = width.unwrap_or(48);
+        let (may_have, limit) = match generation {
+            Generation::Intel(_) => (Self::INTEL_WIDTHS.contains(&bits), "32 to 48"),
+            // AMD's CPUID has no field for the width.
+            _ => (bits == 48, "48 only"),
+        };
+        let width = match CounterWidth::new(bits) {
+            Some(width) if may_have => width,
+            _ => {
+                return Err(ModelError::Width {
+                    given: bits,
+                    generation,
+                    limit,
+                });
+            }
+        };
+
+        // With four counters the core extension's bit must stay clear, which is what a K7 is.
+        let generation = match (generation, general) {
+            (Generation::AmdCore, 4) => Generation::AmdK7,
+            _ => generation,
+        };
+        Ok(Self {
+            generation,
+            general: general as u8,
+            fixed_bitmap: ((1u32 << fixed) - 1) as u8,
+            width,
+        })
+    }
+
+    /// No PMU, on a processor of `vendor`.
+    pub const fn off(vendor: Vendor) -> Self {
+        Self {
+            generation: Generation::Off(vendor),
+            general: 0,
+            fixed_bitmap: 0,
+            width: CounterWidth::W48,
+        }
+    }
+
+    /// What the host's CPUID says, within the limits of ours: version 5, eight general-purpose and four fixed
+    /// counters on Intel; six counters, or what version 2 says, on AMD.
+    ///
+    /// # Errors
+    /// [`ModelError::HostHasNone`] when the host's CPUID shows no PMU.
+    pub fn host(host: &mut CpuidReader<'_>) -> Result<Self, ModelError> {
+        let pmu = HostPmu::read(host).ok_or(ModelError::HostHasNone)?;
+        let generation = pmu.generation;
+        let general = match generation {
+            Generation::Intel(_) => pmu.general.min(8),
+            _ => pmu.general.min(MAX_GENERAL as u32),
+        };
+        let bits = match generation {
+            Generation::Intel(_) => pmu.width.min(*Self::INTEL_WIDTHS.end()),
+            _ => 48,
+        };
+        let model = Self::new(
+            generation,
+            Some(CounterNumbers {
+                general,
+                fixed: Some(0),
+            }),
+            Some(bits),
+        )
+        .map_err(|_| ModelError::HostHasNone)?;
+        let fixed_bitmap = match generation {
+            Generation::Intel(2..=4) => {
+                // Before version 5 only a run of counters from number 0 can be enumerated.
+                ((1u32 << pmu.fixed_bitmap.trailing_ones().min(MAX_FIXED as u32)) - 1) as u8
+            }
+            Generation::Intel(5) => (pmu.fixed_bitmap & 0xF) as u8,
+            _ => 0,
+        };
+        Ok(Self {
+            fixed_bitmap,
+            ..model
+        })
+    }
+
+    const fn default_numbers(generation: Generation) -> CounterNumbers {
+        let (general, fixed) = match generation {
+            Generation::Off(_) => (0, 0),
+            Generation::Intel(1) => (4, 0),
+            Generation::Intel(_) => (4, 3),
+            Generation::AmdK7 => (4, 0),
+            Generation::AmdCore | Generation::AmdV2 => (6, 0),
+        };
+        CounterNumbers {
+            general,
+            fixed: Some(fixed),
+        }
+    }
+
+    /// The same model with exactly the fixed counters of `bitmap`; used when a saved state is read.
+    /// `None` where the generation cannot have or enumerate them.
+    pub(crate) fn with_fixed_bitmap(self, bitmap: u8) -> Option<Self> {
+        let run_from_zero = bitmap & bitmap.wrapping_add(1) == 0;
+        let possible = match self.generation {
+            Generation::Intel(5) => bitmap < 1 << MAX_FIXED,
+            Generation::Intel(2..=4) => bitmap < 1 << MAX_FIXED && run_from_zero,
+            _ => bitmap == 0,
+        };
+        possible.then_some(Self {
+            fixed_bitmap: bitmap,
+            ..self
+        })
+    }
+
+    /// Its generation.
+    pub const fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Whose PMU it is. CPUID leaf 0 must name the same vendor.
+    pub const fn vendor(&self) -> Vendor {
+        self.generation.vendor()
+    }
+
+    /// Whether the guest has a PMU at all.
+    pub const fn is_off(&self) -> bool {
+        matches!(self.generation, Generation::Off(_))
+    }
+
+    /// Version of Intel's architectural performance monitoring; 0 on AMD models and with the PMU off.
+    pub const fn intel_version(&self) -> u8 {
+        match self.generation {
+            Generation::Intel(version) => version,
+            _ => 0,
+        }
+    }
+
+    /// Number of general-purpose counters.
+    pub const fn general(&self) -> u32 {
+        self.general as u32
+    }
+
+    /// Number of fixed counters.
+    pub const fn fixed(&self) -> u32 {
+        self.fixed_bitmap.count_ones()
+    }
+
+    /// Bit n is set when fixed counter n exists.
+    pub const fn fixed_bitmap(&self) -> u8 {
+        self.fixed_bitmap
+    }
+
+    /// Width of all counters.
+    pub const fn width(&self) -> CounterWidth {
+        self.width
+    }
+
+    /// Every existing counter's bit of the global registers.
+    pub const fn counters_mask(&self) -> u64 {
+        ((1 << self.general) - 1) | ((self.fixed_bitmap as u64) << 32)
+    }
+
+    /// Whether the model has this counter.
+    pub const fn has(&self, counter: CounterIndex) -> bool {
+        self.counters_mask() & counter.mask() != 0
+    }
+}
+
+/// For example `intel-v2 with 4+3 counters of 48 bits`.
+impl fmt::Display for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_off() {
+            return f.write_str("off");
+        }
+        write!(f, "{} with {}", self.generation, self.general)?;
+        if self.fixed_bitmap != 0 {
+            write!(f, "+{}", self.fixed())?;
+        }
+        write!(f, " counters of {} bits", self.width.bits())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn build(name: &str, counters: Option<&str>, width: Option<u32>) -> Result<Model, ModelError> {
+        let counters = counters.map(str::parse).transpose()?;
+        Model::resolve(name.parse()?, counters, width, &mut |_, _| Default::default())
+    }
+
+    #[test]
+    fn plain_names_give_the_documented_numbers() {
+        for (name, shown) in [
+            ("intel", "intel-v2 with 4+3 counters of 48 bits"),
+            ("intel-v1", "intel-v1 with 4 counters of 48 bits"),
+            ("intel-v5", "intel-v5 with 4+3 counters of 48 bits"),
+            ("amd-k7", "amd-k7 with 4 counters of 48 bits"),
+            ("amd", "amd with 6 counters of 48 bits"),
+            ("amd-v2", "amd-v2 with 6 counters of 48 bits"),
+            ("off", "off"),
+        ] {
+            assert_eq!(build(name, None, None).unwrap().to_string(), shown);
+        }
+        assert_eq!(build("intel", None, None).unwrap(), Model::INTEL);
+        assert_eq!(build("amd", None, None).unwrap(), Model::AMD);
+    }
+
+    #[test]
+    fn numbers_at_the_limits_are_taken() {
+        for (name, counters) in [
+            ("intel-v1", "8"),
+            ("intel-v1", "1+0"),
+            ("intel-v2", "8+4"),
+            ("intel-v5", "1+0"),
+            ("amd-k7", "4"),
+            ("amd", "4"),
+            ("amd", "6"),
+            ("amd-v2", "4"),
+            ("amd-v2", "15"),
+        ] {
+            build(name, Some(counters), None).unwrap_or_else(|e| panic!("{name} {counters}: {e}"));
+        }
+        assert_eq!(build("intel", None, Some(32)).unwrap().width().bits(), 32);
+    }
+
+    #[test]
+    fn an_amd_model_with_four_counters_does_not_claim_the_core_extension() {
+        assert_eq!(
+            build("amd", Some("4"), None).unwrap().generation(),
+            Generation::AmdK7
+        );
+    }
+
+    #[test]
+    fn each_refusal_names_the_input_the_limit_and_the_remedy() {
+        for (name, counters, width, message) in [
+            (
+                "intel-v9",
+                None,
+                None,
+                "unknown PMU model \"intel-v9\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2",
+            ),
+            (
+                "intel",
+                Some("four"),
+                None,
+                "cannot read the counter numbers \"four\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3",
+            ),
+            (
+                "intel",
+                Some("9"),
+                None,
+                "9 general-purpose counters: intel-v2 can have 1 to 8; ask for a number in that range",
+            ),
+            (
+                "amd",
+                Some("5"),
+                None,
+                "5 general-purpose counters: amd can have 4 (without the core extension) or 6; choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+            ),
+            (
+                "intel-v1",
+                Some("4+3"),
+                None,
+                "3 fixed counters: intel-v1 can have none; fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+            ),
+            (
+                "intel-v3",
+                Some("4+5"),
+                None,
+                "5 fixed counters: intel-v3 can have 0 to 4; ask for a number in that range, or leave it out for 3",
+            ),
+            (
+                "amd",
+                None,
+                Some(40),
+                "a counter width of 40 bits: amd can have 48 only; leave --pmu-width out for 48",
+            ),
+            (
+                "intel",
+                None,
+                Some(64),
+                "a counter width of 64 bits: intel-v2 can have 32 to 48; leave --pmu-width out for 48",
+            ),
+            (
+                "off",
+                Some("4"),
+                None,
+                "--pmu off takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2",
+            ),
+            (
+                "host",
+                None,
+                None,
+                "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel",
+            ),
+        ] {
+            assert_eq!(build(name, counters, width).unwrap_err().to_string(), message);
+        }
+    }
+
+    #[test]
+    fn counter_numbers_are_digits_only() {
+        for text in [
+            "",
+            "+",
+            "4+",
+            "+3",
+            "4++3",
+            "4+3+1",
+            "-4",
+            " 4",
+            "4 ",
+            "0x4",
+            "99999999999",
+            "4+\n3",
+        ] {
+            assert!(text.parse::<CounterNumbers>().is_err(), "{text:?} was taken");
+        }
+        assert_eq!(
+            "8+4".parse(),
+            Ok(CounterNumbers {
+                general: 8,
+                fixed: Some(4)
+            })
+        );
+    }
+
+    #[test]
+    fn a_long_or_binary_name_makes_a_short_message_of_one_line() {
+        let message = "\x1b[2J\n"
+            .repeat(1000)
+            .parse::<ModelName>()
+            .unwrap_err()
+            .to_string();
+        assert!(
+            message.len() < 500 && !message.contains(['\n', '\x1b']),
+            "{message:?}"
+        );
+    }
+}

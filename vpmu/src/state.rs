@@ -1,0 +1,483 @@
+//! A PMU's state as bytes, to be restored in another process or on another host.
+//!
+//! Layout, all numbers little-endian: the magic `PVPM`; a vendor byte (1 Intel, 2 AMD); the version of that vendor's
+//! layout (u16); the length of the body (u32); the body; CRC-32 of everything before it (u32). The body begins with the
+//! model, then the registers, then the counters with their numbers in front, so that a later version may have more.
+//! Which event counted for a counter is not part of the state: the registers say what to count, and the other host
+//! chooses who does.
+
+use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
+use crate::model::{CounterNumbers, Generation, Model, Vendor};
+use crate::source::CounterEvents;
+use crate::vendor::{Register, Registers, Written};
+use crate::vpmu::{Counter, Vpmu};
+
+const MAGIC: [u8; 4] = *b"PVPM";
+const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
+const CRC_BYTES: usize = 4;
+
+/// Version of the body's layout, for each vendor.
+const fn layout_version(vendor: Vendor) -> u16 {
+    match vendor {
+        Vendor::Intel => 1,
+        Vendor::Amd => 1,
+    }
+}
+
+/// Why bytes cannot be restored.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StateError {
+    /// They do not begin with our magic.
+    #[error("this is no saved PMU state: it does not begin with PVPM")]
+    Magic,
+    /// They end early, or go on after the end.
+    #[error(
+        "the saved PMU state has {have} bytes where {need} belong: it was cut off or joined with something else"
+    )]
+    Length {
+        /// Bytes there are.
+        have: usize,
+        /// Bytes there should be.
+        need: usize,
+    },
+    /// The checksum is wrong.
+    #[error("the saved PMU state is damaged: its checksum does not match")]
+    Checksum,
+    /// A version we do not know.
+    #[error(
+        "the saved PMU state has layout version {have}, this program reads up to {known}: restore it with a newer one"
+    )]
+    Version {
+        /// Version of the bytes.
+        have: u16,
+        /// Highest version we read.
+        known: u16,
+    },
+    /// It belongs to another model.
+    #[error(
+        "the saved state is of a PMU {saved}, this one is {here}: start the VM with the same --pmu options"
+    )]
+    OtherModel {
+        /// Model of the bytes.
+        saved: Model,
+        /// Model to be restored.
+        here: Model,
+    },
+    /// A field has a value no PMU can have.
+    #[error("the saved PMU state is not one a PMU can be in: {0}")]
+    Impossible(&'static str),
+}
+
+impl Vpmu {
+    /// The state as bytes. Running counters are folded in; the PMU goes on as before.
+    pub fn save(&mut self, events: &mut dyn CounterEvents) -> Vec<u8> {
+        self.fold_all(events);
+        let mut body = Vec::with_capacity(512);
+        write_model(&mut body, &self.model);
+        body.extend(self.registers.fixed_control.to_le_bytes());
+        body.extend(self.registers.global_control.to_le_bytes());
+        body.extend(self.registers.global_status.to_le_bytes());
+        body.extend(self.registers.debug_control.to_le_bytes());
+        body.push(u8::from(self.pmi_due));
+        let existing = self.model.counters_mask();
+        body.push(existing.count_ones() as u8);
+        for counter in counters_in(existing) {
+            body.push(counter.bit() as u8);
+            let selector = if counter.fixed_number().is_none() {
+                self.registers.selectors[counter.slot()]
+            } else {
+                0
+            };
+            let held = &self.counters[counter.slot()];
+            for field in [selector, held.value, held.overflows, held.pmi_requests] {
+                body.extend(field.to_le_bytes());
+            }
+        }
+
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + body.len() + CRC_BYTES);
+        bytes.extend(MAGIC);
+        bytes.push(vendor_byte(self.model.vendor()));
+        bytes.extend(layout_version(self.model.vendor()).to_le_bytes());
+        bytes.extend((body.len() as u32).to_le_bytes());
+        bytes.extend(body);
+        bytes.extend(crc32(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// Takes over a saved state. Counters continue at the next [`Vpmu::reconcile`].
+    ///
+    /// # Errors
+    /// [`StateError`] when the bytes are not the state of a PMU of this model; the PMU is then left as it was.
+    pub fn restore(&mut self, bytes: &[u8], events: &mut dyn CounterEvents) -> Result<(), StateError> {
+        let body = check_frame(bytes)?;
+        let mut reader = Reader { rest: body };
+        let model = read_model(&mut reader)?;
+        if model != self.model {
+            return Err(StateError::OtherModel {
+                saved: model,
+                here: self.model,
+            });
+        }
+        if bytes[4] != vendor_byte(model.vendor()) {
+            return Err(StateError::Impossible("its vendor is not that of its model"));
+        }
+        let mut registers = Registers {
+            selectors: Default::default(),
+            fixed_control: reader.u64()?,
+            global_control: reader.u64()?,
+            global_status: reader.u64()?,
+            debug_control: reader.u64()?,
+        };
+        let pmi_due = match reader.u8()? {
+            0 => false,
+            1 => true,
+            _ => return Err(StateError::Impossible("the PMI is neither due nor not due")),
+        };
+        let mut counters = [Counter::default(); MAX_COUNTERS];
+        let mut seen = 0;
+        for _ in 0..reader.u8()? {
+            let counter = CounterIndex::from_bit(u32::from(reader.u8()?))
+                .filter(|&c| model.has(c) && seen & c.mask() == 0)
+                .ok_or(StateError::Impossible(
+                    "a counter is there twice or does not exist",
+                ))?;
+            seen |= counter.mask();
+            let selector = reader.u64()?;
+            let value = reader.u64()?;
+            if value != model.width().truncate(value) {
+                return Err(StateError::Impossible("a counter is wider than its width"));
+            }
+            if counter.fixed_number().is_none() {
+                registers.selectors[counter.slot()] = selector;
+            } else if selector != 0 {
+                return Err(StateError::Impossible("a fixed counter has a selector"));
+            }
+            counters[counter.slot()] = Counter::restored(value, reader.u64()?, reader.u64()?);
+        }
+        if seen != model.counters_mask() {
+            return Err(StateError::Impossible("a counter is missing"));
+        }
+        if !reader.rest.is_empty() {
+            return Err(StateError::Length {
+                have: body.len(),
+                need: body.len() - reader.rest.len(),
+            });
+        }
+        check_registers(&model, &registers)?;
+
+        self.release(events);
+        self.registers = registers;
+        self.counters = counters;
+        self.pmi_due = pmi_due;
+        self.all_changed();
+        Ok(())
+    }
+}
+
+/// Whether the guest could have written these values.
+fn check_registers(model: &Model, registers: &Registers) -> Result<(), StateError> {
+    let ops = model.vendor().ops();
+    let at_reset = ops.at_reset(model);
+    let writable = |register, value| ops.write(model, register, value) == Written::Store(value);
+    for counter in counters_in(model.counters_mask() & u64::from(u32::MAX)) {
+        if !writable(Register::Selector(counter), registers.selectors[counter.slot()]) {
+            return Err(StateError::Impossible("a selector has reserved bits"));
+        }
+    }
+    // Values at reset are possible also where a model has no such register and nothing can be written.
+    for (register, value, initial, what) in [
+        (
+            Register::FixedControl,
+            registers.fixed_control,
+            at_reset.fixed_control,
+            "the fixed counters' control has reserved bits",
+        ),
+        (
+            Register::GlobalControl,
+            registers.global_control,
+            at_reset.global_control,
+            "the global control has reserved bits",
+        ),
+        (
+            Register::GlobalStatusSet,
+            registers.global_status,
+            at_reset.global_status,
+            "the global status has reserved bits",
+        ),
+        (
+            Register::DebugControl,
+            registers.debug_control,
+            at_reset.debug_control,
+            "the debug control has reserved bits",
+        ),
+    ] {
+        if value != initial && !writable(register, value) {
+            return Err(StateError::Impossible(what));
+        }
+    }
+    Ok(())
+}
+
+/// The body, once magic, version, length and checksum are right.
+fn check_frame(bytes: &[u8]) -> Result<&[u8], StateError> {
+    if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
+        return Err(StateError::Magic);
+    }
+    let least = HEADER_BYTES + CRC_BYTES;
+    if bytes.len() < least {
+        return Err(StateError::Length {
+            have: bytes.len(),
+            need: least,
+        });
+    }
+    let mut header = Reader {
+        rest: &bytes[MAGIC.len()..HEADER_BYTES],
+    };
+    let vendor = match header.u8()? {
+        1 => Vendor::Intel,
+        2 => Vendor::Amd,
+        _ => return Err(StateError::Impossible("its vendor is neither Intel nor AMD")),
+    };
+    let have = header.u16()?;
+    let known = layout_version(vendor);
+    if have == 0 || have > known {
+        return Err(StateError::Version { have, known });
+    }
+    let need = least.saturating_add(header.u32()? as usize);
+    if bytes.len() != need {
+        return Err(StateError::Length {
+            have: bytes.len(),
+            need,
+        });
+    }
+    let (checked, crc) = bytes.split_at(bytes.len() - CRC_BYTES);
+    if crc != crc32(checked).to_le_bytes() {
+        return Err(StateError::Checksum);
+    }
+    Ok(&checked[HEADER_BYTES..])
+}
+
+const fn vendor_byte(vendor: Vendor) -> u8 {
+    match vendor {
+        Vendor::Intel => 1,
+        Vendor::Amd => 2,
+    }
+}
+
+/// Generation, its version, general-purpose counters, fixed bitmap, width: one byte each.
+fn write_model(body: &mut Vec<u8>, model: &Model) {
+    let (kind, version) = match model.generation() {
+        Generation::Off(vendor) => (0, vendor_byte(vendor)),
+        Generation::Intel(version) => (1, version),
+        Generation::AmdK7 => (2, 0),
+        Generation::AmdCore => (3, 0),
+        Generation::AmdV2 => (4, 0),
+    };
+    body.extend([
+        kind,
+        version,
+        model.general() as u8,
+        model.fixed_bitmap(),
+        model.width().bits() as u8,
+    ]);
+}
+
+fn read_model(reader: &mut Reader<'_>) -> Result<Model, StateError> {
+    const BAD: StateError = StateError::Impossible("there is no such model");
+    let (kind, version) = (reader.u8()?, reader.u8()?);
+    let generation = match (kind, version) {
+        (0, 1) => Generation::Off(Vendor::Intel),
+        (0, 2) => Generation::Off(Vendor::Amd),
+        (1, 1..=5) => Generation::Intel(version),
+        (2, 0) => Generation::AmdK7,
+        (3, 0) => Generation::AmdCore,
+        (4, 0) => Generation::AmdV2,
+        _ => return Err(BAD),
+    };
+    let general = u32::from(reader.u8()?);
+    let fixed_bitmap = reader.u8()?;
+    let width = u32::from(reader.u8()?);
+    Model::new(
+        generation,
+        Some(CounterNumbers {
+            general,
+            fixed: Some(0),
+        }),
+        Some(width),
+    )
+    .ok()
+    .and_then(|model| model.with_fixed_bitmap(fixed_bitmap))
+    .ok_or(BAD)
+}
+
+/// Takes numbers off the front of the bytes.
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], StateError> {
+        let Some((head, rest)) = self.rest.split_first_chunk::<N>() else {
+            return Err(StateError::Length {
+                have: self.rest.len(),
+                need: N,
+            });
+        };
+        self.rest = rest;
+        Ok(*head)
+    }
+
+    fn u8(&mut self) -> Result<u8, StateError> {
+        Ok(u8::from_le_bytes(self.take()?))
+    }
+
+    fn u16(&mut self) -> Result<u16, StateError> {
+        Ok(u16::from_le_bytes(self.take()?))
+    }
+
+    fn u32(&mut self) -> Result<u32, StateError> {
+        Ok(u32::from_le_bytes(self.take()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, StateError> {
+        Ok(u64::from_le_bytes(self.take()?))
+    }
+}
+
+/// CRC-32 as Ethernet and zip have it (polynomial 0xEDB88320, reflected).
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0u32, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::MsrAddress;
+    use crate::registers::*;
+    use crate::sim::SimEvents;
+    use crate::vpmu::{MsrRead, MsrWrite};
+
+    fn busy() -> (Vpmu, SimEvents) {
+        let (mut vpmu, mut events) = (Vpmu::new(Model::INTEL), SimEvents::default());
+        for (msr, value) in [
+            (IA32_PERFEVTSEL0, 0x43_00C0u64),
+            (IA32_PMC0, 1000),
+            (IA32_FIXED_CTR_CTRL, 0x0B0),
+            (IA32_FIXED_CTR0 + 1, (1 << 48) - 10),
+            (IA32_PERF_GLOBAL_CTRL, 0x2_0000_0001),
+        ] {
+            assert_eq!(
+                vpmu.write_msr(MsrAddress(msr), value, &mut events),
+                MsrWrite::Done
+            );
+        }
+        vpmu.reconcile(&mut events);
+        (vpmu, events)
+    }
+
+    #[test]
+    fn the_checksum_is_the_usual_one() {
+        assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
+    }
+
+    #[test]
+    fn running_counters_are_folded_in_and_a_due_pmi_travels() {
+        let (mut vpmu, mut events) = busy();
+        events.run(10);
+        let bytes = vpmu.save(&mut events);
+        let (mut there, mut there_events) = (Vpmu::new(Model::INTEL), SimEvents::default());
+        there.restore(&bytes, &mut there_events).unwrap();
+        assert!(there.pmi_pending());
+        there.reconcile(&mut there_events);
+        there_events.run(5);
+        for (msr, value) in [
+            (IA32_PMC0, 1015),
+            (IA32_FIXED_CTR0 + 1, 5),
+            (IA32_PERF_GLOBAL_STATUS, 1 << 33),
+        ] {
+            assert_eq!(
+                there.read_msr(MsrAddress(msr), &mut there_events),
+                MsrRead::Value(value)
+            );
+        }
+    }
+
+    #[test]
+    fn every_damaged_byte_is_noticed_and_changes_nothing() {
+        let (mut vpmu, mut events) = busy();
+        let bytes = vpmu.save(&mut events);
+        for i in 0..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[i] ^= 0x10;
+            assert!(vpmu.restore(&damaged, &mut events).is_err(), "byte {i}");
+            assert!(vpmu.restore(&bytes[..i], &mut events).is_err(), "cut at {i}");
+        }
+        let longer = [&bytes[..], &[0]].concat();
+        assert!(matches!(
+            vpmu.restore(&longer, &mut events),
+            Err(StateError::Length { .. })
+        ));
+        assert_eq!(vpmu.save(&mut events), bytes);
+    }
+
+    /// Makes the frame right again, so that the check behind the checksum is reached.
+    fn reframe(mut bytes: Vec<u8>) -> Vec<u8> {
+        let end = bytes.len() - CRC_BYTES;
+        bytes.truncate(end);
+        bytes.extend(crc32(&bytes).to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn states_no_guest_can_reach_are_refused() {
+        let (mut vpmu, mut events) = busy();
+        let bytes = vpmu.save(&mut events);
+        for (at, what) in [
+            (HEADER_BYTES, "there is no such model"),
+            (
+                HEADER_BYTES + 5 + 7,
+                "the fixed counters' control has reserved bits",
+            ),
+            (HEADER_BYTES + 5 + 15, "the global control has reserved bits"),
+            (HEADER_BYTES + 5 + 22, "the global status has reserved bits"),
+            (HEADER_BYTES + 5 + 30, "the debug control has reserved bits"),
+            (HEADER_BYTES + 5 + 32, "the PMI is neither due nor not due"),
+            (
+                HEADER_BYTES + 5 + 34,
+                "a counter is there twice or does not exist",
+            ),
+            (HEADER_BYTES + 5 + 42, "a selector has reserved bits"),
+            (HEADER_BYTES + 5 + 50, "a counter is wider than its width"),
+        ] {
+            let mut changed = bytes.clone();
+            changed[at] = 0x55;
+            let error = vpmu.restore(&reframe(changed), &mut events).unwrap_err();
+            assert_eq!(error, StateError::Impossible(what));
+        }
+        let mut newer = bytes.clone();
+        newer[5] = 9;
+        assert_eq!(
+            vpmu.restore(&reframe(newer), &mut events),
+            Err(StateError::Version { have: 9, known: 1 })
+        );
+    }
+
+    #[test]
+    fn a_state_of_another_model_is_refused_by_name() {
+        let (mut vpmu, mut events) = busy();
+        let bytes = vpmu.save(&mut events);
+        let error = Vpmu::new(Model::AMD)
+            .restore(&bytes, &mut events)
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "the saved state is of a PMU intel-v2 with 4+3 counters of 48 bits, this one is amd with 6 counters of 48 bits: start the VM with the same --pmu options"
+        );
+    }
+}

@@ -1,0 +1,566 @@
+//! The PMU of one vCPU: its registers, its counters, its pending PMI.
+//!
+//! A guest's write changes registers and marks the counters it concerns; [`Vpmu::reconcile`] turns the marks into
+//! calls to the counting events just before the guest runs again. A counter's value is kept as a pair: the value it had
+//! when its event's count was `base`. While it runs, its value is that plus what the event counted since. Bringing the
+//! pair up to date is called *folding*, and is where overflows are found: by arithmetic, so that each is accounted
+//! exactly once no matter whether a read, a write or the host's notification comes first.
+
+use std::sync::Arc;
+
+use crate::events::{Backing, EventRequest, GuestEvent};
+use crate::filter::EventFilter;
+use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
+use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
+use crate::model::Model;
+use crate::source::{CounterEvents, CounterTimes};
+use crate::vendor::{Register, Registers, VendorOps, Written};
+
+/// Outcome of a guest's RDMSR or RDPMC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MsrRead {
+    /// The value for EDX:EAX.
+    Value(u64),
+    /// The guest gets a general protection fault.
+    InjectGp,
+}
+
+/// Outcome of a guest's WRMSR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MsrWrite {
+    /// The instruction completes.
+    Done,
+    /// The guest gets a general protection fault.
+    InjectGp,
+}
+
+/// Current privilege level: 0 to 3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Cpl(pub u8);
+
+/// Whether a PMI can be delivered now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PmiReady {
+    /// None is due.
+    No,
+    /// Deliver one as soon as LVTPC allows it, then call [`Vpmu::pmi_delivered`].
+    Now,
+    /// One is due, but the rate limit holds it back until this time of the clock that was asked with.
+    NotBefore {
+        /// Nanoseconds.
+        time_ns: u64,
+    },
+}
+
+/// What happened to PMIs so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PmiCounts {
+    /// Delivered to the guest.
+    pub delivered: u64,
+    /// Held back by the rate limit before they were delivered.
+    pub throttled: u64,
+}
+
+/// A counter, as the operator sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CounterView {
+    /// Which counter.
+    pub counter: CounterIndex,
+    /// Whether the guest has it enabled, in its own control and globally.
+    pub enabled: bool,
+    /// What the guest asks it to count; `None` while its control selects no privilege level.
+    pub request: Option<EventRequest>,
+    /// Whether the event filter lets it count that.
+    pub allowed: bool,
+    /// Who counts; `None` before the counter was enabled for the first time.
+    pub backing: Option<Backing>,
+    /// The value the guest would read.
+    pub value: u64,
+    /// How long the present event was enabled and counted.
+    pub times: CounterTimes,
+    /// Overflows so far.
+    pub overflows: u64,
+    /// Overflows that asked for a PMI.
+    pub pmi_requests: u64,
+}
+
+/// A counter's value and its event.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counter {
+    /// Value when the event's count was `base`.
+    pub(crate) value: u64,
+    base: u64,
+    /// The event's request and who counts it.
+    programmed: Option<(EventRequest, Backing)>,
+    pub(crate) overflows: u64,
+    pub(crate) pmi_requests: u64,
+}
+
+impl Counter {
+    /// A counter without an event.
+    pub(crate) fn restored(value: u64, overflows: u64, pmi_requests: u64) -> Self {
+        Self {
+            value,
+            overflows,
+            pmi_requests,
+            ..Self::default()
+        }
+    }
+}
+
+/// The PMU of one vCPU.
+#[derive(Debug)]
+pub struct Vpmu {
+    pub(crate) model: Model,
+    vendor: &'static dyn VendorOps,
+    filter: Arc<EventFilter>,
+    pub(crate) registers: Registers,
+    pub(crate) counters: [Counter; MAX_COUNTERS],
+    /// Counters whose event may no longer be what the registers ask for.
+    dirty: u64,
+    /// Counters whose event is counting.
+    running: u64,
+    /// Running counters whose armed overflow is out of date.
+    rearm: u64,
+    pub(crate) pmi_due: bool,
+    /// The due PMI was already counted as throttled.
+    pmi_held: bool,
+    pmi_limit: RateLimit,
+    pmi_counts: PmiCounts,
+    throttle_logged_ns: Option<u64>,
+    /// Events whose lack of a backing was logged: bit n for architectural event n, the top bit for all others.
+    warned: u32,
+}
+
+impl Vpmu {
+    /// A PMU in its reset state, that counts everything and limits PMIs to [`DEFAULT_PMI_LIMIT`].
+    pub fn new(model: Model) -> Self {
+        let vendor = model.vendor().ops();
+        Self {
+            model,
+            vendor,
+            filter: Arc::new(EventFilter::allow_all()),
+            registers: vendor.at_reset(&model),
+            counters: [Counter::default(); MAX_COUNTERS],
+            dirty: 0,
+            running: 0,
+            rearm: 0,
+            pmi_due: false,
+            pmi_held: false,
+            pmi_limit: RateLimit::new(DEFAULT_PMI_LIMIT),
+            pmi_counts: PmiCounts::default(),
+            throttle_logged_ns: None,
+            warned: 0,
+        }
+    }
+
+    /// The model this PMU is of.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Replaces the event filter. Counters that are already programmed follow at the next [`Self::reconcile`].
+    pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
+        self.filter = filter;
+        self.dirty |= self.model.counters_mask();
+    }
+
+    /// Limits PMIs to `per_second` (0 counts as 1).
+    pub fn set_pmi_limit(&mut self, per_second: u32) {
+        self.pmi_limit = RateLimit::new(per_second);
+    }
+
+    /// RDMSR.
+    pub fn read_msr(&mut self, msr: MsrAddress, events: &mut dyn CounterEvents) -> MsrRead {
+        let Some(register) = self.vendor.register(&self.model, msr) else {
+            return MsrRead::InjectGp;
+        };
+        MsrRead::Value(match register {
+            Register::Selector(counter) => self.registers.selectors[counter.slot()],
+            Register::Counter(counter) | Register::FullWidthCounter(counter) => self.value(counter, events),
+            Register::FixedControl => self.registers.fixed_control,
+            Register::GlobalStatus => {
+                // A counter whose overflow has not been notified yet must not be seen past it with its bit clear.
+                self.fold_all(events);
+                self.registers.global_status
+            }
+            Register::GlobalControl => self.registers.global_control,
+            Register::GlobalInUse => self.vendor.in_use(&self.model, &self.registers),
+            Register::Capabilities => self.vendor.capabilities(),
+            Register::DebugControl => self.registers.debug_control,
+            Register::GlobalStatusReset | Register::GlobalStatusSet | Register::Absent => 0,
+        })
+    }
+
+    /// WRMSR.
+    pub fn write_msr(&mut self, msr: MsrAddress, value: u64, events: &mut dyn CounterEvents) -> MsrWrite {
+        let Some(register) = self.vendor.register(&self.model, msr) else {
+            return MsrWrite::InjectGp;
+        };
+        let value = match self.vendor.write(&self.model, register, value) {
+            Written::Store(value) => value,
+            Written::Dropped => return MsrWrite::Done,
+            Written::Fault => return MsrWrite::InjectGp,
+        };
+        match register {
+            Register::Selector(counter) => {
+                if self.registers.selectors[counter.slot()] != value {
+                    // What was counted belongs to the old selector, its interrupt bit included.
+                    self.fold(counter, events);
+                    self.registers.selectors[counter.slot()] = value;
+                    self.changed(counter.mask());
+                }
+            }
+            Register::Counter(counter) | Register::FullWidthCounter(counter) => {
+                self.fold(counter, events);
+                self.counters[counter.slot()].value = value;
+                if self.running & counter.mask() != 0 {
+                    self.changed(counter.mask());
+                }
+            }
+            Register::FixedControl => {
+                let differing = self.registers.fixed_control ^ value;
+                let mut changed = 0;
+                for counter in counters_in(self.model.counters_mask() & !u64::from(u32::MAX)) {
+                    let field = counter.bit() % 32 * 4;
+                    if differing >> field & 0xF != 0 {
+                        self.fold(counter, events);
+                        changed |= counter.mask();
+                    }
+                }
+                self.registers.fixed_control = value;
+                self.changed(changed);
+            }
+            Register::GlobalControl => {
+                // With freeze-on-PMI an overflow that was not notified yet has stopped the counters before this
+                // write; without it the order does not show.
+                if self.registers.debug_control != 0 {
+                    self.fold_all(events);
+                }
+                self.change_globals(|registers| registers.global_control = value);
+            }
+            Register::GlobalStatusReset => {
+                // An overflow from before this write is cleared by it.
+                self.fold_all(events);
+                self.change_globals(|registers| registers.global_status &= !value);
+            }
+            Register::GlobalStatusSet => self.change_globals(|registers| registers.global_status |= value),
+            Register::DebugControl => {
+                self.fold_all(events);
+                self.registers.debug_control = value;
+            }
+            // The vendors store nothing in these.
+            Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities | Register::Absent => {}
+        }
+        MsrWrite::Done
+    }
+
+    /// RDPMC with ECX = `index` at privilege level `cpl`; `cr4_pce` is CR4.PCE. Intel SDM vol. 2 and AMD APM vol. 3,
+    /// RDPMC: outside CPL 0 it needs CR4.PCE.
+    pub fn rdpmc(
+        &mut self,
+        index: RdpmcIndex,
+        cpl: Cpl,
+        cr4_pce: bool,
+        events: &mut dyn CounterEvents,
+    ) -> MsrRead {
+        if cpl > Cpl(0) && !cr4_pce {
+            return MsrRead::InjectGp;
+        }
+        match self.vendor.rdpmc(&self.model, index) {
+            Some(counter) => MsrRead::Value(self.value(counter, events)),
+            None => MsrRead::InjectGp,
+        }
+    }
+
+    /// Makes the counting events follow the registers. Call it before every entry to the guest; with nothing changed
+    /// it is one test.
+    #[inline]
+    pub fn reconcile(&mut self, events: &mut dyn CounterEvents) {
+        // A fold in the pass may find an overflow that freezes the other counters, hence the loop. It ends: a counter
+        // is only marked again by an overflow, and nothing counts outside guest mode.
+        while self.dirty != 0 {
+            let dirty = std::mem::take(&mut self.dirty);
+            for counter in counters_in(dirty) {
+                self.reconcile_counter(counter, events);
+            }
+        }
+    }
+
+    /// The host notified an overflow of `counter`'s event. Returns whether the counter has overflowed: `false` when the
+    /// notification is early (it is armed again for the rest), or late (the overflow is already accounted).
+    pub fn overflowed(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> bool {
+        let before = self.counters[counter.slot()].overflows;
+        self.fold(counter, events);
+        // Whatever the host armed is used up.
+        if self.running & counter.mask() != 0 {
+            self.changed(counter.mask());
+        }
+        self.counters[counter.slot()].overflows != before
+    }
+
+    /// Whether a PMI is due, be it held back or not.
+    #[inline]
+    pub fn pmi_pending(&self) -> bool {
+        self.pmi_due
+    }
+
+    /// Whether a due PMI may be delivered at `now_ns`, nanoseconds of any monotonic clock.
+    ///
+    /// Overflows that come before the delivery share one PMI, as they share one NMI on a processor. One that is due
+    /// stays due until it is delivered, whatever the guest does to its status bit.
+    pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReady {
+        if !self.pmi_due {
+            return PmiReady::No;
+        }
+        let time_ns = self.pmi_limit.next_ns();
+        if time_ns <= now_ns {
+            return PmiReady::Now;
+        }
+        if !self.pmi_held {
+            self.pmi_held = true;
+            self.pmi_counts.throttled += 1;
+            if self
+                .throttle_logged_ns
+                .is_none_or(|last| now_ns.saturating_sub(last) >= 1_000_000_000)
+            {
+                self.throttle_logged_ns = Some(now_ns);
+                log::warn!(
+                    "the guest asks for more PMIs than the limit allows: {} delivered, {} delayed so far",
+                    self.pmi_counts.delivered,
+                    self.pmi_counts.throttled
+                );
+            }
+        }
+        PmiReady::NotBefore { time_ns }
+    }
+
+    /// The due PMI was delivered. Where [`Self::delivery_masks_lvtpc`] says so, the caller also masks LVTPC.
+    pub fn pmi_delivered(&mut self, now_ns: u64) {
+        if self.pmi_due {
+            self.pmi_due = false;
+            self.pmi_held = false;
+            self.pmi_counts.delivered += 1;
+            self.pmi_limit.take(now_ns);
+        }
+    }
+
+    /// Whether delivering a PMI masks the local APIC's LVT entry: Intel's does, AMD's does not.
+    pub fn delivery_masks_lvtpc(&self) -> bool {
+        self.vendor.delivery_masks_lvtpc()
+    }
+
+    /// PMIs delivered and held back so far.
+    pub fn pmi_counts(&self) -> PmiCounts {
+        self.pmi_counts
+    }
+
+    /// RESET of the vCPU: registers and counters take their reset values, a due PMI is forgotten, events are released.
+    /// (INIT leaves a PMU as it is.)
+    pub fn reset(&mut self, events: &mut dyn CounterEvents) {
+        self.release(events);
+        self.registers = self.vendor.at_reset(&self.model);
+        self.counters = [Counter::default(); MAX_COUNTERS];
+        self.dirty = 0;
+        self.pmi_due = false;
+        self.pmi_held = false;
+    }
+
+    /// What the guest has programmed, for each existing counter.
+    pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
+        let enabled = self.vendor.globally_enabled(&self.registers);
+        counters_in(self.model.counters_mask())
+            .map(|counter| {
+                let request = self.vendor.request(&self.registers, counter);
+                let value = self.value(counter, events);
+                let held = &self.counters[counter.slot()];
+                CounterView {
+                    counter,
+                    enabled: enabled & counter.mask() != 0
+                        && self.vendor.is_selected(&self.registers, counter),
+                    request,
+                    allowed: request.is_none_or(|request| self.filter.allows(request.selection)),
+                    backing: held.programmed.map(|(_, backing)| backing),
+                    value,
+                    times: if held.programmed.is_some() {
+                        events.times(counter)
+                    } else {
+                        CounterTimes::default()
+                    },
+                    overflows: held.overflows,
+                    pmi_requests: held.pmi_requests,
+                }
+            })
+            .collect()
+    }
+
+    /// Stops and releases every event.
+    pub(crate) fn release(&mut self, events: &mut dyn CounterEvents) {
+        for counter in counters_in(self.model.counters_mask()) {
+            if self.running & counter.mask() != 0 {
+                events.disable(counter);
+            }
+            if self.counters[counter.slot()].programmed.take().is_some() {
+                events.program(counter, None);
+            }
+        }
+        self.running = 0;
+        self.rearm = 0;
+    }
+
+    /// Marks every counter, so that the next reconcile brings its event in line.
+    pub(crate) fn all_changed(&mut self) {
+        self.dirty = self.model.counters_mask();
+    }
+
+    /// Marks counters for the next reconcile, including what they are armed with.
+    fn changed(&mut self, counters: u64) {
+        self.dirty |= counters;
+        self.rearm |= counters & self.running;
+    }
+
+    /// Changes global registers and marks the counters that count, or no longer count, because of it.
+    fn change_globals(&mut self, change: impl FnOnce(&mut Registers)) {
+        let before = self.vendor.globally_enabled(&self.registers);
+        change(&mut self.registers);
+        let after = self.vendor.globally_enabled(&self.registers);
+        self.dirty |= (before ^ after) & self.model.counters_mask();
+    }
+
+    /// The counter's value now.
+    fn value(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> u64 {
+        self.fold(counter, events);
+        self.counters[counter.slot()].value
+    }
+
+    /// Folds every running counter.
+    pub(crate) fn fold_all(&mut self, events: &mut dyn CounterEvents) {
+        for counter in counters_in(self.running) {
+            self.fold(counter, events);
+        }
+    }
+
+    /// Brings a running counter's value up to date and accounts the overflow it may have had on the way.
+    fn fold(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+        if self.running & counter.mask() == 0 {
+            return;
+        }
+        let count = events.count(counter);
+        let held = &mut self.counters[counter.slot()];
+        let advanced = self
+            .model
+            .width()
+            .advance(held.value, count.saturating_sub(held.base));
+        held.base = held.base.max(count);
+        held.value = advanced.value;
+        if advanced.overflows > 0 {
+            held.overflows = held.overflows.saturating_add(advanced.overflows);
+            self.account_overflow(counter);
+        }
+    }
+
+    /// A counter passed its highest value.
+    fn account_overflow(&mut self, counter: CounterIndex) {
+        self.registers.global_status |= counter.mask();
+        self.changed(counter.mask());
+        if !self.vendor.interrupts(&self.registers, counter) {
+            return;
+        }
+        self.counters[counter.slot()].pmi_requests += 1;
+        self.pmi_due = true;
+        if self.vendor.freeze(&self.model, &mut self.registers) {
+            self.dirty |= self.running;
+        }
+    }
+
+    /// What the counter's event must count now; `None` when nothing.
+    fn wanted(&self, counter: CounterIndex) -> Option<EventRequest> {
+        let counts = self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
+            && self.vendor.is_selected(&self.registers, counter);
+        if !counts {
+            return None;
+        }
+        self.vendor
+            .request(&self.registers, counter)
+            .filter(|request| self.filter.allows(request.selection))
+    }
+
+    /// Brings one counter's event in line with the registers.
+    fn reconcile_counter(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+        let mask = counter.mask();
+        let slot = counter.slot();
+        let wanted = self.wanted(counter);
+        let kept = wanted.is_some() && wanted == self.counters[slot].programmed.map(|(request, _)| request);
+        if self.running & mask != 0 && !kept {
+            events.disable(counter);
+            self.fold(counter, events);
+            self.running &= !mask;
+            self.rearm &= !mask;
+            if self.wanted(counter) != wanted {
+                // The fold found an overflow that froze the counters; the next round sees to it.
+                self.dirty |= mask;
+                return;
+            }
+        }
+        let Some(request) = wanted else { return };
+        if !kept {
+            let backing = events.program(counter, Some(&request));
+            if backing == Backing::None {
+                self.warn_uncountable(request.event);
+            }
+            let held = &mut self.counters[slot];
+            held.programmed = Some((request, backing));
+            held.base = if backing == Backing::None {
+                0
+            } else {
+                events.count(counter)
+            };
+        }
+        if self.counters[slot]
+            .programmed
+            .is_none_or(|(_, backing)| backing == Backing::None)
+        {
+            return;
+        }
+        let until_overflow = self.model.width().until_overflow(self.counters[slot].value);
+        // Nobody can tell when exactly a status bit was set unless an interrupt tells it: without one the overflow is
+        // found when the guest looks, and the host need not be bothered.
+        let interrupts = self.vendor.interrupts(&self.registers, counter);
+        if self.running & mask == 0 {
+            if events.enable(counter, interrupts.then_some(until_overflow)) {
+                self.running |= mask;
+            }
+        } else if self.rearm & mask != 0 && interrupts {
+            events.arm(counter, until_overflow);
+        }
+        self.rearm &= !mask;
+    }
+
+    /// Logs once for each kind of event that it will not count.
+    fn warn_uncountable(&mut self, event: GuestEvent) {
+        let bit = match event {
+            GuestEvent::Architectural(arch) => 1 << arch as u32,
+            GuestEvent::Paravirtual(_) | GuestEvent::Raw => 1 << 31,
+        };
+        if self.warned & bit == 0 {
+            self.warned |= bit;
+            log::warn!(
+                "the guest counts {event} events, which nothing here can count: the counter stays as it is"
+            );
+        }
+    }
+}
+
+impl Model {
+    /// Every MSR that must come to [`Vpmu::read_msr`] and [`Vpmu::write_msr`], sorted: all PMU registers of *both*
+    /// vendors, whether the model has them or not, because a hypervisor may answer some of them itself; and
+    /// IA32_DEBUGCTL for models that can freeze counters on a PMI.
+    pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
+        let mut ranges = [crate::intel::ADDRESSES, crate::amd::ADDRESSES].concat();
+        if self.intel_version() >= 2 {
+            ranges.push(crate::intel::IA32_DEBUGCTL..=crate::intel::IA32_DEBUGCTL);
+        }
+        ranges.sort_by_key(|range| *range.start());
+        ranges
+    }
+}

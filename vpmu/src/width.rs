@@ -1,0 +1,113 @@
+//! Arithmetic on counters of fewer than 64 bits. Nothing else in the crate adds to a counter's value.
+
+/// How many bits a counter has: 32 to 63.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CounterWidth(u8);
+
+/// A counter's value after counts were added, and how often it passed its highest value on the way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Advanced {
+    /// The new value, within the width.
+    pub value: u64,
+    /// How many times the counter overflowed.
+    pub overflows: u64,
+}
+
+impl CounterWidth {
+    /// The width every processor of the last decade has.
+    pub const W48: Self = Self(48);
+
+    /// A width of `bits`; `None` unless 32 to 63. Below 32 the sign extension of a legacy write has no meaning.
+    pub const fn new(bits: u32) -> Option<Self> {
+        if bits >= 32 && bits <= 63 {
+            Some(Self(bits as u8))
+        } else {
+            None
+        }
+    }
+
+    /// Number of bits.
+    pub const fn bits(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// Ones in every bit the counter has.
+    pub const fn mask(self) -> u64 {
+        (1 << self.0) - 1
+    }
+
+    /// `value` without the bits the counter does not have.
+    pub const fn truncate(self, value: u64) -> u64 {
+        value & self.mask()
+    }
+
+    /// What a legacy 32-bit counter write stores: bits 31:0 of `value`, sign-extended to the width.
+    pub const fn sign_extend_32(self, value: u64) -> u64 {
+        self.truncate(value as u32 as i32 as i64 as u64)
+    }
+
+    /// How many more counts make a counter that holds `value` overflow: 1 to 2^width.
+    pub const fn until_overflow(self, value: u64) -> u64 {
+        (1 << self.0) - self.truncate(value)
+    }
+
+    /// Adds `counts` to `value`.
+    pub const fn advance(self, value: u64, counts: u64) -> Advanced {
+        let sum = self.truncate(value) as u128 + counts as u128;
+        Advanced {
+            value: self.truncate(sum as u64),
+            overflows: (sum >> self.0) as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn width() -> impl Strategy<Value = CounterWidth> {
+        (32u32..=63).prop_map(|bits| CounterWidth::new(bits).unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn the_overflow_comes_at_exactly_the_announced_count(w in width(), value: u64) {
+            let left = w.until_overflow(value);
+            prop_assert_eq!(w.advance(value, left - 1).overflows, 0);
+            prop_assert_eq!(w.advance(value, left), Advanced { value: 0, overflows: 1 });
+        }
+
+        #[test]
+        fn adding_in_two_steps_is_adding_at_once(w in width(), value: u64, a in 0u64..1 << 62, b in 0u64..1 << 62) {
+            let first = w.advance(value, a);
+            let second = w.advance(first.value, b);
+            let at_once = w.advance(value, a + b);
+            prop_assert_eq!(second.value, at_once.value);
+            prop_assert_eq!(first.overflows + second.overflows, at_once.overflows);
+        }
+
+        #[test]
+        fn a_legacy_write_repeats_bit_31_in_every_higher_bit(w in width(), value: u64) {
+            let stored = w.sign_extend_32(value);
+            prop_assert_eq!(stored as u32, value as u32);
+            prop_assert_eq!(stored & !w.mask(), 0);
+            let high = stored >> 31;
+            prop_assert!(high == 0 || high == w.mask() >> 31);
+        }
+
+        #[test]
+        fn the_greatest_count_cannot_overflow_the_arithmetic(w in width(), value: u64) {
+            let a = w.advance(value, u64::MAX);
+            prop_assert!(a.value <= w.mask());
+            prop_assert!(a.overflows >= 1);
+        }
+    }
+
+    #[test]
+    fn widths_outside_32_to_63_are_refused() {
+        assert_eq!(CounterWidth::new(31), None);
+        assert_eq!(CounterWidth::new(64), None);
+        assert_eq!(CounterWidth::new(48), Some(CounterWidth::W48));
+    }
+}
