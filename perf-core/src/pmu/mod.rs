@@ -5,7 +5,10 @@
 //! a driver only knows how to start, stop, read and arm one.
 
 pub mod clock;
+pub mod fed;
 pub mod host;
+pub mod kvm;
+pub mod sim;
 
 use std::fmt::Debug;
 

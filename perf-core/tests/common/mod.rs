@@ -1,6 +1,8 @@
 //! What the driver tests share: work of a known size, and a signal that is counted where it arrives.
 #![allow(dead_code)]
 
+pub mod guest;
+
 use std::cell::Cell;
 use std::sync::Once;
 

@@ -1,0 +1,474 @@
+//! The `fed` driver: counts the VMM makes itself.
+//!
+//! The VMM counts what it sees (instructions it steps through, exits it handles) into a [`FedCounts`] per vCPU, and
+//! events read from there. `config` is the selector: an index the VMM gives meaning to.
+//!
+//! Every count is fed with the guest's privilege level, so `exclude_user` and `exclude_kernel` are exact here. So
+//! are overflows: a feeder that can stop at will asks [`FedCounts::until_overflow`] how far it may go, and
+//! [`FedCounts::add`] tells it when an event has overflowed.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::attr::{Attr, EventType};
+use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+/// No overflow is armed.
+const NEVER: u64 = u64::MAX;
+
+/// Which privilege levels an event counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Levels {
+    User,
+    Kernel,
+    Both,
+    None,
+}
+
+impl Levels {
+    fn of(attr: &Attr) -> Self {
+        match (attr.exclude_user, attr.exclude_kernel) {
+            (false, false) => Self::Both,
+            (false, true) => Self::User,
+            (true, false) => Self::Kernel,
+            (true, true) => Self::None,
+        }
+    }
+}
+
+/// One selector: what was fed, and where the next overflow is for each choice of levels.
+#[derive(Debug)]
+struct Cell {
+    user: AtomicU64,
+    kernel: AtomicU64,
+    /// In counts of that choice of levels; [`NEVER`] when no event is armed.
+    next_user: AtomicU64,
+    next_kernel: AtomicU64,
+    next_both: AtomicU64,
+}
+
+impl Cell {
+    fn new() -> Self {
+        Self {
+            user: AtomicU64::new(0),
+            kernel: AtomicU64::new(0),
+            next_user: AtomicU64::new(NEVER),
+            next_kernel: AtomicU64::new(NEVER),
+            next_both: AtomicU64::new(NEVER),
+        }
+    }
+
+    fn total(&self, levels: Levels) -> u64 {
+        let user = || self.user.load(Ordering::Relaxed);
+        let kernel = || self.kernel.load(Ordering::Relaxed);
+        match levels {
+            Levels::User => user(),
+            Levels::Kernel => kernel(),
+            Levels::Both => user().wrapping_add(kernel()),
+            Levels::None => 0,
+        }
+    }
+
+    fn next(&self, levels: Levels) -> Option<&AtomicU64> {
+        match levels {
+            Levels::User => Some(&self.next_user),
+            Levels::Kernel => Some(&self.next_kernel),
+            Levels::Both => Some(&self.next_both),
+            Levels::None => None,
+        }
+    }
+}
+
+/// An armed event, so that the nearest overflow can be found again when another goes.
+#[derive(Clone, Copy, Debug)]
+struct Armed {
+    event: u64,
+    selector: usize,
+    levels: Levels,
+    at: u64,
+}
+
+#[derive(Debug, Default)]
+struct ArmedEvents {
+    list: Vec<Armed>,
+    next_event: u64,
+    /// Events there are, armed or not.
+    open: usize,
+}
+
+/// The counts of one vCPU.
+///
+/// Fed by the vCPU's thread. Feeding and asking are a few relaxed loads and stores on memory of this vCPU alone.
+#[derive(Debug)]
+pub struct FedCounts {
+    cells: Box<[Cell]>,
+    armed: Mutex<ArmedEvents>,
+}
+
+impl FedCounts {
+    /// Counts for selectors 0 to `selectors - 1`.
+    #[must_use]
+    pub fn new(selectors: usize) -> Self {
+        Self {
+            cells: (0..selectors).map(|_| Cell::new()).collect(),
+            armed: Mutex::new(ArmedEvents::default()),
+        }
+    }
+
+    /// How many selectors there are.
+    #[must_use]
+    pub fn selectors(&self) -> usize {
+        self.cells.len()
+    }
+
+    /// `n` more of `selector`, with the guest at privilege level `cpl` (3 is user, everything else kernel). True when an
+    /// armed event has reached its overflow, now or before: time to handle overflows. A selector that does not exist
+    /// is ignored.
+    ///
+    /// Several threads may feed the same counts; nothing is lost.
+    pub fn add(&self, selector: usize, cpl: u8, n: u64) -> bool {
+        let Some(cell) = self.cells.get(selector) else {
+            return false;
+        };
+        let level = if cpl == 3 { &cell.user } else { &cell.kernel };
+        level.fetch_add(n, Ordering::Relaxed);
+        self.until_overflow(selector, cpl) == Some(0)
+    }
+
+    /// How many more counts of `selector` at privilege level `cpl` until the next armed event overflows: 0 when one is
+    /// due already, `None` when no event that counts this level is armed.
+    #[must_use]
+    pub fn until_overflow(&self, selector: usize, cpl: u8) -> Option<u64> {
+        let cell = self.cells.get(selector)?;
+        let own = if cpl == 3 { Levels::User } else { Levels::Kernel };
+        [own, Levels::Both]
+            .into_iter()
+            .filter_map(|levels| {
+                let next = cell.next(levels)?.load(Ordering::Relaxed);
+                (next != NEVER).then(|| next.saturating_sub(cell.total(levels)))
+            })
+            .min()
+    }
+
+    /// All that was fed to `selector`, at any level.
+    #[must_use]
+    pub fn total(&self, selector: usize) -> u64 {
+        self.cells
+            .get(selector)
+            .map_or(0, |cell| cell.total(Levels::Both))
+    }
+
+    fn armed(&self) -> MutexGuard<'_, ArmedEvents> {
+        self.armed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets, moves or (with `None`) removes the overflow of `event`.
+    fn set_armed(&self, event: u64, selector: usize, levels: Levels, at: Option<u64>) {
+        let mut armed = self.armed();
+        match (armed.list.iter_mut().find(|a| a.event == event), at) {
+            (Some(entry), Some(at)) => entry.at = at,
+            (Some(_), None) => armed.list.retain(|a| a.event != event),
+            (None, Some(at)) => armed.list.push(Armed {
+                event,
+                selector,
+                levels,
+                at,
+            }),
+            (None, None) => return,
+        }
+        let nearest = armed
+            .list
+            .iter()
+            .filter(|a| a.selector == selector && a.levels == levels)
+            .map(|a| a.at)
+            .min();
+        if let Some(next) = self.cells[selector].next(levels) {
+            next.store(nearest.unwrap_or(NEVER), Ordering::Relaxed);
+        }
+    }
+}
+
+/// The `fed` driver of one VM.
+#[derive(Debug, Default)]
+pub struct FedPmu {
+    vcpus: Mutex<BTreeMap<VcpuId, Arc<FedCounts>>>,
+}
+
+impl FedPmu {
+    /// A driver without vCPUs yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes `counts` the counts of `vcpu`. Events opened from now on read them.
+    pub fn add_vcpu(&self, vcpu: VcpuId, counts: Arc<FedCounts>) {
+        self.lock().insert(vcpu, counts);
+    }
+
+    /// Forgets `vcpu`; its open events keep working.
+    pub fn remove_vcpu(&self, vcpu: VcpuId) {
+        self.lock().remove(&vcpu);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<VcpuId, Arc<FedCounts>>> {
+        self.vcpus.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pmu for FedPmu {
+    fn name(&self) -> &'static str {
+        "fed"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        ty == EventType::FED
+    }
+
+    fn capacity(&self) -> Capacity {
+        Capacity::Unlimited
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let Target::Vcpu { vcpu, .. } = target else {
+            return Err(PmuError::Unsupported("fed counts belong to one vCPU"));
+        };
+        if attr.exclude_guest {
+            return Err(PmuError::Unsupported("fed counts are the guest's"));
+        }
+        let counts = self.lock().get(&vcpu).cloned().ok_or_else(|| PmuError::Os {
+            what: "finding the vCPU's fed counts",
+            source: io::Error::from_raw_os_error(libc::ESRCH),
+        })?;
+        let selector = usize::try_from(attr.config)
+            .ok()
+            .filter(|&s| s < counts.selectors())
+            .ok_or(PmuError::NoSuchEvent)?;
+        let id = {
+            let mut armed = counts.armed();
+            armed.next_event += 1;
+            armed.open += 1;
+            // Room for every event there is, so that arming one does not allocate.
+            let more = armed.open - armed.list.len();
+            armed.list.reserve(more);
+            armed.next_event
+        };
+        Ok(Box::new(FedEvent {
+            counts,
+            id,
+            selector,
+            levels: Levels::of(attr),
+            span_start: None,
+            spans: 0,
+            armed_at: None,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct FedEvent {
+    counts: Arc<FedCounts>,
+    id: u64,
+    selector: usize,
+    levels: Levels,
+    /// The selector's total when the current span began.
+    span_start: Option<u64>,
+    spans: u64,
+    /// In counts of this event.
+    armed_at: Option<u64>,
+}
+
+impl FedEvent {
+    fn fed(&self) -> u64 {
+        self.counts.cells[self.selector].total(self.levels)
+    }
+
+    fn counted(&self) -> u64 {
+        let span = self.span_start.map_or(0, |start| self.fed().wrapping_sub(start));
+        self.spans.wrapping_add(span)
+    }
+
+    fn disarm(&mut self) {
+        if self.armed_at.take().is_some() {
+            self.counts.set_armed(self.id, self.selector, self.levels, None);
+        }
+    }
+}
+
+impl PmuEvent for FedEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if self.span_start.is_none() {
+            self.span_start = Some(self.fed());
+        }
+        match overflow_in {
+            Some(n) => self.arm(n),
+            None => {
+                self.disarm();
+                Ok(())
+            }
+        }
+    }
+
+    fn stop(&mut self) {
+        self.disarm();
+        self.spans = self.counted();
+        self.span_start = None;
+    }
+
+    fn read(&mut self) -> u64 {
+        self.counted()
+    }
+
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let n = overflow_in.max(1);
+        self.armed_at = Some(self.counted().saturating_add(n));
+        let fed_at = self.fed().saturating_add(n).min(NEVER - 1);
+        self.counts
+            .set_armed(self.id, self.selector, self.levels, Some(fed_at));
+        Ok(())
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        match self.armed_at {
+            Some(at) if self.counted() >= at => {
+                self.disarm();
+                1
+            }
+            _ => 0,
+        }
+    }
+}
+
+impl Drop for FedEvent {
+    fn drop(&mut self) {
+        self.disarm();
+        self.counts.armed().open -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn setup(selectors: usize) -> (Arc<FedCounts>, FedPmu) {
+        let counts = Arc::new(FedCounts::new(selectors));
+        let pmu = FedPmu::new();
+        pmu.add_vcpu(VcpuId(0), Arc::clone(&counts));
+        (counts, pmu)
+    }
+
+    fn open(pmu: &FedPmu, config: u64, exclude_user: bool, exclude_kernel: bool) -> Box<dyn PmuEvent> {
+        let attr = Attr {
+            ty: EventType::FED,
+            config,
+            exclude_user,
+            exclude_kernel,
+            ..Attr::default()
+        };
+        let target = Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: 0,
+        };
+        pmu.open(&attr, target).unwrap()
+    }
+
+    #[test]
+    fn levels_are_counted_exactly() {
+        let (counts, pmu) = setup(2);
+        let mut both = open(&pmu, 1, false, false);
+        let mut user = open(&pmu, 1, false, true);
+        let mut kernel = open(&pmu, 1, true, false);
+        let mut nothing = open(&pmu, 1, true, true);
+        counts.add(1, 0, 1_000);
+        for ev in [&mut both, &mut user, &mut kernel, &mut nothing] {
+            ev.start(None).unwrap();
+        }
+        counts.add(1, 3, 7);
+        counts.add(1, 0, 5);
+        counts.add(0, 3, 100);
+        assert_eq!(both.read(), 12);
+        assert_eq!(user.read(), 7);
+        assert_eq!(kernel.read(), 5);
+        assert_eq!(nothing.read(), 0);
+    }
+
+    #[test]
+    fn a_selector_that_does_not_exist_is_refused_and_ignored() {
+        let (counts, pmu) = setup(1);
+        assert!(!counts.add(1, 3, 5));
+        assert_eq!(counts.until_overflow(1, 3), None);
+        let attr = Attr {
+            ty: EventType::FED,
+            config: 1,
+            ..Attr::default()
+        };
+        let target = Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: 0,
+        };
+        assert!(matches!(pmu.open(&attr, target), Err(PmuError::NoSuchEvent)));
+        assert!(matches!(
+            pmu.open(&attr, Target::Vm),
+            Err(PmuError::Unsupported(_))
+        ));
+    }
+
+    #[test]
+    fn the_nearest_of_several_overflows_is_announced() {
+        let (counts, pmu) = setup(1);
+        let mut user = open(&pmu, 0, false, true);
+        let mut both = open(&pmu, 0, false, false);
+        user.start(Some(10)).unwrap();
+        both.start(Some(6)).unwrap();
+        assert_eq!(counts.until_overflow(0, 3), Some(6));
+        assert_eq!(counts.until_overflow(0, 0), Some(6));
+        assert!(!counts.add(0, 0, 5));
+        assert!(counts.add(0, 3, 1));
+        assert_eq!((user.take_overflows(), both.take_overflows()), (0, 1));
+        assert_eq!(counts.until_overflow(0, 3), Some(9));
+        assert_eq!(counts.until_overflow(0, 0), None);
+        drop(user);
+        assert_eq!(counts.until_overflow(0, 3), None);
+    }
+
+    proptest! {
+        /// A feeder that stops where `until_overflow` says never overshoots: every overflow is taken at its very count.
+        #[test]
+        fn stepping_stops_exactly_at_each_overflow(periods in prop::collection::vec(1u64..50, 1..20), cpls in prop::collection::vec(0u8..4, 1..10)) {
+            let (counts, pmu) = setup(1);
+            let mut ev = open(&pmu, 0, false, false);
+            let mut expected = 0;
+            ev.start(None).unwrap();
+            for (i, &period) in periods.iter().enumerate() {
+                ev.arm(period).unwrap();
+                expected += period;
+                loop {
+                    let cpl = cpls[i % cpls.len()];
+                    let room = counts.until_overflow(0, cpl).unwrap();
+                    prop_assert!(room > 0);
+                    let due = counts.add(0, cpl, room.min(7));
+                    if due {
+                        break;
+                    }
+                    prop_assert_eq!(ev.take_overflows(), 0);
+                }
+                prop_assert_eq!(ev.take_overflows(), 1);
+                prop_assert_eq!(ev.read(), expected);
+            }
+        }
+
+        /// P38: nobody claims an overflow while nothing is on.
+        #[test]
+        fn p38_a_stopped_event_claims_no_overflow(n in 1u64..1000, fed in 0u64..10_000) {
+            let (counts, pmu) = setup(1);
+            let mut ev = open(&pmu, 0, false, false);
+            ev.start(Some(n)).unwrap();
+            ev.stop();
+            prop_assert!(!counts.add(0, 3, fed));
+            prop_assert_eq!(ev.take_overflows(), 0);
+        }
+    }
+}

@@ -1,0 +1,579 @@
+//! The `kvm` driver: KVM's binary statistics.
+//!
+//! KVM hands out one statistics descriptor per VM and one per vCPU (`KVM_GET_STATS_FD`, Linux 5.14). The VMM passes
+//! them in as [`StatsFile`]s; this module needs no other KVM interface. Their layout is self-describing:
+//! a header, a table of named descriptors, and the values
+//! (Linux, Documentation/virt/kvm/api.rst, "KVM_GET_STATS_FD").
+//!
+//! Which statistics there are depends on the host's kernel, so an event's `config` is only valid for the
+//! [`KvmPmu`] that named it: ask [`KvmPmu::config`] or list [`KvmPmu::events`].
+//!
+//! | `config` bits | meaning |
+//! |---|---|
+//! | 31:0 | index of the statistic |
+//! | 32 | 0: a vCPU's, 1: the VM's |
+//!
+//! # Package counts
+//! A statistic of the VM is one number, however many vCPUs there are. Its events therefore supply
+//! [`PmuEvent::count`], on whichever target they are opened: an event inherited by every vCPU does not multiply it. A
+//! vCPU's statistic opened for the VM as a whole is the sum over the vCPUs there are, those added later included,
+//! and is a package count too. Such a total is taken when it is asked for; it has no stale window of its own.
+//!
+//! Only cumulative scalars can be events. Instantaneous values, peaks and histograms are listed by
+//! [`StatsFile::descriptors`] but do not count anything. KVM statistics never overflow.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::attr::{Attr, EventType};
+use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+/// Bit of `config` that names the VM's statistics.
+pub const VM_SCOPE: u64 = 1 << 32;
+
+const HEADER_LEN: usize = 24;
+/// Bytes of a descriptor before its name.
+const DESC_LEN: usize = 16;
+/// Kernels today use 48 bytes per name and fewer than a hundred statistics. These bounds leave room.
+const MAX_NAME_LEN: u32 = 256;
+const MAX_DESCRIPTORS: u32 = 4096;
+
+/// Why a statistics descriptor could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StatsError {
+    /// It could not be read.
+    #[error("reading KVM statistics failed")]
+    Read(#[source] io::Error),
+    /// What was read is not a statistics layout.
+    #[error("KVM statistics are malformed: {0}")]
+    Malformed(&'static str),
+}
+
+/// What a statistic's value is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StatKind {
+    /// Grows: a count.
+    Cumulative,
+    /// The value of this moment.
+    Instant,
+    /// The largest value so far.
+    Peak,
+    /// A histogram with buckets of equal width.
+    LinearHistogram,
+    /// A histogram whose buckets double.
+    LogHistogram,
+    /// A kind this version does not know.
+    Unknown(u8),
+}
+
+/// The unit of a statistic, before its exponent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StatUnit {
+    /// A plain number.
+    None,
+    /// Bytes.
+    Bytes,
+    /// Seconds.
+    Seconds,
+    /// CPU cycles.
+    Cycles,
+    /// 0 or 1.
+    Boolean,
+    /// A unit this version does not know.
+    Unknown(u8),
+}
+
+/// One statistic.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatDescriptor {
+    /// KVM's name of it.
+    pub name: String,
+    /// What its value is.
+    pub kind: StatKind,
+    /// Its unit.
+    pub unit: StatUnit,
+    /// The exponent's base: 10 or 2.
+    pub base: u8,
+    /// The value times `base` to this power is in `unit`s.
+    pub exponent: i16,
+    /// How many u64 values it has.
+    pub values: u16,
+    /// Where its first value is in the file.
+    offset: u64,
+}
+
+impl StatDescriptor {
+    /// Whether it can be an event: one number that only grows.
+    #[must_use]
+    pub fn countable(&self) -> bool {
+        self.kind == StatKind::Cumulative && self.values == 1
+    }
+}
+
+/// An open statistics descriptor and its parsed table.
+#[derive(Debug)]
+pub struct StatsFile {
+    file: File,
+    table: Vec<StatDescriptor>,
+}
+
+impl StatsFile {
+    /// Takes over a descriptor that `KVM_GET_STATS_FD` returned, and reads its table.
+    ///
+    /// # Errors
+    /// [`StatsError`] when it cannot be read or is no statistics file.
+    pub fn new(fd: OwnedFd) -> Result<Self, StatsError> {
+        let file = File::from(fd);
+        let table = parse(|buf, at| file.read_exact_at(buf, at))?;
+        Ok(Self { file, table })
+    }
+
+    /// Everything the descriptor offers, in KVM's order.
+    #[must_use]
+    pub fn descriptors(&self) -> &[StatDescriptor] {
+        &self.table
+    }
+
+    /// The first value of the statistic at `index` now.
+    ///
+    /// # Errors
+    /// [`StatsError`] when there is no such statistic or it cannot be read.
+    pub fn value(&self, index: usize) -> Result<u64, StatsError> {
+        let desc = self
+            .table
+            .get(index)
+            .ok_or(StatsError::Malformed("no such statistic"))?;
+        let mut bytes = [0; 8];
+        self.file
+            .read_exact_at(&mut bytes, desc.offset)
+            .map_err(StatsError::Read)?;
+        Ok(u64::from_ne_bytes(bytes))
+    }
+
+    fn find(&self, name: &str) -> Option<usize> {
+        self.table.iter().position(|d| d.name == name && d.countable())
+    }
+}
+
+/// Reads the header and all descriptors through `read_at`, which fills a buffer from a file position.
+fn parse(
+    mut read_at: impl FnMut(&mut [u8], u64) -> io::Result<()>,
+) -> Result<Vec<StatDescriptor>, StatsError> {
+    let mut header = [0; HEADER_LEN];
+    read_at(&mut header, 0).map_err(StatsError::Read)?;
+    let [_flags, name_len, count, _id_at, desc_at, data_at] =
+        [0, 4, 8, 12, 16, 20].map(|at| u32_at(&header, at));
+    if name_len == 0 || name_len > MAX_NAME_LEN {
+        return Err(StatsError::Malformed("length of names"));
+    }
+    if count > MAX_DESCRIPTORS {
+        return Err(StatsError::Malformed("number of statistics"));
+    }
+    let stride = DESC_LEN + name_len as usize;
+    let mut table = Vec::with_capacity(count as usize);
+    let mut bytes = vec![0; stride];
+    for i in 0..u64::from(count) {
+        let at = u64::from(desc_at) + i * stride as u64;
+        read_at(&mut bytes, at).map_err(StatsError::Read)?;
+        table.push(parse_descriptor(&bytes, data_at)?);
+    }
+    Ok(table)
+}
+
+fn parse_descriptor(bytes: &[u8], data_at: u32) -> Result<StatDescriptor, StatsError> {
+    let flags = u32_at(bytes, 0);
+    let values = u16::from_ne_bytes([bytes[6], bytes[7]]);
+    let offset = u64::from(data_at) + u64::from(u32_at(bytes, 8));
+    if values == 0 {
+        return Err(StatsError::Malformed("a statistic without values"));
+    }
+    let name = bytes[DESC_LEN..].split(|&b| b == 0).next().unwrap_or(&[]);
+    let name = std::str::from_utf8(name)
+        .ok()
+        .filter(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_graphic()))
+        .ok_or(StatsError::Malformed("name of a statistic"))?;
+    Ok(StatDescriptor {
+        name: name.to_owned(),
+        kind: match flags & 0xf {
+            0 => StatKind::Cumulative,
+            1 => StatKind::Instant,
+            2 => StatKind::Peak,
+            3 => StatKind::LinearHistogram,
+            4 => StatKind::LogHistogram,
+            other => StatKind::Unknown(other as u8),
+        },
+        unit: match (flags >> 4) & 0xf {
+            0 => StatUnit::None,
+            1 => StatUnit::Bytes,
+            2 => StatUnit::Seconds,
+            3 => StatUnit::Cycles,
+            4 => StatUnit::Boolean,
+            other => StatUnit::Unknown(other as u8),
+        },
+        base: if (flags >> 8) & 0xf == 1 { 2 } else { 10 },
+        exponent: i16::from_ne_bytes([bytes[4], bytes[5]]),
+        values,
+        offset,
+    })
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+/// A statistic that can be an event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvmEvent {
+    /// `NAME` for a vCPU's statistic, `vm:NAME` for the VM's.
+    pub name: String,
+    /// The event's `config`.
+    pub config: u64,
+    /// What it is.
+    pub descriptor: StatDescriptor,
+}
+
+type Vcpus = Arc<Mutex<BTreeMap<VcpuId, Arc<StatsFile>>>>;
+
+/// The `kvm` driver of one VM.
+#[derive(Debug)]
+pub struct KvmPmu {
+    vm: Option<Arc<StatsFile>>,
+    vcpus: Vcpus,
+}
+
+impl KvmPmu {
+    /// A driver with the VM's statistics; `None` where the host has none.
+    #[must_use]
+    pub fn new(vm: Option<StatsFile>) -> Self {
+        Self {
+            vm: vm.map(Arc::new),
+            vcpus: Vcpus::default(),
+        }
+    }
+
+    /// Adds the statistics of `vcpu`.
+    pub fn add_vcpu(&self, vcpu: VcpuId, stats: StatsFile) {
+        lock(&self.vcpus).insert(vcpu, Arc::new(stats));
+    }
+
+    /// Forgets `vcpu`. Its open events keep working; sums over all vCPUs keep what it had counted.
+    pub fn remove_vcpu(&self, vcpu: VcpuId) {
+        lock(&self.vcpus).remove(&vcpu);
+    }
+
+    /// The `config` of the event `name`: a vCPU's statistic, or the VM's when it begins with `vm:`.
+    #[must_use]
+    pub fn config(&self, name: &str) -> Option<u64> {
+        match name.strip_prefix("vm:") {
+            Some(name) => Some(VM_SCOPE | self.vm.as_ref()?.find(name)? as u64),
+            None => Some(lock(&self.vcpus).values().next()?.find(name)? as u64),
+        }
+    }
+
+    /// All events, the vCPUs' first.
+    #[must_use]
+    pub fn events(&self) -> Vec<KvmEvent> {
+        let vcpu = lock(&self.vcpus).values().next().cloned();
+        let list = |stats: Option<&StatsFile>, prefix: &str, scope: u64| -> Vec<KvmEvent> {
+            stats
+                .map_or(&[][..], StatsFile::descriptors)
+                .iter()
+                .enumerate()
+                .filter(|(_, d)| d.countable())
+                .map(|(i, d)| KvmEvent {
+                    name: format!("{prefix}{}", d.name),
+                    config: scope | i as u64,
+                    descriptor: d.clone(),
+                })
+                .collect()
+        };
+        let mut events = list(vcpu.as_deref(), "", 0);
+        events.extend(list(self.vm.as_deref(), "vm:", VM_SCOPE));
+        events
+    }
+}
+
+fn lock(
+    vcpus: &Mutex<BTreeMap<VcpuId, Arc<StatsFile>>>,
+) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<StatsFile>>> {
+    vcpus.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pmu for KvmPmu {
+    fn name(&self) -> &'static str {
+        "kvm"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        ty == EventType::KVM
+    }
+
+    fn capacity(&self) -> Capacity {
+        Capacity::Unlimited
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        if attr.exclude_user || attr.exclude_kernel {
+            return Err(PmuError::Unsupported(
+                "KVM statistics have no guest privilege level",
+            ));
+        }
+        if attr.sample_period != 0 {
+            return Err(PmuError::Unsupported("KVM statistics do not overflow"));
+        }
+        if attr.config & !(VM_SCOPE | u64::from(u32::MAX)) != 0 {
+            return Err(PmuError::NoSuchEvent);
+        }
+        let index = (attr.config & u64::from(u32::MAX)) as usize;
+        let source = if attr.config & VM_SCOPE != 0 {
+            let vm = self.vm.clone().ok_or(PmuError::NoSuchEvent)?;
+            check(&vm, index)?;
+            Source::Vm(vm)
+        } else {
+            match target {
+                Target::Vcpu { vcpu, .. } => {
+                    let stats = lock(&self.vcpus).get(&vcpu).cloned().ok_or_else(no_such_vcpu)?;
+                    check(&stats, index)?;
+                    Source::Vcpu(stats)
+                }
+                Target::Vm => {
+                    let first = lock(&self.vcpus).values().next().cloned();
+                    check(&*first.ok_or_else(no_such_vcpu)?, index)?;
+                    Source::AllVcpus(AllVcpus::new(Arc::clone(&self.vcpus), index))
+                }
+            }
+        };
+        Ok(Box::new(StatEvent {
+            source,
+            index,
+            span_start: None,
+            spans: 0,
+            last_count: 0,
+        }))
+    }
+}
+
+fn no_such_vcpu() -> PmuError {
+    PmuError::Os {
+        what: "finding the vCPU's KVM statistics",
+        source: io::Error::from_raw_os_error(libc::ESRCH),
+    }
+}
+
+fn check(stats: &StatsFile, index: usize) -> Result<(), PmuError> {
+    match stats.table.get(index) {
+        None => Err(PmuError::NoSuchEvent),
+        Some(d) if !d.countable() => Err(PmuError::Unsupported("this KVM statistic is not a count")),
+        Some(_) => Ok(()),
+    }
+}
+
+/// The sum of one statistic over all vCPUs. A vCPU that has left stays in it with its last value.
+#[derive(Debug)]
+struct AllVcpus {
+    vcpus: Vcpus,
+    index: usize,
+    /// What each vCPU had at the last look, so that one that has left is not lost.
+    seen: BTreeMap<VcpuId, (Arc<StatsFile>, u64)>,
+    /// Totals of vCPUs whose id was taken over by another.
+    replaced: u64,
+}
+
+impl AllVcpus {
+    fn new(vcpus: Vcpus, index: usize) -> Self {
+        Self {
+            vcpus,
+            index,
+            seen: BTreeMap::new(),
+            replaced: 0,
+        }
+    }
+
+    fn total(&mut self) -> Result<u64, StatsError> {
+        for (&id, stats) in lock(&self.vcpus).iter() {
+            let entry = self.seen.entry(id).or_insert_with(|| (Arc::clone(stats), 0));
+            if !Arc::ptr_eq(&entry.0, stats) {
+                // A new vCPU under an old id. The old one's descriptor still answers.
+                self.replaced += entry.0.value(self.index).unwrap_or(entry.1);
+                *entry = (Arc::clone(stats), 0);
+            }
+        }
+        let mut total = self.replaced;
+        for (stats, last) in self.seen.values_mut() {
+            *last = (*last).max(stats.value(self.index)?);
+            total += *last;
+        }
+        Ok(total)
+    }
+}
+
+#[derive(Debug)]
+enum Source {
+    Vcpu(Arc<StatsFile>),
+    Vm(Arc<StatsFile>),
+    AllVcpus(AllVcpus),
+}
+
+/// One statistic, counted while started.
+#[derive(Debug)]
+struct StatEvent {
+    source: Source,
+    index: usize,
+    /// The statistic's value when the current span began.
+    span_start: Option<u64>,
+    spans: u64,
+    last_count: u64,
+}
+
+impl StatEvent {
+    fn value(&mut self) -> Result<u64, StatsError> {
+        match &mut self.source {
+            Source::Vcpu(stats) | Source::Vm(stats) => stats.value(self.index),
+            Source::AllVcpus(all) => all.total(),
+        }
+    }
+}
+
+impl PmuEvent for StatEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if overflow_in.is_some() {
+            return Err(PmuError::Unsupported("KVM statistics do not overflow"));
+        }
+        if self.span_start.is_none() {
+            let now = self.value().map_err(|e| PmuError::Os {
+                what: "reading a KVM statistic",
+                source: io::Error::other(e),
+            })?;
+            self.span_start = Some(now);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        self.spans = self.read();
+        self.span_start = None;
+    }
+
+    fn read(&mut self) -> u64 {
+        if let Some(start) = self.span_start {
+            match self.value() {
+                Ok(now) => {
+                    let count = self.spans + now.saturating_sub(start);
+                    self.last_count = self.last_count.max(count);
+                }
+                Err(e) => log::debug!("a KVM statistic stands still: {e}"),
+            }
+        }
+        self.last_count
+    }
+
+    fn arm(&mut self, _overflow_in: u64) -> Result<(), PmuError> {
+        Err(PmuError::Unsupported("KVM statistics do not overflow"))
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        0
+    }
+
+    fn count(&mut self) -> Option<u64> {
+        match self.source {
+            Source::Vcpu(_) => None,
+            Source::Vm(_) | Source::AllVcpus(_) => Some(self.read()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Reads from a byte string as `read_exact_at` would from a file.
+    fn from_bytes(bytes: &[u8]) -> impl FnMut(&mut [u8], u64) -> io::Result<()> + '_ {
+        move |buf, at| {
+            let at = usize::try_from(at).map_err(io::Error::other)?;
+            let end = at.checked_add(buf.len()).filter(|&e| e <= bytes.len());
+            let end = end.ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))?;
+            buf.copy_from_slice(&bytes[at..end]);
+            Ok(())
+        }
+    }
+
+    fn header(name_len: u32, count: u32, desc_at: u32, data_at: u32) -> Vec<u8> {
+        [0, name_len, count, HEADER_LEN as u32, desc_at, data_at]
+            .iter()
+            .flat_map(|w| w.to_ne_bytes())
+            .collect()
+    }
+
+    fn descriptor(flags: u32, exponent: i16, values: u16, offset: u32, name: &[u8; 16]) -> Vec<u8> {
+        let mut d = flags.to_ne_bytes().to_vec();
+        d.extend(exponent.to_ne_bytes());
+        d.extend(values.to_ne_bytes());
+        d.extend(offset.to_ne_bytes());
+        d.extend(0u32.to_ne_bytes());
+        d.extend(name);
+        d
+    }
+
+    #[test]
+    fn a_table_is_read_as_documented() {
+        let mut bytes = header(16, 2, 40, 200);
+        bytes.resize(40, 0);
+        bytes.extend(descriptor(0, 0, 1, 8, b"exits\0\0\0\0\0\0\0\0\0\0\0"));
+        bytes.extend(descriptor(0x24, -9, 32, 16, b"halt_wait_hist\0\0"));
+        let table = parse(from_bytes(&bytes)).unwrap();
+        assert_eq!(table[0].name, "exits");
+        assert!(table[0].countable());
+        assert_eq!(table[0].offset, 208);
+        assert_eq!(table[1].kind, StatKind::LogHistogram);
+        assert_eq!(table[1].unit, StatUnit::Seconds);
+        assert_eq!((table[1].exponent, table[1].values), (-9, 32));
+        assert!(!table[1].countable());
+    }
+
+    #[test]
+    fn malformed_tables_are_refused() {
+        let whole = |h: Vec<u8>, d: Vec<u8>| [h, d].concat();
+        let good_name = b"exits\0\0\0\0\0\0\0\0\0\0\0";
+        let cases = [
+            header(16, 1, 24, 0)[..20].to_vec(),
+            header(0, 1, 24, 0),
+            header(u32::MAX, 1, 24, 0),
+            header(16, u32::MAX, 24, 0),
+            header(16, 1, u32::MAX, 0),
+            whole(header(16, 2, 24, 0), descriptor(0, 0, 1, 0, good_name)),
+            whole(header(16, 1, 24, 0), descriptor(0, 0, 0, 0, good_name)),
+            whole(header(16, 1, 24, 0), descriptor(0, 0, 1, 0, &[0; 16])),
+            whole(header(16, 1, 24, 0), descriptor(0, 0, 1, 0, &[0xff; 16])),
+        ];
+        for bytes in cases {
+            assert!(parse(from_bytes(&bytes)).is_err(), "{bytes:x?}");
+        }
+    }
+
+    proptest! {
+        /// No bytes whatever make the parser panic, loop or allocate beyond its bounds.
+        #[test]
+        fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            if let Ok(table) = parse(from_bytes(&bytes)) {
+                prop_assert!(table.len() <= bytes.len());
+            }
+        }
+
+        /// The same with a plausible header, so that descriptors are reached.
+        #[test]
+        fn any_descriptors_are_parsed_or_refused(tail in prop::collection::vec(any::<u8>(), 0..300), n in 0u32..12) {
+            let bytes = [header(16, n, 24, 500), tail].concat();
+            if let Ok(table) = parse(from_bytes(&bytes)) {
+                prop_assert_eq!(table.len(), n as usize);
+            }
+        }
+    }
+}

@@ -1,0 +1,541 @@
+//! The `sim` driver: a PMU that counts what a test tells it to, exactly when it tells it to.
+//!
+//! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be asked for:
+//! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), skid between an overflow and its
+//! notice, and refusal to open or to start.
+//!
+//! Clones of a [`SimPmu`] are handles on the same simulated PMU, so a test keeps one and gives the other to the core.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::attr::{Attr, EventType};
+use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+/// The most slots a simulated PMU may have.
+pub const MAX_SLOTS: usize = 64;
+
+/// How a simulated PMU behaves.
+#[derive(Clone, Debug, Default)]
+pub struct SimConfig {
+    /// Slots per vCPU; `None`: a software class driver without slots.
+    pub slots: Option<usize>,
+    /// For some `config`s, the slots they fit, one bit each. Others fit all.
+    pub allowed_slots: BTreeMap<u64, u64>,
+    /// Counts between an overflow and its notice.
+    pub skid: u64,
+    /// `config`s that do not exist here.
+    pub unknown: Vec<u64>,
+    /// `config`s whose counts are one for the whole VM ([`PmuEvent::count`]).
+    pub package: Vec<u64>,
+}
+
+#[derive(Debug)]
+struct Counter {
+    vcpu: Option<VcpuId>,
+    config: u64,
+    on: bool,
+    slot: Option<usize>,
+    count: u64,
+    armed_at: Option<u64>,
+    overflows: u32,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    counters: BTreeMap<u64, Counter>,
+    next_id: u64,
+    package: BTreeMap<u64, u64>,
+    refuse_starts: u32,
+    starts: u64,
+    stops: u64,
+    arms: u64,
+}
+
+#[derive(Debug)]
+struct Shared {
+    config: SimConfig,
+    state: Mutex<State>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A simulated PMU.
+#[derive(Clone, Debug)]
+pub struct SimPmu {
+    shared: Arc<Shared>,
+}
+
+/// How often a simulated PMU was called.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SimCalls {
+    /// Successful starts of stopped events.
+    pub starts: u64,
+    /// Stops of started events.
+    pub stops: u64,
+    /// Overflows armed.
+    pub arms: u64,
+}
+
+impl SimPmu {
+    /// A PMU that behaves as `config` says.
+    ///
+    /// # Panics
+    /// With more than [`MAX_SLOTS`] slots.
+    #[must_use]
+    pub fn new(config: SimConfig) -> Self {
+        assert!(
+            config.slots.is_none_or(|n| n <= MAX_SLOTS),
+            "at most {MAX_SLOTS} simulated slots"
+        );
+        Self {
+            shared: Arc::new(Shared {
+                config,
+                state: Mutex::new(State::default()),
+            }),
+        }
+    }
+
+    /// A PMU with `slots` slots and no other peculiarity.
+    ///
+    /// # Panics
+    /// With more than [`MAX_SLOTS`] slots.
+    #[must_use]
+    pub fn with_slots(slots: usize) -> Self {
+        Self::new(SimConfig {
+            slots: Some(slots),
+            ..SimConfig::default()
+        })
+    }
+
+    /// Lets `vcpu` work: each event that is on there counts `counts(config)`.
+    pub fn advance(&self, vcpu: VcpuId, counts: impl Fn(u64) -> u64) {
+        let mut state = self.shared.lock();
+        let skid = self.shared.config.skid;
+        let State {
+            counters, package, ..
+        } = &mut *state;
+        for counter in counters.values_mut().filter(|c| c.on) {
+            if counter.vcpu == Some(vcpu) {
+                counter.count += counts(counter.config);
+            }
+            if let Some(at) = counter.armed_at
+                && counter.count >= at.saturating_add(skid)
+            {
+                counter.armed_at = None;
+                counter.overflows += 1;
+            }
+        }
+        for (config, total) in package {
+            *total += counts(*config);
+        }
+    }
+
+    /// Makes the next `n` starts fail as if the hardware were taken.
+    pub fn refuse_starts(&self, n: u32) {
+        self.shared.lock().refuse_starts = n;
+    }
+
+    /// How many events are on for `vcpu`.
+    #[must_use]
+    pub fn on(&self, vcpu: VcpuId) -> usize {
+        let state = self.shared.lock();
+        state
+            .counters
+            .values()
+            .filter(|c| c.on && c.vcpu == Some(vcpu))
+            .count()
+    }
+
+    /// How many events exist.
+    #[must_use]
+    pub fn open_events(&self) -> usize {
+        self.shared.lock().counters.len()
+    }
+
+    /// Calls so far.
+    #[must_use]
+    pub fn calls(&self) -> SimCalls {
+        let state = self.shared.lock();
+        SimCalls {
+            starts: state.starts,
+            stops: state.stops,
+            arms: state.arms,
+        }
+    }
+}
+
+impl Default for SimPmu {
+    /// A software class PMU: no slots to run out of.
+    fn default() -> Self {
+        Self::new(SimConfig::default())
+    }
+}
+
+impl Pmu for SimPmu {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        ty == EventType::SIM
+    }
+
+    fn capacity(&self) -> Capacity {
+        match self.shared.config.slots {
+            Some(n) => Capacity::Slots(n),
+            None => Capacity::Unlimited,
+        }
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let config = &self.shared.config;
+        if config.unknown.contains(&attr.config) {
+            return Err(PmuError::NoSuchEvent);
+        }
+        if attr.exclude_user && attr.exclude_kernel {
+            return Err(PmuError::Unsupported("both levels excluded"));
+        }
+        let vcpu = match target {
+            Target::Vcpu { vcpu, .. } => Some(vcpu),
+            Target::Vm => None,
+        };
+        let mut state = self.shared.lock();
+        state.next_id += 1;
+        let id = state.next_id;
+        let package = config.package.contains(&attr.config);
+        if package {
+            state.package.entry(attr.config).or_insert(0);
+        }
+        state.counters.insert(
+            id,
+            Counter {
+                vcpu,
+                config: attr.config,
+                on: false,
+                slot: None,
+                count: 0,
+                armed_at: None,
+                overflows: 0,
+            },
+        );
+        Ok(Box::new(SimEvent {
+            shared: Arc::clone(&self.shared),
+            id,
+            package,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct SimEvent {
+    shared: Arc<Shared>,
+    id: u64,
+    package: bool,
+}
+
+impl State {
+    fn counter(&mut self, id: u64) -> &mut Counter {
+        match self.counters.get_mut(&id) {
+            Some(counter) => counter,
+            // Only dropping the event removes its counter.
+            None => unreachable!("a simulated event without its counter"),
+        }
+    }
+
+    /// Places `id` on a slot, moving others as a real scheduler would, or says that they cannot all fit.
+    fn place(&mut self, id: u64, config: &SimConfig) -> bool {
+        let Some(slots) = config.slots else {
+            return true;
+        };
+        let vcpu = self.counter(id).vcpu;
+        let mut ids: Vec<u64> = self
+            .counters
+            .iter()
+            .filter(|(_, c)| c.on && c.vcpu == vcpu)
+            .map(|(&i, _)| i)
+            .collect();
+        ids.push(id);
+        let masks: Vec<u64> = ids
+            .iter()
+            .map(|&i| {
+                let c = self.counters[&i].config;
+                config.allowed_slots.get(&c).copied().unwrap_or(u64::MAX)
+            })
+            .collect();
+        let Some(placed) = match_slots(&masks, slots) else {
+            return false;
+        };
+        for (slot, event) in placed.into_iter().enumerate() {
+            if let Some(event) = event {
+                self.counter(ids[event]).slot = Some(slot);
+            }
+        }
+        true
+    }
+}
+
+/// Gives each of `masks` a slot it allows, all different: for each slot, whose it is. `None` if that cannot be done.
+fn match_slots(masks: &[u64], slots: usize) -> Option<Vec<Option<usize>>> {
+    fn seat(event: usize, masks: &[u64], seats: &mut [Option<usize>], tried: &mut u64) -> bool {
+        for slot in 0..seats.len() {
+            if masks[event] & !*tried & (1 << slot) == 0 {
+                continue;
+            }
+            *tried |= 1 << slot;
+            if seats[slot].is_none_or(|other| seat(other, masks, seats, tried)) {
+                seats[slot] = Some(event);
+                return true;
+            }
+        }
+        false
+    }
+    let mut seats = vec![None; slots];
+    (0..masks.len())
+        .all(|event| seat(event, masks, &mut seats, &mut 0))
+        .then_some(seats)
+}
+
+impl PmuEvent for SimEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        let mut state = self.shared.lock();
+        if !state.counter(self.id).on {
+            if state.refuse_starts > 0 {
+                state.refuse_starts -= 1;
+                return Err(PmuError::Busy);
+            }
+            if !state.place(self.id, &self.shared.config) {
+                return Err(PmuError::Busy);
+            }
+            state.counter(self.id).on = true;
+            state.starts += 1;
+        }
+        state.arms += u64::from(overflow_in.is_some());
+        let counter = state.counter(self.id);
+        counter.armed_at = overflow_in.map(|n| counter.count.saturating_add(n.max(1)));
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        let mut state = self.shared.lock();
+        let counter = state.counter(self.id);
+        let was_on = std::mem::replace(&mut counter.on, false);
+        counter.slot = None;
+        counter.armed_at = None;
+        counter.overflows = 0;
+        state.stops += u64::from(was_on);
+    }
+
+    fn read(&mut self) -> u64 {
+        self.shared.lock().counter(self.id).count
+    }
+
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let mut state = self.shared.lock();
+        state.arms += 1;
+        let counter = state.counter(self.id);
+        counter.armed_at = Some(counter.count.saturating_add(overflow_in.max(1)));
+        Ok(())
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        std::mem::take(&mut self.shared.lock().counter(self.id).overflows)
+    }
+
+    fn count(&mut self) -> Option<u64> {
+        if !self.package {
+            return None;
+        }
+        let mut state = self.shared.lock();
+        let config = state.counter(self.id).config;
+        state.package.get(&config).copied()
+    }
+
+    fn user_index(&self) -> u32 {
+        let slot = self.shared.lock().counter(self.id).slot;
+        slot.map_or(0, |s| s as u32 + 1)
+    }
+}
+
+impl Drop for SimEvent {
+    fn drop(&mut self) {
+        self.stop();
+        self.shared.lock().counters.remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const VCPU: VcpuId = VcpuId(0);
+
+    fn open_on(pmu: &SimPmu, config: u64, vcpu: VcpuId) -> Box<dyn PmuEvent> {
+        let attr = Attr {
+            ty: EventType::SIM,
+            config,
+            ..Attr::default()
+        };
+        pmu.open(&attr, Target::Vcpu { vcpu, tid: 0 }).unwrap()
+    }
+
+    fn open(pmu: &SimPmu, config: u64) -> Box<dyn PmuEvent> {
+        open_on(pmu, config, VCPU)
+    }
+
+    #[test]
+    fn no_more_events_are_on_than_there_are_slots() {
+        let pmu = SimPmu::with_slots(2);
+        let mut events: Vec<_> = (0..3).map(|i| open(&pmu, i)).collect();
+        events[0].start(None).unwrap();
+        events[1].start(None).unwrap();
+        assert!(matches!(events[2].start(None), Err(PmuError::Busy)));
+        // Each vCPU has slots of its own.
+        let mut other = open_on(&pmu, 9, VcpuId(1));
+        other.start(None).unwrap();
+        events[0].stop();
+        events[2].start(None).unwrap();
+        pmu.advance(VCPU, |config| config + 1);
+        assert_eq!(events[0].read(), 0);
+        assert_eq!(events[1].read(), 2);
+        assert_eq!(events[2].read(), 3);
+        assert_eq!(other.read(), 0);
+    }
+
+    #[test]
+    fn constrained_events_push_others_aside_where_possible() {
+        let pmu = SimPmu::new(SimConfig {
+            slots: Some(2),
+            allowed_slots: BTreeMap::from([(5, 0b01)]),
+            ..SimConfig::default()
+        });
+        let mut free = open(&pmu, 1);
+        let mut picky = open(&pmu, 5);
+        let mut picky_too = open(&pmu, 5);
+        free.start(None).unwrap();
+        picky.start(None).unwrap();
+        assert_eq!((free.user_index(), picky.user_index()), (2, 1));
+        free.stop();
+        assert!(matches!(picky_too.start(None), Err(PmuError::Busy)));
+    }
+
+    #[test]
+    fn refusals_happen_as_asked() {
+        let pmu = SimPmu::new(SimConfig {
+            unknown: vec![3],
+            ..SimConfig::default()
+        });
+        let attr = Attr {
+            ty: EventType::SIM,
+            config: 3,
+            ..Attr::default()
+        };
+        assert!(matches!(pmu.open(&attr, Target::Vm), Err(PmuError::NoSuchEvent)));
+        let mut ev = open(&pmu, 1);
+        pmu.refuse_starts(1);
+        assert!(matches!(ev.start(None), Err(PmuError::Busy)));
+        assert_eq!(pmu.on(VCPU), 0);
+        ev.start(None).unwrap();
+        drop(ev);
+        assert_eq!(pmu.open_events(), 0);
+    }
+
+    /// P40: a package count is the same whichever event asks, and is not the event's own.
+    #[test]
+    fn p40_a_package_count_is_shared() {
+        let pmu = SimPmu::new(SimConfig {
+            package: vec![7],
+            ..SimConfig::default()
+        });
+        let mut events: Vec<_> = (0..3).map(|i| open_on(&pmu, 7, VcpuId(i))).collect();
+        events[1].start(None).unwrap();
+        pmu.advance(VcpuId(1), |_| 10);
+        pmu.advance(VcpuId(2), |_| 5);
+        for ev in &mut events {
+            assert_eq!(ev.count(), Some(15));
+        }
+        assert_eq!(events[1].read(), 10);
+        assert_eq!(open(&pmu, 1).count(), None);
+    }
+
+    #[test]
+    fn skid_delays_the_notice_and_not_the_count() {
+        let pmu = SimPmu::new(SimConfig {
+            skid: 3,
+            ..SimConfig::default()
+        });
+        let mut ev = open(&pmu, 1);
+        ev.start(Some(10)).unwrap();
+        for counted in 1..=20 {
+            pmu.advance(VCPU, |_| 1);
+            assert_eq!(ev.take_overflows(), u32::from(counted == 13));
+        }
+    }
+
+    proptest! {
+        /// P23, for a driver: with a period P and a user who re-arms for the rest of it, there are floor(total / P) overflows, and the
+        /// distance to the next one is never more than P.
+        #[test]
+        fn p23_overflows_are_total_over_period(period in 1u64..100, steps in prop::collection::vec(0u64..100, 0..200)) {
+            let pmu = SimPmu::default();
+            let mut ev = open(&pmu, 1);
+            ev.start(Some(period)).unwrap();
+            let (mut overflows, mut next) = (0, period);
+            for step in steps {
+                pmu.advance(VCPU, |_| step);
+                let count = ev.read();
+                if ev.take_overflows() > 0 {
+                    let passed = (count - next) / period + 1;
+                    overflows += passed;
+                    next += passed * period;
+                    ev.arm(next - count).unwrap();
+                }
+                prop_assert!(next > count && next - count <= period);
+                prop_assert_eq!(overflows, count / period);
+            }
+        }
+
+        /// P38: nobody claims an overflow while nothing is on.
+        #[test]
+        fn p38_a_stopped_event_claims_no_overflow(n in 1u64..100, counts in prop::collection::vec(0u64..200, 0..20)) {
+            let pmu = SimPmu::default();
+            let mut ev = open(&pmu, 1);
+            ev.start(Some(n)).unwrap();
+            ev.stop();
+            for c in counts {
+                pmu.advance(VCPU, |_| c);
+                prop_assert_eq!(ev.take_overflows(), 0);
+            }
+            prop_assert_eq!(ev.read(), 0);
+        }
+
+        /// A placement, once found, respects every mask and uses no slot twice; when none is found there is none.
+        #[test]
+        fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..5)) {
+            fn possible(masks: &[u64], free: u64) -> bool {
+                match masks.split_first() {
+                    None => true,
+                    Some((&m, rest)) => (0..4).any(|s| m & free & (1 << s) != 0 && possible(rest, free & !(1 << s))),
+                }
+            }
+            match match_slots(&masks, 4) {
+                Some(seats) => {
+                    let mut seated = vec![0; masks.len()];
+                    for (slot, event) in seats.iter().enumerate() {
+                        if let Some(e) = *event {
+                            prop_assert!(masks[e] & (1 << slot) != 0);
+                            seated[e] += 1;
+                        }
+                    }
+                    prop_assert!(seated.iter().all(|&n| n == 1));
+                }
+                None => prop_assert!(!possible(&masks, 0b1111)),
+            }
+        }
+    }
+}
