@@ -2,3 +2,5 @@
 
 pub mod attr;
 pub mod pmu;
+pub mod record;
+pub mod ring;

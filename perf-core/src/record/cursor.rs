@@ -1,0 +1,70 @@
+//! Taking fields off the front of a record.
+
+use super::DecodeError;
+
+pub(super) struct Cursor<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Cursor<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    #[inline]
+    pub(super) fn bytes(&mut self, len: usize, field: &'static str) -> Result<&'a [u8], DecodeError> {
+        let (bytes, rest) = self
+            .rest
+            .split_at_checked(len)
+            .ok_or(DecodeError::Short { field })?;
+        self.rest = rest;
+        Ok(bytes)
+    }
+
+    #[inline]
+    fn array<const N: usize>(&mut self, field: &'static str) -> Result<[u8; N], DecodeError> {
+        let (bytes, rest) = self
+            .rest
+            .split_first_chunk()
+            .ok_or(DecodeError::Short { field })?;
+        self.rest = rest;
+        Ok(*bytes)
+    }
+
+    #[inline]
+    pub(super) fn u64(&mut self, field: &'static str) -> Result<u64, DecodeError> {
+        self.array(field).map(u64::from_ne_bytes)
+    }
+
+    #[inline]
+    pub(super) fn u32(&mut self, field: &'static str) -> Result<u32, DecodeError> {
+        self.array(field).map(u32::from_ne_bytes)
+    }
+
+    /// `count` fields of `len` bytes each, where the count was read from the record and may be anything.
+    #[inline]
+    pub(super) fn many(
+        &mut self,
+        count: u64,
+        len: usize,
+        field: &'static str,
+    ) -> Result<&'a [u8], DecodeError> {
+        let bytes = usize::try_from(count)
+            .ok()
+            .and_then(|count| count.checked_mul(len));
+        self.bytes(bytes.ok_or(DecodeError::Short { field })?, field)
+    }
+
+    /// All that is left.
+    pub(super) fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.rest)
+    }
+}
+
+/// The bytes before the first NUL.
+pub(super) fn until_nul(bytes: &[u8]) -> &[u8] {
+    bytes
+        .iter()
+        .position(|&byte| byte == 0)
+        .map_or(bytes, |end| &bytes[..end])
+}

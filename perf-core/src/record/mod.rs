@@ -1,0 +1,264 @@
+//! Records: what rings carry. Layouts and type numbers are those of `linux/perf_event.h`, native byte order.
+//!
+//! Each record knows its size before it is written, so it is reserved and encoded straight into the ring, without
+//! a copy and without allocation. Decoding borrows from the bytes and accepts arbitrary ones: what does not hold
+//! together is a [`DecodeError`].
+
+mod cursor;
+mod read;
+mod sample;
+mod side;
+#[cfg(test)]
+mod tests;
+
+use crate::attr::{ReadFormat, SampleType};
+use crate::ring::{RawRecord, Reservation, Ring, RingError};
+use cursor::Cursor;
+
+pub use read::{Entries, ReadEntry, ReadValues};
+pub use sample::{Sample, Words};
+pub use side::{Comm, Lost, MapName, Mmap, Read, Task, Throttle};
+
+/// Bytes of a record's header.
+pub const HEADER_SIZE: usize = 8;
+
+/// `perf_event_header.type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RecordType(pub u32);
+
+impl RecordType {
+    /// `PERF_RECORD_MMAP`: memory was mapped.
+    pub const MMAP: Self = Self(1);
+    /// `PERF_RECORD_LOST`: records found no room.
+    pub const LOST: Self = Self(2);
+    /// `PERF_RECORD_COMM`: a name.
+    pub const COMM: Self = Self(3);
+    /// `PERF_RECORD_EXIT`: a vCPU has gone.
+    pub const EXIT: Self = Self(4);
+    /// `PERF_RECORD_THROTTLE`: an event samples too fast and was stopped.
+    pub const THROTTLE: Self = Self(5);
+    /// `PERF_RECORD_UNTHROTTLE`: it was started again.
+    pub const UNTHROTTLE: Self = Self(6);
+    /// `PERF_RECORD_FORK`: a vCPU has come.
+    pub const FORK: Self = Self(7);
+    /// `PERF_RECORD_READ`: final values of an inherited event.
+    pub const READ: Self = Self(8);
+    /// `PERF_RECORD_SAMPLE`: a sample.
+    pub const SAMPLE: Self = Self(9);
+}
+
+/// What ran when a sample was taken: the low three bits of `misc`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum CpuMode {
+    /// Not known.
+    #[default]
+    Unknown = 0,
+    /// The host's kernel.
+    Kernel = 1,
+    /// The host's user space.
+    User = 2,
+    /// A hypervisor below the host.
+    Hypervisor = 3,
+    /// Guest code at CPL 0.
+    GuestKernel = 4,
+    /// Guest code at CPL 3.
+    GuestUser = 5,
+}
+
+/// `perf_event_header.misc`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Misc(pub u16);
+
+impl Misc {
+    /// `PERF_RECORD_MISC_EXACT_IP`: the instruction pointer has no skid.
+    pub const EXACT_IP: Self = Self(1 << 14);
+    const CPU_MODE_MASK: u16 = 7;
+
+    /// What ran; [`CpuMode::Unknown`] for values that are not defined.
+    pub fn cpu_mode(self) -> CpuMode {
+        match self.0 & Self::CPU_MODE_MASK {
+            1 => CpuMode::Kernel,
+            2 => CpuMode::User,
+            3 => CpuMode::Hypervisor,
+            4 => CpuMode::GuestKernel,
+            5 => CpuMode::GuestUser,
+            _ => CpuMode::Unknown,
+        }
+    }
+
+    /// Whether the instruction pointer has no skid.
+    pub fn exact_ip(self) -> bool {
+        self.0 & Self::EXACT_IP.0 != 0
+    }
+}
+
+impl From<CpuMode> for Misc {
+    fn from(mode: CpuMode) -> Self {
+        Self(mode as u16)
+    }
+}
+
+/// Which fields the samples and read values of an event have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Format {
+    /// Fields of SAMPLE records.
+    pub sample_type: SampleType,
+    /// Fields of read values, in SAMPLE and READ records.
+    pub read_format: ReadFormat,
+}
+
+/// Where bytes of records go.
+pub trait Sink {
+    /// Appends bytes.
+    fn put(&mut self, bytes: &[u8]);
+}
+
+impl Sink for Reservation<'_> {
+    #[inline]
+    fn put(&mut self, bytes: &[u8]) {
+        Reservation::put(self, bytes);
+    }
+}
+
+impl Sink for Vec<u8> {
+    fn put(&mut self, bytes: &[u8]) {
+        self.extend_from_slice(bytes);
+    }
+}
+
+#[inline]
+fn put_u64(out: &mut impl Sink, value: u64) {
+    out.put(&value.to_ne_bytes());
+}
+
+/// Two fields of 32 bits, the first at the lower address.
+#[inline]
+fn put_u32s(out: &mut impl Sink, first: u32, second: u32) {
+    // Little endian, as everything here: Perfvisor runs on x86-64 only.
+    put_u64(out, u64::from(first) | u64::from(second) << 32);
+}
+
+/// A header. A size above 65535 cannot be encoded; rings refuse it before anything is written.
+#[inline]
+fn put_header(out: &mut impl Sink, ty: RecordType, misc: Misc, size: usize) {
+    let size = u16::try_from(size).unwrap_or(u16::MAX);
+    put_u64(
+        out,
+        u64::from(ty.0) | u64::from(misc.0) << 32 | u64::from(size) << 48,
+    );
+}
+
+/// A record that can be written.
+pub trait Encode {
+    /// Bytes of the whole record; always a multiple of 8.
+    fn size(&self, format: Format) -> usize;
+
+    /// Appends exactly [`size`](Self::size) bytes to `out`.
+    fn encode(&self, format: Format, out: &mut impl Sink);
+
+    /// Whether it counts as a sample for `wakeup_events`.
+    const IS_SAMPLE: bool = false;
+
+    /// Writes the record to a ring.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ring::begin`].
+    #[inline]
+    fn write(&self, format: Format, ring: &Ring) -> Result<(), RingError> {
+        let mut record = ring.begin(self.size(format), Self::IS_SAMPLE)?;
+        self.encode(format, &mut record);
+        debug_assert_eq!(record.left(), 0, "size and encoding disagree");
+        Ok(())
+    }
+}
+
+/// Why bytes are not a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// The record ends before the field.
+    #[error("the record ends before its {field}")]
+    Short {
+        /// The field that is missing or cut.
+        field: &'static str,
+    },
+    /// The sample goes on after the last field of its format.
+    #[error("{bytes} bytes after the last field")]
+    Trailing {
+        /// How many.
+        bytes: usize,
+    },
+    /// The header does not describe the bytes.
+    #[error("the size in the header is not that of the record")]
+    Header,
+}
+
+/// A decoded record, borrowed from its bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Record<'a> {
+    /// Memory was mapped.
+    Mmap(Mmap<'a>),
+    /// Records found no room.
+    Lost(Lost),
+    /// A name.
+    Comm(Comm<'a>),
+    /// A vCPU has gone.
+    Exit(Task),
+    /// An event was stopped because it sampled too fast.
+    Throttle(Throttle),
+    /// It was started again.
+    Unthrottle(Throttle),
+    /// A vCPU has come.
+    Fork(Task),
+    /// Final values of an inherited event.
+    Read(Read<'a>),
+    /// A sample.
+    Sample(Sample<'a>),
+    /// A type that is not known here.
+    Other(RawRecord<'a>),
+}
+
+impl<'a> Record<'a> {
+    /// Decodes a record from a ring. `format` is that of the event (or events) that write to it.
+    ///
+    /// # Errors
+    ///
+    /// [`DecodeError`] if the bytes are too few for their type, or in a sample too many.
+    pub fn decode(raw: RawRecord<'a>, format: Format) -> Result<Self, DecodeError> {
+        let mut body = Cursor::new(raw.body());
+        let misc = Misc(raw.misc());
+        Ok(match RecordType(raw.ty()) {
+            RecordType::MMAP => Self::Mmap(Mmap::decode(&mut body, misc)?),
+            RecordType::LOST => Self::Lost(Lost::decode(&mut body)?),
+            RecordType::COMM => Self::Comm(Comm::decode(&mut body)?),
+            RecordType::EXIT => Self::Exit(Task::decode(&mut body, false)?),
+            RecordType::FORK => Self::Fork(Task::decode(&mut body, true)?),
+            RecordType::THROTTLE => Self::Throttle(Throttle::decode(&mut body, true)?),
+            RecordType::UNTHROTTLE => Self::Unthrottle(Throttle::decode(&mut body, false)?),
+            RecordType::READ => Self::Read(Read::decode(&mut body, format)?),
+            RecordType::SAMPLE => Self::Sample(Sample::decode(&mut body, misc, format)?),
+            _ => Self::Other(raw),
+        })
+    }
+
+    /// Decodes a record from the beginning of `bytes`, which may go on after it.
+    ///
+    /// # Errors
+    ///
+    /// As [`decode`](Self::decode), and [`DecodeError::Header`] if the header's size is not that of a record or
+    /// exceeds the bytes.
+    pub fn decode_bytes(bytes: &'a [u8], format: Format) -> Result<Self, DecodeError> {
+        let &[_, _, _, _, _, _, low, high, ..] = bytes else {
+            return Err(DecodeError::Short { field: "header" });
+        };
+        let size = usize::from(u16::from_ne_bytes([low, high]));
+        let raw = bytes
+            .get(..size)
+            .and_then(RawRecord::new)
+            .ok_or(DecodeError::Header)?;
+        Self::decode(raw, format)
+    }
+}

@@ -1,0 +1,220 @@
+//! SAMPLE records.
+
+use super::cursor::Cursor;
+use super::read::ReadValues;
+use super::{
+    DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
+};
+use crate::attr::SampleType;
+
+/// A list of `u64`, such as a call chain.
+#[derive(Clone, Copy, Debug)]
+pub enum Words<'a> {
+    /// To be encoded.
+    List(&'a [u64]),
+    /// As found in a record: whole words of 8 bytes.
+    Encoded(&'a [u8]),
+}
+
+impl Default for Words<'_> {
+    fn default() -> Self {
+        Self::List(&[])
+    }
+}
+
+impl<'a> Words<'a> {
+    /// Number of words.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::List(list) => list.len(),
+            Self::Encoded(bytes) => bytes.len() / 8,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The words.
+    pub fn iter(&self) -> impl Iterator<Item = u64> + 'a {
+        let (list, bytes) = match *self {
+            Self::List(list) => (list, [].as_slice()),
+            Self::Encoded(bytes) => ([].as_slice(), bytes),
+        };
+        let (words, _) = bytes.as_chunks();
+        list.iter()
+            .copied()
+            .chain(words.iter().map(|&word| u64::from_ne_bytes(word)))
+    }
+}
+
+impl PartialEq for Words<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        self.iter().eq(other.iter())
+    }
+}
+
+/// A sample. Fields that the event's sample type lacks are not written, and 0 or empty when decoded.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sample<'a> {
+    /// What ran, and whether `ip` is exact.
+    pub misc: Misc,
+    /// Instruction pointer.
+    pub ip: u64,
+    /// Process (the VM) as the operator sees it.
+    pub pid: u32,
+    /// Thread (the vCPU).
+    pub tid: u32,
+    /// Time in nanoseconds.
+    pub time_ns: u64,
+    /// Address the event is about.
+    pub addr: u64,
+    /// Id of the event that was opened.
+    pub id: u64,
+    /// Id of the event itself, which differs for inherited ones.
+    pub stream_id: u64,
+    /// CPU number.
+    pub cpu: u32,
+    /// Period in force.
+    pub period: u64,
+    /// Read values.
+    pub read: ReadValues<'a>,
+    /// Call chain, the innermost address first.
+    pub callchain: Words<'a>,
+    /// Raw data. When written it is padded with zeros so that it and its 4 bytes of size are a multiple of 8.
+    pub raw: &'a [u8],
+}
+
+/// Fields of 8 bytes each.
+const FIXED: SampleType = SampleType::IP
+    .union(SampleType::TID)
+    .union(SampleType::TIME)
+    .union(SampleType::ADDR)
+    .union(SampleType::ID)
+    .union(SampleType::STREAM_ID)
+    .union(SampleType::CPU)
+    .union(SampleType::PERIOD);
+
+/// Bytes of the RAW part for `len` bytes of data.
+fn raw_size(len: usize) -> usize {
+    (4 + len).next_multiple_of(8)
+}
+
+impl Encode for Sample<'_> {
+    const IS_SAMPLE: bool = true;
+
+    #[inline]
+    fn size(&self, format: Format) -> usize {
+        let fields = format.sample_type;
+        let mut size = HEADER_SIZE + 8 * (fields & FIXED).bits().count_ones() as usize;
+        if fields.contains(SampleType::READ) {
+            size += self.read.size(format.read_format);
+        }
+        if fields.contains(SampleType::CALLCHAIN) {
+            size += 8 + 8 * self.callchain.len();
+        }
+        if fields.contains(SampleType::RAW) {
+            size += raw_size(self.raw.len());
+        }
+        size
+    }
+
+    #[inline]
+    fn encode(&self, format: Format, out: &mut impl Sink) {
+        let fields = format.sample_type;
+        put_header(out, RecordType::SAMPLE, self.misc, self.size(format));
+        // The order is the ABI's, which is not that of the bits.
+        if fields.contains(SampleType::IP) {
+            put_u64(out, self.ip);
+        }
+        if fields.contains(SampleType::TID) {
+            put_u32s(out, self.pid, self.tid);
+        }
+        if fields.contains(SampleType::TIME) {
+            put_u64(out, self.time_ns);
+        }
+        if fields.contains(SampleType::ADDR) {
+            put_u64(out, self.addr);
+        }
+        if fields.contains(SampleType::ID) {
+            put_u64(out, self.id);
+        }
+        if fields.contains(SampleType::STREAM_ID) {
+            put_u64(out, self.stream_id);
+        }
+        if fields.contains(SampleType::CPU) {
+            put_u32s(out, self.cpu, 0);
+        }
+        if fields.contains(SampleType::PERIOD) {
+            put_u64(out, self.period);
+        }
+        if fields.contains(SampleType::READ) {
+            self.read.encode(format.read_format, out);
+        }
+        if fields.contains(SampleType::CALLCHAIN) {
+            put_u64(out, self.callchain.len() as u64);
+            for ip in self.callchain.iter() {
+                put_u64(out, ip);
+            }
+        }
+        if fields.contains(SampleType::RAW) {
+            let size = raw_size(self.raw.len()) - 4;
+            out.put(&u32::try_from(size).unwrap_or(u32::MAX).to_ne_bytes());
+            out.put(self.raw);
+            // At most 7 bytes: the size is the next that fits.
+            out.put(&[0; 8][..size - self.raw.len()]);
+        }
+    }
+}
+
+impl<'a> Sample<'a> {
+    pub(super) fn decode(body: &mut Cursor<'a>, misc: Misc, format: Format) -> Result<Self, DecodeError> {
+        let fields = format.sample_type;
+        let mut sample = Self {
+            misc,
+            ..Self::default()
+        };
+        if fields.contains(SampleType::IP) {
+            sample.ip = body.u64("ip")?;
+        }
+        if fields.contains(SampleType::TID) {
+            sample.pid = body.u32("pid")?;
+            sample.tid = body.u32("tid")?;
+        }
+        if fields.contains(SampleType::TIME) {
+            sample.time_ns = body.u64("time")?;
+        }
+        if fields.contains(SampleType::ADDR) {
+            sample.addr = body.u64("addr")?;
+        }
+        if fields.contains(SampleType::ID) {
+            sample.id = body.u64("id")?;
+        }
+        if fields.contains(SampleType::STREAM_ID) {
+            sample.stream_id = body.u64("stream id")?;
+        }
+        if fields.contains(SampleType::CPU) {
+            sample.cpu = body.u32("cpu")?;
+            body.u32("cpu")?;
+        }
+        if fields.contains(SampleType::PERIOD) {
+            sample.period = body.u64("period")?;
+        }
+        if fields.contains(SampleType::READ) {
+            sample.read = ReadValues::decode(body, format.read_format)?;
+        }
+        if fields.contains(SampleType::CALLCHAIN) {
+            let len = body.u64("call chain length")?;
+            sample.callchain = Words::Encoded(body.many(len, 8, "call chain")?);
+        }
+        if fields.contains(SampleType::RAW) {
+            let len = body.u32("raw size")?;
+            sample.raw = body.many(u64::from(len), 1, "raw data")?;
+        }
+        match body.rest().len() {
+            0 => Ok(sample),
+            bytes => Err(DecodeError::Trailing { bytes }),
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Memory of a ring: the memfd and its mappings.
+#![allow(unsafe_code)]
+
+use std::io::{Error, Result};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::{NonNull, null_mut};
+
+use super::page::ControlPage;
+
+/// Bytes of a page on x86-64, the only architecture Perfvisor runs on.
+pub const PAGE_SIZE: usize = 4096;
+
+/// Access to the control page and to the data pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Access {
+    pub(super) control_writable: bool,
+    pub(super) data_writable: bool,
+}
+
+/// One control page and the data pages behind it; if `mirrored`, the data pages follow once more, so that a record
+/// which wraps is contiguous in memory.
+pub(super) struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+    data_size: usize,
+    mirrored: bool,
+}
+
+// SAFETY: a mapping is memory that any thread may use; what is in it is reached through atomics, or through raw
+// pointers by code that argues its exclusive right to the bytes.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+fn check(result: libc::c_int) -> Result<libc::c_int> {
+    if result < 0 {
+        Err(Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+/// A memfd of `len` bytes that can no longer change its size: a mapping of it never faults.
+pub(super) fn sealed_memfd(len: usize) -> Result<OwnedFd> {
+    // SAFETY: the name is a valid C string; the result is checked.
+    let fd = check(unsafe {
+        libc::memfd_create(c"perf-ring".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)
+    })?;
+    // SAFETY: fd was just created and is owned by nobody else.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let len = libc::off_t::try_from(len).map_err(|_| Error::from_raw_os_error(libc::EINVAL))?;
+    // SAFETY: plain system call on an open descriptor.
+    check(unsafe { libc::ftruncate(fd.as_raw_fd(), len) })?;
+    add_seals(&fd, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW)?;
+    Ok(fd)
+}
+
+pub(super) fn add_seals(fd: &OwnedFd, seals: libc::c_int) -> Result<()> {
+    // SAFETY: plain system call on an open descriptor.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }).map(drop)
+}
+
+/// The seals of `fd`; an error if it is not a memfd.
+pub(super) fn seals(fd: BorrowedFd<'_>) -> Result<libc::c_int> {
+    // SAFETY: plain system call on an open descriptor.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })
+}
+
+/// Size of the file behind `fd` in bytes.
+pub(super) fn file_size(fd: BorrowedFd<'_>) -> Result<u64> {
+    let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: the pointer is valid for a `stat`, which the call fills if it succeeds.
+    check(unsafe { libc::fstat(fd.as_raw_fd(), stat.as_mut_ptr()) })?;
+    // SAFETY: the call succeeded.
+    let size = unsafe { stat.assume_init() }.st_size;
+    Ok(u64::try_from(size).unwrap_or(0))
+}
+
+impl Mapping {
+    /// Maps a memfd of `PAGE_SIZE + data_size` bytes whose size is sealed.
+    pub(super) fn memfd(fd: BorrowedFd<'_>, data_size: usize, access: Access) -> Result<Self> {
+        let len = PAGE_SIZE + 2 * data_size;
+        // SAFETY: a new mapping at an address of the kernel's choice; nothing is replaced.
+        let base = unsafe {
+            libc::mmap(
+                null_mut(),
+                len,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast::<u8>()).ok_or_else(|| Error::from_raw_os_error(libc::EINVAL))?;
+        // Owns the range from here on, so errors below unmap it.
+        let mapping = Self {
+            base,
+            len,
+            data_size,
+            mirrored: true,
+        };
+        mapping.place(fd, 0, PAGE_SIZE, 0, access.control_writable)?;
+        if data_size != 0 {
+            mapping.place(fd, PAGE_SIZE, data_size, PAGE_SIZE, access.data_writable)?;
+            mapping.place(
+                fd,
+                PAGE_SIZE + data_size,
+                data_size,
+                PAGE_SIZE,
+                access.data_writable,
+            )?;
+        }
+        Ok(mapping)
+    }
+
+    /// Maps a ring of the kernel's. It cannot be mirrored: the kernel maps it from offset 0 only.
+    pub(super) fn perf(fd: BorrowedFd<'_>, data_size: usize) -> Result<Self> {
+        let len = PAGE_SIZE + data_size;
+        // SAFETY: a new mapping at an address of the kernel's choice; nothing is replaced.
+        let base = unsafe {
+            libc::mmap(
+                null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast::<u8>()).ok_or_else(|| Error::from_raw_os_error(libc::EINVAL))?;
+        Ok(Self {
+            base,
+            len,
+            data_size,
+            mirrored: false,
+        })
+    }
+
+    fn place(&self, fd: BorrowedFd<'_>, at: usize, len: usize, offset: usize, writable: bool) -> Result<()> {
+        debug_assert!(at + len <= self.len);
+        let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
+        // Populated now, so that writing a record never takes a page fault.
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_POPULATE;
+        // SAFETY: [at, at + len) lies in the range this mapping reserved and owns, so MAP_FIXED replaces nothing else.
+        let placed = unsafe {
+            libc::mmap(
+                self.base.as_ptr().add(at).cast(),
+                len,
+                prot,
+                flags,
+                fd.as_raw_fd(),
+                offset as libc::off_t,
+            )
+        };
+        if placed == libc::MAP_FAILED {
+            Err(Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    }
+
+    #[inline]
+    pub(super) fn control(&self) -> &ControlPage {
+        // SAFETY: the first page is mapped readable for as long as `self` lives, is page aligned and larger than a
+        // ControlPage, whose fields are all atomics, so changes by others through other mappings are allowed.
+        // Stores through it on a read-only page would fault: only writable mappings do any (see the callers).
+        unsafe { self.base.cast::<ControlPage>().as_ref() }
+    }
+
+    /// First byte of the data area.
+    #[inline]
+    pub(super) fn data(&self) -> *mut u8 {
+        // SAFETY: the mapping is longer than a page, or (no data pages) this is one past its end.
+        unsafe { self.base.as_ptr().add(PAGE_SIZE) }
+    }
+
+    #[inline]
+    pub(super) fn data_size(&self) -> usize {
+        self.data_size
+    }
+
+    #[inline]
+    pub(super) fn mirrored(&self) -> bool {
+        self.mirrored
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by this value and nothing borrowed from it outlives it.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}

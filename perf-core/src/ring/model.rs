@@ -1,0 +1,274 @@
+//! The ring's protocol under the model checker: every interleaving, and every reordering the memory model allows, of
+//! a few writers, nested writers and a reader. It is the very code of `protocol.rs`, over loom's atomics.
+//!
+//! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ring::model`.
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::AtomicU64;
+use loom::thread;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use super::protocol::{Claim, Protocol, Shape, Shared};
+
+/// Units of 8 bytes in the modelled ring.
+const UNITS: usize = 8;
+
+struct Ring {
+    protocol: Protocol<AtomicU64>,
+    head: AtomicU64,
+    tail: AtomicU64,
+    /// The data area. loom fails the model if one thread reads a unit while another may write it.
+    data: Vec<UnsafeCell<u64>>,
+    /// The head as it was at the latest notification.
+    notified: AtomicU64,
+}
+
+// SAFETY: access to the cells is what the model checks.
+unsafe impl Sync for Ring {}
+// SAFETY: as above.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    fn new(overwrite: bool) -> Arc<Self> {
+        let shape = Shape {
+            size: 8 * UNITS as u64,
+            overwrite,
+        };
+        Arc::new(Self {
+            protocol: Protocol::new(shape, 0),
+            head: AtomicU64::new(0),
+            tail: AtomicU64::new(0),
+            data: (0..UNITS).map(|_| UnsafeCell::new(0)).collect(),
+            notified: AtomicU64::new(0),
+        })
+    }
+
+    fn shared(&self) -> Shared<'_, AtomicU64> {
+        Shared {
+            data_head: &self.head,
+            data_tail: &self.tail,
+        }
+    }
+
+    fn begin(&self, units: u64) -> Option<Claim> {
+        let claim = self.protocol.reserve(&self.shared(), units * 8, true);
+        if claim.is_none() {
+            self.protocol.add_lost(1);
+        }
+        claim
+    }
+
+    /// Fills the claim: the first unit holds the record's length in units, all others its tag.
+    fn fill(&self, claim: &Claim, tag: u64) {
+        let (first, last) = (claim.start / 8, claim.end / 8);
+        for unit in first..last {
+            let value = if unit == first { last - first } else { tag };
+            // SAFETY: loom checks the exclusive access.
+            self.data[unit as usize % UNITS].with_mut(|cell| unsafe { *cell = value });
+        }
+    }
+
+    fn end(&self, claim: Claim) {
+        let ended = self.protocol.end(&self.shared(), claim);
+        if ended.notify {
+            let head = self.head.load(Relaxed);
+            self.notified.fetch_max(head, Relaxed);
+        }
+    }
+
+    fn write(&self, units: u64, tag: u64) -> bool {
+        let Some(claim) = self.begin(units) else {
+            return false;
+        };
+        self.fill(&claim, tag);
+        self.end(claim);
+        true
+    }
+
+    /// Reads whole records up to the head; panics on half a record. Returns how many.
+    fn read(&self) -> usize {
+        let head = self.head.load(Acquire);
+        let mut tail = self.tail.load(Relaxed);
+        let mut records = 0;
+        // SAFETY: loom checks that nobody writes.
+        let unit = |at: u64| self.data[(at / 8) as usize % UNITS].with(|cell| unsafe { *cell });
+        while tail < head {
+            let units = unit(tail);
+            assert!(units >= 2 && tail + 8 * units <= head, "whole records only");
+            let tag = unit(tail + 8);
+            assert!(
+                (1..units).all(|n| unit(tail + 8 * n) == tag),
+                "one writer's bytes"
+            );
+            tail += 8 * units;
+            records += 1;
+        }
+        self.tail.store(tail, Release);
+        records
+    }
+}
+
+fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(model);
+}
+
+#[test]
+fn p28_a_reader_beside_two_writers_sees_whole_records_and_in_the_end_all() {
+    check(3, || {
+        let ring = Ring::new(false);
+        let writers = [1, 2].map(|tag| {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || assert!(ring.write(2, tag)))
+        });
+        let mut seen = ring.read();
+        for writer in writers {
+            writer.join().expect("no panic");
+        }
+        seen += ring.read();
+        assert_eq!(seen, 2);
+        assert_eq!(ring.head.load(Relaxed), 32);
+    });
+}
+
+#[test]
+fn p28_nested_writers_are_published_whole_by_the_outermost() {
+    check(3, || {
+        let ring = Ring::new(false);
+        let other = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || assert!(ring.write(2, 3)))
+        };
+        let reader = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || ring.read())
+        };
+        // A signal handler that interrupts a writer is a second record begun and ended inside the first.
+        let outer = ring.begin(3).expect("room");
+        let inner = ring.begin(2).expect("room");
+        ring.fill(&inner, 2);
+        ring.end(inner);
+        ring.fill(&outer, 1);
+        ring.end(outer);
+        other.join().expect("no panic");
+        let seen = reader.join().expect("no panic") + ring.read();
+        assert_eq!(seen, 3);
+    });
+}
+
+#[test]
+fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goes_back() {
+    check(3, || {
+        let ring = Ring::new(false);
+        assert!(ring.write(4, 1));
+        let writer = {
+            let ring = Arc::clone(&ring);
+            // The first fits, the second only if the reader was quick.
+            thread::spawn(move || usize::from(ring.write(3, 2)) + usize::from(ring.write(3, 3)))
+        };
+        let before = ring.head.load(Relaxed);
+        let mut seen = ring.read();
+        assert!(ring.head.load(Relaxed) >= before);
+        let written = 1 + writer.join().expect("no panic");
+        seen += ring.read();
+        assert_eq!(seen, written);
+    });
+}
+
+#[test]
+fn p30_what_is_written_and_what_is_lost_add_up() {
+    check(3, || {
+        let ring = Ring::new(false);
+        let attempt = |ring: &Ring, tag| {
+            // As `Ring::begin`: the pending losses travel with the record, or are put back.
+            let lost = ring.protocol.take_lost();
+            match ring.protocol.reserve(&ring.shared(), 32, false) {
+                Some(claim) => {
+                    ring.fill(&claim, tag);
+                    ring.end(claim);
+                    (1, lost)
+                }
+                None => {
+                    ring.protocol.add_lost(lost + 1);
+                    (0, 0)
+                }
+            }
+        };
+        let writer = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || attempt(&ring, 1))
+        };
+        let (first, lost_first) = attempt(&ring, 2);
+        ring.read();
+        let (second, lost_second) = attempt(&ring, 3);
+        let (third, lost_third) = writer.join().expect("no panic");
+        let reported = lost_first + lost_second + lost_third;
+        assert_eq!(
+            first + second + third + reported + ring.protocol.pending_lost(),
+            3
+        );
+    });
+}
+
+#[test]
+fn p31_the_last_record_that_is_due_wakes_the_reader_after_it_can_be_read() {
+    check(3, || {
+        let ring = Ring::new(false);
+        ring.protocol.set_wakeup(1 << 20, 1);
+        let writers = [1, 2].map(|tag| {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || assert!(ring.write(2, tag)))
+        });
+        for writer in writers {
+            writer.join().expect("no panic");
+        }
+        assert_eq!(
+            ring.notified.load(Relaxed),
+            32,
+            "a notification came after the last publication"
+        );
+    });
+}
+
+#[test]
+fn p31_a_count_of_samples_gives_exactly_its_share_of_wakeups() {
+    check(3, || {
+        let ring = Ring::new(false);
+        ring.protocol.set_wakeup(1 << 20, 2);
+        let writer = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || assert!(ring.write(2, 1)))
+        };
+        assert!(ring.write(2, 2));
+        writer.join().expect("no panic");
+        assert_eq!(ring.notified.load(Relaxed), 32, "the second of two samples wakes");
+    });
+}
+
+#[test]
+fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
+    // Every record is an eighth of the ring or more, so every overlapping end closes a generation.
+    check(2, || {
+        let ring = Ring::new(false);
+        let writers = [1, 2].map(|tag| {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || {
+                let outer = ring.begin(2).expect("room");
+                ring.fill(&outer, tag);
+                ring.end(outer);
+            })
+        });
+        let first = ring.begin(2).expect("room");
+        ring.fill(&first, 3);
+        ring.end(first);
+        let mut seen = ring.read();
+        for writer in writers {
+            writer.join().expect("no panic");
+        }
+        seen += ring.read();
+        assert_eq!(seen, 3);
+        assert_eq!(ring.head.load(Relaxed), 48);
+    });
+}

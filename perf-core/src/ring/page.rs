@@ -1,0 +1,175 @@
+//! The control page: `struct perf_event_mmap_page` of `linux/perf_event.h`, field for field.
+//!
+//! Every field is an atomic, because the page is shared with other processes; what they write there is never
+//! trusted (see the module documentation of [`super`]).
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU16, AtomicU32, AtomicU64, fence};
+
+/// `capabilities`: `cap_bit0_is_deprecated`, so that readers do not take bit 0 for `cap_user_rdpmc`.
+const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
+/// `size`: bytes of the page's first part that are defined (the offset of the reserved gap).
+const DEFINED_BYTES: u32 = 96;
+
+/// The first page of a ring.
+#[repr(C)]
+pub(super) struct ControlPage {
+    version: AtomicU32,
+    compat_version: AtomicU32,
+    lock: AtomicU32,
+    index: AtomicU32,
+    offset: AtomicI64,
+    time_enabled: AtomicU64,
+    time_running: AtomicU64,
+    capabilities: AtomicU64,
+    pmc_width: AtomicU16,
+    time_shift: AtomicU16,
+    time_mult: AtomicU32,
+    time_offset: AtomicU64,
+    time_zero: AtomicU64,
+    size: AtomicU32,
+    reserved_1: AtomicU32,
+    time_cycles: AtomicU64,
+    time_mask: AtomicU64,
+    reserved: [AtomicU64; 116],
+    pub(super) data_head: AtomicU64,
+    pub(super) data_tail: AtomicU64,
+    pub(super) data_offset: AtomicU64,
+    pub(super) data_size: AtomicU64,
+}
+
+/// What the control page says about the counter itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counter {
+    /// Hardware counter index plus one; 0: the counter is not active, `offset` is the whole count.
+    pub index: u32,
+    /// To be added to the hardware counter's value, or the whole count.
+    pub offset: i64,
+    /// Nanoseconds enabled, those of exited and live children included.
+    pub time_enabled_ns: u64,
+    /// Nanoseconds on the PMU, those of children included.
+    pub time_running_ns: u64,
+}
+
+/// Another update of the control page is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the control page is being updated by another thread or by the code this one interrupted")]
+pub struct ControlBusy;
+
+/// The owner's side of the control page: updates of [`Counter`] under the page's sequence lock.
+pub struct Control<'a> {
+    pub(super) page: &'a ControlPage,
+    pub(super) busy: &'a AtomicBool,
+    pub(super) sequence: &'a AtomicU32,
+}
+
+impl ControlPage {
+    pub(super) fn init(&self, data_offset: u64, data_size: u64, start: u64) {
+        // compat_version 0 and version 0 are what the kernel writes to this day.
+        self.version.store(0, Relaxed);
+        self.compat_version.store(0, Relaxed);
+        self.capabilities.store(CAP_BIT0_IS_DEPRECATED, Relaxed);
+        self.size.store(DEFINED_BYTES, Relaxed);
+        self.data_offset.store(data_offset, Relaxed);
+        self.data_size.store(data_size, Relaxed);
+        self.data_tail.store(start, Relaxed);
+        self.data_head.store(start, Release);
+    }
+
+    /// Reads the counter fields consistently. `None` if an update was always under way in `tries` attempts (its
+    /// writer may be a process that died in the middle of it).
+    pub(super) fn counter(&self, tries: usize) -> Option<Counter> {
+        for _ in 0..tries {
+            // Acquire: pairs with the Release store that ends an update; the fields are read after it.
+            let before = self.lock.load(Acquire);
+            if before & 1 != 0 {
+                std::hint::spin_loop();
+                continue;
+            }
+            let counter = Counter {
+                index: self.index.load(Relaxed),
+                offset: self.offset.load(Relaxed),
+                time_enabled_ns: self.time_enabled.load(Relaxed),
+                time_running_ns: self.time_running.load(Relaxed),
+            };
+            // Acquire: pairs with the Release fence that begins an update. If a field came from it, the lock does
+            // too and differs.
+            fence(Acquire);
+            if self.lock.load(Relaxed) == before {
+                return Some(counter);
+            }
+        }
+        None
+    }
+}
+
+impl Control<'_> {
+    /// Writes `counter` to the page; readers see all of it or nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlBusy`] if an update is under way. Updates of one event are made under its context's lock, so this
+    /// can only come from a signal handler that interrupted one: the interrupted update then writes older values, and
+    /// the handler must ask for another.
+    pub fn update(&self, counter: Counter) -> Result<(), ControlBusy> {
+        // Acquire: pairs with the Release store below; updates follow one another.
+        if self.busy.swap(true, Acquire) {
+            return Err(ControlBusy);
+        }
+        // The sequence is kept outside the page: another process may have written anything to it.
+        let sequence = self.sequence.load(Relaxed);
+        self.page.lock.store(sequence.wrapping_add(1), Relaxed);
+        // Release: pairs with the reader's Acquire fence; the odd lock is visible before any field is.
+        fence(Release);
+        self.page.index.store(counter.index, Relaxed);
+        self.page.offset.store(counter.offset, Relaxed);
+        self.page.time_enabled.store(counter.time_enabled_ns, Relaxed);
+        self.page.time_running.store(counter.time_running_ns, Relaxed);
+        // Release: pairs with the reader's first Acquire load; the fields are visible before the even lock is.
+        self.page.lock.store(sequence.wrapping_add(2), Release);
+        self.sequence.store(sequence.wrapping_add(2), Relaxed);
+        self.busy.store(false, Release);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perf_event_open_sys::bindings::perf_event_mmap_page as kernel;
+    use std::mem::offset_of;
+
+    #[test]
+    fn layout_is_the_kernels() {
+        assert_eq!(offset_of!(ControlPage, version), offset_of!(kernel, version));
+        assert_eq!(
+            offset_of!(ControlPage, compat_version),
+            offset_of!(kernel, compat_version)
+        );
+        assert_eq!(offset_of!(ControlPage, lock), offset_of!(kernel, lock));
+        assert_eq!(offset_of!(ControlPage, index), offset_of!(kernel, index));
+        assert_eq!(offset_of!(ControlPage, offset), offset_of!(kernel, offset));
+        assert_eq!(
+            offset_of!(ControlPage, time_enabled),
+            offset_of!(kernel, time_enabled)
+        );
+        assert_eq!(
+            offset_of!(ControlPage, time_running),
+            offset_of!(kernel, time_running)
+        );
+        assert_eq!(offset_of!(ControlPage, pmc_width), offset_of!(kernel, pmc_width));
+        assert_eq!(offset_of!(ControlPage, time_mult), offset_of!(kernel, time_mult));
+        assert_eq!(offset_of!(ControlPage, time_zero), offset_of!(kernel, time_zero));
+        assert_eq!(offset_of!(ControlPage, size), offset_of!(kernel, size));
+        assert_eq!(offset_of!(ControlPage, time_mask), offset_of!(kernel, time_mask));
+        assert_eq!(offset_of!(ControlPage, reserved), DEFINED_BYTES as usize);
+        assert_eq!(offset_of!(ControlPage, data_head), 1024);
+        assert_eq!(offset_of!(ControlPage, data_head), offset_of!(kernel, data_head));
+        assert_eq!(offset_of!(ControlPage, data_tail), offset_of!(kernel, data_tail));
+        assert_eq!(
+            offset_of!(ControlPage, data_offset),
+            offset_of!(kernel, data_offset)
+        );
+        assert_eq!(offset_of!(ControlPage, data_size), offset_of!(kernel, data_size));
+    }
+}

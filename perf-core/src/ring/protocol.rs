@@ -1,0 +1,419 @@
+//! How writers share a ring: reservation, publication, losses and wakeups. No memory mapping here, only atomics,
+//! so the model checker runs this very code (`cfg(loom)`).
+//!
+//! # The protocol
+//!
+//! One private word, the *state*, holds where the next record goes and how many records are being written:
+//!
+//! ```text
+//!  63      56 55      48 47   46                                    0
+//! ┌──────────┬──────────┬────┬───────────────────────────────────────┐
+//! │ old      │ current  │ par│ head, in units of 8 bytes             │
+//! └──────────┴──────────┴────┴───────────────────────────────────────┘
+//! ```
+//!
+//! *Begin* moves the head and counts the writer in, in one compare-and-swap. *End* counts it out. Whoever counts out
+//! last finds, in the same atomic step, that nothing below the head is being written any more, and publishes the
+//! head. So a reader never sees a half-written record, whether writers are threads or signal handlers nested inside
+//! one another: the outermost publishes for all. Nobody ever waits for anybody.
+//!
+//! If writers overlap without a gap, the count would never reach zero and the reader would starve. Therefore writers
+//! belong to a *generation* (the parity bit). When too much is unpublished, an ending writer closes the current
+//! generation: its count becomes `old`, nobody joins it any more, and the position of the head at that moment is its
+//! *boundary*. The last of the old generation publishes the boundary. At most two generations exist.
+//!
+//! # Who is trusted
+//!
+//! The control page is shared with other processes and may hold anything. Of it the writer reads `data_tail` and
+//! `data_head`; both only ever decide *whether* to write or to publish. Where to write comes from the state word.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use super::word::Word;
+
+/// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Positions are widened to 64 bits outside.
+const HEAD_BITS: u32 = 47;
+const HEAD_MASK: u64 = (1 << HEAD_BITS) - 1;
+const PARITY: u64 = 1 << HEAD_BITS;
+const CURRENT_SHIFT: u32 = 48;
+const CURRENT_ONE: u64 = 1 << CURRENT_SHIFT;
+const OLD_SHIFT: u32 = 56;
+const OLD_ONE: u64 = 1 << OLD_SHIFT;
+/// Most records in flight at once in one generation.
+const WRITERS_MAX: u64 = 0xff;
+/// Bound on the tries to move `data_head`. Honest failures mean that somebody else published something newer; only
+/// a process that scribbles over the control page can exhaust it.
+const PUBLISH_TRIES: usize = 64;
+
+#[derive(Clone, Copy)]
+struct State(u64);
+
+impl State {
+    fn head(self) -> u64 {
+        self.0 & HEAD_MASK
+    }
+    fn parity(self) -> u64 {
+        self.0 & PARITY
+    }
+    fn current(self) -> u64 {
+        (self.0 >> CURRENT_SHIFT) & WRITERS_MAX
+    }
+    fn old(self) -> u64 {
+        self.0 >> OLD_SHIFT
+    }
+    /// One more writer, and the head `units` further.
+    fn joined(self, units: u64) -> u64 {
+        ((self.0 & !HEAD_MASK) | ((self.head() + units) & HEAD_MASK)) + CURRENT_ONE
+    }
+    /// The current generation becomes the old one; nobody is in the new one yet.
+    fn closed(self) -> u64 {
+        (self.current() << OLD_SHIFT) | (self.parity() ^ PARITY) | self.head()
+    }
+}
+
+/// A cache line of its own, with its neighbour: adjacent lines are fetched in pairs.
+#[repr(align(128))]
+pub(super) struct Line<T>(pub(super) T);
+
+/// Written twice by every record.
+struct Hot<W> {
+    state: W,
+    /// Where the old generation ends. Written by the writer that closed it, which is still a member of it then.
+    boundary: W,
+    /// A position below which every record is published; may lag behind, never runs ahead.
+    published: W,
+}
+
+/// Hardly ever written.
+struct Cold<W> {
+    /// Attempts refused since the last LOST record.
+    lost: W,
+    /// Bytes between wakeups.
+    watermark: W,
+    /// Samples between wakeups; 0: not by count.
+    wakeup_events: W,
+    /// Position at which the watermark was last crossed.
+    last_crossing: W,
+}
+
+/// Written by samples if wakeups are counted, and by records that are due to wake the reader.
+struct Wake<W> {
+    samples: W,
+    /// Highest end position of a record that is to wake the reader; 0: none.
+    due: W,
+}
+
+/// Shape of a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    /// Bytes of the data area; a power of two.
+    pub(super) size: u64,
+    /// `data_tail` is not honoured.
+    pub(super) overwrite: bool,
+}
+
+impl Shape {
+    /// Most bytes that may be reserved and not yet published. In overwrite mode a reader may trust all but this
+    /// much of the area, because no writer can be ahead of the published head by more.
+    pub(super) fn in_flight_max(self) -> u64 {
+        if self.overwrite { self.size / 4 } else { self.size }
+    }
+
+    /// Unpublished bytes at which an ending writer closes its generation.
+    fn close_at(self) -> u64 {
+        self.size / 8
+    }
+}
+
+/// A reserved piece of the ring.
+#[derive(Debug)]
+pub(super) struct Claim {
+    /// Position of its first byte.
+    pub(super) start: u64,
+    /// Position after its last.
+    pub(super) end: u64,
+    parity: u64,
+    /// The reader is to be woken once this is published.
+    wake: bool,
+}
+
+/// What ending a record led to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ended {
+    /// The position published up to, if this writer was the one to publish.
+    pub(super) published: Option<u64>,
+    /// The reader must be notified.
+    pub(super) notify: bool,
+}
+
+/// The two words of the control page that the protocol needs.
+pub(super) struct Shared<'a, W> {
+    pub(super) data_head: &'a W,
+    pub(super) data_tail: &'a W,
+}
+
+pub(super) struct Protocol<W> {
+    shape: Shape,
+    hot: Line<Hot<W>>,
+    cold: Line<Cold<W>>,
+    wake: Line<Wake<W>>,
+}
+
+impl<W: Word> Protocol<W> {
+    /// A ring whose first record goes to position `start` (a multiple of 8; 0 but in tests of the wrap).
+    pub(super) fn new(shape: Shape, start: u64) -> Self {
+        Self {
+            shape,
+            hot: Line(Hot {
+                state: W::new((start >> 3) & HEAD_MASK),
+                boundary: W::new(0),
+                published: W::new(start),
+            }),
+            cold: Line(Cold {
+                lost: W::new(0),
+                watermark: W::new(shape.size),
+                wakeup_events: W::new(0),
+                last_crossing: W::new(start),
+            }),
+            wake: Line(Wake {
+                samples: W::new(0),
+                due: W::new(0),
+            }),
+        }
+    }
+
+    /// Bytes between wakeups, and samples between wakeups (0: never by count).
+    pub(super) fn set_wakeup(&self, watermark: u64, events: u64) {
+        self.cold.0.watermark.store(watermark, Relaxed);
+        self.cold.0.wakeup_events.store(events, Relaxed);
+    }
+
+    /// Attempts refused since the last LOST record.
+    pub(super) fn pending_lost(&self) -> u64 {
+        self.cold.0.lost.load(Relaxed)
+    }
+
+    /// Takes the losses that the next record has to report.
+    #[inline]
+    pub(super) fn take_lost(&self) -> u64 {
+        // The plain load keeps the line shared between writers while nothing is lost.
+        if self.cold.0.lost.load(Relaxed) == 0 {
+            0
+        } else {
+            self.cold.0.lost.swap(0, Relaxed)
+        }
+    }
+
+    /// Counts `n` refused attempts.
+    pub(super) fn add_lost(&self, n: u64) {
+        self.cold.0.lost.fetch_add(n, Relaxed);
+    }
+
+    /// A position below which everything is published.
+    pub(super) fn published(&self) -> u64 {
+        self.hot.0.published.load(Acquire)
+    }
+
+    /// Reserves `len` bytes (a multiple of 8), or `None` if there is no room now.
+    #[inline]
+    pub(super) fn reserve(&self, shared: &Shared<'_, W>, len: u64, is_sample: bool) -> Option<Claim> {
+        let hot = &self.hot.0;
+        let size = self.shape.size >> 3;
+        let units = len >> 3;
+        loop {
+            // The order of these three loads matters: the tail and the published position only grow and never pass
+            // the head, so values older than the state are lower than its head, which errs on the safe side.
+            //
+            // Acquire: pairs with the reader's Release store of data_tail. What the reader has read before that
+            // store is read before we write over it.
+            let tail = shared.data_tail.load(Acquire);
+            // Acquire: pairs with the Release in `publish`.
+            let published = hot.published.load(Acquire);
+            // Acquire: pairs with the AcqRel of the writer that counted out; its bytes are written before ours.
+            let seen = hot.state.load(Acquire);
+            let state = State(seen);
+            let head = state.head();
+            let ahead = (head.wrapping_sub(published >> 3)) & HEAD_MASK;
+
+            let room = if self.shape.overwrite {
+                ahead + units <= self.shape.in_flight_max() >> 3
+            } else {
+                // Nobody writes: nothing below the head is in flight, even if its publisher has not come to say so.
+                let in_flight = if state.current() == 0 && state.old() == 0 {
+                    0
+                } else {
+                    ahead
+                };
+                let unread = (head.wrapping_sub(tail >> 3)) & HEAD_MASK;
+                // A tail that is ahead of the head or a lap behind is not one of a working reader (`unread` is then
+                // larger than the ring): no room. One that is inside the bytes in flight frees only what is
+                // published. At least 8 bytes stay free so that full and empty differ modulo the size.
+                tail & 7 == 0 && unread.max(in_flight) + units < size
+            };
+            if !room || state.current() == WRITERS_MAX {
+                // The state may have moved on between the loads; a refusal must rest on one consistent view.
+                if hot.state.load(Relaxed) == seen {
+                    return None;
+                }
+                continue;
+            }
+            if hot.state.swap_if(seen, state.joined(units)).is_ok() {
+                let start = published.wrapping_add(ahead << 3);
+                let end = start.wrapping_add(len);
+                return Some(Claim {
+                    start,
+                    end,
+                    parity: state.parity(),
+                    wake: self.wake_due(end, is_sample),
+                });
+            }
+        }
+    }
+
+    /// Whether the record ending at `end` is to wake the reader.
+    #[inline]
+    fn wake_due(&self, end: u64, is_sample: bool) -> bool {
+        let cold = &self.cold.0;
+        let mut due = false;
+        let events = cold.wakeup_events.load(Relaxed);
+        if events != 0 && is_sample {
+            // A running count, so that n samples give exactly one wakeup whatever the interleaving.
+            let nth = self.wake.0.samples.fetch_add(1, Relaxed).wrapping_add(1);
+            due = events == 1 || nth.is_multiple_of(events);
+        }
+        let last = cold.last_crossing.load(Relaxed);
+        if (end.wrapping_sub(last) as i64) >= cold.watermark.load(Relaxed) as i64 {
+            // Of several that cross together one wakes.
+            due |= cold.last_crossing.swap_if(last, end).is_ok();
+        }
+        due
+    }
+
+    /// Ends the record of `claim`, whose bytes are all written.
+    #[inline]
+    pub(super) fn end(&self, shared: &Shared<'_, W>, claim: Claim) -> Ended {
+        let hot = &self.hot.0;
+        if claim.wake {
+            // Before counting out: whoever publishes this record counts out after us and sees it.
+            self.wake.0.due.fetch_max(claim.end, Relaxed);
+        }
+        // Widens a position of the state word. This record is not published yet, so both are close.
+        let widen = |units: u64| {
+            claim
+                .start
+                .wrapping_add((units.wrapping_sub(claim.start >> 3) & HEAD_MASK) << 3)
+        };
+        // A guess saves a load that would fetch the line shared and then once more exclusive.
+        let mut seen = hot.state.load(Relaxed);
+        loop {
+            let state = State(seen);
+            // Every swap here is AcqRel. Release: our bytes are written before we are counted out. Acquire: so are
+            // those of everybody counted out before us, and the publication below covers them too.
+            if state.parity() != claim.parity {
+                // Our generation was closed. It is drained before another is closed, so this is the only old one.
+                if state.old() > 1 {
+                    match hot.state.swap_if(seen, seen - OLD_ONE) {
+                        Ok(_) => {
+                            return Ended {
+                                published: None,
+                                notify: false,
+                            };
+                        }
+                        Err(now) => seen = now,
+                    }
+                    continue;
+                }
+                // We are its last member, so the boundary is written (the closer counted out before us, or is us)
+                // and nobody can close again before we have counted out.
+                let boundary = hot.boundary.load(Acquire);
+                match hot.state.swap_if(seen, seen - OLD_ONE) {
+                    Ok(_) => {
+                        return self.publish(
+                            shared,
+                            if state.current() == 0 {
+                                widen(state.head())
+                            } else {
+                                boundary
+                            },
+                        );
+                    }
+                    Err(now) => seen = now,
+                }
+                continue;
+            }
+            if state.old() == 0 && state.current() == 1 {
+                match hot.state.swap_if(seen, seen - CURRENT_ONE) {
+                    Ok(_) => return self.publish(shared, widen(state.head())),
+                    Err(now) => seen = now,
+                }
+                continue;
+            }
+            let unpublished = (state.head().wrapping_sub(hot.published.load(Relaxed) >> 3) & HEAD_MASK) << 3;
+            if state.old() == 0 && unpublished >= self.shape.close_at() {
+                match hot.state.swap_if(seen, state.closed()) {
+                    Ok(_) => {
+                        // We are still counted in, so nobody reads the boundary before this store.
+                        hot.boundary.store(widen(state.head()), Release);
+                        seen = hot.state.load(Acquire);
+                    }
+                    Err(now) => seen = now,
+                }
+                continue;
+            }
+            match hot.state.swap_if(seen, seen - CURRENT_ONE) {
+                Ok(_) => {
+                    return Ended {
+                        published: None,
+                        notify: false,
+                    };
+                }
+                Err(now) => seen = now,
+            }
+        }
+    }
+
+    /// Makes everything below `to` visible to readers.
+    #[inline]
+    fn publish(&self, shared: &Shared<'_, W>, to: u64) -> Ended {
+        let mut now = shared.data_head.load(Relaxed);
+        for _ in 0..PUBLISH_TRIES {
+            // Another writer may have published something newer meanwhile: the head never goes back. A head that is
+            // further ahead than the ring is long was not written by us, and is put right.
+            if now.wrapping_sub(to) <= self.shape.size {
+                break;
+            }
+            // AcqRel: pairs with the reader's Acquire load of data_head. It sees the records once it sees the head.
+            match shared.data_head.swap_if(now, to) {
+                Ok(_) => break,
+                Err(other) => now = other,
+            }
+        }
+        // After data_head, so that a writer that sees this position may rely on readers being able to see it.
+        // Release: pairs with the Acquire load in `reserve`.
+        if self.shape.overwrite {
+            self.hot.0.published.fetch_max(to, Release);
+        } else if self.hot.0.published.load(Relaxed) < to {
+            // A plain store may put it back when two publish at once. That only makes `reserve` more careful while
+            // records are in flight, and saves every record an atomic read-modify-write.
+            self.hot.0.published.store(to, Release);
+        }
+        Ended {
+            published: Some(to),
+            notify: self.take_due(to),
+        }
+    }
+
+    /// Whether a record that is to wake the reader is among those published up to `to`.
+    #[inline]
+    fn take_due(&self, to: u64) -> bool {
+        let due = self.wake.0.due.load(Relaxed);
+        if due == 0 {
+            return false;
+        }
+        // If a later record is due as well, leave it for its own publisher, but notify now for those before it.
+        if due <= to {
+            let _ = self.wake.0.due.swap_if(due, 0);
+        }
+        true
+    }
+}

@@ -1,0 +1,524 @@
+//! The reader's side: our rings, here or in another process, and the kernel's own.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::fence;
+
+use super::mapping::{self, Access, Mapping, PAGE_SIZE};
+use super::page::{ControlPage, Counter};
+use super::protocol::Shape;
+use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
+
+/// Bytes of `struct perf_event_header`.
+const HEADER_SIZE: usize = 8;
+
+/// Why a ring cannot be mapped or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// The descriptor is not a ring of ours.
+    #[error("not a ring: {what}")]
+    NotARing {
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// The ring contradicts itself: somebody wrote to it who should not. Everything up to the present head has been
+    /// skipped; reading may go on.
+    #[error("corrupt ring at position {position}: {what}")]
+    Corrupt {
+        /// Position of the bad record or head.
+        position: u64,
+        /// What is wrong there.
+        what: &'static str,
+    },
+    /// The writer of an overwrite ring was faster: records were overwritten before they were read. Reading goes on
+    /// with what is written from now on.
+    #[error("{bytes} bytes were overwritten before they were read")]
+    Overrun {
+        /// Bytes that went by unread.
+        bytes: u64,
+    },
+    /// A system call failed.
+    #[error("{what} failed")]
+    Os {
+        /// The call.
+        what: &'static str,
+        /// Its error.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// One record as it is in the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawRecord<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> RawRecord<'a> {
+    /// A record from its bytes; `None` if they are not one whole record.
+    pub fn new(bytes: &'a [u8]) -> Option<Self> {
+        let record = Self { bytes };
+        (bytes.len() >= HEADER_SIZE && record.size() == bytes.len()).then_some(record)
+    }
+
+    /// `PERF_RECORD_*`.
+    #[inline]
+    pub fn ty(&self) -> u32 {
+        u32::from_ne_bytes([self.bytes[0], self.bytes[1], self.bytes[2], self.bytes[3]])
+    }
+
+    /// `PERF_RECORD_MISC_*`.
+    #[inline]
+    pub fn misc(&self) -> u16 {
+        u16::from_ne_bytes([self.bytes[4], self.bytes[5]])
+    }
+
+    fn size(&self) -> usize {
+        usize::from(u16::from_ne_bytes([self.bytes[6], self.bytes[7]]))
+    }
+
+    /// The whole record, header included.
+    #[inline]
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// What follows the header.
+    #[inline]
+    pub fn body(&self) -> &'a [u8] {
+        &self.bytes[HEADER_SIZE..]
+    }
+}
+
+enum Memory {
+    Own(Mapping),
+    Ring(Arc<Ring>),
+}
+
+/// Reads the records of one ring. A [`RingMode::Writable`] ring has one reader at a time.
+///
+/// Records are borrowed from the ring itself, also where they wrap (our rings are mapped so that they are contiguous;
+/// the kernel's are copied into a buffer there). The space is given back to the writer when the ring has been read
+/// to its end or by a quarter of its size, and when the reader is dropped.
+///
+/// Neither the control page nor the records are trusted, so corruption yields an error and never a panic. But
+/// borrowed bytes are *bytes of a shared mapping*: a writer that changes them after publication can change them
+/// under the borrower, who must take each length from them only once. The decoder in [`crate::record`] does.
+pub struct RingReader {
+    data: *const u8,
+    mask: usize,
+    /// Position of the next record.
+    tail: u64,
+    /// The head seen last.
+    head: u64,
+    /// The tail written last.
+    released: u64,
+    /// Unreleased bytes at which the tail is written.
+    release_at: u64,
+    mode: RingMode,
+    mirrored: bool,
+    /// For records that cannot be borrowed: all of an overwrite ring, those that wrap in a kernel's ring.
+    scratch: Box<[u8]>,
+    memory: Memory,
+}
+
+// SAFETY: `data` points into `memory`, which the reader owns or shares and which does not move; nothing of it is tied
+// to a thread.
+unsafe impl Send for RingReader {}
+
+impl fmt::Debug for RingReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RingReader")
+            .field("mode", &self.mode)
+            .field("tail", &self.tail)
+            .field("head", &self.head)
+            .finish_non_exhaustive()
+    }
+}
+
+impl RingReader {
+    /// Maps a ring that another process sent as a memfd.
+    ///
+    /// # Errors
+    ///
+    /// [`ReadError::NotARing`] if the descriptor is not a memfd with a ring's size, or could shrink under the mapping
+    /// (its size is not sealed); [`ReadError::Os`] if it cannot be mapped.
+    pub fn map(fd: BorrowedFd<'_>) -> Result<Self, ReadError> {
+        let seals = mapping::seals(fd).map_err(|_| ReadError::NotARing {
+            what: "the descriptor is not a memfd",
+        })?;
+        if seals & libc::F_SEAL_SHRINK == 0 {
+            return Err(ReadError::NotARing {
+                what: "its size is not sealed",
+            });
+        }
+        let len = mapping::file_size(fd).map_err(|source| ReadError::Os {
+            what: "fstat",
+            source,
+        })?;
+        let data_size = usize::try_from(len)
+            .ok()
+            .and_then(|len| len.checked_sub(PAGE_SIZE))
+            .filter(|&size| size.is_multiple_of(PAGE_SIZE) && size / PAGE_SIZE <= DATA_PAGES_MAX)
+            .filter(|&size| size == 0 || size.is_power_of_two())
+            .ok_or(ReadError::NotARing {
+                what: "its size is not that of 1 + 2^n pages",
+            })?;
+        let mode = if seals & (libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_WRITE) != 0 {
+            RingMode::Overwrite
+        } else {
+            RingMode::Writable
+        };
+        let access = Access {
+            control_writable: mode == RingMode::Writable,
+            data_writable: false,
+        };
+        let mapping = Mapping::memfd(fd, data_size, access).map_err(|source| ReadError::Os {
+            what: "mapping the ring",
+            source,
+        })?;
+        let page = mapping.control();
+        if page.data_offset.load(Relaxed) != PAGE_SIZE as u64
+            || page.data_size.load(Relaxed) != data_size as u64
+        {
+            return Err(ReadError::NotARing {
+                what: "the control page does not describe it",
+            });
+        }
+        Ok(Self::new(Memory::Own(mapping), mode))
+    }
+
+    /// Maps the ring of a kernel's perf event with `data_pages` data pages, which makes the kernel allocate it.
+    ///
+    /// # Errors
+    ///
+    /// [`ReadError::NotARing`] for a number of pages that is not a power of two, [`ReadError::Os`] if mapping fails.
+    pub fn map_perf(fd: BorrowedFd<'_>, data_pages: usize) -> Result<Self, ReadError> {
+        if !data_pages.is_power_of_two() || data_pages > DATA_PAGES_MAX {
+            return Err(ReadError::NotARing {
+                what: "the number of data pages is not a power of two",
+            });
+        }
+        let mapping = Mapping::perf(fd, data_pages * PAGE_SIZE).map_err(|source| ReadError::Os {
+            what: "mapping the perf event",
+            source,
+        })?;
+        Ok(Self::new(Memory::Own(mapping), RingMode::Writable))
+    }
+
+    /// Reads a ring of this process, through its own mapping.
+    pub fn of(ring: Arc<Ring>) -> Self {
+        let mode = ring.mode;
+        Self::new(Memory::Ring(ring), mode)
+    }
+
+    fn new(memory: Memory, mode: RingMode) -> Self {
+        let mapping = match &memory {
+            Memory::Own(mapping) => mapping,
+            Memory::Ring(ring) => &ring.mapping,
+        };
+        let (data, size, mirrored) = (
+            mapping.data().cast_const(),
+            mapping.data_size(),
+            mapping.mirrored(),
+        );
+        let scratch = if mode == RingMode::Overwrite || !mirrored {
+            RECORD_SIZE_MAX
+        } else {
+            0
+        };
+        let mut reader = Self {
+            data,
+            mask: size.saturating_sub(1),
+            tail: 0,
+            head: 0,
+            released: 0,
+            release_at: size as u64 / 4,
+            mode,
+            mirrored,
+            scratch: vec![0; scratch].into_boxed_slice(),
+            memory,
+        };
+        // In a writable ring the tail is the last reader's. An overwrite ring begins at 0 as long as that is still there;
+        // later there is no telling where its oldest record begins, so it is read from its head on.
+        let (head, tail) = (
+            reader.page().data_head.load(Acquire),
+            reader.page().data_tail.load(Relaxed),
+        );
+        let start = match mode {
+            RingMode::Writable => tail,
+            RingMode::Overwrite if head.wrapping_sub(tail) <= reader.trusted() => tail,
+            RingMode::Overwrite => head,
+        } & !7;
+        (reader.tail, reader.head, reader.released) = (start, start, start);
+        reader
+    }
+
+    #[inline]
+    fn mapping(&self) -> &Mapping {
+        match &self.memory {
+            Memory::Own(mapping) => mapping,
+            Memory::Ring(ring) => &ring.mapping,
+        }
+    }
+
+    #[inline]
+    fn page(&self) -> &ControlPage {
+        self.mapping().control()
+    }
+
+    fn size(&self) -> u64 {
+        self.mapping().data_size() as u64
+    }
+
+    /// Bytes below the head that no writer can be overwriting.
+    fn trusted(&self) -> u64 {
+        let shape = Shape {
+            size: self.size(),
+            overwrite: self.mode == RingMode::Overwrite,
+        };
+        if shape.overwrite {
+            shape.size - shape.in_flight_max()
+        } else {
+            shape.size
+        }
+    }
+
+    /// What happens when the ring is full.
+    pub fn mode(&self) -> RingMode {
+        self.mode
+    }
+
+    /// The counter as the control page shows it; `None` if its owner is (or died) in the middle of an update.
+    pub fn counter(&self) -> Option<Counter> {
+        self.page().counter(1000)
+    }
+
+    /// The next record, or `None` if there is none yet.
+    ///
+    /// The record lives until the next call; its space is given back after that.
+    ///
+    /// # Errors
+    ///
+    /// [`ReadError::Corrupt`] or [`ReadError::Overrun`]; both skip to the head, so that reading may go on.
+    #[inline]
+    pub fn next_record(&mut self) -> Result<Option<RawRecord<'_>>, ReadError> {
+        if self.tail.wrapping_sub(self.released) >= self.release_at {
+            self.release();
+        }
+        if self.tail == self.head && !self.refill()? {
+            return Ok(None);
+        }
+        if self.mode == RingMode::Overwrite {
+            return self.next_copied().map(Some);
+        }
+        let size = self.size_at(self.tail)?;
+        let offset = self.tail as usize & self.mask;
+        self.tail = self.tail.wrapping_add(size as u64);
+        if !self.mirrored && offset + size > self.mask + 1 {
+            self.copy_wrapped(offset, size);
+            return Ok(Some(RawRecord {
+                bytes: &self.scratch[..size],
+            }));
+        }
+        // SAFETY: [offset, offset + size) is inside the data area, or, if it is mapped twice, inside the two: the offset
+        // is below the size of the area and `size_at` has made sure the record is no longer than that. The bytes are
+        // published and not released while the record is borrowed, so an honest writer leaves them alone. Bytes have
+        // no invalid values.
+        let bytes = unsafe { std::slice::from_raw_parts(self.data.add(offset), size) };
+        Ok(Some(RawRecord { bytes }))
+    }
+
+    /// All records that are there now, to be held together. Of an overwrite ring there are none: its records can be
+    /// trusted one at a time only, see [`next_record`](Self::next_record). Their space is given back with the next call
+    /// of any method, so a writer may find the ring full meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// As [`next_record`](Self::next_record), for the head. A corrupt record ends the batch; the next call reports it.
+    pub fn batch(&mut self) -> Result<Batch<'_>, ReadError> {
+        self.release();
+        if self.tail == self.head {
+            self.refill()?;
+        } else if self.mode == RingMode::Writable {
+            // The last batch stopped short: let `next_record` say why.
+            self.size_at(self.tail)?;
+        }
+        Ok(Batch { reader: self })
+    }
+
+    /// Looks for new records; gives back the space of the old ones if there are none.
+    fn refill(&mut self) -> Result<bool, ReadError> {
+        self.release();
+        // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb before it stores data_head):
+        // the records below the head are read after it.
+        // An honest head is a multiple of 8; of another one only whole units are looked at.
+        let head = self.page().data_head.load(Acquire) & !7;
+        if head == self.tail {
+            return Ok(false);
+        }
+        let unread = head.wrapping_sub(self.tail);
+        if (self.mode == RingMode::Writable && unread > self.size())
+            || unread > i64::MAX as u64
+            || self.size() == 0
+        {
+            let position = self.tail;
+            self.skip_to(head);
+            return Err(ReadError::Corrupt {
+                position,
+                what: "the head is behind the tail or beyond the ring",
+            });
+        }
+        self.head = head;
+        Ok(true)
+    }
+
+    /// Size of the record at `position`, which is below the head.
+    #[inline]
+    fn size_at(&mut self, position: u64) -> Result<usize, ReadError> {
+        let offset = position as usize & self.mask;
+        // SAFETY: positions are multiples of 8 (`new`, `refill`, and every size is), so the 8 bytes of the header are aligned and
+        // inside the data area. Volatile, so that the size that is checked is the size that is used.
+        let header = unsafe { self.data.add(offset).cast::<u64>().read_volatile() };
+        let size = (header.to_le() >> 48) as usize;
+        if size < HEADER_SIZE || !size.is_multiple_of(8) || size as u64 > self.head.wrapping_sub(position) {
+            return Err(self.corrupt(position, size));
+        }
+        Ok(size)
+    }
+
+    #[cold]
+    fn corrupt(&mut self, position: u64, size: usize) -> ReadError {
+        self.skip_to(self.head);
+        let what = if size < HEADER_SIZE {
+            "the record is smaller than its header"
+        } else if !size.is_multiple_of(8) {
+            "the size of the record is not a multiple of 8"
+        } else {
+            "the record ends beyond the head"
+        };
+        ReadError::Corrupt { position, what }
+    }
+
+    fn skip_to(&mut self, position: u64) {
+        self.tail = position;
+        self.head = position;
+        self.release();
+    }
+
+    fn copy_wrapped(&mut self, offset: usize, size: usize) {
+        let first = self.mask + 1 - offset;
+        // SAFETY: the record is [offset, end of the area) and [0, size - first), both inside the data area, because
+        // `size_at` has made sure it is no longer than the area. The scratch buffer holds the largest record.
+        unsafe {
+            let scratch = self.scratch.as_mut_ptr();
+            std::ptr::copy_nonoverlapping(self.data.add(offset), scratch, first);
+            std::ptr::copy_nonoverlapping(self.data, scratch.add(first), size - first);
+        }
+        self.scratch[6..8].copy_from_slice(&(size as u16).to_ne_bytes());
+    }
+
+    /// The next record of an overwrite ring, copied, and checked afterwards not to have been overwritten meanwhile.
+    fn next_copied(&mut self) -> Result<RawRecord<'_>, ReadError> {
+        let position = self.tail;
+        let size = match self.size_at(position) {
+            Ok(size) => size,
+            Err(corrupt) => {
+                // Not corrupt but overwritten, if the writer has come round.
+                let head = self.head;
+                self.tail = position;
+                self.still_there()?;
+                self.skip_to(head);
+                return Err(corrupt);
+            }
+        };
+        if size > self.mask + 1 {
+            // Only the distance to the head has limited it, and that may be laps here.
+            self.still_there()?;
+            return Err(self.corrupt(position, size));
+        }
+        let offset = position as usize & self.mask;
+        // SAFETY: as in `next_record`; the scratch buffer holds the largest record. A writer may be overwriting these bytes,
+        // they are used only if the check below finds that none could.
+        unsafe { std::ptr::copy_nonoverlapping(self.data.add(offset), self.scratch.as_mut_ptr(), size) };
+        self.still_there()?;
+        self.tail = position.wrapping_add(size as u64);
+        Ok(RawRecord {
+            bytes: &self.scratch[..size],
+        })
+    }
+
+    /// Whether the bytes from the tail on are out of the reach of every writer, even now that they have been read.
+    fn still_there(&mut self) -> Result<(), ReadError> {
+        // Acquire: the bytes are read before the head is. A writer stores over them only when it has seen a published
+        // head that makes them old (`Protocol::reserve`), and then so do we here.
+        fence(Acquire);
+        let head = self.page().data_head.load(Acquire) & !7;
+        let behind = head.wrapping_sub(self.tail);
+        if behind <= self.trusted() {
+            return Ok(());
+        }
+        self.skip_to(head);
+        Err(ReadError::Overrun { bytes: behind })
+    }
+
+    /// Gives the space of the records read so far back to the writer.
+    #[inline]
+    pub fn release(&mut self) {
+        if self.mode == RingMode::Writable && self.released != self.tail {
+            // Release: pairs with the writer's Acquire load of data_tail in `Protocol::reserve` (the kernel's control
+            // dependency): we are done with the bytes before the writer reuses them.
+            self.page().data_tail.store(self.tail, Release);
+            self.released = self.tail;
+        }
+    }
+}
+
+impl Drop for RingReader {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Records that were there when the batch was taken; see [`RingReader::batch`].
+pub struct Batch<'a> {
+    reader: &'a mut RingReader,
+}
+
+impl<'a> Iterator for Batch<'a> {
+    type Item = RawRecord<'a>;
+
+    #[inline]
+    fn next(&mut self) -> Option<RawRecord<'a>> {
+        let reader = &mut *self.reader;
+        if reader.tail == reader.head || reader.mode == RingMode::Overwrite {
+            return None;
+        }
+        let offset = reader.tail as usize & reader.mask;
+        // SAFETY: as in `size_at`.
+        let header = unsafe { reader.data.add(offset).cast::<u64>().read_volatile() };
+        let size = (header.to_le() >> 48) as usize;
+        if size < HEADER_SIZE
+            || !size.is_multiple_of(8)
+            || size as u64 > reader.head.wrapping_sub(reader.tail)
+        {
+            return None;
+        }
+        reader.tail = reader.tail.wrapping_add(size as u64);
+        if !reader.mirrored && offset + size > reader.mask + 1 {
+            reader.copy_wrapped(offset, size);
+            // SAFETY: the buffer holds `size` bytes and lives as long as the reader. A batch is no longer than the
+            // ring, so only one record of it wraps, and the buffer is not written again before the batch is gone.
+            let bytes = unsafe { std::slice::from_raw_parts(reader.scratch.as_ptr(), size) };
+            return Some(RawRecord { bytes });
+        }
+        // SAFETY: as in `next_record`. The space is not released before the batch, which holds the reader exclusively,
+        // is gone.
+        let bytes = unsafe { std::slice::from_raw_parts(reader.data.add(offset), size) };
+        Some(RawRecord { bytes })
+    }
+}

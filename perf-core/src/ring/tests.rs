@@ -1,0 +1,107 @@
+use super::*;
+use std::sync::Arc;
+
+/// A record of `size` bytes whose words all are `tag`.
+fn write(ring: &Ring, size: usize, tag: u64) -> Result<(), RingError> {
+    let mut record = ring.begin(size, true)?;
+    record.put_u64(9);
+    for _ in 1..size / 8 {
+        record.put_u64(tag);
+    }
+    Ok(())
+}
+
+/// Sizes and tags of all records that are there; LOST records count.
+fn drain(reader: &mut RingReader) -> (Vec<(usize, u64)>, u64) {
+    let (mut records, mut lost) = (Vec::new(), 0);
+    while let Some(record) = reader.next_record().expect("the ring is sound") {
+        let word = |n: usize| u64::from_ne_bytes(record.bytes()[8 * n..][..8].try_into().expect("8 bytes"));
+        if record.ty() == LOST_TYPE {
+            lost += word(2);
+        } else {
+            assert_eq!(record.ty(), 9);
+            let tag = if record.bytes().len() > 8 { word(1) } else { 0 };
+            assert!(
+                (1..record.bytes().len() / 8).all(|n| word(n) == tag),
+                "a record of one writer only"
+            );
+            records.push((record.bytes().len(), tag));
+        }
+    }
+    (records, lost)
+}
+
+fn ring(pages: usize, mode: RingMode) -> Arc<Ring> {
+    Arc::new(Ring::new(pages, mode).expect("a ring"))
+}
+
+#[test]
+fn records_come_out_as_they_went_in_also_where_they_wrap() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    for n in 0..1000 {
+        let size = 8 + 8 * (n as usize * 7 % 60);
+        write(&ring, size, n).expect("room");
+        assert_eq!(
+            drain(&mut reader),
+            (vec![(size, if size > 8 { n } else { 0 })], 0)
+        );
+    }
+    assert!(ring.published() > 50 * 4096, "it wrapped");
+}
+
+#[test]
+fn a_head_that_outgrows_the_state_word_is_carried() {
+    // 2^47 units of 8 bytes.
+    let ring = Arc::new(Ring::starting_at(1, RingMode::Writable, (1 << 50) - 4096).expect("a ring"));
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    for n in 0..1000 {
+        write(&ring, 40, n).expect("room");
+        assert_eq!(drain(&mut reader), (vec![(40, n)], 0));
+    }
+    assert_eq!(ring.published(), (1 << 50) - 4096 + 40 * 1000);
+}
+
+#[test]
+fn nested_writers_are_published_by_the_outermost() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    let mut outer = ring.begin(16, true).expect("room");
+    outer.put_u64(9);
+    write(&ring, 24, 2).expect("room");
+    {
+        let mut inner = ring.begin(16, true).expect("room");
+        inner.put_u64(9);
+        write(&ring, 32, 4).expect("room");
+        inner.put_u64(3);
+    }
+    assert!(
+        drain(&mut reader).0.is_empty(),
+        "nothing while the outermost writes"
+    );
+    outer.put_u64(1);
+    drop(outer);
+    assert_eq!(drain(&mut reader).0, [(16, 1), (24, 2), (16, 3), (32, 4)]);
+}
+
+#[test]
+fn a_generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    // There is always one record in flight, never none.
+    let mut flying = ring.begin(64, true).expect("room");
+    let mut seen = 0;
+    for _ in 0..1000 {
+        let next = ring
+            .begin(64, true)
+            .expect("the reader keeps up, so there is room");
+        drop(std::mem::replace(&mut flying, next));
+        while reader.next_record().expect("sound").is_some() {
+            seen += 1;
+        }
+    }
+    assert!(
+        seen >= 1000 - 64,
+        "{seen} of 1000 records were seen although one was always in flight"
+    );
+}
