@@ -1,0 +1,220 @@
+//! ACPI tables: who the processors are, where the interrupt controllers and the power-off and reset
+//! registers lie. ACPI specification 6.5, chapter 5.
+
+use acpi_tables::aml::{Device, EISAName, IO, Interrupt, Name, Package, ResourceTemplate, Scope, ZERO};
+use acpi_tables::facs::FACS;
+use acpi_tables::fadt::{FADTBuilder, Flags, PmProfile};
+use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
+use acpi_tables::madt::{EnabledStatus, IoApic, ProcessorLocalApic};
+use acpi_tables::rsdp::Rsdp;
+use acpi_tables::sdt::Sdt;
+use acpi_tables::xsdt::XSDT;
+use acpi_tables::{Aml, AmlSink};
+
+use super::layout;
+use crate::devices::ports;
+
+const OEM_ID: [u8; 6] = *b"PERFVI";
+const OEM_TABLE: [u8; 8] = *b"PERFVISR";
+const OEM_REVISION: u32 = 1;
+
+/// Interrupt line of ACPI events. Nothing raises it; the FADT must name one.
+pub const SCI_IRQ: u8 = 9;
+/// I/O APIC identifier, after the last possible local APIC identifier.
+pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
+
+/// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
+const MADT_PCAT_COMPAT: u32 = 1;
+/// MADT interrupt source override: polarity and trigger flags (table 5.26).
+const ACTIVE_HIGH: u16 = 1;
+const LEVEL: u16 = 3 << 2;
+
+/// FADT IA-PC boot flags (table 5.11): legacy devices are there, VGA is not. Bit 1 clear: no 8042
+/// (its probing would cost thousands of exits). Bit 5 clear: the CMOS clock is there.
+const BOOT_LEGACY_DEVICES: u16 = 1 << 0;
+const BOOT_NO_VGA: u16 = 1 << 2;
+
+struct Bytes(Vec<u8>);
+
+impl AmlSink for Bytes {
+    fn byte(&mut self, byte: u8) {
+        self.0.push(byte);
+    }
+
+    fn vec(&mut self, v: &[u8]) {
+        self.0.extend_from_slice(v);
+    }
+}
+
+fn bytes_of(table: &dyn Aml) -> Vec<u8> {
+    let mut sink = Bytes(Vec::new());
+    table.to_aml_bytes(&mut sink);
+    sink.0
+}
+
+/// The tables as (guest-physical address, bytes). The root pointer is the first and lies at
+/// [`layout::RSDP`].
+pub(crate) fn tables(cpus: u8) -> Vec<(u64, Vec<u8>)> {
+    let mut at = layout::ACPI_TABLES;
+    let mut placed: Vec<(u64, Vec<u8>)> = Vec::new();
+    let mut place = |bytes: Vec<u8>| {
+        let address = at;
+        // 64-byte alignment: the FACS needs it, the others profit.
+        at = (at + bytes.len() as u64).next_multiple_of(64);
+        placed.push((address, bytes));
+        address
+    };
+    let dsdt = place(dsdt());
+    let facs = place(bytes_of(&FACS::new()));
+    let fadt = place(fadt(dsdt, facs));
+    let madt = place(madt(cpus));
+    let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE, OEM_REVISION);
+    xsdt.add_entry(fadt);
+    xsdt.add_entry(madt);
+    let xsdt = place(bytes_of(&xsdt));
+    placed.insert(0, (layout::RSDP, bytes_of(&Rsdp::new(OEM_ID, xsdt))));
+    placed
+}
+
+/// The differentiated description: how to power off, and the serial port.
+fn dsdt() -> Vec<u8> {
+    let s5 = Name::new(
+        "_S5_".into(),
+        &Package::new(vec![&ports::S5_SLEEP_TYPE, &ports::S5_SLEEP_TYPE, &ZERO, &ZERO]),
+    );
+    let hid = Name::new("_HID".into(), &EISAName::new("PNP0501"));
+    let uid = Name::new("_UID".into(), &ZERO);
+    let io = IO::new(ports::COM1, ports::COM1, 1, ports::COM1_LEN as u8);
+    let irq = Interrupt::new(true, true, false, false, ports::COM1_IRQ);
+    let resources = ResourceTemplate::new(vec![&io, &irq]);
+    let crs = Name::new("_CRS".into(), &resources);
+    let com1 = Device::new("COM1".into(), vec![&hid, &uid, &crs]);
+    let scope = Scope::new("_SB_".into(), vec![&com1]);
+    let mut sdt = Sdt::new(*b"DSDT", 36, 2, OEM_ID, OEM_TABLE, OEM_REVISION);
+    sdt.append_slice(&bytes_of(&s5));
+    sdt.append_slice(&bytes_of(&scope));
+    sdt.as_slice().to_vec()
+}
+
+/// The fixed description: no SMI command port, so ACPI mode is always on.
+fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
+    let io = |port: u16, bits: u8, size| GAS::new(AddressSpace::SystemIo, bits, 0, size, u64::from(port));
+    let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE, OEM_REVISION)
+        .dsdt_64(dsdt)
+        .firmware_ctrl_32(facs as u32)
+        .flag(Flags::Wbinvd)
+        .flag(Flags::ProcC1)
+        .flag(Flags::PwrButton)
+        .flag(Flags::SlpButton)
+        .flag(Flags::ResetRegSup)
+        .flag(Flags::Headless)
+        .preferred_pm_profile(PmProfile::EnterpriseServer);
+    fadt.dsdt = (dsdt as u32).into();
+    fadt.sci_int = u16::from(SCI_IRQ).into();
+    fadt.pm1a_evt_blk = u32::from(ports::PM1A_EVENT).into();
+    fadt.pm1_evt_len = ports::PM1A_EVENT_LEN;
+    fadt.pm1a_cnt_blk = u32::from(ports::PM1A_CONTROL).into();
+    fadt.pm1_cnt_len = ports::PM1A_CONTROL_LEN;
+    fadt.x_pm1a_evt_blk = io(
+        ports::PM1A_EVENT,
+        8 * ports::PM1A_EVENT_LEN,
+        AccessSize::WordAccess,
+    );
+    fadt.x_pm1a_cnt_blk = io(
+        ports::PM1A_CONTROL,
+        8 * ports::PM1A_CONTROL_LEN,
+        AccessSize::WordAccess,
+    );
+    // Latencies above these limits say that there are no C2 and C3 states (5.2.9).
+    fadt.p_lvl2_lat = 101.into();
+    fadt.p_lvl3_lat = 1001.into();
+    fadt.century = ports::CMOS_CENTURY;
+    fadt.iapc_boot_arch = (BOOT_LEGACY_DEVICES | BOOT_NO_VGA).into();
+    fadt.reset_reg = io(ports::RESET_CONTROL, 8, AccessSize::ByteAccess);
+    fadt.reset_value = ports::RESET_VALUE;
+    bytes_of(&fadt.finalize())
+}
+
+/// Processors and interrupt controllers.
+fn madt(cpus: u8) -> Vec<u8> {
+    let mut madt = Sdt::new(*b"APIC", 44, 4, OEM_ID, OEM_TABLE, OEM_REVISION);
+    madt.write_u32(36, layout::LOCAL_APIC);
+    madt.write_u32(40, MADT_PCAT_COMPAT);
+    for id in 0..cpus {
+        madt.append_slice(&bytes_of(&ProcessorLocalApic::new(
+            id,
+            id,
+            EnabledStatus::Enabled,
+        )));
+    }
+    madt.append_slice(&bytes_of(&IoApic::new(IO_APIC_ID, layout::IO_APIC, 0)));
+    // KVM's timer interrupt, ISA IRQ 0, arrives at I/O APIC input 2.
+    madt.append_slice(&source_override(0, 2, 0));
+    madt.append_slice(&source_override(SCI_IRQ, u32::from(SCI_IRQ), LEVEL | ACTIVE_HIGH));
+    // LINT1 of every local APIC is the NMI (type 4; processor 0xFF is all).
+    madt.append_slice(&[4, 6, 0xFF, 0, 0, 1]);
+    madt.as_slice().to_vec()
+}
+
+/// An interrupt source override (5.2.12.5): ISA `irq` is global interrupt `gsi`.
+fn source_override(irq: u8, gsi: u32, flags: u16) -> [u8; 10] {
+    let g = gsi.to_le_bytes();
+    let f = flags.to_le_bytes();
+    [2, 10, 0, irq, g[0], g[1], g[2], g[3], f[0], f[1]]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sum(bytes: &[u8]) -> u8 {
+        bytes.iter().fold(0, |a, b| a.wrapping_add(*b))
+    }
+
+    #[test]
+    fn checksums_addresses_and_processor_counts_are_right_for_every_size() {
+        for cpus in [1u8, 2, 63, 64] {
+            let tables = tables(cpus);
+            let (rsdp_at, rsdp) = &tables[0];
+            assert_eq!(*rsdp_at, layout::RSDP);
+            assert_eq!(sum(&rsdp[..20]), 0);
+            assert_eq!(sum(rsdp), 0);
+            let end = tables.iter().map(|(a, b)| a + b.len() as u64).max().unwrap();
+            assert!(end <= layout::ACPI_END, "{cpus} cpus end at {end:#x}");
+            let xsdt_at = u64::from_le_bytes(rsdp[24..32].try_into().unwrap());
+            let find = |at: u64| &tables.iter().find(|(a, _)| *a == at).unwrap().1;
+            let xsdt = find(xsdt_at);
+            assert_eq!(sum(xsdt), 0);
+            let mut signatures = Vec::new();
+            for entry in xsdt[36..].chunks_exact(8) {
+                let table = find(u64::from_le_bytes(entry.try_into().unwrap()));
+                assert_eq!(sum(table), 0);
+                assert_eq!(
+                    u32::from_le_bytes(table[4..8].try_into().unwrap()) as usize,
+                    table.len()
+                );
+                signatures.push(table[..4].to_vec());
+                if &table[..4] == b"APIC" {
+                    let mut at = 44;
+                    let mut lapics = Vec::new();
+                    while at < table.len() {
+                        if table[at] == 0 {
+                            lapics.push(table[at + 3]);
+                        }
+                        at += usize::from(table[at + 1]);
+                    }
+                    assert_eq!(at, table.len());
+                    assert_eq!(lapics, (0..cpus).collect::<Vec<_>>());
+                }
+                if &table[..4] == b"FACP" {
+                    let dsdt = find(u64::from(u32::from_le_bytes(table[40..44].try_into().unwrap())));
+                    assert_eq!(&dsdt[..4], b"DSDT");
+                    assert_eq!(sum(dsdt), 0);
+                    let facs = find(u64::from(u32::from_le_bytes(table[36..40].try_into().unwrap())));
+                    assert_eq!(&facs[..4], b"FACS");
+                }
+            }
+            assert_eq!(signatures, [b"FACP".to_vec(), b"APIC".to_vec()]);
+        }
+    }
+}

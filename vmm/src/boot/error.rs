@@ -1,0 +1,256 @@
+//! What can be wrong with the files, the sizes and the host a guest is started with.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+/// Why a guest cannot be loaded. Each message is one line: what, the limit, the remedy.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BootError {
+    /// A file cannot be opened.
+    #[error("cannot open {what} {}: {source}", path.display())]
+    Open {
+        /// `kernel` or `initrd`.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What open(2) said.
+        source: std::io::Error,
+    },
+    /// A file cannot be read.
+    #[error("cannot read {what} {}: {source}", path.display())]
+    Read {
+        /// `kernel` or `initrd`.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What read(2) said.
+        source: std::io::Error,
+    },
+    /// A directory, device, pipe or socket where a file is needed.
+    #[error("{what} {} is {kind}, not a regular file", path.display())]
+    NotAFile {
+        /// `kernel` or `initrd`.
+        what: &'static str,
+        /// The path.
+        path: PathBuf,
+        /// What it is instead.
+        kind: &'static str,
+    },
+    /// A file of no bytes.
+    #[error("{what} {} is empty", path.display())]
+    Empty {
+        /// `kernel` or `initrd`.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+    },
+    /// A kernel file larger than any kernel.
+    #[error("kernel {} has {size_bytes} bytes, more than the limit of {limit_bytes}", path.display())]
+    KernelFileTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        size_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// None of the formats we load.
+    #[error(
+        "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage and a multiboot v1 image"
+    )]
+    NotAKernel {
+        /// The file or `the built-in guest`.
+        name: String,
+        /// What it looks like instead.
+        found: &'static str,
+    },
+    /// A header field points past the end of the file.
+    #[error(
+        "kernel {name} is truncated: {part} needs bytes up to {need_bytes} but the file has {have_bytes}"
+    )]
+    Truncated {
+        /// The file.
+        name: String,
+        /// Which part is cut off.
+        part: String,
+        /// First byte after that part.
+        need_bytes: u64,
+        /// Bytes there are.
+        have_bytes: u64,
+    },
+    /// A header field that makes no sense.
+    #[error("kernel {name} is damaged: {reason}")]
+    Malformed {
+        /// The file.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The bzImage is older than boot protocol 2.08.
+    #[error("kernel {name} uses boot protocol {major}.{minor:02}; 2.08 (Linux 2.6.26) or later is needed")]
+    OldProtocol {
+        /// The file.
+        name: String,
+        /// Protocol major version.
+        major: u8,
+        /// Protocol minor version.
+        minor: u8,
+    },
+    /// The payload is compressed in a way we do not unpack.
+    #[error(
+        "kernel {name} is compressed with {method}, which is not supported; supported are gzip, xz, lz4 and zstd: rebuild it, or pass the unpacked vmlinux"
+    )]
+    UnsupportedCompression {
+        /// The file.
+        name: String,
+        /// bzip2, lzma, lzo or `an unknown method`.
+        method: &'static str,
+    },
+    /// Unpacking failed.
+    #[error("kernel {name}: its {method} payload is damaged: {reason}")]
+    Unpack {
+        /// The file.
+        name: String,
+        /// gzip, xz, lz4 or zstd.
+        method: &'static str,
+        /// What the decoder said.
+        reason: String,
+    },
+    /// The payload grows past the limit.
+    #[error("kernel {name}: its {method} payload unpacks to more than {limit_bytes} bytes")]
+    UnpackedTooLarge {
+        /// The file.
+        name: String,
+        /// gzip, xz, lz4 or zstd.
+        method: &'static str,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// A multiboot header asks for something we do not offer.
+    #[error("multiboot kernel {name} requires features we do not offer (header flags {flags:#x})")]
+    MultibootFlags {
+        /// The file.
+        name: String,
+        /// Its header flags.
+        flags: u32,
+    },
+    /// A segment reaches outside guest RAM.
+    #[error(
+        "kernel {name}: segment {index} occupies {start:#x}..{end:#x} but usable guest RAM is {limit_start:#x}..{limit_end:#x}; use a larger --memory or another kernel"
+    )]
+    SegmentOutsideRam {
+        /// The file.
+        name: String,
+        /// Program header index.
+        index: usize,
+        /// Guest-physical start.
+        start: u64,
+        /// Guest-physical end.
+        end: u64,
+        /// Where kernels may start.
+        limit_start: u64,
+        /// Where RAM ends.
+        limit_end: u64,
+    },
+    /// Nothing to load.
+    #[error("kernel {name} has no loadable segment")]
+    NoSegments {
+        /// The file.
+        name: String,
+    },
+    /// The entry point is not in the kernel.
+    #[error("kernel {name}: its entry point {entry:#x} lies in no loaded segment")]
+    EntryOutside {
+        /// The file.
+        name: String,
+        /// The entry point.
+        entry: u64,
+    },
+    /// The initrd does not fit.
+    #[error(
+        "initrd {} has {size_bytes} bytes but only {room_bytes} are free between the kernel (ends at {kernel_end:#x}) and {limit:#x}; use a larger --memory",
+        path.display()
+    )]
+    InitrdTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        size_bytes: u64,
+        /// Room there is.
+        room_bytes: u64,
+        /// First address after the kernel.
+        kernel_end: u64,
+        /// First address the initrd may not reach.
+        limit: u64,
+    },
+    /// The command line is longer than the kernel takes.
+    #[error(
+        "the command line has {len_bytes} bytes but this kernel takes at most {limit_bytes}; shorten --cmdline"
+    )]
+    CmdlineTooLong {
+        /// Its length.
+        len_bytes: usize,
+        /// The limit.
+        limit_bytes: usize,
+    },
+    /// A byte the kernel could not be given.
+    #[error(
+        "the command line has a byte {byte:#04x} at position {position}; only printable ASCII can be passed"
+    )]
+    CmdlineByte {
+        /// The byte.
+        byte: u8,
+        /// Its position, from 0.
+        position: usize,
+    },
+    /// vCPU count out of range.
+    #[error("{cpus} vCPUs are out of range: 1 to {limit}")]
+    Cpus {
+        /// Count asked for.
+        cpus: u32,
+        /// The limit.
+        limit: u32,
+    },
+    /// Writing what was checked to fit failed.
+    #[error("cannot write {what} into guest memory at {address:#x}: {reason}")]
+    GuestMemory {
+        /// What was written.
+        what: &'static str,
+        /// Guest-physical address.
+        address: u64,
+        /// What the memory said.
+        reason: String,
+    },
+    /// KVM refused a vCPU's initial state.
+    #[error("KVM refused the boot processor's {what}: {source}")]
+    VcpuState {
+        /// Which registers.
+        what: &'static str,
+        /// What the ioctl said.
+        source: kvm_ioctls::Error,
+    },
+    /// No KVM.
+    #[error(
+        "/dev/kvm does not exist: load the kvm_intel or kvm_amd module, or enable virtualisation in the firmware (in a VM: nested virtualisation)"
+    )]
+    KvmMissing,
+    /// No permission.
+    #[error("no permission to open /dev/kvm: run as root or join the group that owns it (usually `kvm`)")]
+    KvmPermission,
+    /// Another failure of /dev/kvm.
+    #[error("cannot open /dev/kvm: {source}")]
+    KvmOpen {
+        /// What open(2) said.
+        source: std::io::Error,
+    },
+    /// The host's KVM cannot run a Linux kernel.
+    #[error(
+        "this host's KVM ({flavour}) runs guest kernels in an instruction emulator and cannot run Linux; run this guest in the lab (`make demo` shows how) or on a host with VT-x or AMD-V; `perfvisor run` without --kernel works here"
+    )]
+    NeedsFullKvm {
+        /// The module.
+        flavour: String,
+    },
+}

@@ -1,0 +1,560 @@
+//! Loading a guest: from a kernel file to memory contents and the boot processor's registers.
+//!
+//! Three kinds of kernel are told apart by their bytes, never by their name: an x86-64 ELF `vmlinux`
+//! and a `bzImage` (whose payload is unpacked here) boot by the Linux 64-bit protocol, a multiboot v1
+//! image by its own. Files are untrusted: [`BootError`] has one line for each thing that can be wrong.
+
+mod acpi;
+mod elf;
+mod error;
+mod host;
+mod kallsyms;
+pub mod layout;
+mod linux;
+mod mptable;
+mod multiboot;
+mod regs;
+mod symbols;
+mod unpack;
+
+use std::fs::File;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use kvm_ioctls::VcpuFd;
+use vm_memory::{Bytes, GuestAddress};
+
+pub use error::BootError;
+pub use host::{KvmFlavour, check_kvm, kvm_flavour, kvm_open_error, needs_full_kvm};
+pub use regs::{Entry, configure_local_apic};
+pub use symbols::SymbolTable;
+
+use crate::memory::{GuestRam, HIGH_RAM_START};
+use crate::rdpmc::{self, PatchedSite};
+use elf::{Code, ElfImage, Segment};
+
+/// Largest kernel file read.
+const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
+const PAGE: u64 = 4096;
+
+/// Where the kernel comes from.
+#[derive(Clone, Debug)]
+pub enum KernelSource {
+    /// A file.
+    File(PathBuf),
+    /// An image that is part of the program.
+    Builtin(&'static [u8]),
+}
+
+impl KernelSource {
+    fn name(&self) -> String {
+        match self {
+            KernelSource::File(path) => path.display().to_string(),
+            KernelSource::Builtin(_) => "(built-in guest)".into(),
+        }
+    }
+}
+
+/// What to load.
+#[derive(Clone, Debug)]
+pub struct BootRequest<'a> {
+    /// The kernel.
+    pub kernel: &'a KernelSource,
+    /// The initrd (a multiboot kernel gets it as its module).
+    pub initrd: Option<&'a Path>,
+    /// The command line, printable ASCII.
+    pub cmdline: &'a str,
+    /// vCPUs, 1 to [`layout::MAX_CPUS`].
+    pub cpus: u8,
+    /// Replace RDPMC by an exit on [`rdpmc::TRAP_PORT`].
+    pub patch_rdpmc: bool,
+}
+
+/// The kinds of kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KernelKind {
+    /// An uncompressed ELF Linux kernel.
+    Vmlinux,
+    /// A bzImage.
+    BzImage {
+        /// How its payload was compressed.
+        compression: &'static str,
+    },
+    /// A multiboot v1 image.
+    Multiboot,
+}
+
+impl std::fmt::Display for KernelKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            KernelKind::Vmlinux => f.write_str("ELF vmlinux"),
+            KernelKind::BzImage { compression } => write!(f, "bzImage ({compression})"),
+            KernelKind::Multiboot => f.write_str("multiboot image"),
+        }
+    }
+}
+
+/// A range of the kernel's executable text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextRange {
+    /// Link-time address of the first byte.
+    pub virt: u64,
+    /// Guest-physical address of the first byte.
+    pub phys: u64,
+    /// Length in bytes.
+    pub len_bytes: u64,
+}
+
+/// A guest ready to start.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// What the kernel is.
+    pub kind: KernelKind,
+    /// How it is entered.
+    pub entry: Entry,
+    /// Guest-physical range of the kernel's segments.
+    pub kernel: Range<u64>,
+    /// Guest-physical range of the initrd.
+    pub initrd: Option<Range<u64>>,
+    /// The executable text.
+    pub text: Vec<TextRange>,
+    /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
+    pub symbols: SymbolTable,
+    /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
+    /// `patch_rdpmc` each of them is now an exit on [`rdpmc::TRAP_PORT`].
+    pub rdpmc_sites: Vec<PatchedSite>,
+}
+
+impl Loaded {
+    /// Sets the boot processor's registers. Call after KVM_SET_CPUID2 and before the first KVM_RUN.
+    pub fn configure_bsp(&self, vcpu: &VcpuFd) -> Result<(), BootError> {
+        regs::configure_bsp(&self.entry, vcpu)
+    }
+
+    /// Guest-physical address of a text address.
+    pub fn phys_of(&self, virt: u64) -> Option<u64> {
+        self.text.iter().find_map(|t| {
+            let offset = virt.checked_sub(t.virt)?;
+            (offset < t.len_bytes).then_some(t.phys + offset)
+        })
+    }
+}
+
+/// Loads a guest into `ram`.
+pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootError> {
+    if request.cpus == 0 || request.cpus > layout::MAX_CPUS {
+        return Err(BootError::Cpus {
+            cpus: request.cpus.into(),
+            limit: layout::MAX_CPUS.into(),
+        });
+    }
+    let name = request.kernel.name();
+    let file;
+    let data: &[u8] = match request.kernel {
+        KernelSource::File(path) => {
+            file = read_kernel(path)?;
+            &file
+        }
+        KernelSource::Builtin(data) => data,
+    };
+    if let Some(header) = multiboot::find_header(data)
+        && (elf::is_elf(data) || header.has_addresses())
+    {
+        return load_multiboot(ram, request, &name, data, &header);
+    }
+    if elf::is_elf(data) {
+        let image = elf::parse(&name, data)?;
+        return load_linux(ram, request, &name, &image, KernelKind::Vmlinux, None);
+    }
+    if unpack::is_bzimage(data) {
+        let header = unpack::setup_header(&name, data)?;
+        let (payload, compression) = unpack::payload(&name, data, &header)?;
+        if !elf::is_elf(&payload) {
+            return Err(elf::malformed(&name, "its payload is not an ELF image".into()));
+        }
+        let image = elf::parse(&name, &payload)?;
+        let kind = KernelKind::BzImage { compression };
+        return load_linux(ram, request, &name, &image, kind, Some((data, &header)));
+    }
+    Err(BootError::NotAKernel {
+        name,
+        found: what_it_is(data),
+    })
+}
+
+/// A word about a file that is not a kernel.
+fn what_it_is(data: &[u8]) -> &'static str {
+    match data {
+        [0x1F, 0x8B, ..] => "it is a gzip file (unpack it first)",
+        [0xFD, b'7', b'z', b'X', b'Z', ..] => "it is an xz file (unpack it first)",
+        [0x28, 0xB5, 0x2F, 0xFD, ..] => "it is a zstd file (unpack it first)",
+        [b'!', b'<', b'a', b'r', ..] => "it is an archive or a Debian package",
+        [b'0', b'7', b'0', b'7', ..] => "it is a cpio archive (an initrd?)",
+        [b'M', b'Z', ..] => "it is a PE image without a Linux setup header",
+        [b'#', b'!', ..] => "it is a script",
+        _ => "its first bytes are none of theirs",
+    }
+}
+
+/// Opens a file that must be regular, not empty. Returns its size.
+fn open_regular(what: &'static str, path: &Path) -> Result<(File, u64), BootError> {
+    use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+    // O_NONBLOCK: opening a pipe must not wait for a writer before we can refuse it.
+    let file = File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
+        .open(path)
+        .map_err(|source| BootError::Open {
+            what,
+            path: path.into(),
+            source,
+        })?;
+    let meta = file.metadata().map_err(|source| BootError::Read {
+        what,
+        path: path.into(),
+        source,
+    })?;
+    let kind = meta.file_type();
+    if !kind.is_file() {
+        let kind = if kind.is_dir() {
+            "a directory"
+        } else if kind.is_fifo() {
+            "a pipe"
+        } else if kind.is_socket() {
+            "a socket"
+        } else {
+            "a device"
+        };
+        return Err(BootError::NotAFile {
+            what,
+            path: path.into(),
+            kind,
+        });
+    }
+    if meta.len() == 0 {
+        return Err(BootError::Empty {
+            what,
+            path: path.into(),
+        });
+    }
+    Ok((file, meta.len()))
+}
+
+fn read_kernel(path: &Path) -> Result<Vec<u8>, BootError> {
+    let (file, size_bytes) = open_regular("kernel", path)?;
+    let too_large = |size_bytes| BootError::KernelFileTooLarge {
+        path: path.into(),
+        size_bytes,
+        limit_bytes: MAX_KERNEL_FILE_BYTES,
+    };
+    if size_bytes > MAX_KERNEL_FILE_BYTES {
+        return Err(too_large(size_bytes));
+    }
+    let mut data = Vec::with_capacity(size_bytes as usize);
+    // The file may grow while it is read.
+    let read = file.take(MAX_KERNEL_FILE_BYTES + 1).read_to_end(&mut data);
+    read.map_err(|source| BootError::Read {
+        what: "kernel",
+        path: path.into(),
+        source,
+    })?;
+    if data.len() as u64 > MAX_KERNEL_FILE_BYTES {
+        return Err(too_large(data.len() as u64));
+    }
+    Ok(data)
+}
+
+/// Printable ASCII and tabs only, and not longer than the kernel takes.
+fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
+    if let Some((position, byte)) = cmdline
+        .bytes()
+        .enumerate()
+        .find(|(_, b)| !(b.is_ascii_graphic() || *b == b' '))
+    {
+        return Err(BootError::CmdlineByte { byte, position });
+    }
+    if cmdline.len() > limit_bytes {
+        return Err(BootError::CmdlineTooLong {
+            len_bytes: cmdline.len(),
+            limit_bytes,
+        });
+    }
+    Ok(())
+}
+
+/// Copies segments into RAM. They may use RAM from 1 MiB up, below 4 GiB; our structures are below.
+fn load_segments(ram: &GuestRam, name: &str, segments: &[Segment<'_>]) -> Result<Range<u64>, BootError> {
+    let limit_end = ram.low_end();
+    let (mut first, mut last) = (u64::MAX, 0);
+    for segment in segments {
+        let end = segment.phys.saturating_add(segment.mem_bytes);
+        if segment.phys < HIGH_RAM_START || end > limit_end {
+            return Err(BootError::SegmentOutsideRam {
+                name: name.into(),
+                index: segment.index,
+                start: segment.phys,
+                end,
+                limit_start: HIGH_RAM_START,
+                limit_end,
+            });
+        }
+        (first, last) = (first.min(segment.phys), last.max(end));
+    }
+    for segment in segments {
+        ram.memory()
+            .write_slice(segment.data, GuestAddress(segment.phys))
+            .map_err(|e| BootError::GuestMemory {
+                what: "a kernel segment",
+                address: segment.phys,
+                reason: e.to_string(),
+            })?;
+    }
+    Ok(first..last)
+}
+
+/// Reads the initrd straight into RAM, within `room`: as high as possible for Linux, as low as
+/// possible for multiboot kernels, which often map only their first megabytes.
+fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Result<Range<u64>, BootError> {
+    let (mut file, size_bytes) = open_regular("initrd", path)?;
+    let first = room.start.next_multiple_of(PAGE);
+    let room_bytes = room.end.saturating_sub(first);
+    // Rounding down needs up to a page.
+    let start = if low {
+        first
+    } else {
+        room.end.saturating_sub(size_bytes) & !(PAGE - 1)
+    };
+    if size_bytes > room_bytes || start < first {
+        return Err(BootError::InitrdTooLarge {
+            path: path.into(),
+            size_bytes,
+            room_bytes,
+            kernel_end: room.start,
+            limit: room.end,
+        });
+    }
+    ram.memory()
+        .read_exact_volatile_from(GuestAddress(start), &mut file, size_bytes as usize)
+        .map_err(|e| BootError::Read {
+            what: "initrd",
+            path: path.into(),
+            source: std::io::Error::other(e.to_string()),
+        })?;
+    Ok(start..start + size_bytes)
+}
+
+/// ACPI and MP tables, for both protocols.
+fn write_firmware_tables(ram: &GuestRam, cpus: u8) -> Result<(), BootError> {
+    let mut tables = acpi::tables(cpus);
+    tables.push((layout::MP_TABLE, mptable::table(cpus)));
+    for (address, bytes) in tables {
+        ram.memory()
+            .write_slice(&bytes, GuestAddress(address))
+            .map_err(|e| BootError::GuestMemory {
+                what: "a firmware table",
+                address,
+                reason: e.to_string(),
+            })?;
+    }
+    Ok(())
+}
+
+/// The guest-physical entry point: as it is when it lies in a segment's physical range, translated
+/// when it lies in one's virtual range.
+fn entry_point(name: &str, entry: u64, segments: &[Segment<'_>]) -> Result<u64, BootError> {
+    let inside = |base: u64, s: &Segment<'_>| entry.wrapping_sub(base) < s.mem_bytes;
+    if segments.iter().any(|s| inside(s.phys, s)) {
+        return Ok(entry);
+    }
+    segments
+        .iter()
+        .find(|s| inside(s.virt, s))
+        .map(|s| s.phys + (entry - s.virt))
+        .ok_or_else(|| BootError::EntryOutside {
+            name: name.into(),
+            entry,
+        })
+}
+
+fn text_ranges(code: &[Code<'_>]) -> Vec<TextRange> {
+    code.iter()
+        .map(|c| TextRange {
+            virt: c.virt,
+            phys: c.phys,
+            len_bytes: c.bytes.len() as u64,
+        })
+        .collect()
+}
+
+/// Finds RDPMC and, if asked, replaces it in guest memory.
+fn trap_rdpmc(
+    ram: &GuestRam,
+    request: &BootRequest<'_>,
+    code: &[Code<'_>],
+    symbols: &SymbolTable,
+    orc_ips: &[u64],
+    bits: rdpmc::CodeBits,
+) -> Result<Vec<PatchedSite>, BootError> {
+    let ranges: Vec<rdpmc::Text<'_>> = code
+        .iter()
+        .map(|c| rdpmc::Text {
+            virt: c.virt,
+            phys: c.phys,
+            bytes: c.bytes,
+        })
+        .collect();
+    let sites = rdpmc::find(&ranges, symbols, orc_ips, bits);
+    if request.patch_rdpmc {
+        for site in &sites {
+            rdpmc::patch(ram, site)?;
+            log::info!(
+                "RDPMC at {:#x} ({}) replaced by OUT to port {:#x}",
+                site.virt,
+                site.place(),
+                rdpmc::TRAP_PORT
+            );
+        }
+    }
+    Ok(sites)
+}
+
+fn load_linux(
+    ram: &GuestRam,
+    request: &BootRequest<'_>,
+    name: &str,
+    image: &ElfImage<'_>,
+    kind: KernelKind,
+    bzimage: Option<(&[u8], &unpack::SetupHeader)>,
+) -> Result<Loaded, BootError> {
+    const EM_X86_64: u16 = 62;
+    if !image.is_64 || image.machine != EM_X86_64 {
+        return Err(BootError::NotAKernel {
+            name: name.into(),
+            found: "it is an ELF image for another processor, or a 32-bit one without a multiboot header",
+        });
+    }
+    let (initrd_max, cmdline_max) = match bzimage {
+        Some((_, h)) => (
+            h.initrd_addr_max,
+            (h.cmdline_bytes as usize).min(layout::CMDLINE_MAX_BYTES),
+        ),
+        None => (linux::DEFAULT_INITRD_MAX, linux::DEFAULT_CMDLINE_BYTES),
+    };
+    check_cmdline(request.cmdline, cmdline_max)?;
+    let kernel = load_segments(ram, name, &image.segments)?;
+    let rip = entry_point(name, image.entry, &image.segments)?;
+    let initrd = request
+        .initrd
+        .map(|path| {
+            let limit = ram.low_end().min(u64::from(initrd_max) + 1);
+            load_initrd(ram, path, kernel.end..limit, false)
+        })
+        .transpose()?;
+    write_firmware_tables(ram, request.cpus)?;
+    linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
+    let entry = Entry::Long64 {
+        rip,
+        rsi: layout::ZERO_PAGE,
+        cr3: layout::PML4,
+    };
+    regs::write_tables(ram, &entry)?;
+    let from_kallsyms;
+    let symbols = if image.symbols.is_empty() {
+        from_kallsyms = kallsyms::read(&image.segments);
+        &from_kallsyms
+    } else {
+        &image.symbols
+    };
+    let rdpmc_sites = trap_rdpmc(
+        ram,
+        request,
+        &image.code,
+        symbols,
+        &image.orc_ips,
+        rdpmc::CodeBits::Only64,
+    )?;
+    Ok(Loaded {
+        kind,
+        entry,
+        kernel,
+        initrd,
+        text: text_ranges(&image.code),
+        symbols: symbols.clone(),
+        rdpmc_sites,
+    })
+}
+
+fn load_multiboot(
+    ram: &GuestRam,
+    request: &BootRequest<'_>,
+    name: &str,
+    data: &[u8],
+    header: &multiboot::Header,
+) -> Result<Loaded, BootError> {
+    multiboot::check_flags(name, header)?;
+    check_cmdline(request.cmdline, multiboot::CMDLINE_MAX_BYTES)?;
+    let elf = if elf::is_elf(data) {
+        Some(elf::parse(name, data))
+    } else {
+        None
+    };
+    // The address fields win over the ELF headers (3.1.2); symbols are read either way.
+    let (segments, entry, code) = if header.has_addresses() {
+        let (segment, entry) = multiboot::address_fields(name, data, header)?;
+        let code = Code {
+            virt: segment.virt,
+            phys: segment.phys,
+            bytes: segment.data,
+        };
+        (vec![segment], u64::from(entry), vec![code])
+    } else {
+        match &elf {
+            Some(Ok(image)) => (image.segments.clone(), image.entry, image.code.clone()),
+            _ => match elf {
+                Some(Err(e)) => return Err(e),
+                _ => return Err(BootError::NoSegments { name: name.into() }),
+            },
+        }
+    };
+    let symbols = match elf {
+        Some(Ok(image)) => image.symbols,
+        _ => SymbolTable::default(),
+    };
+    let kernel = load_segments(ram, name, &segments)?;
+    let eip = entry_point(name, entry, &segments)?;
+    let eip = u32::try_from(eip).map_err(|_| BootError::EntryOutside {
+        name: name.into(),
+        entry,
+    })?;
+    let initrd = request
+        .initrd
+        .map(|path| load_initrd(ram, path, kernel.end..ram.low_end(), true))
+        .transpose()?;
+    write_firmware_tables(ram, request.cpus)?;
+    let module_name = request
+        .initrd
+        .and_then(|p| p.file_name())
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    multiboot::write_info(
+        ram,
+        request.cmdline,
+        initrd.as_ref().map(|r| (r, module_name.as_str())),
+    )?;
+    let entry = Entry::Protected32 {
+        eip,
+        ebx: layout::MULTIBOOT_INFO as u32,
+    };
+    regs::write_tables(ram, &entry)?;
+    let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], rdpmc::CodeBits::Either)?;
+    Ok(Loaded {
+        kind: KernelKind::Multiboot,
+        entry,
+        kernel,
+        initrd,
+        text: text_ranges(&code),
+        symbols,
+        rdpmc_sites,
+    })
+}

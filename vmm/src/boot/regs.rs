@@ -1,0 +1,229 @@
+//! The boot processor's registers at the kernel's entry point.
+
+use kvm_bindings::{kvm_dtable, kvm_fpu, kvm_regs, kvm_segment};
+use kvm_ioctls::VcpuFd;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::error::BootError;
+use super::{layout, multiboot};
+use crate::memory::GuestRam;
+
+/// How the kernel is entered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// 64-bit mode, paging on, the first 4 GiB identity-mapped.
+    Long64 {
+        /// Entry point, a guest-physical address below 4 GiB.
+        rip: u64,
+        /// Guest-physical address of boot_params.
+        rsi: u64,
+        /// Guest-physical address of the first-level page table.
+        cr3: u64,
+    },
+    /// 32-bit protected mode, flat segments, paging off, EAX = 0x2BADB002.
+    Protected32 {
+        /// Entry point.
+        eip: u32,
+        /// Guest-physical address of the multiboot information.
+        ebx: u32,
+    },
+}
+
+/// CR0: protection enable, extension type, numeric error, paging.
+const CR0_PE: u64 = 1 << 0;
+const CR0_ET: u64 = 1 << 4;
+const CR0_NE: u64 = 1 << 5;
+const CR0_PG: u64 = 1 << 31;
+/// CR4: physical address extension.
+const CR4_PAE: u64 = 1 << 5;
+/// EFER: long mode enable and active.
+const EFER_LME: u64 = 1 << 8;
+const EFER_LMA: u64 = 1 << 10;
+/// RFLAGS bit 1 is always set; interrupts are off.
+const RFLAGS_RESERVED: u64 = 1 << 1;
+/// Page table bits: present, writable, large page.
+const PRESENT_WRITABLE: u64 = 0x3;
+const LARGE: u64 = 1 << 7;
+
+/// Descriptors: null, null, code, data, task. Linux's 64-bit entry names 0x10 and 0x18.
+const CODE_SELECTOR: u16 = 0x10;
+const DATA_SELECTOR: u16 = 0x18;
+const TASK_SELECTOR: u16 = 0x20;
+const CODE_64: u64 = 0x00AF_9B00_0000_FFFF;
+const CODE_32: u64 = 0x00CF_9B00_0000_FFFF;
+const DATA: u64 = 0x00CF_9300_0000_FFFF;
+const TASK: u64 = 0x0000_8B00_0000_0067;
+
+fn gdt(entry: &Entry) -> [u64; 5] {
+    let code = match entry {
+        Entry::Long64 { .. } => CODE_64,
+        Entry::Protected32 { .. } => CODE_32,
+    };
+    [0, 0, code, DATA, TASK]
+}
+
+fn segment(descriptor: u64, selector: u16) -> kvm_segment {
+    let bit = |n: u32| ((descriptor >> n) & 1) as u8;
+    let granular = bit(55);
+    let limit = ((descriptor & 0xFFFF) | ((descriptor >> 32) & 0xF_0000)) as u32;
+    kvm_segment {
+        base: ((descriptor >> 16) & 0xFF_FFFF) | ((descriptor >> 32) & 0xFF00_0000),
+        limit: if granular == 1 {
+            (limit << 12) | 0xFFF
+        } else {
+            limit
+        },
+        selector,
+        type_: ((descriptor >> 40) & 0xF) as u8,
+        present: bit(47),
+        dpl: ((descriptor >> 45) & 3) as u8,
+        db: bit(54),
+        s: bit(44),
+        l: bit(53),
+        g: granular,
+        avl: bit(52),
+        unusable: 0,
+        padding: 0,
+    }
+}
+
+/// Writes the descriptor table and, for 64-bit entry, the page tables.
+pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootError> {
+    let put = |what: &'static str, address: u64, values: &[u64]| {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        ram.memory()
+            .write_slice(&bytes, GuestAddress(address))
+            .map_err(|e| BootError::GuestMemory {
+                what,
+                address,
+                reason: e.to_string(),
+            })
+    };
+    put("the descriptor table", layout::GDT, &gdt(entry))?;
+    if let Entry::Long64 { .. } = entry {
+        put("page tables", layout::PML4, &[layout::PDPT | PRESENT_WRITABLE])?;
+        let directories: Vec<u64> = (0..4)
+            .map(|i| (layout::PAGE_DIRECTORIES + i * 4096) | PRESENT_WRITABLE)
+            .collect();
+        put("page tables", layout::PDPT, &directories)?;
+        let pages: Vec<u64> = (0..4 * 512u64)
+            .map(|i| (i << 21) | PRESENT_WRITABLE | LARGE)
+            .collect();
+        put("page tables", layout::PAGE_DIRECTORIES, &pages)?;
+    }
+    Ok(())
+}
+
+/// Sets general, segment, control and FPU registers of the boot processor. Its CPUID must be set before.
+pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootError> {
+    let refused = |what| move |source| BootError::VcpuState { what, source };
+    let table = gdt(entry);
+    let mut sregs = vcpu.get_sregs().map_err(refused("segment registers"))?;
+    sregs.gdt = kvm_dtable {
+        base: layout::GDT,
+        limit: (table.len() * 8 - 1) as u16,
+        padding: [0; 3],
+    };
+    sregs.idt = kvm_dtable {
+        base: layout::IDT,
+        limit: 0,
+        padding: [0; 3],
+    };
+    sregs.cs = segment(table[2], CODE_SELECTOR);
+    let data = segment(table[3], DATA_SELECTOR);
+    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+    sregs.tr = segment(table[4], TASK_SELECTOR);
+    let mut regs = kvm_regs {
+        rflags: RFLAGS_RESERVED,
+        ..Default::default()
+    };
+    match *entry {
+        Entry::Long64 { rip, rsi, cr3 } => {
+            sregs.cr0 = CR0_PE | CR0_ET | CR0_NE | CR0_PG;
+            sregs.cr3 = cr3;
+            sregs.cr4 = CR4_PAE;
+            sregs.efer = EFER_LME | EFER_LMA;
+            regs.rip = rip;
+            regs.rsi = rsi;
+            regs.rsp = layout::BOOT_STACK;
+            regs.rbp = layout::BOOT_STACK;
+        }
+        Entry::Protected32 { eip, ebx } => {
+            sregs.cr0 = CR0_PE | CR0_ET;
+            sregs.cr3 = 0;
+            sregs.cr4 = 0;
+            sregs.efer = 0;
+            regs.rip = u64::from(eip);
+            regs.rax = u64::from(multiboot::ENTRY_MAGIC);
+            regs.rbx = u64::from(ebx);
+        }
+    }
+    vcpu.set_sregs(&sregs).map_err(refused("segment registers"))?;
+    vcpu.set_regs(&regs).map_err(refused("general registers"))?;
+    // As after FNINIT and with every SIMD exception masked.
+    let fpu = kvm_fpu {
+        fcw: 0x37F,
+        mxcsr: 0x1F80,
+        ..Default::default()
+    };
+    vcpu.set_fpu(&fpu).map_err(refused("FPU"))
+}
+
+/// LVT offsets in the local APIC page (SDM vol. 3, table 12-1).
+const LVT_LINT0: usize = 0x350;
+const LVT_LINT1: usize = 0x360;
+/// Delivery modes, bits 10:8.
+const MODE_NMI: u32 = 4 << 8;
+const MODE_EXTINT: u32 = 7 << 8;
+
+/// Wires LINT0 as the PIC's interrupt and LINT1 as NMI, as firmware leaves them. For every vCPU.
+pub fn configure_local_apic(vcpu: &VcpuFd) -> Result<(), BootError> {
+    let refused = |source| BootError::VcpuState {
+        what: "local APIC",
+        source,
+    };
+    let mut lapic = vcpu.get_lapic().map_err(refused)?;
+    for (offset, mode) in [(LVT_LINT0, MODE_EXTINT), (LVT_LINT1, MODE_NMI)] {
+        for (slot, byte) in lapic.regs[offset..offset + 4].iter_mut().zip(mode.to_le_bytes()) {
+            *slot = byte as _;
+        }
+    }
+    vcpu.set_lapic(&lapic).map_err(refused)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_decode_to_flat_segments() {
+        let code = segment(CODE_64, CODE_SELECTOR);
+        assert_eq!(
+            (code.base, code.limit, code.l, code.db, code.type_),
+            (0, 0xFFFF_FFFF, 1, 0, 0xB)
+        );
+        let code = segment(CODE_32, CODE_SELECTOR);
+        assert_eq!((code.l, code.db, code.present, code.s), (0, 1, 1, 1));
+        let task = segment(TASK, TASK_SELECTOR);
+        assert_eq!((task.limit, task.type_, task.s), (0x67, 0xB, 0));
+    }
+
+    #[test]
+    fn the_page_tables_identity_map_four_gib() {
+        let ram = GuestRam::new(16 << 20).unwrap();
+        let entry = Entry::Long64 {
+            rip: 0x10_0000,
+            rsi: layout::ZERO_PAGE,
+            cr3: layout::PML4,
+        };
+        write_tables(&ram, &entry).unwrap();
+        let at = |a: u64| ram.memory().read_obj::<u64>(GuestAddress(a)).unwrap();
+        for address in [0u64, 0x20_0000, 0x4000_0000, 0xFEE0_0000] {
+            let pdpt = at(layout::PML4) & !0xFFF;
+            let directory = at(pdpt + 8 * (address >> 30)) & !0xFFF;
+            let page = at(directory + 8 * ((address >> 21) & 511));
+            assert_eq!(page & !0xFFF, address & !0x1F_FFFF);
+            assert_eq!(page & 0x83, 0x83);
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! The ELF image inside a bzImage.
+//!
+//! Linux's setup header names where the compressed kernel lies (boot protocol 2.08 and later).
+//! Unpacking it here, instead of letting the guest do so, gives us the kernel's text to look for
+//! RDPMC in and its symbols. Linux, Documentation/arch/x86/boot.rst.
+
+use std::io::Read;
+
+use liblzma::stream::Stream;
+
+use super::elf::{malformed, truncated};
+use super::error::BootError;
+
+/// Most bytes a kernel may unpack to.
+pub(crate) const MAX_UNPACKED_BYTES: u64 = 512 << 20;
+/// Memory the xz decoder may use. The kernel's own limit on the dictionary is 32 to 128 MiB.
+const XZ_MEMORY_BYTES: u64 = 192 << 20;
+/// Uncompressed size of one block of lz4's legacy format.
+const LZ4_LEGACY_BLOCK_BYTES: usize = 8 << 20;
+const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4C, 0x18];
+
+/// Offset of the setup header in the file and in boot_params.
+pub(crate) const SETUP_HEADER_OFFSET: usize = 0x1F1;
+
+/// What the loader needs of a bzImage's setup header.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SetupHeader {
+    /// Highest address an initrd may reach.
+    pub initrd_addr_max: u32,
+    /// Longest command line without its NUL.
+    pub cmdline_bytes: u32,
+    /// Byte offset after the header, relative to the file.
+    pub end: usize,
+    payload_start: usize,
+    payload_end: usize,
+}
+
+/// Whether `data` starts like a bzImage.
+pub(crate) fn is_bzimage(data: &[u8]) -> bool {
+    data.get(0x1FE..0x200) == Some(&[0x55, 0xAA]) && data.get(0x202..0x206) == Some(b"HdrS")
+}
+
+fn u16_at(data: &[u8], at: usize) -> u16 {
+    data.get(at..at + 2)
+        .map_or(0, |b| u16::from_le_bytes([b[0], b[1]]))
+}
+
+fn u32_at(data: &[u8], at: usize) -> u32 {
+    data.get(at..at + 4)
+        .map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+}
+
+/// Reads and checks the setup header.
+pub(crate) fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, BootError> {
+    const FIELDS_END: usize = 0x250;
+    if data.len() < FIELDS_END {
+        return Err(truncated(name, "the setup header", FIELDS_END as u64, data));
+    }
+    let version = u16_at(data, 0x206);
+    if version < 0x0208 {
+        return Err(BootError::OldProtocol {
+            name: name.into(),
+            major: (version >> 8) as u8,
+            minor: version as u8,
+        });
+    }
+    // The jump instruction at 0x200 skips the rest of the header; its displacement gives its end.
+    let end = 0x202 + usize::from(data[0x201]);
+    // 0 means 4 (boot protocol, "setup_sects").
+    let sectors = match data[SETUP_HEADER_OFFSET] {
+        0 => 4,
+        n => usize::from(n),
+    };
+    let payload_start = (sectors + 1) * 512 + u32_at(data, 0x248) as usize;
+    let payload_bytes = u32_at(data, 0x24C) as usize;
+    let payload_end = payload_start.saturating_add(payload_bytes);
+    if payload_bytes < 16 {
+        return Err(malformed(name, "the setup header names no payload".into()));
+    }
+    if payload_end > data.len() {
+        return Err(truncated(name, "the compressed kernel", payload_end as u64, data));
+    }
+    if end > data.len() {
+        return Err(truncated(name, "the setup header", end as u64, data));
+    }
+    let cmdline_bytes = match u32_at(data, 0x238) {
+        0 => 255,
+        n => n,
+    };
+    Ok(SetupHeader {
+        initrd_addr_max: u32_at(data, 0x22C),
+        cmdline_bytes,
+        end,
+        payload_start,
+        payload_end,
+    })
+}
+
+/// Unpacks the kernel. Returns the image and the name of the compression.
+pub(crate) fn payload(
+    name: &str,
+    data: &[u8],
+    header: &SetupHeader,
+) -> Result<(Vec<u8>, &'static str), BootError> {
+    let payload = &data[header.payload_start..header.payload_end];
+    // The build appends the unpacked size (for gzip its own trailer is that); it bounds the output.
+    let claimed = u64::from(u32_at(payload, payload.len() - 4));
+    let method = method_of(payload);
+    let unsupported = |method| BootError::UnsupportedCompression {
+        name: name.into(),
+        method,
+    };
+    let image = match method {
+        "gzip" => bounded(name, method, claimed, flate2::read::GzDecoder::new(payload))?,
+        "xz" => {
+            let stream = Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)
+                .map_err(|e| unpack_error(name, method, e.to_string()))?;
+            bounded(
+                name,
+                method,
+                claimed,
+                liblzma::read::XzDecoder::new_stream(payload, stream),
+            )?
+        }
+        "zstd" => {
+            let decoder = ruzstd::decoding::StreamingDecoder::new(payload)
+                .map_err(|e| unpack_error(name, method, e.to_string()))?;
+            bounded(name, method, claimed, decoder)?
+        }
+        "lz4" => lz4_legacy(name, payload, claimed)?,
+        "none" => payload.to_vec(),
+        other => return Err(unsupported(other)),
+    };
+    Ok((image, method))
+}
+
+/// The compression by the payload's first bytes.
+fn method_of(payload: &[u8]) -> &'static str {
+    match payload {
+        [0x1F, 0x8B, ..] => "gzip",
+        [0xFD, b'7', b'z', b'X', b'Z', 0, ..] => "xz",
+        [0x28, 0xB5, 0x2F, 0xFD, ..] => "zstd",
+        p if p.starts_with(&LZ4_LEGACY_MAGIC) => "lz4",
+        [0x7F, b'E', b'L', b'F', ..] => "none",
+        [b'B', b'Z', b'h', ..] => "bzip2",
+        [0x89, b'L', b'Z', b'O', ..] => "lzo",
+        [0x5D, 0, 0, ..] => "lzma",
+        _ => "an unknown method",
+    }
+}
+
+fn unpack_error(name: &str, method: &'static str, reason: String) -> BootError {
+    BootError::Unpack {
+        name: name.into(),
+        method,
+        reason,
+    }
+}
+
+/// Reads `decoder` to its end, at most [`MAX_UNPACKED_BYTES`].
+fn bounded(name: &str, method: &'static str, claimed: u64, decoder: impl Read) -> Result<Vec<u8>, BootError> {
+    // The claim is only a hint for the allocation: a wrong one costs a reallocation.
+    let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
+    let read = decoder.take(MAX_UNPACKED_BYTES + 1).read_to_end(&mut out);
+    if out.len() as u64 > MAX_UNPACKED_BYTES {
+        return Err(BootError::UnpackedTooLarge {
+            name: name.into(),
+            method,
+            limit_bytes: MAX_UNPACKED_BYTES,
+        });
+    }
+    read.map_err(|e| unpack_error(name, method, e.to_string()))?;
+    Ok(out)
+}
+
+/// lz4's legacy format: a magic number, then blocks of (compressed size, bytes), each unpacking to
+/// 8 MiB except the last. The kernel build appends the unpacked size, which ends the stream.
+fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, BootError> {
+    let method = "lz4";
+    if claimed > MAX_UNPACKED_BYTES {
+        return Err(BootError::UnpackedTooLarge {
+            name: name.into(),
+            method,
+            limit_bytes: MAX_UNPACKED_BYTES,
+        });
+    }
+    let mut rest = &payload[4..payload.len() - 4];
+    let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
+    let mut block_out = vec![0; LZ4_LEGACY_BLOCK_BYTES];
+    while rest.len() >= 4 {
+        if rest.starts_with(&LZ4_LEGACY_MAGIC) {
+            rest = &rest[4..];
+            continue;
+        }
+        let len = u32_at(rest, 0) as usize;
+        let block = rest.get(4..4 + len).ok_or_else(|| {
+            unpack_error(
+                name,
+                method,
+                format!("a block of {len} bytes reaches past the payload's end"),
+            )
+        })?;
+        let produced = lz4_flex::block::decompress_into(block, &mut block_out)
+            .map_err(|e| unpack_error(name, method, e.to_string()))?;
+        out.extend_from_slice(&block_out[..produced]);
+        if out.len() as u64 > claimed {
+            return Err(unpack_error(
+                name,
+                method,
+                format!("it is larger than the {claimed} bytes it claims"),
+            ));
+        }
+        rest = &rest[4 + len..];
+    }
+    if out.len() as u64 != claimed {
+        return Err(unpack_error(
+            name,
+            method,
+            format!("it has {} bytes but claims {claimed}", out.len()),
+        ));
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    /// A bzImage around `payload`: boot protocol 2.15, one setup sector.
+    fn bzimage(payload: &[u8], unpacked_bytes: u32) -> Vec<u8> {
+        let mut f = vec![0u8; 1024];
+        f[SETUP_HEADER_OFFSET] = 1;
+        f[0x1FE..0x200].copy_from_slice(&[0x55, 0xAA]);
+        f[0x200..0x202].copy_from_slice(&[0xEB, 0x6A]);
+        f[0x202..0x206].copy_from_slice(b"HdrS");
+        f[0x206..0x208].copy_from_slice(&0x020Fu16.to_le_bytes());
+        f[0x22C..0x230].copy_from_slice(&0x7FFF_FFFFu32.to_le_bytes());
+        f[0x238..0x23C].copy_from_slice(&2047u32.to_le_bytes());
+        f[0x24C..0x250].copy_from_slice(&(payload.len() as u32 + 4).to_le_bytes());
+        f.extend_from_slice(payload);
+        f.extend_from_slice(&unpacked_bytes.to_le_bytes());
+        f
+    }
+
+    fn unpack(file: &[u8]) -> Result<(Vec<u8>, &'static str), BootError> {
+        let header = setup_header("k", file)?;
+        payload("k", file, &header)
+    }
+
+    fn sample() -> Vec<u8> {
+        (0..300_000u32).map(|i| (i / 7) as u8).collect()
+    }
+
+    #[test]
+    fn gzip_xz_with_bcj_and_lz4_payloads_unpack_to_the_same_bytes() {
+        let plain = sample();
+        let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gz.write_all(&plain).unwrap();
+        let gz = gz.finish().unwrap();
+        assert_eq!(
+            unpack(&bzimage(&gz, plain.len() as u32)).unwrap(),
+            (plain.clone(), "gzip")
+        );
+
+        // The kernel build uses xz --check=crc32 --x86 --lzma2.
+        let mut filters = liblzma::stream::Filters::new();
+        filters.x86();
+        filters.lzma2(&liblzma::stream::LzmaOptions::new_preset(1).unwrap());
+        let stream = Stream::new_stream_encoder(&filters, liblzma::stream::Check::Crc32).unwrap();
+        let mut xz = liblzma::write::XzEncoder::new_stream(Vec::new(), stream);
+        xz.write_all(&plain).unwrap();
+        let xz = xz.finish().unwrap();
+        assert_eq!(
+            unpack(&bzimage(&xz, plain.len() as u32)).unwrap(),
+            (plain.clone(), "xz")
+        );
+
+        let mut lz4 = LZ4_LEGACY_MAGIC.to_vec();
+        let block = lz4_flex::block::compress(&plain);
+        lz4.extend_from_slice(&(block.len() as u32).to_le_bytes());
+        lz4.extend_from_slice(&block);
+        assert_eq!(
+            unpack(&bzimage(&lz4, plain.len() as u32)).unwrap(),
+            (plain.clone(), "lz4")
+        );
+
+        let zst =
+            ruzstd::encoding::compress_to_vec(plain.as_slice(), ruzstd::encoding::CompressionLevel::Fastest);
+        assert_eq!(
+            unpack(&bzimage(&zst, plain.len() as u32)).unwrap(),
+            (plain, "zstd")
+        );
+    }
+
+    #[test]
+    fn every_cut_of_a_payload_is_an_error_and_never_a_panic() {
+        let plain = sample();
+        let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gz.write_all(&plain).unwrap();
+        let file = bzimage(&gz.finish().unwrap(), plain.len() as u32);
+        for len in (0..file.len()).step_by(37) {
+            assert!(setup_header("k", &file[..len]).is_err(), "cut at {len}");
+        }
+    }
+
+    #[test]
+    fn unsupported_methods_are_named() {
+        for (magic, method) in [
+            (&b"BZh91AY&SY______"[..], "bzip2"),
+            (
+                &[0x5D, 0, 0, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0][..],
+                "lzma",
+            ),
+            (&b"\x89LZO\0\r\n\x1a\n_______"[..], "lzo"),
+            (&b"????????????????"[..], "unknown"),
+        ] {
+            let err = unpack(&bzimage(magic, 100)).unwrap_err();
+            assert!(err.to_string().contains(method), "{err}");
+        }
+    }
+
+    #[test]
+    fn an_lz4_payload_that_lies_about_its_size_is_refused() {
+        let plain = sample();
+        let mut lz4 = LZ4_LEGACY_MAGIC.to_vec();
+        let block = lz4_flex::block::compress(&plain);
+        lz4.extend_from_slice(&(block.len() as u32).to_le_bytes());
+        lz4.extend_from_slice(&block);
+        for claim in [plain.len() as u32 - 1, plain.len() as u32 + 1, u32::MAX] {
+            assert!(unpack(&bzimage(&lz4, claim)).is_err());
+        }
+    }
+}

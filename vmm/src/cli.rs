@@ -1,0 +1,550 @@
+//! The command line: what can be asked for, checked before anything is started.
+//!
+//! Every mistake is one line on standard error that names the value and what is allowed, and exit
+//! status 2. Adding an option: a field here with its doc comment, and a parser with its test.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Args, Parser, Subcommand};
+
+use crate::boot::layout::MAX_CPUS;
+use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+
+/// Memory of a guest when none is asked for, in bytes.
+pub const DEFAULT_RAM_BYTES: u64 = 512 << 20;
+/// Most counters of one kind that can be asked for (Intel's architecture allows 32).
+const MAX_COUNTERS: u8 = 32;
+
+/// How `perfvisor run` ended, as its exit status. The guest's own statuses, written to the
+/// debug-exit port, are odd; all of ours are even.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExitStatus {
+    /// The guest powered off, or the operator ended it with Ctrl-A x.
+    PoweredOff,
+    /// The guest wrote to the debug-exit port: (value << 1) | 1.
+    Guest(u8),
+    /// Bad input: an option, a file, the host.
+    BadInput,
+    /// The guest asked for a reset.
+    Reset,
+    /// A triple fault or another shutdown of a vCPU.
+    TripleFault,
+    /// Perfvisor or KVM failed.
+    Internal,
+    /// Ended by SIGTERM or SIGINT.
+    Terminated,
+}
+
+impl ExitStatus {
+    /// The number.
+    pub fn code(self) -> u8 {
+        match self {
+            ExitStatus::PoweredOff => 0,
+            ExitStatus::Guest(status) => status,
+            ExitStatus::BadInput => 2,
+            ExitStatus::Reset => 4,
+            ExitStatus::TripleFault => 6,
+            ExitStatus::Internal => 8,
+            ExitStatus::Terminated => 10,
+        }
+    }
+}
+
+const EXIT_STATUS_HELP: &str = "\
+Exit status:
+  0    the guest powered off, or Ctrl-A x ended it
+  odd  the guest wrote N to the debug-exit port 0xF4: (N << 1) | 1
+  2    bad input: an option, a file, or a host that cannot run this guest
+  4    the guest asked for a reset
+  6    a vCPU shut down (triple fault)
+  8    Perfvisor or KVM failed
+  10   SIGTERM or SIGINT
+
+Keys: Ctrl-A x ends the guest, Ctrl-A Ctrl-A sends it a Ctrl-A.";
+
+/// A VMM with a virtual performance monitoring unit.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "perfvisor", version, about, disable_help_subcommand = true)]
+pub struct Cli {
+    /// More messages: -v info, -vv debug, -vvv trace.
+    #[arg(short, long, action = clap::ArgAction::Count, global = true)]
+    pub verbose: u8,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Command {
+    /// Run a guest: a Linux kernel, a multiboot kernel, or the built-in one.
+    Run(Box<RunArgs>),
+    /// Say what this host can do.
+    Check(CheckArgs),
+}
+
+/// `perfvisor check`.
+#[derive(Clone, Debug, Args)]
+pub struct CheckArgs {
+    /// Print one JSON object instead of text.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `perfvisor run`.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = EXIT_STATUS_HELP)]
+pub struct RunArgs {
+    /// Kernel: an x86-64 ELF vmlinux, a bzImage or a multiboot v1 image. Without it the built-in guest runs.
+    #[arg(long, value_name = "FILE")]
+    pub kernel: Option<PathBuf>,
+    /// Initial RAM disk; a multiboot kernel gets it as its module.
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub initrd: Option<PathBuf>,
+    /// Kernel command line.
+    #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
+    pub cmdline: Option<String>,
+    /// Number of vCPUs, 1 to 64.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_cpus)]
+    pub cpus: u8,
+    /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
+    pub memory: u64,
+    /// Name of the guest, for messages and thread names.
+    #[arg(long, value_name = "NAME", value_parser = parse_name)]
+    pub name: Option<String>,
+    /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
+    #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
+    pub pmu: PmuModel,
+    /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
+    #[arg(long, value_name = "GP[+FIXED]", value_parser = parse_counters)]
+    pub pmu_counters: Option<PmuCounters>,
+    /// Counter width in bits, 32 to 64.
+    #[arg(long, value_name = "BITS", value_parser = parse_width)]
+    pub pmu_width: Option<u8>,
+    /// File with the events the guest may count.
+    #[arg(long, value_name = "FILE")]
+    pub pmu_filter: Option<PathBuf>,
+    /// Most PMIs per second and vCPU; 0 is no limit.
+    #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
+    pub pmi_limit: Option<u32>,
+    /// What counts for the guest's counters: auto, hardware, clock, exact or none.
+    #[arg(long, value_name = "BACKING", default_value = "auto", value_parser = parse_backing)]
+    pub backing: Backing,
+    /// How the guest's RDPMC instruction is served: trap (replaced at load), off, or hwbp (hardware breakpoints).
+    #[arg(long, value_name = "HOW", default_value = "trap", value_parser = parse_rdpmc)]
+    pub rdpmc: RdpmcMode,
+    /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
+    #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
+    pub share: SharePolicy,
+}
+
+/// The PMU the guest sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PmuModel {
+    /// The host's vendor, default version.
+    Auto,
+    /// None.
+    Off,
+    /// Like the host's, as far as it can be backed.
+    Host,
+    /// Intel architectural perfmon of a version 1 to 5; `None` is the default one.
+    Intel(Option<u8>),
+    /// AMD core counters (six).
+    Amd,
+    /// AMD K7 counters (four).
+    AmdK7,
+    /// AMD PerfMonV2.
+    AmdV2,
+}
+
+/// Numbers of counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PmuCounters {
+    /// General-purpose counters.
+    pub general: u8,
+    /// Fixed counters, if given.
+    pub fixed: Option<u8>,
+}
+
+/// What counts for a guest counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// The best the host has.
+    Auto,
+    /// Host perf hardware events.
+    Hardware,
+    /// vCPU time scaled to cycles.
+    Clock,
+    /// Single-stepping, each instruction decoded.
+    Exact,
+    /// Nothing: counters stand still.
+    None,
+}
+
+/// How RDPMC reaches us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RdpmcMode {
+    /// Replaced at load by an exit.
+    Trap,
+    /// Not at all: the guest gets KVM's answer.
+    Off,
+    /// By hardware breakpoints, at most four sites.
+    Hwbp,
+}
+
+/// Who gets the host's counters first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SharePolicy {
+    /// The guest's counters are pinned; operators share what is left.
+    GuestFirst,
+    /// Operators' events come first.
+    OperatorFirst,
+    /// What does not fit is refused.
+    Strict,
+}
+
+/// What parsing the arguments led to instead of a command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CliExit {
+    /// Help or version text, for standard output; exit status 0.
+    Text(String),
+    /// One line, for standard error; exit status 2.
+    Error(String),
+}
+
+/// Parses arguments, the program's name first.
+pub fn parse<I, T>(args: I) -> Result<Cli, CliExit>
+where
+    I: IntoIterator<Item = T>,
+    T: Into<OsString> + Clone,
+{
+    Cli::try_parse_from(args).map_err(|e| explain(&e))
+}
+
+/// clap's several lines as one.
+fn explain(error: &clap::Error) -> CliExit {
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(s)) => s.clone(),
+        Some(ContextValue::Strings(s)) => s.join(", "),
+        _ => String::new(),
+    };
+    let see = "see `perfvisor --help`";
+    let line = match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            return CliExit::Text(error.render().to_string());
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            format!("a command is missing: run or check; {see}")
+        }
+        ErrorKind::UnknownArgument => {
+            format!("unknown argument '{}'; {see}", context(ContextKind::InvalidArg))
+        }
+        ErrorKind::InvalidSubcommand => {
+            format!(
+                "unknown command '{}': must be run or check; {see}",
+                context(ContextKind::InvalidSubcommand)
+            )
+        }
+        ErrorKind::MissingRequiredArgument => {
+            format!("missing argument: {}; {see}", context(ContextKind::InvalidArg))
+        }
+        ErrorKind::ValueValidation => {
+            use std::error::Error;
+            let reason = error.source().map(ToString::to_string).unwrap_or_default();
+            let (value, option) = (
+                context(ContextKind::InvalidValue),
+                context(ContextKind::InvalidArg),
+            );
+            format!("invalid value '{value}' for '{option}': {reason}")
+        }
+        _ => {
+            let text = error.render().to_string();
+            let first = text.lines().next().unwrap_or_default();
+            first
+                .strip_prefix("error: ")
+                .unwrap_or(first)
+                .trim_end()
+                .to_owned()
+        }
+    };
+    CliExit::Error(one_line(&line))
+}
+
+/// Values come from the user and may hold anything.
+fn one_line(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
+}
+
+fn parse_cpus(text: &str) -> Result<u8, String> {
+    match text.parse::<u8>() {
+        Ok(n) if (1..=MAX_CPUS).contains(&n) => Ok(n),
+        _ => Err(format!("the number of vCPUs must be 1 to {MAX_CPUS}")),
+    }
+}
+
+fn parse_memory(text: &str) -> Result<u64, String> {
+    let shape = "must be a number of bytes, or a number followed by K, M, G or T, as in 512M";
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
+        _ => return Err(shape.into()),
+    };
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(shape.into());
+    }
+    let bytes = digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(1u64 << shift))
+        .ok_or_else(|| "is more than any host has".to_owned())?;
+    if bytes < MIN_RAM_BYTES {
+        return Err(format!("the least is {}M", MIN_RAM_BYTES >> 20));
+    }
+    if !bytes.is_multiple_of(RAM_GRANULE_BYTES) {
+        return Err(format!("must be a multiple of {RAM_GRANULE_BYTES} bytes"));
+    }
+    Ok(bytes)
+}
+
+fn parse_name(text: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if text.is_empty() || text.len() > 64 || !text.chars().all(allowed) {
+        return Err("must be 1 to 64 letters, digits, '-', '_' or '.'".into());
+    }
+    Ok(text.to_owned())
+}
+
+fn parse_pmu(text: &str) -> Result<PmuModel, String> {
+    Ok(match text {
+        "auto" => PmuModel::Auto,
+        "off" => PmuModel::Off,
+        "host" => PmuModel::Host,
+        "intel" => PmuModel::Intel(None),
+        "amd" => PmuModel::Amd,
+        "amd-k7" => PmuModel::AmdK7,
+        "amd-v2" => PmuModel::AmdV2,
+        _ => match text.strip_prefix("intel-v").map(str::parse::<u8>) {
+            Some(Ok(version)) if (1..=5).contains(&version) => PmuModel::Intel(Some(version)),
+            _ => {
+                return Err(
+                    "must be auto, off, host, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2".into(),
+                );
+            }
+        },
+    })
+}
+
+fn parse_counters(text: &str) -> Result<PmuCounters, String> {
+    let wrong = || format!("must be GP or GP+FIXED, each 0 to {MAX_COUNTERS}, as in 4+3");
+    let number = |t: &str| {
+        t.parse::<u8>()
+            .ok()
+            .filter(|n| *n <= MAX_COUNTERS && !t.starts_with('+'))
+            .ok_or_else(wrong)
+    };
+    Ok(match text.split_once('+') {
+        Some((general, fixed)) => PmuCounters {
+            general: number(general)?,
+            fixed: Some(number(fixed)?),
+        },
+        None => PmuCounters {
+            general: number(text)?,
+            fixed: None,
+        },
+    })
+}
+
+fn parse_width(text: &str) -> Result<u8, String> {
+    match text.parse::<u8>() {
+        Ok(n) if (32..=64).contains(&n) => Ok(n),
+        _ => Err("the counter width must be 32 to 64 bits".into()),
+    }
+}
+
+fn parse_pmi_limit(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| format!("must be a number of PMIs per second, 0 to {}", u32::MAX))
+}
+
+fn parse_backing(text: &str) -> Result<Backing, String> {
+    Ok(match text {
+        "auto" => Backing::Auto,
+        "hardware" => Backing::Hardware,
+        "clock" => Backing::Clock,
+        "exact" => Backing::Exact,
+        "none" => Backing::None,
+        _ => return Err("must be auto, hardware, clock, exact or none".into()),
+    })
+}
+
+fn parse_rdpmc(text: &str) -> Result<RdpmcMode, String> {
+    Ok(match text {
+        "trap" => RdpmcMode::Trap,
+        "off" => RdpmcMode::Off,
+        "hwbp" => RdpmcMode::Hwbp,
+        _ => return Err("must be trap, off or hwbp".into()),
+    })
+}
+
+fn parse_share(text: &str) -> Result<SharePolicy, String> {
+    Ok(match text {
+        "guest-first" => SharePolicy::GuestFirst,
+        "operator-first" => SharePolicy::OperatorFirst,
+        "strict" => SharePolicy::Strict,
+        _ => return Err("must be guest-first, operator-first or strict".into()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
+        let all = ["perfvisor", "run"].iter().chain(args);
+        match parse(all)?.command {
+            Command::Run(run) => Ok(*run),
+            Command::Check(_) => unreachable!("run was asked for"),
+        }
+    }
+
+    fn error(args: &[&str]) -> String {
+        match run(args) {
+            Err(CliExit::Error(line)) => {
+                assert!(!line.contains('\n'), "{line:?} is more than one line");
+                line
+            }
+            other => panic!("{args:?} gave {other:?}"),
+        }
+    }
+
+    #[test]
+    fn defaults_run_the_built_in_guest() {
+        let args = run(&[]).unwrap();
+        assert_eq!(
+            (args.cpus, args.memory, args.kernel),
+            (1, DEFAULT_RAM_BYTES, None)
+        );
+        assert_eq!(
+            (args.pmu, args.backing, args.rdpmc),
+            (PmuModel::Auto, Backing::Auto, RdpmcMode::Trap)
+        );
+    }
+
+    #[test]
+    fn values_are_understood() {
+        let args = run(&[
+            "--kernel",
+            "k",
+            "--initrd",
+            "i",
+            "--cmdline",
+            "-a b=c",
+            "--cpus",
+            "64",
+            "--memory",
+            "16M",
+            "--pmu",
+            "intel-v4",
+            "--pmu-counters",
+            "8+4",
+            "--pmu-width",
+            "40",
+            "--pmi-limit",
+            "0",
+            "--backing",
+            "clock",
+            "--rdpmc",
+            "off",
+            "--share",
+            "strict",
+            "--name",
+            "a-1",
+        ])
+        .unwrap();
+        assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
+        assert_eq!((args.cpus, args.memory), (64, 16 << 20));
+        assert_eq!(args.pmu, PmuModel::Intel(Some(4)));
+        assert_eq!(
+            args.pmu_counters,
+            Some(PmuCounters {
+                general: 8,
+                fixed: Some(4)
+            })
+        );
+        assert_eq!(
+            run(&["--pmu-counters", "6"]).unwrap().pmu_counters.unwrap().fixed,
+            None
+        );
+        assert_eq!(run(&["--memory", "3g"]).unwrap().memory, 3 << 30);
+        let cli = parse(["perfvisor", "check", "--json", "-vv"]).unwrap();
+        assert_eq!(cli.verbose, 2);
+    }
+
+    #[test]
+    fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
+        for (args, value, allowed) in [
+            (&["--cpus", "0"][..], "'0'", "1 to 64"),
+            (&["--cpus", "65"], "'65'", "1 to 64"),
+            (&["--cpus", "-1"], "-1", ""),
+            (&["--cpus", "two"], "'two'", "1 to 64"),
+            (&["--memory", "15M"], "'15M'", "16M"),
+            (&["--memory", "1X"], "'1X'", "512M"),
+            (&["--memory", "99999999999999T"], "99999999999999T", "host"),
+            (&["--memory", "16777217"], "16777217", "4096"),
+            (&["--pmu", "vax"], "'vax'", "amd-v2"),
+            (&["--pmu", "intel-v6"], "'intel-v6'", "intel-v5"),
+            (&["--pmu-counters", "4+"], "'4+'", "4+3"),
+            (&["--pmu-counters", "33"], "'33'", "32"),
+            (&["--pmu-width", "31"], "'31'", "32 to 64"),
+            (&["--backing", "x"], "'x'", "hardware"),
+            (&["--rdpmc", "x"], "'x'", "hwbp"),
+            (&["--share", "x"], "'x'", "strict"),
+            (&["--pmi-limit", "x"], "'x'", "PMIs"),
+            (&["--name", "a\nb"], "a b", "letters"),
+            (&["--frobnicate"], "--frobnicate", "--help"),
+            (&["--initrd", "x"], "--kernel", ""),
+            (&["stray"], "stray", ""),
+        ] {
+            let line = error(args);
+            assert!(line.contains(value) && line.contains(allowed), "{args:?}: {line}");
+        }
+    }
+
+    #[test]
+    fn no_command_and_wrong_commands_are_one_line() {
+        for args in [&["perfvisor"][..], &["perfvisor", "fly"]] {
+            match parse(args) {
+                Err(CliExit::Error(line)) => assert!(line.contains("run or check"), "{line}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(matches!(
+            parse(["perfvisor", "run", "--help"]),
+            Err(CliExit::Text(_))
+        ));
+    }
+
+    #[test]
+    fn our_exit_statuses_cannot_be_taken_for_the_guest_s() {
+        for status in [
+            ExitStatus::PoweredOff,
+            ExitStatus::BadInput,
+            ExitStatus::Reset,
+            ExitStatus::TripleFault,
+            ExitStatus::Internal,
+            ExitStatus::Terminated,
+        ] {
+            assert_eq!(status.code() % 2, 0);
+        }
+        assert_eq!(ExitStatus::Guest(33).code(), 33);
+    }
+}

@@ -1,0 +1,103 @@
+//! A keyboard controller without a keyboard: it answers probes and resets the machine.
+//!
+//! Every command that promises an answer gives one at once. A driver that had to wait for one would
+//! poll the status port ten thousand times, each poll an exit.
+
+use super::BusOutcome;
+
+/// Status: output buffer full, system flag (self-test passed), keyboard not locked.
+const STATUS_OUTPUT_FULL: u8 = 1 << 0;
+const STATUS_SYSTEM: u8 = 1 << 2;
+const STATUS_UNLOCKED: u8 = 1 << 4;
+/// Commands.
+const READ_CONFIG: u8 = 0x20;
+const WRITE_CONFIG: u8 = 0x60;
+const TEST_AUX: u8 = 0xA9;
+const SELF_TEST: u8 = 0xAA;
+const TEST_KEYBOARD: u8 = 0xAB;
+const READ_INPUT: u8 = 0xC0;
+const READ_OUTPUT: u8 = 0xD0;
+const WRITE_OUTPUT: u8 = 0xD1;
+const AUX_LOOP: u8 = 0xD3;
+const WRITE_AUX: u8 = 0xD4;
+const PULSE_RESET: u8 = 0xFE;
+/// Output port bit 0: while 0 the processor is held in reset. Bit 1: A20.
+const OUTPUT_NOT_RESET: u8 = 1 << 0;
+const OUTPUT_A20: u8 = 1 << 1;
+/// Answers.
+const SELF_TEST_PASSED: u8 = 0x55;
+const PORT_OK: u8 = 0x00;
+const PORT_STUCK: u8 = 0x01;
+/// "Resend": what a line without a device gives.
+const RESEND: u8 = 0xFE;
+
+/// The controller.
+#[derive(Debug, Default)]
+pub(super) struct I8042 {
+    config: u8,
+    /// The command whose data byte comes next.
+    pending: Option<u8>,
+    output: Option<u8>,
+}
+
+impl I8042 {
+    pub fn read_data(&mut self) -> u8 {
+        self.output.take().unwrap_or(0)
+    }
+
+    pub fn read_status(&self) -> u8 {
+        let full = if self.output.is_some() {
+            STATUS_OUTPUT_FULL
+        } else {
+            0
+        };
+        STATUS_SYSTEM | STATUS_UNLOCKED | full
+    }
+
+    pub fn write_command(&mut self, command: u8) -> BusOutcome {
+        self.pending = None;
+        match command {
+            READ_CONFIG => self.output = Some(self.config),
+            SELF_TEST => self.output = Some(SELF_TEST_PASSED),
+            TEST_KEYBOARD => self.output = Some(PORT_OK),
+            // No second port: its clock line is stuck.
+            TEST_AUX => self.output = Some(PORT_STUCK),
+            READ_INPUT => self.output = Some(0),
+            READ_OUTPUT => self.output = Some(OUTPUT_NOT_RESET | OUTPUT_A20),
+            WRITE_CONFIG | WRITE_OUTPUT | AUX_LOOP | WRITE_AUX => self.pending = Some(command),
+            PULSE_RESET => return BusOutcome::Reset,
+            _ => {}
+        }
+        BusOutcome::Continue
+    }
+
+    pub fn write_data(&mut self, value: u8) -> BusOutcome {
+        match self.pending.take() {
+            Some(WRITE_CONFIG) => self.config = value,
+            Some(WRITE_OUTPUT) if value & OUTPUT_NOT_RESET == 0 => return BusOutcome::Reset,
+            Some(WRITE_OUTPUT) => {}
+            Some(_) | None => self.output = Some(RESEND),
+        }
+        BusOutcome::Continue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_probing_command_is_answered_at_once() {
+        let mut c = I8042::default();
+        for (command, answer) in [(0x20, 0), (0xAA, 0x55), (0xAB, 0), (0xA9, 1)] {
+            assert_eq!(c.read_status() & 1, 0);
+            c.write_command(command);
+            assert_eq!(c.read_status() & 1, 1);
+            assert_eq!(c.read_data(), answer);
+        }
+        c.write_command(0x60);
+        c.write_data(0x47);
+        c.write_command(0x20);
+        assert_eq!(c.read_data(), 0x47);
+    }
+}

@@ -1,0 +1,341 @@
+//! The devices of the machine and the bus that finds them.
+//!
+//! Interrupt controllers and the timer are KVM's. What is left lives on I/O ports; nothing lives in
+//! memory-mapped I/O, where reads give all ones and writes go nowhere. Every width and every port a
+//! guest uses is safe: a port nobody owns reads all ones.
+
+mod acpi_pm;
+mod cmos;
+mod fw_cfg;
+mod i8042;
+pub mod ports;
+mod serial;
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmm_sys_util::eventfd::EventFd;
+
+pub use serial::SerialPort;
+
+use acpi_pm::AcpiPm;
+use cmos::Cmos;
+use fw_cfg::FwCfg;
+use i8042::I8042;
+
+/// What a write to a device means for the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BusOutcome {
+    /// Go on.
+    Continue,
+    /// The guest asked for a reset.
+    Reset,
+    /// The guest powered off.
+    PowerOff,
+    /// The guest ended the VM through the debug-exit port; the exit status of the process.
+    Exit(u8),
+}
+
+/// The port bus. Shared by all vCPU threads; each device has its own lock, held for one access.
+pub struct Bus {
+    serial: Arc<SerialPort>,
+    cmos: Mutex<Cmos>,
+    i8042: Mutex<I8042>,
+    fw_cfg: Mutex<FwCfg>,
+    pm: Mutex<AcpiPm>,
+    /// Last value written to the reset control register.
+    reset_control: AtomicU8,
+    /// Reads of system control port B, whose refresh bit toggles.
+    control_b_reads: AtomicU8,
+    /// Accesses to ports nobody owns.
+    unclaimed: AtomicU64,
+}
+
+/// Locks a device. A thread that panicked while it held the lock must not take the machine along.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Bus {
+    /// Builds the devices. `console` takes the serial port's output, `ram_bytes` and `cpus` are what
+    /// the guest is told.
+    pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: u8) -> io::Result<Self> {
+        Ok(Bus {
+            serial: Arc::new(SerialPort::new(console)?),
+            cmos: Mutex::new(Cmos::new(ram_bytes, cpus)),
+            i8042: Mutex::new(I8042::default()),
+            fw_cfg: Mutex::new(FwCfg::new(ram_bytes, cpus)),
+            pm: Mutex::new(AcpiPm::default()),
+            reset_control: AtomicU8::new(0),
+            control_b_reads: AtomicU8::new(0),
+            unclaimed: AtomicU64::new(0),
+        })
+    }
+
+    /// The serial port, for input.
+    pub fn serial(&self) -> &Arc<SerialPort> {
+        &self.serial
+    }
+
+    /// The eventfd to register with KVM as an irqfd for [`ports::COM1_IRQ`].
+    pub fn serial_irq(&self) -> &EventFd {
+        self.serial.irq()
+    }
+
+    /// Accesses so far to ports nobody owns.
+    pub fn unclaimed_accesses(&self) -> u64 {
+        self.unclaimed.load(Ordering::Relaxed)
+    }
+
+    /// One IN of `data.len()` bytes (1, 2 or 4) from `port`.
+    pub fn io_in(&self, port: u16, data: &mut [u8]) {
+        match port {
+            ports::FW_CFG_SELECT | ports::FW_CFG_DATA => lock(&self.fw_cfg).read(port, data),
+            ports::PCI_ADDRESS..=0xCFF if port != ports::RESET_CONTROL => data.fill(0xFF),
+            _ => {
+                for (i, byte) in data.iter_mut().enumerate() {
+                    *byte = self.in_byte(port.wrapping_add(i as u16));
+                }
+            }
+        }
+    }
+
+    /// One OUT of `data.len()` bytes (1, 2 or 4) to `port`.
+    pub fn io_out(&self, port: u16, data: &[u8]) -> BusOutcome {
+        match port {
+            p if ports::DEBUG_EXIT_PORTS.contains(&p) => {
+                let code = data.first().copied().unwrap_or(0);
+                BusOutcome::Exit((code << 1) | 1)
+            }
+            ports::FW_CFG_SELECT | ports::FW_CFG_DATA => {
+                lock(&self.fw_cfg).write(port, data);
+                BusOutcome::Continue
+            }
+            ports::PM1A_CONTROL if data.len() >= 2 => {
+                lock(&self.pm).write_control(u16::from_le_bytes([data[0], data[1]]))
+            }
+            // A wide write to the address register is no reset, although it covers that port.
+            ports::PCI_ADDRESS => BusOutcome::Continue,
+            _ => {
+                for (i, byte) in data.iter().enumerate() {
+                    let outcome = self.out_byte(port.wrapping_add(i as u16), *byte);
+                    if outcome != BusOutcome::Continue {
+                        return outcome;
+                    }
+                }
+                BusOutcome::Continue
+            }
+        }
+    }
+
+    /// A string IN (`rep ins`): `data` holds several accesses of `width` bytes to one port.
+    pub fn io_in_string(&self, port: u16, width: usize, data: &mut [u8]) {
+        for access in data.chunks_mut(width.clamp(1, 4)) {
+            self.io_in(port, access);
+        }
+    }
+
+    /// A string OUT (`rep outs`), ended by the first access that is not [`BusOutcome::Continue`].
+    pub fn io_out_string(&self, port: u16, width: usize, data: &[u8]) -> BusOutcome {
+        for access in data.chunks(width.clamp(1, 4)) {
+            let outcome = self.io_out(port, access);
+            if outcome != BusOutcome::Continue {
+                return outcome;
+            }
+        }
+        BusOutcome::Continue
+    }
+
+    /// A read of memory-mapped I/O: nothing lives there.
+    pub fn mmio_read(&self, _address: u64, data: &mut [u8]) {
+        self.unclaimed.fetch_add(1, Ordering::Relaxed);
+        data.fill(0xFF);
+    }
+
+    /// A write to memory-mapped I/O: dropped.
+    pub fn mmio_write(&self, _address: u64, _data: &[u8]) -> BusOutcome {
+        self.unclaimed.fetch_add(1, Ordering::Relaxed);
+        BusOutcome::Continue
+    }
+
+    fn in_byte(&self, port: u16) -> u8 {
+        const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
+        const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;
+        match port {
+            ports::COM1..=COM1_END => self.serial.read((port - ports::COM1) as u8),
+            ports::I8042_DATA => lock(&self.i8042).read_data(),
+            ports::I8042_COMMAND => lock(&self.i8042).read_status(),
+            ports::SYSTEM_CONTROL_B => {
+                // Bit 4 toggles with memory refresh, bit 5 is timer 2's output: loops that wait for
+                // either must end. KVM's PIT normally answers this port before we do.
+                let toggle = self.control_b_reads.fetch_add(1, Ordering::Relaxed) & 1;
+                0x20 | (toggle << 4)
+            }
+            ports::CMOS_DATA => lock(&self.cmos).read(),
+            ports::POST => 0,
+            ports::RESET_CONTROL => self.reset_control.load(Ordering::Relaxed),
+            ports::PM1A_EVENT..=PM_END => lock(&self.pm).read_byte(port - ports::PM1A_EVENT),
+            _ => {
+                self.unclaimed.fetch_add(1, Ordering::Relaxed);
+                0xFF
+            }
+        }
+    }
+
+    fn out_byte(&self, port: u16, value: u8) -> BusOutcome {
+        const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
+        const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;
+        match port {
+            ports::COM1..=COM1_END => {
+                self.serial.write((port - ports::COM1) as u8, value);
+                BusOutcome::Continue
+            }
+            ports::I8042_DATA => lock(&self.i8042).write_data(value),
+            ports::I8042_COMMAND => lock(&self.i8042).write_command(value),
+            ports::CMOS_INDEX => {
+                lock(&self.cmos).select(value);
+                BusOutcome::Continue
+            }
+            ports::CMOS_DATA => {
+                lock(&self.cmos).write(value);
+                BusOutcome::Continue
+            }
+            ports::RESET_CONTROL => {
+                self.reset_control.store(value & !0x04, Ordering::Relaxed);
+                // Bit 2 is "reset CPU"; the others choose how thorough.
+                if value & 0x04 != 0 {
+                    BusOutcome::Reset
+                } else {
+                    BusOutcome::Continue
+                }
+            }
+            ports::PM1A_EVENT..=PM_END => lock(&self.pm).write_byte(port - ports::PM1A_EVENT, value),
+            ports::POST | ports::SYSTEM_CONTROL_B => BusOutcome::Continue,
+            _ => {
+                self.unclaimed.fetch_add(1, Ordering::Relaxed);
+                BusOutcome::Continue
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn bus() -> Bus {
+        Bus::new(Box::new(io::sink()), 64 << 20, 3).unwrap()
+    }
+
+    fn inb(bus: &Bus, port: u16) -> u8 {
+        let mut b = [0];
+        bus.io_in(port, &mut b);
+        b[0]
+    }
+
+    #[test]
+    fn nobody_home_reads_all_ones_in_every_width() {
+        let bus = bus();
+        for width in [1, 2, 4] {
+            let mut data = vec![0; width];
+            bus.io_in(0x2F8, &mut data);
+            assert_eq!(data, vec![0xFF; width]);
+            bus.io_in(0xCF8, &mut data);
+            assert_eq!(data, vec![0xFF; width]);
+            bus.io_in(0xCFC, &mut data);
+            assert_eq!(data, vec![0xFF; width]);
+            bus.mmio_read(0xFED0_0000, &mut data);
+            assert_eq!(data, vec![0xFF; width]);
+        }
+        let mut wrap = [0; 4];
+        bus.io_in(0xFFFE, &mut wrap);
+    }
+
+    #[test]
+    fn debug_exit_encodes_the_code() {
+        let bus = bus();
+        assert_eq!(bus.io_out(0xF4, &[0]), BusOutcome::Exit(1));
+        assert_eq!(bus.io_out(0xF4, &[0x10, 0, 0, 0]), BusOutcome::Exit(33));
+        assert_eq!(bus.io_out(0xF4, &[0xFF]), BusOutcome::Exit(0xFF));
+    }
+
+    #[test]
+    fn the_three_ways_to_reset_reset() {
+        assert_eq!(bus().io_out(0x64, &[0xFE]), BusOutcome::Reset);
+        assert_eq!(bus().io_out(0xCF9, &[0x02]), BusOutcome::Continue);
+        assert_eq!(bus().io_out(0xCF9, &[0x06]), BusOutcome::Reset);
+        assert_eq!(bus().io_out(0xCF8, &[0, 0x06, 0, 0x80]), BusOutcome::Continue);
+        let b = bus();
+        assert_eq!(b.io_out(0x64, &[0xD1]), BusOutcome::Continue);
+        assert_eq!(b.io_out(0x60, &[0xDE]), BusOutcome::Reset);
+    }
+
+    #[test]
+    fn soft_off_needs_type_and_enable() {
+        let b = bus();
+        assert_eq!(b.io_out(0x604, &[0x00, 0x00]), BusOutcome::Continue);
+        assert_eq!(
+            b.io_out(0x604, &(3u16 << 10 | 1 << 13).to_le_bytes()),
+            BusOutcome::Continue
+        );
+        assert_eq!(b.io_out(0x604, &(1u16 << 13).to_le_bytes()), BusOutcome::PowerOff);
+        // Byte by byte, as ACPICA may do it.
+        assert_eq!(b.io_out(0x605, &[0x20]), BusOutcome::PowerOff);
+        // ACPI is always on: SCI_EN reads as one.
+        assert_eq!(inb(&b, 0x604) & 1, 1);
+    }
+
+    #[test]
+    fn fw_cfg_answers_signature_processors_and_memory() {
+        let b = bus();
+        let read = |key: u16, n: usize| {
+            b.io_out(0x510, &key.to_le_bytes());
+            (0..n).map(|_| inb(&b, 0x511)).collect::<Vec<_>>()
+        };
+        assert_eq!(read(0, 4), b"QEMU");
+        assert_eq!(read(5, 4), [3, 0, 0, 0]);
+        assert_eq!(read(3, 8), (64u64 << 20).to_le_bytes());
+        assert_eq!(read(0x7777, 2), [0, 0]);
+    }
+
+    #[test]
+    fn a_string_access_repeats_the_port() {
+        let out = crate::console::testing::SharedBuffer::default();
+        let b = Bus::new(Box::new(out.clone()), 16 << 20, 1).unwrap();
+        assert_eq!(b.io_out_string(0x3F8, 1, b"hello"), BusOutcome::Continue);
+        assert_eq!(out.contents(), b"hello");
+        b.io_out(0x510, &0u16.to_le_bytes());
+        let mut data = [0; 4];
+        b.io_in_string(0x511, 1, &mut data);
+        assert_eq!(&data, b"QEMU");
+    }
+
+    proptest! {
+        #[test]
+        fn any_access_is_safe(
+            accesses in proptest::collection::vec((any::<u16>(), 0usize..9, any::<u64>(), any::<bool>()), 0..200)
+        ) {
+            let b = bus();
+            for (port, width, value, write) in accesses {
+                let mut data = [value.to_le_bytes(), value.to_le_bytes()].concat();
+                data.truncate(width);
+                if write { b.io_out(port, &data); } else { b.io_in(port, &mut data); }
+            }
+        }
+
+        #[test]
+        fn any_access_to_a_device_is_safe(
+            accesses in proptest::collection::vec(
+                (proptest::sample::select(vec![0x60u16, 0x61, 0x64, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
+                 1usize..5, any::<u32>(), any::<bool>()), 0..400)
+        ) {
+            let b = bus();
+            for (port, width, value, write) in accesses {
+                let mut data = value.to_le_bytes()[..width.min(4)].to_vec();
+                if write { b.io_out(port, &data); } else { b.io_in(port, &mut data); }
+            }
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Port numbers and what lives there.
+
+use std::ops::RangeInclusive;
+
+/// First serial port: eight registers.
+pub const COM1: u16 = 0x3F8;
+/// Its number of ports.
+pub const COM1_LEN: u16 = 8;
+/// Its interrupt line.
+pub const COM1_IRQ: u32 = 4;
+/// Keyboard controller data.
+pub const I8042_DATA: u16 = 0x60;
+/// System control port B (timer 2 gate, speaker).
+pub const SYSTEM_CONTROL_B: u16 = 0x61;
+/// Keyboard controller command and status.
+pub const I8042_COMMAND: u16 = 0x64;
+/// CMOS index.
+pub const CMOS_INDEX: u16 = 0x70;
+/// CMOS data.
+pub const CMOS_DATA: u16 = 0x71;
+/// CMOS register of the century.
+pub const CMOS_CENTURY: u8 = 0x32;
+/// Power-on self-test code; also the classic delay port.
+pub const POST: u16 = 0x80;
+/// Debug exit: a write ends the VM with status (value << 1) | 1.
+pub const DEBUG_EXIT: u16 = 0xF4;
+/// Its ports (a test device of four).
+pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;
+/// fw_cfg selector.
+pub const FW_CFG_SELECT: u16 = 0x510;
+/// fw_cfg data.
+pub const FW_CFG_DATA: u16 = 0x511;
+/// ACPI PM1a event block: status and enable, 16 bits each.
+pub const PM1A_EVENT: u16 = 0x600;
+/// Its length in bytes.
+pub const PM1A_EVENT_LEN: u8 = 4;
+/// ACPI PM1a control block.
+pub const PM1A_CONTROL: u16 = 0x604;
+/// Its length in bytes.
+pub const PM1A_CONTROL_LEN: u8 = 2;
+/// SLP_TYP of S5, soft off.
+pub const S5_SLEEP_TYPE: u8 = 0;
+/// PCI configuration address (no PCI here: it reads all ones).
+pub const PCI_ADDRESS: u16 = 0xCF8;
+/// Reset control register.
+pub const RESET_CONTROL: u16 = 0xCF9;
+/// What to write there for a full reset.
+pub const RESET_VALUE: u8 = 0x06;
+/// PCI configuration data.
+pub const PCI_DATA: u16 = 0xCFC;

@@ -1,0 +1,163 @@
+//! The serial port: vm-superio's 16550 behind a lock, its interrupt an eventfd for KVM.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use vm_superio::serial::SerialEvents;
+use vm_superio::{Serial, Trigger};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::lock;
+
+struct Irq(EventFd);
+
+impl Trigger for Irq {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        self.0.write(1)
+    }
+}
+
+/// Tells the input side that the guest has emptied the receive buffer.
+struct InputRoom(EventFd);
+
+impl SerialEvents for InputRoom {
+    fn buffer_read(&self) {}
+    fn out_byte(&self) {}
+    fn tx_lost_byte(&self) {}
+    fn in_buffer_empty(&self) {
+        // A full eventfd counter means the reader has not looked yet: nothing is lost.
+        let _ = self.0.write(1);
+    }
+}
+
+type Uart = Serial<Irq, InputRoom, Box<dyn Write + Send>>;
+
+/// The first serial port.
+pub struct SerialPort {
+    uart: Mutex<Uart>,
+    irq: EventFd,
+    input_room: EventFd,
+    /// Input found the port in use and waits for it.
+    input_waits: AtomicBool,
+}
+
+impl SerialPort {
+    /// A port whose output goes to `out`.
+    pub(super) fn new(out: Box<dyn Write + Send>) -> io::Result<Self> {
+        let irq = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let input_room = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let uart = Serial::with_events(Irq(irq.try_clone()?), InputRoom(input_room.try_clone()?), out);
+        Ok(SerialPort {
+            uart: Mutex::new(uart),
+            irq,
+            input_room,
+            input_waits: AtomicBool::new(false),
+        })
+    }
+
+    /// The interrupt, to be registered with KVM.
+    pub fn irq(&self) -> &EventFd {
+        &self.irq
+    }
+
+    /// Written when the guest has read all input, so more can be sent.
+    pub fn input_room(&self) -> &EventFd {
+        &self.input_room
+    }
+
+    /// Gives the guest as much of `bytes` as fits; returns how many that was. Never blocks: a vCPU
+    /// may hold the port while it waits for a slow console, and the caller is who would end that
+    /// wait. What was not taken is asked for through [`SerialPort::input_room`].
+    pub fn send(&self, bytes: &[u8]) -> usize {
+        let Some(mut uart) = self.try_lock() else { return 0 };
+        let room = uart.fifo_capacity().min(bytes.len());
+        if room == 0 {
+            return 0;
+        }
+        // The only failure after the check of the room is the interrupt's eventfd, whose counter
+        // being full means that an interrupt is pending: the bytes are in the buffer.
+        uart.enqueue_raw_bytes(&bytes[..room]).unwrap_or(room)
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, Uart>> {
+        let attempt = || match self.uart.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(e)) => Some(PoisonError::into_inner(e)),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        attempt().or_else(|| {
+            // Second attempt after the flag is up: a holder that let go in between has not seen it.
+            self.input_waits.store(true, Ordering::SeqCst);
+            attempt()
+        })
+    }
+
+    /// After letting go of the port: wakes input that found it in use.
+    fn let_input_in(&self) {
+        if self.input_waits.swap(false, Ordering::SeqCst) {
+            let _ = self.input_room.write(1);
+        }
+    }
+
+    pub(super) fn read(&self, offset: u8) -> u8 {
+        let value = lock(&self.uart).read(offset);
+        self.let_input_in();
+        value
+    }
+
+    pub(super) fn write(&self, offset: u8, value: u8) {
+        // Output that cannot be delivered is lost, as on a line without a listener.
+        if let Err(e) = lock(&self.uart).write(offset, value) {
+            log::debug!("serial port: {e}");
+        }
+        // In loopback mode no input is taken; the modem control register may have ended it.
+        if offset == MODEM_CONTROL {
+            self.input_waits.store(true, Ordering::SeqCst);
+        }
+        self.let_input_in();
+    }
+}
+
+/// Register offset of the modem control register.
+const MODEM_CONTROL: u8 = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn port() -> SerialPort {
+        SerialPort::new(Box::new(io::sink())).unwrap()
+    }
+
+    #[test]
+    fn input_raises_the_interrupt_and_its_end_asks_for_more() {
+        let port = port();
+        port.write(1, 1); // received data interrupt on
+        assert_eq!(port.send(b"ab"), 2);
+        assert_eq!(port.irq().read().unwrap(), 1);
+        assert_eq!(port.read(5) & 1, 1);
+        assert_eq!(port.read(0), b'a');
+        assert!(port.input_room().read().is_err(), "there is still a byte");
+        assert_eq!(port.read(0), b'b');
+        assert_eq!(port.input_room().read().unwrap(), 1);
+        assert_eq!(port.read(5) & 1, 0);
+    }
+
+    #[test]
+    fn more_input_than_fits_is_left_to_the_caller() {
+        let port = port();
+        let taken = port.send(&[0x55; 1000]);
+        assert!(taken > 0 && taken < 1000);
+        assert_eq!(port.send(b"x"), 0);
+    }
+
+    #[test]
+    fn loopback_mode_takes_no_input() {
+        let port = port();
+        port.write(4, 0x10);
+        assert_eq!(port.send(b"x"), 0);
+    }
+}

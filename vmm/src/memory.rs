@@ -1,0 +1,316 @@
+//! Guest memory: one or two anonymous mappings and the memory map the guest is told of.
+//!
+//! RAM starts at guest-physical 0. A guest larger than [`MMIO_HOLE_START`] has the rest above 4 GiB,
+//! so the local APIC, the I/O APIC and firmware addresses stay free.
+#![allow(unsafe_code)]
+
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::VmFd;
+use thiserror::Error;
+use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+/// The least RAM a guest may have, in bytes.
+pub const MIN_RAM_BYTES: u64 = 16 << 20;
+/// First guest-physical address that is never RAM below 4 GiB (3.25 GiB).
+pub const MMIO_HOLE_START: u64 = 0xD000_0000;
+/// First guest-physical address after the hole.
+pub const MMIO_HOLE_END: u64 = 1 << 32;
+/// Start of the extended BIOS data area, where conventional memory ends for the guest.
+pub const EBDA_START: u64 = 0x9_FC00;
+/// Start of the extended memory: everything between [`EBDA_START`] and here is reserved.
+pub const HIGH_RAM_START: u64 = 0x10_0000;
+/// Granularity of guest memory sizes, in bytes.
+pub const RAM_GRANULE_BYTES: u64 = 4096;
+
+/// Why guest memory could not be had. Each message is one line: what, the limit, the remedy.
+#[derive(Debug, Error)]
+pub enum MemoryError {
+    /// Below [`MIN_RAM_BYTES`].
+    #[error("guest memory of {size_bytes} bytes is too small: the least is 16 MiB; use --memory 16M or more")]
+    TooSmall {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+    },
+    /// Not a whole number of pages.
+    #[error("guest memory of {size_bytes} bytes is not a multiple of 4096 bytes; round it up")]
+    NotAligned {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+    },
+    /// More than the host's RAM and swap.
+    #[error(
+        "guest memory of {} MiB is more than this host has ({} MiB of RAM and swap); use a smaller --memory",
+        size_bytes >> 20,
+        host_bytes >> 20
+    )]
+    MoreThanHost {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+        /// What the host has, in bytes.
+        host_bytes: u64,
+    },
+    /// Its highest address does not fit the processor's physical addresses.
+    #[error(
+        "guest memory of {} MiB needs {bits_needed} physical address bits but this processor has {bits}; use a smaller --memory",
+        size_bytes >> 20
+    )]
+    BeyondAddressBits {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+        /// Address bits the layout needs.
+        bits_needed: u32,
+        /// Address bits the processor has.
+        bits: u32,
+    },
+    /// The host refused the mapping.
+    #[error("cannot map {} MiB of guest memory; free memory on the host or use a smaller --memory", size_bytes >> 20)]
+    Map {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+        /// What mmap said.
+        #[source]
+        source: vm_memory::mmap::FromRangesError,
+    },
+    /// KVM refused a memory slot.
+    #[error("KVM refused memory slot {slot} at {guest_address:#x}")]
+    Register {
+        /// Slot number.
+        slot: u32,
+        /// Its guest-physical start.
+        guest_address: u64,
+        /// What KVM_SET_USER_MEMORY_REGION said.
+        #[source]
+        source: kvm_ioctls::Error,
+    },
+}
+
+/// What a range of the guest-physical address space is, as e820 types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum RangeKind {
+    /// Usable RAM.
+    Ram = 1,
+    /// Not for the guest's allocator.
+    Reserved = 2,
+}
+
+/// One entry of the map the guest is told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapEntry {
+    /// Guest-physical start.
+    pub start: u64,
+    /// Length in bytes.
+    pub len_bytes: u64,
+    /// RAM or reserved.
+    pub kind: RangeKind,
+}
+
+/// The guest's RAM.
+#[derive(Clone, Debug)]
+pub struct GuestRam {
+    mem: GuestMemoryMmap,
+    size_bytes: u64,
+}
+
+impl GuestRam {
+    /// Maps `size_bytes` of RAM. Pages are taken from the host as the guest touches them.
+    pub fn new(size_bytes: u64) -> Result<Self, MemoryError> {
+        if size_bytes < MIN_RAM_BYTES {
+            return Err(MemoryError::TooSmall { size_bytes });
+        }
+        if !size_bytes.is_multiple_of(RAM_GRANULE_BYTES) {
+            return Err(MemoryError::NotAligned { size_bytes });
+        }
+        let host_bytes = host_memory_bytes();
+        if size_bytes > host_bytes {
+            return Err(MemoryError::MoreThanHost {
+                size_bytes,
+                host_bytes,
+            });
+        }
+        let bits = physical_address_bits();
+        let end = ram_end(size_bytes);
+        let bits_needed = 64 - (end - 1).leading_zeros();
+        if bits_needed > bits {
+            return Err(MemoryError::BeyondAddressBits {
+                size_bytes,
+                bits_needed,
+                bits,
+            });
+        }
+        let low = size_bytes.min(MMIO_HOLE_START);
+        let mut ranges = vec![(GuestAddress(0), low as usize)];
+        if size_bytes > low {
+            ranges.push((GuestAddress(MMIO_HOLE_END), (size_bytes - low) as usize));
+        }
+        let mem = GuestMemoryMmap::from_ranges(&ranges)
+            .map_err(|source| MemoryError::Map { size_bytes, source })?;
+        Ok(GuestRam { mem, size_bytes })
+    }
+
+    /// The mappings, for reading and writing guest-physical addresses.
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.mem
+    }
+
+    /// RAM in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// First address after the RAM below the hole.
+    pub fn low_end(&self) -> u64 {
+        self.size_bytes.min(MMIO_HOLE_START)
+    }
+
+    /// Bytes of RAM above 4 GiB.
+    pub fn high_bytes(&self) -> u64 {
+        self.size_bytes - self.low_end()
+    }
+
+    /// Whether all of `len_bytes` from `start` is RAM of one mapping.
+    pub fn contains(&self, start: u64, len_bytes: u64) -> bool {
+        let Some(end) = start.checked_add(len_bytes) else {
+            return false;
+        };
+        end <= self.low_end()
+            || (start >= MMIO_HOLE_END && end <= MMIO_HOLE_END + self.high_bytes() && self.high_bytes() > 0)
+    }
+
+    /// The map as a PC's firmware would report it: conventional memory, the reserved area below
+    /// 1 MiB (our tables live there), extended memory, and memory above 4 GiB.
+    pub fn map(&self) -> Vec<MapEntry> {
+        let mut map = vec![
+            MapEntry {
+                start: 0,
+                len_bytes: EBDA_START,
+                kind: RangeKind::Ram,
+            },
+            MapEntry {
+                start: EBDA_START,
+                len_bytes: HIGH_RAM_START - EBDA_START,
+                kind: RangeKind::Reserved,
+            },
+            MapEntry {
+                start: HIGH_RAM_START,
+                len_bytes: self.low_end() - HIGH_RAM_START,
+                kind: RangeKind::Ram,
+            },
+        ];
+        if self.high_bytes() > 0 {
+            map.push(MapEntry {
+                start: MMIO_HOLE_END,
+                len_bytes: self.high_bytes(),
+                kind: RangeKind::Ram,
+            });
+        }
+        map
+    }
+
+    /// Gives every mapping to KVM, slots 0 and up. The caller keeps `self` for as long as the VM lives.
+    pub fn register(&self, vm: &VmFd) -> Result<(), MemoryError> {
+        for (slot, region) in self.mem.iter().enumerate() {
+            let slot = slot as u32;
+            let guest_address = region.start_addr().raw_value();
+            let region = kvm_userspace_memory_region {
+                slot,
+                flags: 0,
+                guest_phys_addr: guest_address,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+            };
+            // SAFETY: the region is a live mapping of exactly `memory_size` bytes owned by `self.mem`,
+            // whose Arc the caller holds while the VM runs; slots do not overlap because
+            // GuestMemoryMmap rejects overlapping ranges.
+            unsafe { vm.set_user_memory_region(region) }.map_err(|source| MemoryError::Register {
+                slot,
+                guest_address,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// First address after the last RAM of a guest with `size_bytes`.
+fn ram_end(size_bytes: u64) -> u64 {
+    if size_bytes <= MMIO_HOLE_START {
+        size_bytes
+    } else {
+        MMIO_HOLE_END.saturating_add(size_bytes - MMIO_HOLE_START)
+    }
+}
+
+/// RAM and swap of this host in bytes (sysinfo(2)).
+fn host_memory_bytes() -> u64 {
+    // SAFETY: sysinfo is a plain C struct for which all zeroes is a valid value.
+    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
+    // SAFETY: `info` is a valid, writable struct sysinfo for the length of the call.
+    if unsafe { libc::sysinfo(&mut info) } != 0 {
+        return u64::MAX;
+    }
+    let unit = u64::from(info.mem_unit.max(1));
+    (info.totalram as u64)
+        .saturating_add(info.totalswap as u64)
+        .saturating_mul(unit)
+}
+
+/// Physical address bits of this processor (CPUID 8000_0008H:EAX[7:0]; 36 where it is not reported).
+fn physical_address_bits() -> u32 {
+    use std::arch::x86_64::__cpuid;
+    if __cpuid(0x8000_0000).eax < 0x8000_0008 {
+        return 36;
+    }
+    __cpuid(0x8000_0008).eax & 0xff
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_out_of_range_are_refused_with_their_limit() {
+        assert!(matches!(
+            GuestRam::new(MIN_RAM_BYTES - 4096),
+            Err(MemoryError::TooSmall { .. })
+        ));
+        assert!(matches!(
+            GuestRam::new(MIN_RAM_BYTES + 1),
+            Err(MemoryError::NotAligned { .. })
+        ));
+        let err = GuestRam::new(1 << 56).unwrap_err();
+        assert!(err.to_string().contains("more than this host has"), "{err}");
+    }
+
+    #[test]
+    fn small_guest_has_one_mapping_and_three_map_entries() {
+        let ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
+        assert_eq!(ram.low_end(), MIN_RAM_BYTES);
+        assert_eq!(ram.high_bytes(), 0);
+        let map = ram.map();
+        assert_eq!(map.len(), 3);
+        assert_eq!(map[2].start + map[2].len_bytes, MIN_RAM_BYTES);
+        assert!(ram.contains(0, MIN_RAM_BYTES));
+        assert!(!ram.contains(1, MIN_RAM_BYTES));
+        assert!(!ram.contains(u64::MAX, 2));
+        assert!(!ram.contains(MMIO_HOLE_END, 0x1000));
+    }
+
+    #[test]
+    fn a_guest_above_the_hole_continues_at_four_gib() {
+        // The layout is arithmetic; building it must not need a host with that much memory.
+        assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
+        assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);
+        let Ok(ram) = GuestRam::new(5 << 30) else {
+            eprintln!("skipped: this host has less than 5 GiB");
+            return;
+        };
+        let map = ram.map();
+        assert_eq!(map.len(), 4);
+        assert_eq!(map[3].start, MMIO_HOLE_END);
+        let ram_bytes: u64 = map.iter().map(|e| e.len_bytes).sum();
+        assert_eq!(ram_bytes, 5 << 30);
+        assert!(!ram.contains(MMIO_HOLE_START - 1, 2));
+        assert!(ram.contains(MMIO_HOLE_END, ram.high_bytes()));
+    }
+}

@@ -1,0 +1,109 @@
+//! RDPMC in guest kernels: finding it and making it trap.
+//!
+//! KVM has no exit for RDPMC: with KVM's own PMU off the guest gets #GP. So each RDPMC (0F 33) of the
+//! guest kernel is replaced, before the guest starts, by `out imm8, al` (E6 nn), two bytes as well, on
+//! a port reserved for it. The exit handler reads ECX and writes EDX:EAX as RDPMC would.
+//!
+//! The byte pair 0F 33 also occurs inside other instructions (37 times in the text of a Debian cloud
+//! kernel, once as an instruction). Replacing one of those corrupts the kernel, so the finder in
+//! [`find`] accepts a pair only when decoding proves it an instruction.
+
+mod finder;
+
+use vm_memory::{Bytes, GuestAddress};
+
+pub use finder::find;
+
+use crate::boot::BootError;
+use crate::memory::GuestRam;
+
+/// The port a replaced RDPMC writes to. No PC device lives there.
+pub const TRAP_PORT: u16 = 0xE1;
+/// `rdpmc`.
+pub const RDPMC: [u8; 2] = [0x0F, 0x33];
+/// `out TRAP_PORT, al`.
+pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT as u8];
+
+/// Executable bytes to search.
+#[derive(Clone, Copy, Debug)]
+pub struct Text<'a> {
+    /// Link-time address of the first byte.
+    pub virt: u64,
+    /// Guest-physical address of the first byte.
+    pub phys: u64,
+    /// The bytes.
+    pub bytes: &'a [u8],
+}
+
+/// The processor mode the text is decoded for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CodeBits {
+    /// 64-bit code only: a Linux kernel.
+    Only64,
+    /// 32- or 64-bit code: a multiboot image starts in one and may switch to the other.
+    Either,
+}
+
+/// One RDPMC instruction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PatchedSite {
+    /// Link-time address.
+    pub virt: u64,
+    /// Guest-physical address.
+    pub phys: u64,
+    /// Symbol it lies in and the offset into it.
+    pub symbol: Option<(String, u64)>,
+}
+
+impl PatchedSite {
+    /// `symbol+offset`, or the address where no symbol is known.
+    pub fn place(&self) -> String {
+        match &self.symbol {
+            Some((name, offset)) => format!("{name}+{offset:#x}"),
+            None => format!("{:#x}", self.virt),
+        }
+    }
+}
+
+/// Replaces the instruction at `site` in guest memory.
+pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), BootError> {
+    let at = GuestAddress(site.phys);
+    let failed = |reason: String| BootError::GuestMemory {
+        what: "the RDPMC trap",
+        address: site.phys,
+        reason,
+    };
+    let mut there = [0u8; 2];
+    ram.memory()
+        .read_slice(&mut there, at)
+        .map_err(|e| failed(e.to_string()))?;
+    // Two segments may name the same memory; what was found in the file must be what was loaded.
+    if there != RDPMC {
+        return Err(failed(format!(
+            "memory holds {there:02x?} instead of the instruction found in the file"
+        )));
+    }
+    ram.memory()
+        .write_slice(&TRAP, at)
+        .map_err(|e| failed(e.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_real_rdpmc_is_overwritten() {
+        let ram = GuestRam::new(16 << 20).unwrap();
+        let site = PatchedSite {
+            virt: 0xFFFF_FFFF_8100_0000,
+            phys: 0x10_0000,
+            symbol: None,
+        };
+        assert!(patch(&ram, &site).is_err());
+        ram.memory().write_slice(&RDPMC, GuestAddress(0x10_0000)).unwrap();
+        patch(&ram, &site).unwrap();
+        let bytes: [u8; 2] = ram.memory().read_obj(GuestAddress(0x10_0000)).unwrap();
+        assert_eq!(bytes, TRAP);
+    }
+}
