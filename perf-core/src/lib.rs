@@ -1,6 +1,99 @@
 //! A perf event core in user space.
+//!
+//! What the Linux kernel's perf core does for tasks and CPUs this crate does for the vCPUs of a virtual machine, in
+//! the process that runs them: events, groups, contexts, multiplexing over the hardware's counters, time accounting,
+//! inheritance and sampling. Where counts come from is a driver's affair ([`Pmu`]); the crate itself needs no KVM.
+//!
+//! # Glossary
+//!
+//! - **event**: something that is counted, opened with [`Core::open`] and used through its [`Handle`].
+//! - **vCPU context**, **VM context**: the events of one vCPU, and of the machine as a whole.
+//! - **group**: a leader and its siblings, on the PMU all together or not at all.
+//! - **slot**: one hardware counter. Drivers with [`pmu::Capacity::Slots`] have that many for each vCPU; events of the
+//!   other drivers are *software* events and need none.
+//! - **pinned**: always on, or in the error state. **flexible**: takes turns. **exclusive**: alone on the PMU.
+//! - **family**: a VM-wide event and its children, one in each vCPU context.
+//! - **session**: an operator, or the guest; it owns the events it opens.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use perf_core::*;
+//!
+//! # fn example(driver: Arc<dyn Pmu>) -> Result<(), Box<dyn std::error::Error>> {
+//! let core = Core::new(CoreConfig::default());
+//! core.register(driver);
+//! let vcpu = core.add_vcpu(VcpuId(0), 4711 /* host thread that runs it */)?;
+//!
+//! // An operator counts cycles on all vCPUs, those added later included.
+//! let operator = core.session(0, Role::Admin);
+//! let attr = Attr { inherit: true, ..Attr::counting(EventType::HARDWARE, 0) };
+//! let cycles = core.open(&operator, attr, OpenTarget::Vm, None, OpenFlags::default())?;
+//!
+//! // The guest programmed a counter: a pinned event on its vCPU that reports overflows under cookie 3.
+//! let guest = core.session(0, Role::Guest);
+//! let attr = Attr { pinned: true, exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) };
+//! let flags = OpenFlags { cookie: Some(3), ..OpenFlags::default() };
+//! let counter = core.open(&guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)?;
+//! counter.arm((1 << 48) - 0xffff_ffff_0000)?; // 2^width minus what the guest wrote
+//!
+//! vcpu.sched_in();
+//! // ... KVM_RUN ... a signal interrupts it:
+//! # struct Regs;
+//! # impl SampleRegs for Regs {
+//! #     fn mode(&mut self) -> CpuMode { CpuMode::GuestKernel }
+//! #     fn ip(&mut self) -> u64 { 0 }
+//! # }
+//! vcpu.service_overflows(&mut Regs, &mut |o| println!("counter {} overflowed {} times", o.cookie, o.times));
+//! vcpu.sched_out();
+//!
+//! match cycles.read()?.estimate() {
+//!     Some(n) => println!("{n} cycles"),
+//!     None => println!("not counted"),
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Threads and locks
+//!
+//! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free on the
+//! hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is: topology (opening,
+//! closing, hot-add), family, context.
+
+mod context;
+mod control;
+mod core;
+mod event;
+mod group;
+mod handle;
+mod inherit;
+mod limits;
+mod notify;
+mod open;
+mod overflow;
+mod read;
+mod sample;
+mod schedule;
 
 pub mod attr;
 pub mod pmu;
 pub mod record;
 pub mod ring;
+pub mod time;
+
+pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
+pub use crate::context::ContextStats;
+pub use crate::control::{ControlError, Scope};
+pub use crate::core::{Core, VcpuContext};
+pub use crate::event::State;
+pub use crate::handle::Handle;
+pub use crate::limits::{CoreConfig, Role, Session};
+pub use crate::notify::Poll;
+pub use crate::open::{OpenError, OpenFlags, OpenTarget};
+pub use crate::overflow::{CpuMode, SampleRegs};
+pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
+pub use crate::read::{GroupReading, Reading};
+pub use crate::sample::Overflowed;
+pub use crate::schedule::SharePolicy;

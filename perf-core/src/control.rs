@@ -1,0 +1,162 @@
+//! Control calls on a handle: what `ioctl(2)` does to a kernel event.
+
+use crate::handle::{EventRef, Handle};
+use crate::open::pmu_errno;
+use crate::pmu::PmuError;
+
+/// Why a control call failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// The event is closed.
+    #[error("the event is closed")]
+    Closed,
+    /// The buffer is too short for the reading.
+    #[error("a reading takes {needed} bytes, the buffer has {available}")]
+    NoSpace {
+        /// Bytes needed.
+        needed: usize,
+        /// Bytes there are.
+        available: usize,
+    },
+    /// The call does not fit the event.
+    #[error("{0}")]
+    Invalid(&'static str),
+    /// The driver refused.
+    #[error(transparent)]
+    Driver(#[from] PmuError),
+}
+
+impl ControlError {
+    /// The error number `ioctl(2)` or `read(2)` on a kernel event gives in this case.
+    #[must_use]
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::Closed => libc::EBADF,
+            Self::NoSpace { .. } => libc::ENOSPC,
+            Self::Invalid(_) => libc::EINVAL,
+            Self::Driver(error) => pmu_errno(error),
+        }
+    }
+}
+
+/// Whether a control call concerns the event or all of its group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// The event and its children.
+    #[default]
+    Event,
+    /// Every member of its group, with their children; any member's handle will do.
+    Group,
+}
+
+impl Handle {
+    /// Starts counting, or recovers from the error state.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`]. That it cannot be put on now is none: see [`Handle::state`].
+    pub fn enable(&self, scope: Scope) -> Result<(), ControlError> {
+        self.set(scope, true)
+    }
+
+    /// Stops counting; count and times are kept.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn disable(&self, scope: Scope) -> Result<(), ControlError> {
+        self.set(scope, false)
+    }
+
+    fn set(&self, scope: Scope, on: bool) -> Result<(), ControlError> {
+        self.for_scope(scope, |event| event.set_enabled(on))
+    }
+
+    /// Sets the count to zero, and what exited children left behind. Times are not reset.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn reset(&self, scope: Scope) -> Result<(), ControlError> {
+        self.for_scope(scope, EventRef::reset)
+    }
+
+    fn for_scope(&self, scope: Scope, op: impl Fn(&EventRef) -> Option<()>) -> Result<(), ControlError> {
+        let event = &self.inner.event;
+        match scope {
+            Scope::Event => op(event).ok_or(ControlError::Closed),
+            Scope::Group => {
+                // No event joins or leaves meanwhile.
+                let _topology = self.inner.core.topology();
+                for member in event.group().ok_or(ControlError::Closed)? {
+                    let _ = op(&member);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Allows `overflows` further overflows and enables the event, which disables itself after the last one. 0 only
+    /// enables it.
+    ///
+    /// # Errors
+    /// [`ControlError::Invalid`] for inherited events, [`ControlError::Closed`].
+    pub fn refresh(&self, overflows: u32) -> Result<(), ControlError> {
+        if self.inner.event.shared.attr.inherit || self.is_family() {
+            return Err(ControlError::Invalid("an inherited event has no overflow limit"));
+        }
+        let result = self.inner.event.for_each(|context, key, now_ns| {
+            let sampling = &mut context.events[key].sampling;
+            sampling.limit = sampling.limit.saturating_add(u64::from(overflows));
+            context.enable(key, now_ns);
+        });
+        result.ok_or(ControlError::Closed)
+    }
+
+    /// Changes the period, or for an event that samples by frequency the frequency in Hz, from the next overflow on.
+    /// Children keep theirs.
+    ///
+    /// # Errors
+    /// [`ControlError::Invalid`] for a counting event, for 0, and for a frequency above the limit;
+    /// [`ControlError::Closed`].
+    pub fn set_period(&self, period: u64) -> Result<(), ControlError> {
+        let inner = &self.inner.event;
+        if !inner.shared.attr.is_sampling() {
+            return Err(ControlError::Invalid("a counting event has no period"));
+        }
+        if period == 0 || period >> 63 != 0 {
+            return Err(ControlError::Invalid("a period is at least 1 and below 2^63"));
+        }
+        if inner.shared.attr.freq && period > self.inner.core.limits.sample_rate_hz() {
+            return Err(ControlError::Invalid(
+                "the frequency is above the sample rate limit",
+            ));
+        }
+        let mut context = inner.cell.lock();
+        let event = context
+            .get(inner.key, &inner.shared)
+            .ok_or(ControlError::Closed)?;
+        event.sampling.set_period(period);
+        Ok(())
+    }
+
+    /// Lets the next overflow come after exactly `overflow_in` further counts, at once, also while the event runs.
+    /// Later ones follow at the event's period; without one there are none.
+    ///
+    /// # Errors
+    /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the event
+    /// then stays armed as it was), [`ControlError::Closed`].
+    pub fn arm(&self, overflow_in: u64) -> Result<(), ControlError> {
+        if overflow_in == 0 || overflow_in >> 63 != 0 || self.is_family() {
+            return Err(ControlError::Invalid(
+                "armed for at least 1 and below 2^63 counts, and not on a family",
+            ));
+        }
+        let inner = &self.inner.event;
+        let mut context = inner.cell.lock();
+        let event = context
+            .get(inner.key, &inner.shared)
+            .ok_or(ControlError::Closed)?;
+        event.arm(overflow_in)?;
+        context.note_armed(inner.key);
+        Ok(())
+    }
+}

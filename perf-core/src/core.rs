@@ -1,0 +1,392 @@
+//! The core: drivers, contexts, and the calls that concern all of them.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+
+use arc_swap::ArcSwap;
+
+use crate::attr::EventType;
+use crate::context::{ContextCell, ContextStats};
+use crate::event::{Event, EventShared, Source, State};
+use crate::inherit::Child;
+use crate::limits::{CoreConfig, Limits, Role, Session, SessionInner};
+use crate::open::OpenError;
+use crate::overflow::SampleRegs;
+use crate::pmu::{Capacity, Pmu, VcpuId};
+use crate::sample::Overflowed;
+
+/// Everything by id: drivers, the VM context and the vCPU contexts. Cheap to clone; all clones are the same core.
+#[derive(Clone)]
+pub struct Core {
+    pub(crate) inner: Arc<CoreInner>,
+}
+
+pub(crate) struct CoreInner {
+    pub config: CoreConfig,
+    pub limits: Limits,
+    pub drivers: RwLock<Vec<Driver>>,
+    /// The context of the machine as a whole; always in.
+    pub vm: Arc<ContextCell>,
+    /// Read by every tick without a lock.
+    pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
+    /// Held while events are opened and closed and vCPUs come and go, so that a VM-wide event and a new vCPU cannot
+    /// miss each other. Never taken on a hot path. First in the lock order: topology, family, context.
+    topology: Mutex<Topology>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Topology {
+    /// Counts changes of the set of VM-wide events.
+    pub generation: u64,
+}
+
+pub(crate) struct Driver {
+    pub pmu: Arc<dyn Pmu>,
+    pub capacity: Capacity,
+}
+
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Core")
+            .field("vcpus", &self.inner.vcpus.load().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Core {
+    /// A core with no drivers and no vCPUs.
+    #[must_use]
+    pub fn new(config: CoreConfig) -> Self {
+        let vm = Arc::new(ContextCell::new(config.share, Arc::clone(&config.clock), None));
+        let now_ns = config.clock.now_ns();
+        vm.lock().sched_in(now_ns);
+        Self {
+            inner: Arc::new(CoreInner {
+                limits: Limits::new(&config),
+                drivers: RwLock::new(Vec::new()),
+                vm,
+                vcpus: ArcSwap::default(),
+                topology: Mutex::default(),
+                config,
+            }),
+        }
+    }
+
+    /// Adds a driver. Of several that serve a type the first registered is asked.
+    pub fn register(&self, pmu: Arc<dyn Pmu>) {
+        let capacity = pmu.capacity();
+        log::info!("driver {}: {capacity:?}", pmu.name());
+        self.inner
+            .drivers
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Driver { pmu, capacity });
+    }
+
+    /// A session for user `uid`.
+    #[must_use]
+    pub fn session(&self, uid: u32, role: Role) -> Session {
+        Session {
+            inner: Arc::new(SessionInner {
+                uid,
+                role,
+                owned: Mutex::default(),
+            }),
+        }
+    }
+
+    /// Adds a vCPU that host thread `tid` runs. It inherits the VM-wide events marked so; if one of them cannot be
+    /// opened the vCPU is not added and nothing is left behind.
+    ///
+    /// # Errors
+    /// [`OpenError::VcpuExists`], or why an inherited event could not be opened.
+    pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
+        let _topology = self.inner.topology();
+        let vcpus = self.inner.vcpus.load_full();
+        if vcpus.iter().any(|v| v.id() == vcpu) {
+            return Err(OpenError::VcpuExists(vcpu));
+        }
+        let cell = Arc::new(ContextCell::new(
+            self.inner.config.share,
+            Arc::clone(&self.inner.config.clock),
+            Some((vcpu, tid)),
+        ));
+        for members in self.inner.inherited_groups() {
+            if let Err(error) = self.inner.inherit_group(&members, &cell) {
+                self.inner.abandon(&cell);
+                return Err(error);
+            }
+        }
+        let context = Arc::new(VcpuContext {
+            cell,
+            core: Arc::downgrade(&self.inner),
+        });
+        let mut list = Vec::clone(&vcpus);
+        list.push(Arc::clone(&context));
+        list.sort_by_key(|v| v.id());
+        self.inner.vcpus.store(Arc::new(list));
+        Ok(context)
+    }
+
+    /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened on the
+    /// vCPU itself keep their last value for their handles.
+    ///
+    /// # Errors
+    /// [`OpenError::NoSuchVcpu`].
+    pub fn remove_vcpu(&self, vcpu: VcpuId) -> Result<(), OpenError> {
+        let _topology = self.inner.topology();
+        let vcpus = self.inner.vcpus.load_full();
+        let context = vcpus
+            .iter()
+            .find(|v| v.id() == vcpu)
+            .ok_or(OpenError::NoSuchVcpu(vcpu))?;
+        let list: Vec<_> = vcpus.iter().filter(|v| v.id() != vcpu).map(Arc::clone).collect();
+        self.inner.vcpus.store(Arc::new(list));
+        self.inner.exit(&context.cell);
+        Ok(())
+    }
+
+    /// The context of a vCPU.
+    #[must_use]
+    pub fn vcpu(&self, vcpu: VcpuId) -> Option<Arc<VcpuContext>> {
+        self.inner.vcpus.load().iter().find(|v| v.id() == vcpu).cloned()
+    }
+
+    /// To be called by the VM's timer, [`CoreConfig::tick_hz`] times a second while [`Core::needs_tick`]: rotates
+    /// waiting groups, adjusts frequencies, lifts throttles. Takes each context's lock in turn and no other.
+    pub fn tick(&self) {
+        self.inner.tick(&self.inner.vm);
+        for vcpu in self.inner.vcpus.load().iter() {
+            self.inner.tick(&vcpu.cell);
+        }
+    }
+
+    /// Whether [`Core::tick`] has anything to do. While not, the VMM may stop its timer and ask again after each
+    /// call that opens or enables.
+    #[must_use]
+    pub fn needs_tick(&self) -> bool {
+        self.inner.vm.lock().needs_tick()
+            || self.inner.vcpus.load().iter().any(|v| v.cell.lock().needs_tick())
+    }
+
+    /// What the VM context holds.
+    #[must_use]
+    pub fn vm_stats(&self) -> ContextStats {
+        self.inner.vm.lock().stats()
+    }
+}
+
+impl CoreInner {
+    pub fn topology(&self) -> MutexGuard<'_, Topology> {
+        self.topology.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The driver for `ty`: its index, itself, and its capacity.
+    pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, Capacity)> {
+        let drivers = self.drivers.read().unwrap_or_else(PoisonError::into_inner);
+        let at = drivers.iter().position(|d| d.pmu.serves(ty))?;
+        Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
+    }
+
+    fn tick(&self, cell: &ContextCell) {
+        let now_ns = cell.now_ns();
+        let mut context = cell.lock();
+        context.tick_sampling(now_ns, self.config.tick_hz, self.limits.sample_rate_hz());
+        context.rotate(now_ns);
+    }
+
+    /// The groups a new vCPU inherits: each a leader, which is marked so, and its siblings whatever their own mark.
+    fn inherited_groups(&self) -> Vec<Vec<(usize, Arc<EventShared>)>> {
+        let vm = self.vm.lock();
+        let mut groups: Vec<Vec<(usize, Arc<EventShared>)>> = vm
+            .groups
+            .iter()
+            .filter(|(_, g)| {
+                let leader = &vm.events[g.leader()];
+                leader.shared.attr.inherit && matches!(leader.source, Source::Family)
+            })
+            .map(|(_, g)| {
+                g.members
+                    .iter()
+                    .map(|m| (*m, Arc::clone(&vm.events[*m].shared)))
+                    .collect()
+            })
+            .collect();
+        // The order of opening, so that contexts with the same history are laid out alike.
+        groups.sort_by_key(|members| members[0].1.id);
+        groups
+    }
+
+    /// Makes the children of a group in `cell`.
+    fn inherit_group(
+        &self,
+        members: &[(usize, Arc<EventShared>)],
+        cell: &Arc<ContextCell>,
+    ) -> Result<(), OpenError> {
+        let mut leader = None;
+        for (parent_key, parent) in members {
+            let key = self.inherit(*parent_key, parent, cell, leader)?;
+            leader.get_or_insert(key);
+        }
+        Ok(())
+    }
+
+    /// Makes one child of `parent` in `cell`, in the parent's present state, and links it.
+    pub fn inherit(
+        &self,
+        parent_key: usize,
+        parent: &Arc<EventShared>,
+        cell: &Arc<ContextCell>,
+        leader: Option<usize>,
+    ) -> Result<usize, OpenError> {
+        let shared = Arc::new(EventShared::new(
+            parent.attr.clone(),
+            parent.owner,
+            parent.cookie,
+            false,
+        ));
+        let (source, driver) = self.source(&parent.attr, cell)?;
+        let family = parent.family.as_ref().expect("only families are inherited");
+        // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
+        let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
+        let (enabled, period) = {
+            let mut vm = self.vm.lock();
+            let found = vm.get(parent_key, parent);
+            found.map_or((false, 0), |e| (e.state >= State::Inactive, e.sampling.period))
+        };
+        let now_ns = cell.now_ns();
+        let mut context = cell.lock();
+        let pool = driver
+            .map(|(d, slots)| context.pool(d, slots, self.limits.reserved_slots.load(Ordering::Relaxed)));
+        let mut event = Event::new(shared, Some(Arc::clone(parent)), pool, source, enabled);
+        event.sampling.inherit_period(period);
+        let key = context.add(event, leader, now_ns);
+        drop(context);
+        family.add(Child {
+            cell: Arc::clone(cell),
+            key,
+        });
+        Ok(key)
+    }
+
+    /// Where the counts of `attr` in `cell` come from, and the hardware driver and its slots if it is one.
+    pub fn source(
+        &self,
+        attr: &crate::attr::Attr,
+        cell: &ContextCell,
+    ) -> Result<(Source, Option<(usize, usize)>), OpenError> {
+        if attr.ty == EventType::VMM {
+            return Ok((Source::Raised(0), None));
+        }
+        let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
+        let event = pmu.open(attr, cell.target())?;
+        let hardware = match capacity {
+            Capacity::Unlimited => None,
+            Capacity::Slots(slots) => Some((at, slots)),
+        };
+        Ok((Source::Driver(event), hardware))
+    }
+
+    /// Takes back a hot-add that failed: children are unlinked and nothing is folded.
+    fn abandon(&self, cell: &Arc<ContextCell>) {
+        for (key, parent) in self.children_in(cell) {
+            if let Some(family) = &parent.family {
+                let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
+                let _ = family.unlink(|child| child.is(cell, key));
+            }
+        }
+    }
+
+    fn children_in(&self, cell: &ContextCell) -> Vec<(usize, Arc<EventShared>)> {
+        let context = cell.lock();
+        context
+            .events
+            .iter()
+            .filter_map(|(key, e)| Some((key, Arc::clone(e.parent.as_ref()?))))
+            .collect()
+    }
+
+    /// The exit of a vCPU.
+    fn exit(&self, cell: &Arc<ContextCell>) {
+        let now_ns = cell.now_ns();
+        {
+            let mut context = cell.lock();
+            context.sched_out(now_ns);
+            context.dead = true;
+        }
+        for (key, parent) in self.children_in(cell) {
+            let Some(family) = &parent.family else { continue };
+            let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
+            if family.fold(&parent.folded, |child| child.is(cell, key)).is_some() {
+                cell.lock().remove(key, now_ns);
+            }
+        }
+    }
+}
+
+/// The context of one vCPU.
+///
+/// Its thread brackets guest execution with [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`] (around the run
+/// loop, not around each entry) and calls [`VcpuContext::service_overflows`] when an overflow's signal interrupted
+/// it. All methods may be called from any thread.
+#[derive(Debug)]
+pub struct VcpuContext {
+    pub(crate) cell: Arc<ContextCell>,
+    pub(crate) core: Weak<CoreInner>,
+}
+
+impl VcpuContext {
+    /// Which vCPU.
+    #[must_use]
+    pub fn id(&self) -> VcpuId {
+        self.cell.vcpu.map_or(VcpuId(0), |(vcpu, _)| vcpu)
+    }
+
+    /// The host thread that runs it.
+    #[must_use]
+    pub fn tid(&self) -> i32 {
+        self.cell.vcpu.map_or(0, |(_, tid)| tid)
+    }
+
+    /// The vCPU starts or resumes: its time goes on and its events go on the PMU. Nothing if it is in already.
+    pub fn sched_in(&self) {
+        let now_ns = self.cell.now_ns();
+        self.cell.lock().sched_in(now_ns);
+    }
+
+    /// The vCPU pauses: its events go off and its time stands still.
+    pub fn sched_out(&self) {
+        let now_ns = self.cell.now_ns();
+        self.cell.lock().sched_out(now_ns);
+    }
+
+    /// [`Core::tick`] for this context alone.
+    pub fn tick(&self) {
+        if let Some(core) = self.core.upgrade() {
+            core.tick(&self.cell);
+        }
+    }
+
+    /// What the context holds.
+    #[must_use]
+    pub fn stats(&self) -> ContextStats {
+        self.cell.lock().stats()
+    }
+
+    /// Counts up whenever an event of this context goes to the error state. The VMM compares it at entry to learn
+    /// that a guest counter has lost its slot.
+    #[must_use]
+    pub fn errors(&self) -> u64 {
+        self.cell.lock().errors
+    }
+
+    /// Serves the overflows of this context: accounts them, writes SAMPLE records, and reports those of events that
+    /// were opened with a cookie. To be called when an overflow's signal was seen; calling it without one costs one
+    /// driver call per armed event. Allocates nothing.
+    ///
+    /// `sink` is called with no lock held and may use handles.
+    pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) {
+        let Some(core) = self.core.upgrade() else { return };
+        crate::overflow::service(&core, &self.cell, regs, sink);
+    }
+}

@@ -1,0 +1,264 @@
+//! One event: the identity that its handle and its children share, and its working half, which lives in a context.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::attr::Attr;
+use crate::inherit::Family;
+use crate::notify::Notify;
+use crate::pmu::{PmuError, PmuEvent};
+use crate::sample::Sampling;
+use crate::time::{EventTimes, Times};
+
+/// What an event is doing. The order means something: code asks for "at least inactive".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum State {
+    /// Pinned, and it could not be put on. Only an explicit enable recovers it; reads give no bytes.
+    Error,
+    /// Disabled.
+    Off,
+    /// Enabled, waiting: for its context to run, for its group's leader, or for a slot.
+    Inactive,
+    /// On: it counts.
+    Active,
+}
+
+/// Whom the event counts for; decides who gets slots first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Owner {
+    /// The guest: it backs a counter the guest programmed.
+    Guest,
+    /// The operator, for the VM as a whole.
+    OperatorVm,
+    /// The operator, for one vCPU.
+    OperatorVcpu,
+}
+
+/// The half of an event that its handle, its children and its context share. Immutable or atomic.
+pub(crate) struct EventShared {
+    /// Unique in the process, from 1.
+    pub id: u64,
+    /// As opened. The period in force is in [`Sampling`].
+    pub attr: Attr,
+    pub owner: Owner,
+    /// What [`crate::Overflowed`] reports, for events that back something of the VMM's.
+    pub cookie: Option<u64>,
+    /// Present when the event fans out over vCPUs.
+    pub family: Option<Mutex<Family>>,
+    /// Totals of exited children. Written under the family's lock only; atomics, so that a record or a control page
+    /// can add them without it.
+    pub folded: Folded,
+    pub notify: Notify,
+}
+
+impl fmt::Debug for EventShared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EventShared")
+            .field("id", &self.id)
+            .field("attr", &self.attr)
+            .finish_non_exhaustive()
+    }
+}
+
+impl EventShared {
+    pub fn new(attr: Attr, owner: Owner, cookie: Option<u64>, family: bool) -> Self {
+        Self {
+            id: next_id(),
+            attr,
+            owner,
+            cookie,
+            family: family.then(|| Mutex::new(Family::default())),
+            folded: Folded::default(),
+            notify: Notify::default(),
+        }
+    }
+}
+
+/// Totals of exited children.
+#[derive(Debug, Default)]
+pub(crate) struct Folded {
+    pub count: AtomicU64,
+    pub enabled_ns: AtomicU64,
+    pub running_ns: AtomicU64,
+}
+
+impl Folded {
+    pub fn load(&self) -> Totals {
+        Totals {
+            count: self.count.load(Ordering::Relaxed),
+            times: Times {
+                enabled_ns: self.enabled_ns.load(Ordering::Relaxed),
+                running_ns: self.running_ns.load(Ordering::Relaxed),
+            },
+        }
+    }
+
+    pub fn store(&self, totals: Totals) {
+        self.count.store(totals.count, Ordering::Relaxed);
+        self.enabled_ns.store(totals.times.enabled_ns, Ordering::Relaxed);
+        self.running_ns.store(totals.times.running_ns, Ordering::Relaxed);
+    }
+}
+
+/// A count with its times.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    pub count: u64,
+    pub times: Times,
+}
+
+impl Totals {
+    pub fn add(&mut self, other: Self) {
+        self.count = self.count.wrapping_add(other.count);
+        self.times.add(other.times);
+    }
+}
+
+/// The next event id: from 1, never reused.
+fn next_id() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
+}
+
+/// Where an event's counts come from.
+pub(crate) enum Source {
+    /// A driver.
+    Driver(Box<dyn PmuEvent>),
+    /// The core itself: the VMM raises it.
+    Raised(u64),
+    /// Nowhere: it stands for its children in the vCPU contexts.
+    Family,
+}
+
+/// An event in its context.
+pub(crate) struct Event {
+    pub shared: Arc<EventShared>,
+    /// The event that was opened, when this is an inherited one. Never a child itself: families are flat.
+    pub parent: Option<Arc<EventShared>>,
+    /// Its group in the context.
+    pub group: usize,
+    /// The pool of slots it uses one of, if it is a hardware event.
+    pub pool: Option<usize>,
+    pub source: Source,
+    pub state: State,
+    pub times: EventTimes,
+    pub sampling: Sampling,
+    /// The driver's count at the last reset.
+    base: u64,
+    /// The driver's count when last looked at.
+    raw: u64,
+    /// `raw` is the truth: the event is stopped and has been read since.
+    settled: bool,
+    /// Position in the context's list of armed events, if armed.
+    pub armed_at: Option<usize>,
+}
+
+impl Event {
+    pub fn new(
+        shared: Arc<EventShared>,
+        parent: Option<Arc<EventShared>>,
+        pool: Option<usize>,
+        source: Source,
+        enabled: bool,
+    ) -> Self {
+        let sampling = Sampling::new(&shared.attr);
+        Self {
+            shared,
+            parent,
+            group: usize::MAX,
+            pool,
+            source,
+            state: if enabled { State::Inactive } else { State::Off },
+            times: EventTimes::default(),
+            sampling,
+            base: 0,
+            raw: 0,
+            settled: true,
+            armed_at: None,
+        }
+    }
+
+    /// The event that was opened: itself, or its parent.
+    pub fn top(&self) -> &Arc<EventShared> {
+        self.parent.as_ref().unwrap_or(&self.shared)
+    }
+
+    /// The driver's count, which no reset changes. At most one driver read, none when it is stopped and known.
+    pub fn raw(&mut self) -> u64 {
+        match &mut self.source {
+            Source::Raised(count) => self.raw = *count,
+            Source::Family => {}
+            Source::Driver(driver) => {
+                if self.state == State::Active || !self.settled {
+                    self.raw = driver.read();
+                    self.settled = self.state != State::Active;
+                }
+            }
+        }
+        self.raw
+    }
+
+    /// The count since the last reset. A driver that counts for a whole package answers itself, unmodified.
+    pub fn count(&mut self) -> u64 {
+        if let Source::Driver(driver) = &mut self.source
+            && let Some(total) = driver.count()
+        {
+            return total;
+        }
+        self.raw().wrapping_sub(self.base)
+    }
+
+    /// Makes the count `value` from now on.
+    pub fn set_count(&mut self, value: u64) {
+        self.base = self.raw().wrapping_sub(value);
+    }
+
+    /// Puts it on. `raw` must be settled, which [`Event::stop`] sees to for events that overflow.
+    pub fn start(&mut self, time: u64) -> Result<(), PmuError> {
+        let overflow_in = self.sampling.overflow_in();
+        if let Source::Driver(driver) = &mut self.source {
+            if overflow_in.is_some() {
+                if !self.settled {
+                    self.raw = driver.read();
+                }
+                self.sampling.arm_at(self.raw);
+            }
+            driver.start(overflow_in)?;
+            self.settled = false;
+        }
+        self.times.go_on(time);
+        self.state = State::Active;
+        Ok(())
+    }
+
+    /// Takes it off; overflows that passed but were not served yet are kept.
+    pub fn stop(&mut self, time: u64) {
+        if let Source::Driver(driver) = &mut self.source {
+            driver.stop();
+            self.settled = false;
+            if self.sampling.is_on() {
+                self.raw = driver.read();
+                self.settled = true;
+                let told = driver.take_overflows();
+                self.sampling.disarm_at(self.raw, told);
+            }
+        }
+        self.times.go_off(time);
+        self.state = State::Inactive;
+    }
+
+    /// Lets the next overflow come after `overflow_in` further counts.
+    pub fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let raw = self.raw();
+        if let Source::Driver(driver) = &mut self.source
+            && self.state == State::Active
+        {
+            let told = driver.take_overflows();
+            driver.arm(overflow_in)?;
+            self.sampling.disarm_at(raw, told);
+        }
+        self.sampling.set_left(overflow_in, raw);
+        Ok(())
+    }
+}

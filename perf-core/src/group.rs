@@ -1,0 +1,234 @@
+//! Groups, and the rotating queues they wait in.
+//!
+//! A queue is a ring linked through the groups themselves, so that adding, removing and rotating cost the same
+//! however many groups there are. Only groups that may run are queued: a leader that is off or in error is not, and
+//! groups of software events need no slot and wait nowhere.
+
+use slab::Slab;
+use smallvec::SmallVec;
+
+/// A leader and its siblings: on the PMU all together or not at all.
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// Keys of the events, the leader first.
+    pub members: SmallVec<[usize; 4]>,
+    /// Which pool of slots its hardware events use; `None` for a group of software events.
+    pub pool: Option<usize>,
+    /// Which queue of that pool it belongs to.
+    pub class: Class,
+    /// Slots it needs now: hardware members that are neither off nor in error.
+    pub need: usize,
+    pub exclusive: bool,
+    /// It is on.
+    pub on: bool,
+    link: Option<Link>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    prev: usize,
+    next: usize,
+}
+
+impl Group {
+    pub fn new(pool: Option<usize>, class: Class, exclusive: bool) -> Self {
+        Self {
+            members: SmallVec::new(),
+            pool,
+            class,
+            need: 0,
+            exclusive,
+            on: false,
+            link: None,
+        }
+    }
+
+    pub fn leader(&self) -> usize {
+        self.members[0]
+    }
+
+    pub fn is_queued(&self) -> bool {
+        self.link.is_some()
+    }
+}
+
+/// The queues of a pool. Their order in a schedule is the share policy's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Class {
+    /// Pinned events that back the guest's own counters.
+    Guest,
+    /// The operator's pinned events for the VM as a whole.
+    PinnedVm,
+    /// The operator's pinned events for this vCPU.
+    PinnedVcpu,
+    /// The operator's flexible events for the VM as a whole.
+    FlexibleVm,
+    /// The operator's flexible events for this vCPU.
+    FlexibleVcpu,
+}
+
+impl Class {
+    pub const COUNT: usize = 5;
+
+    pub fn is_pinned(self) -> bool {
+        self <= Self::PinnedVcpu
+    }
+
+    /// Whether the events are one vCPU's, which may not use reserved slots.
+    pub fn is_vcpu(self) -> bool {
+        !matches!(self, Self::PinnedVm | Self::FlexibleVm)
+    }
+}
+
+/// A rotating queue of groups.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Queue {
+    head: Option<usize>,
+    len: usize,
+}
+
+impl Queue {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Appends group `key`, which is in no queue.
+    pub fn push_back(&mut self, groups: &mut Slab<Group>, key: usize) {
+        debug_assert!(!groups[key].is_queued());
+        let link = match self.head {
+            None => {
+                self.head = Some(key);
+                Link { prev: key, next: key }
+            }
+            Some(head) => {
+                let tail = links(groups, head).prev;
+                set(groups, tail, |l| l.next = key);
+                set(groups, head, |l| l.prev = key);
+                Link {
+                    prev: tail,
+                    next: head,
+                }
+            }
+        };
+        groups[key].link = Some(link);
+        self.len += 1;
+    }
+
+    /// Removes group `key`; one that is in no queue is left alone.
+    pub fn remove(&mut self, groups: &mut Slab<Group>, key: usize) {
+        let Some(link) = groups[key].link.take() else {
+            return;
+        };
+        self.len -= 1;
+        if link.next == key {
+            self.head = None;
+            return;
+        }
+        set(groups, link.prev, |l| l.next = link.next);
+        set(groups, link.next, |l| l.prev = link.prev);
+        if self.head == Some(key) {
+            self.head = Some(link.next);
+        }
+    }
+
+    /// The first becomes the last.
+    pub fn rotate(&mut self, groups: &Slab<Group>) {
+        self.head = self.head.map(|head| links(groups, head).next);
+    }
+
+    /// The first group.
+    pub fn first(&self) -> Option<usize> {
+        self.head
+    }
+
+    /// The group after `key`, up to the last.
+    pub fn after(&self, groups: &Slab<Group>, key: usize) -> Option<usize> {
+        let next = groups[key].link?.next;
+        (Some(next) != self.head).then_some(next)
+    }
+
+    /// The groups from first to last.
+    pub fn iter<'a>(&self, groups: &'a Slab<Group>) -> impl Iterator<Item = usize> + 'a {
+        let mut next = self.head;
+        let mut left = self.len;
+        std::iter::from_fn(move || {
+            let key = next?;
+            left = left.checked_sub(1)?;
+            next = Some(links(groups, key).next);
+            Some(key)
+        })
+    }
+}
+
+fn links(groups: &Slab<Group>, key: usize) -> Link {
+    groups[key]
+        .link
+        .expect("a group reached through a queue is linked")
+}
+
+fn set(groups: &mut Slab<Group>, key: usize, change: impl FnOnce(&mut Link)) {
+    change(
+        groups[key]
+            .link
+            .as_mut()
+            .expect("a group reached through a queue is linked"),
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn order(queue: &Queue, groups: &Slab<Group>) -> Vec<usize> {
+        queue.iter(groups).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn p10_rotating_len_times_changes_nothing(n in 0usize..20) {
+            let (mut groups, mut queue) = (Slab::new(), Queue::default());
+            for _ in 0..n {
+                let key = groups.insert(Group::new(None, Class::FlexibleVcpu, false));
+                queue.push_back(&mut groups, key);
+            }
+            let before = order(&queue, &groups);
+            for i in 0..n {
+                queue.rotate(&groups);
+                let mut expected = before.clone();
+                expected.rotate_left((i + 1) % n.max(1));
+                prop_assert_eq!(order(&queue, &groups), expected);
+            }
+            prop_assert_eq!(order(&queue, &groups), before);
+        }
+
+        #[test]
+        fn a_queue_behaves_like_a_deque(ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>()), 0..60)) {
+            let (mut groups, mut queue) = (Slab::new(), Queue::default());
+            let mut model = std::collections::VecDeque::new();
+            for (op, index) in ops {
+                match op {
+                    0 => {
+                        let key = groups.insert(Group::new(None, Class::FlexibleVcpu, false));
+                        queue.push_back(&mut groups, key);
+                        model.push_back(key);
+                    }
+                    1 if !model.is_empty() => {
+                        let key = model.remove(index.index(model.len())).unwrap();
+                        queue.remove(&mut groups, key);
+                        queue.remove(&mut groups, key); // a second removal changes nothing
+                        groups.remove(key);
+                    }
+                    _ => {
+                        queue.rotate(&groups);
+                        if !model.is_empty() {
+                            model.rotate_left(1);
+                        }
+                    }
+                }
+                prop_assert_eq!(order(&queue, &groups), Vec::from(model.clone()));
+                prop_assert_eq!(queue.len(), model.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Handles: how an opened event is used.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use smallvec::SmallVec;
+
+use crate::context::{Context, ContextCell};
+use crate::core::CoreInner;
+use crate::event::{EventShared, State};
+use crate::inherit::Family;
+use crate::notify::Poll;
+
+/// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become leaders of
+/// groups of their own.
+#[derive(Debug)]
+pub struct Handle {
+    pub(crate) inner: Arc<HandleInner>,
+}
+
+/// Where an event is.
+#[derive(Clone, Debug)]
+pub(crate) struct EventRef {
+    pub cell: Arc<ContextCell>,
+    pub key: usize,
+    pub shared: Arc<EventShared>,
+}
+
+pub(crate) struct HandleInner {
+    pub core: Arc<CoreInner>,
+    pub event: EventRef,
+    closed: AtomicBool,
+}
+
+impl std::fmt::Debug for HandleInner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HandleInner")
+            .field("event", &self.event)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for HandleInner {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl HandleInner {
+    pub fn new(core: Arc<CoreInner>, event: EventRef) -> Self {
+        Self {
+            core,
+            event,
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Closes the event, once.
+    pub fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            let _topology = self.core.topology();
+            self.event.remove();
+        }
+    }
+
+    /// As [`HandleInner::close`], for an open that fails half-way and holds the topology lock.
+    pub fn undo_open(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.event.remove();
+    }
+}
+
+impl EventRef {
+    pub fn family(&self) -> Option<MutexGuard<'_, Family>> {
+        let family = self.shared.family.as_ref()?;
+        Some(family.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The key of this event's child in `cell`.
+    pub fn child_in(&self, cell: &Arc<ContextCell>) -> Option<usize> {
+        self.family()?
+            .live()
+            .iter()
+            .find(|c| Arc::ptr_eq(&c.cell, cell))
+            .map(|c| c.key)
+    }
+
+    /// Runs `op` on the event and then on each child, each under its context's lock; `None` if the event is closed.
+    pub fn for_each<R>(&self, mut op: impl FnMut(&mut Context, usize, u64) -> R) -> Option<R> {
+        let family = self.family();
+        let result = {
+            let now_ns = self.cell.now_ns();
+            let mut context = self.cell.lock();
+            context.get(self.key, &self.shared)?;
+            op(&mut context, self.key, now_ns)
+        };
+        for child in family.iter().flat_map(|f| f.live()) {
+            let now_ns = child.cell.now_ns();
+            op(&mut child.cell.lock(), child.key, now_ns);
+        }
+        Some(result)
+    }
+
+    pub fn set_enabled(&self, on: bool) -> Option<()> {
+        self.for_each(|context, key, now_ns| {
+            if on {
+                context.enable(key, now_ns);
+            } else {
+                context.disable(key, now_ns);
+            }
+        })
+    }
+
+    /// Zeroes the count, and what exited children left behind.
+    pub fn reset(&self) -> Option<()> {
+        // All under the family's lock: an exit comes wholly before or wholly after.
+        let family = self.family();
+        self.cell.lock().get(self.key, &self.shared)?.set_count(0);
+        for child in family.iter().flat_map(|f| f.live()) {
+            child.cell.lock().events[child.key].set_count(0);
+        }
+        self.shared.folded.count.store(0, Ordering::Relaxed);
+        Some(())
+    }
+
+    /// The members of the event's group, its leader first.
+    pub fn group(&self) -> Option<SmallVec<[EventRef; 8]>> {
+        let mut context = self.cell.lock();
+        context.get(self.key, &self.shared)?;
+        let members = context.members(self.key);
+        let member = |key: &usize| Self {
+            cell: Arc::clone(&self.cell),
+            key: *key,
+            shared: Arc::clone(&context.events[*key].shared),
+        };
+        Some(members.iter().map(member).collect())
+    }
+
+    /// Takes the event and its children out of their contexts. Under the topology lock.
+    fn remove(&self) {
+        let children = self.family().map(|mut f| f.drain()).unwrap_or_default();
+        for child in children {
+            let now_ns = child.cell.now_ns();
+            let event = child.cell.lock().remove(child.key, now_ns);
+            drop(event);
+        }
+        let now_ns = self.cell.now_ns();
+        let mut context = self.cell.lock();
+        if context.get(self.key, &self.shared).is_some() {
+            let event = context.remove(self.key, now_ns);
+            // The driver's half may close descriptors: not under the lock.
+            drop(context);
+            drop(event);
+        }
+    }
+}
+
+impl Handle {
+    /// The id readings and records carry.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.inner.event.shared.id
+    }
+
+    /// The attributes it was opened with.
+    #[must_use]
+    pub fn attr(&self) -> &crate::attr::Attr {
+        &self.inner.event.shared.attr
+    }
+
+    /// What the event is doing; [`State::Off`] once it is closed. A family that is enabled is inactive itself, its
+    /// children may be on.
+    #[must_use]
+    pub fn state(&self) -> State {
+        let event = &self.inner.event;
+        let mut context = event.cell.lock();
+        context
+            .get(event.key, &event.shared)
+            .map_or(State::Off, |e| e.state)
+    }
+
+    /// Closes the event before the handle goes away. Later calls give [`crate::ControlError::Closed`].
+    pub fn close(&self) {
+        self.inner.close();
+    }
+
+    /// Takes what there is to look at; to be called after [`Handle::poll_fd`] became readable.
+    #[must_use]
+    pub fn poll(&self) -> Poll {
+        self.inner.event.shared.notify.take()
+    }
+
+    /// A descriptor that becomes readable when there is something to look at. It belongs to the event.
+    ///
+    /// # Errors
+    /// The host's, when it has no more descriptors.
+    pub fn poll_fd(&self) -> std::io::Result<std::os::fd::RawFd> {
+        self.inner.event.shared.notify.fd()
+    }
+
+    pub(crate) fn is_family(&self) -> bool {
+        self.inner.event.shared.family.is_some()
+    }
+}

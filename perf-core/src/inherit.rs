@@ -1,0 +1,91 @@
+//! Inheritance: events that fan out over vCPUs.
+//!
+//! A VM-wide event is opened once and has a child in each vCPU's context. Reading it sums the live children and what
+//! the exited ones left behind. Families are flat: a child's parent is always the event that was opened.
+//!
+//! The one delicate moment is a child's exit. Its totals are folded into the parent and it is unlinked in one
+//! critical section under the family's lock, and every reader sums under that lock. So a count is in the fold or in
+//! the list, never in both and never in neither.
+
+use crate::context::ContextCell;
+use crate::event::{Folded, Totals};
+use std::sync::Arc;
+
+/// Something whose totals count towards a family.
+pub(crate) trait Member {
+    /// Its totals now, or, once it stopped, its last.
+    fn totals(&self) -> Totals;
+}
+
+/// The live children of an event.
+#[derive(Debug)]
+pub(crate) struct Children<M> {
+    live: Vec<M>,
+}
+
+/// A child: an event in a vCPU context.
+#[derive(Clone)]
+pub(crate) struct Child {
+    pub cell: Arc<ContextCell>,
+    pub key: usize,
+}
+
+pub(crate) type Family = Children<Child>;
+
+impl<M> Default for Children<M> {
+    fn default() -> Self {
+        Self { live: Vec::new() }
+    }
+}
+
+impl<M: Member> Children<M> {
+    pub fn live(&self) -> &[M] {
+        &self.live
+    }
+
+    pub fn add(&mut self, child: M) {
+        self.live.push(child);
+    }
+
+    /// Exited and live children together.
+    pub fn totals(&self, folded: &Folded) -> Totals {
+        let mut totals = folded.load();
+        for child in &self.live {
+            totals.add(child.totals());
+        }
+        totals
+    }
+
+    /// A child that stopped for good leaves: its last totals stay with the parent. `None` if it left before.
+    pub fn fold(&mut self, folded: &Folded, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
+        let child = self.unlink(is_it)?;
+        let last = child.totals();
+        let mut totals = folded.load();
+        totals.add(last);
+        folded.store(totals);
+        Some((child, last))
+    }
+
+    /// A child leaves and nothing stays: a hot-add that failed, or a family that is being closed.
+    pub fn unlink(&mut self, is_it: impl Fn(&M) -> bool) -> Option<M> {
+        let at = self.live.iter().position(is_it)?;
+        Some(self.live.swap_remove(at))
+    }
+
+    pub fn drain(&mut self) -> Vec<M> {
+        std::mem::take(&mut self.live)
+    }
+}
+
+impl Child {
+    pub fn is(&self, cell: &Arc<ContextCell>, key: usize) -> bool {
+        self.key == key && Arc::ptr_eq(&self.cell, cell)
+    }
+}
+
+impl Member for Child {
+    fn totals(&self) -> Totals {
+        let now_ns = self.cell.now_ns();
+        self.cell.lock().totals(self.key, now_ns)
+    }
+}

@@ -1,0 +1,424 @@
+//! Opening an event: what is checked, in which order, and where the event ends up.
+
+use std::sync::Arc;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use crate::attr::{Attr, AttrError, EventType, ReadFormat, SampleType};
+use crate::context::ContextCell;
+use crate::core::{Core, CoreInner};
+use crate::event::{Event, EventShared, Owner, Source};
+use crate::handle::{EventRef, Handle, HandleInner};
+use crate::limits::{Role, Session};
+use crate::pmu::{Capacity, PmuError, Target, VcpuId};
+use crate::schedule::SharePolicy;
+
+/// Whose counts to collect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenTarget {
+    /// One vCPU.
+    Vcpu(VcpuId),
+    /// The VM as a whole. Where the driver counts per vCPU the event fans out over the vCPUs there are, and with
+    /// [`Attr::inherit`] over those added later.
+    Vm,
+}
+
+/// Further ways to open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpenFlags {
+    /// Do not join the group of the given handle (use it for output only).
+    pub no_group: bool,
+    /// Report overflows to the VMM under this number ([`crate::Overflowed::cookie`]).
+    pub cookie: Option<u64>,
+}
+
+/// Why an event was not opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The attributes are malformed.
+    #[error(transparent)]
+    Attr(#[from] AttrError),
+    /// Counting the host's kernel needs the admin role at this paranoid level.
+    #[error(
+        "counting the host kernel is denied at this paranoid level; exclude the host or the kernel, or use the admin role"
+    )]
+    HostKernelDenied,
+    /// VM-wide events need the admin role at this paranoid level.
+    #[error("VM-wide events are denied at this paranoid level; open one vCPU, or use the admin role")]
+    VmWideDenied,
+    /// Raw samples need the admin role at this paranoid level.
+    #[error("raw samples are denied at this paranoid level; drop RAW, or use the admin role")]
+    RawDenied,
+    /// The VM belongs to someone else.
+    #[error("the VM belongs to another user; use the admin role")]
+    NotOwner,
+    /// The sampling frequency is above the limit.
+    #[error("sampling frequency {asked} Hz is above the limit of {limit} Hz")]
+    FrequencyTooHigh {
+        /// Asked for, in Hz.
+        asked: u64,
+        /// The limit, in Hz.
+        limit: u64,
+    },
+    /// Attributes that do not go together.
+    #[error("{0}")]
+    Combination(&'static str),
+    /// No such vCPU, or it is being removed.
+    #[error("no vCPU {}", .0.0)]
+    NoSuchVcpu(VcpuId),
+    /// The vCPU is there already.
+    #[error("vCPU {} exists already", .0.0)]
+    VcpuExists(VcpuId),
+    /// The group handle cannot be joined.
+    #[error("cannot join the group: {0}")]
+    Group(&'static str),
+    /// The group needs more slots than there are.
+    #[error("the group needs {needed} slots, the PMU has {slots}")]
+    GroupTooLarge {
+        /// Slots needed.
+        needed: usize,
+        /// Slots there are.
+        slots: usize,
+    },
+    /// Sharing is off and the slots are taken.
+    #[error("all {slots} slots of vCPU {} are taken and sharing is off; close an event or allow sharing", .vcpu.0)]
+    Overcommitted {
+        /// Where.
+        vcpu: VcpuId,
+        /// Slots there are.
+        slots: usize,
+    },
+    /// No driver serves the type.
+    #[error("no driver serves event type {:#x}", .0.0)]
+    NoDriver(EventType),
+    /// The driver refused.
+    #[error(transparent)]
+    Driver(#[from] PmuError),
+}
+
+impl OpenError {
+    /// The error number `perf_event_open(2)` gives in this case.
+    #[must_use]
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::Attr(error) => error.errno(),
+            Self::HostKernelDenied | Self::VmWideDenied | Self::NotOwner => libc::EACCES,
+            Self::RawDenied => libc::EPERM,
+            Self::FrequencyTooHigh { .. }
+            | Self::Combination(_)
+            | Self::Group(_)
+            | Self::GroupTooLarge { .. }
+            | Self::NoDriver(_) => libc::EINVAL,
+            Self::NoSuchVcpu(_) => libc::ESRCH,
+            Self::VcpuExists(_) => libc::EEXIST,
+            Self::Overcommitted { .. } => libc::EBUSY,
+            Self::Driver(error) => pmu_errno(error),
+        }
+    }
+}
+
+/// The error number of a driver's refusal.
+pub(crate) fn pmu_errno(error: &PmuError) -> i32 {
+    match error {
+        PmuError::NoSuchEvent => libc::ENOENT,
+        PmuError::Unsupported(_) => libc::EINVAL,
+        PmuError::Busy => libc::EAGAIN,
+        PmuError::Mediated(source) | PmuError::Os { source, .. } => {
+            source.raw_os_error().unwrap_or(libc::EIO)
+        }
+    }
+}
+
+/// Where a new event goes.
+struct Place {
+    cell: Arc<ContextCell>,
+    source: Source,
+    /// Hardware driver and its slots.
+    hardware: Option<(usize, usize)>,
+    owner: Owner,
+}
+
+impl Core {
+    /// Opens an event for `session`.
+    ///
+    /// With `group` it joins the group of that handle, which must be a leader in the same context. The event counts
+    /// from now on, unless [`Attr::disabled`]; that it cannot be put on now is no error (see [`crate::State`]).
+    ///
+    /// # Errors
+    /// [`OpenError`], each variant with the error number of `perf_event_open(2)`. Nothing is left behind.
+    pub fn open(
+        &self,
+        session: &Session,
+        attr: Attr,
+        target: OpenTarget,
+        group: Option<&Handle>,
+        flags: OpenFlags,
+    ) -> Result<Handle, OpenError> {
+        let core = &self.inner;
+        let admin = session.inner.is_admin();
+        core.limits.check_attr(&attr, admin)?;
+        core.check_combinations(&attr)?;
+        match target {
+            OpenTarget::Vm => core.limits.check_vm(admin)?,
+            OpenTarget::Vcpu(_) if !admin && session.inner.uid != core.config.owner_uid => {
+                return Err(OpenError::NotOwner);
+            }
+            OpenTarget::Vcpu(_) => {}
+        }
+        // From here until the event is linked no vCPU comes or goes.
+        let mut topology = core.topology();
+        let cell = match target {
+            OpenTarget::Vm => Arc::clone(&core.vm),
+            OpenTarget::Vcpu(vcpu) => {
+                let vcpus = core.vcpus.load();
+                let found = vcpus
+                    .iter()
+                    .find(|v| v.id() == vcpu)
+                    .ok_or(OpenError::NoSuchVcpu(vcpu))?;
+                Arc::clone(&found.cell)
+            }
+        };
+        let leader = group.filter(|_| !flags.no_group).map(|h| &h.inner.event);
+        if let Some(leader) = leader {
+            check_leader(leader, &cell, &attr)?;
+        }
+        core.limits.check_raw(&attr, admin)?;
+        let leads_family = leader.map(|l| l.shared.family.is_some());
+        let owner = match (session.inner.role, target) {
+            (Role::Guest, _) => Owner::Guest,
+            (_, OpenTarget::Vm) => Owner::OperatorVm,
+            (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
+        };
+        let place = core.place(&attr, cell, owner, leads_family)?;
+        let handle = core.install(attr, place, leader, flags)?;
+        if handle.inner.event.shared.family.is_some() {
+            topology.generation += 1;
+        }
+        drop(topology);
+        let mut owned = session.inner.owned.lock().unwrap_or_else(PoisonError::into_inner);
+        owned.retain(|h| h.strong_count() > 0);
+        owned.push(Arc::downgrade(&handle.inner));
+        Ok(handle)
+    }
+}
+
+impl CoreInner {
+    fn check_combinations(&self, attr: &Attr) -> Result<(), OpenError> {
+        let limit = self.limits.sample_rate_hz();
+        if attr.freq && attr.sample_period > limit {
+            return Err(OpenError::FrequencyTooHigh {
+                asked: attr.sample_period,
+                limit,
+            });
+        }
+        if !attr.freq && attr.sample_period >> 63 != 0 {
+            return Err(OpenError::Combination("a sample period must be below 2^63"));
+        }
+        let group_samples = attr.sample_type.contains(SampleType::READ);
+        if attr.inherit && group_samples && attr.read_format.contains(ReadFormat::GROUP) {
+            return Err(OpenError::Combination(
+                "samples of an inherited event cannot hold group readings",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Finds the source of the counts. A VM-wide event whose driver counts per vCPU becomes a family; one whose driver
+    /// counts for the package is one event whatever `inherit` says, or its count would be multiplied.
+    fn place(
+        &self,
+        attr: &Attr,
+        cell: Arc<ContextCell>,
+        owner: Owner,
+        leads_family: Option<bool>,
+    ) -> Result<Place, OpenError> {
+        let family = |cell| Place {
+            cell,
+            source: Source::Family,
+            hardware: None,
+            owner,
+        };
+        if cell.vcpu.is_some() {
+            let (source, hardware) = self.source(attr, &cell)?;
+            return Ok(Place {
+                cell,
+                source,
+                hardware,
+                owner,
+            });
+        }
+        if attr.ty == EventType::VMM {
+            let fan_out = leads_family.unwrap_or(attr.inherit);
+            return Ok(if fan_out {
+                family(cell)
+            } else {
+                Place {
+                    cell,
+                    source: Source::Raised(0),
+                    hardware: None,
+                    owner,
+                }
+            });
+        }
+        let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
+        let whole = match pmu.open(attr, Target::Vm) {
+            Ok(mut event) => {
+                let package = event.count().is_some();
+                (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
+            }
+            Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
+                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word.
+                let none = self.vcpus.load().is_empty();
+                if leads_family == Some(false) || (none && !attr.inherit) {
+                    return Err(error.into());
+                }
+                None
+            }
+            Err(error) => return Err(error.into()),
+        };
+        match whole {
+            Some(_) if leads_family == Some(true) => Err(OpenError::Group(
+                "a package count cannot join a group that fans out over vCPUs",
+            )),
+            Some(event) => {
+                let hardware = match capacity {
+                    Capacity::Unlimited => None,
+                    Capacity::Slots(slots) => Some((at, slots)),
+                };
+                Ok(Place {
+                    cell,
+                    source: Source::Driver(event),
+                    hardware,
+                    owner,
+                })
+            }
+            None => Ok(family(cell)),
+        }
+    }
+
+    fn install(
+        self: &Arc<Self>,
+        attr: Attr,
+        place: Place,
+        leader: Option<&EventRef>,
+        flags: OpenFlags,
+    ) -> Result<Handle, OpenError> {
+        let Place {
+            cell,
+            source,
+            hardware,
+            owner,
+        } = place;
+        let is_family = matches!(source, Source::Family);
+        let enabled = !attr.disabled;
+        if !is_family {
+            self.check_slots(&cell, hardware, leader.map(|l| l.key))?;
+        }
+        let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
+        let now_ns = cell.now_ns();
+        let key = {
+            let mut context = cell.lock();
+            let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
+            let pool = hardware.map(|(driver, slots)| context.pool(driver, slots, reserved));
+            let event = Event::new(Arc::clone(&shared), None, pool, source, enabled);
+            context.add(event, leader.map(|l| l.key), now_ns)
+        };
+        let event = EventRef { cell, key, shared };
+        let handle = Handle {
+            inner: Arc::new(HandleInner::new(Arc::clone(self), event)),
+        };
+        if is_family && let Err(error) = self.fan_out(&handle.inner.event, leader) {
+            handle.inner.undo_open();
+            return Err(error);
+        }
+        Ok(handle)
+    }
+
+    /// Makes the children of a new VM-wide event in the vCPUs there are.
+    fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), OpenError> {
+        for vcpu in self.vcpus.load().iter() {
+            let leader_key = match leader {
+                None => None,
+                Some(leader) => match leader.child_in(&vcpu.cell) {
+                    Some(key) => Some(key),
+                    // The leader covers only vCPUs that were there when it was opened.
+                    None => continue,
+                },
+            };
+            let hardware = self
+                .driver(event.shared.attr.ty)
+                .and_then(|(at, _, capacity)| match capacity {
+                    Capacity::Slots(slots) => Some((at, slots)),
+                    Capacity::Unlimited => None,
+                });
+            self.check_slots(&vcpu.cell, hardware, leader_key)?;
+            self.inherit(event.key, &event.shared, &vcpu.cell, leader_key)?;
+        }
+        Ok(())
+    }
+
+    /// Whether one more hardware event has a place: in its group ever, and under strict sharing with all others.
+    fn check_slots(
+        &self,
+        cell: &ContextCell,
+        hardware: Option<(usize, usize)>,
+        leader: Option<usize>,
+    ) -> Result<(), OpenError> {
+        let Some((driver, slots)) = hardware else {
+            return Ok(());
+        };
+        let mut context = cell.lock();
+        let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
+        let pool = context.pool(driver, slots, reserved);
+        let mut needed = 1;
+        if let Some(leader) = leader {
+            let group = context.events[leader].group;
+            match context.groups[group].pool {
+                Some(other) if other != pool => {
+                    return Err(OpenError::Group("its hardware events belong to another driver"));
+                }
+                _ => {}
+            }
+            needed += context.groups[group]
+                .members
+                .iter()
+                .filter(|m| context.events[**m].pool.is_some())
+                .count();
+        }
+        if needed > slots {
+            return Err(OpenError::GroupTooLarge { needed, slots });
+        }
+        let strict =
+            self.config.share == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed);
+        if strict
+            && context
+                .events
+                .iter()
+                .filter(|(_, e)| e.pool == Some(pool))
+                .count()
+                >= slots
+        {
+            let vcpu = cell.vcpu.map_or(VcpuId(0), |(vcpu, _)| vcpu);
+            return Err(OpenError::Overcommitted { vcpu, slots });
+        }
+        Ok(())
+    }
+}
+
+fn check_leader(leader: &EventRef, cell: &Arc<ContextCell>, attr: &Attr) -> Result<(), OpenError> {
+    if !Arc::ptr_eq(&leader.cell, cell) {
+        return Err(OpenError::Group("it is in another context"));
+    }
+    let mut context = leader.cell.lock();
+    if context.get(leader.key, &leader.shared).is_none() {
+        return Err(OpenError::Group("its leader is closed"));
+    }
+    if !context.is_leader(leader.key) {
+        return Err(OpenError::Group("the handle is not a leader"));
+    }
+    if attr.pinned || attr.exclusive {
+        return Err(OpenError::Group("only leaders may be pinned or exclusive"));
+    }
+    Ok(())
+}

@@ -1,0 +1,236 @@
+//! Reading counts: what `read(2)` on a kernel event gives.
+
+use smallvec::SmallVec;
+
+use crate::attr::ReadFormat;
+use crate::control::ControlError;
+use crate::event::{State, Totals};
+use crate::handle::{EventRef, Handle};
+use crate::time::{Times, scale};
+
+/// One reading: the value with the times that belong to it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reading {
+    /// The count, over all children.
+    pub value: u64,
+    /// Nanoseconds the event was enabled while its contexts were in, summed over its children.
+    pub time_enabled_ns: u64,
+    /// Nanoseconds of that it was on the PMU.
+    pub time_running_ns: u64,
+    /// The event's id.
+    pub id: u64,
+}
+
+impl Reading {
+    /// What the event would have counted had it been on all the time it was enabled; `None` if it never was on: then
+    /// it was not counted, and no number may be shown.
+    #[must_use]
+    pub fn estimate(&self) -> Option<u64> {
+        scale(self.value, self.times())
+    }
+
+    /// The two times.
+    #[must_use]
+    pub fn times(&self) -> Times {
+        Times {
+            enabled_ns: self.time_enabled_ns,
+            running_ns: self.time_running_ns,
+        }
+    }
+
+    fn new(totals: Totals, id: u64) -> Self {
+        Self {
+            value: totals.count,
+            time_enabled_ns: totals.times.enabled_ns,
+            time_running_ns: totals.times.running_ns,
+            id,
+        }
+    }
+}
+
+/// A reading of all members of a group, the leader first. Inline up to eight members.
+pub type GroupReading = SmallVec<[Reading; 8]>;
+
+impl EventRef {
+    /// Own, exited and live children's totals.
+    fn totals(&self) -> Option<Totals> {
+        let family = self.family();
+        let mut totals = {
+            let now_ns = self.cell.now_ns();
+            let mut context = self.cell.lock();
+            context.get(self.key, &self.shared)?;
+            context.totals(self.key, now_ns)
+        };
+        if let Some(family) = family {
+            totals.add(family.totals(&self.shared.folded));
+        }
+        Some(totals)
+    }
+}
+
+impl Handle {
+    /// Reads the event: on the vCPU's own thread its context's lock, one driver read and arithmetic. A family is read
+    /// from all its vCPUs. An event in the error state reads its last value; [`Handle::state`] and
+    /// [`Handle::read_bytes`] tell.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn read(&self) -> Result<Reading, ControlError> {
+        let totals = self.inner.event.totals().ok_or(ControlError::Closed)?;
+        Ok(Reading::new(totals, self.id()))
+    }
+
+    /// Only the count of an event on one context: as [`Handle::read`] without looking at the clock.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn count(&self) -> Result<u64, ControlError> {
+        if self.is_family() {
+            return self.read().map(|r| r.value);
+        }
+        let event = &self.inner.event;
+        let mut context = event.cell.lock();
+        Ok(context
+            .get(event.key, &event.shared)
+            .ok_or(ControlError::Closed)?
+            .count())
+    }
+
+    /// Reads every member of the event's group, the leader first; any member's handle will do. Members of a group
+    /// without children are read at one instant.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn read_group(&self) -> Result<GroupReading, ControlError> {
+        let event = &self.inner.event;
+        if !self.is_family() {
+            let now_ns = event.cell.now_ns();
+            let mut context = event.cell.lock();
+            let group = context
+                .get(event.key, &event.shared)
+                .ok_or(ControlError::Closed)?
+                .group;
+            let mut out = GroupReading::new();
+            for i in 0..context.groups[group].members.len() {
+                let key = context.groups[group].members[i];
+                let totals = context.totals(key, now_ns);
+                out.push(Reading::new(totals, context.events[key].shared.id));
+            }
+            return Ok(out);
+        }
+        let members = event.group().ok_or(ControlError::Closed)?;
+        Ok(members
+            .iter()
+            .filter_map(|m| Some(Reading::new(m.totals()?, m.shared.id)))
+            .collect())
+    }
+
+    /// How many bytes [`Handle::read_bytes`] gives: 8 for each time, 8 for the number of members of a group, and 8
+    /// for each value, 16 with ids.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn read_size(&self) -> Result<usize, ControlError> {
+        let format = self.attr().read_format;
+        let members = if format.contains(ReadFormat::GROUP) {
+            let event = &self.inner.event;
+            let mut context = event.cell.lock();
+            let group = context
+                .get(event.key, &event.shared)
+                .ok_or(ControlError::Closed)?
+                .group;
+            context.groups[group].members.len()
+        } else {
+            1
+        };
+        Ok(read_size(format, members))
+    }
+
+    /// Reads the event as `read(2)` does, in its read format: native-endian 64-bit words. 0 bytes for an event in the
+    /// error state. Never gives part of a reading.
+    ///
+    /// # Errors
+    /// [`ControlError::NoSpace`] if `buf` is shorter than [`Handle::read_size`], with nothing done;
+    /// [`ControlError::Closed`].
+    pub fn read_bytes(&self, buf: &mut [u8]) -> Result<usize, ControlError> {
+        let event = &self.inner.event;
+        let state = event
+            .cell
+            .lock()
+            .get(event.key, &event.shared)
+            .ok_or(ControlError::Closed)?
+            .state;
+        if state == State::Error {
+            return Ok(0);
+        }
+        let needed = self.read_size()?;
+        if buf.len() < needed {
+            return Err(ControlError::NoSpace {
+                needed,
+                available: buf.len(),
+            });
+        }
+        let format = self.attr().read_format;
+        let readings = if format.contains(ReadFormat::GROUP) {
+            self.read_group()?
+        } else {
+            GroupReading::from_elem(self.read()?, 1)
+        };
+        // The group may have grown since.
+        let needed = read_size(format, readings.len());
+        if buf.len() < needed {
+            return Err(ControlError::NoSpace {
+                needed,
+                available: buf.len(),
+            });
+        }
+        let mut at = 0;
+        encode_readings(format, &readings, &mut |word| {
+            buf[at..at + 8].copy_from_slice(&word.to_ne_bytes());
+            at += 8;
+        });
+        Ok(at)
+    }
+}
+
+/// Bytes of a reading of `members` events.
+pub(crate) fn read_size(format: ReadFormat, members: usize) -> usize {
+    let word = |flag| 8 * usize::from(format.contains(flag));
+    let entry = 8 + word(ReadFormat::ID);
+    word(ReadFormat::TOTAL_TIME_ENABLED)
+        + word(ReadFormat::TOTAL_TIME_RUNNING)
+        + word(ReadFormat::GROUP)
+        + entry * members
+}
+
+/// The words of a reading, in the order of the kernel's ABI.
+pub(crate) fn encode_readings(format: ReadFormat, readings: &[Reading], put: &mut dyn FnMut(u64)) {
+    let Some(first) = readings.first() else { return };
+    let times = |put: &mut dyn FnMut(u64)| {
+        if format.contains(ReadFormat::TOTAL_TIME_ENABLED) {
+            put(first.time_enabled_ns);
+        }
+        if format.contains(ReadFormat::TOTAL_TIME_RUNNING) {
+            put(first.time_running_ns);
+        }
+    };
+    let entry = |reading: &Reading, put: &mut dyn FnMut(u64)| {
+        put(reading.value);
+        if format.contains(ReadFormat::ID) {
+            put(reading.id);
+        }
+    };
+    if format.contains(ReadFormat::GROUP) {
+        put(readings.len() as u64);
+        times(put);
+        for reading in readings {
+            entry(reading, put);
+        }
+    } else {
+        put(first.value);
+        times(put);
+        if format.contains(ReadFormat::ID) {
+            put(first.id);
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Sampling: periods, frequencies, throttling and event limits, as plain arithmetic.
+
+use crate::attr::Attr;
+
+/// One overflow report for the VMM: an event that was opened with a cookie passed its armed point.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Overflowed {
+    /// The cookie it was opened with.
+    pub cookie: u64,
+    /// How many periods have passed since the last report; at least 1.
+    pub times: u32,
+}
+
+/// An event's sampling state.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sampling {
+    /// Period in force; 0: a counting event that may still be armed once by hand.
+    pub period: u64,
+    /// Wanted overflows per second; 0: fixed period.
+    pub freq: u64,
+    /// Counts until the next overflow, while the event is off.
+    left: u64,
+    /// The driver's count at which the next overflow is due, while it is on.
+    next_at: u64,
+    /// Overflows that passed and were not served yet.
+    pub pending: u32,
+    /// Overflows since the last tick.
+    pub interrupts: u64,
+    /// No more overflows until the next tick.
+    pub throttled: bool,
+    /// Overflows until it disables itself; 0: no limit.
+    pub limit: u64,
+    freq_count: u64,
+    freq_interrupts: u64,
+    freq_stamp_ns: u64,
+    /// Armed by hand: overflows although `period` may be 0.
+    armed: bool,
+}
+
+impl Sampling {
+    pub fn new(attr: &Attr) -> Self {
+        let freq = if attr.freq { attr.sample_period } else { 0 };
+        let period = if attr.freq {
+            u64::from(freq != 0)
+        } else {
+            attr.sample_period
+        };
+        Self {
+            period,
+            freq,
+            left: period,
+            ..Self::default()
+        }
+    }
+
+    /// A child goes on with the period its parent has now.
+    pub fn inherit_period(&mut self, period: u64) {
+        if period != 0 {
+            self.period = period;
+            self.left = period;
+        }
+    }
+
+    /// Whether it overflows at all.
+    pub fn is_on(&self) -> bool {
+        self.period != 0 || self.armed
+    }
+
+    /// What to arm the driver with when the event goes on.
+    pub fn overflow_in(&self) -> Option<u64> {
+        (self.is_on() && !self.throttled).then_some(self.left.max(1))
+    }
+
+    /// It goes on with the driver's count at `raw`.
+    pub fn arm_at(&mut self, raw: u64) {
+        self.next_at = raw.wrapping_add(self.left.max(1));
+    }
+
+    /// It goes off, or its overflow is switched off, with the driver's count at `raw`; `told` says that the driver
+    /// reported an overflow. Periods that passed become pending.
+    pub fn disarm_at(&mut self, raw: u64, told: u32) {
+        if !self.throttled {
+            self.pending = self.pending.saturating_add(self.passed(raw, told));
+            self.left = self.next_at.wrapping_sub(raw).max(1);
+        }
+    }
+
+    /// How many overflow points lie at or below `raw`; moves the next one beyond it.
+    ///
+    /// The count decides, not the number of notifications: those may be merged, late or doubled.
+    pub fn passed(&mut self, raw: u64, told: u32) -> u32 {
+        let over = raw.wrapping_sub(self.next_at);
+        if told == 0 || !self.is_on() || (over as i64) < 0 {
+            return 0;
+        }
+        if self.period == 0 {
+            self.armed = false;
+            return 1;
+        }
+        let times = over / self.period + 1;
+        self.next_at = self.next_at.wrapping_add(times.wrapping_mul(self.period));
+        u32::try_from(times).unwrap_or(u32::MAX)
+    }
+
+    /// Counts from `raw` to the next overflow.
+    pub fn remaining(&self, raw: u64) -> u64 {
+        self.next_at.wrapping_sub(raw).max(1)
+    }
+
+    /// The next overflow is `overflow_in` counts away, from `raw` if the event is on.
+    pub fn set_left(&mut self, overflow_in: u64, raw: u64) {
+        self.armed = true;
+        self.left = overflow_in;
+        self.next_at = raw.wrapping_add(overflow_in);
+    }
+
+    /// Changes the period, or the frequency of an event that has one, from the next overflow on.
+    pub fn set_period(&mut self, value: u64) {
+        if self.freq != 0 {
+            self.freq = value;
+        } else {
+            self.period = value;
+        }
+    }
+
+    /// Accounts one interrupt; whether the event is to be throttled: more than the limit allows in one tick.
+    pub fn interrupt(&mut self, tick_hz: u64, sample_rate_hz: u64) -> bool {
+        if self.throttled {
+            return true;
+        }
+        self.interrupts += 1;
+        self.interrupts.saturating_mul(tick_hz) > sample_rate_hz
+    }
+
+    /// Counts `times` overflows against the limit; whether that was the last.
+    pub fn count_down(&mut self, times: u32) -> bool {
+        if self.limit == 0 {
+            return false;
+        }
+        self.limit = self.limit.saturating_sub(u64::from(times));
+        self.limit == 0
+    }
+
+    /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick ago.
+    pub fn note_overflow_time(&mut self, now_ns: u64, tick_ns: u64) {
+        if self.freq == 0 {
+            return;
+        }
+        let since = now_ns.saturating_sub(self.freq_stamp_ns);
+        self.freq_stamp_ns = now_ns;
+        if since > 0 && since < tick_ns {
+            self.period = adjusted_period(self.period, 1_000_000_000 / since, self.freq);
+        }
+    }
+
+    /// By frequency: adjusts the period from the overflows since the last tick. Whether there were none at all.
+    /// Clears the count of interrupts.
+    pub fn tick(&mut self, tick_hz: u64, sample_rate_hz: u64) -> bool {
+        let mut interrupts = std::mem::take(&mut self.interrupts);
+        if self.throttled {
+            // The true number is unknown; it was more than the limit.
+            interrupts = 2 * sample_rate_hz / tick_hz.max(1);
+        }
+        if self.freq == 0 {
+            return false;
+        }
+        // Below one overflow a tick, several ticks make one window.
+        let mut freq = tick_hz;
+        if self.freq < tick_hz {
+            self.freq_count += self.freq;
+            self.freq_interrupts += interrupts;
+            if self.freq_count < tick_hz {
+                return false;
+            }
+            interrupts = std::mem::take(&mut self.freq_interrupts);
+            self.freq_count -= tick_hz;
+            freq = self.freq;
+        }
+        self.period = adjusted_period(self.period, freq.saturating_mul(interrupts), self.freq);
+        interrupts == 0
+    }
+
+    /// Begins a new period at `raw`.
+    pub fn restart(&mut self, raw: u64) {
+        self.left = self.period;
+        self.next_at = raw.wrapping_add(self.period);
+    }
+}
+
+/// The next period of an event that overflowed at `events` per second with `period` and should at `freq`: an eighth
+/// of the way to the ideal one, so that one odd interval does little.
+///
+/// Rounding is towards longer periods: an increase of 1 is made at once, and a period within 14 above the ideal stays.
+pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
+    let ideal = u128::from(events) * u128::from(period) / u128::from(freq.max(1));
+    let ideal = i128::try_from(ideal).unwrap_or(i128::MAX / 2);
+    let delta = (ideal - i128::from(period) + 7) / 8;
+    // Below 2^63, so that the period stays a valid one.
+    let next = (i128::from(period) + delta).clamp(1, i128::from(i64::MAX));
+    next as u64
+}

@@ -1,0 +1,316 @@
+//! Time: the clock, a context's own time, and the two times of an event.
+//!
+//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context's time. Their ratio says
+//! which part of the enabled time the event was really on the PMU, so `count × enabled / running` estimates what it
+//! would have counted had it always been on, and `running == 0` says that it was not counted at all.
+//!
+//! The times follow from a few stamps that change only when the event itself changes. Nothing walks over the events
+//! to keep them up to date: an event that waits for its turn costs nothing however long it waits.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use crate::event::State;
+
+/// A monotonic clock in nanoseconds. A parameter of the core, so that schedules and times can be tested to the
+/// nanosecond.
+pub trait Clock: Send + Sync {
+    /// Nanoseconds since some fixed instant. Never decreases, on any thread.
+    fn now_ns(&self) -> u64;
+}
+
+/// The host's monotonic clock.
+#[derive(Debug)]
+pub struct MonotonicClock {
+    origin: Instant,
+}
+
+impl MonotonicClock {
+    /// A clock that starts near zero.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            origin: Instant::now(),
+        }
+    }
+}
+
+impl Default for MonotonicClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Clock for MonotonicClock {
+    fn now_ns(&self) -> u64 {
+        // 2^64 ns are 584 years: the truncation is never seen.
+        self.origin.elapsed().as_nanos() as u64
+    }
+}
+
+/// A clock that moves only when told to.
+#[derive(Debug, Default)]
+pub struct ManualClock {
+    now_ns: AtomicU64,
+}
+
+impl ManualClock {
+    /// A clock at zero.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Moves it forward by `ns` nanoseconds.
+    pub fn advance(&self, ns: u64) {
+        self.now_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+}
+
+impl Clock for ManualClock {
+    fn now_ns(&self) -> u64 {
+        self.now_ns.load(Ordering::Relaxed)
+    }
+}
+
+/// A context's own time: it advances while the context is scheduled in and stands still otherwise.
+///
+/// For a vCPU context that is the time its vCPU runs; the VM context is always in.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ContextClock {
+    /// Time accumulated until `stamp_ns`.
+    time_ns: u64,
+    /// The clock when the time was last advanced.
+    stamp_ns: u64,
+    active: bool,
+}
+
+impl ContextClock {
+    pub fn is_active(&self) -> bool {
+        self.active
+    }
+
+    /// The context goes in: time off is never counted.
+    pub fn start(&mut self, now_ns: u64) {
+        self.stamp_ns = now_ns;
+        self.active = true;
+    }
+
+    /// The context goes out.
+    pub fn stop(&mut self, now_ns: u64) {
+        self.time_ns = self.time_at(now_ns);
+        self.stamp_ns = now_ns;
+        self.active = false;
+    }
+
+    /// The context's time when the clock shows `now_ns`. One monotonic clock serves all threads, but two threads may
+    /// read it in one order and take the lock in the other, hence the saturating difference.
+    pub fn time_at(&self, now_ns: u64) -> u64 {
+        if self.active {
+            self.time_ns + now_ns.saturating_sub(self.stamp_ns)
+        } else {
+            self.time_ns
+        }
+    }
+
+    /// Advances the time to `now_ns` and returns it. Later calls never give less.
+    pub fn advance(&mut self, now_ns: u64) -> u64 {
+        if self.active {
+            self.time_ns = self.time_at(now_ns);
+            self.stamp_ns = self.stamp_ns.max(now_ns);
+        }
+        self.time_ns
+    }
+}
+
+/// Time enabled and time running, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Times {
+    /// How long the event was enabled while its context was in.
+    pub enabled_ns: u64,
+    /// How long of that it was on the PMU.
+    pub running_ns: u64,
+}
+
+impl Times {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.enabled_ns = self.enabled_ns.wrapping_add(other.enabled_ns);
+        self.running_ns = self.running_ns.wrapping_add(other.running_ns);
+    }
+}
+
+/// The five values an event's times are derived from.
+///
+/// `total` is what counts while the event is off or in error. While it is inactive or active the stamps count, and
+/// `total` is a copy made when it was last looked at. `stopped` means something only while inactive.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct EventTimes {
+    total: Times,
+    enabled_stamp: u64,
+    running_stamp: u64,
+    stopped_stamp: u64,
+}
+
+impl EventTimes {
+    /// The event joins a context whose time is `time`.
+    pub fn attach(time: u64) -> Self {
+        Self {
+            total: Times::default(),
+            enabled_stamp: time,
+            running_stamp: time,
+            stopped_stamp: time,
+        }
+    }
+
+    /// The event starts (or starts again) to be enabled: the accumulated time goes on from here.
+    pub fn enable(&mut self, time: u64) {
+        self.enabled_stamp = time.wrapping_sub(self.total.enabled_ns);
+        self.running_stamp = time.wrapping_sub(self.total.running_ns);
+        self.stopped_stamp = time;
+    }
+
+    /// It goes on: the time since it went off is not running time.
+    pub fn go_on(&mut self, time: u64) {
+        self.running_stamp = self
+            .running_stamp
+            .wrapping_add(time.wrapping_sub(self.stopped_stamp));
+    }
+
+    /// It goes off.
+    pub fn go_off(&mut self, time: u64) {
+        self.stopped_stamp = time;
+    }
+
+    /// The one place where times are derived. `leader` is the state of the group's leader: a member of a group that
+    /// is off has frozen times, like one that is off itself.
+    pub fn at(&self, state: State, leader: State, time: u64) -> Times {
+        if state < State::Inactive || leader < State::Inactive {
+            return self.total;
+        }
+        let end = if state == State::Inactive {
+            self.stopped_stamp
+        } else {
+            time
+        };
+        Times {
+            enabled_ns: time.wrapping_sub(self.enabled_stamp),
+            running_ns: end.wrapping_sub(self.running_stamp),
+        }
+    }
+
+    /// Copies the derived times into the totals; to be called before `state` or `leader` falls below inactive.
+    pub fn settle(&mut self, state: State, leader: State, time: u64) {
+        self.total = self.at(state, leader, time);
+    }
+}
+
+/// The linear estimate of what an event would have counted had it been on all the time it was enabled.
+///
+/// `None` when it was never on: then nothing is known, and nothing may be printed but "not counted".
+#[must_use]
+pub fn scale(count: u64, times: Times) -> Option<u64> {
+    match times.running_ns {
+        0 => None,
+        running if running >= times.enabled_ns => Some(count),
+        running => {
+            let scaled = u128::from(count) * u128::from(times.enabled_ns) / u128::from(running);
+            Some(u64::try_from(scaled).unwrap_or(u64::MAX))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn time_stands_still_while_the_context_is_out() {
+        let mut clock = ContextClock::default();
+        clock.start(100);
+        assert_eq!(clock.time_at(150), 50);
+        clock.stop(150);
+        assert_eq!(clock.time_at(1000), 50);
+        clock.start(1000);
+        assert_eq!(clock.advance(1010), 60);
+        assert_eq!(clock.advance(1005), 60, "a late reader never takes time back");
+        assert_eq!(clock.advance(1011), 61);
+    }
+
+    #[test]
+    fn waiting_is_enabled_but_not_running() {
+        let mut times = EventTimes::attach(10);
+        let on = State::Inactive;
+        assert_eq!(
+            times.at(State::Inactive, on, 30),
+            Times {
+                enabled_ns: 20,
+                running_ns: 0
+            }
+        );
+        times.go_on(30);
+        assert_eq!(
+            times.at(State::Active, on, 35),
+            Times {
+                enabled_ns: 25,
+                running_ns: 5
+            }
+        );
+        times.go_off(40);
+        assert_eq!(
+            times.at(State::Inactive, on, 50),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        times.settle(State::Inactive, on, 50);
+        assert_eq!(
+            times.at(State::Off, on, 99),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        assert_eq!(
+            times.at(State::Inactive, State::Off, 99),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        times.enable(100);
+        assert_eq!(
+            times.at(State::Inactive, on, 100),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        times.go_on(105);
+        assert_eq!(
+            times.at(State::Active, on, 107),
+            Times {
+                enabled_ns: 47,
+                running_ns: 12
+            }
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn p9_scaling_is_exact_when_always_on_and_undefined_when_never(count: u64, enabled in 1u64.., running: u64) {
+            let running = running % (enabled + 1);
+            let times = Times { enabled_ns: enabled, running_ns: running };
+            match scale(count, times) {
+                None => prop_assert_eq!(running, 0),
+                Some(estimate) => {
+                    prop_assert!(estimate >= count);
+                    if running == enabled {
+                        prop_assert_eq!(estimate, count);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Overflows, periods, limits and throttling.
+
+mod machine;
+
+use machine::*;
+use perf_core::*;
+use proptest::prelude::*;
+
+fn serve(v: &VcpuContext) -> Vec<Overflowed> {
+    let mut seen = Vec::new();
+    v.service_overflows(&mut NoRegs, &mut |o| seen.push(o));
+    seen
+}
+
+fn counter(m: &Machine, period: u64, cookie: u64) -> Handle {
+    let attr = Attr {
+        pinned: true,
+        ..Attr::sampling(EventType::SIM, 1, period)
+    };
+    let flags = OpenFlags {
+        cookie: Some(cookie),
+        ..OpenFlags::default()
+    };
+    m.core
+        .open(&m.guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap()
+}
+
+#[test]
+fn an_armed_counter_overflows_exactly_there_and_then_at_its_period() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let c = counter(&m, 1 << 20, 7);
+    c.arm(100).unwrap();
+    m.run(0, 99);
+    assert_eq!(serve(&v), []);
+    m.run(0, 1);
+    assert_eq!(serve(&v), [Overflowed { cookie: 7, times: 1 }]);
+    assert_eq!(serve(&v), [], "served once");
+    m.run(0, (1 << 20) - 1);
+    assert_eq!(serve(&v), []);
+    m.run(0, 1);
+    assert_eq!(serve(&v), [Overflowed { cookie: 7, times: 1 }]);
+}
+
+#[test]
+fn arming_again_while_it_runs_takes_effect_at_once_and_loses_nothing() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let c = counter(&m, 1 << 40, 1);
+    c.arm(10).unwrap();
+    m.run(0, 10); // passed, not served yet
+    c.arm(5).unwrap();
+    m.run(0, 4);
+    assert_eq!(
+        serve(&v),
+        [Overflowed { cookie: 1, times: 1 }],
+        "the one before the write"
+    );
+    m.run(0, 1);
+    assert_eq!(serve(&v), [Overflowed { cookie: 1, times: 1 }]);
+}
+
+#[test]
+fn an_overflow_survives_being_taken_off_before_it_is_served() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let c = counter(&m, 100, 1);
+    m.run(0, 250);
+    v.sched_out();
+    assert_eq!(serve(&v), [Overflowed { cookie: 1, times: 2 }]);
+    v.sched_in();
+    m.run(0, 49);
+    assert_eq!(serve(&v), [], "half a period was left");
+    m.run(0, 1);
+    assert_eq!(serve(&v), [Overflowed { cookie: 1, times: 1 }]);
+    assert_eq!(c.read().unwrap().value, 300);
+}
+
+#[test]
+fn more_events_than_a_batch_are_all_served() {
+    let m = Machine::new(40);
+    let v = m.vcpu(0);
+    let _all: Vec<_> = (0..40).map(|i| counter(&m, 10, i)).collect();
+    m.run(0, 10);
+    let mut cookies: Vec<_> = serve(&v).iter().map(|o| o.cookie).collect();
+    cookies.sort_unstable();
+    assert_eq!(cookies, (0..40).collect::<Vec<_>>());
+}
+
+#[test]
+fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        disabled: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open_vcpu(attr.clone(), None);
+    e.refresh(3).unwrap();
+    for i in 0..3 {
+        assert_eq!(e.state(), State::Active, "{i}");
+        m.run(0, 10);
+        serve(&v);
+    }
+    assert_eq!(e.state(), State::Off);
+    assert!(e.poll().contains(Poll::HUP));
+    e.refresh(0).unwrap();
+    m.run(0, 1000);
+    serve(&v);
+    assert_eq!(e.state(), State::Active, "0 is no limit");
+    let inherited = m.open(
+        Attr {
+            inherit: true,
+            ..attr
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    assert_eq!(inherited.refresh(1).unwrap_err().errno(), libc::EINVAL);
+}
+
+#[test]
+fn p26_throttled_events_keep_counting_and_come_back_at_the_tick() {
+    // 100 overflows a second, 10 ticks a second: 10 in a tick are fine, the eleventh throttles.
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 100;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let attr = Attr::sampling(EventType::SIM, 1, 5);
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let e = m
+        .core
+        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    let burst = || {
+        (0..30)
+            .map(|_| {
+                m.run(0, 5);
+                serve(&v).len()
+            })
+            .sum::<usize>()
+    };
+    assert_eq!(burst(), 11);
+    assert!(m.core.needs_tick());
+    assert_eq!(e.read().unwrap().value, 150, "a throttled event counts on");
+    m.core.tick();
+    assert_eq!(burst(), 11);
+}
+
+#[test]
+fn the_guests_counters_are_never_throttled() {
+    let m = Machine::with(4, |c| c.sample_rate_hz = 1);
+    let v = m.vcpu(0);
+    let _c = counter(&m, 1, 1);
+    let n: u32 = (0..100)
+        .map(|_| {
+            m.run(0, 1);
+            serve(&v).iter().map(|o| o.times).sum::<u32>()
+        })
+        .sum();
+    assert_eq!(n, 100);
+}
+
+#[test]
+fn a_frequency_finds_its_period() {
+    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, 10_000)
+    };
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let _e = m
+        .core
+        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    // One count per nanosecond: the ideal period is 100,000.
+    let mut last_second = 0u32;
+    for step in 0..200_000u64 {
+        m.run(0, 10_000);
+        let n: u32 = serve(&v).iter().map(|o| o.times).sum();
+        if step >= 100_000 {
+            last_second += n;
+        }
+        if step % 100 == 99 {
+            m.core.tick();
+        }
+    }
+    assert!(
+        (9_000..=11_000).contains(&last_second),
+        "{last_second} overflows in the second second"
+    );
+}
+
+#[test]
+fn periods_are_checked() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let e = m.open_vcpu(hw(), None);
+    assert_eq!(
+        e.set_period(5).unwrap_err().errno(),
+        libc::EINVAL,
+        "a counting event has none"
+    );
+    assert_eq!(e.arm(0).unwrap_err().errno(), libc::EINVAL);
+    let e = m.open_vcpu(
+        Attr {
+            freq: true,
+            ..Attr::sampling(EventType::SIM, 1, 100)
+        },
+        None,
+    );
+    assert_eq!(e.set_period(100_001).unwrap_err().errno(), libc::EINVAL);
+    assert_eq!(e.set_period(0).unwrap_err().errno(), libc::EINVAL);
+    e.set_period(100_000).unwrap();
+}
+
+proptest! {
+    /// However work, arming, rotation and service fall together, each period gives one overflow.
+    #[test]
+    fn overflows_are_the_count_divided_by_the_period(period in 1u64..200, steps in prop::collection::vec((0u8..5, 1u64..300), 1..60)) {
+        let m = Machine::new(1);
+        let v = m.vcpu(0);
+        let c = counter(&m, period, 0);
+        let mut times = 0;
+        for (what, n) in steps {
+            match what {
+                0 => times += serve(&v).iter().map(|o| u64::from(o.times)).sum::<u64>(),
+                1 => { v.sched_out(); v.sched_in(); }
+                2 => { c.disable(Scope::Event).unwrap(); c.enable(Scope::Event).unwrap(); }
+                _ => m.run(0, n),
+            }
+        }
+        times += serve(&v).iter().map(|o| u64::from(o.times)).sum::<u64>();
+        prop_assert_eq!(times, c.read().unwrap().value / period);
+    }
+}

@@ -1,0 +1,421 @@
+//! Groups, slots, rotation and states.
+
+mod machine;
+
+use machine::*;
+use perf_core::*;
+use proptest::prelude::*;
+
+fn pinned() -> Attr {
+    Attr { pinned: true, ..hw() }
+}
+
+#[test]
+fn p8_equal_groups_get_equal_shares() {
+    for (slots, n) in [(1, 5), (4, 10), (3, 4), (2, 7)] {
+        let m = Machine::new(slots);
+        let _v = m.vcpu(0);
+        let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let ticks = 1000;
+        for _ in 0..ticks {
+            m.run(0, 100);
+            m.core.tick();
+        }
+        for event in &events {
+            let r = event.read().unwrap();
+            assert_eq!(r.time_enabled_ns, ticks * 100);
+            let fair = ticks * 100 * slots as u64 / n as u64;
+            assert!(
+                r.time_running_ns.abs_diff(fair) <= 100 * slots as u64,
+                "{slots} {n} {r:?}"
+            );
+            assert_eq!(
+                r.value, r.time_running_ns,
+                "it counts while it runs, and only then"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_tick_stops_one_and_starts_one() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let events: Vec<_> = (0..10).map(|_| m.open_vcpu(hw(), None)).collect();
+    let on = |events: &[Handle]| {
+        events
+            .iter()
+            .map(|e| e.state() == State::Active)
+            .collect::<Vec<_>>()
+    };
+    let before = on(&events);
+    m.core.tick();
+    let after = on(&events);
+    assert_eq!(before.iter().zip(&after).filter(|(a, b)| a != b).count(), 2);
+    assert_eq!(m.hw.on(0), 4);
+}
+
+#[test]
+fn the_timer_is_needed_only_while_someone_waits() {
+    let m = Machine::new(2);
+    let v = m.vcpu(0);
+    let _a = m.open_vcpu(hw(), None);
+    let _b = m.open_vcpu(hw(), None);
+    assert!(!m.core.needs_tick());
+    let c = m.open_vcpu(hw(), None);
+    assert!(m.core.needs_tick());
+    v.sched_out();
+    assert!(!m.core.needs_tick(), "nothing rotates on a vCPU that is out");
+    v.sched_in();
+    drop(c);
+    assert!(!m.core.needs_tick());
+}
+
+#[test]
+fn all_pinned_go_before_any_flexible() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let vm = |attr| {
+        m.open(
+            Attr {
+                inherit: true,
+                ..attr
+            },
+            OpenTarget::Vm,
+            None,
+        )
+    };
+    let flexible_vcpu = m.open_vcpu(hw(), None);
+    let flexible_vm: Vec<_> = (0..2).map(|_| vm(hw())).collect();
+    let pinned_vcpu = m.open_vcpu(pinned(), None);
+    let pinned_vm = vm(pinned());
+    assert_eq!(pinned_vcpu.state(), State::Active);
+    // Pinned VM, pinned vCPU and both flexible VM events fill the slots.
+    assert_eq!(flexible_vcpu.state(), State::Inactive);
+    m.run(0, 10);
+    assert_eq!(pinned_vm.read().unwrap().value, 10);
+    assert!(flexible_vm.iter().all(|e| e.read().unwrap().value == 10));
+    assert_eq!(flexible_vcpu.read().unwrap().time_running_ns, 0);
+    assert_eq!(
+        flexible_vcpu.read().unwrap().estimate(),
+        None,
+        "not counted is no number"
+    );
+}
+
+#[test]
+fn a_pinned_event_without_a_slot_is_in_error_until_enabled() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let first = m.open_vcpu(pinned(), None);
+    let errors = v.errors();
+    let second = m.open_vcpu(pinned(), None);
+    assert_eq!((first.state(), second.state()), (State::Active, State::Error));
+    assert_eq!(v.errors(), errors + 1);
+    assert_eq!(second.read_bytes(&mut [0; 64]).unwrap(), 0, "end of file");
+    drop(first);
+    assert_eq!(second.state(), State::Error, "it does not heal by itself");
+    second.enable(Scope::Event).unwrap();
+    assert_eq!(second.state(), State::Active);
+}
+
+#[test]
+fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
+    for (share, guest_state) in [
+        (SharePolicy::GuestFirst, State::Active),
+        (SharePolicy::OperatorFirst, State::Error),
+    ] {
+        let m = Machine::with(1, |c| c.share = share);
+        let _v = m.vcpu(0);
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let guest = m
+            .core
+            .open(&m.guest, pinned(), target, None, OpenFlags::default())
+            .unwrap();
+        let operator = m.open_vcpu(hw(), None);
+        assert_eq!(guest.state(), guest_state);
+        let expected = if guest_state == State::Active {
+            State::Inactive
+        } else {
+            State::Active
+        };
+        assert_eq!(operator.state(), expected);
+    }
+}
+
+#[test]
+fn strict_sharing_refuses_what_does_not_fit() {
+    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let _v = m.vcpu(0);
+    let _a = m.open_vcpu(hw(), None);
+    let b = m.open_vcpu(hw(), None);
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let error = m
+        .core
+        .open(&m.admin, hw(), target, None, OpenFlags::default())
+        .unwrap_err();
+    assert_eq!(error.errno(), libc::EBUSY);
+    let _soft = m.open_vcpu(soft(), None);
+    drop(b);
+    let _c = m.open_vcpu(hw(), None);
+}
+
+#[test]
+fn reserved_slots_are_for_vm_wide_events() {
+    let m = Machine::with(2, |c| c.reserved_slots = 1);
+    let _v = m.vcpu(0);
+    let a = m.open_vcpu(pinned(), None);
+    let b = m.open_vcpu(pinned(), None);
+    assert_eq!((a.state(), b.state()), (State::Active, State::Error));
+    let vm = m.open(
+        Attr {
+            inherit: true,
+            ..pinned()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    m.run(0, 7);
+    assert_eq!(vm.read().unwrap().value, 7);
+}
+
+#[test]
+fn p5_an_exclusive_group_is_alone_on_the_pmu() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let a = m.open_vcpu(hw(), None);
+    let x = m.open_vcpu(
+        Attr {
+            exclusive: true,
+            ..hw()
+        },
+        None,
+    );
+    let s = m.open_vcpu(soft(), None);
+    let mut seen = 0;
+    for _ in 0..10 {
+        let (a, x) = (a.state() == State::Active, x.state() == State::Active);
+        assert!(!(a && x));
+        assert!(a || x);
+        seen |= u32::from(a) | u32::from(x) << 1;
+        assert_eq!(s.state(), State::Active);
+        assert_eq!(v.stats().active_hardware, 1);
+        m.core.tick();
+    }
+    assert_eq!(seen, 3, "both get their turn");
+}
+
+#[test]
+fn p12_a_leader_takes_its_group_along() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let leader = m.open_vcpu(hw(), None);
+    let on = m.open_vcpu(hw(), Some(&leader));
+    let off = m.open_vcpu(
+        Attr {
+            disabled: true,
+            ..hw()
+        },
+        Some(&leader),
+    );
+    let states = || [leader.state(), on.state(), off.state()];
+    assert_eq!(states(), [State::Active, State::Active, State::Off]);
+    leader.disable(Scope::Event).unwrap();
+    assert_eq!(states(), [State::Off, State::Inactive, State::Off]);
+    m.run(0, 50);
+    assert_eq!(
+        on.read().unwrap().time_enabled_ns,
+        0,
+        "time stands still under a leader that is off"
+    );
+    leader.enable(Scope::Event).unwrap();
+    assert_eq!(states(), [State::Active, State::Active, State::Off]);
+    leader.disable(Scope::Group).unwrap();
+    assert_eq!(states(), [State::Off, State::Off, State::Off]);
+    off.enable(Scope::Group).unwrap();
+    assert_eq!(states(), [State::Active; 3]);
+}
+
+#[test]
+fn p13_closing_a_leader_leaves_its_siblings_running() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let leader = m.open_vcpu(hw(), None);
+    let siblings: Vec<_> = (0..3).map(|_| m.open_vcpu(hw(), Some(&leader))).collect();
+    m.run(0, 5);
+    leader.close();
+    assert_eq!(v.stats().events, 3);
+    leader.close();
+    assert_eq!(v.stats().events, 3, "closed twice is closed once");
+    m.run(0, 5);
+    for sibling in &siblings {
+        assert_eq!(
+            sibling.read().unwrap(),
+            Reading {
+                value: 10,
+                time_enabled_ns: 10,
+                time_running_ns: 10,
+                id: sibling.id()
+            }
+        );
+        assert_eq!(sibling.read_group().unwrap().len(), 1);
+    }
+    assert_eq!(leader.read().unwrap_err().errno(), libc::EBADF);
+}
+
+#[test]
+fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    *m.hw.refuse.lock().unwrap() = true;
+    let flexible = m.open_vcpu(hw(), None);
+    let p = m.open_vcpu(pinned(), None);
+    assert_eq!((flexible.state(), p.state()), (State::Inactive, State::Error));
+    *m.hw.refuse.lock().unwrap() = false;
+    m.core.tick();
+    assert_eq!(flexible.state(), State::Active);
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Open {
+        leader: Option<prop::sample::Index>,
+        pinned: bool,
+        exclusive: bool,
+        soft: bool,
+        off: bool,
+    },
+    Close(prop::sample::Index),
+    Enable(prop::sample::Index, bool),
+    Disable(prop::sample::Index, bool),
+    Reset(prop::sample::Index),
+    In,
+    Out,
+    Tick,
+    Run(u16),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    use prop::sample::Index;
+    let index = || any::<Index>();
+    prop_oneof![
+        4 => (prop::option::of(index()), prop::bool::weighted(0.2), prop::bool::weighted(0.1), any::<bool>(), prop::bool::weighted(0.2))
+            .prop_map(|(leader, pinned, exclusive, soft, off)| Op::Open { leader, pinned, exclusive, soft, off }),
+        1 => index().prop_map(Op::Close),
+        2 => (index(), any::<bool>()).prop_map(|(i, g)| Op::Enable(i, g)),
+        2 => (index(), any::<bool>()).prop_map(|(i, g)| Op::Disable(i, g)),
+        1 => index().prop_map(Op::Reset),
+        1 => Just(Op::In),
+        1 => Just(Op::Out),
+        3 => Just(Op::Tick),
+        4 => (1u16..500).prop_map(Op::Run),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// P1 to P7 and P11 hold after every step of any history.
+    #[test]
+    fn p1_p7_invariants_hold_in_any_history(slots in 1usize..5, ops in prop::collection::vec(op(), 1..80)) {
+        let m = Machine::new(slots);
+        let v = m.vcpu(0);
+        let mut inside = true;
+        struct Tracked { handle: Handle, soft: bool, pinned: bool, last: Reading, work: u64 }
+        let mut events: Vec<Tracked> = Vec::new();
+        for op in ops {
+            match op {
+                Op::Open { leader, pinned, exclusive, soft: is_soft, off } => {
+                    let leader = leader.filter(|_| !events.is_empty()).map(|i| &i.get(&events).handle);
+                    let (pinned, exclusive) = if leader.is_some() { (false, false) } else { (pinned, exclusive) };
+                    let base = if is_soft { soft() } else { hw() };
+                    let attr = Attr { pinned, exclusive, disabled: off, ..base };
+                    match m.core.open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), leader, OpenFlags::default()) {
+                        Ok(handle) => {
+                            let last = handle.read().unwrap();
+                            events.push(Tracked { handle, soft: is_soft, pinned, last, work: 0 });
+                        }
+                        Err(e) => prop_assert!(matches!(e, OpenError::Group(_) | OpenError::GroupTooLarge { .. }), "{e}"),
+                    }
+                }
+                Op::Close(i) if !events.is_empty() => {
+                    let i = i.index(events.len());
+                    let before = v.stats().events;
+                    events.swap_remove(i);
+                    prop_assert_eq!(v.stats().events, before - 1);
+                }
+                Op::Enable(i, group) if !events.is_empty() => {
+                    let scope = if group { Scope::Group } else { Scope::Event };
+                    i.get(&events).handle.enable(scope).unwrap();
+                }
+                Op::Disable(i, group) if !events.is_empty() => {
+                    let scope = if group { Scope::Group } else { Scope::Event };
+                    let t = i.get(&events);
+                    t.handle.disable(scope).unwrap();
+                    let before = t.handle.read().unwrap();
+                    // P11: disabling and enabling again changes nothing at that instant.
+                    if !group && t.handle.state() == State::Off && !t.pinned {
+                        t.handle.enable(Scope::Event).unwrap();
+                        prop_assert_eq!(t.handle.read().unwrap(), before);
+                        t.handle.disable(Scope::Event).unwrap();
+                    }
+                }
+                Op::Reset(i) if !events.is_empty() => {
+                    let i = i.index(events.len());
+                    events[i].handle.reset(Scope::Event).unwrap();
+                    events[i].work = 0;
+                    events[i].last.value = 0;
+                }
+                Op::In => { v.sched_in(); inside = true; }
+                Op::Out => { v.sched_out(); inside = false; }
+                Op::Tick => m.core.tick(),
+                Op::Run(n) => {
+                    let on: Vec<bool> = events.iter().map(|t| t.handle.state() == State::Active).collect();
+                    m.run(0, u64::from(n));
+                    for (t, on) in events.iter_mut().zip(on) {
+                        t.work += if on { u64::from(n) } else { 0 };
+                    }
+                }
+                _ => {}
+            }
+            let stats = v.stats();
+            let mut active = (0, 0);
+            for t in &mut events {
+                let (r, state) = (t.handle.read().unwrap(), t.handle.state());
+                prop_assert!(r.time_running_ns <= r.time_enabled_ns, "P1 {:?}", r);
+                prop_assert!(r.time_enabled_ns >= t.last.time_enabled_ns && r.time_running_ns >= t.last.time_running_ns, "P2");
+                if !inside || state < State::Inactive {
+                    // P2: nothing advances since the last look, unless it was on before this step.
+                    prop_assert!(state != State::Active);
+                }
+                prop_assert_eq!(r.value, t.work, "a count is the work done while on");
+                active.0 += usize::from(state == State::Active);
+                active.1 += usize::from(state == State::Active && !t.soft);
+                t.last = r;
+            }
+            prop_assert_eq!((stats.active, stats.active_hardware), active, "P4");
+            prop_assert!(stats.active_hardware <= slots, "never more on than slots");
+            prop_assert_eq!(m.hw.on(0), active.1);
+            for t in &events {
+                let group = t.handle.read_group().unwrap();
+                let members: Vec<_> = group.iter().map(|r| events.iter().find(|e| e.handle.id() == r.id).unwrap()).collect();
+                let leader_id = members[0].handle.id();
+                prop_assert_eq!(group[0].id, leader_id, "P21");
+                let leader_on = members[0].handle.state() == State::Active;
+                for member in &members {
+                    let state = member.handle.state();
+                    if state >= State::Inactive {
+                        prop_assert_eq!(state == State::Active, leader_on, "P3: all on or all off");
+                    }
+                }
+                let software = members.iter().all(|e| e.soft);
+                if software && inside && members[0].handle.state() > State::Off {
+                    prop_assert!(leader_on, "P6");
+                }
+                if inside && members[0].pinned {
+                    prop_assert!(members[0].handle.state() != State::Inactive, "P7");
+                }
+            }
+        }
+    }
+}
