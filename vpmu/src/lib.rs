@@ -54,7 +54,7 @@ pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, 
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::{CounterNumbers, Generation, Model, ModelError, ModelName, Vendor};
 pub use source::{CounterEvents, CounterTimes};
-pub use state::StateError;
+pub use state::{StateError, fix_checksum};
 pub use vpmu::{CounterView, Cpl, MsrRead, MsrWrite, PmiCounts, PmiReady, Vpmu};
 pub use width::{Advanced, CounterWidth};
 

@@ -57,6 +57,14 @@ impl SimEvents {
         passed
     }
 
+    /// Lets the guest run for `ticks` on end; overflows on the way are notified late.
+    pub fn run_through(&mut self, ticks: u64) {
+        let mut left = ticks;
+        while left > 0 {
+            left -= self.run(left);
+        }
+    }
+
     /// Counters whose armed overflow came and was not taken yet.
     pub fn take_notified(&mut self) -> impl Iterator<Item = CounterIndex> + use<> {
         counters_in(std::mem::take(&mut self.notified))

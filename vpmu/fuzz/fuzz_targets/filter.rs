@@ -1,0 +1,16 @@
+//! Text that claims to be an event filter: refused with one line, or a filter that answers.
+#![no_main]
+
+use vpmu::{EventFilter, EventSelect, Selection, UnitMask};
+
+libfuzzer_sys::fuzz_target!(|text: &str| {
+    match EventFilter::from_toml(text) {
+        Ok(filter) => {
+            for select in 0..=0xFFF {
+                filter.allows(Selection::General(EventSelect(select), UnitMask(select as u8)));
+            }
+            (0..4).for_each(|n| drop(filter.allows(Selection::Fixed(n))));
+        }
+        Err(error) => assert!(!error.to_string().contains('\n')),
+    }
+});

@@ -1,0 +1,21 @@
+//! Bytes that claim to be a saved PMU: refused, or a state that saves to the same bytes.
+#![no_main]
+
+use vpmu::sim::SimEvents;
+use vpmu::{Generation, Model, Vpmu};
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let v2 = Model::new(Generation::AmdV2, None, None).expect("the default numbers fit");
+    let v5 = Model::new(Generation::Intel(5), None, None).expect("the default numbers fit");
+    let mut events = SimEvents::default();
+    for model in [Model::INTEL, Model::AMD, v2, v5] {
+        let mut vpmu = Vpmu::new(model);
+        // A fuzzer does not guess checksums.
+        let mut framed = bytes.to_vec();
+        vpmu::fix_checksum(&mut framed);
+        if vpmu.restore(&framed, &mut events).is_ok() {
+            vpmu.reconcile(&mut events);
+            assert_eq!(vpmu.save(&mut events), framed);
+        }
+    }
+});

@@ -1,0 +1,398 @@
+//! A PMU written straight from the manuals, register by register and count by count. It is slow and shares no code with
+//! the crate: addresses are literal numbers, every count is added alone, and every effect takes place at once.
+
+use vpmu::filter::{Action, FilterSpec};
+
+/// Which manual.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    IntelOff,
+    AmdOff,
+    Intel(u32),
+    K7,
+    Core,
+    V2,
+}
+
+/// The event select that nothing can count in these tests.
+pub const UNCOUNTABLE_SELECT: u64 = 0x55;
+
+#[derive(Clone, Debug)]
+pub struct Reference {
+    pub kind: Kind,
+    pub gp: u32,
+    pub fixed: u32,
+    pub width: u32,
+    evtsel: Vec<u64>,
+    pmc: Vec<u64>,
+    fixed_ctr: Vec<u64>,
+    fixed_ctrl: u64,
+    global_ctrl: u64,
+    global_status: u64,
+    debugctl: u64,
+    pub pmi_due: bool,
+    filter: Option<FilterSpec>,
+}
+
+impl Reference {
+    pub fn new(kind: Kind, gp: u32, fixed: u32, width: u32) -> Self {
+        let mut new = Self {
+            kind,
+            gp,
+            fixed,
+            width,
+            evtsel: vec![],
+            pmc: vec![],
+            fixed_ctr: vec![],
+            fixed_ctrl: 0,
+            global_ctrl: 0,
+            global_status: 0,
+            debugctl: 0,
+            pmi_due: false,
+            filter: None,
+        };
+        new.reset();
+        new
+    }
+
+    pub fn reset(&mut self) {
+        self.evtsel = vec![0; self.gp as usize];
+        self.pmc = vec![0; self.gp as usize];
+        self.fixed_ctr = vec![0; self.fixed as usize];
+        self.fixed_ctrl = 0;
+        self.global_ctrl = (0..self.gp).map(|n| 1 << n).sum();
+        self.global_status = 0;
+        self.debugctl = 0;
+        self.pmi_due = false;
+    }
+
+    pub fn set_filter(&mut self, filter: Option<FilterSpec>) {
+        self.filter = filter;
+    }
+
+    pub fn freezes(&self) -> bool {
+        self.debugctl & (1 << 12) != 0
+    }
+
+    fn version(&self) -> u32 {
+        if let Kind::Intel(version) = self.kind {
+            version
+        } else {
+            0
+        }
+    }
+
+    fn is_amd(&self) -> bool {
+        matches!(self.kind, Kind::AmdOff | Kind::K7 | Kind::Core | Kind::V2)
+    }
+
+    fn highest(&self) -> u64 {
+        2u64.pow(self.width) - 1
+    }
+
+    /// Bits of all counters in the global registers.
+    fn all(&self) -> u64 {
+        let general: u64 = (0..self.gp).map(|n| 1u64 << n).sum();
+        let fixed: u64 = (0..self.fixed).map(|n| 1u64 << (32 + n)).sum();
+        general + fixed
+    }
+
+    /// RDMSR; `None` is #GP.
+    pub fn rdmsr(&self, msr: u32) -> Option<u64> {
+        if self.is_amd() {
+            self.rdmsr_amd(msr)
+        } else {
+            self.rdmsr_intel(msr)
+        }
+    }
+
+    /// WRMSR; `None` is #GP.
+    pub fn wrmsr(&mut self, msr: u32, value: u64) -> Option<()> {
+        if self.is_amd() {
+            self.wrmsr_amd(msr, value)
+        } else {
+            self.wrmsr_intel(msr, value)
+        }
+    }
+
+    fn rdmsr_intel(&self, msr: u32) -> Option<u64> {
+        let v = self.version();
+        match msr {
+            0xC1 | 0xC2 if v == 0 => Some(0),
+            0xC1..=0xC8 => self.pmc.get((msr - 0xC1) as usize).copied(),
+            0x4C1..=0x4C8 if v >= 2 => self.pmc.get((msr - 0x4C1) as usize).copied(),
+            0x186..=0x18D => self.evtsel.get((msr - 0x186) as usize).copied(),
+            0x309..=0x30C => self.fixed_ctr.get((msr - 0x309) as usize).copied(),
+            0x1D9 if v >= 2 => Some(self.debugctl),
+            0x345 if v >= 2 => Some(0x2000),
+            0x38D if v >= 2 => Some(self.fixed_ctrl),
+            0x38E if v >= 2 => Some(self.global_status),
+            0x38F if v >= 2 => Some(self.global_ctrl),
+            0x390 if v >= 2 => Some(0),
+            0x391 if v >= 4 => Some(0),
+            0x392 if v >= 4 => {
+                let mut inuse = 0;
+                for n in 0..self.gp {
+                    if self.evtsel[n as usize] % 256 != 0 {
+                        inuse |= 1 << n;
+                    }
+                    if self.evtsel[n as usize] & 0x10_0000 != 0 {
+                        inuse |= 1 << 63;
+                    }
+                }
+                for n in 0..self.fixed {
+                    let field = self.fixed_ctrl >> (4 * n) & 0xF;
+                    if field & 3 != 0 {
+                        inuse |= 1 << (32 + n);
+                    }
+                    if field & 8 != 0 {
+                        inuse |= 1 << 63;
+                    }
+                }
+                Some(inuse)
+            }
+            _ => None,
+        }
+    }
+
+    fn wrmsr_intel(&mut self, msr: u32, value: u64) -> Option<()> {
+        let v = self.version();
+        self.rdmsr_intel(msr)?; // what cannot be read cannot be written either
+        let all = self.all();
+        let highest = self.highest();
+        let no_bit_outside = |allowed: u64| {
+            if value | allowed == allowed {
+                Some(())
+            } else {
+                None
+            }
+        };
+        match msr {
+            0xC1 | 0xC2 if v == 0 => {}
+            0xC1..=0xC8 => {
+                let mut extended = value & 0xFFFF_FFFF;
+                if extended >= 0x8000_0000 {
+                    extended |= 0xFFFF_FFFF_0000_0000;
+                }
+                self.pmc[(msr - 0xC1) as usize] = extended & highest;
+            }
+            0x4C1..=0x4C8 => {
+                no_bit_outside(highest)?;
+                self.pmc[(msr - 0x4C1) as usize] = value;
+            }
+            0x186..=0x18D => {
+                no_bit_outside(0xFFDF_FFFF)?;
+                self.evtsel[(msr - 0x186) as usize] = value;
+            }
+            0x309..=0x30C => {
+                no_bit_outside(highest)?;
+                self.fixed_ctr[(msr - 0x309) as usize] = value;
+            }
+            0x1D9 => {
+                no_bit_outside(0x1003)?;
+                self.debugctl = value;
+            }
+            0x38D => {
+                no_bit_outside((0..self.fixed).map(|n| 0xB << (4 * n)).sum())?;
+                self.fixed_ctrl = value;
+            }
+            0x38F => {
+                no_bit_outside(all)?;
+                self.global_ctrl = value;
+            }
+            0x390 => {
+                let frozen_bits = if v >= 4 { 3 << 58 } else { 0 };
+                no_bit_outside(all | 3 << 62 | frozen_bits)?;
+                self.global_status &= !value;
+            }
+            0x391 => {
+                no_bit_outside(all | 1 << 62 | 3 << 58)?;
+                self.global_status |= value;
+            }
+            _ => return None, // read-only
+        }
+        Some(())
+    }
+
+    /// Number of the AMD counter behind a register, and whether it is the selector.
+    fn amd_register(&self, msr: u32) -> Option<(usize, bool)> {
+        let (n, selector) = match msr {
+            0xC001_0000..=0xC001_0003 => (msr - 0xC001_0000, true),
+            0xC001_0004..=0xC001_0007 => (msr - 0xC001_0004, false),
+            0xC001_0200..=0xC001_021D if matches!(self.kind, Kind::Core | Kind::V2) => {
+                ((msr - 0xC001_0200) / 2, msr % 2 == 0)
+            }
+            _ => return None,
+        };
+        if n < self.gp {
+            Some((n as usize, selector))
+        } else {
+            None
+        }
+    }
+
+    fn rdmsr_amd(&self, msr: u32) -> Option<u64> {
+        match (self.kind, msr) {
+            (Kind::AmdOff, 0xC001_0000..=0xC001_0007) => Some(0),
+            (Kind::V2, 0xC000_0300) => Some(self.global_status),
+            (Kind::V2, 0xC000_0301) => Some(self.global_ctrl),
+            (Kind::V2, 0xC000_0302 | 0xC000_0303) => Some(0),
+            _ => match self.amd_register(msr)? {
+                (n, true) => Some(self.evtsel[n]),
+                (n, false) => Some(self.pmc[n]),
+            },
+        }
+    }
+
+    fn wrmsr_amd(&mut self, msr: u32, value: u64) -> Option<()> {
+        match (self.kind, msr) {
+            (Kind::AmdOff, 0xC001_0000..=0xC001_0007) => {}
+            (Kind::V2, 0xC000_0300) => {}
+            (Kind::V2, 0xC000_0301) => self.global_ctrl = value & self.all(),
+            (Kind::V2, 0xC000_0302) => self.global_status &= !value,
+            (Kind::V2, 0xC000_0303) => self.global_status |= value & self.all(),
+            _ => match self.amd_register(msr)? {
+                (n, true) => self.evtsel[n] = value & !0xFFFF_FFF0_0028_0000,
+                (n, false) => self.pmc[n] = value & self.highest(),
+            },
+        }
+        Some(())
+    }
+
+    /// RDPMC; `None` is #GP.
+    pub fn rdpmc(&self, ecx: u32, cpl: u8, pce: bool) -> Option<u64> {
+        if cpl != 0 && !pce {
+            return None;
+        }
+        if ecx < 0x4000_0000 || self.is_amd() {
+            return self.pmc.get(ecx as usize).copied();
+        }
+        if ecx < 0x8000_0000 {
+            return self.fixed_ctr.get((ecx - 0x4000_0000) as usize).copied();
+        }
+        None
+    }
+
+    fn filter_allows_general(&self, selector: u64) -> bool {
+        let Some(filter) = &self.filter else { return true };
+        let mut select = selector & 0xFF;
+        if self.is_amd() {
+            select |= (selector >> 32 & 0xF) << 8;
+        }
+        let umask = selector >> 8 & 0xFF;
+        let mut included = false;
+        let mut excluded = false;
+        for entry in &filter.events {
+            let mask = entry.umask_mask.unwrap_or(0);
+            let matches = entry.umask_match.unwrap_or(0);
+            if entry.select == select && umask & mask == matches {
+                if entry.exclude {
+                    excluded = true;
+                } else {
+                    included = true;
+                }
+            }
+        }
+        let listed = included && !excluded;
+        match filter.action {
+            Action::Allow => listed,
+            Action::Deny => !listed,
+        }
+    }
+
+    fn filter_allows_fixed(&self, n: u32) -> bool {
+        let Some(filter) = &self.filter else { return true };
+        let listed = filter.fixed_counters & (1 << n) != 0;
+        match filter.action {
+            Action::Allow => listed,
+            Action::Deny => !listed,
+        }
+    }
+
+    fn general_counts(&self, n: u32) -> bool {
+        let selector = self.evtsel[n as usize];
+        let enabled = selector & 1 << 22 != 0;
+        let at_some_level = selector & 3 << 16 != 0;
+        let globally = match self.kind {
+            Kind::Intel(1) | Kind::K7 | Kind::Core => true,
+            _ => self.global_ctrl & 1 << n != 0,
+        };
+        let mut select = selector & 0xFF;
+        if self.is_amd() {
+            select |= (selector >> 32 & 0xF) << 8;
+        }
+        enabled
+            && at_some_level
+            && globally
+            && !self.frozen()
+            && select != UNCOUNTABLE_SELECT
+            && self.filter_allows_general(selector)
+    }
+
+    fn fixed_counts(&self, n: u32) -> bool {
+        self.fixed_ctrl >> (4 * n) & 3 != 0
+            && self.global_ctrl & 1 << (32 + n) != 0
+            && !self.frozen()
+            && self.filter_allows_fixed(n)
+    }
+
+    fn frozen(&self) -> bool {
+        self.version() >= 4 && self.global_status & 1 << 59 != 0
+    }
+
+    /// One count for everything that counts.
+    pub fn tick(&mut self) {
+        let general: Vec<bool> = (0..self.gp).map(|n| self.general_counts(n)).collect();
+        let fixed: Vec<bool> = (0..self.fixed).map(|n| self.fixed_counts(n)).collect();
+        let mut interrupt = false;
+        for n in 0..self.gp as usize {
+            if general[n] {
+                if self.pmc[n] == self.highest() {
+                    self.pmc[n] = 0;
+                    self.global_status |= 1 << n;
+                    interrupt |= self.evtsel[n] & 1 << 20 != 0;
+                } else {
+                    self.pmc[n] += 1;
+                }
+            }
+        }
+        for n in 0..self.fixed as usize {
+            if fixed[n] {
+                if self.fixed_ctr[n] == self.highest() {
+                    self.fixed_ctr[n] = 0;
+                    self.global_status |= 1 << (32 + n);
+                    interrupt |= self.fixed_ctrl >> (4 * n) & 8 != 0;
+                } else {
+                    self.fixed_ctr[n] += 1;
+                }
+            }
+        }
+        if interrupt {
+            self.pmi_due = true;
+            if self.freezes() {
+                if self.version() >= 4 {
+                    self.global_status |= 1 << 59;
+                } else {
+                    self.global_ctrl = 0;
+                }
+            }
+        }
+    }
+
+    /// CPUID.0AH as (EAX, EBX, ECX, EDX), when no event is unavailable.
+    pub fn cpuid_a(&self) -> [u32; 4] {
+        let v = self.version();
+        if v == 0 {
+            return [0; 4];
+        }
+        let events = if self.fixed >= 4 { 8 } else { 7 };
+        let eax = v + self.gp * 0x100 + self.width * 0x1_0000 + events * 0x100_0000;
+        let edx = if v > 1 {
+            self.fixed + self.width * 32 + 0x8000
+        } else {
+            0
+        };
+        let ecx = if v >= 5 { 2u32.pow(self.fixed) - 1 } else { 0 };
+        [eax, 0, ecx, edx]
+    }
+}

@@ -1,0 +1,395 @@
+//! Operations of a guest and its host, made from bytes and applied to a [`Vpmu`] and to the [`Reference`].
+//!
+//! Any bytes make a stream, so that a fuzzer, proptest and a plain generator can all feed it.
+
+use std::sync::Arc;
+
+use vpmu::filter::{Action, EntrySpec, FilterSpec};
+use vpmu::sim::SimEvents;
+use vpmu::*;
+
+use super::reference::{Kind, Reference, UNCOUNTABLE_SELECT};
+
+/// Takes numbers from bytes; zeros when they are used up.
+pub struct Bytes<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Bytes<'a> {
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    fn byte(&mut self) -> u8 {
+        let Some((&first, rest)) = self.rest.split_first() else {
+            return 0;
+        };
+        self.rest = rest;
+        first
+    }
+
+    fn below(&mut self, limit: u32) -> u32 {
+        u32::from(self.byte()) % limit
+    }
+
+    fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(std::array::from_fn(|_| self.byte()))
+    }
+
+    fn flag(&mut self) -> bool {
+        self.byte() & 1 != 0
+    }
+}
+
+/// A PMU and its reference, which must never disagree.
+pub struct Pair {
+    vpmu: Vpmu,
+    events: SimEvents,
+    reference: Reference,
+    filter: Arc<EventFilter>,
+    /// Notifications have been held back; the real thing may know less than the reference until they come.
+    late: bool,
+    now_ns: u64,
+    addresses: Vec<u32>,
+    /// Operations applied.
+    pub operations: u64,
+}
+
+fn countable(request: &EventRequest) -> Backing {
+    match request.selection {
+        Selection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => Backing::None,
+        _ => Backing::Hardware,
+    }
+}
+
+fn sim() -> SimEvents {
+    let mut events = SimEvents::default();
+    events.backing_of = countable;
+    events
+}
+
+impl Pair {
+    /// A model chosen by the first bytes.
+    pub fn new(bytes: &mut Bytes<'_>) -> Self {
+        let kind = match bytes.below(16) {
+            0 => Kind::IntelOff,
+            1 => Kind::AmdOff,
+            n @ 2..=11 => Kind::Intel(n / 2),
+            12 => Kind::K7,
+            13 => Kind::Core,
+            _ => Kind::V2,
+        };
+        let (gp, fixed) = match kind {
+            Kind::IntelOff | Kind::AmdOff => (0, 0),
+            Kind::Intel(1) => (1 + bytes.below(8), 0),
+            Kind::Intel(_) => (1 + bytes.below(8), bytes.below(5)),
+            Kind::K7 => (4, 0),
+            Kind::Core => (6, 0),
+            Kind::V2 => (4 + bytes.below(12), 0),
+        };
+        let width = if matches!(kind, Kind::Intel(_)) && bytes.flag() {
+            32 + bytes.below(17)
+        } else {
+            48
+        };
+        let generation = match kind {
+            Kind::IntelOff => Generation::Off(Vendor::Intel),
+            Kind::AmdOff => Generation::Off(Vendor::Amd),
+            Kind::Intel(version) => Generation::Intel(version as u8),
+            Kind::K7 => Generation::AmdK7,
+            Kind::Core => Generation::AmdCore,
+            Kind::V2 => Generation::AmdV2,
+        };
+        let numbers = CounterNumbers {
+            general: gp,
+            fixed: Some(fixed),
+        };
+        let model = Model::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
+        let mut addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
+        // The registers that exist, once more each: most accesses should go there.
+        let reference = Reference::new(kind, gp, fixed, width);
+        let existing: Vec<u32> = addresses
+            .iter()
+            .copied()
+            .filter(|&msr| reference.rdmsr(msr).is_some())
+            .collect();
+        for _ in 0..1 + addresses.len() / existing.len().max(1) {
+            addresses.extend(&existing);
+        }
+        Self {
+            vpmu: Vpmu::new(model),
+            events: sim(),
+            reference,
+            filter: Arc::new(EventFilter::allow_all()),
+            late: false,
+            now_ns: 0,
+            addresses,
+            operations: 0,
+        }
+    }
+
+    fn address(&self, bytes: &mut Bytes<'_>) -> u32 {
+        let n = bytes.below(256) << 8 | bytes.below(256);
+        if n == 0xFFFF {
+            bytes.u64() as u32
+        } else {
+            self.addresses[n as usize % self.addresses.len()]
+        }
+    }
+
+    /// A value for a register: mostly one a driver would write there, so that counters do run, overflow and freeze.
+    fn value(&self, msr: u32, bytes: &mut Bytes<'_>) -> u64 {
+        let highest = (1u64 << self.reference.width) - 1;
+        let all = ((1 << self.reference.gp) - 1) | (((1u64 << self.reference.fixed) - 1) << 32);
+        let is_amd_selector = matches!(msr, 0xC001_0000..=0xC001_0003)
+            || (matches!(msr, 0xC001_0200..=0xC001_021D) && msr.is_multiple_of(2));
+        if bytes.below(4) != 0 {
+            match msr {
+                0x186..=0x18D => return self.selector(bytes),
+                _ if is_amd_selector => return self.selector(bytes),
+                0xC1..=0xC8
+                | 0x309..=0x30C
+                | 0x4C1..=0x4C8
+                | 0xC001_0000..=0xC001_0007
+                | 0xC001_0200..=0xC001_021D => {
+                    return highest - u64::from(bytes.byte() % 64);
+                }
+                0x1D9 => return u64::from(bytes.byte() & 1) << 12,
+                0x38D => return bytes.u64() & ((1 << (4 * self.reference.fixed)) - 1) & 0xBBBB,
+                0x38F | 0xC000_0301 => return all & !(bytes.u64() & bytes.u64()),
+                0x390 | 0xC000_0302 => return all | u64::from(bytes.byte() & 3) << 62,
+                0x391 | 0xC000_0303 => return bytes.u64() & all,
+                _ => {}
+            }
+        }
+        match bytes.below(12) {
+            0 => 0,
+            1 => u64::from(bytes.byte()),
+            // Close to an overflow, for a full-width and for a sign-extended write.
+            2 | 3 => highest - u64::from(bytes.byte() % 64),
+            4 => u64::MAX - u64::from(bytes.byte() % 64),
+            // A selector that is enabled: levels, interrupt and event at random.
+            5..=7 => self.selector(bytes),
+            // Control of fixed counters and global control.
+            8 => bytes.u64() & 0xBBBB,
+            9 => bytes.u64() & all,
+            10 => 1u64 << bytes.below(64) | 1 << bytes.below(64),
+            _ => bytes.u64(),
+        }
+    }
+
+    /// A selector that is enabled: levels, interrupt and event at random.
+    fn selector(&self, bytes: &mut Bytes<'_>) -> u64 {
+        let select = [0x3C, 0xC0, 0x76, 0xFF, UNCOUNTABLE_SELECT, 1, 2, 3][bytes.below(8) as usize];
+        select | (u64::from(bytes.byte() & 3) << 8) | (u64::from(bytes.byte() & 0x13) << 16) | (1 << 22)
+    }
+
+    /// Lets notifications that were held back arrive.
+    fn deliver(&mut self) {
+        for counter in self.events.take_notified() {
+            self.vpmu.overflowed(counter, &mut self.events);
+        }
+        self.vpmu.reconcile(&mut self.events);
+        self.late = false;
+    }
+
+    fn run(&mut self, ticks: u64, late: bool) {
+        for _ in 0..ticks {
+            self.reference.tick();
+        }
+        self.vpmu.reconcile(&mut self.events);
+        if late {
+            self.events.run_through(ticks);
+            self.late = true;
+            return;
+        }
+        let mut left = ticks;
+        while left > 0 {
+            left -= self.events.run(left);
+            self.deliver();
+        }
+        self.deliver();
+    }
+
+    fn filter(&self, bytes: &mut Bytes<'_>) -> Option<FilterSpec> {
+        if bytes.below(4) == 0 {
+            return None;
+        }
+        let events = (0..bytes.below(6))
+            .map(|_| {
+                let mask = u64::from(bytes.byte() & 7);
+                EntrySpec {
+                    select: [0x3C, 0xC0, 0x76, 0xFF][bytes.below(4) as usize],
+                    umask: None,
+                    umask_mask: Some(mask),
+                    umask_match: Some(u64::from(bytes.byte()) & mask),
+                    exclude: bytes.below(3) == 0,
+                }
+            })
+            .collect();
+        Some(FilterSpec {
+            action: if bytes.flag() { Action::Allow } else { Action::Deny },
+            fixed_counters: u64::from(bytes.byte() & 0xF),
+            events,
+        })
+    }
+
+    /// Takes one operation from the bytes and applies it to both.
+    ///
+    /// # Panics
+    /// When they disagree.
+    pub fn step(&mut self, bytes: &mut Bytes<'_>) {
+        self.operations += 1;
+        match bytes.below(32) {
+            0..=9 => {
+                let msr = self.address(bytes);
+                let value = self.value(msr, bytes);
+                let expected = match self.reference.wrmsr(msr, value) {
+                    Some(()) => MsrWrite::Done,
+                    None => MsrWrite::InjectGp,
+                };
+                let got = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
+                assert_eq!(
+                    got, expected,
+                    "WRMSR {msr:#x} = {value:#x} of {:?}",
+                    self.reference
+                );
+                if bytes.flag() {
+                    self.vpmu.reconcile(&mut self.events);
+                }
+            }
+            10..=16 => {
+                let msr = self.address(bytes);
+                self.compare(msr);
+            }
+            17..=19 => {
+                let ecx = match bytes.below(4) {
+                    0 => bytes.u64() as u32,
+                    1 => 1 << 30 | bytes.below(6),
+                    _ => bytes.below(18),
+                };
+                let cpl = bytes.byte() & 3;
+                let pce = bytes.flag();
+                let expected = match self.reference.rdpmc(ecx, cpl, pce) {
+                    Some(value) => MsrRead::Value(value),
+                    None => MsrRead::InjectGp,
+                };
+                let got = self.vpmu.rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut self.events);
+                assert_eq!(got, expected, "RDPMC {ecx:#x} of {:?}", self.reference);
+            }
+            20..=25 => {
+                let ticks = u64::from(bytes.byte() % 48);
+                // What an overflow freezes depends on when it is noticed, so then it must be noticed at once.
+                let late = bytes.flag() && !self.reference.freezes();
+                if !late {
+                    self.deliver();
+                }
+                self.run(ticks, late);
+            }
+            26 => self.deliver(),
+            27 => {
+                // A notification nobody asked for must do no harm.
+                let counter = CounterIndex::from_slot(bytes.below(MAX_COUNTERS as u32) as usize);
+                self.vpmu.overflowed(counter.expect("a slot"), &mut self.events);
+                self.vpmu.reconcile(&mut self.events);
+            }
+            28 => {
+                self.deliver();
+                assert_eq!(
+                    self.vpmu.pmi_pending(),
+                    self.reference.pmi_due,
+                    "{:?}",
+                    self.reference
+                );
+                self.now_ns += u64::from(bytes.byte()) << 16;
+                if self.vpmu.pmi_ready(self.now_ns) == PmiReady::Now {
+                    self.vpmu.pmi_delivered(self.now_ns);
+                    self.reference.pmi_due = false;
+                }
+            }
+            29 => {
+                let spec = self.filter(bytes);
+                self.filter = Arc::new(match &spec {
+                    Some(spec) => EventFilter::new(spec).expect("entries within their limits"),
+                    None => EventFilter::allow_all(),
+                });
+                // The filter is changed from outside, between two runs of the guest.
+                self.deliver();
+                self.vpmu.set_filter(self.filter.clone());
+                self.reference.set_filter(spec);
+                self.vpmu.reconcile(&mut self.events);
+            }
+            30 => {
+                // The VM moves: a new process, new events, the same PMU.
+                let saved = self.vpmu.save(&mut self.events);
+                let mut there = Vpmu::new(*self.vpmu.model());
+                there.set_filter(self.filter.clone());
+                let mut events = sim();
+                there
+                    .restore(&saved, &mut events)
+                    .expect("what was saved can be restored");
+                assert_eq!(there.save(&mut events), saved, "restored bit for bit");
+                self.vpmu = there;
+                self.events = events;
+                self.late = false;
+            }
+            _ => match bytes.below(8) {
+                0 => {
+                    self.vpmu.reset(&mut self.events);
+                    self.events.take_notified().for_each(drop);
+                    self.reference.reset();
+                    self.late = false;
+                }
+                1..=3 => self.compare_cpuid(),
+                _ => self.compare_all(),
+            },
+        }
+    }
+
+    /// Compares one register.
+    fn compare(&mut self, msr: u32) {
+        let expected = match self.reference.rdmsr(msr) {
+            Some(value) => MsrRead::Value(value),
+            None => MsrRead::InjectGp,
+        };
+        let got = self.vpmu.read_msr(MsrAddress(msr), &mut self.events);
+        assert_eq!(got, expected, "RDMSR {msr:#x} of {:?}", self.reference);
+    }
+
+    fn compare_cpuid(&mut self) {
+        let mut regs = CpuidRegs::default();
+        let all = ArchEvent::ALL.into_iter().collect();
+        self.vpmu.model().adjust_cpuid(0xA, 0, &mut regs, all);
+        assert_eq!([regs.eax, regs.ebx, regs.ecx, regs.edx], self.reference.cpuid_a());
+    }
+
+    /// Compares everything a guest can see.
+    pub fn compare_all(&mut self) {
+        self.deliver();
+        let addresses: Vec<u32> = self.vpmu.model().trapped_msrs().into_iter().flatten().collect();
+        for msr in addresses {
+            self.compare(msr);
+        }
+        assert_eq!(
+            self.vpmu.pmi_pending(),
+            self.reference.pmi_due,
+            "{:?}",
+            self.reference
+        );
+    }
+}
+
+/// Applies everything the bytes say.
+pub fn run(bytes: &[u8]) -> u64 {
+    let mut bytes = Bytes::new(bytes);
+    let mut pair = Pair::new(&mut bytes);
+    while !bytes.is_empty() {
+        pair.step(&mut bytes);
+    }
+    pair.compare_all();
+    pair.operations
+}

@@ -1,0 +1,109 @@
+//! Nothing a guest can do makes the PMU allocate.
+
+#![allow(unsafe_code)] // A global allocator that counts cannot be had without.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use vpmu::sim::SimEvents;
+use vpmu::*;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every call is passed on to the system's allocator unchanged; the count beside it touches no memory of theirs.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|n| n.set(n.get() + 1));
+        // SAFETY: the caller keeps `alloc`'s contract, which is the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the block came from `alloc` above, that is from the system allocator, with this layout.
+        unsafe { System.dealloc(block, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn allocations() -> u64 {
+    ALLOCATIONS.with(Cell::get)
+}
+
+#[test]
+fn the_counter_counts() {
+    let before = allocations();
+    drop(std::hint::black_box(vec![1u8; 100]));
+    assert_eq!(allocations(), before + 1);
+}
+
+#[test]
+fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
+    let v2 = Model::new(
+        Generation::AmdV2,
+        Some(CounterNumbers {
+            general: 15,
+            fixed: None,
+        }),
+        None,
+    )
+    .unwrap();
+    let v5 = Model::new(
+        Generation::Intel(5),
+        Some(CounterNumbers {
+            general: 8,
+            fixed: Some(4),
+        }),
+        None,
+    )
+    .unwrap();
+    for model in [Model::INTEL, Model::AMD, v2, v5] {
+        let mut vpmu = Vpmu::new(model);
+        let mut events = SimEvents::default();
+        let addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
+        let mut pmis = 0;
+        let before = allocations();
+        let mut state = 1u64;
+        for n in 0..200_000u64 {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let random = state >> 20;
+            let msr = MsrAddress(addresses[random as usize % addresses.len()]);
+            // Enabled selectors with the interrupt bit, and values shortly before the overflow.
+            let value = match random % 3 {
+                0 => 0x53_0000 | random & 0xFFFF,
+                1 => u64::MAX >> 16 & !(random & 0xFF),
+                _ => random,
+            };
+            vpmu.write_msr(msr, value, &mut events);
+            vpmu.reconcile(&mut events);
+            vpmu.read_msr(msr, &mut events);
+            vpmu.rdpmc(
+                RdpmcIndex(random as u32 & 0x4000_000F),
+                Cpl(0),
+                false,
+                &mut events,
+            );
+            events.run(random & 0x1FF);
+            for counter in events.take_notified() {
+                vpmu.overflowed(counter, &mut events);
+            }
+            vpmu.reconcile(&mut events);
+            if vpmu.pmi_ready(n * 100_000) == PmiReady::Now {
+                pmis += 1;
+                vpmu.pmi_delivered(n * 100_000);
+            }
+        }
+        assert_eq!(allocations() - before, 0, "{model}");
+        assert!(
+            pmis > 100,
+            "{model}: only {pmis} PMIs, so the paths were not walked"
+        );
+    }
+}
