@@ -13,12 +13,14 @@ const KERNELS: [&str; 1] = ["selftest"];
 
 /// Freestanding code for the privileged levels: no SSE registers, no red zone, no position independence, no
 /// CET markers (the instruction emulator of a software-only KVM does not know ENDBR64), frame pointers for call chains.
-const CFLAGS: [&str; 20] = [
+const CFLAGS: [&str; 23] = [
     "-std=gnu11",
     "-O2",
     "-g",
     "-Wall",
     "-Wextra",
+    "-Wno-sign-compare",
+    "-Wno-format-zero-length",
     "-m64",
     "-march=x86-64",
     "-mgeneral-regs-only",
@@ -34,6 +36,7 @@ const CFLAGS: [&str; 20] = [
     "-fno-asynchronous-unwind-tables",
     "-fno-omit-frame-pointer",
     "-fno-strict-aliasing",
+    "-fno-toplevel-reorder",
 ];
 
 fn main() {
@@ -61,7 +64,7 @@ fn main() {
             "-z",
             "max-page-size=4096",
         ])
-        .args(["--build-id=none", "--no-warn-rwx-segments", "-T"])
+        .args(["--build-id=none", "-T"])
         .arg(source_dir.join("link.ld"))
         .arg("-o")
         .arg(out_dir.join(format!("{kernel}.elf")))
@@ -124,7 +127,6 @@ fn run(mut command: Command, variable: &str) {
 
 /// Ends the build with one clear line.
 fn fail(message: &str) -> ! {
-    eprintln!("error: {message}");
     println!("cargo::error={message}");
     exit(1);
 }

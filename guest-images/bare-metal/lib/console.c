@@ -66,7 +66,7 @@ static void put_string(const char *s, int width, bool left)
         pad(' ', width - n);
 }
 
-static void kvprintf(const char *fmt, __builtin_va_list ap)
+void kvprintf(const char *fmt, __builtin_va_list ap)
 {
     for (; *fmt; fmt++) {
         bool left = false, group = false, is_long = false;

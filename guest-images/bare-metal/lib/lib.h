@@ -39,11 +39,19 @@ extern bool (*trap_hook)(struct trap_frame *f);
 /* --- user.c: run a function at CPL3 --- */
 u64 run_user(u64 (*entry)(u64), u64 argument);
 
+u64 run_at(u32 cpl, u64 (*fn)(u64), u64 argument);
+
+/* --- work.S --- */
+u64 known_loop(u64 rounds);
+#define KNOWN_INSTRUCTIONS(rounds) (2 * (rounds) + 5)
+#define KNOWN_BRANCHES(rounds) ((rounds) + 1)
+
 /* --- console.c --- */
 void console_setup(void);
 void putchar_raw(char c);
 /* %c %s %d %u %x %p, with l; flags - 0 and ' (digits grouped by thousands), width, * for width. */
 void kprintf(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+void kvprintf(const char *fmt, __builtin_va_list ap);
 void __attribute__((noreturn)) power_off(void);         /* VMM exit status 0 */
 void __attribute__((noreturn)) debug_exit(u8 code);     /* VMM exit status (code << 1) | 1 */
 void __attribute__((noreturn, format(printf, 1, 2))) panic(const char *fmt, ...);
@@ -71,8 +79,12 @@ u32 fw_cfg_cpus(void);                                  /* fw_cfg key 5; 1 if th
 #define APIC_TIMER_DIV 0x3e0
 #define LVT_MASKED BIT(16)
 #define LVT_NMI 0x400
-static inline u32 apic_read(u32 reg) { return *(volatile u32 *)(0xfee00000UL + reg); }
-static inline void apic_write(u32 reg, u32 v) { *(volatile u32 *)(0xfee00000UL + reg) = v; }
+#define APIC_TIMER_NOW 0x390
+extern bool x2apic;
+u32 apic_read(u32 reg);
+void apic_write(u32 reg, u32 v);
+void apic_command(u32 apic_id, u32 command); /* the interrupt command register */
+/* x2APIC mode where CPUID has it, unless the command line says xapic. */
 void apic_setup(void);
 
 /* --- time.c --- */

@@ -5,11 +5,11 @@ struct pmu pmu;
 
 static const struct {
     const char *name;
-    u32 intel, amd; /* selector: event in [7:0], unit mask in [15:8]; 0 for none */
+    u64 intel, amd; /* selector: event in [7:0] and, on AMD, [35:32], unit mask in [15:8]; 0 for none */
 } events[EV_COUNT] = {
     [EV_CYCLES] = { "cycles", 0x003c, 0x0076 },
     [EV_INSTRUCTIONS] = { "instructions", 0x00c0, 0x00c0 },
-    [EV_REF_CYCLES] = { "ref-cycles", 0x013c, 0 },
+    [EV_REF_CYCLES] = { "ref-cycles", 0x013c, 0x100000120 },
     [EV_LLC_REFS] = { "cache-references", 0x4f2e, 0 },
     [EV_LLC_MISSES] = { "cache-misses", 0x412e, 0 },
     [EV_BRANCHES] = { "branches", 0x00c4, 0x00c2 },

@@ -3,7 +3,6 @@
 
 #define ICR_INIT 0x4500
 #define ICR_STARTUP 0x4600
-#define ICR_PENDING BIT(12)
 
 static volatile u32 started;
 static struct {
@@ -15,14 +14,6 @@ extern u8 ap_trampoline[], ap_trampoline_end[], kstacks[][KSTACK_SIZE];
 extern u64 ap_stack_top;
 void ap_main(void);
 
-static void icr(u32 apic_id, u32 command)
-{
-    apic_write(APIC_ICR2, apic_id << 24);
-    apic_write(APIC_ICR, command);
-    for (u32 i = 0; i < 10000 && (apic_read(APIC_ICR) & ICR_PENDING); i++)
-        pause();
-}
-
 u32 smp_start(void)
 {
     u32 cpus = fw_cfg_cpus();
@@ -32,14 +23,14 @@ u32 smp_start(void)
     for (u32 i = 1; i < cpus; i++) {
         u32 id = i; /* APIC identifiers are the CPU indexes on every machine these kernels run on */
         ap_stack_top = (u64)kstacks[i] + KSTACK_SIZE;
-        icr(id, ICR_INIT);
+        apic_command(id, ICR_INIT);
         delay_us(200);
-        icr(id, ICR_STARTUP | AP_TRAMPOLINE >> 12);
+        apic_command(id, ICR_STARTUP | AP_TRAMPOLINE >> 12);
         /* The second SIPI is for processors that lost the first. */
         for (u32 tries = 0; started != i + 1 && tries < 1000; tries++) {
             delay_us(1000);
             if (tries == 200)
-                icr(id, ICR_STARTUP | AP_TRAMPOLINE >> 12);
+                apic_command(id, ICR_STARTUP | AP_TRAMPOLINE >> 12);
         }
         if (started != i + 1)
             return started;

@@ -17,3 +17,5 @@ u64 run_user(u64 (*entry)(u64), u64 argument)
     *sp = (u64)user_return;
     return user_enter(entry, argument, (u64)sp);
 }
+
+u64 run_at(u32 cpl, u64 (*fn)(u64), u64 argument) { return cpl ? run_user(fn, argument) : fn(argument); }

@@ -10,8 +10,6 @@
 bool tables = true, lines;
 static u32 passed, failed, unsupported;
 
-u64 run_at(u32 cpl, u64 (*fn)(u64), u64 argument) { return cpl ? run_user(fn, argument) : fn(argument); }
-
 void verdict(const char *name, const char *where, u64 saw, u64 expected, enum verdict v)
 {
     static const char *const words[] = { "ok", "FAILED", "not supported" };

@@ -4,10 +4,7 @@
 
 #include "pmu.h"
 
-/* --- work.S --- */
-u64 known_loop(u64 rounds);
-#define KNOWN_INSTRUCTIONS(rounds) (2 * (rounds) + 5)
-#define KNOWN_BRANCHES(rounds) ((rounds) + 1)
+/* --- spinning.S --- */
 u64 spin_chunk(u64 rounds);
 extern u8 spin_hot[], spin_warm[], spin_cool[], spin_end[];
 
@@ -16,7 +13,6 @@ enum verdict { V_OK, V_FAILED, V_UNSUPPORTED };
 /* Prints the end of a table row and the machine-readable line, and keeps the score. */
 void verdict(const char *name, const char *where, u64 saw, u64 expected, enum verdict v);
 extern bool tables, lines;
-u64 run_at(u32 cpl, u64 (*fn)(u64), u64 argument);
 
 /* --- counting.c --- */
 void counting(void);

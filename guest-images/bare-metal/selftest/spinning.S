@@ -1,23 +1,9 @@
 /*
- * Code whose counts are known, and code to profile. Everything here runs at either privilege level.
+ * Code to profile. Everything here runs at either privilege level.
  * Each function keeps a frame, so that a call chain taken from outside is complete.
  */
     .text
     .code64
-
-/* known_loop(n): 2n + 5 instructions, of which n + 1 are branches (n of DEC/JNZ, one RET). */
-    .globl known_loop
-    .type known_loop, @function
-    .p2align 6
-known_loop:
-    push %rbp
-    mov %rsp, %rbp
-1:  dec %rdi
-    jnz 1b
-    xor %eax, %eax
-    pop %rbp
-    ret
-    .size known_loop, . - known_loop
 
 /* Three loops of different weight; the profile of spin_chunk is 60 : 30 : 10. */
     .macro SPIN name, weight
