@@ -20,12 +20,22 @@ pub struct Guest {
     pub image: &'static [u8],
 }
 
+/// The test kernel that asserts the virtual PMU's rules from inside and prints TAP.
+pub static VPMU_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/vpmu.elf"));
+
 /// All bare-metal guests.
-pub static GUESTS: [Guest; 1] = [Guest {
-    name: "selftest",
-    purpose: "the built-in guest: counts known work and shows it",
-    image: BUILTIN,
-}];
+pub static GUESTS: [Guest; 2] = [
+    Guest {
+        name: "selftest",
+        purpose: "the built-in guest: counts known work and shows it",
+        image: BUILTIN,
+    },
+    Guest {
+        name: "vpmu",
+        purpose: "tests of the virtual PMU from inside, in TAP",
+        image: VPMU_TESTS,
+    },
+];
 
 /// Writes every guest as `NAME.elf` into `dir`, which is created if it is missing, and returns the paths.
 ///
