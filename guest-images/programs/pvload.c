@@ -1,0 +1,196 @@
+/*
+ * Small workloads with known behaviour, for guests. One static binary, several names:
+ *
+ *   spin SECONDS|ITERATIONSx   busy loop; with an "x" a fixed number of iterations
+ *   three SECONDS              60 / 30 / 10 % of the time in heavy(), middle() and light()
+ *   syscalls COUNT             COUNT calls of getppid(2): time in the kernel
+ *   faults PAGES               touches PAGES fresh pages: one minor fault each
+ *   chase SECONDS              pointer chase through 8 MiB: cache misses
+ *   threads N SECONDS          N threads that spin
+ *
+ * Each prints one line "NAME: key=value ..." that says what it did. Built with frame pointers,
+ * without inlining of the functions that profiles are expected to show.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NOINLINE __attribute__((noinline, noclone))
+
+static double now(clockid_t clock)
+{
+	struct timespec t;
+	clock_gettime(clock, &t);
+	return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/*
+ * The loop whose length everything here is measured in: two instructions and one taken branch
+ * per iteration ("sub $1,%rax; jne").
+ */
+#define LOOP(iterations)                                                     \
+	do {                                                                 \
+		uint64_t left = (iterations);                                \
+		__asm__ volatile("1: sub $1, %0\n\tjne 1b" : "+r"(left) :: "cc"); \
+	} while (0)
+
+NOINLINE void busy_loop(uint64_t iterations)
+{
+	LOOP(iterations);
+	__asm__ volatile(""); /* no tail call: the frame stays on the stack */
+}
+
+NOINLINE void heavy(uint64_t unit) { LOOP(6 * unit); __asm__ volatile(""); }
+NOINLINE void middle(uint64_t unit) { LOOP(3 * unit); __asm__ volatile(""); }
+NOINLINE void light(uint64_t unit) { LOOP(1 * unit); __asm__ volatile(""); }
+
+NOINLINE uint64_t work(double seconds)
+{
+	uint64_t rounds = 0;
+	double end = now(CLOCK_MONOTONIC) + seconds;
+	do {
+		heavy(200000);
+		middle(200000);
+		light(200000);
+		rounds++;
+	} while (now(CLOCK_MONOTONIC) < end);
+	return rounds;
+}
+
+static int spin(const char *amount)
+{
+	uint64_t iterations = 0;
+	double start = now(CLOCK_MONOTONIC), cpu = now(CLOCK_PROCESS_CPUTIME_ID);
+	size_t length = strlen(amount);
+	if (length && amount[length - 1] == 'x') {
+		iterations = strtoull(amount, NULL, 10);
+		if (iterations)
+			busy_loop(iterations);
+	} else {
+		double end = start + atof(amount);
+		do {
+			busy_loop(1000000);
+			iterations += 1000000;
+		} while (now(CLOCK_MONOTONIC) < end);
+	}
+	printf("spin: iterations=%llu seconds=%.6f cpu_seconds=%.6f\n",
+	       (unsigned long long)iterations, now(CLOCK_MONOTONIC) - start,
+	       now(CLOCK_PROCESS_CPUTIME_ID) - cpu);
+	return 0;
+}
+
+static int three(const char *seconds)
+{
+	double cpu = now(CLOCK_PROCESS_CPUTIME_ID);
+	uint64_t rounds = work(atof(seconds));
+	printf("three: rounds=%llu cpu_seconds=%.6f\n", (unsigned long long)rounds,
+	       now(CLOCK_PROCESS_CPUTIME_ID) - cpu);
+	return 0;
+}
+
+static int syscalls(const char *count)
+{
+	uint64_t left = strtoull(count, NULL, 10);
+	double cpu = now(CLOCK_PROCESS_CPUTIME_ID);
+	for (uint64_t i = 0; i < left; i++)
+		syscall(SYS_getppid);
+	printf("syscalls: count=%llu cpu_seconds=%.6f\n", (unsigned long long)left,
+	       now(CLOCK_PROCESS_CPUTIME_ID) - cpu);
+	return 0;
+}
+
+static int faults(const char *pages)
+{
+	size_t count = strtoull(pages, NULL, 10);
+	char *area = mmap(NULL, count * 4096, PROT_READ | PROT_WRITE,
+			  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (area == MAP_FAILED) {
+		perror("faults: mmap");
+		return 1;
+	}
+	madvise(area, count * 4096, MADV_NOHUGEPAGE);
+	for (size_t i = 0; i < count; i++)
+		*(volatile char *)(area + i * 4096) = 1;
+	printf("faults: pages=%zu\n", count);
+	return 0;
+}
+
+static int chase(const char *seconds)
+{
+	enum { LINES = (8 << 20) / 64, STRIDE = 40503 }; /* odd stride: one full cycle */
+	struct line { struct line *next; char pad[56]; } *lines;
+	if (posix_memalign((void **)&lines, 64, sizeof(*lines) * LINES)) {
+		fputs("chase: out of memory\n", stderr);
+		return 1;
+	}
+	for (uint32_t i = 0; i < LINES; i++)
+		lines[i].next = &lines[(i + STRIDE) % LINES];
+	uint64_t hops = 0;
+	struct line *at = lines;
+	double end = now(CLOCK_MONOTONIC) + atof(seconds);
+	do {
+		for (int i = 0; i < 100000; i++)
+			at = *(struct line *volatile *)&at->next;
+		hops += 100000;
+	} while (now(CLOCK_MONOTONIC) < end);
+	printf("chase: hops=%llu last=%p\n", (unsigned long long)hops, (void *)at);
+	return 0;
+}
+
+static void *spinner(void *seconds)
+{
+	double end = now(CLOCK_MONOTONIC) + *(double *)seconds;
+	do
+		busy_loop(1000000);
+	while (now(CLOCK_MONOTONIC) < end);
+	return NULL;
+}
+
+static int threads(const char *count, const char *seconds)
+{
+	int n = atoi(count);
+	double length = atof(seconds);
+	pthread_t ids[64];
+	if (n < 1 || n > 64) {
+		fputs("threads: 1 to 64\n", stderr);
+		return 2;
+	}
+	for (int i = 0; i < n; i++)
+		if (pthread_create(&ids[i], NULL, spinner, &length)) {
+			fputs("threads: pthread_create failed\n", stderr);
+			return 1;
+		}
+	for (int i = 0; i < n; i++)
+		pthread_join(ids[i], NULL);
+	printf("threads: count=%d seconds=%.3f cpu_seconds=%.6f\n", n, length,
+	       now(CLOCK_PROCESS_CPUTIME_ID));
+	return 0;
+}
+
+int main(int argc, char **argv)
+{
+	const char *name = strrchr(argv[0], '/');
+	name = name ? name + 1 : argv[0];
+	if (!strcmp(name, "spin") && argc == 2)
+		return spin(argv[1]);
+	if (!strcmp(name, "three") && argc == 2)
+		return three(argv[1]);
+	if (!strcmp(name, "syscalls") && argc == 2)
+		return syscalls(argv[1]);
+	if (!strcmp(name, "faults") && argc == 2)
+		return faults(argv[1]);
+	if (!strcmp(name, "chase") && argc == 2)
+		return chase(argv[1]);
+	if (!strcmp(name, "threads") && argc == 3)
+		return threads(argv[1], argv[2]);
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS\n",
+	      stderr);
+	return 2;
+}

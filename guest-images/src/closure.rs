@@ -1,0 +1,238 @@
+//! Shared libraries a program needs, found by reading ELF files and fetching packages.
+//!
+//! The host's `ldd` would answer for the host's libraries. This looks only at what was unpacked
+//! from packages, and fetches a dependency of a package already fetched when a library is missing.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use object::Endianness;
+use object::elf;
+use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
+
+use crate::deb::{Archive, DebError};
+
+/// Where Debian keeps amd64 libraries, newest layout first.
+const LIBRARY_DIRS: [&str; 4] = [
+    "usr/lib/x86_64-linux-gnu",
+    "lib/x86_64-linux-gnu",
+    "usr/lib64",
+    "lib64",
+];
+
+/// Why a closure could not be completed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClosureError {
+    /// A package could not be had.
+    #[error(transparent)]
+    Deb(#[from] DebError),
+    /// A file that should be an ELF object is not one we can read.
+    #[error("{path}: not a readable ELF file: {message}")]
+    Elf {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// No dependency provides a library.
+    #[error("no dependency of {package} provides {sonames}")]
+    Missing {
+        /// The package whose program was to be completed.
+        package: String,
+        /// The libraries nobody provides.
+        sonames: String,
+    },
+}
+
+/// Unpacks what `program` (a path below `root`, from `package`) needs into `root`, and returns
+/// each library's name with the file that provides it.
+pub fn complete(
+    archive: &mut Archive<'_>,
+    package: &str,
+    root: &Path,
+    program: &str,
+) -> Result<BTreeMap<String, PathBuf>, ClosureError> {
+    let mut candidates: BTreeSet<String> = archive.dependencies([package])?;
+    let mut fetched: BTreeSet<String> = BTreeSet::from([package.to_owned()]);
+    loop {
+        let (found, missing) = resolve(root, program)?;
+        if missing.is_empty() {
+            return Ok(found);
+        }
+        let open = candidates
+            .iter()
+            .filter(|name| !fetched.contains(*name) && is_library_package(name))
+            .cloned()
+            .collect();
+        // Alternatives and virtual packages need not exist.
+        let open = archive.offered(open)?;
+        let wanted = most_likely(&missing, &open);
+        if wanted.is_empty() {
+            return Err(ClosureError::Missing {
+                package: package.to_owned(),
+                sonames: missing.into_iter().collect::<Vec<_>>().join(", "),
+            });
+        }
+        let names: Vec<_> = wanted.iter().map(String::as_str).collect();
+        for deb in archive.fetch(&names)? {
+            archive.unpack(&deb, root)?;
+        }
+        candidates.extend(archive.dependencies(names)?);
+        fetched.extend(wanted);
+    }
+}
+
+/// The packages to fetch next: for each missing library the open package whose name is most like
+/// it (libdw.so.1 is in libdw1). When no name comes close, as for zlib1g, all that are open.
+fn most_likely(missing: &BTreeSet<String>, open: &[String]) -> BTreeSet<String> {
+    let close: BTreeSet<String> = missing
+        .iter()
+        .filter_map(|soname| {
+            let best = open.iter().max_by_key(|name| likeness(soname, name))?;
+            (likeness(soname, best) > "lib".len()).then(|| best.clone())
+        })
+        .collect();
+    if close.is_empty() {
+        open.iter().cloned().collect()
+    } else {
+        close
+    }
+}
+
+/// Packages that hold shared libraries, going by Debian's naming rules.
+fn is_library_package(name: &str) -> bool {
+    (name.starts_with("lib") || name.starts_with("zlib"))
+        && !["-dev", "-data", "-common", "-stdlib", "-minimal", "-bin", "-perl"]
+            .iter()
+            .any(|ending| name.ends_with(ending))
+}
+
+/// Length of the common start of a library's and a package's name, separators ignored.
+fn likeness(soname: &str, package: &str) -> usize {
+    let plain = |name: &str| -> Vec<char> {
+        name.chars()
+            .filter(|c| !matches!(c, '-' | '.' | '_'))
+            .map(|c| c.to_ascii_lowercase())
+            .collect()
+    };
+    plain(&soname.replace(".so.", ""))
+        .iter()
+        .zip(plain(package).iter())
+        .take_while(|(a, b)| a == b)
+        .count()
+}
+
+type Resolved = (BTreeMap<String, PathBuf>, BTreeSet<String>);
+
+/// The libraries `program` needs, directly or not: those found below `root`, and those missing.
+fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
+    let mut found = BTreeMap::new();
+    let mut missing = BTreeSet::new();
+    let mut queue = VecDeque::from([root.join(program)]);
+    while let Some(path) = queue.pop_front() {
+        for soname in needed(&path)? {
+            if found.contains_key(&soname) || missing.contains(&soname) {
+                continue;
+            }
+            let file = LIBRARY_DIRS
+                .iter()
+                .map(|dir| root.join(dir).join(&soname))
+                .find(|p| p.exists());
+            match file {
+                Some(file) => {
+                    queue.push_back(file.clone());
+                    found.insert(soname, file);
+                }
+                None => {
+                    missing.insert(soname);
+                }
+            }
+        }
+    }
+    Ok((found, missing))
+}
+
+/// DT_NEEDED entries of an ELF file, and the name of its PT_INTERP interpreter.
+fn needed(path: &Path) -> Result<Vec<String>, ClosureError> {
+    let data = fs::read(path).map_err(|source| DebError::Io {
+        path: path.to_owned(),
+        source,
+    })?;
+    parse_needed(&data).map_err(|message| ClosureError::Elf {
+        path: path.to_owned(),
+        message: message.to_string(),
+    })
+}
+
+fn parse_needed(data: &[u8]) -> Result<Vec<String>, object::read::Error> {
+    let header = elf::FileHeader64::<Endianness>::parse(data)?;
+    let endian = header.endian()?;
+    let sections = header.sections(endian, data)?;
+    let mut names = Vec::new();
+    if let Some((dynamic, link)) = sections.dynamic(endian, data)? {
+        let strings = sections.strings(endian, data, link)?;
+        for entry in dynamic {
+            if entry.tag(endian) == elf::DT_NEEDED {
+                names.push(String::from_utf8_lossy(entry.string(endian, strings)?).into_owned());
+            }
+        }
+    }
+    for segment in header.program_headers(endian, data)? {
+        if let Some(interpreter) = segment.interpreter(endian, data)? {
+            let path = String::from_utf8_lossy(interpreter);
+            names.extend(path.rsplit('/').next().map(str::to_owned));
+        }
+    }
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_is_looked_for_in_the_package_named_like_it() {
+        let open = ["libdw1", "libelf1", "libpython3.11", "libunwind8", "zlib1g"].map(String::from);
+        let best = |soname: &str| most_likely(&BTreeSet::from([soname.to_owned()]), &open);
+        assert_eq!(best("libdw.so.1"), BTreeSet::from(["libdw1".to_owned()]));
+        assert_eq!(
+            best("libpython3.11.so.1.0"),
+            BTreeSet::from(["libpython3.11".to_owned()])
+        );
+        assert_eq!(
+            best("libunwind-x86_64.so.8"),
+            BTreeSet::from(["libunwind8".to_owned()])
+        );
+        // Nothing is named like libz.so.1: everything is tried rather than nothing.
+        assert_eq!(best("libz.so.1").len(), open.len());
+    }
+
+    #[test]
+    fn data_and_development_packages_are_never_fetched_for_libraries() {
+        for name in [
+            "libpython3.11-stdlib",
+            "libc6-dev",
+            "perl-modules-5.36",
+            "libslang2-dev",
+        ] {
+            assert!(!is_library_package(name), "{name}");
+        }
+        assert!(is_library_package("libperl5.36") && is_library_package("zlib1g"));
+    }
+
+    #[test]
+    fn needed_libraries_of_a_running_program_are_listed() {
+        // This test binary itself is a dynamically linked program.
+        let names = needed(&std::env::current_exe().unwrap()).unwrap();
+        assert!(names.iter().any(|name| name == "libc.so.6"), "{names:?}");
+        assert!(names.iter().any(|name| name.starts_with("ld-linux")), "{names:?}");
+    }
+
+    #[test]
+    fn a_file_that_is_no_elf_is_an_error_not_a_panic() {
+        for data in [&b""[..], b"\x7fELF", b"#!/bin/sh\n", &[0xFF; 4096]] {
+            assert!(parse_needed(data).is_err());
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Debian packages: which version the configured archive offers, fetching it, unpacking it.
+//!
+//! Uses apt and dpkg themselves, so the machine's own sources, keys and proxies apply. Nothing is
+//! installed: packages are downloaded into a cache directory and unpacked below it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{fs, io};
+
+use crate::progress::Progress;
+
+/// Why packages could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum DebError {
+    /// apt or dpkg is not there.
+    #[error("cannot run {program}: is this a Debian system?")]
+    NoTool {
+        /// The program that could not be started.
+        program: &'static str,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// The configured sources do not offer the package.
+    #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
+    NotOffered(String),
+    /// apt-get or dpkg-deb failed.
+    #[error("{command} failed: {message}")]
+    Failed {
+        /// The command line.
+        command: String,
+        /// Its last words.
+        message: String,
+    },
+    /// A file in the cache could not be read or written.
+    #[error("{path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The Debian archive as apt is configured here, with a cache for what was fetched.
+///
+/// Each apt command reads the whole package list, a second on a slow machine. Questions and
+/// downloads are therefore asked for many packages at once, and answers are kept.
+pub struct Archive<'a> {
+    cache: PathBuf,
+    progress: &'a Progress,
+    /// Control records of candidate versions; `None` for names the sources do not offer.
+    records: BTreeMap<String, Option<Record>>,
+    /// Versions of everything fetched or found in the cache, by package name.
+    versions: BTreeMap<String, String>,
+    lists_updated: bool,
+}
+
+/// What we use of a package's control record.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Record {
+    version: String,
+    size_bytes: u64,
+    depends: BTreeSet<String>,
+}
+
+impl<'a> Archive<'a> {
+    /// Uses `cache` for downloaded packages; creates it if need be.
+    pub fn new(cache: &Path, progress: &'a Progress) -> Result<Self, DebError> {
+        fs::create_dir_all(cache).map_err(|source| DebError::Io {
+            path: cache.to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            cache: cache.to_owned(),
+            progress,
+            records: BTreeMap::new(),
+            versions: BTreeMap::new(),
+            lists_updated: false,
+        })
+    }
+
+    /// Package versions used so far.
+    pub fn versions(&self) -> &BTreeMap<String, String> {
+        &self.versions
+    }
+
+    /// Those of `packages` that the configured sources offer. Virtual packages are left out.
+    pub fn offered(&mut self, packages: Vec<String>) -> Result<Vec<String>, DebError> {
+        self.look_up(packages.iter().map(String::as_str))?;
+        Ok(packages
+            .into_iter()
+            .filter(|name| self.record(name).is_ok())
+            .collect())
+    }
+
+    /// Names of the packages that the candidate versions of `packages` depend on, alternatives
+    /// included, versions and architectures left out.
+    pub fn dependencies<'n>(
+        &mut self,
+        packages: impl IntoIterator<Item = &'n str>,
+    ) -> Result<BTreeSet<String>, DebError> {
+        let packages: Vec<_> = packages.into_iter().collect();
+        self.look_up(packages.iter().copied())?;
+        let mut found = BTreeSet::new();
+        for package in packages {
+            found.extend(self.record(package)?.depends.iter().cloned());
+        }
+        Ok(found)
+    }
+
+    /// All package names the configured sources know that start with `prefix`.
+    pub fn names(&mut self, prefix: &str) -> Result<Vec<String>, DebError> {
+        let mut list = run(Command::new("apt-cache").args(["pkgnames", prefix]), "apt-cache")?;
+        if list.is_empty() && self.update_lists() {
+            list = run(Command::new("apt-cache").args(["pkgnames", prefix]), "apt-cache")?;
+        }
+        Ok(list.lines().map(str::to_owned).collect())
+    }
+
+    /// Downloads the candidate versions of `packages`, except those in the cache, and returns the
+    /// paths of the .deb files in the same order.
+    pub fn fetch(&mut self, packages: &[&str]) -> Result<Vec<PathBuf>, DebError> {
+        self.look_up(packages.iter().copied())?;
+        let mut missing = Vec::new();
+        for package in packages {
+            let record = self.record(package)?;
+            if self.cached(package, &record.version).is_none() {
+                let megabytes = record.size_bytes as f64 / 1e6;
+                self.progress.step(&format!(
+                    "fetching {package} {} ({megabytes:.1} MB)",
+                    record.version
+                ));
+                missing.push(*package);
+            }
+        }
+        if !missing.is_empty()
+            && let Err(error) = self.download(&missing)
+        {
+            // The lists may be older than the archive: once, refresh them and try again.
+            return if self.update_lists() {
+                self.fetch(packages)
+            } else {
+                Err(error)
+            };
+        }
+        let mut debs = Vec::new();
+        for package in packages {
+            let version = self.record(package)?.version.clone();
+            let deb = self.cached(package, &version).ok_or_else(|| DebError::Failed {
+                command: format!("apt-get download {package}"),
+                message: format!("version {version} did not arrive in {}", self.cache.display()),
+            })?;
+            debs.push(deb);
+            self.versions.insert((*package).to_owned(), version);
+        }
+        Ok(debs)
+    }
+
+    fn record(&self, package: &str) -> Result<&Record, DebError> {
+        match self.records.get(package) {
+            Some(Some(record)) => Ok(record),
+            _ => Err(DebError::NotOffered(package.to_owned())),
+        }
+    }
+
+    /// Makes sure that `records` has an answer for each of `packages`.
+    fn look_up<'n>(&mut self, packages: impl IntoIterator<Item = &'n str>) -> Result<(), DebError> {
+        let unknown: Vec<_> = packages
+            .into_iter()
+            .filter(|name| !self.records.contains_key(*name))
+            .collect();
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        let mut found = show(&unknown)?;
+        // On a fresh machine apt has no lists at all.
+        if found.is_empty() && self.update_lists() {
+            found = show(&unknown)?;
+        }
+        for name in unknown {
+            self.records.insert(name.to_owned(), found.remove(name));
+        }
+        Ok(())
+    }
+
+    /// Unpacks a .deb file into `root`.
+    pub fn unpack(&self, deb: &Path, root: &Path) -> Result<(), DebError> {
+        fs::create_dir_all(root).map_err(|source| DebError::Io {
+            path: root.to_owned(),
+            source,
+        })?;
+        run(Command::new("dpkg-deb").arg("-x").arg(deb).arg(root), "dpkg-deb").map(drop)
+    }
+
+    fn cached(&self, package: &str, version: &str) -> Option<PathBuf> {
+        // apt writes the version's colon as %3a in the file name.
+        let start = format!("{package}_{}_", version.replace(':', "%3a"));
+        fs::read_dir(&self.cache)
+            .ok()?
+            .flatten()
+            .map(|entry| entry.path())
+            .find(|path| {
+                path.file_name()
+                    .and_then(|name| name.to_str())
+                    .is_some_and(|name| name.starts_with(&start) && name.ends_with(".deb"))
+            })
+    }
+
+    fn download(&self, packages: &[&str]) -> Result<(), DebError> {
+        let mut command = Command::new("apt-get");
+        // Without the option apt warns that its own user cannot write to our cache.
+        command
+            .args(["download", "-qq", "-o", "APT::Sandbox::User=root"])
+            .args(packages)
+            .current_dir(&self.cache);
+        run(&mut command, "apt-get").map(drop)
+    }
+
+    /// Refreshes apt's lists, which only root may, at most once. Returns whether that was done.
+    fn update_lists(&mut self) -> bool {
+        if std::mem::replace(&mut self.lists_updated, true) {
+            return false;
+        }
+        self.progress.step("apt-get update");
+        self.records.clear();
+        run(Command::new("apt-get").args(["update", "-qq"]), "apt-get").is_ok()
+    }
+}
+
+/// The control records of the candidate versions of those of `packages` that exist.
+fn show(packages: &[&str]) -> Result<BTreeMap<String, Record>, DebError> {
+    let mut command = Command::new("apt-cache");
+    command.args(["show", "--no-all-versions"]).args(packages);
+    match run(&mut command, "apt-cache") {
+        // Raised when none of the names exists.
+        Err(DebError::Failed { .. }) => Ok(BTreeMap::new()),
+        Err(error) => Err(error),
+        Ok(text) => Ok(parse_records(&text)),
+    }
+}
+
+/// Reads control records, separated by blank lines.
+fn parse_records(text: &str) -> BTreeMap<String, Record> {
+    let mut records = BTreeMap::new();
+    for paragraph in text.split("\n\n") {
+        let mut name = None;
+        let mut record = Record::default();
+        for line in paragraph.lines() {
+            // Continuation lines start with a space and belong to fields we do not use.
+            let Some((field, value)) = line.split_once(": ") else {
+                continue;
+            };
+            match field {
+                "Package" => name = Some(value.to_owned()),
+                "Version" => record.version = value.to_owned(),
+                "Size" => record.size_bytes = value.parse().unwrap_or(0),
+                "Depends" | "Pre-Depends" => record.depends.extend(
+                    value
+                        .split([',', '|'])
+                        .filter_map(|item| item.trim().split([' ', '(', ':']).next())
+                        .filter(|name| !name.is_empty())
+                        .map(str::to_owned),
+                ),
+                _ => {}
+            }
+        }
+        if let Some(name) = name {
+            records.entry(name).or_insert(record);
+        }
+    }
+    records
+}
+
+/// Runs a command to its end and returns what it printed.
+fn run(command: &mut Command, program: &'static str) -> Result<String, DebError> {
+    command
+        .env("LC_ALL", "C")
+        .env("DEBIAN_FRONTEND", "noninteractive");
+    command.stdin(std::process::Stdio::null());
+    let output = command
+        .output()
+        .map_err(|source| DebError::NoTool { program, source })?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let words: Vec<_> = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    Err(DebError::Failed {
+        command: words.join(" "),
+        message: stderr.lines().last().unwrap_or("no message").to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dependencies_lose_versions_and_architectures_and_keep_alternatives() {
+        let records = parse_records(
+            "Package: tool\nVersion: 1:2.0-3\nSize: 1234\nPre-Depends: libc6 (>= 2.36)\n\
+             Depends: python3:any, a | b (<< 4)\nDescription: text\n Depends: no\n\n\
+             Package: other\nVersion: 7\n",
+        );
+        let tool = &records["tool"];
+        assert_eq!(tool.version, "1:2.0-3");
+        assert_eq!(tool.size_bytes, 1234);
+        let depends: Vec<_> = tool.depends.iter().map(String::as_str).collect();
+        assert_eq!(depends, ["a", "b", "libc6", "python3"]);
+        assert_eq!(records["other"].version, "7");
+    }
+
+    #[test]
+    fn the_cache_is_searched_by_exact_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let progress = Progress::quiet();
+        let archive = Archive::new(dir.path(), &progress).unwrap();
+        fs::write(dir.path().join("tool_1%3a2.0-3_amd64.deb"), "x").unwrap();
+        assert!(archive.cached("tool", "1:2.0-3").is_some());
+        assert!(archive.cached("tool", "1:2.0").is_none());
+        assert!(archive.cached("too", "1:2.0-3").is_none());
+    }
+}

@@ -1,0 +1,511 @@
+//! The Linux guest and the lab host: what is in them and how they are built.
+//!
+//! Everything comes from Debian packages, fetched with apt into a cache, except two init scripts
+//! and one small test program compiled here. The result is a directory of files, described by
+//! [`Images`], and a manifest that says which package versions went into it.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{fs, io};
+
+use crate::closure::{self, ClosureError};
+use crate::cpio;
+use crate::deb::{Archive, DebError};
+use crate::kernel::{self, KernelError};
+use crate::modules::{self, ModuleError};
+use crate::progress::Progress;
+
+const GUEST_INIT: &str = include_str!("../init/guest");
+const LAB_INIT: &str = include_str!("../init/lab");
+const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
+/// Scripts that the guest finds by name.
+const SCRIPTS: [(&str, &str); 2] = [
+    ("demo", include_str!("../scripts/demo")),
+    ("smoke", include_str!("../scripts/smoke")),
+];
+
+/// Names under which `pvload` is called.
+const PROGRAMS: [&str; 6] = ["spin", "three", "syscalls", "faults", "chase", "threads"];
+
+/// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, and a serial
+/// port over virtio to talk to the test runner.
+const LAB_MODULES: [&str; 4] = ["irqbypass", "kvm_amd", "virtio_pci", "virtio_console"];
+
+/// Flags for the test program: frame pointers and real calls, so that profiles show what ran.
+const PVLOAD_FLAGS: [&str; 8] = [
+    "-O1",
+    "-g",
+    "-static",
+    "-pthread",
+    "-fno-omit-frame-pointer",
+    "-fno-optimize-sibling-calls",
+    "-Wall",
+    "-Wextra",
+];
+
+/// Why images could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// A package could not be had.
+    #[error(transparent)]
+    Deb(#[from] DebError),
+    /// perf's libraries could not be completed.
+    #[error(transparent)]
+    Closure(#[from] ClosureError),
+    /// The lab's modules could not be collected.
+    #[error(transparent)]
+    Module(#[from] ModuleError),
+    /// The kernel image could not be unpacked.
+    #[error("{path}")]
+    Kernel {
+        /// The kernel image.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: KernelError,
+    },
+    /// The package is not a kernel image.
+    #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
+    NoKernel(String),
+    /// The archive has no kernel of the kind asked for.
+    #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
+    NoneOffered(&'static str),
+    /// The C compiler is missing or failed.
+    #[error("cannot build the guest's test program: {0} (try: sudo apt-get install gcc libc6-dev)")]
+    Compiler(String),
+    /// A file could not be read or written.
+    #[error("{path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Which of Debian's kernels to build images from.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub enum KernelChoice {
+    /// The release's cloud kernel, what `linux-image-cloud-amd64` stands for.
+    #[default]
+    Cloud,
+    /// The release's general kernel, what `linux-image-amd64` stands for.
+    Generic,
+    /// The highest version among all cloud kernels the configured sources offer. That can be
+    /// a backported series.
+    Newest,
+    /// This package, or the kernel this metapackage depends on.
+    Package(String),
+}
+
+impl KernelChoice {
+    /// Reads a choice as given on a command line: `cloud`, `generic`, `newest` or a package name.
+    pub fn parse(text: &str) -> Self {
+        match text {
+            "cloud" => Self::Cloud,
+            "generic" => Self::Generic,
+            "newest" => Self::Newest,
+            package => Self::Package(package.to_owned()),
+        }
+    }
+
+    /// Name of the directory the images of this choice live in.
+    fn directory(&self) -> &str {
+        match self {
+            Self::Cloud => "cloud",
+            Self::Generic => "generic",
+            Self::Newest => "newest",
+            Self::Package(name) => name,
+        }
+    }
+}
+
+/// The files that make the Linux guest and the lab host.
+#[derive(Debug, Clone)]
+pub struct Images {
+    /// Directory of all of them.
+    pub directory: PathBuf,
+    /// The kernel as an ELF image, unpacked from the bzImage.
+    pub vmlinux: PathBuf,
+    /// The kernel as packaged.
+    pub bz_image: PathBuf,
+    /// `System.map` of the kernel, when the package has a real one.
+    pub system_map: Option<PathBuf>,
+    /// Initrd of the guest: busybox, perf, test programs, init.
+    pub initrd: PathBuf,
+    /// Initrd of the lab host, without Perfvisor and guests.
+    pub lab_initrd: PathBuf,
+    /// perf and its libraries as an archive of their own, to append to an initrd.
+    pub perf_cpio: PathBuf,
+    /// The guest's test program, a static binary with symbols.
+    pub pvload: PathBuf,
+    /// Package names and versions the images were built from, one per line.
+    pub manifest: PathBuf,
+}
+
+impl Images {
+    /// Where the images of `choice` are or will be, below Cargo's target directory.
+    pub fn locate(target_dir: &Path, choice: &KernelChoice) -> Self {
+        let directory = target_dir.join("guest").join(choice.directory());
+        let file = |name: &str| directory.join(name);
+        let system_map = Some(file("System.map")).filter(|path| path.exists());
+        Self {
+            vmlinux: file("vmlinux"),
+            bz_image: file("bzImage"),
+            system_map,
+            initrd: file("initrd"),
+            lab_initrd: file("lab-initrd"),
+            perf_cpio: file("perf.cpio"),
+            pvload: file("pvload"),
+            manifest: file("packages.txt"),
+            directory,
+        }
+    }
+
+    /// Whether a build from the present recipe is complete.
+    pub fn is_current(&self) -> bool {
+        fs::read_to_string(self.stamp()).is_ok_and(|stamp| stamp == recipe())
+            && [
+                &self.vmlinux,
+                &self.bz_image,
+                &self.initrd,
+                &self.lab_initrd,
+                &self.perf_cpio,
+            ]
+            .iter()
+            .all(|path| path.exists())
+    }
+
+    fn stamp(&self) -> PathBuf {
+        self.directory.join(".stamp")
+    }
+}
+
+/// Changes whenever what goes into the images changes, package versions aside.
+fn recipe() -> String {
+    let mut hasher = DefaultHasher::new();
+    // Raise the number when the code of this crate changes what it builds.
+    let layout = 1u32;
+    (
+        layout,
+        GUEST_INIT,
+        LAB_INIT,
+        PVLOAD_SOURCE,
+        SCRIPTS,
+        PROGRAMS,
+        LAB_MODULES,
+        PVLOAD_FLAGS,
+    )
+        .hash(&mut hasher);
+    format!("{:016x}\n", hasher.finish())
+}
+
+/// Builds the images of `choice` below `target_dir`, unless they are there already.
+///
+/// `refresh` asks the archive again for newer packages. Safe to call from several processes at
+/// once: the second waits for the first.
+pub fn ensure(
+    target_dir: &Path,
+    choice: &KernelChoice,
+    refresh: bool,
+    progress: &Progress,
+) -> Result<Images, BuildError> {
+    let base = target_dir.join("guest");
+    fs::create_dir_all(&base).map_err(io_error(&base))?;
+    let lock_path = base.join(".lock");
+    let lock = fs::File::create(&lock_path).map_err(io_error(&lock_path))?;
+    lock.lock().map_err(io_error(&lock_path))?;
+    let images = Images::locate(target_dir, choice);
+    if refresh || !images.is_current() {
+        build(&base, &images, choice, progress)?;
+    }
+    // A System.map may have come to exist.
+    Ok(Images::locate(target_dir, choice))
+}
+
+fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progress) -> Result<(), BuildError> {
+    let directory = &images.directory;
+    fs::create_dir_all(directory).map_err(io_error(directory))?;
+    // Whatever happens next, half-built images must not pass for complete ones.
+    match fs::remove_file(images.stamp()) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(io_error(&images.stamp())(error));
+        }
+        _ => {}
+    }
+    let root = directory.join("root");
+    if root.exists() {
+        fs::remove_dir_all(&root).map_err(io_error(&root))?;
+    }
+    let mut archive = Archive::new(&base.join("debs"), progress)?;
+
+    let package = kernel_package(&mut archive, choice)?;
+    let debs = archive.fetch(&[&package, "busybox-static", "linux-perf"])?;
+    progress.step("unpacking packages");
+    for deb in debs {
+        archive.unpack(&deb, &root)?;
+    }
+    progress.step("collecting perf's libraries");
+    // The package holds the program as usr/bin/perf, older ones as perf_6.1 behind a wrapper.
+    let libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
+
+    progress.step("unpacking the kernel");
+    let release = unpack_kernel(&root, &package, images)?;
+
+    progress.step("compiling the test program");
+    compile_pvload(directory, &images.pvload)?;
+
+    progress.step("writing the guest's initrd");
+    let perf = perf_archive(&root, &libraries)?;
+    write(&images.perf_cpio, &perf)?;
+    let mut initrd = guest_archive(&root, &images.pvload)?;
+    initrd.extend_from_slice(&perf);
+    write(&images.initrd, &initrd)?;
+
+    progress.step("writing the lab host's initrd");
+    let module_dir = root.join("lib/modules").join(&release);
+    write(&images.lab_initrd, &lab_archive(&root, &module_dir)?)?;
+
+    let manifest: String = archive
+        .versions()
+        .iter()
+        .map(|(name, version)| format!("{name} {version}\n"))
+        .collect();
+    write(&images.manifest, manifest.as_bytes())?;
+    // Unpacked packages are 200 MB; all that is needed of them is in the images now.
+    fs::remove_dir_all(&root).map_err(io_error(&root))?;
+    write(&images.stamp(), recipe().as_bytes())
+}
+
+/// The package that holds the kernel itself.
+fn kernel_package(archive: &mut Archive<'_>, choice: &KernelChoice) -> Result<String, BuildError> {
+    let name = match choice {
+        KernelChoice::Cloud => "linux-image-cloud-amd64",
+        KernelChoice::Generic => "linux-image-amd64",
+        KernelChoice::Package(name) => name,
+        KernelChoice::Newest => {
+            return archive
+                .names("linux-image-")?
+                .into_iter()
+                .filter(|name| name.ends_with("-cloud-amd64"))
+                .filter(|name| name["linux-image-".len()..].starts_with(|c: char| c.is_ascii_digit()))
+                // Metapackages of a series, such as 6.12-cloud-amd64, have no patch level.
+                .filter(|name| numbers(name).len() >= 3)
+                .max_by_key(|name| numbers(name))
+                .ok_or(BuildError::NoneOffered("linux-image-*-cloud-amd64"));
+        }
+    };
+    let depends = archive.dependencies([name])?;
+    let real = depends.into_iter().find(|dependency| {
+        dependency
+            .strip_prefix("linux-image-")
+            .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    });
+    Ok(real.unwrap_or_else(|| name.to_owned()))
+}
+
+/// The version and ABI numbers in a kernel package's name, for comparing.
+fn numbers(name: &str) -> Vec<u64> {
+    name.trim_end_matches("-cloud-amd64")
+        .split(|c: char| !c.is_ascii_digit())
+        .filter_map(|digits| digits.parse().ok())
+        .collect()
+}
+
+/// Puts the kernel's files in place and returns its release string.
+fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, BuildError> {
+    let boot = root.join("boot");
+    let release = fs::read_dir(&boot)
+        .map_err(io_error(&boot))?
+        .flatten()
+        .find_map(|entry| Some(entry.file_name().to_str()?.strip_prefix("vmlinuz-")?.to_owned()))
+        .ok_or_else(|| BuildError::NoKernel(package.to_owned()))?;
+    let packaged = boot.join(format!("vmlinuz-{release}"));
+    let bz_image = fs::read(&packaged).map_err(io_error(&packaged))?;
+    let vmlinux = kernel::extract_vmlinux(&bz_image).map_err(|source| BuildError::Kernel {
+        path: packaged,
+        source,
+    })?;
+    write(&images.bz_image, &bz_image)?;
+    write(&images.vmlinux, &vmlinux)?;
+    // Debian ships a one-line placeholder; the real one is in the debug package.
+    let map = boot.join(format!("System.map-{release}"));
+    match fs::read(&map) {
+        Ok(text) if text.len() > 4096 => write(&images.directory.join("System.map"), &text)?,
+        _ => {}
+    }
+    Ok(release)
+}
+
+fn compile_pvload(directory: &Path, program: &Path) -> Result<(), BuildError> {
+    let source = directory.join("pvload.c");
+    write(&source, PVLOAD_SOURCE.as_bytes())?;
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "gcc".to_owned());
+    let output = Command::new(&compiler)
+        .args(PVLOAD_FLAGS)
+        .arg("-o")
+        .arg(program)
+        .arg(&source)
+        .output()
+        .map_err(|error| BuildError::Compiler(format!("{compiler}: {error}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let message = stderr
+        .lines()
+        .find(|line| line.contains("error"))
+        .unwrap_or("no message");
+    Err(BuildError::Compiler(format!("{compiler}: {message}")))
+}
+
+/// Busybox, init, scripts and test programs.
+fn guest_archive(root: &Path, pvload: &Path) -> Result<Vec<u8>, BuildError> {
+    let busybox = read(&root.join("bin/busybox"))?;
+    let pvload = read(pvload)?;
+    archive_in_memory(|archive| {
+        for directory in ["dev", "bin", "scripts", "root"] {
+            archive.directory(directory)?;
+        }
+        // The kernel opens the console before init can mount devtmpfs.
+        archive.char_device("dev/console", 5, 1)?;
+        archive.file("init", 0o755, GUEST_INIT.as_bytes())?;
+        archive.file("bin/busybox", 0o755, &busybox)?;
+        archive.file("bin/pvload", 0o755, &pvload)?;
+        for program in PROGRAMS {
+            archive.symlink(&format!("bin/{program}"), "pvload")?;
+        }
+        for (name, text) in SCRIPTS {
+            archive.file(&format!("scripts/{name}"), 0o644, text.as_bytes())?;
+        }
+        Ok(())
+    })
+}
+
+/// perf with its libraries.
+fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Vec<u8>, BuildError> {
+    let perf = read(&root.join("usr/bin/perf"))?;
+    let mut contents = Vec::new();
+    for (soname, path) in libraries {
+        contents.push((soname, read(path)?));
+    }
+    archive_in_memory(|archive| {
+        let directories = ["usr", "usr/bin", "usr/lib", "usr/lib/x86_64-linux-gnu", "lib64"];
+        for directory in directories {
+            archive.directory(directory)?;
+        }
+        archive.file("usr/bin/perf", 0o755, &perf)?;
+        for (soname, data) in &contents {
+            // The interpreter's path is part of the programs; the rest is searched for.
+            let directory = if soname.starts_with("ld-linux") {
+                "lib64"
+            } else {
+                "usr/lib/x86_64-linux-gnu"
+            };
+            archive.file(&format!("{directory}/{soname}"), 0o755, data)?;
+        }
+        Ok(())
+    })
+}
+
+/// Busybox, init and KVM's modules.
+fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
+    let busybox = read(&root.join("bin/busybox"))?;
+    let modules = modules::collect(module_dir, &LAB_MODULES)?;
+    let order: String = modules
+        .iter()
+        .map(|module| format!("{}.ko\n", module.name))
+        .collect();
+    archive_in_memory(|archive| {
+        for directory in ["dev", "bin", "lib", "lib/modules", "root"] {
+            archive.directory(directory)?;
+        }
+        archive.char_device("dev/console", 5, 1)?;
+        archive.file("init", 0o755, LAB_INIT.as_bytes())?;
+        archive.file("bin/busybox", 0o755, &busybox)?;
+        archive.file("lib/modules/order", 0o644, order.as_bytes())?;
+        for module in &modules {
+            archive.file(&format!("lib/modules/{}.ko", module.name), 0o644, &module.data)?;
+        }
+        Ok(())
+    })
+}
+
+/// An archive built in memory, so that only reading and writing files can fail.
+fn archive_in_memory(
+    fill: impl FnOnce(&mut cpio::Archive<Vec<u8>>) -> io::Result<()>,
+) -> Result<Vec<u8>, BuildError> {
+    let mut archive = cpio::Archive::new(Vec::new());
+    fill(&mut archive)
+        .and_then(|()| archive.finish())
+        .map_err(io_error(Path::new("initramfs archive")))
+}
+
+fn io_error(path: &Path) -> impl Fn(io::Error) -> BuildError + use<> {
+    let path = path.to_owned();
+    move |source| BuildError::Io {
+        path: path.clone(),
+        source,
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, BuildError> {
+    fs::read(path).map_err(io_error(path))
+}
+
+/// Writes a file so that it is either the old one or the new one, never half of it.
+fn write(path: &Path, data: &[u8]) -> Result<(), BuildError> {
+    let partial = path.with_extension("part");
+    fs::write(&partial, data).map_err(io_error(&partial))?;
+    fs::rename(&partial, path).map_err(io_error(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_kernel_is_found_by_number_not_by_letter() {
+        let newest = [
+            "linux-image-6.1.0-9-cloud-amd64",
+            "linux-image-6.1.0-56-cloud-amd64",
+        ]
+        .into_iter()
+        .max_by_key(|name| numbers(name));
+        assert_eq!(newest, Some("linux-image-6.1.0-56-cloud-amd64"));
+        assert!(
+            numbers("linux-image-6.12.117+deb12-cloud-amd64") > numbers("linux-image-6.1.0-56-cloud-amd64")
+        );
+    }
+
+    #[test]
+    fn images_without_a_stamp_are_not_current() {
+        let dir = tempfile::tempdir().unwrap();
+        let images = Images::locate(dir.path(), &KernelChoice::Cloud);
+        assert!(!images.is_current());
+        fs::create_dir_all(&images.directory).unwrap();
+        for path in [&images.vmlinux, &images.bz_image, &images.initrd] {
+            fs::write(path, "x").unwrap();
+        }
+        fs::write(images.stamp(), recipe()).unwrap();
+        assert!(!images.is_current(), "the lab's initrd is missing");
+        for path in [&images.lab_initrd, &images.perf_cpio] {
+            fs::write(path, "x").unwrap();
+        }
+        assert!(images.is_current());
+        fs::write(images.stamp(), "another recipe\n").unwrap();
+        assert!(!images.is_current());
+    }
+
+    #[test]
+    fn kernel_choices_are_read_from_the_command_line() {
+        assert_eq!(KernelChoice::parse("newest"), KernelChoice::Newest);
+        assert_eq!(
+            KernelChoice::parse("linux-image-rt-amd64"),
+            KernelChoice::Package("linux-image-rt-amd64".into())
+        );
+    }
+}

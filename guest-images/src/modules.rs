@@ -1,0 +1,190 @@
+//! Kernel modules: which others a module needs, in the order to load them.
+//!
+//! Debian's packages carry no `modules.dep` (depmod writes it at installation), so the
+//! dependencies are read from each module's `.modinfo` section.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use object::{Object as _, ObjectSection as _};
+
+/// Why modules could not be collected.
+#[derive(Debug, thiserror::Error)]
+pub enum ModuleError {
+    /// A file or directory could not be read.
+    #[error("{path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel has no such module, neither as a file nor built in.
+    #[error("the kernel package has no module {0}")]
+    NotFound(String),
+    /// A module file is not a readable ELF object.
+    #[error("{path}: not a readable module: {message}")]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+}
+
+/// A module ready to be loaded.
+pub struct Module {
+    /// Its name, with underscores.
+    pub name: String,
+    /// The ELF object, unpacked.
+    pub data: Vec<u8>,
+}
+
+/// Collects `wanted` and all they depend on from a kernel's module directory, in load order.
+/// Modules that are built into the kernel are left out.
+pub fn collect(module_dir: &Path, wanted: &[&str]) -> Result<Vec<Module>, ModuleError> {
+    let mut files = BTreeMap::new();
+    index(module_dir, &mut files)?;
+    let built_in = match fs::read_to_string(module_dir.join("modules.builtin")) {
+        Ok(list) => list
+            .lines()
+            .filter_map(|line| module_name(Path::new(line)))
+            .collect(),
+        Err(_) => BTreeSet::new(),
+    };
+    let mut collection = Collection {
+        files,
+        built_in,
+        done: BTreeSet::new(),
+        order: Vec::new(),
+    };
+    for name in wanted {
+        collection.add(&normal(name))?;
+    }
+    Ok(collection.order)
+}
+
+struct Collection {
+    files: BTreeMap<String, PathBuf>,
+    built_in: BTreeSet<String>,
+    done: BTreeSet<String>,
+    order: Vec<Module>,
+}
+
+impl Collection {
+    fn add(&mut self, name: &str) -> Result<(), ModuleError> {
+        // Marking before the dependencies are visited also ends a cycle.
+        if !self.done.insert(name.to_owned()) || self.built_in.contains(name) {
+            return Ok(());
+        }
+        let path = self
+            .files
+            .get(name)
+            .ok_or_else(|| ModuleError::NotFound(name.to_owned()))?;
+        let malformed = |message: String| ModuleError::Malformed {
+            path: path.clone(),
+            message,
+        };
+        let data = read_module(path)?;
+        let depends = depends(&data).map_err(|error| malformed(error.to_string()))?;
+        for dependency in depends {
+            self.add(&dependency)?;
+        }
+        self.order.push(Module {
+            name: name.to_owned(),
+            data,
+        });
+        Ok(())
+    }
+}
+
+/// Names that module tools treat as equal: `kvm-amd` and `kvm_amd`.
+fn normal(name: &str) -> String {
+    name.replace('-', "_")
+}
+
+/// `kernel/arch/x86/kvm/kvm-amd.ko.xz` is `kvm_amd`.
+fn module_name(path: &Path) -> Option<String> {
+    let file = path.file_name()?.to_str()?;
+    let (name, rest) = file.split_once(".ko")?;
+    matches!(rest, "" | ".xz" | ".zst" | ".gz").then(|| normal(name))
+}
+
+fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<(), ModuleError> {
+    let error = |source| ModuleError::Io {
+        path: dir.to_owned(),
+        source,
+    };
+    for entry in fs::read_dir(dir).map_err(error)? {
+        let entry = entry.map_err(error)?;
+        let path = entry.path();
+        if entry.file_type().map_err(error)?.is_dir() {
+            index(&path, files)?;
+        } else if let Some(name) = module_name(&path) {
+            files.insert(name, path);
+        }
+    }
+    Ok(())
+}
+
+/// Reads a module; newer Debian releases ship them compressed.
+fn read_module(path: &Path) -> Result<Vec<u8>, ModuleError> {
+    let error = |source| ModuleError::Io {
+        path: path.to_owned(),
+        source,
+    };
+    let data = fs::read(path).map_err(error)?;
+    crate::kernel::decompress_if_packed(data).map_err(error)
+}
+
+/// The `depends=` line of a module's `.modinfo`.
+fn depends(data: &[u8]) -> Result<Vec<String>, object::read::Error> {
+    let file = object::File::parse(data)?;
+    let Some(section) = file.section_by_name(".modinfo") else {
+        return Ok(Vec::new());
+    };
+    Ok(section
+        .data()?
+        .split(|&byte| byte == 0)
+        .filter_map(|line| std::str::from_utf8(line).ok()?.strip_prefix("depends="))
+        .flat_map(|list| list.split(','))
+        .filter(|name| !name.is_empty())
+        .map(normal)
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn module_names_ignore_directory_compression_and_dashes() {
+        assert_eq!(
+            module_name(Path::new("kernel/kvm/kvm-amd.ko")).unwrap(),
+            "kvm_amd"
+        );
+        assert_eq!(module_name(Path::new("a/irqbypass.ko.xz")).unwrap(), "irqbypass");
+        assert_eq!(module_name(Path::new("a/modules.order")), None);
+        assert_eq!(module_name(Path::new("a/x.ko.orig")), None);
+    }
+
+    #[test]
+    fn a_missing_module_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = collect(dir.path(), &["kvm-amd"]).err().unwrap();
+        assert!(error.to_string().contains("kvm_amd"), "{error}");
+    }
+
+    #[test]
+    fn built_in_modules_need_no_file() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(
+            dir.path().join("modules.builtin"),
+            "kernel/drivers/virtio/virtio.ko\n",
+        )
+        .unwrap();
+        assert!(collect(dir.path(), &["virtio"]).unwrap().is_empty());
+    }
+}
