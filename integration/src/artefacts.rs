@@ -1,0 +1,145 @@
+//! What tests need built first: guest images and static binaries. Built on demand, once.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use guest_images::linux::{self, Images, KernelChoice};
+use guest_images::progress::Progress;
+
+/// Target of the static binaries: the host's own, linked statically so that they run in the lab,
+/// which has no shared libraries.
+const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// Something tests need could not be built. The text says what and why, with the remedy.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+pub struct ArtefactError(String);
+
+/// Top of the source tree.
+pub fn workspace() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap_or(Path::new("."))
+}
+
+/// Cargo's target directory, where everything built is kept.
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(directory) => workspace().join(directory),
+        None => workspace().join("target"),
+    }
+}
+
+/// Directory for consoles and logs of test runs.
+///
+/// # Errors
+/// When it cannot be created.
+pub fn log_dir() -> Result<PathBuf, ArtefactError> {
+    let directory = target_dir().join("integration");
+    std::fs::create_dir_all(&directory)
+        .map_err(|error| ArtefactError(format!("{}: {error}", directory.display())))?;
+    Ok(directory)
+}
+
+/// The images of the default kernel, built if need be.
+///
+/// # Errors
+/// When they are not there and cannot be built, for instance without network.
+pub fn images() -> Result<&'static Images, ArtefactError> {
+    static IMAGES: OnceLock<Result<Images, ArtefactError>> = OnceLock::new();
+    IMAGES
+        .get_or_init(|| images_of(&KernelChoice::default()))
+        .as_ref()
+        .map_err(Clone::clone)
+}
+
+/// The images of a kernel of choice, built if need be.
+///
+/// # Errors
+/// When they are not there and cannot be built.
+pub fn images_of(choice: &KernelChoice) -> Result<Images, ArtefactError> {
+    linux::ensure(&target_dir(), choice, false, &Progress::new("guest")).map_err(|error| {
+        ArtefactError(format!(
+            "cannot build the Linux guest: {} (see docs/guest-images.md)",
+            describe(&error)
+        ))
+    })
+}
+
+/// Static programs for the lab.
+#[derive(Debug, Clone)]
+pub struct Binaries {
+    /// The VMM.
+    pub perfvisor: PathBuf,
+    /// The lab's agent.
+    pub lab_agent: PathBuf,
+}
+
+/// Builds the static binaries, or finds that they are up to date.
+///
+/// They have a target directory of their own, so that the different flags do not make Cargo
+/// rebuild everything each time. `PERFVISOR_STATIC_DIR` names a directory with ready binaries.
+///
+/// # Errors
+/// When the build fails.
+pub fn binaries() -> Result<&'static Binaries, ArtefactError> {
+    static BINARIES: OnceLock<Result<Binaries, ArtefactError>> = OnceLock::new();
+    BINARIES
+        .get_or_init(build_binaries)
+        .as_ref()
+        .map_err(Clone::clone)
+}
+
+fn build_binaries() -> Result<Binaries, ArtefactError> {
+    let in_directory = |directory: &Path| Binaries {
+        perfvisor: directory.join("perfvisor"),
+        lab_agent: directory.join("lab-agent"),
+    };
+    if let Some(directory) = std::env::var_os("PERFVISOR_STATIC_DIR") {
+        return Ok(in_directory(Path::new(&directory)));
+    }
+    let target_dir = target_dir().join("static");
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
+    let output = Command::new(cargo)
+        .current_dir(workspace())
+        .args(["build", "--quiet", "--release", "--target", STATIC_TARGET])
+        .args([
+            "-p",
+            "vmm",
+            "-p",
+            "integration",
+            "--bin",
+            "perfvisor",
+            "--bin",
+            "lab-agent",
+        ])
+        // Line tables would triple what has to be unpacked at each boot of the lab.
+        .args(["--config", "profile.release.debug=false"])
+        .arg("--target-dir")
+        .arg(&target_dir)
+        // Flags of the surrounding build, such as sanitizers, are not for the lab.
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .env("RUSTFLAGS", "-C target-feature=+crt-static")
+        .output()
+        .map_err(|error| ArtefactError(format!("cannot run cargo: {error}")))?;
+    if !output.status.success() {
+        return Err(ArtefactError(format!(
+            "cannot build the static binaries for the lab:\n{}",
+            String::from_utf8_lossy(&output.stderr)
+        )));
+    }
+    Ok(in_directory(&target_dir.join(STATIC_TARGET).join("release")))
+}
+
+/// An error with its causes on one line.
+pub fn describe(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

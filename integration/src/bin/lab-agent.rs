@@ -1,0 +1,251 @@
+//! Runs inside the lab host: starts processes and moves files for the test runner.
+//!
+//! Usage: `lab-agent PORT`, where PORT is the character device of a virtio serial port. It ends
+//! when the runner hangs up; the lab's init then powers the machine off.
+
+use std::collections::HashMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start};
+use integration::wire::{read_frame, write_frame};
+
+/// The way to the runner, shared by all threads.
+#[derive(Clone)]
+struct Runner(Arc<Mutex<File>>);
+
+impl Runner {
+    fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+        let mut port = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        write_frame(&mut *port, kind, id, payload)
+    }
+
+    fn send_json(&self, kind: Kind, id: u32, value: &impl serde::Serialize) -> io::Result<()> {
+        self.send(kind, id, &serde_json::to_vec(value)?)
+    }
+
+    fn send_failure(&self, id: u32, what: &str, error: &io::Error) -> io::Result<()> {
+        self.send(Kind::Failed, id, format!("{what}: {error}").as_bytes())
+    }
+}
+
+fn main() -> ExitCode {
+    let Some(path) = std::env::args().nth(1) else {
+        eprintln!("usage: lab-agent PORT");
+        return ExitCode::from(2);
+    };
+    match serve(&path) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lab-agent: {path}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(path: &str) -> io::Result<()> {
+    let mut input = OpenOptions::new().read(true).write(true).open(path)?;
+    // A port can be opened only once; the copy shares the opening.
+    let runner = Runner(Arc::new(Mutex::new(input.try_clone()?)));
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    runner.send(Kind::Hello, 0, release.trim().as_bytes())?;
+    let mut processes = HashMap::new();
+    let mut files = HashMap::new();
+    while let Some(frame) = read_frame(&mut input)? {
+        handle(frame, &runner, &mut processes, &mut files)?;
+    }
+    Ok(())
+}
+
+/// A process the runner may still write to or signal.
+struct Running {
+    pid: i32,
+    stdin: Option<ChildStdin>,
+}
+
+fn handle(
+    frame: Frame,
+    runner: &Runner,
+    processes: &mut HashMap<u32, Running>,
+    files: &mut HashMap<u32, File>,
+) -> io::Result<()> {
+    let Frame { kind, id, payload } = frame;
+    match kind {
+        Kind::Start => {
+            let start: Start = serde_json::from_slice(&payload)?;
+            match spawn(&start) {
+                Ok(mut child) => {
+                    let pid = i32::try_from(child.id()).unwrap_or(0);
+                    processes.insert(
+                        id,
+                        Running {
+                            pid,
+                            stdin: child.stdin.take(),
+                        },
+                    );
+                    let runner = runner.clone();
+                    thread::spawn(move || watch(child, id, &runner));
+                }
+                Err(error) => runner.send_failure(id, &start.argv.join(" "), &error)?,
+            }
+        }
+        Kind::Stdin => {
+            if let Some(process) = processes.get_mut(&id) {
+                let gone = match &mut process.stdin {
+                    Some(stdin) if !payload.is_empty() => stdin.write_all(&payload).is_err(),
+                    _ => true,
+                };
+                // An empty payload closes it; a process that is gone cannot read any more.
+                if gone {
+                    process.stdin = None;
+                }
+            }
+        }
+        Kind::Signal => {
+            if let (Some(process), Ok(number)) = (processes.get(&id), payload.try_into()) {
+                signal(process.pid, i32::from_le_bytes(number));
+            }
+        }
+        Kind::Create => {
+            let new: NewFile = serde_json::from_slice(&payload)?;
+            match create(&new) {
+                Ok(file) => {
+                    files.insert(id, file);
+                }
+                Err(error) => runner.send_failure(id, &new.path, &error)?,
+            }
+        }
+        Kind::Data => {
+            if let Some(mut file) = files.remove(&id) {
+                match file.write_all(&payload) {
+                    Ok(()) => {
+                        files.insert(id, file);
+                    }
+                    Err(error) => runner.send_failure(id, "write", &error)?,
+                }
+            }
+        }
+        Kind::Done => {
+            // Absent when creating or writing failed, which was reported then.
+            if files.remove(&id).is_some() {
+                runner.send(Kind::Done, id, &[])?;
+            }
+        }
+        Kind::Fetch => {
+            let path = String::from_utf8_lossy(&payload).into_owned();
+            let runner = runner.clone();
+            thread::spawn(move || fetch(&path, id, &runner));
+        }
+        Kind::Hello | Kind::Stdout | Kind::Stderr | Kind::Exit | Kind::Failed => {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("{kind:?} is not for the agent"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn spawn(start: &Start) -> io::Result<Child> {
+    let (program, arguments) = start
+        .argv
+        .split_first()
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no program"))?;
+    Command::new(program)
+        .args(arguments)
+        .envs(start.env.iter().cloned())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        // A group of its own, so that a signal reaches its children too.
+        .process_group(0)
+        .spawn()
+}
+
+/// Forwards what a process prints, then how it ended.
+fn watch(mut child: Child, id: u32, runner: &Runner) {
+    let stdout = child.stdout.take();
+    let stderr = child.stderr.take();
+    let errors = {
+        let runner = runner.clone();
+        thread::spawn(move || stderr.map(|pipe| forward(pipe, Kind::Stderr, id, &runner)))
+    };
+    if let Some(pipe) = stdout {
+        forward(pipe, Kind::Stdout, id, runner);
+    }
+    let _ = errors.join();
+    let ended = match child.wait() {
+        Ok(status) => Ended {
+            code: status.code(),
+            signal: status.signal(),
+        },
+        Err(_) => Ended {
+            code: None,
+            signal: None,
+        },
+    };
+    // The runner may have hung up; then the main loop ends the agent.
+    let _ = runner.send_json(Kind::Exit, id, &ended);
+}
+
+fn forward(mut pipe: impl Read, kind: Kind, id: u32, runner: &Runner) {
+    let mut buffer = vec![0; MAX_PAYLOAD_BYTES];
+    loop {
+        match pipe.read(&mut buffer) {
+            Ok(0) => return,
+            Ok(length) => {
+                if runner.send(kind, id, &buffer[..length]).is_err() {
+                    return;
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
+    }
+}
+
+fn create(new: &NewFile) -> io::Result<File> {
+    if let Some(parent) = Path::new(&new.path).parent() {
+        fs::create_dir_all(parent)?;
+    }
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(new.mode)
+        .open(&new.path)?;
+    file.set_permissions(fs::Permissions::from_mode(new.mode))?;
+    Ok(file)
+}
+
+fn fetch(path: &str, id: u32, runner: &Runner) {
+    let result = (|| {
+        let mut file = File::open(path)?;
+        let mut buffer = vec![0; MAX_PAYLOAD_BYTES];
+        loop {
+            let length = file.read(&mut buffer)?;
+            if length == 0 {
+                return runner.send(Kind::Done, id, &[]);
+            }
+            runner.send(Kind::Data, id, &buffer[..length])?;
+        }
+    })();
+    if let Err(error) = result {
+        let _ = runner.send_failure(id, path, &error);
+    }
+}
+
+/// Signals a process group.
+#[allow(unsafe_code)]
+fn signal(pid: i32, number: i32) {
+    if pid > 0 {
+        // SAFETY: kill(2) takes two integers and touches no memory of ours.
+        unsafe { libc::kill(-pid, number) };
+    }
+}

@@ -1,0 +1,93 @@
+//! The lab host for people: a shell in it, or one command.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use integration::artefacts::describe;
+use integration::lab::{Lab, LabOptions, interactive};
+use integration::process::Command;
+
+const USAGE: &str = "\
+usage: lab [--no-perf] [--cpus N] [--memory MIB] [COMMAND [ARGUMENT...]]
+
+Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.
+Without COMMAND: a shell in it (leave with \"exit\", or Ctrl-A x).
+With COMMAND: runs it there and ends with its exit status (124 after 10 minutes).";
+
+fn main() -> ExitCode {
+    let mut options = LabOptions {
+        perf: true,
+        ..LabOptions::default()
+    };
+    let mut arguments = std::env::args().skip(1).peekable();
+    while let Some(option) = arguments.next_if(|argument| argument.starts_with('-')) {
+        let number = match option.as_str() {
+            "--no-perf" => {
+                options.perf = false;
+                continue;
+            }
+            "-h" | "--help" => {
+                println!("{USAGE}");
+                return ExitCode::SUCCESS;
+            }
+            "--cpus" | "--memory" => arguments.next().and_then(|text| text.parse().ok()),
+            other => return usage_error(&format!("unknown option {other}")),
+        };
+        match (option.as_str(), number) {
+            ("--cpus", Some(cpus @ 1..=16)) => options.cpus = cpus,
+            ("--memory", Some(mib @ 512..=65536)) => options.memory_mib = mib,
+            ("--cpus", _) => return usage_error("--cpus: 1 to 16"),
+            _ => return usage_error("--memory: 512 to 65536 MiB"),
+        }
+    }
+    let argv: Vec<String> = arguments.collect();
+    if argv.is_empty() {
+        return match interactive(&options) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => failure(&describe(&error)),
+        };
+    }
+    let lab = match Lab::boot(&options) {
+        Ok(lab) => lab,
+        Err(error) => return failure(&describe(&error)),
+    };
+    eprintln!(
+        "lab: Linux {} up after {:.1} s",
+        lab.kernel_release(),
+        lab.boot_time().as_secs_f64()
+    );
+    let command = Command {
+        argv,
+        env: Vec::new(),
+    };
+    let result = lab.start(&command).and_then(|mut process| {
+        // Nothing is piped into the lab here; a program that reads must see the end of input.
+        process.close_stdin()?;
+        process.wait(Duration::from_secs(600))
+    });
+    match result {
+        Ok(output) => {
+            print!("{}", String::from_utf8_lossy(&output.stdout));
+            eprint!("{}", String::from_utf8_lossy(&output.stderr));
+            let code = output
+                .code()
+                .and_then(|code| u8::try_from(code).ok())
+                .unwrap_or(1);
+            ExitCode::from(code)
+        }
+        Err(error) => {
+            eprintln!("lab: {}", describe(&error));
+            ExitCode::from(124)
+        }
+    }
+}
+
+fn failure(message: &str) -> ExitCode {
+    eprintln!("lab: {message}");
+    ExitCode::FAILURE
+}
+
+fn usage_error(message: &str) -> ExitCode {
+    eprintln!("lab: {message}\n{USAGE}");
+    ExitCode::from(2)
+}

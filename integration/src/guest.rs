@@ -1,0 +1,389 @@
+//! Starting a Linux guest with a script in it, and taking its console apart.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use guest_images::cpio::Archive;
+
+use crate::artefacts;
+use crate::place::{Place, PlaceError};
+use crate::process::{Command, Output, ProcessError, last_lines};
+
+/// Longest kernel command line on x86 (`COMMAND_LINE_SIZE`), with room for what the VMM adds.
+const MAX_CMDLINE_BYTES: usize = 2048 - 256;
+
+/// What every Linux guest gets on its command line.
+const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check nokaslr quiet";
+
+/// A Linux guest to be run by Perfvisor.
+#[derive(Debug, Clone)]
+pub struct LinuxGuest {
+    kernel: String,
+    pmu: String,
+    cpus: u32,
+    memory_mib: u32,
+    cmdline: String,
+    script: String,
+    arguments: Vec<String>,
+    limit: Duration,
+}
+
+impl LinuxGuest {
+    /// A guest with one vCPU, 512 MiB, and this value for `--pmu`.
+    pub fn new(pmu: impl Into<String>) -> Self {
+        Self {
+            kernel: "vmlinux".to_owned(),
+            pmu: pmu.into(),
+            cpus: 1,
+            memory_mib: 512,
+            cmdline: String::new(),
+            script: String::new(),
+            arguments: Vec::new(),
+            limit: Duration::from_secs(90),
+        }
+    }
+
+    /// Boots `bzImage` instead of `vmlinux`.
+    pub fn bz_image(mut self) -> Self {
+        self.kernel = "bzImage".to_owned();
+        self
+    }
+
+    /// Number of vCPUs.
+    pub fn cpus(mut self, cpus: u32) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// Guest memory.
+    pub fn memory_mib(mut self, memory_mib: u32) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
+    /// More words for the kernel command line.
+    pub fn cmdline(mut self, words: &str) -> Self {
+        self.cmdline = words.to_owned();
+        self
+    }
+
+    /// The shell script the guest runs. `section NAME COMMAND...` marks output to be found by
+    /// [`GuestRun::section`], `send FILE` passes a file out.
+    pub fn script(mut self, script: impl Into<String>) -> Self {
+        self.script = script.into();
+        self
+    }
+
+    /// More arguments for `perfvisor run`.
+    pub fn args<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
+        self.arguments.extend(arguments.into_iter().map(Into::into));
+        self
+    }
+
+    /// Time limit from start to end, 90 s unless set.
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+
+    /// The command that runs this guest. A script too long for the command line is put into an
+    /// initrd of its own there.
+    ///
+    /// # Errors
+    /// When the files it needs cannot be built or moved.
+    pub fn command(&self, place: &Place) -> Result<Command, PlaceError> {
+        let mut cmdline = BASE_CMDLINE.to_owned();
+        if !self.cmdline.is_empty() {
+            cmdline.push(' ');
+            cmdline.push_str(&self.cmdline);
+        }
+        let mut initrd = place.guest_file("initrd")?;
+        let encoded = STANDARD.encode(&self.script);
+        if cmdline.len() + encoded.len() <= MAX_CMDLINE_BYTES {
+            cmdline.push_str(" pv.script=b64:");
+            cmdline.push_str(&encoded);
+        } else {
+            initrd = initrd_with_script(place, &initrd, &self.script)?;
+        }
+        Ok(Command::new(place.perfvisor()?)
+            .arg("run")
+            .args(["--kernel", &place.guest_file(&self.kernel)?])
+            .args(["--initrd", &initrd])
+            .args(["--cmdline", &cmdline])
+            .args(["--cpus", &self.cpus.to_string()])
+            .args(["--memory", &format!("{}M", self.memory_mib)])
+            .args(["--pmu", &self.pmu])
+            .args(self.arguments.iter().cloned()))
+    }
+
+    /// Runs the guest to its end and takes its console apart.
+    ///
+    /// # Errors
+    /// When it cannot be started or takes longer than its limit. That the guest's script failed
+    /// is no error here.
+    pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
+        let command = self.command(place)?;
+        match place.run(&command, self.limit) {
+            Ok(output) => Ok(GuestRun::new(&output)?),
+            Err(PlaceError::Process(ProcessError::TimedOut { command, limit, tail })) => {
+                let mut tail = tail;
+                if let Place::Lab(lab) = place {
+                    tail.push_str(&format!("(the lab's console: {})\n", lab.log().display()));
+                }
+                Err(ProcessError::TimedOut { command, limit, tail }.into())
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Puts `initrd` with the script appended at a scratch place, and returns its path.
+fn initrd_with_script(place: &Place, initrd: &str, script: &str) -> Result<String, PlaceError> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let mut archive = Archive::new(Vec::new());
+    let bytes = archive
+        .file("script", 0o644, script.as_bytes())
+        .and_then(|()| archive.finish())
+        .map_err(|error| PlaceError::File {
+            path: "script".into(),
+            message: error.to_string(),
+        })?;
+    let extra = place.scratch(&format!("script-{number}.cpio"));
+    // One file, overwritten by the next long script: the lab's memory is not endless.
+    let joined = place.scratch("initrd-with-script");
+    place.put(&extra, 0o644, &bytes)?;
+    let join = Command::shell(format!("cat '{initrd}' '{extra}' >'{joined}' && rm '{extra}'"));
+    let output = place.run(&join, Duration::from_secs(60))?;
+    if output.success() {
+        Ok(joined)
+    } else {
+        Err(PlaceError::File {
+            path: joined.into(),
+            message: output.stderr_text(),
+        })
+    }
+}
+
+/// Output of one section of a guest's script.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Section {
+    /// What the command printed, both streams.
+    pub text: String,
+    /// Its exit status; `None` if the guest ended before the command did.
+    pub status: Option<i32>,
+}
+
+/// What a guest printed, taken apart by its markers.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Console {
+    /// Seconds of guest time from the kernel's start to its first process.
+    pub boot_seconds: Option<f64>,
+    /// Output by section name. Of sections with equal names the last one.
+    pub sections: BTreeMap<String, Section>,
+    /// Files that were sent, by name. A file that arrived damaged is left out.
+    pub files: BTreeMap<String, Vec<u8>>,
+    /// Exit status of the guest's script; `None` if it did not come that far.
+    pub done: Option<i32>,
+}
+
+impl Console {
+    /// Takes a console apart.
+    pub fn parse(text: &str) -> Self {
+        enum In {
+            Nothing,
+            Section(String, String),
+            File(String, String),
+        }
+        let mut console = Self::default();
+        let mut state = In::Nothing;
+        for line in text.lines() {
+            let line = line.trim_end_matches('\r');
+            // A program may have left its last line without an end: look for the marker in it.
+            let (before, marker) = match line.find("@@pv ") {
+                Some(at) => (&line[..at], Some(&line[at + 5..])),
+                None => (line, None),
+            };
+            match &mut state {
+                In::Section(_, text) if marker.is_none() || !before.is_empty() => {
+                    text.push_str(before);
+                    text.push('\n');
+                }
+                In::File(_, text) => text.push_str(before),
+                _ => {}
+            }
+            let Some(marker) = marker else { continue };
+            let mut words = marker.split_whitespace();
+            let (Some(verb), argument) = (words.next(), words.next().unwrap_or_default()) else {
+                continue;
+            };
+            match (verb, std::mem::replace(&mut state, In::Nothing)) {
+                ("boot", _) => console.boot_seconds = argument.parse().ok(),
+                ("done", _) => console.done = argument.parse().ok(),
+                ("begin", _) => {
+                    state = In::Section(argument.to_owned(), String::new());
+                    // Recorded now, in case the guest does not reach the end of it.
+                    console.sections.insert(
+                        argument.to_owned(),
+                        Section {
+                            text: String::new(),
+                            status: None,
+                        },
+                    );
+                }
+                ("end", In::Section(name, text)) if name == argument => {
+                    let status = words.next().and_then(|word| word.parse().ok());
+                    console.sections.insert(name, Section { text, status });
+                }
+                ("file", _) => state = In::File(argument.to_owned(), String::new()),
+                ("eof", In::File(name, text)) if name == argument => {
+                    if let Ok(data) = STANDARD.decode(text.trim()) {
+                        console.files.insert(name, data);
+                    }
+                }
+                (_, old) => state = old,
+            }
+        }
+        if let In::Section(name, text) = state {
+            console.sections.insert(name, Section { text, status: None });
+        }
+        console
+    }
+}
+
+/// A guest that has run to its end. If the test that holds it fails, the console's path is
+/// printed; if it passes, the console is deleted.
+pub struct GuestRun {
+    /// What the guest printed, taken apart.
+    pub console: Console,
+    /// All of it.
+    pub text: String,
+    /// What Perfvisor itself printed on standard error.
+    pub vmm_log: String,
+    /// Exit status of Perfvisor.
+    pub status: Option<i32>,
+    /// From the start of Perfvisor to its end.
+    pub elapsed: Duration,
+    log: PathBuf,
+}
+
+impl GuestRun {
+    fn new(output: &Output) -> Result<Self, PlaceError> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let text = output.stdout_text();
+        let vmm_log = output.stderr_text();
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let log = artefacts::log_dir()?.join(format!("guest-{}-{number}.log", std::process::id()));
+        let file_error = |error: std::io::Error| PlaceError::File {
+            path: log.clone(),
+            message: error.to_string(),
+        };
+        std::fs::write(&log, format!("{text}\n--- perfvisor's standard error\n{vmm_log}"))
+            .map_err(file_error)?;
+        Ok(Self {
+            console: Console::parse(&text),
+            text,
+            vmm_log,
+            status: output.code(),
+            elapsed: output.elapsed,
+            log,
+        })
+    }
+
+    /// Where the console is kept.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// Output of a section whose command succeeded.
+    ///
+    /// # Panics
+    /// When there is no such section, it did not end, or its command failed: the test fails with
+    /// the end of the console.
+    #[track_caller]
+    pub fn section(&self, name: &str) -> &str {
+        match self.console.sections.get(name) {
+            Some(Section {
+                text,
+                status: Some(0),
+            }) => text,
+            Some(Section { text, status }) => panic!(
+                "guest section {name} ended with status {status:?}:\n{}\n{self}",
+                last_lines(text, 30)
+            ),
+            None => panic!("the guest printed no section {name}\n{self}"),
+        }
+    }
+
+    /// Checks that the script ran to its end with status 0 and Perfvisor ended with status 0.
+    ///
+    /// # Panics
+    /// Otherwise, with the end of the console.
+    #[track_caller]
+    pub fn expect_success(&self) {
+        assert!(
+            self.console.done == Some(0) && self.status == Some(0),
+            "script status {:?}, perfvisor status {:?}\n{self}",
+            self.console.done,
+            self.status
+        );
+    }
+}
+
+impl fmt::Display for GuestRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "guest console ({}), end of it:", self.log.display())?;
+        f.write_str(&last_lines(&self.text, 25))?;
+        writeln!(f, "perfvisor's standard error, end of it:")?;
+        f.write_str(&last_lines(&self.vmm_log, 15))
+    }
+}
+
+impl Drop for GuestRun {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("guest console kept: {}", self.log.display());
+        } else {
+            let _ = std::fs::remove_file(&self.log);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_files_and_statuses_are_found_between_kernel_messages() {
+        let console = Console::parse(
+            "[    0.1] Linux version\r\n@@pv boot 2.01\r\n@@pv begin stat\r\nline one\r\n\r\n\
+             no newline@@pv end stat 3\r\nnoise\r\n@@pv file x.bin\r\naGVs\r\nbG8=\r\n\
+             @@pv eof x.bin\r\n@@pv done 0\r\n",
+        );
+        assert_eq!(console.boot_seconds, Some(2.01));
+        let stat = &console.sections["stat"];
+        assert_eq!(stat.text, "line one\n\nno newline\n");
+        assert_eq!(stat.status, Some(3));
+        assert_eq!(console.files["x.bin"], b"hello");
+        assert_eq!(console.done, Some(0));
+    }
+
+    #[test]
+    fn a_guest_that_dies_in_a_section_leaves_it_without_status() {
+        let console = Console::parse("@@pv begin a\ntext\nKernel panic\n");
+        assert_eq!(console.sections["a"].status, None);
+        assert!(console.sections["a"].text.contains("Kernel panic"));
+        assert_eq!(console.done, None);
+    }
+
+    #[test]
+    fn damaged_files_and_stray_markers_are_ignored() {
+        let console = Console::parse("@@pv end x 0\n@@pv file f\n!!!\n@@pv eof f\n@@pv\n@@pv what\n");
+        assert!(console.files.is_empty() && console.sections.is_empty());
+    }
+}

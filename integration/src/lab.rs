@@ -1,0 +1,637 @@
+//! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/lab.md`.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use guest_images::cpio::Archive;
+use guest_images::linux::Images;
+
+use crate::artefacts::{self, ArtefactError, Binaries};
+use crate::process::{Command, Control, Process, ProcessError, Progress, last_lines};
+use crate::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame, write_frame};
+
+/// How long the lab may take from QEMU's start to the agent's greeting. It takes about four
+/// seconds on an idle machine.
+const BOOT_LIMIT: Duration = Duration::from_secs(120);
+
+/// How long moving one file may take.
+const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
+
+/// The processor of the lab: the newest AMD model of QEMU 7.2 with nested paging.
+const CPU: &str = "EPYC,+svm";
+
+/// Why the lab cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LabError {
+    /// QEMU is not installed.
+    #[error("no qemu-system-x86_64: install it with \"make setup\"")]
+    NoQemu,
+    /// Something to put into the lab could not be built.
+    #[error(transparent)]
+    Artefact(#[from] ArtefactError),
+    /// A file could not be read or written here.
+    #[error("{path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        #[source]
+        source: io::Error,
+    },
+    /// It did not come up.
+    #[error("the lab host did not come up: {reason}; its console is in {log}, and ends with:\n{tail}")]
+    Boot {
+        /// What was waited for.
+        reason: String,
+        /// Its console.
+        log: PathBuf,
+        /// The end of it.
+        tail: String,
+    },
+    /// A file could not be moved.
+    #[error("{path} in the lab: {message}")]
+    Transfer {
+        /// The file in the lab.
+        path: String,
+        /// What the agent said.
+        message: String,
+    },
+}
+
+/// How a lab is set up.
+#[derive(Debug, Clone)]
+pub struct LabOptions {
+    /// Virtual processors, each a thread of QEMU.
+    pub cpus: u32,
+    /// Memory in MiB. Files in the lab live in memory too.
+    pub memory_mib: u32,
+    /// Whether perf is put into the lab itself. The guest always has it.
+    pub perf: bool,
+    /// More files: path in the lab and path here. Copied with their permissions.
+    pub files: Vec<(String, PathBuf)>,
+}
+
+impl Default for LabOptions {
+    fn default() -> Self {
+        Self {
+            cpus: 2,
+            memory_mib: 3072,
+            perf: false,
+            files: Vec::new(),
+        }
+    }
+}
+
+/// A running lab host. It is switched off when this is dropped, or when the process ends.
+pub struct Lab {
+    link: Arc<Link>,
+    log: PathBuf,
+    kernel_release: String,
+    boot_time: Duration,
+    stopped: Arc<Flag>,
+}
+
+/// A condition another thread reports.
+#[derive(Default)]
+struct Flag {
+    set: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Flag {
+    fn raise(&self) {
+        *self.set.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    fn is_raised(&self) -> bool {
+        *self.set.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait(&self, limit: Duration) -> bool {
+        let set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
+        let (set, _) = self
+            .changed
+            .wait_timeout_while(set, limit, |set| !*set)
+            .unwrap_or_else(PoisonError::into_inner);
+        *set
+    }
+}
+
+/// The connection to the agent and everything that waits for an answer on it.
+struct Link {
+    stream: Mutex<UnixStream>,
+    next_id: AtomicU32,
+    waiting: Mutex<Waiting>,
+    answered: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    processes: HashMap<u32, Arc<Progress>>,
+    transfers: HashMap<u32, Transfer>,
+    gone: Option<String>,
+}
+
+#[derive(Default)]
+struct Transfer {
+    data: Vec<u8>,
+    result: Option<Result<(), String>>,
+}
+
+impl Link {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        write_frame(&mut *stream, kind, id, payload)
+    }
+
+    fn new_id(&self) -> u32 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Delivers what the agent sends until it hangs up.
+    fn receive(&self, mut stream: UnixStream) {
+        let reason = loop {
+            match read_frame(&mut stream) {
+                Ok(Some(frame)) => self.deliver(frame),
+                Ok(None) => break "it hung up".to_owned(),
+                Err(error) => break error.to_string(),
+            }
+        };
+        let mut waiting = self.waiting();
+        for (_, progress) in waiting.processes.drain() {
+            progress.lab_gone(reason.clone());
+        }
+        for transfer in waiting.transfers.values_mut() {
+            transfer.result.get_or_insert(Err(reason.clone()));
+        }
+        waiting.gone = Some(reason);
+        self.answered.notify_all();
+    }
+
+    fn deliver(&self, frame: Frame) {
+        let Frame { kind, id, payload } = frame;
+        let mut waiting = self.waiting();
+        match kind {
+            Kind::Stdout => {
+                if let Some(progress) = waiting.processes.get(&id) {
+                    progress.stdout(&payload);
+                }
+            }
+            Kind::Stderr => {
+                if let Some(progress) = waiting.processes.get(&id) {
+                    progress.stderr(&payload);
+                }
+            }
+            Kind::Exit => {
+                let ended = serde_json::from_slice(&payload).unwrap_or(Ended {
+                    code: None,
+                    signal: None,
+                });
+                if let Some(progress) = waiting.processes.remove(&id) {
+                    progress.exited(ended);
+                }
+            }
+            Kind::Data => {
+                if let Some(transfer) = waiting.transfers.get_mut(&id) {
+                    transfer.data.extend_from_slice(&payload);
+                }
+            }
+            Kind::Done => {
+                if let Some(transfer) = waiting.transfers.get_mut(&id) {
+                    transfer.result = Some(Ok(()));
+                    self.answered.notify_all();
+                }
+            }
+            Kind::Failed => {
+                let message = String::from_utf8_lossy(&payload).into_owned();
+                if let Some(progress) = waiting.processes.remove(&id) {
+                    progress.not_started(message);
+                } else if let Some(transfer) = waiting.transfers.get_mut(&id) {
+                    transfer.result = Some(Err(message));
+                    self.answered.notify_all();
+                }
+            }
+            // Not for us; an agent that sends them is broken, and the waits have limits.
+            Kind::Hello | Kind::Start | Kind::Stdin | Kind::Signal | Kind::Create | Kind::Fetch => {}
+        }
+    }
+
+    fn start_transfer(&self) -> u32 {
+        let id = self.new_id();
+        let mut waiting = self.waiting();
+        let result = waiting.gone.clone().map(Err);
+        waiting.transfers.insert(
+            id,
+            Transfer {
+                data: Vec::new(),
+                result,
+            },
+        );
+        id
+    }
+
+    fn finish_transfer(&self, id: u32, path: &str) -> Result<Vec<u8>, LabError> {
+        let (mut waiting, timeout) = self
+            .answered
+            .wait_timeout_while(self.waiting(), TRANSFER_LIMIT, |waiting| {
+                waiting
+                    .transfers
+                    .get(&id)
+                    .is_some_and(|transfer| transfer.result.is_none())
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        let transfer = waiting.transfers.remove(&id).unwrap_or_default();
+        let error = |message: String| LabError::Transfer {
+            path: path.to_owned(),
+            message,
+        };
+        match transfer.result {
+            Some(Ok(())) => Ok(transfer.data),
+            Some(Err(message)) => Err(error(message)),
+            None if timeout.timed_out() => Err(error(format!("not done after {TRANSFER_LIMIT:?}"))),
+            None => Err(error("no answer".to_owned())),
+        }
+    }
+}
+
+impl Lab {
+    /// Boots a lab with Perfvisor and the Linux guest in it, and waits until it answers.
+    ///
+    /// # Errors
+    /// When QEMU is missing, something cannot be built, or the lab does not come up in time.
+    pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
+        let images = artefacts::images()?;
+        let binaries = artefacts::binaries()?;
+        let started = Instant::now();
+        let scratch = tempfile::tempdir().map_err(|source| LabError::File {
+            path: std::env::temp_dir(),
+            source,
+        })?;
+        let initrd = scratch.path().join("initrd");
+        write_initrd(&initrd, images, binaries, options).map_err(|source| LabError::File {
+            path: initrd.clone(),
+            source,
+        })?;
+        let socket = scratch.path().join("agent");
+        let listener = UnixListener::bind(&socket).map_err(|source| LabError::File {
+            path: socket.clone(),
+            source,
+        })?;
+        let log = artefacts::log_dir()?.join(log_name());
+        let _ = fs::remove_file(&log);
+
+        let stopped = Arc::new(Flag::default());
+        let mut command = qemu(images, &initrd, options, "lab.mode=agent");
+        command
+            .args(["-display", "none"])
+            .arg("-serial")
+            .arg(format!("file:{}", log.display()))
+            .arg("-chardev")
+            .arg(format!("socket,id=agent,path={}", socket.display()))
+            .args(["-device", "virtio-serial-pci"])
+            .args(["-device", "virtserialport,chardev=agent,name=perfvisor.agent"]);
+        let qemu_log = log.with_extension("qemu");
+        let qemu_output = File::create(&qemu_log).map_err(|source| LabError::File {
+            path: qemu_log.clone(),
+            source,
+        })?;
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(qemu_output);
+        let stop_flag = Arc::clone(&stopped);
+        let (spawned, spawn_result) = std::sync::mpsc::channel();
+        // The parent-death signal is tied to the thread that starts QEMU, so that thread stays
+        // until QEMU has ended.
+        thread::spawn(move || match command.spawn() {
+            Ok(mut child) => {
+                let _ = spawned.send(Ok(()));
+                let _ = child.wait();
+                stop_flag.raise();
+            }
+            Err(error) => {
+                let _ = spawned.send(Err(error));
+            }
+        });
+        if let Ok(Err(_)) | Err(_) = spawn_result.recv() {
+            return Err(LabError::NoQemu);
+        }
+        let boot_error = |reason: String| {
+            let console = fs::read(&log).unwrap_or_default();
+            let said = fs::read(&qemu_log).unwrap_or_default();
+            let mut tail = last_lines(&String::from_utf8_lossy(&console), 15);
+            tail.push_str(&last_lines(&String::from_utf8_lossy(&said), 5));
+            LabError::Boot {
+                reason,
+                log: log.clone(),
+                tail,
+            }
+        };
+        let deadline = started + BOOT_LIMIT;
+        let stream = accept(&listener, deadline, &stopped).map_err(&boot_error)?;
+        let hello = greeting(&stream, deadline).map_err(&boot_error)?;
+
+        let reader = stream
+            .try_clone()
+            .map_err(|error| boot_error(error.to_string()))?;
+        let link = Arc::new(Link {
+            stream: Mutex::new(stream),
+            next_id: AtomicU32::new(1),
+            waiting: Mutex::default(),
+            answered: Condvar::new(),
+        });
+        let receiver = Arc::clone(&link);
+        thread::spawn(move || receiver.receive(reader));
+        Ok(Self {
+            link,
+            log,
+            kernel_release: hello,
+            boot_time: started.elapsed(),
+            stopped,
+        })
+    }
+
+    /// The console of the lab host.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// The release of the lab's kernel.
+    pub fn kernel_release(&self) -> &str {
+        &self.kernel_release
+    }
+
+    /// From the start of the preparations to the agent's greeting.
+    pub fn boot_time(&self) -> Duration {
+        self.boot_time
+    }
+
+    /// Starts a process in the lab.
+    ///
+    /// # Errors
+    /// When the lab is gone. That the program does not exist is reported by [`Process::wait`].
+    pub fn start(&self, command: &Command) -> Result<Process, ProcessError> {
+        let id = self.link.new_id();
+        let progress = Arc::new(Progress::default());
+        {
+            let mut waiting = self.link.waiting();
+            match &waiting.gone {
+                Some(reason) => progress.lab_gone(reason.clone()),
+                None => {
+                    waiting.processes.insert(id, Arc::clone(&progress));
+                }
+            }
+        }
+        let start = Start {
+            argv: command.argv.clone(),
+            env: command.env.clone(),
+        };
+        let gone = |message: String| ProcessError::LabGone {
+            command: command.line(),
+            message,
+        };
+        let payload = serde_json::to_vec(&start).map_err(|error| gone(error.to_string()))?;
+        self.link
+            .send(Kind::Start, id, &payload)
+            .map_err(|error| gone(error.to_string()))?;
+        let control = InLab {
+            link: Arc::clone(&self.link),
+            id,
+        };
+        Ok(Process::new(command, progress, Box::new(control)))
+    }
+
+    /// Writes a file in the lab.
+    ///
+    /// # Errors
+    /// When the lab refuses it, or is gone.
+    pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), LabError> {
+        let id = self.link.start_transfer();
+        let send = || -> io::Result<()> {
+            let new = NewFile {
+                path: path.to_owned(),
+                mode,
+            };
+            self.link.send(Kind::Create, id, &serde_json::to_vec(&new)?)?;
+            for piece in data.chunks(MAX_PAYLOAD_BYTES) {
+                self.link.send(Kind::Data, id, piece)?;
+            }
+            self.link.send(Kind::Done, id, &[])
+        };
+        send().map_err(|error| LabError::Transfer {
+            path: path.to_owned(),
+            message: error.to_string(),
+        })?;
+        self.link.finish_transfer(id, path).map(drop)
+    }
+
+    /// Reads a file in the lab.
+    ///
+    /// # Errors
+    /// When there is none, or the lab is gone.
+    pub fn get(&self, path: &str) -> Result<Vec<u8>, LabError> {
+        let id = self.link.start_transfer();
+        self.link
+            .send(Kind::Fetch, id, path.as_bytes())
+            .map_err(|error| LabError::Transfer {
+                path: path.to_owned(),
+                message: error.to_string(),
+            })?;
+        self.link.finish_transfer(id, path)
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        // The agent reads the end of the stream, ends, and init powers the machine off.
+        let stream = self.link.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = stream.shutdown(Shutdown::Both);
+        drop(stream);
+        self.stopped.wait(Duration::from_secs(10));
+    }
+}
+
+/// A process in the lab.
+struct InLab {
+    link: Arc<Link>,
+    id: u32,
+}
+
+impl Control for InLab {
+    fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if bytes.is_empty() {
+            return self.link.send(Kind::Stdin, self.id, &[]);
+        }
+        for piece in bytes.chunks(MAX_PAYLOAD_BYTES) {
+            self.link.send(Kind::Stdin, self.id, piece)?;
+        }
+        Ok(())
+    }
+
+    fn signal(&mut self, number: i32) {
+        // A lab that is gone runs no process any more.
+        let _ = self.link.send(Kind::Signal, self.id, &number.to_le_bytes());
+    }
+}
+
+/// The file name of this process's next lab console.
+fn log_name() -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let program = std::env::current_exe().ok();
+    let name = program
+        .as_deref()
+        .and_then(Path::file_stem)
+        .and_then(|name| name.to_str())
+        .unwrap_or("lab")
+        // Cargo appends a hash to the names of test binaries.
+        .split('-')
+        .next()
+        .unwrap_or("lab")
+        .to_owned();
+    match COUNT.fetch_add(1, Ordering::Relaxed) {
+        0 => format!("lab-{name}.log"),
+        n => format!("lab-{name}-{n}.log"),
+    }
+}
+
+/// QEMU's command line, consoles left to the caller.
+fn qemu(images: &Images, initrd: &Path, options: &LabOptions, mode: &str) -> std::process::Command {
+    // setpriv is part of Debian's base system.
+    let mut command = std::process::Command::new("setpriv");
+    command
+        .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
+        .args(["-nodefaults", "-no-user-config", "-no-reboot"])
+        .args(["-accel", "tcg,thread=multi", "-cpu", CPU])
+        .args(["-smp", &options.cpus.to_string()])
+        .args(["-m", &format!("{}M", options.memory_mib)])
+        .arg("-kernel")
+        .arg(&images.bz_image)
+        .arg("-initrd")
+        .arg(initrd)
+        .arg("-append")
+        .arg(format!(
+            "console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off {mode}"
+        ));
+    command
+}
+
+/// Whether QEMU is installed.
+pub fn qemu_is_installed() -> bool {
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join("qemu-system-x86_64").is_file()))
+}
+
+/// The lab's own initrd with an archive appended that holds Perfvisor, the agent and the guest.
+fn write_initrd(path: &Path, images: &Images, binaries: &Binaries, options: &LabOptions) -> io::Result<()> {
+    let mut out = BufWriter::new(File::create(path)?);
+    let mut append = |file: &Path| io::copy(&mut File::open(file)?, &mut out).map(drop);
+    append(&images.lab_initrd)?;
+    if options.perf {
+        append(&images.perf_cpio)?;
+    }
+    let mut archive = Archive::new(out);
+    archive.directory("guest")?;
+    archive.directory("tests")?;
+    let mut add = |name: &str, mode: u32, file: &Path| -> io::Result<()> {
+        let data = fs::read(file)
+            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", file.display())))?;
+        archive.file(name, mode, &data)
+    };
+    add("bin/perfvisor", 0o755, &binaries.perfvisor)?;
+    add("bin/lab-agent", 0o755, &binaries.lab_agent)?;
+    add("bin/pvload", 0o755, &images.pvload)?;
+    add("guest/vmlinux", 0o644, &images.vmlinux)?;
+    add("guest/bzImage", 0o644, &images.bz_image)?;
+    add("guest/initrd", 0o644, &images.initrd)?;
+    for (name, file) in &options.files {
+        let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(file)?.permissions());
+        add(name, mode, file)?;
+    }
+    archive.finish()?.flush()
+}
+
+/// Waits for QEMU to connect.
+fn accept(listener: &UnixListener, deadline: Instant, stopped: &Flag) -> Result<UnixStream, String> {
+    listener
+        .set_nonblocking(true)
+        .map_err(|error| error.to_string())?;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false).map_err(|error| error.to_string())?;
+                return Ok(stream);
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.to_string()),
+        }
+        if stopped.is_raised() {
+            return Err("QEMU ended at once".to_owned());
+        }
+        if Instant::now() >= deadline {
+            return Err("QEMU did not connect".to_owned());
+        }
+        stopped.wait(Duration::from_millis(20));
+    }
+}
+
+/// Waits for the agent's first frame.
+fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, String> {
+    let left = deadline
+        .saturating_duration_since(Instant::now())
+        .max(Duration::from_millis(1));
+    stream
+        .set_read_timeout(Some(left))
+        .map_err(|error| error.to_string())?;
+    let mut input = stream.take(1 << 20);
+    let hello = match read_frame(&mut input) {
+        Ok(Some(Frame {
+            kind: Kind::Hello,
+            payload,
+            ..
+        })) => String::from_utf8_lossy(&payload).into_owned(),
+        Ok(Some(frame)) => return Err(format!("{:?} instead of a greeting", frame.kind)),
+        Ok(None) => return Err("it ended before its agent greeted".to_owned()),
+        Err(error) => return Err(format!("no greeting from its agent: {error}")),
+    };
+    stream.set_read_timeout(None).map_err(|error| error.to_string())?;
+    Ok(hello)
+}
+
+/// Boots a lab with its console on this terminal, and waits until it ends.
+///
+/// # Errors
+/// As [`Lab::boot`].
+pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
+    let images = artefacts::images()?;
+    let binaries = artefacts::binaries()?;
+    let scratch = tempfile::tempdir().map_err(|source| LabError::File {
+        path: std::env::temp_dir(),
+        source,
+    })?;
+    let initrd = scratch.path().join("initrd");
+    write_initrd(&initrd, images, binaries, options).map_err(|source| LabError::File {
+        path: initrd.clone(),
+        source,
+    })?;
+    let mut command = qemu(images, &initrd, options, "lab.mode=shell");
+    // Ctrl-C goes to the lab; Ctrl-A x ends QEMU.
+    command.args(["-display", "none", "-chardev", "stdio,id=tty,mux=on,signal=off"]);
+    command.args(["-serial", "chardev:tty", "-mon", "chardev=tty"]);
+    // QEMU warns once per processor feature that it does not emulate.
+    command.stderr(Stdio::null());
+    command.status().map_err(|_| LabError::NoQemu).map(drop)
+}

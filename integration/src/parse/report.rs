@@ -1,0 +1,151 @@
+//! `perf report --stdio`, without call chains (`-g none`).
+
+/// One line of the table.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReportLine {
+    /// Share of the period, in percent.
+    pub percent: f64,
+    /// Task name.
+    pub command: String,
+    /// Program, library or `[kernel.kallsyms]`.
+    pub object: String,
+    /// Whether the sample was taken in the kernel: `[k]`, against `[.]`.
+    pub kernel: bool,
+    /// The function, or a bare address when it has no symbol.
+    pub symbol: String,
+}
+
+/// A whole report.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Report {
+    /// Number of samples from the header.
+    pub samples: f64,
+    /// "Event count (approx.)".
+    pub event_count: f64,
+    /// Samples the kernel had to drop.
+    pub lost: u64,
+    /// The table, in the order printed.
+    pub lines: Vec<ReportLine>,
+}
+
+impl Report {
+    /// Share of a function, in percent; 0 if it has no line.
+    pub fn percent(&self, symbol: &str) -> f64 {
+        self.lines
+            .iter()
+            .filter(|line| line.symbol == symbol)
+            .map(|line| line.percent)
+            .sum()
+    }
+
+    /// Whether some sample was resolved to a kernel (or user) function.
+    pub fn has_symbols(&self, kernel: bool) -> bool {
+        self.lines
+            .iter()
+            .any(|line| line.kernel == kernel && !line.symbol.starts_with("0x"))
+    }
+}
+
+/// Reads a report. Colours are removed; lines that belong to no table are skipped.
+pub fn parse_report(text: &str) -> Report {
+    let mut report = Report::default();
+    for line in text.lines() {
+        let line = strip_colours(line);
+        if let Some(header) = line.trim_start().strip_prefix('#') {
+            parse_header(header.trim(), &mut report);
+        } else if let Some(row) = parse_row(&line) {
+            report.lines.push(row);
+        }
+    }
+    report
+}
+
+fn parse_header(header: &str, report: &mut Report) {
+    if let Some(rest) = header.strip_prefix("Samples:") {
+        // "# Samples: 501  of event 'cpu-clock'", or "2K of event" when there are many.
+        report.samples += rest.split_whitespace().next().map_or(0.0, scaled);
+    } else if let Some(rest) = header.strip_prefix("Event count (approx.):") {
+        report.event_count += rest.trim().parse().unwrap_or(0.0);
+    } else if let Some(rest) = header.strip_prefix("Total Lost Samples:") {
+        report.lost += rest.trim().parse().unwrap_or(0);
+    }
+}
+
+/// "501" or "2K" or "1M".
+fn scaled(text: &str) -> f64 {
+    let (digits, factor) = match text.as_bytes().last() {
+        Some(b'K') => (&text[..text.len() - 1], 1e3),
+        Some(b'M') => (&text[..text.len() - 1], 1e6),
+        _ => (text, 1.0),
+    };
+    digits.parse::<f64>().unwrap_or(0.0) * factor
+}
+
+fn parse_row(line: &str) -> Option<ReportLine> {
+    let mut words = line.split_whitespace();
+    let percent = words.next()?.strip_suffix('%')?.parse().ok()?;
+    let words: Vec<&str> = words.collect();
+    let level = words
+        .iter()
+        .position(|word| matches!(*word, "[k]" | "[.]" | "[H]" | "[g]" | "[u]" | "[h]"))?;
+    // Task names may contain blanks, objects do not.
+    let (command, object) = words[..level].split_at(level.checked_sub(1)?);
+    Some(ReportLine {
+        percent,
+        command: command.join(" "),
+        object: object.first()?.to_string(),
+        kernel: words[level] == "[k]",
+        symbol: words.get(level + 1..)?.join(" "),
+    })
+}
+
+fn strip_colours(line: &str) -> String {
+    let mut out = String::with_capacity(line.len());
+    let mut chars = line.chars();
+    while let Some(c) = chars.next() {
+        if c != '\x1b' {
+            out.push(c);
+            continue;
+        }
+        // ESC [ parameters letter
+        for c in chars.by_ref() {
+            if c.is_ascii_alphabetic() {
+                break;
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_levels_and_header_are_read() {
+        let report = parse_report(
+            "# Total Lost Samples: 2\n#\n# Samples: 501  of event 'cpu-clock'\n\
+             # Event count (approx.): 1002000000\n#\n# Overhead  Command\n\
+             \x1b[31m  58.68%\x1b[m  three    pvload             [.] heavy\n\
+             \x20    0.20%  my task  [kernel.kallsyms]  [k] finish_task_switch.isra.0\n\
+             \x20    0.10%  three    [unknown]          [k] 0xffffffff81000000\n\n",
+        );
+        assert_eq!((report.samples, report.lost), (501.0, 2));
+        assert_eq!(report.event_count, 1_002_000_000.0);
+        assert_eq!(report.percent("heavy"), 58.68);
+        assert_eq!(report.lines[1].command, "my task");
+        assert!(report.lines[1].kernel && !report.lines[0].kernel);
+        assert!(report.has_symbols(true) && report.has_symbols(false));
+    }
+
+    #[test]
+    fn bare_addresses_do_not_count_as_symbols() {
+        let report = parse_report("  9.00%  a  [unknown]  [k] 0xffffffff81000000\n");
+        assert!(!report.has_symbols(true));
+    }
+
+    #[test]
+    fn large_numbers_of_samples_are_abbreviated_by_perf() {
+        assert_eq!(parse_report("# Samples: 2K of event 'cycles'\n").samples, 2000.0);
+    }
+}

@@ -1,0 +1,254 @@
+//! `perf stat`: the table for people and the fields of `-x,`.
+
+/// One event's line.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Count {
+    /// The event as perf prints it, for instance `cycles` or `cycles:u`.
+    pub event: String,
+    /// CPU the line is for, with `-A`: the number in `CPU0`.
+    pub cpu: Option<u32>,
+    /// The number; `None` for `<not supported>` and `<not counted>`.
+    pub value: Option<f64>,
+    /// Its unit, for instance `msec`; empty for counts.
+    pub unit: String,
+    /// Share of the time the event was on a counter, in percent. In the table it is printed only
+    /// when it is less than 100.
+    pub running_percent: f64,
+}
+
+/// A whole `perf stat` output.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Stat {
+    /// Events in the order printed.
+    pub counts: Vec<Count>,
+    /// "seconds time elapsed".
+    pub elapsed_seconds: Option<f64>,
+}
+
+/// What is wrong with a `perf stat` output.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StatError {
+    /// The event has no line.
+    #[error("perf stat printed no line for {0}")]
+    NoSuchEvent(String),
+    /// The event has a line without a number.
+    #[error("perf stat did not count {0}")]
+    NotCounted(String),
+}
+
+impl Stat {
+    /// The number of an event, all CPUs added up.
+    ///
+    /// # Errors
+    /// When there is no line for it, or one without a number.
+    pub fn value(&self, event: &str) -> Result<f64, StatError> {
+        let mut sum = None;
+        for count in self.counts.iter().filter(|count| count.event == event) {
+            let value = count
+                .value
+                .ok_or_else(|| StatError::NotCounted(event.to_owned()))?;
+            sum = Some(sum.unwrap_or(0.0) + value);
+        }
+        sum.ok_or_else(|| StatError::NoSuchEvent(event.to_owned()))
+    }
+
+    /// The number of an event on one CPU, of an output with `-A`.
+    ///
+    /// # Errors
+    /// As [`Stat::value`].
+    pub fn value_on(&self, event: &str, cpu: u32) -> Result<f64, StatError> {
+        let count = self
+            .counts
+            .iter()
+            .find(|count| count.event == event && count.cpu == Some(cpu))
+            .ok_or_else(|| StatError::NoSuchEvent(format!("{event} on CPU {cpu}")))?;
+        count.value.ok_or_else(|| StatError::NotCounted(event.to_owned()))
+    }
+}
+
+/// Reads the table `perf stat` prints for people. Lines that are no event's are skipped, so the
+/// measured program's own output may be mixed in.
+pub fn parse_stat(text: &str) -> Stat {
+    let mut stat = Stat::default();
+    let mut in_table = false;
+    for line in text.lines() {
+        if line.contains("Performance counter stats for") {
+            in_table = true;
+            continue;
+        }
+        if !in_table {
+            continue;
+        }
+        if let Some(number) = line.trim().strip_suffix("seconds time elapsed") {
+            // With -r it reads "1.002 +- 0.001 seconds time elapsed".
+            stat.elapsed_seconds = number.split_whitespace().next().and_then(|n| n.parse().ok());
+        } else if let Some(count) = parse_table_line(line) {
+            stat.counts.push(count);
+        }
+    }
+    stat
+}
+
+fn parse_table_line(line: &str) -> Option<Count> {
+    // What follows the mark are ratios made from counts.
+    let (counts, remark) = line.split_once('#').unwrap_or((line, ""));
+    let running_percent = parse_running(remark)
+        .or_else(|| parse_running(counts))
+        .unwrap_or(100.0);
+    let mut words: Vec<&str> = counts.split_whitespace().collect();
+    if words.last().is_some_and(|word| word.ends_with("%)")) {
+        words.pop();
+    }
+    let mut words = words.into_iter().peekable();
+    let cpu = words
+        .peek()
+        .and_then(|word| word.strip_prefix("CPU"))
+        .and_then(|number| number.parse().ok());
+    if cpu.is_some() {
+        words.next();
+    }
+    let first = words.next()?;
+    if first.starts_with("<not") {
+        // "<not supported>" and "<not counted>" are two words each.
+        words.next()?;
+        let event = words.next()?.to_owned();
+        return Some(Count {
+            event,
+            cpu,
+            value: None,
+            unit: String::new(),
+            running_percent,
+        });
+    }
+    let value = first.replace(',', "").parse::<f64>().ok()?;
+    let rest: Vec<&str> = words.collect();
+    let (unit, event) = match rest[..] {
+        [event] => ("", event),
+        [unit, event, ..] => (unit, event),
+        [] => return None,
+    };
+    // "0.50 seconds user" is not an event.
+    if unit == "seconds" {
+        return None;
+    }
+    Some(Count {
+        event: event.to_owned(),
+        cpu,
+        value: Some(value),
+        unit: unit.to_owned(),
+        running_percent,
+    })
+}
+
+/// The "(66.7%)" at the end of a line. "( +- 0.5% )" is something else.
+fn parse_running(text: &str) -> Option<f64> {
+    let start = text.rfind('(')?;
+    text[start + 1..].trim().strip_suffix("%)")?.trim().parse().ok()
+}
+
+/// Reads `perf stat -x,`: value, unit, event, time running in ns, percent running, remarks; with
+/// `-A` the CPU comes first. Lines of other programs are skipped.
+pub fn parse_stat_csv(text: &str) -> Stat {
+    let counts = text.lines().filter_map(parse_csv_line).collect();
+    Stat {
+        counts,
+        elapsed_seconds: None,
+    }
+}
+
+fn parse_csv_line(line: &str) -> Option<Count> {
+    let mut fields: Vec<&str> = line.trim().split(',').collect();
+    let cpu = fields
+        .first()?
+        .strip_prefix("CPU")
+        .and_then(|number| number.parse().ok());
+    if cpu.is_some() {
+        fields.remove(0);
+    }
+    let [value, unit, event, running_ns, percent, ..] = fields[..] else {
+        return None;
+    };
+    let value = match value {
+        "<not supported>" | "<not counted>" => None,
+        number => Some(number.parse().ok()?),
+    };
+    let _: u64 = running_ns.parse().ok()?;
+    Some(Count {
+        event: event.to_owned(),
+        cpu,
+        value,
+        unit: unit.to_owned(),
+        running_percent: percent.parse().ok()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `perf stat -e task-clock,cycles,... spin 2` of Debian's perf 6.1.
+    const TABLE: &str = "\
+spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
+
+ Performance counter stats for 'spin 0.5':
+
+            516.01 msec task-clock                       #    0.983 CPUs utilized          
+     1,499,012,345      cycles:u                         #    2.905 GHz                      (66.70%)
+   <not supported>      ref-cycles                                                  
+                28      page-faults                      #   54.263 /sec                   
+
+       0.525044095 seconds time elapsed
+
+       0.504804000 seconds user
+       0.019566000 seconds sys
+";
+
+    #[test]
+    fn the_table_gives_values_units_and_time_running() {
+        let stat = parse_stat(TABLE);
+        assert_eq!(stat.value("task-clock"), Ok(516.01));
+        assert_eq!(stat.counts[0].unit, "msec");
+        assert_eq!(stat.value("cycles:u"), Ok(1_499_012_345.0));
+        assert_eq!(stat.counts[1].running_percent, 66.7);
+        assert_eq!(stat.counts[0].running_percent, 100.0);
+        assert_eq!(
+            stat.value("ref-cycles"),
+            Err(StatError::NotCounted("ref-cycles".into()))
+        );
+        assert_eq!(
+            stat.value("branches"),
+            Err(StatError::NoSuchEvent("branches".into()))
+        );
+        assert_eq!(stat.counts.len(), 4);
+        assert_eq!(stat.elapsed_seconds, Some(0.525_044_095));
+    }
+
+    #[test]
+    fn per_cpu_tables_are_added_up_or_told_apart() {
+        let stat = parse_stat(
+            " Performance counter stats for 'system wide':\n\n\
+             CPU0           1,000      cycles                        \n\
+             CPU1           3,000      cycles                        \n\n\
+                1.002 +- 0.001 seconds time elapsed  ( +-  0.10% )\n",
+        );
+        assert_eq!(stat.value("cycles"), Ok(4000.0));
+        assert_eq!(stat.value_on("cycles", 1), Ok(3000.0));
+        assert!(stat.value_on("cycles", 2).is_err());
+    }
+
+    #[test]
+    fn csv_lines_are_told_from_the_programs_own_output() {
+        let stat = parse_stat_csv(
+            "spin: iterations=99, seconds=1\n\
+             204.45,msec,task-clock,204452730,100.00,0.977,CPUs utilized\n\
+             29,,page-faults,204452730,100.00,141.842,/sec\n\
+             <not supported>,,ref-cycles,0,100.00,,\n\
+             CPU1,77,,cycles,10,50.00,,\n",
+        );
+        assert_eq!(stat.counts.len(), 4);
+        assert_eq!(stat.value("page-faults"), Ok(29.0));
+        assert!(stat.value("ref-cycles").is_err());
+        assert_eq!(stat.value_on("cycles", 1), Ok(77.0));
+        assert_eq!(stat.counts[3].running_percent, 50.0);
+    }
+}

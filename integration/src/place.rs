@@ -1,0 +1,227 @@
+//! Where scenarios run: directly on this machine's KVM, or in the lab.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::artefacts::{self, ArtefactError};
+use crate::lab::{Lab, LabError, LabOptions};
+use crate::process::{Command, Output, Process, ProcessError};
+
+/// Why a scenario could not be run.
+#[derive(Debug, thiserror::Error)]
+pub enum PlaceError {
+    /// The lab cannot be used.
+    #[error(transparent)]
+    Lab(#[from] LabError),
+    /// Something to run could not be built.
+    #[error(transparent)]
+    Artefact(#[from] ArtefactError),
+    /// A process could not be run to its end.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// A file here could not be read or written.
+    #[error("{path}: {message}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        message: String,
+    },
+    /// The environment variable that chooses is wrong.
+    #[error("PERFVISOR_PLACE={0}: must be \"direct\", \"lab\" or unset")]
+    Choice(String),
+}
+
+/// Where Linux guests can run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kvm {
+    /// VT-x or AMD-V behind /dev/kvm: Linux guests run here.
+    Hardware,
+    /// /dev/kvm without hardware help: bare-metal guests only.
+    SoftwareOnly,
+    /// No usable /dev/kvm.
+    None,
+}
+
+/// What /dev/kvm on this machine is.
+pub fn probe_kvm() -> Kvm {
+    if fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+        .is_err()
+    {
+        return Kvm::None;
+    }
+    let module = |name: &str| Path::new("/sys/module").join(name).exists();
+    if module("kvm_pvm") || !(module("kvm_intel") || module("kvm_amd")) {
+        return Kvm::SoftwareOnly;
+    }
+    Kvm::Hardware
+}
+
+/// Somewhere to run scenarios.
+pub enum Place {
+    /// This machine; the directory is for files of scenarios.
+    Direct(PathBuf),
+    /// The lab host.
+    Lab(Box<Lab>),
+}
+
+impl Place {
+    /// The place for Linux guests, shared by all tests of this process; the lab is booted at most
+    /// once. Only one test at a time holds it, because timings suffer when two guests share the
+    /// processor.
+    ///
+    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice.
+    ///
+    /// # Errors
+    /// When the place cannot be prepared.
+    pub fn shared() -> Result<MutexGuard<'static, Place>, String> {
+        static PLACE: OnceLock<Result<Mutex<Place>, String>> = OnceLock::new();
+        match PLACE.get_or_init(|| {
+            Self::choose(&LabOptions::default())
+                .map(Mutex::new)
+                .map_err(|error| artefacts::describe(&error))
+        }) {
+            // A test that failed while it held the place did not harm the place.
+            Ok(place) => Ok(place.lock().unwrap_or_else(PoisonError::into_inner)),
+            Err(message) => Err(message.clone()),
+        }
+    }
+
+    /// A place of one's own, chosen like the shared one.
+    ///
+    /// # Errors
+    /// When the place cannot be prepared.
+    pub fn choose(options: &LabOptions) -> Result<Place, PlaceError> {
+        let direct = match std::env::var("PERFVISOR_PLACE").as_deref() {
+            Ok("direct") => true,
+            Ok("lab") => false,
+            Ok("") | Err(_) => probe_kvm() == Kvm::Hardware,
+            Ok(other) => return Err(PlaceError::Choice(other.to_owned())),
+        };
+        if direct {
+            Self::direct()
+        } else {
+            Ok(Place::Lab(Box::new(Lab::boot(options)?)))
+        }
+    }
+
+    /// This machine.
+    ///
+    /// # Errors
+    /// When there is no place for files.
+    pub fn direct() -> Result<Place, PlaceError> {
+        let directory = artefacts::log_dir()?.join(format!("files-{}", std::process::id()));
+        fs::create_dir_all(&directory).map_err(|error| file_error(&directory, &error))?;
+        Ok(Place::Direct(directory))
+    }
+
+    /// One line that says where this is.
+    pub fn describe(&self) -> String {
+        match self {
+            Place::Direct(_) => "directly on this machine's /dev/kvm".to_owned(),
+            Place::Lab(lab) => format!(
+                "in the lab host (QEMU, Linux {}), up after {:.1} s",
+                lab.kernel_release(),
+                lab.boot_time().as_secs_f64()
+            ),
+        }
+    }
+
+    /// Path of the `perfvisor` binary there.
+    ///
+    /// # Errors
+    /// When it cannot be built.
+    pub fn perfvisor(&self) -> Result<String, PlaceError> {
+        Ok(match self {
+            Place::Direct(_) => text(&artefacts::binaries()?.perfvisor),
+            Place::Lab(_) => "/bin/perfvisor".to_owned(),
+        })
+    }
+
+    /// Path there of one of the guest's files: `vmlinux`, `bzImage` or `initrd`.
+    ///
+    /// # Errors
+    /// When the images cannot be built.
+    pub fn guest_file(&self, name: &str) -> Result<String, PlaceError> {
+        Ok(match self {
+            Place::Direct(_) => text(&artefacts::images()?.directory.join(name)),
+            Place::Lab(_) => format!("/guest/{name}"),
+        })
+    }
+
+    /// Path there for a scratch file of this name.
+    pub fn scratch(&self, name: &str) -> String {
+        match self {
+            Place::Direct(directory) => text(&directory.join(name)),
+            Place::Lab(_) => format!("/tmp/{name}"),
+        }
+    }
+
+    /// Starts a process there.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(&self, command: &Command) -> Result<Process, PlaceError> {
+        Ok(match self {
+            Place::Direct(_) => Process::start_here(command)?,
+            Place::Lab(lab) => lab.start(command)?,
+        })
+    }
+
+    /// Runs a process there to its end, at most for `limit`.
+    ///
+    /// # Errors
+    /// When it cannot be started or takes longer.
+    pub fn run(&self, command: &Command, limit: Duration) -> Result<Output, PlaceError> {
+        Ok(self.start(command)?.wait(limit)?)
+    }
+
+    /// Writes a file there.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), PlaceError> {
+        match self {
+            Place::Lab(lab) => Ok(lab.put(path, mode, data)?),
+            Place::Direct(_) => fs::write(path, data)
+                .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(mode)))
+                .map_err(|error| file_error(Path::new(path), &error)),
+        }
+    }
+
+    /// Reads a file there.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn get(&self, path: &str) -> Result<Vec<u8>, PlaceError> {
+        match self {
+            Place::Lab(lab) => Ok(lab.get(path)?),
+            Place::Direct(_) => fs::read(path).map_err(|error| file_error(Path::new(path), &error)),
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Place::Direct(directory) = self {
+            let _ = fs::remove_dir_all(directory);
+        }
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+fn file_error(path: &Path, error: &std::io::Error) -> PlaceError {
+    PlaceError::File {
+        path: path.to_owned(),
+        message: error.to_string(),
+    }
+}

@@ -1,0 +1,475 @@
+//! Processes here and in the lab, behind one handle.
+
+use std::io::{self, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{ChildStdin, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::wire::Ended;
+
+/// Why a process could not be run to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessError {
+    /// It could not be started.
+    #[error("cannot start {command}: {message}")]
+    Start {
+        /// The command line.
+        command: String,
+        /// What the system said.
+        message: String,
+    },
+    /// It took longer than allowed, and was killed.
+    #[error("{command}: not done after {limit:?}; last output:\n{tail}")]
+    TimedOut {
+        /// The command line.
+        command: String,
+        /// The time limit.
+        limit: Duration,
+        /// The end of what it printed.
+        tail: String,
+    },
+    /// The lab went away while it ran.
+    #[error("{command}: the lab host is gone: {message}")]
+    LabGone {
+        /// The command line.
+        command: String,
+        /// What became of the lab.
+        message: String,
+    },
+    /// It could not be written to.
+    #[error("cannot write to {command}")]
+    Stdin {
+        /// The command line.
+        command: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A program with its arguments and what to add to its environment.
+#[derive(Debug, Clone)]
+pub struct Command {
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Variables added to the environment.
+    pub env: Vec<(String, String)>,
+}
+
+impl Command {
+    /// A program, so far without arguments.
+    pub fn new(program: impl Into<String>) -> Self {
+        Self {
+            argv: vec![program.into()],
+            env: Vec::new(),
+        }
+    }
+
+    /// A shell command line.
+    pub fn shell(line: impl Into<String>) -> Self {
+        Self::new("sh").arg("-c").arg(line)
+    }
+
+    /// Adds an argument.
+    pub fn arg(mut self, argument: impl Into<String>) -> Self {
+        self.argv.push(argument.into());
+        self
+    }
+
+    /// Adds arguments.
+    pub fn args<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
+        self.argv.extend(arguments.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets a variable of the environment.
+    pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// The command line for messages.
+    pub fn line(&self) -> String {
+        self.argv.join(" ")
+    }
+}
+
+/// What a process printed and how it ended.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// Standard output.
+    pub stdout: Vec<u8>,
+    /// Standard error.
+    pub stderr: Vec<u8>,
+    /// Exit status, or the signal that killed it.
+    pub ended: Ended,
+    /// From start to end, as seen from here.
+    pub elapsed: Duration,
+}
+
+impl Output {
+    /// Exit status; `None` if a signal killed it.
+    pub fn code(&self) -> Option<i32> {
+        self.ended.code
+    }
+
+    /// Whether it ended with status 0.
+    pub fn success(&self) -> bool {
+        self.ended.code == Some(0)
+    }
+
+    /// Standard output as text, carriage returns removed.
+    pub fn stdout_text(&self) -> String {
+        text(&self.stdout)
+    }
+
+    /// Standard error as text, carriage returns removed.
+    pub fn stderr_text(&self) -> String {
+        text(&self.stderr)
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).replace('\r', "")
+}
+
+/// What is known of a process so far; shared between its handle and the threads that feed it.
+#[derive(Default)]
+pub(crate) struct Progress {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    end: Option<End>,
+}
+
+#[derive(Clone)]
+enum End {
+    Exited(Ended),
+    NotStarted(String),
+    LabGone(String),
+}
+
+impl Progress {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn stdout(&self, bytes: &[u8]) {
+        self.lock().stdout.extend_from_slice(bytes);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn stderr(&self, bytes: &[u8]) {
+        self.lock().stderr.extend_from_slice(bytes);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn exited(&self, ended: Ended) {
+        self.lock().end.get_or_insert(End::Exited(ended));
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn not_started(&self, message: String) {
+        self.lock().end.get_or_insert(End::NotStarted(message));
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn lab_gone(&self, message: String) {
+        self.lock().end.get_or_insert(End::LabGone(message));
+        self.changed.notify_all();
+    }
+
+    /// Waits until `done` says so or the deadline has passed; returns whether it said so.
+    fn wait_until(&self, deadline: Instant, mut done: impl FnMut(&State) -> bool) -> bool {
+        let mut state = self.lock();
+        loop {
+            if done(&state) {
+                return true;
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                return false;
+            };
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+/// How to reach a process: it is here or in the lab.
+pub(crate) trait Control: Send {
+    /// Writes to its standard input; an empty slice closes it.
+    fn stdin(&mut self, bytes: &[u8]) -> io::Result<()>;
+    /// Sends a signal to it and its children.
+    fn signal(&mut self, number: i32);
+}
+
+/// A running process. Dropping the handle kills it.
+pub struct Process {
+    command: String,
+    started: Instant,
+    progress: Arc<Progress>,
+    control: Box<dyn Control>,
+}
+
+impl Process {
+    pub(crate) fn new(command: &Command, progress: Arc<Progress>, control: Box<dyn Control>) -> Self {
+        Self {
+            command: command.line(),
+            started: Instant::now(),
+            progress,
+            control,
+        }
+    }
+
+    /// Starts a process on this machine.
+    ///
+    /// # Errors
+    /// When the program does not exist or cannot be executed.
+    pub fn start_here(command: &Command) -> Result<Self, ProcessError> {
+        let start_error = |message: String| ProcessError::Start {
+            command: command.line(),
+            message,
+        };
+        let (program, arguments) = command
+            .argv
+            .split_first()
+            .ok_or_else(|| start_error("no program".to_owned()))?;
+        let mut child = std::process::Command::new(program)
+            .args(arguments)
+            .envs(command.env.iter().cloned())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(|error| start_error(error.to_string()))?;
+        let progress = Arc::new(Progress::default());
+        let pid = i32::try_from(child.id()).unwrap_or(0);
+        let control = Here {
+            pid,
+            stdin: child.stdin.take(),
+        };
+        let stdout = child.stdout.take();
+        let stderr = child.stderr.take();
+        let feed = Arc::clone(&progress);
+        thread::spawn(move || {
+            let errors = {
+                let feed = Arc::clone(&feed);
+                thread::spawn(move || pump(stderr, |bytes| feed.stderr(bytes)))
+            };
+            pump(stdout, |bytes| feed.stdout(bytes));
+            let _ = errors.join();
+            feed.exited(match child.wait() {
+                Ok(status) => Ended {
+                    code: status.code(),
+                    signal: status.signal(),
+                },
+                Err(_) => Ended {
+                    code: None,
+                    signal: None,
+                },
+            });
+        });
+        Ok(Self::new(command, progress, Box::new(control)))
+    }
+
+    /// Waits until the process has ended, at most until `limit` after its start; then kills it.
+    ///
+    /// # Errors
+    /// When it could not be started, took too long, or the lab went away.
+    pub fn wait(mut self, limit: Duration) -> Result<Output, ProcessError> {
+        let deadline = self.started + limit;
+        if !self.progress.wait_until(deadline, |state| state.end.is_some()) {
+            self.control.signal(libc::SIGKILL);
+            return Err(self.timed_out(limit));
+        }
+        let mut state = self.progress.lock();
+        let command = self.command.clone();
+        match state.end.clone() {
+            Some(End::Exited(ended)) => Ok(Output {
+                stdout: std::mem::take(&mut state.stdout),
+                stderr: std::mem::take(&mut state.stderr),
+                ended,
+                elapsed: self.started.elapsed(),
+            }),
+            Some(End::NotStarted(message)) => Err(ProcessError::Start { command, message }),
+            Some(End::LabGone(message)) => Err(ProcessError::LabGone { command, message }),
+            None => unreachable!("wait_until saw an end"),
+        }
+    }
+
+    /// Waits until standard output contains `text`, at most until `limit` from now. Returns
+    /// whether it does; false also when the process ended without printing it.
+    pub fn wait_for(&self, text: &str, limit: Duration) -> bool {
+        let contains = |state: &State| {
+            state
+                .stdout
+                .windows(text.len())
+                .any(|window| window == text.as_bytes())
+        };
+        self.progress.wait_until(Instant::now() + limit, |state| {
+            contains(state) || state.end.is_some()
+        }) && contains(&self.progress.lock())
+    }
+
+    /// What it has printed on standard output so far.
+    pub fn stdout_so_far(&self) -> String {
+        text(&self.progress.lock().stdout)
+    }
+
+    /// Writes to its standard input.
+    ///
+    /// # Errors
+    /// When it no longer reads.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), ProcessError> {
+        self.send(bytes)
+    }
+
+    /// Closes its standard input.
+    ///
+    /// # Errors
+    /// When the lab is gone.
+    pub fn close_stdin(&mut self) -> Result<(), ProcessError> {
+        self.send(&[])
+    }
+
+    /// Sends a signal, such as `libc::SIGTERM`, to it and its children.
+    pub fn signal(&mut self, number: i32) {
+        self.control.signal(number);
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<(), ProcessError> {
+        self.control.stdin(bytes).map_err(|source| ProcessError::Stdin {
+            command: self.command.clone(),
+            source,
+        })
+    }
+
+    fn timed_out(&self, limit: Duration) -> ProcessError {
+        let state = self.progress.lock();
+        let mut tail = last_lines(&text(&state.stdout), 30);
+        tail.push_str(&last_lines(&text(&state.stderr), 10));
+        ProcessError::TimedOut {
+            command: self.command.clone(),
+            limit,
+            tail,
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.progress.lock().end.is_none() {
+            self.control.signal(libc::SIGKILL);
+        }
+    }
+}
+
+/// The last `count` lines of `text`.
+pub(crate) fn last_lines(text: &str, count: usize) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    let mut out = String::new();
+    for line in &lines[lines.len().saturating_sub(count)..] {
+        out.push_str(line);
+        out.push('\n');
+    }
+    out
+}
+
+fn pump(pipe: Option<impl Read>, mut sink: impl FnMut(&[u8])) {
+    let Some(mut pipe) = pipe else { return };
+    let mut buffer = [0; 16 << 10];
+    loop {
+        match pipe.read(&mut buffer) {
+            Ok(0) => return,
+            Ok(length) => sink(&buffer[..length]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// A process on this machine.
+struct Here {
+    pid: i32,
+    stdin: Option<ChildStdin>,
+}
+
+impl Control for Here {
+    fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match &mut self.stdin {
+            _ if bytes.is_empty() => self.stdin = None,
+            Some(stdin) => stdin.write_all(bytes)?,
+            None => return Err(io::ErrorKind::BrokenPipe.into()),
+        }
+        Ok(())
+    }
+
+    #[allow(unsafe_code)]
+    fn signal(&mut self, number: i32) {
+        if self.pid > 0 {
+            // SAFETY: kill(2) takes two integers and touches no memory of ours.
+            unsafe { libc::kill(-self.pid, number) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn output_and_status_are_captured_apart() {
+        let command = Command::shell("echo out; echo err >&2; exit 3");
+        let output = Process::start_here(&command).unwrap().wait(LIMIT).unwrap();
+        assert_eq!(output.stdout_text(), "out\n");
+        assert_eq!(output.stderr_text(), "err\n");
+        assert_eq!(output.code(), Some(3));
+    }
+
+    #[test]
+    fn a_process_that_hangs_is_killed_with_its_children_and_its_last_words_are_told() {
+        let command = Command::shell("echo before; sleep 1000 & sleep 1000");
+        let process = Process::start_here(&command).unwrap();
+        assert!(process.wait_for("before", LIMIT));
+        let error = process.wait(Duration::from_millis(300)).unwrap_err();
+        assert!(matches!(&error, ProcessError::TimedOut { .. }));
+        assert!(error.to_string().contains("before"), "{error}");
+    }
+
+    #[test]
+    fn standard_input_reaches_the_process_until_it_is_closed() {
+        let mut process = Process::start_here(&Command::new("cat")).unwrap();
+        process.write(b"hello").unwrap();
+        assert!(process.wait_for("hello", LIMIT));
+        process.close_stdin().unwrap();
+        assert!(process.write(b"more").is_err());
+        assert!(process.wait(LIMIT).unwrap().success());
+    }
+
+    #[test]
+    fn waiting_for_text_ends_when_the_process_does() {
+        let process = Process::start_here(&Command::new("true")).unwrap();
+        assert!(!process.wait_for("never printed", LIMIT));
+    }
+
+    #[test]
+    fn a_program_that_does_not_exist_is_named() {
+        let error = Process::start_here(&Command::new("/does/not/exist"))
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("/does/not/exist"), "{error}");
+    }
+}

@@ -1,0 +1,186 @@
+//! What the test runner and the lab's agent say to each other over the serial port.
+//!
+//! A frame is a kind, the id of the process or file transfer it belongs to, a length, and that
+//! many bytes. The side that starts something chooses its id.
+
+use std::io::{self, Read, Write};
+
+use serde::{Deserialize, Serialize};
+
+/// Longest payload of a frame, in bytes. Longer data is sent in pieces.
+pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
+
+/// Bytes before the payload: kind, id, length.
+const HEADER_BYTES: usize = 9;
+
+/// What a frame means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Agent: it is up. The payload says which kernel.
+    Hello = 1,
+    /// Runner: start a process. Payload: [`Start`] as JSON.
+    Start = 2,
+    /// Runner: bytes for a process's standard input; none closes it.
+    Stdin = 3,
+    /// Runner: send a signal to the process group. Payload: its number, 4 bytes little-endian.
+    Signal = 4,
+    /// Agent: bytes from a process's standard output.
+    Stdout = 5,
+    /// Agent: bytes from a process's standard error.
+    Stderr = 6,
+    /// Agent: a process has ended. Payload: [`Ended`] as JSON.
+    Exit = 7,
+    /// Runner: create a file. Payload: [`NewFile`] as JSON.
+    Create = 8,
+    /// Either: bytes of a file.
+    Data = 9,
+    /// Either: the file is complete. From the agent also the answer to `Create`'s last piece.
+    Done = 10,
+    /// Runner: send a file. Payload: its path.
+    Fetch = 11,
+    /// Agent: that did not work. Payload: why, as text.
+    Failed = 12,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Self> {
+        use Kind::*;
+        [
+            Hello, Start, Stdin, Signal, Stdout, Stderr, Exit, Create, Data, Done, Fetch, Failed,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u8 == byte)
+    }
+}
+
+/// One message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// What it means.
+    pub kind: Kind,
+    /// The process or transfer it belongs to.
+    pub id: u32,
+    /// Depends on the kind.
+    pub payload: Vec<u8>,
+}
+
+/// A process to start.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Start {
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Variables added to the environment.
+    pub env: Vec<(String, String)>,
+}
+
+/// How a process ended: one of the two is set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ended {
+    /// Exit status.
+    pub code: Option<i32>,
+    /// Signal that killed it.
+    pub signal: Option<i32>,
+}
+
+/// A file to create.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct NewFile {
+    /// Where; missing directories are created.
+    pub path: String,
+    /// Permission bits.
+    pub mode: u32,
+}
+
+/// Writes one frame in a single write, so that frames of several threads do not mix when each
+/// holds the writer's lock.
+///
+/// # Errors
+/// When the other side is gone, or the payload is longer than [`MAX_PAYLOAD_BYTES`].
+pub fn write_frame(out: &mut impl Write, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+    if payload.len() > MAX_PAYLOAD_BYTES {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "frame too long"));
+    }
+    let mut frame = Vec::with_capacity(HEADER_BYTES + payload.len());
+    frame.push(kind as u8);
+    frame.extend(id.to_le_bytes());
+    frame.extend((payload.len() as u32).to_le_bytes());
+    frame.extend(payload);
+    out.write_all(&frame)
+}
+
+/// Reads one frame, or `None` at the end of the stream.
+///
+/// # Errors
+/// When the stream fails, ends inside a frame, or carries something that is no frame.
+pub fn read_frame(input: &mut impl Read) -> io::Result<Option<Frame>> {
+    let mut header = [0; HEADER_BYTES];
+    let first = loop {
+        match input.read(&mut header[..1]) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => break other?,
+        }
+    };
+    if first == 0 {
+        return Ok(None);
+    }
+    input.read_exact(&mut header[1..])?;
+    let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
+    let kind =
+        Kind::from_byte(header[0]).ok_or_else(|| invalid(format!("no frame kind {:#x}", header[0])))?;
+    let id = u32::from_le_bytes([header[1], header[2], header[3], header[4]]);
+    let length = u32::from_le_bytes([header[5], header[6], header[7], header[8]]) as usize;
+    if length > MAX_PAYLOAD_BYTES {
+        return Err(invalid(format!(
+            "frame of {length} bytes, at most {MAX_PAYLOAD_BYTES}"
+        )));
+    }
+    let mut payload = vec![0; length];
+    input.read_exact(&mut payload)?;
+    Ok(Some(Frame { kind, id, payload }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_read_back_as_written() {
+        let mut bytes = Vec::new();
+        write_frame(&mut bytes, Kind::Stdout, 7, b"hello").unwrap();
+        write_frame(&mut bytes, Kind::Stdin, 8, b"").unwrap();
+        let mut input = &bytes[..];
+        let first = read_frame(&mut input).unwrap().unwrap();
+        assert_eq!(
+            first,
+            Frame {
+                kind: Kind::Stdout,
+                id: 7,
+                payload: b"hello".to_vec()
+            }
+        );
+        let second = read_frame(&mut input).unwrap().unwrap();
+        assert_eq!(
+            second,
+            Frame {
+                kind: Kind::Stdin,
+                id: 8,
+                payload: vec![]
+            }
+        );
+        assert_eq!(read_frame(&mut input).unwrap(), None);
+    }
+
+    #[test]
+    fn garbage_and_truncation_are_errors_and_allocate_nothing_large() {
+        assert!(read_frame(&mut &[0xEE; 64][..]).is_err());
+        let mut long = vec![Kind::Data as u8, 0, 0, 0, 0];
+        long.extend(u32::MAX.to_le_bytes());
+        assert!(read_frame(&mut &long[..]).is_err());
+        let mut bytes = Vec::new();
+        write_frame(&mut bytes, Kind::Data, 1, b"12345").unwrap();
+        bytes.pop();
+        assert!(read_frame(&mut &bytes[..]).is_err());
+        assert!(write_frame(&mut Vec::new(), Kind::Data, 1, &[0; MAX_PAYLOAD_BYTES + 1]).is_err());
+    }
+}
