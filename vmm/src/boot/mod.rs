@@ -485,6 +485,27 @@ fn load_linux(
     })
 }
 
+/// The code in a segment that the multiboot address fields describe: what the ELF headers of the same
+/// file say of the same bytes, else all of it.
+fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<Code<'a>> {
+    let same_bytes = |code: &Code<'a>| {
+        let at = code
+            .phys
+            .checked_sub(segment.phys)
+            .and_then(|o| usize::try_from(o).ok());
+        at.and_then(|o| segment.data.get(o..o.checked_add(code.bytes.len())?))
+            .is_some_and(|loaded| loaded.as_ptr() == code.bytes.as_ptr())
+    };
+    match elf {
+        Some(image) if !image.code.is_empty() && image.code.iter().all(same_bytes) => image.code.clone(),
+        _ => vec![Code {
+            virt: segment.virt,
+            phys: segment.phys,
+            bytes: segment.data,
+        }],
+    }
+}
+
 fn load_multiboot(
     ram: &GuestRam,
     request: &BootRequest<'_>,
@@ -502,12 +523,8 @@ fn load_multiboot(
     // The address fields win over the ELF headers (3.1.2); symbols are read either way.
     let (segments, entry, code) = if header.has_addresses() {
         let (segment, entry) = multiboot::address_fields(name, data, header)?;
-        let code = Code {
-            virt: segment.virt,
-            phys: segment.phys,
-            bytes: segment.data,
-        };
-        (vec![segment], u64::from(entry), vec![code])
+        let code = code_of_segment(&segment, elf.as_ref().and_then(|e| e.as_ref().ok()));
+        (vec![segment], u64::from(entry), code)
     } else {
         match &elf {
             Some(Ok(image)) => (image.segments.clone(), image.entry, image.code.clone()),

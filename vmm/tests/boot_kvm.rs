@@ -1,0 +1,189 @@
+//! Loaded kernels really start: on this machine's KVM, whatever kind it is.
+
+mod common;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use common::{EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, Seg};
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
+use kvm_ioctls::{Kvm, VcpuExit};
+use perfvisor_vmm::boot::{self, BootRequest, KernelSource, Loaded, layout};
+use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
+use perfvisor_vmm::memory::GuestRam;
+use perfvisor_vmm::rdpmc;
+
+#[derive(Clone, Default)]
+struct Captured(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Captured {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a guest did.
+struct Run {
+    loaded: Loaded,
+    outcome: BusOutcome,
+    console: String,
+    /// ECX at each RDPMC trap.
+    traps: Vec<u64>,
+}
+
+/// Counter value the test answers RDPMC with.
+const COUNTER: u64 = 0x10;
+
+fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
+    let Ok(kvm) = Kvm::new() else {
+        eprintln!("skipped: no usable /dev/kvm here");
+        return None;
+    };
+    let ram = GuestRam::new(32 << 20).unwrap();
+    let kernel = KernelSource::File(kernel);
+    let request = BootRequest {
+        kernel: &kernel,
+        initrd,
+        cmdline,
+        cpus: 1,
+        patch_rdpmc: true,
+    };
+    let loaded = boot::load(&ram, &request).unwrap();
+    let vm = kvm.create_vm().unwrap();
+    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).unwrap();
+    vm.set_tss_address(layout::KVM_TSS as usize).unwrap();
+    vm.create_irq_chip().unwrap();
+    vm.create_pit2(kvm_pit_config {
+        flags: KVM_PIT_SPEAKER_DUMMY,
+        ..Default::default()
+    })
+    .unwrap();
+    ram.register(&vm).unwrap();
+    let console = Captured::default();
+    let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), 1).unwrap();
+    vm.register_irqfd(bus.serial_irq(), ports::COM1_IRQ).unwrap();
+    let mut vcpu = vm.create_vcpu(0).unwrap();
+    vcpu.set_cpuid2(&kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap())
+        .unwrap();
+    boot::configure_local_apic(&vcpu).unwrap();
+    loaded.configure_bsp(&vcpu).unwrap();
+    let mut traps = Vec::new();
+    // A few dozen exits are expected; a bound makes a wrong guest fail instead of hang.
+    for _ in 0..10_000 {
+        let outcome = match vcpu.run().unwrap() {
+            VcpuExit::IoOut(rdpmc::TRAP_PORT, _) => {
+                let mut regs = vcpu.get_regs().unwrap();
+                traps.push(regs.rcx);
+                regs.rax = COUNTER & 0xFFFF_FFFF;
+                regs.rdx = COUNTER >> 32;
+                vcpu.set_regs(&regs).unwrap();
+                BusOutcome::Continue
+            }
+            VcpuExit::IoOut(port, data) => bus.io_out(port, data),
+            VcpuExit::IoIn(port, data) => {
+                bus.io_in(port, data);
+                BusOutcome::Continue
+            }
+            VcpuExit::MmioRead(address, data) => {
+                bus.mmio_read(address, data);
+                BusOutcome::Continue
+            }
+            VcpuExit::MmioWrite(address, data) => bus.mmio_write(address, data),
+            other => panic!("unexpected exit {other:?}"),
+        };
+        if outcome != BusOutcome::Continue {
+            let console = String::from_utf8(console.0.lock().unwrap().clone()).unwrap();
+            return Some(Run {
+                loaded,
+                outcome,
+                console,
+                traps,
+            });
+        }
+    }
+    panic!("the guest did not end");
+}
+
+#[test]
+fn a_multiboot_elf32_kernel_gets_its_command_line_and_its_rdpmc_traps() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bytes = MULTIBOOT_CODE.to_vec();
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes.extend(common::multiboot_header(3, None));
+    let segment = Seg {
+        phys: 0x10_0000,
+        bytes: &bytes,
+        mem_bytes: 0x2000,
+    };
+    let kernel = common::file(dir.path(), "k", &common::elf32(EM_386, 0x10_0000, &[segment]));
+    let Some(run) = run(kernel, None, "hello multiboot") else {
+        return;
+    };
+    assert_eq!(run.console, "hello multiboot");
+    assert_eq!(run.traps, [7]);
+    assert_eq!(run.outcome, BusOutcome::Exit((COUNTER as u8) << 1 | 1));
+    assert_eq!(run.loaded.rdpmc_sites.len(), 1);
+    assert_eq!(run.loaded.rdpmc_sites[0].phys, 0x10_0000 + MULTIBOOT_RDPMC);
+}
+
+#[test]
+fn a_flat_multiboot_image_starts_by_its_address_fields() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = 0x20_0000;
+    let mut bytes = vec![0u8; 32];
+    let header = common::multiboot_header(0x1_0003, Some([load, load, 0, load + 0x8000, load + 32]));
+    bytes[..32].copy_from_slice(&header);
+    bytes.extend_from_slice(MULTIBOOT_CODE);
+    let Some(run) = run(common::file(dir.path(), "k", &bytes), None, "flat") else {
+        return;
+    };
+    assert_eq!(run.console, "flat");
+    assert_eq!(run.loaded.kernel, u64::from(load)..u64::from(load) + 0x8000);
+}
+
+#[test]
+fn a_multiboot_elf64_kernel_starts_in_32_bit_mode_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut bytes = MULTIBOOT_CODE.to_vec();
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes.extend(common::multiboot_header(0, None));
+    let segment = Seg {
+        phys: 0x10_0000,
+        bytes: &bytes,
+        mem_bytes: bytes.len() as u64,
+    };
+    let kernel = common::file(dir.path(), "k", &common::elf64(EM_X86_64, 0x10_0000, &[segment]));
+    let Some(run) = run(kernel, None, "elf64") else {
+        return;
+    };
+    assert_eq!((run.console.as_str(), run.traps.len()), ("elf64", 1));
+}
+
+#[test]
+fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
+    let dir = tempfile::tempdir().unwrap();
+    let segment = Seg {
+        phys: 0x100_0000,
+        bytes: LINUX_CODE,
+        mem_bytes: 0x4000,
+    };
+    let elf = common::elf64(EM_X86_64, 0x100_0000, &[segment]);
+    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
+    for (name, image) in [("vmlinux", elf.clone()), ("bzImage", common::bzimage(&elf))] {
+        let kernel = common::file(dir.path(), name, &image);
+        let Some(run) = run(kernel, Some(&initrd), "console=ttyS0 quiet") else {
+            return;
+        };
+        assert_eq!(run.console, "console=ttyS0 quiet", "{name}");
+        assert_eq!(run.outcome, BusOutcome::Exit(0x43), "{name}");
+        let initrd = run.loaded.initrd.unwrap();
+        assert_eq!(initrd.end - initrd.start, 5000);
+        assert!(initrd.start >= run.loaded.kernel.end);
+    }
+}

@@ -1,0 +1,161 @@
+//! Small kernels made in memory.
+#![allow(dead_code, missing_docs)]
+
+use std::path::{Path, PathBuf};
+
+pub const EM_386: u16 = 3;
+pub const EM_X86_64: u16 = 62;
+
+/// One program header's worth.
+pub struct Seg<'a> {
+    pub phys: u64,
+    pub bytes: &'a [u8],
+    pub mem_bytes: u64,
+}
+
+/// An ELF64 image, its segments page-aligned in the file and executable.
+pub fn elf64(machine: u16, entry: u64, segments: &[Seg<'_>]) -> Vec<u8> {
+    let mut file = vec![0x7F, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    file.extend_from_slice(&2u16.to_le_bytes());
+    file.extend_from_slice(&machine.to_le_bytes());
+    file.extend_from_slice(&1u32.to_le_bytes());
+    for v in [entry, 64, 0] {
+        file.extend_from_slice(&v.to_le_bytes());
+    }
+    file.extend_from_slice(&0u32.to_le_bytes());
+    for v in [64u16, 56, segments.len() as u16, 0, 0, 0] {
+        file.extend_from_slice(&v.to_le_bytes());
+    }
+    let mut offset = 0x1000u64;
+    for s in segments {
+        file.extend_from_slice(&1u32.to_le_bytes());
+        file.extend_from_slice(&5u32.to_le_bytes());
+        for v in [offset, s.phys, s.phys, s.bytes.len() as u64, s.mem_bytes, 0x1000] {
+            file.extend_from_slice(&v.to_le_bytes());
+        }
+        offset += (s.bytes.len() as u64).next_multiple_of(0x1000);
+    }
+    append_segments(file, segments)
+}
+
+/// An ELF32 image likewise.
+pub fn elf32(machine: u16, entry: u32, segments: &[Seg<'_>]) -> Vec<u8> {
+    let mut file = vec![0x7F, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    file.extend_from_slice(&2u16.to_le_bytes());
+    file.extend_from_slice(&machine.to_le_bytes());
+    for v in [1u32, entry, 52, 0, 0] {
+        file.extend_from_slice(&v.to_le_bytes());
+    }
+    for v in [52u16, 32, segments.len() as u16, 0, 0, 0] {
+        file.extend_from_slice(&v.to_le_bytes());
+    }
+    let mut offset = 0x1000u32;
+    for s in segments {
+        let phys = s.phys as u32;
+        for v in [
+            1,
+            offset,
+            phys,
+            phys,
+            s.bytes.len() as u32,
+            s.mem_bytes as u32,
+            5,
+            0x1000,
+        ] {
+            file.extend_from_slice(&v.to_le_bytes());
+        }
+        offset += (s.bytes.len() as u32).next_multiple_of(0x1000);
+    }
+    append_segments(file, segments)
+}
+
+fn append_segments(mut file: Vec<u8>, segments: &[Seg<'_>]) -> Vec<u8> {
+    for s in segments {
+        file.resize(file.len().next_multiple_of(0x1000), 0);
+        file.extend_from_slice(s.bytes);
+    }
+    file
+}
+
+/// A multiboot v1 header: magic, flags, checksum and, if given, the address fields.
+pub fn multiboot_header(flags: u32, addresses: Option<[u32; 5]>) -> Vec<u8> {
+    let magic = 0x1BAD_B002u32;
+    let mut words = vec![magic, flags, 0u32.wrapping_sub(magic).wrapping_sub(flags)];
+    words.extend(addresses.into_iter().flatten());
+    words.iter().flat_map(|w| w.to_le_bytes()).collect()
+}
+
+/// A bzImage around an ELF image, its payload gzip-compressed.
+pub fn bzimage(elf: &[u8]) -> Vec<u8> {
+    use std::io::Write;
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    gz.write_all(elf).unwrap();
+    bzimage_of(&gz.finish().unwrap())
+}
+
+/// A bzImage, boot protocol 2.15, around a payload as it is.
+pub fn bzimage_of(payload: &[u8]) -> Vec<u8> {
+    let mut f = vec![0u8; 1024];
+    f[0x1F1] = 1;
+    f[0x1FE..0x202].copy_from_slice(&[0x55, 0xAA, 0xEB, 0x6A]);
+    f[0x202..0x206].copy_from_slice(b"HdrS");
+    f[0x206..0x208].copy_from_slice(&0x020Fu16.to_le_bytes());
+    f[0x22C..0x230].copy_from_slice(&0x7FFF_FFFFu32.to_le_bytes());
+    f[0x238..0x23C].copy_from_slice(&2047u32.to_le_bytes());
+    f[0x24C..0x250].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    f.extend_from_slice(payload);
+    f
+}
+
+/// Writes a file into `dir`.
+pub fn file(dir: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+/// 64-bit code for a Linux-protocol kernel: checks boot_params, prints the command line on COM1,
+/// writes the initrd's first byte to the debug-exit port.
+pub const LINUX_CODE: &[u8] = &[
+    0x81, 0xBE, 0x02, 0x02, 0x00, 0x00, 0x48, 0x64, 0x72, 0x53, // cmp dword [rsi+0x202], "HdrS"
+    0x75, 0x22, // jne fail
+    0x44, 0x8B, 0x86, 0x18, 0x02, 0x00, 0x00, // mov r8d, [rsi+0x218]
+    0x8B, 0xB6, 0x28, 0x02, 0x00, 0x00, // mov esi, [rsi+0x228]
+    0xBA, 0xF8, 0x03, 0x00, 0x00, // mov edx, 0x3f8
+    0xAC, // next: lodsb
+    0x84, 0xC0, // test al, al
+    0x74, 0x03, // jz done
+    0xEE, // out dx, al
+    0xEB, 0xF8, // jmp next
+    0x41, 0x8A, 0x00, // done: mov al, [r8]
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, 0xEB, 0xFD, // hlt; jmp back
+    0xB0, 0x7F, // fail: mov al, 0x7f
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, 0xEB, 0xFD, // hlt; jmp back
+];
+
+/// 32-bit code for a multiboot kernel: checks the magic number, prints the command line on COM1,
+/// reads counter 7 by RDPMC and writes its low byte to the debug-exit port.
+pub const MULTIBOOT_CODE: &[u8] = &[
+    0x3D, 0x02, 0xB0, 0xAD, 0x2B, // cmp eax, 0x2badb002
+    0x75, 0x1E, // jne fail
+    0x8B, 0x73, 0x10, // mov esi, [ebx+16]
+    0xBA, 0xF8, 0x03, 0x00, 0x00, // mov edx, 0x3f8
+    0xAC, // next: lodsb
+    0x84, 0xC0, // test al, al
+    0x74, 0x03, // jz done
+    0xEE, // out dx, al
+    0xEB, 0xF8, // jmp next
+    0xB9, 0x07, 0x00, 0x00, 0x00, // done: mov ecx, 7
+    0x0F, 0x33, // rdpmc
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, // hlt
+    0xEB, 0xFD, // jmp back
+    0x90, 0x90, // nop
+    0xB0, 0x7F, // fail: mov al, 0x7f
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, 0xEB, 0xFD, // hlt; jmp back
+];
+/// Offset of the RDPMC in [`MULTIBOOT_CODE`].
+pub const MULTIBOOT_RDPMC: u64 = 28;

@@ -1,0 +1,268 @@
+//! What is wrong with a kernel, an initrd, a command line or a size is said in one line that names it,
+//! and never by a panic.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::{EM_386, EM_X86_64, LINUX_CODE, Seg};
+use perfvisor_vmm::boot::{self, BootError, BootRequest, KernelSource, layout};
+use perfvisor_vmm::memory::GuestRam;
+use proptest::prelude::*;
+
+const RAM_BYTES: u64 = 32 << 20;
+
+fn attempt(kernel: &Path, initrd: Option<&Path>, cmdline: &str, cpus: u8) -> Result<(), BootError> {
+    let ram = GuestRam::new(RAM_BYTES).unwrap();
+    let kernel = KernelSource::File(kernel.into());
+    boot::load(
+        &ram,
+        &BootRequest {
+            kernel: &kernel,
+            initrd,
+            cmdline,
+            cpus,
+            patch_rdpmc: true,
+        },
+    )
+    .map(drop)
+}
+
+/// The error's line, checked to be one.
+fn line(error: BootError) -> String {
+    let text = error.to_string();
+    assert!(!text.contains('\n') && !text.is_empty(), "{text:?}");
+    text
+}
+
+fn kernel_error(bytes: &[u8]) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    line(attempt(&common::file(dir.path(), "k", bytes), None, "", 1).unwrap_err())
+}
+
+fn linux(phys: u64, mem_bytes: u64) -> Vec<u8> {
+    common::elf64(
+        EM_X86_64,
+        phys,
+        &[Seg {
+            phys,
+            bytes: LINUX_CODE,
+            mem_bytes,
+        }],
+    )
+}
+
+fn good_kernel(dir: &Path) -> PathBuf {
+    common::file(dir, "good", &linux(0x10_0000, 0x10_0000))
+}
+
+#[test]
+fn files_that_cannot_be_read_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("missing");
+    let text = line(attempt(&missing, None, "", 1).unwrap_err());
+    assert!(
+        text.contains("missing") && text.contains("No such file"),
+        "{text}"
+    );
+    let text = line(attempt(dir.path(), None, "", 1).unwrap_err());
+    assert!(text.contains("directory"), "{text}");
+    let text = line(attempt(Path::new("/dev/zero"), None, "", 1).unwrap_err());
+    assert!(text.contains("device"), "{text}");
+    let good = good_kernel(dir.path());
+    let text = line(attempt(&good, Some(&missing), "", 1).unwrap_err());
+    assert!(text.contains("initrd") && text.contains("No such file"), "{text}");
+    let text = line(attempt(&good, Some(dir.path()), "", 1).unwrap_err());
+    assert!(text.contains("directory"), "{text}");
+    let empty = common::file(dir.path(), "empty", b"");
+    assert!(line(attempt(&empty, None, "", 1).unwrap_err()).contains("empty"));
+    assert!(line(attempt(&good, Some(&empty), "", 1).unwrap_err()).contains("initrd"));
+}
+
+#[test]
+fn files_that_are_no_kernel_are_told_what_they_are() {
+    for (bytes, word) in [
+        (&b"#!/bin/sh\n"[..], "script"),
+        (b"\x1f\x8b\x08\0\0\0\0\0", "gzip"),
+        (b"070701000000", "cpio"),
+        (b"!<arch>\ndebian-binary", "Debian"),
+        (b"MZ\x90\0\x03\0", "PE"),
+        (&[0u8; 100_000], "accepted are"),
+        (b"x", "accepted are"),
+    ] {
+        let text = kernel_error(bytes);
+        assert!(text.contains("not a kernel") && text.contains(word), "{text}");
+    }
+    let arm = common::elf64(
+        183,
+        0x10_0000,
+        &[Seg {
+            phys: 0x10_0000,
+            bytes: &[0; 16],
+            mem_bytes: 16,
+        }],
+    );
+    assert!(kernel_error(&arm).contains("another processor"));
+    let plain32 = common::elf32(
+        EM_386,
+        0x10_0000,
+        &[Seg {
+            phys: 0x10_0000,
+            bytes: &[0; 16],
+            mem_bytes: 16,
+        }],
+    );
+    assert!(kernel_error(&plain32).contains("multiboot"));
+}
+
+#[test]
+fn segments_outside_ram_name_the_segment_and_the_limit() {
+    for (phys, mem_bytes) in [
+        (RAM_BYTES, 0x1000),
+        (0x10_0000, RAM_BYTES),
+        (0x9000, 0x1000),           // over our page tables
+        (0xF_F000, 0x2000),         // reaches into the firmware tables
+        (u64::MAX - 0xFFF, 0x1000), // wraps
+        (0x1_0000_0000, 0x1000),    // above 4 GiB
+        (0x10_0000, u64::MAX - 0x1000),
+    ] {
+        let text = kernel_error(&linux(phys, mem_bytes));
+        assert!(
+            text.contains("segment 0") && text.contains("0x2000000"),
+            "{phys:#x}: {text}"
+        );
+    }
+}
+
+#[test]
+fn truncated_and_inconsistent_images_are_refused() {
+    let good = linux(0x10_0000, 0x1000);
+    assert!(kernel_error(&good[..20]).contains("truncated"));
+    assert!(kernel_error(&good[..80]).contains("program header table"));
+    assert!(kernel_error(&good[..good.len() - 1]).contains("segment 0"));
+    let mut bad = good.clone();
+    bad[64 + 40..64 + 48].copy_from_slice(&1u64.to_le_bytes()); // p_memsz below p_filesz
+    assert!(kernel_error(&bad).contains("damaged"));
+    let mut bad = good.clone();
+    bad[5] = 2;
+    assert!(kernel_error(&bad).contains("big-endian"));
+    let mut bad = good.clone();
+    bad[24..32].copy_from_slice(&0x7000_0000u64.to_le_bytes());
+    assert!(kernel_error(&bad).contains("entry point"));
+    let none = common::elf64(EM_X86_64, 0x10_0000, &[]);
+    assert!(kernel_error(&none).contains("no loadable segment"));
+
+    let image = common::bzimage(&good);
+    assert!(kernel_error(&image[..0x240]).contains("truncated"));
+    assert!(kernel_error(&image[..image.len() - 1]).contains("compressed kernel"));
+    let mut bad = image.clone();
+    bad[1024 + 20] ^= 0xFF;
+    assert!(kernel_error(&bad).contains("damaged"));
+    let mut old = image.clone();
+    old[0x206..0x208].copy_from_slice(&0x0203u16.to_le_bytes());
+    assert!(kernel_error(&old).contains("2.08"));
+    assert!(kernel_error(&common::bzimage_of(b"BZh91AY&SY and more")).contains("bzip2"));
+    assert!(kernel_error(&common::bzimage(b"no ELF at all in here")).contains("not an ELF"));
+}
+
+#[test]
+fn a_payload_that_unpacks_without_end_is_cut_off() {
+    use std::io::Write;
+    // Zeroes compress a thousandfold: a small file must not take the host's memory.
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    for _ in 0..513 {
+        gz.write_all(&[0; 1 << 20]).unwrap();
+    }
+    let text = kernel_error(&common::bzimage_of(&gz.finish().unwrap()));
+    assert!(text.contains("more than"), "{text}");
+}
+
+#[test]
+fn an_initrd_that_does_not_fit_names_the_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = good_kernel(dir.path());
+    let big = dir.path().join("big");
+    std::fs::File::create(&big).unwrap().set_len(RAM_BYTES).unwrap();
+    let text = line(attempt(&good, Some(&big), "", 1).unwrap_err());
+    assert!(
+        text.contains("33554432 bytes") && text.contains("--memory"),
+        "{text}"
+    );
+    // The largest that fits does.
+    let room = RAM_BYTES - 0x20_0000;
+    std::fs::File::options()
+        .write(true)
+        .open(&big)
+        .unwrap()
+        .set_len(room)
+        .unwrap();
+    attempt(&good, Some(&big), "", 1).unwrap();
+    std::fs::File::options()
+        .write(true)
+        .open(&big)
+        .unwrap()
+        .set_len(room + 1)
+        .unwrap();
+    attempt(&good, Some(&big), "", 1).unwrap_err();
+}
+
+#[test]
+fn command_lines_and_vcpu_counts_have_limits() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = good_kernel(dir.path());
+    attempt(&good, None, &"x".repeat(2047), 1).unwrap();
+    let text = line(attempt(&good, None, &"x".repeat(2048), 1).unwrap_err());
+    assert!(text.contains("2048") && text.contains("2047"), "{text}");
+    for bad in ["a\nb", "a\0b", "ä"] {
+        assert!(line(attempt(&good, None, bad, 1).unwrap_err()).contains("position"));
+    }
+    attempt(&good, None, "", layout::MAX_CPUS).unwrap();
+    for cpus in [0, layout::MAX_CPUS + 1, 255] {
+        assert!(line(attempt(&good, None, "", cpus).unwrap_err()).contains("1 to 64"));
+    }
+}
+
+#[test]
+fn multiboot_headers_that_make_no_sense_are_refused() {
+    let flat = |flags, fields| {
+        let mut f = common::multiboot_header(flags, Some(fields));
+        f.resize(256, 0x90);
+        f
+    };
+    let load = 0x10_0000;
+    assert!(kernel_error(&flat(0x1_0008, [load, load, 0, 0, load + 32])).contains("features"));
+    assert!(kernel_error(&flat(0x1_0000, [load, load + 4, 0, 0, load + 32])).contains("after its header"));
+    assert!(kernel_error(&flat(0x1_0000, [load + 64, load, 0, 0, load])).contains("before the file"));
+    assert!(kernel_error(&flat(0x1_0000, [load, load, load + 1000, 0, load])).contains("truncated"));
+    assert!(kernel_error(&flat(0x1_0000, [load, load, 0, load + 8, load])).contains("bss"));
+    assert!(kernel_error(&flat(0x1_0000, [load, load, 0, 0, load - 1])).contains("entry point"));
+    assert!(kernel_error(&flat(0x1_0000, [0x7000, 0x7000, 0, 0, 0x7020])).contains("segment 0"));
+    assert!(kernel_error(&flat(0x1_0000, [load, load, 0, u32::MAX, load])).contains("segment 0"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Any damage gives a kernel that loads or an error of one line.
+    #[test]
+    fn damaged_headers_never_panic(at in 0usize..0x100, value: u64, width in 1usize..9, which in 0usize..3) {
+        let elf = linux(0x10_0000, 0x1000);
+        let mut image = match which {
+            0 => elf,
+            1 => common::bzimage(&elf),
+            _ => {
+                let mut code = common::multiboot_header(0x1_0000, Some([0x10_0000, 0x10_0000, 0, 0, 0x10_0020]));
+                code.extend_from_slice(LINUX_CODE);
+                code
+            }
+        };
+        let at = if which == 1 { 0x1E0 + at } else { at };
+        for (slot, byte) in image.iter_mut().skip(at).zip(&value.to_le_bytes()[..width]) {
+            *slot = *byte;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        if let Err(e) = attempt(&common::file(dir.path(), "k", &image), None, "a", 2) {
+            line(e);
+        }
+    }
+}
