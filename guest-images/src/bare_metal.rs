@@ -23,8 +23,11 @@ pub struct Guest {
 /// The test kernel that asserts the virtual PMU's rules from inside and prints TAP.
 pub static VPMU_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/vpmu.elf"));
 
+/// The test kernel whose hand-counted blocks must be counted to the last instruction, in TAP.
+pub static EXACT_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exact.elf"));
+
 /// All bare-metal guests.
-pub static GUESTS: [Guest; 2] = [
+pub static GUESTS: [Guest; 3] = [
     Guest {
         name: "selftest",
         purpose: "the built-in guest: counts known work and shows it",
@@ -34,6 +37,11 @@ pub static GUESTS: [Guest; 2] = [
         name: "vpmu",
         purpose: "tests of the virtual PMU from inside, in TAP",
         image: VPMU_TESTS,
+    },
+    Guest {
+        name: "exact",
+        purpose: "hand-counted code for exact counting, in TAP",
+        image: EXACT_TESTS,
     },
 ];
 

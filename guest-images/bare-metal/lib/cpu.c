@@ -26,16 +26,21 @@ struct descriptor_pointer {
 
 struct percpu *cpu_at(u32 index) { return (struct percpu *)kstacks[index]; }
 
+void trap_entry(u32 vector, void *entry)
+{
+    u64 address = entry ? (u64)entry : (u64)trap_stubs + 16 * vector;
+
+    idt[vector].offset0 = address;
+    idt[vector].selector = SEL_KERNEL_CS;
+    idt[vector].type = 0x8e; /* interrupt gate */
+    idt[vector].offset1 = address >> 16;
+    idt[vector].offset2 = address >> 32;
+}
+
 void traps_setup(void)
 {
-    for (u32 v = 0; v < 256; v++) {
-        u64 stub = (u64)trap_stubs + 16 * v;
-        idt[v].offset0 = stub;
-        idt[v].selector = SEL_KERNEL_CS;
-        idt[v].type = 0x8e; /* interrupt gate */
-        idt[v].offset1 = stub >> 16;
-        idt[v].offset2 = stub >> 32;
-    }
+    for (u32 v = 0; v < 256; v++)
+        trap_entry(v, NULL);
 }
 
 void cpu_setup(u32 index)

@@ -33,6 +33,8 @@ static inline struct percpu *this_cpu(void)
 struct percpu *cpu_at(u32 index);
 void cpu_setup(u32 index);
 void traps_setup(void);
+/* Points a vector at code of a kernel's own, or (NULL) back at the common handler. */
+void trap_entry(u32 vector, void *entry);
 /* Lets a kernel take a vector itself; the hook returns true if it handled the trap. */
 extern bool (*trap_hook)(struct trap_frame *f);
 
@@ -79,6 +81,7 @@ u32 fw_cfg_cpus(void);                                  /* fw_cfg key 5; 1 if th
 #define APIC_TIMER_DIV 0x3e0
 #define LVT_MASKED BIT(16)
 #define LVT_NMI 0x400
+#define X2APIC_SELF_IPI 0x83f
 #define APIC_TIMER_NOW 0x390
 extern bool x2apic;
 u32 apic_read(u32 reg);
