@@ -29,8 +29,10 @@
 //! [`Vpmu::pmi_pending`], ask [`Vpmu::pmi_ready`] and deliver through LVTPC; [`Vpmu::pmi_delivered`] when it was.
 
 mod amd;
+pub mod backing;
 pub mod cpuid;
 pub mod events;
+pub mod fed;
 pub mod filter;
 mod index;
 mod intel;
@@ -44,6 +46,7 @@ mod vendor;
 mod vpmu;
 mod width;
 
+pub use backing::{PerfCoreEvents, Sources};
 pub use cpuid::{CpuidReader, CpuidRegs, HostPmu};
 pub use events::{
     ArchEvent, Backability, Backing, BackingPolicy, EventRequest, EventSelect, GuestEvent, ParavirtualEvent,

@@ -1,0 +1,377 @@
+//! Counting events made of perf-core events: one for each counter.
+//!
+//! Which driver counts for a request is decided here ([`Sources::choose`]), from the request, the policy and what the
+//! host has. An event is opened when a counter is first enabled for a request, pinned and stopped, and kept: enabling,
+//! disabling and re-arming open nothing. A counter also keeps the last few events it no longer counts, because guests
+//! that share their counters among more events than there are take turns between the same few.
+
+use perf_core::pmu::VcpuId;
+use perf_core::pmu::clock;
+use perf_core::{Attr, Core, EventType, Handle, OpenFlags, OpenTarget, Role, Scope, Session, State};
+
+use crate::events::{ArchEvent, Backing, BackingPolicy, EventRequest, GuestEvent, ParavirtualEvent};
+use crate::fed;
+use crate::index::{CounterIndex, MAX_COUNTERS};
+use crate::model::Vendor;
+use crate::source::{CounterEvents, CounterTimes};
+
+/// Events a counter keeps besides the one it counts.
+const PARKED: usize = 3;
+
+/// `PERF_COUNT_SW_*` of the host's software events that serve paravirtual events.
+mod software {
+    pub const PAGE_FAULTS: u64 = 2;
+    pub const CONTEXT_SWITCHES: u64 = 3;
+    pub const CPU_MIGRATIONS: u64 = 4;
+}
+
+/// Who can count what on this host.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    policy: BackingPolicy,
+    /// Vendor of the host's PMU, `None` when it has none that we may use.
+    hardware: Option<Vendor>,
+    /// Driver and its selector for each paravirtual event, in the order of their unit masks.
+    paravirtual: [Option<(EventType, u64)>; ParavirtualEvent::ALL.len()],
+}
+
+impl Sources {
+    /// What `policy` allows on a host whose PMU, if it has one, is `hardware`'s. `kvm_statistic` gives the `config` of
+    /// a vCPU's KVM statistic of that name, for the kvm driver.
+    pub fn new(
+        policy: BackingPolicy,
+        hardware: Option<Vendor>,
+        mut kvm_statistic: impl FnMut(&str) -> Option<u64>,
+    ) -> Self {
+        let mut kvm = |name| kvm_statistic(name).map(|config| (EventType::KVM, config));
+        let paravirtual = ParavirtualEvent::ALL.map(|event| match event {
+            ParavirtualEvent::VmExits => kvm("exits"),
+            ParavirtualEvent::IoExits => kvm("io_exits"),
+            ParavirtualEvent::MmioExits => kvm("mmio_exits"),
+            ParavirtualEvent::Halts => kvm("halt_exits"),
+            ParavirtualEvent::HostPageFaults => Some((EventType::SOFTWARE, software::PAGE_FAULTS)),
+            ParavirtualEvent::HostContextSwitches => Some((EventType::SOFTWARE, software::CONTEXT_SWITCHES)),
+            ParavirtualEvent::HostMigrations => Some((EventType::SOFTWARE, software::CPU_MIGRATIONS)),
+            ParavirtualEvent::IrqInjections => kvm("irq_injections"),
+            ParavirtualEvent::NmiInjections => kvm("nmi_injections"),
+            ParavirtualEvent::MsrExits | ParavirtualEvent::StealNs => {
+                Some((EventType::FED, fed::paravirtual(event) as u64))
+            }
+        });
+        Self {
+            policy,
+            hardware,
+            paravirtual,
+        }
+    }
+
+    /// The ways to count a request, best first.
+    pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (Backing, Attr)> + use<> {
+        let base = Attr {
+            pinned: true,
+            disabled: true,
+            exclude_host: true,
+            exclude_user: !request.user,
+            exclude_kernel: !request.kernel,
+            ..Attr::default()
+        };
+        let mut ways = [None, None];
+        match request.event {
+            GuestEvent::Paravirtual(event) => {
+                // What the host does to a vCPU has no privilege level and no cycles to compare with a threshold.
+                let source =
+                    self.paravirtual[usize::from(event.umask().0) - 1].filter(|_| !request.is_modified());
+                ways[0] = source.map(|(ty, config)| {
+                    let backing = match ty {
+                        EventType::SOFTWARE => Backing::Software,
+                        EventType::KVM => Backing::Kvm,
+                        _ => Backing::Exact,
+                    };
+                    (
+                        backing,
+                        Attr {
+                            ty,
+                            config,
+                            exclude_user: false,
+                            exclude_kernel: false,
+                            ..base
+                        },
+                    )
+                });
+            }
+            _ => {
+                let hardware = matches!(self.policy, BackingPolicy::Auto | BackingPolicy::Hardware);
+                let clock = matches!(self.policy, BackingPolicy::Auto | BackingPolicy::Clock);
+                if let Some((ty, config)) = self.hardware_event(request).filter(|_| hardware) {
+                    ways[0] = Some((
+                        Backing::Hardware,
+                        Attr {
+                            ty,
+                            config,
+                            ..base.clone()
+                        },
+                    ));
+                }
+                if let Some(config) = clock_event(request).filter(|_| clock) {
+                    ways[1] = Some((
+                        Backing::Clock,
+                        Attr {
+                            ty: EventType::CLOCK,
+                            config,
+                            ..base.clone()
+                        },
+                    ));
+                }
+                if let Some(config) = exact_event(request).filter(|_| self.policy == BackingPolicy::Exact) {
+                    ways[0] = Some((
+                        Backing::Exact,
+                        Attr {
+                            ty: EventType::FED,
+                            config,
+                            ..base
+                        },
+                    ));
+                }
+            }
+        }
+        ways.into_iter().flatten()
+    }
+
+    /// The host's hardware event for a request: the generic one where there is one, else the guest's own numbers on a
+    /// host of the same vendor.
+    fn hardware_event(&self, request: &EventRequest) -> Option<(EventType, u64)> {
+        let vendor = self.hardware?;
+        if !request.is_modified()
+            && let GuestEvent::Architectural(event) = request.event
+            && let Some(config) = generic_hardware(event)
+        {
+            return Some((EventType::HARDWARE, config));
+        }
+        let config = request.raw_config().filter(|_| vendor == request.vendor)?;
+        Some((EventType::RAW, config))
+    }
+}
+
+/// `PERF_COUNT_HW_*`, for the events the kernel knows on every host.
+const fn generic_hardware(event: ArchEvent) -> Option<u64> {
+    match event {
+        ArchEvent::CoreCycles => Some(0),
+        ArchEvent::Instructions => Some(1),
+        ArchEvent::CacheReferences => Some(2),
+        ArchEvent::CacheMisses => Some(3),
+        ArchEvent::Branches => Some(4),
+        ArchEvent::BranchMisses => Some(5),
+        ArchEvent::RefCycles => Some(9),
+        _ => None,
+    }
+}
+
+/// Selector of the clock driver. With a threshold, an edge or an inversion the clock has nothing to count.
+const fn clock_event(request: &EventRequest) -> Option<u64> {
+    match request.event {
+        _ if request.is_modified() => None,
+        GuestEvent::Architectural(ArchEvent::CoreCycles) => Some(clock::CYCLES),
+        GuestEvent::Architectural(ArchEvent::RefCycles) => Some(clock::REF_CYCLES),
+        _ => None,
+    }
+}
+
+/// Selector of the single-stepper's counts.
+fn exact_event(request: &EventRequest) -> Option<u64> {
+    match request.event {
+        GuestEvent::Architectural(event) if !request.is_modified() => fed::exact(event).map(|s| s as u64),
+        _ => None,
+    }
+}
+
+/// An open event and what it counts.
+#[derive(Debug)]
+struct Open {
+    request: EventRequest,
+    backing: Backing,
+    handle: Handle,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    current: Option<Open>,
+    /// Stopped events, the one used last in front.
+    parked: [Option<Open>; PARKED],
+    /// A refusal of this counter's event was logged.
+    warned: bool,
+}
+
+impl Slot {
+    /// Puts the current event aside; the one that was unused for longest goes.
+    fn park(&mut self) {
+        if let Some(open) = self.current.take() {
+            self.parked.rotate_right(1);
+            self.parked[0] = Some(open);
+        }
+    }
+
+    /// Takes an event for `request` out of those put aside.
+    fn unpark(&mut self, request: &EventRequest) -> Option<Open> {
+        let at = self
+            .parked
+            .iter()
+            .position(|o| o.as_ref().is_some_and(|open| open.request == *request))?;
+        self.parked[at].take()
+    }
+
+    fn warn(&mut self, counter: CounterIndex, what: std::fmt::Arguments<'_>) {
+        if !std::mem::replace(&mut self.warned, true) {
+            log::warn!("counter {counter}: {what}; the guest sees it stand still");
+        }
+    }
+}
+
+/// The counting events of one vCPU, on perf-core.
+#[derive(Debug)]
+pub struct PerfCoreEvents {
+    core: Core,
+    session: Session,
+    vcpu: VcpuId,
+    sources: Sources,
+    slots: [Slot; MAX_COUNTERS],
+}
+
+impl PerfCoreEvents {
+    /// Events for `vcpu`, which must have been added to `core`.
+    pub fn new(core: Core, vcpu: VcpuId, sources: Sources) -> Self {
+        let session = core.session(0, Role::Guest);
+        Self {
+            core,
+            session,
+            vcpu,
+            sources,
+            slots: Default::default(),
+        }
+    }
+
+    /// The counter whose overflow perf-core reports with `cookie`; `None` for an event that is not a counter's.
+    pub fn counter_of(cookie: u64) -> Option<CounterIndex> {
+        CounterIndex::from_bit(u32::try_from(cookie).ok()?)
+    }
+
+    /// Whether some counter that the single-stepper counts for is enabled: then the vCPU must be stepped.
+    pub fn needs_stepping(&self) -> bool {
+        self.slots
+            .iter()
+            .filter_map(|slot| slot.current.as_ref())
+            .any(|open| {
+                open.backing == Backing::Exact
+                    && matches!(open.request.event, GuestEvent::Architectural(_))
+                    && open.handle.state() == State::Active
+            })
+    }
+
+    fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Option<Open> {
+        let slot = &mut self.slots[counter.slot()];
+        let mut refusal = None;
+        for (backing, attr) in self.sources.choose(request) {
+            let flags = OpenFlags {
+                cookie: Some(u64::from(counter.bit())),
+                ..OpenFlags::default()
+            };
+            match self
+                .core
+                .open(&self.session, attr, OpenTarget::Vcpu(self.vcpu), None, flags)
+            {
+                Ok(handle) => {
+                    return Some(Open {
+                        request: *request,
+                        backing,
+                        handle,
+                    });
+                }
+                Err(error) => refusal = Some((backing, error)),
+            }
+        }
+        if let Some((backing, error)) = refusal {
+            slot.warn(
+                counter,
+                format_args!("the {backing} backing refuses {}: {error}", request.event),
+            );
+        }
+        None
+    }
+}
+
+impl CounterEvents for PerfCoreEvents {
+    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
+        let Some(request) = request else {
+            self.slots[counter.slot()] = Slot::default();
+            return Backing::None;
+        };
+        let slot = &mut self.slots[counter.slot()];
+        if slot.current.as_ref().is_none_or(|open| open.request != *request) {
+            let found = slot.unpark(request);
+            slot.park();
+            let open = match found {
+                Some(open) => Some(open),
+                None => self.open(counter, request),
+            };
+            self.slots[counter.slot()].current = open;
+        }
+        self.slots[counter.slot()]
+            .current
+            .as_ref()
+            .map_or(Backing::None, |open| open.backing)
+    }
+
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> bool {
+        let slot = &mut self.slots[counter.slot()];
+        let Some(open) = &slot.current else { return false };
+        let handle = &open.handle;
+        let armed = overflow_in.map_or(Ok(()), |counts| handle.arm(counts));
+        let enabled = armed.and_then(|()| handle.enable(Scope::Event));
+        match enabled {
+            Ok(()) if handle.state() == State::Active => true,
+            Ok(()) => {
+                let _ = handle.disable(Scope::Event);
+                slot.warn(counter, format_args!("no slot is free for its event"));
+                false
+            }
+            Err(error) => {
+                let _ = handle.disable(Scope::Event);
+                slot.warn(counter, format_args!("its event cannot be started: {error}"));
+                false
+            }
+        }
+    }
+
+    fn disable(&mut self, counter: CounterIndex) {
+        if let Some(open) = &self.slots[counter.slot()].current {
+            // An event that is closed is stopped.
+            let _ = open.handle.disable(Scope::Event);
+        }
+    }
+
+    fn count(&mut self, counter: CounterIndex) -> u64 {
+        self.slots[counter.slot()]
+            .current
+            .as_ref()
+            .map_or(0, |open| open.handle.count().unwrap_or(0))
+    }
+
+    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
+        let slot = &mut self.slots[counter.slot()];
+        if let Some(open) = &slot.current
+            && let Err(error) = open.handle.arm(overflow_in)
+        {
+            slot.warn(counter, format_args!("its overflow cannot be armed: {error}"));
+        }
+    }
+
+    fn times(&mut self, counter: CounterIndex) -> CounterTimes {
+        self.slots[counter.slot()]
+            .current
+            .as_ref()
+            .and_then(|open| open.handle.read().ok())
+            .map_or_else(CounterTimes::default, |reading| CounterTimes {
+                time_enabled_ns: reading.time_enabled_ns,
+                time_running_ns: reading.time_running_ns,
+            })
+    }
+}
