@@ -375,3 +375,106 @@ impl CounterEvents for PerfCoreEvents {
             })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::{EventSelect, Selection, UnitMask, decode};
+
+    fn request(vendor: Vendor, select: u16, umask: u8) -> EventRequest {
+        let (select, umask) = (EventSelect(select), UnitMask(umask));
+        EventRequest {
+            vendor,
+            selection: Selection::General(select, umask),
+            event: decode(vendor, select, umask),
+            user: true,
+            kernel: false,
+            edge: false,
+            invert: false,
+            cmask: 0,
+        }
+    }
+
+    fn chosen(
+        policy: BackingPolicy,
+        hardware: Option<Vendor>,
+        request: &EventRequest,
+    ) -> Vec<(Backing, u32, u64)> {
+        Sources::new(policy, hardware, |name| (name == "exits").then_some(42))
+            .choose(request)
+            .map(|(backing, attr)| (backing, attr.ty.0, attr.config))
+            .collect()
+    }
+
+    #[test]
+    fn auto_prefers_the_hosts_pmu_and_falls_back_to_the_clock() {
+        let cycles = request(Vendor::Intel, 0x3C, 0);
+        let hardware = (Backing::Hardware, EventType::HARDWARE.0, 0);
+        let clock = (Backing::Clock, EventType::CLOCK.0, 0);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cycles),
+            [hardware, clock]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, None, &cycles), [clock]);
+        assert_eq!(
+            chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &cycles),
+            [hardware]
+        );
+        assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Amd), &cycles), [clock]);
+        assert_eq!(chosen(BackingPolicy::None, Some(Vendor::Amd), &cycles), []);
+    }
+
+    #[test]
+    fn raw_numbers_go_to_a_host_of_the_same_vendor_only() {
+        let raw = request(Vendor::Intel, 0xD1, 0x20);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &raw),
+            [(Backing::Hardware, EventType::RAW.0, 0x20D1)]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &raw), []);
+        let modified = EventRequest {
+            cmask: 16,
+            invert: true,
+            ..request(Vendor::Intel, 0xC0, 0)
+        };
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &modified),
+            [(Backing::Hardware, EventType::RAW.0, 0x1080_00C0)]
+        );
+        assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
+    }
+
+    #[test]
+    fn a_guests_own_events_never_count_the_host_and_keep_to_its_levels() {
+        for policy in [BackingPolicy::Auto, BackingPolicy::Clock, BackingPolicy::Exact] {
+            for (_, attr) in
+                Sources::new(policy, Some(Vendor::Intel), |_| None).choose(&request(Vendor::Intel, 0x3C, 0))
+            {
+                assert!(attr.exclude_host && attr.pinned && attr.disabled);
+                assert!(attr.exclude_kernel && !attr.exclude_user);
+            }
+        }
+    }
+
+    #[test]
+    fn paravirtual_events_need_no_pmu_and_take_no_threshold() {
+        let exits = request(Vendor::Amd, 0xFFF, 1);
+        assert_eq!(
+            chosen(BackingPolicy::None, None, &exits),
+            [(Backing::Kvm, EventType::KVM.0, 42)]
+        );
+        assert_eq!(
+            chosen(
+                BackingPolicy::Auto,
+                Some(Vendor::Amd),
+                &EventRequest { cmask: 1, ..exits }
+            ),
+            []
+        );
+        // This host's KVM has no such statistic.
+        assert_eq!(
+            chosen(BackingPolicy::Auto, None, &request(Vendor::Amd, 0xFFF, 2)),
+            []
+        );
+    }
+}
