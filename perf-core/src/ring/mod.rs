@@ -243,7 +243,7 @@ impl Ring {
         self.protocol.pending_lost()
     }
 
-    /// Position up to which records have been published; grows for ever.
+    /// A position up to which records have been published. May lag behind while several writers publish.
     pub fn published(&self) -> u64 {
         self.protocol.published()
     }

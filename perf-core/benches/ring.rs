@@ -1,0 +1,320 @@
+//! What a record costs: writing one of 40 bytes, alone and beside a second writer, and reading it, against the
+//! readers of the crates perf-event2 and perf-event-open over the very same bytes.
+//!
+//! Those two read rings of the kernel only. So each is given a perf event of the kernel, with a ring as large as ours,
+//! and then our memfd is mapped over its mapping: it has the same layout, and they cannot tell.
+//!
+//! Times are CPU time of the thread, so that other work on the machine does not count.
+#![allow(unsafe_code)]
+
+use std::hint::black_box;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
+use perf_core::attr::{ReadFormat, SampleType};
+use perf_core::record::{Encode, Format, Record, Sample};
+use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
+
+/// Data pages: 256 KiB, small enough for the second-level cache of most machines.
+const DATA_PAGES: usize = 64;
+/// Bytes of a record with [`FORMAT`].
+const RECORD: usize = 40;
+const FORMAT: Format = Format {
+    sample_type: SampleType::IP
+        .union(SampleType::TID)
+        .union(SampleType::TIME)
+        .union(SampleType::PERIOD),
+    read_format: ReadFormat::empty(),
+};
+
+fn sample(n: u64) -> Sample<'static> {
+    Sample {
+        ip: 0xffff_ffff_8100_0000 + n,
+        pid: 1,
+        tid: 2,
+        time_ns: n,
+        period: 1000,
+        ..Sample::default()
+    }
+}
+
+/// CPU time of this thread.
+fn thread_time() -> Duration {
+    let mut now = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the pointer is valid for the time the call writes.
+    let result = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) };
+    assert_eq!(result, 0, "every thread has a clock");
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+/// Fills the ring and returns how many records it took.
+fn fill(ring: &Ring) -> u64 {
+    (0..)
+        .take_while(|&n| sample(n).write(FORMAT, ring).is_ok())
+        .count() as u64
+}
+
+/// Where this process has mapped rings of the kernel.
+fn perf_mappings() -> Vec<(usize, usize)> {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc is mounted");
+    maps.lines()
+        .filter(|line| line.contains("[perf_event]"))
+        .filter_map(|line| {
+            let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+            let start = usize::from_str_radix(start, 16).ok()?;
+            Some((start, usize::from_str_radix(end, 16).ok()? - start))
+        })
+        .collect()
+}
+
+/// Maps our ring over the kernel's ring that `open` maps.
+fn over_the_kernels<T>(ring: &Ring, open: impl FnOnce() -> T) -> T {
+    let before = perf_mappings();
+    let reader = open();
+    let mapped: Vec<_> = perf_mappings()
+        .into_iter()
+        .filter(|mapping| !before.contains(mapping))
+        .collect();
+    let &[(start, len)] = mapped.as_slice() else {
+        panic!("one new ring was expected: {mapped:x?}")
+    };
+    assert_eq!(len, (1 + DATA_PAGES) * PAGE_SIZE, "the rings are equally large");
+    // SAFETY: the range is the other reader's mapping of a ring, which it treats as memory shared with a writer that it
+    // does not control. The new mapping is as large and as accessible.
+    let placed = unsafe {
+        libc::mmap(
+            start as *mut _,
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_POPULATE,
+            ring.memfd().as_raw_fd(),
+            0,
+        )
+    };
+    assert_eq!(placed as usize, start);
+    reader
+}
+
+fn perf_event2_reader(ring: &Ring) -> perf_event::Sampler {
+    use perf_event::events::Software;
+    use perf_event::{Builder, SampleFlag};
+    over_the_kernels(ring, || {
+        Builder::new(Software::DUMMY)
+            .sample(SampleFlag::IP | SampleFlag::TID | SampleFlag::TIME | SampleFlag::PERIOD)
+            .build()
+            .and_then(|counter| counter.sampled(DATA_PAGES * PAGE_SIZE))
+            .expect("a software event can be opened")
+    })
+}
+
+fn perf_event_open_reader(ring: &Ring) -> perf_event_open::sample::Sampler {
+    use perf_event_open::config::{Cpu, Opts, Proc};
+    let mut opts = Opts::default();
+    opts.sample_format.code_addr = true;
+    opts.sample_format.period = true;
+    opts.record_id_format.task = true;
+    opts.record_id_format.time = true;
+    over_the_kernels(ring, || {
+        let event = perf_event_open::event::sw::Software::Dummy;
+        perf_event_open::count::Counter::new(event, (Proc::CURRENT, Cpu::ALL), &opts)
+            .and_then(|counter| counter.sampler(DATA_PAGES.trailing_zeros() as u8))
+            .expect("a software event can be opened")
+    })
+}
+
+/// Times `drain`, which returns how many records it read from the full ring.
+fn reading(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    name: &str,
+    ring: &Ring,
+    mut drain: impl FnMut() -> u64,
+) {
+    group.bench_function(name, |bencher| {
+        bencher.iter_custom(|iterations| {
+            let mut time = Duration::ZERO;
+            for _ in 0..iterations {
+                let written = fill(ring);
+                let start = thread_time();
+                let read = drain();
+                time += (thread_time() - start);
+                // The writer's LOST record of the attempt that found the ring full is read the next time.
+                assert!(read == written || read == written + 1, "{read} of {written}");
+            }
+            time
+        });
+    });
+}
+
+fn bench_read(criterion: &mut Criterion) {
+    let ring = Arc::new(Ring::new(DATA_PAGES, RingMode::Writable).expect("a ring"));
+    let records = (DATA_PAGES * PAGE_SIZE / RECORD) as u64;
+
+    let mut group = criterion.benchmark_group("ring read, 40-byte records, bytes only");
+    group.throughput(Throughput::Elements(records));
+    let mut ours = RingReader::of(Arc::clone(&ring));
+    reading(&mut group, "perf-core, one at a time", &ring, || {
+        let mut n = 0;
+        while let Some(record) = ours.next_record().expect("sound") {
+            black_box(record.bytes());
+            n += 1;
+        }
+        n
+    });
+    reading(&mut group, "perf-core, in a batch", &ring, || {
+        let mut n = 0;
+        for record in ours.batch().expect("sound") {
+            black_box(record.bytes());
+            n += 1;
+        }
+        ours.release();
+        n
+    });
+    let mut theirs = perf_event2_reader(&ring);
+    reading(&mut group, "perf-event2", &ring, || {
+        let mut n = 0;
+        while let Some(record) = theirs.next_record() {
+            black_box(record.data());
+            n += 1;
+        }
+        n
+    });
+    let open = perf_event_open_reader(&ring);
+    let mut open_iter = open.iter().expect("the only iterator").into_cow();
+    reading(&mut group, "perf-event-open", &ring, || {
+        let mut n = 0;
+        while let Some(record) = open_iter.lending_next() {
+            black_box(record.as_raw().as_bytes());
+            n += 1;
+        }
+        n
+    });
+    group.finish();
+
+    let mut group = criterion.benchmark_group("ring read, 40-byte records, decoded");
+    group.throughput(Throughput::Elements(records));
+    // A reader keeps its position to itself, so after others have read, a new one is needed.
+    drop(ours);
+    let mut ours = RingReader::of(Arc::clone(&ring));
+    reading(&mut group, "perf-core", &ring, || {
+        let mut n = 0;
+        while let Some(record) = ours.next_record().expect("sound") {
+            black_box(&Record::decode(record, FORMAT).expect("whole"));
+            n += 1;
+        }
+        n
+    });
+    reading(&mut group, "perf-event2", &ring, || {
+        let mut n = 0;
+        while let Some(record) = theirs.next_record() {
+            black_box(&record.parse_record().expect("whole"));
+            n += 1;
+        }
+        n
+    });
+    reading(&mut group, "perf-event-open", &ring, || {
+        let mut n = 0;
+        while let Some(record) = open_iter.lending_next() {
+            black_box(&record.parse());
+            n += 1;
+        }
+        n
+    });
+    group.finish();
+}
+
+/// Runs `write` while another thread keeps the ring empty, or in overwrite mode with no reader at all.
+fn bench_write(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("ring write, 40-byte records");
+    group.throughput(Throughput::Elements(1));
+    let ring = Arc::new(Ring::new(DATA_PAGES, RingMode::Writable).expect("a ring"));
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    let batch = (DATA_PAGES * PAGE_SIZE / RECORD - 2) as u64;
+    group.bench_function("one writer", |bencher| {
+        bencher.iter_custom(|iterations| {
+            let (mut time, mut left) = (Duration::ZERO, iterations);
+            while left > 0 {
+                let now = left.min(batch);
+                let start = thread_time();
+                for n in 0..now {
+                    let written = sample(black_box(n)).write(FORMAT, &ring);
+                    debug_assert!(written.is_ok());
+                }
+                time += (thread_time() - start);
+                while reader.next_record().expect("sound").is_some() {}
+                left -= now;
+            }
+            time
+        });
+    });
+    assert_eq!(ring.pending_lost(), 0);
+    let ring = Arc::new(Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring"));
+    group.bench_function("one writer, overwriting", |bencher| {
+        bencher.iter_custom(|iterations| {
+            let start = thread_time();
+            for n in 0..iterations {
+                let _ = sample(black_box(n)).write(FORMAT, &ring);
+            }
+            (thread_time() - start)
+        });
+    });
+    assert_eq!(ring.pending_lost(), 0);
+
+    // Both threads write half of the records each; the time is that of the slower one.
+    for (name, apart) in [
+        ("two writers, one ring", false),
+        ("two writers, a ring each", true),
+    ] {
+        let rings: Vec<_> = (0..2)
+            .map(|_| Arc::new(Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring")))
+            .collect();
+        let refused = AtomicU64::new(0);
+        group.bench_function(name, |bencher| {
+            bencher.iter_custom(|iterations| {
+                let go = AtomicBool::new(false);
+                let each = iterations.div_ceil(2);
+                std::thread::scope(|scope| {
+                    let writers: Vec<_> = (0..2)
+                        .map(|writer| {
+                            let ring = &rings[if apart { writer } else { 0 }];
+                            let (go, refused) = (&go, &refused);
+                            scope.spawn(move || {
+                                while !go.load(Ordering::Acquire) {
+                                    std::hint::spin_loop();
+                                }
+                                let start = thread_time();
+                                let mut failed = 0;
+                                for n in 0..each {
+                                    failed += u64::from(sample(black_box(n)).write(FORMAT, ring).is_err());
+                                }
+                                refused.fetch_add(failed, Ordering::Relaxed);
+                                thread_time() - start
+                            })
+                        })
+                        .collect();
+                    go.store(true, Ordering::Release);
+                    let times = writers.into_iter().map(|writer| writer.join().expect("no panic"));
+                    times.max().expect("two")
+                })
+            });
+        });
+        println!(
+            "    records refused because the other writer was preempted: {}",
+            refused.into_inner()
+        );
+    }
+    group.finish();
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1)).sample_size(20);
+    targets = bench_write, bench_read
+}
+criterion_main!(benches);
