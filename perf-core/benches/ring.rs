@@ -143,7 +143,7 @@ fn reading(
                 let written = fill(ring);
                 let start = thread_time();
                 let read = drain();
-                time += (thread_time() - start);
+                time += thread_time() - start;
                 // The writer's LOST record of the attempt that found the ring full is read the next time.
                 assert!(read == written || read == written + 1, "{read} of {written}");
             }
@@ -246,7 +246,7 @@ fn bench_write(criterion: &mut Criterion) {
                     let written = sample(black_box(n)).write(FORMAT, &ring);
                     debug_assert!(written.is_ok());
                 }
-                time += (thread_time() - start);
+                time += thread_time() - start;
                 while reader.next_record().expect("sound").is_some() {}
                 left -= now;
             }
@@ -261,7 +261,7 @@ fn bench_write(criterion: &mut Criterion) {
             for n in 0..iterations {
                 let _ = sample(black_box(n)).write(FORMAT, &ring);
             }
-            (thread_time() - start)
+            thread_time() - start
         });
     });
     assert_eq!(ring.pending_lost(), 0);
