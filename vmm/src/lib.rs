@@ -6,3 +6,4 @@ pub mod console;
 pub mod devices;
 pub mod memory;
 pub mod rdpmc;
+pub mod profile;

@@ -1,0 +1,284 @@
+//! BTF, the kernel's compact type information: where the members of its structures are.
+//!
+//! Only what that takes is read (`Documentation/bpf/btf.rst`): the type records, struct and union members with
+//! anonymous ones looked through, and the variables of a data section. The bytes may come out of a guest's
+//! memory, so every index and length in them is checked.
+
+use std::collections::HashMap;
+
+/// Why type information cannot be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum BtfError {
+    /// No BTF header, or one of another version or byte order.
+    #[error("not BTF version 1")]
+    Header,
+    /// A length or record runs over the end.
+    #[error("the BTF is cut short")]
+    Truncated,
+    /// A record of a kind that is not known, so its length is not either.
+    #[error("BTF type kind {0} is not known")]
+    Kind(u32),
+}
+
+const MAGIC: u16 = 0xEB9F;
+const HEADER: usize = 24;
+
+mod kind {
+    pub const INT: u32 = 1;
+    pub const ARRAY: u32 = 3;
+    pub const STRUCT: u32 = 4;
+    pub const UNION: u32 = 5;
+    pub const ENUM: u32 = 6;
+    pub const TYPEDEF: u32 = 8;
+    pub const VOLATILE: u32 = 9;
+    pub const CONST: u32 = 10;
+    pub const RESTRICT: u32 = 11;
+    pub const FUNC_PROTO: u32 = 13;
+    pub const VAR: u32 = 14;
+    pub const DATASEC: u32 = 15;
+    pub const DECL_TAG: u32 = 17;
+    pub const TYPE_TAG: u32 = 18;
+    pub const ENUM64: u32 = 19;
+}
+
+/// Depth to which typedefs and nested members are followed.
+const MAX_DEPTH: u32 = 8;
+
+/// Parsed type information.
+#[derive(Debug)]
+pub struct Btf {
+    types: Vec<u8>,
+    strings: Vec<u8>,
+    /// Offset in `types` of each type id; id 0 is `void` and has none.
+    at: Vec<u32>,
+    /// Structs and unions by name.
+    composites: HashMap<Box<[u8]>, u32>,
+}
+
+struct Record {
+    name: u32,
+    kind: u32,
+    vlen: usize,
+    kflag: bool,
+    size_or_type: u32,
+    body: usize,
+}
+
+impl Btf {
+    /// Reads a `.BTF` section.
+    pub fn parse(data: &[u8]) -> Result<Self, BtfError> {
+        let word = |at: usize| {
+            let bytes = data.get(at..at + 4).ok_or(BtfError::Header)?;
+            Ok(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        };
+        let first = word(0)?;
+        if first as u16 != MAGIC || (first >> 16) & 0xFF != 1 || (word(4)? as usize) < HEADER {
+            return Err(BtfError::Header);
+        }
+        let header = word(4)? as usize;
+        let part = |off: u32, len: u32| {
+            let from = header.checked_add(off as usize)?;
+            data.get(from..from.checked_add(len as usize)?)
+        };
+        let types = part(word(8)?, word(12)?).ok_or(BtfError::Truncated)?.to_vec();
+        let strings = part(word(16)?, word(20)?).ok_or(BtfError::Truncated)?.to_vec();
+        let mut btf = Self {
+            types,
+            strings,
+            at: vec![u32::MAX],
+            composites: HashMap::new(),
+        };
+        let mut pos = 0;
+        while pos < btf.types.len() {
+            let record = btf.record(pos).ok_or(BtfError::Truncated)?;
+            let extra = match record.kind {
+                kind::INT | kind::VAR | kind::DECL_TAG => 4,
+                kind::ARRAY => 12,
+                kind::STRUCT | kind::UNION | kind::DATASEC | kind::ENUM64 => 12 * record.vlen,
+                kind::ENUM | kind::FUNC_PROTO => 8 * record.vlen,
+                1..=18 => 0,
+                other => return Err(BtfError::Kind(other)),
+            };
+            if record.body + extra > btf.types.len() {
+                return Err(BtfError::Truncated);
+            }
+            let id = btf.at.len() as u32;
+            if matches!(record.kind, kind::STRUCT | kind::UNION) && record.name != 0 {
+                let name: Box<[u8]> = btf.string(record.name).into();
+                btf.composites.entry(name).or_insert(id);
+            }
+            btf.at.push(pos as u32);
+            pos = record.body + extra;
+        }
+        Ok(btf)
+    }
+
+    /// Byte offset of a member, which may be a path ("f_path.dentry"); members of anonymous structs and unions
+    /// count as the outer one's. `None` if there is none of that name, or it is a bit field off a byte boundary.
+    pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
+        let mut id = *self.composites.get(composite.as_bytes())?;
+        let mut bits = 0u64;
+        for name in path.split('.') {
+            let (offset, of) = self.member(id, name.as_bytes(), MAX_DEPTH)?;
+            bits = bits.checked_add(offset)?;
+            id = of;
+        }
+        bits.is_multiple_of(8).then_some(bits / 8)
+    }
+
+    /// Size in bytes of a struct or union.
+    pub fn size_of(&self, composite: &str) -> Option<u64> {
+        Some(u64::from(
+            self.get(*self.composites.get(composite.as_bytes())?)?
+                .size_or_type,
+        ))
+    }
+
+    /// Offset of a variable in a data section, such as `.data..percpu`.
+    pub fn variable(&self, section: &str, name: &str) -> Option<u64> {
+        for &at in &self.at[1..] {
+            let r = self.record(at as usize)?;
+            if r.kind != kind::DATASEC || self.string(r.name) != section.as_bytes() {
+                continue;
+            }
+            for i in 0..r.vlen {
+                let var = self.get(self.word(r.body + 12 * i)?)?;
+                if var.kind == kind::VAR && self.string(var.name) == name.as_bytes() {
+                    return Some(u64::from(self.word(r.body + 12 * i + 4)?));
+                }
+            }
+        }
+        None
+    }
+
+    /// (offset in bits, type) of a member of composite `id`, its typedefs and qualifiers looked through.
+    fn member(&self, id: u32, name: &[u8], depth: u32) -> Option<(u64, u32)> {
+        let depth = depth.checked_sub(1)?;
+        let r = self.get(id)?;
+        match r.kind {
+            kind::TYPEDEF | kind::VOLATILE | kind::CONST | kind::RESTRICT | kind::TYPE_TAG => {
+                return self.member(r.size_or_type, name, depth);
+            }
+            kind::STRUCT | kind::UNION => {}
+            _ => return None,
+        }
+        (0..r.vlen).find_map(|i| {
+            let at = r.body + 12 * i;
+            let (member_name, of, offset) = (self.word(at)?, self.word(at + 4)?, self.word(at + 8)?);
+            let offset = u64::from(if r.kflag { offset & 0xFF_FFFF } else { offset });
+            if self.string(member_name) == name {
+                Some((offset, of))
+            } else if member_name == 0 {
+                let (inner, of) = self.member(of, name, depth)?;
+                Some((offset + inner, of))
+            } else {
+                None
+            }
+        })
+    }
+
+    fn get(&self, id: u32) -> Option<Record> {
+        let at = *self.at.get(id as usize)?;
+        self.record(at as usize)
+    }
+
+    fn record(&self, at: usize) -> Option<Record> {
+        let info = self.word(at.checked_add(4)?)?;
+        Some(Record {
+            name: self.word(at)?,
+            kind: (info >> 24) & 0x1F,
+            vlen: (info & 0xFFFF) as usize,
+            kflag: info >> 31 == 1,
+            size_or_type: self.word(at + 8)?,
+            body: at + 12,
+        })
+    }
+
+    fn word(&self, at: usize) -> Option<u32> {
+        let b = self.types.get(at..at.checked_add(4)?)?;
+        Some(u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    }
+
+    fn string(&self, at: u32) -> &[u8] {
+        let rest = self.strings.get(at as usize..).unwrap_or_default();
+        &rest[..memchr::memchr(0, rest).unwrap_or(0)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// struct outer { int a; union { struct inner in; int b; }; }, struct inner { int x; int y; }, one variable.
+    fn sample() -> Vec<u8> {
+        let strings = b"\0int\0outer\0inner\0a\0b\0in\0x\0y\0current\0.data..percpu\0";
+        let s = |name: &str| {
+            let name = [b"\0", name.as_bytes(), b"\0"].concat();
+            memchr::memmem::find(strings, &name).unwrap() as u32 + 1
+        };
+        let mut t: Vec<u32> = Vec::new();
+        let head = |name: u32, kind: u32, vlen: u32, size: u32| [name, kind << 24 | vlen, size];
+        t.extend(head(s("int"), 1, 0, 4)); // 1
+        t.push(32);
+        t.extend(head(s("inner"), 4, 2, 8)); // 2
+        t.extend([s("x"), 1, 0, s("y"), 1, 32]);
+        t.extend(head(0, 5, 2, 8)); // 3
+        t.extend([s("in"), 2, 0, s("b"), 1, 0]);
+        t.extend(head(s("outer"), 4, 2, 16)); // 4
+        t.extend([s("a"), 1, 0, 0, 3, 64]);
+        t.extend(head(s("current"), 14, 0, 1)); // 5
+        t.push(1);
+        t.extend(head(s(".data..percpu"), 15, 1, 64)); // 6
+        t.extend([5, 0x1c0, 8]);
+        let types: Vec<u8> = t.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let mut out = Vec::new();
+        for w in [
+            0x0001_EB9F,
+            24,
+            0,
+            types.len() as u32,
+            types.len() as u32,
+            strings.len() as u32,
+        ] {
+            out.extend_from_slice(&u32::to_le_bytes(w));
+        }
+        out.extend(types);
+        out.extend(strings);
+        out
+    }
+
+    #[test]
+    fn members_are_found_through_anonymous_and_named_ones() {
+        let btf = Btf::parse(&sample()).unwrap();
+        assert_eq!(btf.offset_of("outer", "a"), Some(0));
+        assert_eq!(btf.offset_of("outer", "b"), Some(8));
+        assert_eq!(btf.offset_of("outer", "in.y"), Some(12));
+        assert_eq!(btf.offset_of("outer", "none"), None);
+        assert_eq!(btf.size_of("outer"), Some(16));
+        assert_eq!(btf.variable(".data..percpu", "current"), Some(0x1c0));
+        assert_eq!(btf.variable(".data", "current"), None);
+    }
+
+    #[test]
+    fn other_data_is_refused() {
+        assert_eq!(Btf::parse(b"ELF").unwrap_err(), BtfError::Header);
+        let s = sample();
+        assert_eq!(Btf::parse(&s[..s.len() - 1]).unwrap_err(), BtfError::Truncated);
+    }
+
+    proptest! {
+        #[test]
+        fn damage_never_panics(at in 0usize..400, with: u8) {
+            let mut s = sample();
+            let len = s.len();
+            s[at % len] = with;
+            if let Ok(btf) = Btf::parse(&s) {
+                for m in ["a", "b", "in.x", "in.y.z"] {
+                    let _ = btf.offset_of("outer", m);
+                }
+                let _ = btf.variable(".data..percpu", "current");
+            }
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! What a vmlinux tells: unwind tables, symbols, type information.
+//!
+//! The image is the ELF file the guest was booted from (for a bzImage: its unpacked payload). It comes from the
+//! operator, but may be anything, so it is parsed defensively.
+
+use object::{Object, ObjectSection, ObjectSymbol};
+
+use super::btf::Btf;
+use super::kallsyms::{self, KallsymsError};
+use super::orc::OrcTable;
+use super::symbols::{KernelSymbols, SymbolsBuilder};
+
+/// Why an image cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// Not an ELF file, or a broken one.
+    #[error("not a readable ELF kernel image")]
+    Elf(#[source] object::Error),
+    /// ELF, but for another machine.
+    #[error("the kernel image is not for x86-64")]
+    Machine,
+}
+
+/// The tables of one kernel image. All addresses are link-time ones.
+#[derive(Debug)]
+pub struct KernelImage {
+    orc: Option<OrcTable>,
+    btf: Option<Btf>,
+    symbols: Option<KernelSymbols>,
+    banner: Option<String>,
+    text: std::ops::Range<u64>,
+    notes: Vec<String>,
+}
+
+impl KernelImage {
+    /// Reads an ELF vmlinux. Parts that are missing or broken are left out and noted ([`Self::notes`]): a kernel
+    /// without BTF still has its stacks unwound.
+    pub fn parse(bytes: &[u8]) -> Result<Self, ImageError> {
+        let file = object::File::parse(bytes).map_err(ImageError::Elf)?;
+        if file.architecture() != object::Architecture::X86_64 {
+            return Err(ImageError::Machine);
+        }
+        let mut notes = Vec::new();
+        let section = |name: &str| {
+            let section = file.section_by_name(name)?;
+            Some((section.address(), section.data().ok()?))
+        };
+        let orc = match (section(".orc_unwind_ip"), section(".orc_unwind")) {
+            (Some((at, ips)), Some((_, entries))) => match OrcTable::parse(ips, at, entries) {
+                Ok(table) => Some(table),
+                Err(e) => {
+                    notes.push(format!("no kernel unwinding by ORC: {e}"));
+                    None
+                }
+            },
+            _ => {
+                notes.push("no ORC tables in the image: kernel stacks are walked by frame pointers".into());
+                None
+            }
+        };
+        let btf = match section(".BTF").map(|(_, data)| Btf::parse(data)) {
+            Some(Ok(btf)) => Some(btf),
+            Some(Err(e)) => {
+                notes.push(format!("tasks are not named: {e}"));
+                None
+            }
+            None => {
+                notes.push("tasks are not named: the image has no BTF".into());
+                None
+            }
+        };
+        let text = section(".text").map_or(0..0, |(at, data)| at..at.saturating_add(data.len() as u64));
+        let mut builder = SymbolsBuilder::default();
+        for symbol in file.symbols() {
+            if let Ok(name) = symbol.name()
+                && symbol.is_definition()
+                && !name.is_empty()
+            {
+                let kind = if symbol.kind() == object::SymbolKind::Text {
+                    b't'
+                } else {
+                    b'd'
+                };
+                builder.add(symbol.address(), kind, name.as_bytes());
+            }
+        }
+        let mut symbols = builder.finish();
+        if symbols.is_none() {
+            // Stripped, as what comes out of a bzImage is: the kernel's own table is still inside.
+            let rodata = section(".rodata").map(|(_, data)| data).into_iter();
+            let init = section(".init.data").map(|(_, data)| data).into_iter();
+            symbols = rodata.chain(init).find_map(|data| kallsyms::find(data).ok());
+        }
+        if symbols.is_none() {
+            notes.push("kernel symbols: neither a symbol table nor kallsyms in the image".into());
+        }
+        // The image holds look-alikes of the version line; the symbol says which is the real one.
+        let banner = symbols
+            .as_ref()
+            .and_then(|s| s.by_name("linux_banner"))
+            .map_or_else(
+                || section(".rodata").and_then(|(_, data)| find_banner(data)),
+                |symbol| {
+                    let (at, data) = file.sections().find_map(|s| {
+                        let data = s.data().ok()?;
+                        let inside = symbol.address.checked_sub(s.address())? < data.len() as u64;
+                        inside.then_some((s.address(), data))
+                    })?;
+                    find_banner(&data[(symbol.address - at) as usize..])
+                },
+            );
+        Ok(Self {
+            orc,
+            btf,
+            symbols,
+            banner,
+            text,
+            notes,
+        })
+    }
+
+    /// Reads the kernel out of its own memory: `bytes` are what is mapped from `start` on, holes as zeros. The
+    /// addresses are then running ones, and the slide to use with them is 0.
+    pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
+        let symbols = kallsyms::find(bytes)?;
+        let mut notes = Vec::new();
+        let span = |from: &str, to: &str| {
+            let from = symbols.by_name(from)?.address;
+            let to = symbols.by_name(to)?.address;
+            let range = usize::try_from(from.checked_sub(start)?).ok()?
+                ..usize::try_from(to.checked_sub(start)?).ok()?;
+            Some((from, bytes.get(range)?))
+        };
+        let orc = span("__start_orc_unwind_ip", "__stop_orc_unwind_ip")
+            .zip(span("__start_orc_unwind", "__stop_orc_unwind"))
+            .and_then(|((at, ips), (_, entries))| OrcTable::parse(ips, at, entries).ok());
+        if orc.is_none() {
+            notes
+                .push("no ORC tables in the kernel's memory: its stacks are walked by frame pointers".into());
+        }
+        let btf = span("__start_BTF", "__stop_BTF").and_then(|(_, data)| Btf::parse(data).ok());
+        if btf.is_none() {
+            notes.push("tasks are not named: no BTF in the kernel's memory".into());
+        }
+        let text = match (symbols.by_name("_stext"), symbols.by_name("_etext")) {
+            (Some(from), Some(to)) => from.address..to.address,
+            _ => 0..0,
+        };
+        let banner = match symbols
+            .by_name("linux_banner")
+            .and_then(|s| s.address.checked_sub(start))
+        {
+            Some(at) => bytes.get(at as usize..).and_then(find_banner),
+            None => find_banner(bytes),
+        };
+        Ok(Self {
+            orc,
+            btf,
+            symbols: Some(symbols),
+            banner,
+            text,
+            notes,
+        })
+    }
+
+    /// Unwind tables, if the kernel is built with them.
+    pub fn orc(&self) -> Option<&OrcTable> {
+        self.orc.as_ref()
+    }
+
+    /// Type information, if the image has it.
+    pub fn btf(&self) -> Option<&Btf> {
+        self.btf.as_ref()
+    }
+
+    /// Symbols from the image's symbol table or from the kallsyms tables in it.
+    pub fn symbols(&self) -> Option<&KernelSymbols> {
+        self.symbols.as_ref()
+    }
+
+    /// "Linux version …", the first line of the kernel's log.
+    pub fn banner(&self) -> Option<&str> {
+        self.banner.as_deref()
+    }
+
+    /// The kernel's release, for example `6.1.0-56-cloud-amd64`.
+    pub fn release(&self) -> Option<&str> {
+        self.banner()?.split(' ').nth(2)
+    }
+
+    /// `.text`.
+    pub fn text(&self) -> std::ops::Range<u64> {
+        self.text.clone()
+    }
+
+    /// What is missing, a line each, for the operator.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+}
+
+/// The longest banner looked at.
+const BANNER_MAX: usize = 512;
+
+pub(super) fn find_banner(data: &[u8]) -> Option<String> {
+    // The same words stand in the format string for /proc/version, with "%s" after them.
+    memchr::memmem::find_iter(data, b"Linux version ").find_map(|at| {
+        let rest = &data[at..data.len().min(at + BANNER_MAX)];
+        let end = rest.iter().position(|&b| b == b'\n' || b == 0)?;
+        let line = std::str::from_utf8(&rest[..end]).ok()?;
+        (line.as_bytes().get(14).is_some_and(u8::is_ascii_digit)).then(|| line.to_owned())
+    })
+}

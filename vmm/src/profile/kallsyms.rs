@@ -1,0 +1,485 @@
+//! The kernel's own symbol table, found in a kernel image or in the memory of a running kernel.
+//!
+//! `scripts/kallsyms` compresses names with a table of 256 tokens and lays several arrays into `.rodata`,
+//! whose names are not there in a stripped image. They are found by what they must look like:
+//!
+//! 1. The token table: 256 NUL-terminated strings, among them the single characters `0` to `9` in a row, and
+//!    after it the token index: 256 16-bit offsets which must agree with the strings, each of them.
+//! 2. The names (`length, tokens…` each) with the number of symbols before them and, after them, one marker for
+//!    each 256 names. A candidate is right when all names parse and all markers agree.
+//! 3. The addresses: 64-bit ones, or 32-bit offsets with a base. To 6.3 they precede the count, since 6.4 they
+//!    follow the token index. Negative offsets count down from the base and others are absolute
+//!    (`KALLSYMS_ABSOLUTE_PERCPU`), or all count up.
+//!
+//! Widths that changed over time (32- or 64-bit counts and markers, lengths of two bytes since 6.1) are tried.
+
+use super::symbols::{KernelSymbols, SymbolsBuilder};
+
+/// Why no table was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum KallsymsError {
+    /// Nothing that looks like a token table with its index.
+    #[error("no kallsyms token table")]
+    NoTokens,
+    /// No names that the tokens decode and the markers agree with.
+    #[error("no kallsyms names that fit the token table")]
+    NoNames,
+    /// Names but no addresses that fit.
+    #[error("no kallsyms addresses that fit the names")]
+    NoAddresses,
+}
+
+/// Fewest and most symbols of a table that is believed.
+const SYMBOLS: std::ops::RangeInclusive<u64> = 256..=4_000_000;
+/// Names are searched for at most this far before the token table.
+const NAMES_REACH: usize = 32 << 20;
+/// Token tables looked at before giving up (memory may hold copies and look-alikes).
+const MAX_CANDIDATES: usize = 16;
+/// Counts whose names were parsed whole before giving up: each costs a pass over all names.
+const MAX_PROOFS: u32 = 64;
+/// Longest expanded name.
+const MAX_NAME: usize = 1024;
+const UPPER_HALF: u64 = 1 << 63;
+/// Kernel images start in the top 2 GiB.
+const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
+
+struct Tokens<'d> {
+    data: &'d [u8],
+    start: usize,
+    index: [u16; 256],
+    /// End of the token index.
+    end: usize,
+}
+
+impl<'d> Tokens<'d> {
+    fn token(&self, i: u8) -> &'d [u8] {
+        let from = self.start + usize::from(self.index[usize::from(i)]);
+        let rest = &self.data[from.min(self.data.len())..];
+        &rest[..memchr::memchr(0, rest).unwrap_or(0)]
+    }
+
+    /// The table that holds the digits at `digits`, if it is one.
+    fn around(data: &'d [u8], digits: usize) -> Option<Self> {
+        // From "0" on there are 256 - 48 strings; then padding, then the index.
+        let mut at = digits;
+        for _ in usize::from(b'0')..256 {
+            let rest = data.get(at..)?;
+            at += memchr::memchr(0, &rest[..rest.len().min(MAX_NAME)])? + 1;
+        }
+        [2, 4, 8].into_iter().find_map(|align| {
+            let from = at.next_multiple_of(align);
+            let raw = data.get(from..from + 512)?;
+            let mut index = [0; 256];
+            for (slot, b) in index.iter_mut().zip(raw.chunks_exact(2)) {
+                *slot = u16::from_le_bytes([b[0], b[1]]);
+            }
+            let start = digits.checked_sub(usize::from(index[usize::from(b'0')]))?;
+            let tokens = Self {
+                data,
+                start,
+                index,
+                end: from + 512,
+            };
+            let mut expected = 0;
+            for i in 0..=255u8 {
+                if usize::from(tokens.index[usize::from(i)]) != expected {
+                    return None;
+                }
+                expected += tokens.token(i).len() + 1;
+            }
+            (start + expected == at).then_some(tokens)
+        })
+    }
+}
+
+/// Where the names are and how they are to be read.
+struct Names {
+    count: usize,
+    /// Offset of the count.
+    count_at: usize,
+    /// Offset of the first name.
+    start: usize,
+    /// Lengths of 128 up take two bytes.
+    big: bool,
+}
+
+/// Offset of the next name and the range of this one's tokens.
+fn name_at(data: &[u8], at: usize, big: bool) -> Option<(usize, std::ops::Range<usize>)> {
+    let first = usize::from(*data.get(at)?);
+    let (len, from) = if big && first & 0x80 != 0 {
+        ((first & 0x7F) | (usize::from(*data.get(at + 1)?) << 7), at + 2)
+    } else {
+        (first, at + 1)
+    };
+    (len != 0 && from + len <= data.len()).then_some((from + len, from..from + len))
+}
+
+fn expand<'b>(tokens: &Tokens<'_>, packed: &[u8], buf: &'b mut [u8; MAX_NAME]) -> Option<&'b [u8]> {
+    let mut len = 0;
+    for &t in packed {
+        let piece = tokens.token(t);
+        buf.get_mut(len..len + piece.len())?.copy_from_slice(piece);
+        len += piece.len();
+    }
+    Some(&buf[..len])
+}
+
+/// A type letter and a name behind it.
+fn is_symbol(text: &[u8]) -> bool {
+    text.len() >= 2
+        && (text[0].is_ascii_alphabetic() || matches!(text[0], b'?' | b'-'))
+        && text[1..].iter().all(u8::is_ascii_graphic)
+}
+
+fn u32_at(data: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(
+        data.get(at..at.checked_add(4)?)?.try_into().ok()?,
+    ))
+}
+
+fn u64_at(data: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(
+        data.get(at..at.checked_add(8)?)?.try_into().ok()?,
+    ))
+}
+
+/// Names looked at before a candidate is parsed whole.
+const TASTE: usize = 64;
+
+impl Names {
+    fn before(tokens: &Tokens<'_>) -> Option<Self> {
+        let data = tokens.data;
+        let lowest = tokens.start.saturating_sub(NAMES_REACH);
+        // The names are within reach of their count, so going down from the tokens finds the real count first
+        // only by chance; each candidate is proven by parsing it whole.
+        let mut at = (tokens.start & !7).checked_sub(8)?;
+        let mut proofs = 0;
+        while at >= lowest {
+            if let Some(n) = u32_at(data, at)
+                && SYMBOLS.contains(&u64::from(n))
+                && u32_at(data, at + 4) == Some(0)
+            {
+                let names = Self {
+                    count: n as usize,
+                    count_at: at,
+                    start: at + 8,
+                    big: true,
+                };
+                for big in [true, false] {
+                    let names = Self { big, ..names };
+                    if !names.taste(tokens) {
+                        continue;
+                    }
+                    if names.proven(tokens) {
+                        return Some(names);
+                    }
+                    proofs += 1;
+                    if proofs >= MAX_PROOFS {
+                        return None;
+                    }
+                }
+            }
+            at = at.checked_sub(8)?;
+        }
+        None
+    }
+
+    fn taste(&self, tokens: &Tokens<'_>) -> bool {
+        let (mut at, mut buf) = (self.start, [0; MAX_NAME]);
+        (0..TASTE).all(|_| {
+            let Some((next, packed)) = name_at(tokens.data, at, self.big) else {
+                return false;
+            };
+            at = next;
+            expand(tokens, &tokens.data[packed], &mut buf).is_some_and(is_symbol)
+        })
+    }
+
+    /// All names parse, and the markers behind them agree.
+    fn proven(&self, tokens: &Tokens<'_>) -> bool {
+        let data = tokens.data;
+        let mut markers = Vec::with_capacity(self.count / 256 + 1);
+        let mut at = self.start;
+        for i in 0..self.count {
+            if i % 256 == 0 {
+                markers.push((at - self.start) as u64);
+            }
+            match name_at(data, at, self.big) {
+                Some((next, _)) => at = next,
+                None => return false,
+            }
+        }
+        [4usize, 8].into_iter().any(|width| {
+            let from = at.next_multiple_of(8);
+            markers.iter().enumerate().all(|(i, &want)| {
+                let slot = from + i * width;
+                let got = if width == 4 {
+                    u32_at(data, slot).map(u64::from)
+                } else {
+                    u64_at(data, slot)
+                };
+                got == Some(want)
+            })
+        })
+    }
+}
+
+/// Decodes the addresses: where they may lie, in the order of likelihood.
+fn addresses(tokens: &Tokens<'_>, names: &Names) -> Option<Vec<u64>> {
+    let data = tokens.data;
+    let n = names.count;
+    let offsets_len = (n * 4).next_multiple_of(8);
+    // Since 6.4: token index, offsets, base.
+    let after = tokens.end.next_multiple_of(8);
+    if let Some(base) = u64_at(data, after + offsets_len)
+        && let Some(found) = relative(data, after, n, base)
+    {
+        return Some(found);
+    }
+    // To 6.3: offsets, base, count.
+    if let Some(base_at) = names.count_at.checked_sub(8)
+        && let Some(base) = u64_at(data, base_at)
+        && let Some(from) = base_at.checked_sub(offsets_len)
+        && let Some(found) = relative(data, from, n, base)
+    {
+        return Some(found);
+    }
+    // Without a base: addresses, count; or (6.4 and later) token index, addresses.
+    [names.count_at.checked_sub(n * 8), Some(after)]
+        .into_iter()
+        .flatten()
+        .find_map(|from| {
+            let list: Vec<u64> = (0..n)
+                .map(|i| u64_at(data, from + i * 8))
+                .collect::<Option<_>>()?;
+            (believable(&list) && list.is_sorted()).then_some(list)
+        })
+}
+
+fn relative(data: &[u8], from: usize, n: usize, base: u64) -> Option<Vec<u64>> {
+    if base < KERNEL_MAP {
+        return None;
+    }
+    let offsets: Vec<u32> = (0..n)
+        .map(|i| u32_at(data, from + i * 4))
+        .collect::<Option<_>>()?;
+    let per_cpu = |o: u32| {
+        let signed = i64::from(o as i32);
+        if signed >= 0 {
+            signed as u64
+        } else {
+            base.wrapping_sub(1).wrapping_sub(signed as u64)
+        }
+    };
+    let plain = |o: u32| base.wrapping_add(u64::from(o));
+    let both: [&dyn Fn(u32) -> u64; 2] = [&per_cpu, &plain];
+    both.into_iter().find_map(|decode| {
+        let list: Vec<u64> = offsets.iter().map(|&o| decode(o)).collect();
+        (believable(&list) && list.is_sorted()).then_some(list)
+    })
+}
+
+/// Most symbols are kernel addresses.
+fn believable(list: &[u64]) -> bool {
+    list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
+}
+
+/// Finds and reads the tables in `data`: the bytes of `.rodata`, of a whole image, or of a kernel's memory in
+/// the order of its virtual addresses. Offsets in `data` must be congruent to addresses modulo 8.
+pub fn find(data: &[u8]) -> Result<KernelSymbols, KallsymsError> {
+    const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
+    let mut worst = KallsymsError::NoTokens;
+    let candidates = memchr::memmem::find_iter(data, DIGITS)
+        .filter_map(|at| Tokens::around(data, at))
+        .take(MAX_CANDIDATES);
+    for tokens in candidates {
+        let Some(names) = Names::before(&tokens) else {
+            if worst == KallsymsError::NoTokens {
+                worst = KallsymsError::NoNames;
+            }
+            continue;
+        };
+        let Some(list) = addresses(&tokens, &names) else {
+            worst = KallsymsError::NoAddresses;
+            continue;
+        };
+        let mut builder = SymbolsBuilder::default();
+        let (mut at, mut buf) = (names.start, [0; MAX_NAME]);
+        for address in list {
+            let Some((next, packed)) = name_at(data, at, names.big) else {
+                break;
+            };
+            at = next;
+            if let Some(text) = expand(&tokens, &data[packed], &mut buf)
+                && is_symbol(text)
+            {
+                builder.add(address, text[0], &text[1..]);
+            }
+        }
+        if let Some(symbols) = builder.finish() {
+            return Ok(symbols);
+        }
+    }
+    Err(worst)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Layout {
+        /// 64-bit addresses, 64-bit counts and markers.
+        V4_5,
+        /// Offsets before the names, absolute per-CPU.
+        V4_20,
+        /// The same with a permutation between markers and tokens.
+        V6_2,
+        /// Offsets behind the tokens.
+        V6_4,
+        /// Offsets behind the tokens, all upwards.
+        V6_15,
+    }
+
+    const BASE: u64 = 0xffff_ffff_8100_0000;
+
+    /// Lays out tables as the kernel's build does, with one two-letter token and otherwise single characters.
+    fn build(layout: Layout, symbols: &[(u64, String)]) -> Vec<u8> {
+        let n = symbols.len();
+        let mut tokens = Vec::new();
+        let mut index = Vec::new();
+        for i in 0..256u32 {
+            index.extend_from_slice(&(tokens.len() as u16).to_le_bytes());
+            match i {
+                0x21..=0x7e => tokens.push(i as u8),
+                0x80 => tokens.extend_from_slice(b"sys_"),
+                _ => tokens.extend_from_slice(b"zz"),
+            }
+            tokens.push(0);
+        }
+        let mut names = Vec::new();
+        let mut markers = Vec::new();
+        for (i, (_, name)) in symbols.iter().enumerate() {
+            if i % 256 == 0 {
+                markers.push(names.len());
+            }
+            let mut packed = vec![b'T'];
+            match name.strip_prefix("sys_") {
+                Some(rest) => {
+                    packed.push(0x80);
+                    packed.extend_from_slice(rest.as_bytes());
+                }
+                None => packed.extend_from_slice(name.as_bytes()),
+            }
+            let big = !matches!(layout, Layout::V4_5 | Layout::V4_20);
+            if big && packed.len() > 127 {
+                names.push((packed.len() & 0x7F) as u8 | 0x80);
+                names.push((packed.len() >> 7) as u8);
+            } else {
+                names.push(packed.len() as u8);
+            }
+            names.extend_from_slice(&packed);
+        }
+        let mut out = vec![0xEE; 40];
+        let pad = |out: &mut Vec<u8>| out.resize(out.len().next_multiple_of(8), 0);
+        let offsets = |out: &mut Vec<u8>| {
+            for &(a, _) in symbols {
+                let o = match layout {
+                    Layout::V6_15 => a.wrapping_sub(BASE) as u32,
+                    _ if a < UPPER_HALF => a as u32,
+                    _ => (BASE.wrapping_sub(1).wrapping_sub(a)) as u32,
+                };
+                out.extend_from_slice(&o.to_le_bytes());
+            }
+            pad(out);
+            out.extend_from_slice(&BASE.to_le_bytes());
+        };
+        match layout {
+            Layout::V4_5 => symbols
+                .iter()
+                .for_each(|(a, _)| out.extend_from_slice(&a.to_le_bytes())),
+            Layout::V4_20 | Layout::V6_2 => offsets(&mut out),
+            _ => {}
+        }
+        out.extend_from_slice(&(n as u64).to_le_bytes());
+        out.extend_from_slice(&names);
+        pad(&mut out);
+        for m in markers {
+            match layout {
+                Layout::V4_5 => out.extend_from_slice(&(m as u64).to_le_bytes()),
+                _ => out.extend_from_slice(&(m as u32).to_le_bytes()),
+            }
+        }
+        pad(&mut out);
+        if let Layout::V6_2 = layout {
+            out.extend((0..n * 3).map(|i| i as u8 | 1));
+            pad(&mut out);
+        }
+        out.extend_from_slice(&tokens);
+        pad(&mut out);
+        out.extend_from_slice(&index);
+        pad(&mut out);
+        if let Layout::V6_4 | Layout::V6_15 = layout {
+            offsets(&mut out);
+        }
+        out.extend_from_slice(&[0xEE; 64]);
+        out
+    }
+
+    fn symbols(per_cpu: bool, long: bool) -> Vec<(u64, String)> {
+        let mut v: Vec<(u64, String)> = (0..700u64)
+            .map(|i| {
+                let a = if per_cpu && i < 20 { i * 64 } else { BASE + i * 48 };
+                (a, format!("{}fn_{i}", if i % 3 == 0 { "sys_" } else { "" }))
+            })
+            .collect();
+        if long {
+            v[300].1 = format!("long_{}", "x".repeat(300));
+        }
+        v
+    }
+
+    #[test]
+    fn every_layout_since_4_5_is_read_whole() {
+        for layout in [
+            Layout::V4_5,
+            Layout::V4_20,
+            Layout::V6_2,
+            Layout::V6_4,
+            Layout::V6_15,
+        ] {
+            let absolute = matches!(layout, Layout::V4_20 | Layout::V6_2 | Layout::V6_4);
+            let big = !matches!(layout, Layout::V4_5 | Layout::V4_20);
+            let want = symbols(absolute, big);
+            let got = find(&build(layout, &want)).unwrap_or_else(|e| panic!("{layout:?}: {e}"));
+            let got: Vec<_> = got.iter().map(|s| (s.address, s.name.to_owned())).collect();
+            assert_eq!(got, want, "{layout:?}");
+        }
+    }
+
+    #[test]
+    fn a_table_with_one_wrong_marker_is_not_believed() {
+        let mut data = build(Layout::V4_20, &symbols(true, false));
+        let tokens = memchr::memmem::find(&data, b"zz\0zz\0").unwrap();
+        data[tokens - 5] ^= 1;
+        assert!(matches!(find(&data), Err(KallsymsError::NoNames)));
+    }
+
+    #[test]
+    fn data_without_a_table_says_so() {
+        assert_eq!(find(&[0; 4096]).unwrap_err(), KallsymsError::NoTokens);
+    }
+
+    proptest! {
+        #[test]
+        fn damage_anywhere_never_panics(at in 0usize..20000, with: u8, cut in 0usize..20000) {
+            let mut data = build(Layout::V6_4, &symbols(true, true));
+            let len = data.len();
+            data[at % len] = with;
+            let _ = find(&data);
+            data.truncate(cut % len);
+            let _ = find(&data);
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Finding the kernel that runs in a guest: its slide, or the whole of it when no image was given.
+//!
+//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), the system-call entry,
+//! and the IDT, whose first gate is the divide error's handler. Both are where the image's symbols say plus the
+//! slide. Which it is is then checked by comparing the kernel's version line in guest memory.
+
+use super::image::KernelImage;
+use super::kallsyms::KallsymsError;
+use super::paging::{AddressSpace, Hole, Unsupported};
+use super::{Budget, GuestPhys, GuestRegs};
+
+/// The registers that point into the kernel; 0 for those not known.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Anchors {
+    /// MSR 0xC0000082.
+    pub lstar: u64,
+    /// Base of the IDT (`sregs.idt.base`).
+    pub idt_base: u64,
+}
+
+/// A kernel's place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// What running addresses have over the image's.
+    pub slide: u64,
+    /// The version line in guest memory is the image's. Otherwise the image has no version line to compare, or
+    /// no symbol for it, and the slide rests on the register alone.
+    pub verified: bool,
+}
+
+/// Why the kernel was not found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum LocateError {
+    /// The vCPU's paging mode is none that is walked.
+    #[error("the guest's page tables are not walked: {0}")]
+    Mode(#[from] Unsupported),
+    /// No register points into a kernel yet.
+    #[error("the guest has not set up its kernel yet, or it is no 64-bit Linux")]
+    NoAnchor,
+    /// The image's symbols are needed and missing.
+    #[error("the kernel image has no symbols to find its slide by")]
+    NoSymbols,
+    /// Memory at the place has another version line than the image.
+    #[error("the guest runs another kernel than the image given")]
+    OtherKernel,
+    /// The kernel's symbol table was not found in its memory.
+    #[error("no kernel symbols in guest memory: {0}")]
+    Kallsyms(#[from] KallsymsError),
+}
+
+/// Kernels are loaded in the top 2 GiB, slid by multiples of 2 MiB within 1 GiB.
+const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
+const SLIDE_ALIGN: u64 = 2 << 20;
+const MAX_SLIDE: u64 = 1 << 30;
+/// Reads allowed to place a kernel. None of this is done per sample.
+const PLACE_READS: u32 = 4096;
+/// Most of a kernel that is read from memory.
+const MAX_KERNEL: u64 = 128 << 20;
+/// Freed parts of a kernel (its init sections) leave holes; a longer one is its end.
+const MAX_GAP: u64 = 32 << 20;
+
+fn plausible(slide: u64) -> bool {
+    slide.is_multiple_of(SLIDE_ALIGN) && slide < MAX_SLIDE
+}
+
+/// Finds where `image` runs.
+pub fn place<M: GuestPhys + ?Sized>(
+    mem: &M,
+    regs: &GuestRegs,
+    image: &KernelImage,
+    anchors: &Anchors,
+) -> Result<Place, LocateError> {
+    let mut space = AddressSpace::of(mem, regs)?;
+    let mut budget = Budget::new(PLACE_READS, None);
+    let symbols = image.symbols().ok_or(LocateError::NoSymbols)?;
+    let divide_error = idt_gate(&mut space, anchors.idt_base, &mut budget).unwrap_or(0);
+    let known = [
+        (anchors.lstar, &["entry_SYSCALL_64"][..]),
+        (divide_error, &["asm_exc_divide_error", "divide_error"][..]),
+    ];
+    let mut slides = known.into_iter().flat_map(|(running, names)| {
+        names.iter().filter_map(move |name| {
+            let linked = symbols.by_name(name)?.address;
+            (running >= KERNEL_MAP).then(|| running.wrapping_sub(linked))
+        })
+    });
+    let slide =
+        slides
+            .find(|&s| plausible(s))
+            .ok_or(if anchors.lstar < KERNEL_MAP && divide_error < KERNEL_MAP {
+                LocateError::NoAnchor
+            } else {
+                LocateError::OtherKernel
+            })?;
+    let (Some(banner), Some(at)) = (image.banner(), symbols.by_name("linux_banner")) else {
+        return Ok(Place {
+            slide,
+            verified: false,
+        });
+    };
+    let mut found = vec![0; banner.len()];
+    let at = at.address.wrapping_add(slide);
+    let mut read = space.read(at, &mut found, &mut budget);
+    if read.is_err() {
+        // At CPL 3 under page-table isolation the kernel is in the sibling tables.
+        read = space.kernel_sibling().read(at, &mut found, &mut budget);
+    }
+    match read {
+        Ok(()) if found == banner.as_bytes() => Ok(Place {
+            slide,
+            verified: true,
+        }),
+        Ok(()) => Err(LocateError::OtherKernel),
+        Err(_) => Ok(Place {
+            slide,
+            verified: false,
+        }),
+    }
+}
+
+/// The handler in gate 0 of the IDT (Intel SDM vol. 3, "64-Bit Mode IDT").
+fn idt_gate<M: GuestPhys + ?Sized>(
+    space: &mut AddressSpace<'_, M>,
+    idt_base: u64,
+    budget: &mut Budget,
+) -> Option<u64> {
+    let mut gate = [0; 16];
+    space.read(idt_base, &mut gate, budget).ok()?;
+    let half = |at: usize| u64::from(u16::from_le_bytes([gate[at], gate[at + 1]]));
+    let high = u64::from(u32::from_le_bytes([gate[8], gate[9], gate[10], gate[11]]));
+    (gate[5] & 0x80 != 0).then_some(high << 32 | half(6) << 16 | half(0))
+}
+
+/// Reads a running Linux kernel out of guest memory, without any image: symbols, unwind tables and type
+/// information at their running addresses (so the slide to use is 0). Slow (tens of MiB are copied); for once
+/// per guest.
+pub fn read_kernel<M: GuestPhys + ?Sized>(
+    mem: &M,
+    regs: &GuestRegs,
+    anchors: &Anchors,
+) -> Result<KernelImage, LocateError> {
+    let first = AddressSpace::of(mem, regs)?;
+    let mut result = Err(LocateError::NoAnchor);
+    for mut space in [first.kernel_sibling(), first] {
+        let mut budget = Budget::new(u32::MAX, None);
+        let gate = idt_gate(&mut space, anchors.idt_base, &mut budget).unwrap_or(0);
+        for anchor in [anchors.lstar, gate] {
+            if anchor < KERNEL_MAP {
+                continue;
+            }
+            let (start, bytes) = mapped_around(&space, anchor);
+            match KernelImage::from_memory(start, &bytes) {
+                Ok(image) => return Ok(image),
+                Err(e) => result = Err(e.into()),
+            }
+        }
+    }
+    result
+}
+
+/// The mapped range that `anchor` is in, holes up to [`MAX_GAP`] above it as zeros.
+fn mapped_around<M: GuestPhys + ?Sized>(space: &AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
+    const CHUNK: u64 = 4096;
+    let mut budget = Budget::new(u32::MAX, None);
+    let mut start = anchor & !(SLIDE_ALIGN - 1);
+    while start > KERNEL_MAP
+        && anchor - start < MAX_KERNEL
+        && space.translate(start - SLIDE_ALIGN, &mut budget).is_ok()
+    {
+        start -= SLIDE_ALIGN;
+    }
+    let mut bytes: Vec<u8> = Vec::new();
+    let (mut at, mut gap) = (start, 0);
+    while at - start < MAX_KERNEL && gap < MAX_GAP {
+        let (size, gpa) = match space.translate(at, &mut budget) {
+            Ok(t) => (
+                t.page_size.min(SLIDE_ALIGN) - at % t.page_size.min(SLIDE_ALIGN),
+                Some(t.gpa),
+            ),
+            // A missing table stands for all it would map.
+            Err(Hole::NotPresent(level)) => {
+                let covers = 1u64 << (12 + 9 * u32::from(level - 1));
+                (covers - at % covers, None)
+            }
+            Err(_) => (CHUNK, None),
+        };
+        let size = size.min(MAX_KERNEL);
+        let from = bytes.len();
+        let read = gpa.is_some_and(|gpa| {
+            bytes.resize(from + size as usize, 0);
+            space.phys().read(gpa, &mut bytes[from..])
+        });
+        if read {
+            gap = 0;
+        } else {
+            gap += size;
+            if gap < MAX_GAP {
+                bytes.resize(from + size as usize, 0);
+                bytes[from..].fill(0);
+            }
+        }
+        match at.checked_add(size) {
+            Some(next) => at = next,
+            None => break,
+        }
+    }
+    (start, bytes)
+}

@@ -1,0 +1,193 @@
+//! Looking into a running guest from outside: stacks, symbols, tasks.
+//!
+//! Everything here works on two narrow things, the guest's memory ([`GuestPhys`]) and a few registers of one
+//! vCPU ([`GuestRegs`]), and trusts neither. A guest can put anything into its page tables, stacks and kernel
+//! data, so every walk is bounded in memory reads and in time ([`Budget`]), every address is checked before it
+//! is used, and the walks made per sample allocate nothing.
+//!
+//! | module | finds |
+//! |---|---|
+//! | [`paging`] | guest-physical addresses, through 4- and 5-level page tables |
+//! | [`orc`] | how to unwind a kernel address, from the tables inside vmlinux |
+//! | [`unwind`] | the call chain of a sample: kernel part, then user part |
+//! | [`image`] | tables, symbols and type information of the booted vmlinux |
+//! | [`kallsyms`] | kernel symbols, in an image, in guest memory or in a text file |
+//! | [`locate`] | the running kernel: its slide, and its image when none was given |
+//! | [`btf`] | offsets of kernel structure members |
+//! | [`task`] | the current task, its mappings and their files |
+//! | [`symbols`] | names for addresses: kernel, and user programs through a guest's mounted files |
+//!
+//! Words: a **gva** is a guest-virtual, a **gpa** a guest-physical address. The **slide** is what the running
+//! kernel's addresses have over those it was linked at (KASLR); arithmetic with it wraps. A **frame** is one
+//! address of a call chain.
+
+pub mod btf;
+pub mod image;
+pub mod kallsyms;
+pub mod locate;
+pub mod orc;
+pub mod paging;
+pub mod symbols;
+pub mod task;
+#[cfg(test)]
+pub(crate) mod testing;
+pub mod unwind;
+
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{kvm_regs, kvm_sregs};
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+/// Guest-physical memory, as far as profiling needs it.
+pub trait GuestPhys {
+    /// Fills `buf` from guest-physical address `gpa`. `false` when any byte of it is not RAM; `buf` is then
+    /// undefined. Must not allocate and must not touch devices.
+    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool;
+}
+
+impl<T: GuestPhys + ?Sized> GuestPhys for &T {
+    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
+        (**self).read(gpa, buf)
+    }
+}
+
+impl<B: Bitmap + 'static> GuestPhys for GuestMemoryMmap<B> {
+    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
+        self.read_slice(buf, GuestAddress(gpa)).is_ok()
+    }
+}
+
+/// RAM from address 0, for tests and memory files.
+impl GuestPhys for [u8] {
+    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
+        let Some(from) = usize::try_from(gpa).ok() else {
+            return false;
+        };
+        match from.checked_add(buf.len()).and_then(|to| self.get(from..to)) {
+            Some(bytes) => {
+                buf.copy_from_slice(bytes);
+                true
+            }
+            None => false,
+        }
+    }
+}
+
+/// The registers of one vCPU that a sample needs. All values are the guest's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // the architecture's names
+pub struct GuestRegs {
+    pub rip: u64,
+    pub rsp: u64,
+    pub rbp: u64,
+    /// With `rdi`, `r10` and `r13`: registers that unwind entries of the kernel's own assembly refer to.
+    pub rdx: u64,
+    pub rdi: u64,
+    pub r10: u64,
+    pub r13: u64,
+    pub rflags: u64,
+    pub cr0: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub efer: u64,
+    /// Current privilege level, 0 to 3.
+    pub cpl: u8,
+    /// CS.L: the code segment is a 64-bit one.
+    pub code64: bool,
+    /// Base of GS as the current code sees it.
+    pub gs_base: u64,
+    /// IA32_KERNEL_GS_BASE (MSR 0xC0000102): the other one; 0 when the caller does not know it.
+    pub kernel_gs_base: u64,
+}
+
+impl GuestRegs {
+    /// From what KVM_GET_REGS and KVM_GET_SREGS return, and the MSR IA32_KERNEL_GS_BASE (0 if not read).
+    pub fn from_kvm(regs: &kvm_regs, sregs: &kvm_sregs, kernel_gs_base: u64) -> Self {
+        Self {
+            rip: regs.rip,
+            rsp: regs.rsp,
+            rbp: regs.rbp,
+            rdx: regs.rdx,
+            rdi: regs.rdi,
+            r10: regs.r10,
+            r13: regs.r13,
+            rflags: regs.rflags,
+            cr0: sregs.cr0,
+            cr3: sregs.cr3,
+            cr4: sregs.cr4,
+            efer: sregs.efer,
+            // SS.DPL is the CPL on both vendors; CS.RPL differs from it for conforming segments only.
+            cpl: sregs.ss.dpl & 3,
+            code64: sregs.cs.l != 0,
+            gs_base: sregs.gs.base,
+            kernel_gs_base,
+        }
+    }
+
+    /// The base of this CPU's kernel data, found from the two GS bases: the kernel's is the one in the upper
+    /// half. `None` when neither is (before the kernel set it up, or `kernel_gs_base` is not known at CPL 3).
+    ///
+    /// A vCPU's base does not change once its kernel runs, so a caller may keep it.
+    pub fn kernel_per_cpu_base(&self) -> Option<u64> {
+        let upper = |v: u64| v >> 63 == 1;
+        let (first, second) = if self.cpl == 3 {
+            (self.kernel_gs_base, self.gs_base)
+        } else {
+            (self.gs_base, self.kernel_gs_base)
+        };
+        [first, second].into_iter().find(|&base| upper(base))
+    }
+}
+
+/// How much a walk may do: memory reads, and optionally time. Shared by all walks of one sample.
+#[derive(Debug, Clone)]
+pub struct Budget {
+    reads_left: u32,
+    reads_used: u32,
+    deadline: Option<Instant>,
+    expired: bool,
+}
+
+impl Budget {
+    /// Reads between two looks at the clock.
+    const CLOCK_EVERY: u32 = 16;
+
+    /// At most `reads` reads of guest memory and, if given, at most `time` from now on.
+    pub fn new(reads: u32, time: Option<Duration>) -> Self {
+        let deadline = time.and_then(|t| Instant::now().checked_add(t));
+        Self {
+            reads_left: reads,
+            reads_used: 0,
+            deadline,
+            expired: false,
+        }
+    }
+
+    /// Takes one read out of the budget; `false` once it is spent.
+    pub fn take(&mut self) -> bool {
+        if self.expired || self.reads_left == 0 {
+            self.expired = true;
+            return false;
+        }
+        if self.reads_used.is_multiple_of(Self::CLOCK_EVERY)
+            && self.deadline.is_some_and(|d| Instant::now() >= d)
+        {
+            self.expired = true;
+            return false;
+        }
+        self.reads_left -= 1;
+        self.reads_used += 1;
+        true
+    }
+
+    /// Reads of guest memory made so far.
+    pub fn reads_used(&self) -> u32 {
+        self.reads_used
+    }
+
+    /// Whether a read was refused.
+    pub fn is_spent(&self) -> bool {
+        self.expired
+    }
+}

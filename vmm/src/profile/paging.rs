@@ -1,0 +1,364 @@
+//! Page-table walks of a hostile guest.
+//!
+//! What is walked is long mode: 4-level tables, or 5-level with CR4.LA57 (Intel SDM vol. 3 ch. "Paging", AMD
+//! APM vol. 2 ch. 5). 32-bit and PAE modes are declined. A walk makes at most five reads, whatever the tables
+//! say, so cycles cannot hold it; each read counts against the caller's [`Budget`].
+//!
+//! Access rights are not checked: the walk stands in for a debugger, not for the CPU. Present, page-size and
+//! the reserved bits that give an entry another meaning are.
+
+use super::{Budget, GuestPhys, GuestRegs};
+
+const PRESENT: u64 = 1 << 0;
+const PAGE_SIZE_BIT: u64 = 1 << 7;
+/// Bits 51:12 of an entry or of CR3: the physical address.
+const ADDRESS: u64 = 0x000F_FFFF_FFFF_F000;
+const CR0_PG: u64 = 1 << 31;
+const CR4_PAE: u64 = 1 << 5;
+const CR4_LA57: u64 = 1 << 12;
+const EFER_LMA: u64 = 1 << 10;
+const PAGE: u64 = 4096;
+
+/// Why there is nothing to walk. The vCPU's mode is not one whose tables are understood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Unsupported {
+    /// CR0.PG is clear: addresses are physical.
+    #[error("paging is off")]
+    PagingOff,
+    /// Paging without PAE, the 32-bit tables of two levels.
+    #[error("the guest uses 32-bit paging")]
+    Legacy,
+    /// PAE paging outside long mode.
+    #[error("the guest uses PAE paging outside long mode")]
+    Pae,
+}
+
+/// Why an address has no translation. All of these are the guest's doing, none an error of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hole {
+    /// The upper bits do not repeat the highest translated bit.
+    NonCanonical,
+    /// An entry is not present. The level counts from 5 (PML5) or 4 (PML4) down to 1 (page table).
+    NotPresent(u8),
+    /// An entry has a reserved bit set.
+    Reserved(u8),
+    /// A table, or the page itself, is not in RAM.
+    OutsideMemory,
+    /// The budget is spent.
+    Spent,
+}
+
+/// A translated address and the extent of the page it is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Translation {
+    /// Guest-physical address of the byte asked for.
+    pub gpa: u64,
+    /// Size of the page in bytes: 4 KiB, 2 MiB or 1 GiB.
+    pub page_size: u64,
+    /// Every level allows user access.
+    pub user: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Cached {
+    page: u64,
+    base: u64,
+}
+
+/// Slots of the translation cache: a chain touches the kernel stack, the user stack and little else.
+const CACHE_SLOTS: usize = 8;
+
+/// One address space of a guest: a root table and the way it is walked, with a small cache of 4 KiB
+/// translations. Make a new one for each sample, for the guest may change its tables at any time.
+pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
+    phys: &'m M,
+    root: u64,
+    levels: u8,
+    cache: [Cached; CACHE_SLOTS],
+}
+
+impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
+    /// The address space the vCPU is in.
+    pub fn of(phys: &'m M, regs: &GuestRegs) -> Result<Self, Unsupported> {
+        if regs.cr0 & CR0_PG == 0 {
+            Err(Unsupported::PagingOff)
+        } else if regs.cr4 & CR4_PAE == 0 {
+            Err(Unsupported::Legacy)
+        } else if regs.efer & EFER_LMA == 0 {
+            Err(Unsupported::Pae)
+        } else {
+            Ok(Self::with_root(phys, regs.cr3, regs.cr4 & CR4_LA57 != 0))
+        }
+    }
+
+    /// Long-mode tables at `cr3` (PCID and flag bits are dropped), five levels deep if `la57`.
+    pub fn with_root(phys: &'m M, cr3: u64, la57: bool) -> Self {
+        let none = Cached {
+            page: u64::MAX,
+            base: 0,
+        };
+        Self {
+            phys,
+            root: cr3 & ADDRESS,
+            levels: if la57 { 5 } else { 4 },
+            cache: [none; CACHE_SLOTS],
+        }
+    }
+
+    /// The same tables but for the root. Linux with page-table isolation keeps the kernel's root in the page
+    /// before the user's, that is, with bit 12 clear.
+    pub fn kernel_sibling(&self) -> Self {
+        Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
+    }
+
+    /// Guest memory under this address space.
+    pub fn phys(&self) -> &'m M {
+        self.phys
+    }
+
+    /// Whether `gva` is canonical for this depth of tables.
+    pub fn is_canonical(&self, gva: u64) -> bool {
+        let unused = 64 - self.address_bits();
+        ((gva << unused) as i64 >> unused) as u64 == gva
+    }
+
+    /// Whether `gva` is a canonical address of the lower half, where Linux keeps user space.
+    pub fn is_user_half(&self, gva: u64) -> bool {
+        gva >> (self.address_bits() - 1) == 0
+    }
+
+    /// Whether `gva` is a canonical address of the upper half, where Linux keeps the kernel.
+    pub fn is_kernel_half(&self, gva: u64) -> bool {
+        gva >> 63 == 1 && self.is_canonical(gva)
+    }
+
+    fn address_bits(&self) -> u32 {
+        12 + 9 * u32::from(self.levels)
+    }
+
+    /// Translates `gva`, walking the tables.
+    pub fn translate(&self, gva: u64, budget: &mut Budget) -> Result<Translation, Hole> {
+        if !self.is_canonical(gva) {
+            return Err(Hole::NonCanonical);
+        }
+        let mut table = self.root;
+        let mut user = true;
+        for level in (1..=self.levels).rev() {
+            let shift = 12 + 9 * u32::from(level - 1);
+            let index = (gva >> shift) & 0x1FF;
+            if !budget.take() {
+                return Err(Hole::Spent);
+            }
+            let mut raw = [0; 8];
+            if !self.phys.read(table + 8 * index, &mut raw) {
+                return Err(Hole::OutsideMemory);
+            }
+            let entry = u64::from_le_bytes(raw);
+            if entry & PRESENT == 0 {
+                return Err(Hole::NotPresent(level));
+            }
+            user &= entry & 4 != 0;
+            let size = 1u64 << shift;
+            let leaf = level == 1 || entry & PAGE_SIZE_BIT != 0;
+            if !leaf {
+                table = entry & ADDRESS;
+                continue;
+            }
+            if level > 3 {
+                // PS is reserved in PML4 and PML5 entries.
+                return Err(Hole::Reserved(level));
+            }
+            // Between PAT (bit 12) and the page's own size the address bits of a large page are reserved.
+            if level > 1 && entry & (size - 1) & ADDRESS & !PAGE != 0 {
+                return Err(Hole::Reserved(level));
+            }
+            let base = entry & ADDRESS & !(size - 1);
+            return Ok(Translation {
+                gpa: base + (gva & (size - 1)),
+                page_size: size,
+                user,
+            });
+        }
+        unreachable!("level 1 always returns")
+    }
+
+    /// Fills `buf` from `gva`, page by page.
+    pub fn read(&mut self, gva: u64, buf: &mut [u8], budget: &mut Budget) -> Result<(), Hole> {
+        let mut at = gva;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let in_page = (PAGE - at % PAGE) as usize;
+            let (now, later) = rest.split_at_mut(in_page.min(rest.len()));
+            let gpa = self.page_gpa(at, budget)? + at % PAGE;
+            if !budget.take() {
+                return Err(Hole::Spent);
+            }
+            if !self.phys.read(gpa, now) {
+                return Err(Hole::OutsideMemory);
+            }
+            // An address space ends at the top: going round to 0 would be another place altogether.
+            match at.checked_add(now.len() as u64) {
+                Some(next) => at = next,
+                None if later.is_empty() => break,
+                None => return Err(Hole::NonCanonical),
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    fn page_gpa(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
+        let page = gva / PAGE;
+        let slot = page as usize % CACHE_SLOTS;
+        if self.cache[slot].page == page {
+            return Ok(self.cache[slot].base);
+        }
+        let base = self.translate(gva & !(PAGE - 1), budget)?.gpa;
+        self.cache[slot] = Cached { page, base };
+        Ok(base)
+    }
+
+    /// The 8 bytes at `gva`, little endian.
+    pub fn read_u64(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
+        let mut raw = [0; 8];
+        self.read(gva, &mut raw, budget)?;
+        Ok(u64::from_le_bytes(raw))
+    }
+
+    /// The 4 bytes at `gva`, little endian.
+    pub fn read_u32(&mut self, gva: u64, budget: &mut Budget) -> Result<u32, Hole> {
+        let mut raw = [0; 4];
+        self.read(gva, &mut raw, budget)?;
+        Ok(u32::from_le_bytes(raw))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::testing::TestGuest;
+    use proptest::prelude::*;
+
+    fn budget() -> Budget {
+        Budget::new(100, None)
+    }
+
+    #[test]
+    fn four_and_five_level_tables_translate_each_page_size() {
+        for la57 in [false, true] {
+            let mut g = TestGuest::new(1 << 20, la57);
+            g.map(0x40_0000, 0x5000, 1);
+            g.map(0x7fff_c020_0000, 0, 2);
+            g.map(0xffff_8000_4000_0000, 0, 3);
+            let space = AddressSpace::with_root(&g.ram[..], g.root, la57);
+            let mut b = budget();
+            assert_eq!(space.translate(0x40_0123, &mut b).unwrap().gpa, 0x5123);
+            assert_eq!(b.reads_used(), if la57 { 5 } else { 4 });
+            let t = space.translate(0x7fff_c020_0000 + 0x12345, &mut b).unwrap();
+            assert_eq!((t.gpa, t.page_size), (0x12345, 2 << 20));
+            let t = space.translate(0xffff_8000_4000_0000 + 0x54321, &mut b).unwrap();
+            assert_eq!((t.gpa, t.page_size), (0x54321, 1 << 30));
+            assert_eq!(space.translate(0x40_1000, &mut b), Err(Hole::NotPresent(1)));
+        }
+    }
+
+    #[test]
+    fn an_address_between_the_halves_is_not_translated() {
+        let g = TestGuest::new(1 << 16, false);
+        let space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        assert_eq!(
+            space.translate(0x8000_0000_0000, &mut budget()),
+            Err(Hole::NonCanonical)
+        );
+        let deep = AddressSpace::with_root(&g.ram[..], g.root, true);
+        assert_ne!(
+            deep.translate(0x8000_0000_0000, &mut budget()),
+            Err(Hole::NonCanonical)
+        );
+        assert_eq!(deep.translate(1 << 56, &mut budget()), Err(Hole::NonCanonical));
+    }
+
+    #[test]
+    fn reserved_bits_end_the_walk() {
+        let mut g = TestGuest::new(1 << 16, false);
+        g.map(0x40_0000, 0x5000, 1);
+        g.ram[g.root as usize] |= 0x80; // PS in a PML4 entry
+        let space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        assert_eq!(space.translate(0x40_0000, &mut budget()), Err(Hole::Reserved(4)));
+        let mut g = TestGuest::new(1 << 16, false);
+        g.map(0x20_0000, 0x4000, 2); // a 2 MiB page at an address that is no multiple of 2 MiB
+        let space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        assert_eq!(space.translate(0x20_0000, &mut budget()), Err(Hole::Reserved(2)));
+    }
+
+    #[test]
+    fn tables_that_point_at_themselves_take_no_more_reads_than_levels() {
+        let mut ram = vec![0u8; 4096];
+        for entry in ram.chunks_exact_mut(8) {
+            entry.copy_from_slice(&3u64.to_le_bytes()); // present, table at 0: itself
+        }
+        let space = AddressSpace::with_root(&ram[..], 0, true);
+        let mut b = budget();
+        assert_eq!(space.translate(0x1234, &mut b).unwrap().gpa, 0x234);
+        assert_eq!(b.reads_used(), 5);
+    }
+
+    #[test]
+    fn modes_without_long_mode_tables_are_declined() {
+        let ram = [0u8; 16];
+        let long = GuestRegs {
+            cr0: CR0_PG,
+            cr4: CR4_PAE,
+            efer: EFER_LMA,
+            ..Default::default()
+        };
+        let of = |regs: GuestRegs| AddressSpace::of(&ram[..], &regs).map(|_| ()).unwrap_err();
+        assert!(AddressSpace::of(&ram[..], &long).is_ok());
+        assert_eq!(of(GuestRegs { cr0: 0, ..long }), Unsupported::PagingOff);
+        assert_eq!(of(GuestRegs { cr4: 0, ..long }), Unsupported::Legacy);
+        assert_eq!(of(GuestRegs { efer: 0, ..long }), Unsupported::Pae);
+    }
+
+    #[test]
+    fn a_read_crosses_pages_and_stops_at_the_top_of_the_address_space() {
+        let mut g = TestGuest::new(1 << 16, false);
+        g.map(0x1000, 0x6000, 1);
+        g.map(0x2000, 0x5000, 1);
+        g.map(u64::MAX - 4095, 0x6000, 1);
+        g.ram[0x6ffc..0x7000].copy_from_slice(&[1, 2, 3, 4]);
+        g.ram[0x5000..0x5004].copy_from_slice(&[5, 6, 7, 8]);
+        let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        assert_eq!(
+            space.read_u64(0x1ffc, &mut budget()),
+            Ok(u64::from_le_bytes([1, 2, 3, 4, 5, 6, 7, 8]))
+        );
+        assert!(space.read_u64(u64::MAX - 7, &mut budget()).is_ok());
+        assert_eq!(
+            space.read_u64(u64::MAX - 3, &mut budget()),
+            Err(Hole::NonCanonical)
+        );
+    }
+
+    #[test]
+    fn a_spent_budget_stops_a_read() {
+        let mut g = TestGuest::new(1 << 16, false);
+        g.map(0x1000, 0x6000, 1);
+        let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        let mut b = Budget::new(3, None);
+        assert_eq!(space.read_u64(0x1000, &mut b), Err(Hole::Spent));
+        assert!(b.is_spent());
+    }
+
+    proptest! {
+        #[test]
+        fn any_tables_any_address_neither_panic_nor_overrun(
+            ram in proptest::collection::vec(any::<u8>(), 0..16384), cr3: u64, gva: u64, la57: bool, len in 0usize..9000,
+        ) {
+            let mut space = AddressSpace::with_root(&ram[..], cr3, la57);
+            let mut b = Budget::new(40, None);
+            let mut buf = vec![0; len];
+            let _ = space.read(gva, &mut buf, &mut b);
+            prop_assert!(b.reads_used() <= 40);
+        }
+    }
+}

@@ -1,0 +1,403 @@
+//! The current task of a vCPU and its mappings, read out of the guest kernel's data.
+//!
+//! The offsets come from the kernel's own type information; nothing is assumed about its version but the ways
+//! data has been kept: the current task in `current_task` or in `pcpu_hot`, mappings in a maple tree (since 6.1)
+//! or in a list. Everything read may be torn (the guest runs) or malicious, so results are claims of the guest:
+//! good for naming, never for deciding anything.
+
+use super::btf::Btf;
+use super::image::KernelImage;
+use super::paging::AddressSpace;
+use super::{Budget, GuestPhys, GuestRegs};
+
+/// Where the members are. Offsets in bytes.
+#[derive(Debug, Clone)]
+pub struct TaskLayout {
+    /// From the per-CPU base to the pointer to the current task.
+    current: u64,
+    comm: u64,
+    pid: u64,
+    tgid: u64,
+    mm: u64,
+    maps: Option<MapsLayout>,
+}
+
+#[derive(Debug, Clone)]
+struct MapsLayout {
+    areas: Areas,
+    vm_start: u64,
+    vm_end: u64,
+    vm_pgoff: u64,
+    vm_flags: u64,
+    vm_file: u64,
+    files: Option<FilesLayout>,
+}
+
+#[derive(Debug, Clone)]
+enum Areas {
+    Maple {
+        root: u64,
+        range_pivot: u64,
+        range_slot: u64,
+        arange_pivot: u64,
+        arange_slot: u64,
+    },
+    List {
+        first: u64,
+        next: u64,
+    },
+}
+
+#[derive(Debug, Clone)]
+struct FilesLayout {
+    dentry: u64,
+    mnt: u64,
+    parent: u64,
+    name: u64,
+    name_len: u64,
+    mount_mnt: u64,
+    mount_parent: u64,
+    mount_point: u64,
+}
+
+/// Why tasks cannot be named.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// No type information.
+    #[error("the kernel has no type information (CONFIG_DEBUG_INFO_BTF)")]
+    NoBtf,
+    /// A member is not in it.
+    #[error("the kernel's type information lacks {0}")]
+    Missing(&'static str),
+}
+
+impl TaskLayout {
+    /// From an image that runs `slide` above its addresses.
+    pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
+        let btf = image.btf().ok_or(LayoutError::NoBtf)?;
+        let member = |path: &'static str| {
+            btf.offset_of("task_struct", path)
+                .ok_or(LayoutError::Missing(path))
+        };
+        let variable = |name: &str| {
+            // Per-CPU symbols are offsets from a per-CPU area linked at 0 or, from 6.15 on, addresses in the
+            // kernel image, which slide with it. Either is added to the base.
+            let symbol = image
+                .symbols()
+                .and_then(|s| s.by_name(name))
+                .map(|s| match s.address >> 63 {
+                    0 => s.address,
+                    _ => s.address.wrapping_add(slide),
+                });
+            symbol.or_else(|| btf.variable(".data..percpu", name))
+        };
+        let hot = || Some(variable("pcpu_hot")?.wrapping_add(btf.offset_of("pcpu_hot", "current_task")?));
+        Ok(Self {
+            current: variable("current_task")
+                .or_else(hot)
+                .ok_or(LayoutError::Missing("current_task"))?,
+            comm: member("comm")?,
+            pid: member("pid")?,
+            tgid: member("tgid")?,
+            mm: member("mm")?,
+            maps: MapsLayout::new(btf),
+        })
+    }
+
+    /// Whether mappings can be looked up, not only tasks.
+    pub fn has_maps(&self) -> bool {
+        self.maps.is_some()
+    }
+}
+
+impl MapsLayout {
+    fn new(btf: &Btf) -> Option<Self> {
+        let vma = |m| btf.offset_of("vm_area_struct", m);
+        let maple = || {
+            Some(Areas::Maple {
+                root: btf.offset_of("mm_struct", "mm_mt.ma_root")?,
+                range_pivot: btf.offset_of("maple_range_64", "pivot")?,
+                range_slot: btf.offset_of("maple_range_64", "slot")?,
+                arange_pivot: btf.offset_of("maple_arange_64", "pivot")?,
+                arange_slot: btf.offset_of("maple_arange_64", "slot")?,
+            })
+        };
+        let list = || {
+            Some(Areas::List {
+                first: btf.offset_of("mm_struct", "mmap")?,
+                next: vma("vm_next")?,
+            })
+        };
+        let files = || {
+            Some(FilesLayout {
+                dentry: btf.offset_of("file", "f_path.dentry")?,
+                mnt: btf.offset_of("file", "f_path.mnt")?,
+                parent: btf.offset_of("dentry", "d_parent")?,
+                name: btf.offset_of("dentry", "d_name.name")?,
+                name_len: btf.offset_of("dentry", "d_name.len")?,
+                mount_mnt: btf.offset_of("mount", "mnt")?,
+                mount_parent: btf.offset_of("mount", "mnt_parent")?,
+                mount_point: btf.offset_of("mount", "mnt_mountpoint")?,
+            })
+        };
+        Some(Self {
+            areas: maple().or_else(list)?,
+            vm_start: vma("vm_start")?,
+            vm_end: vma("vm_end")?,
+            vm_pgoff: vma("vm_pgoff")?,
+            vm_flags: vma("vm_flags")?,
+            vm_file: vma("vm_file")?,
+            files: files(),
+        })
+    }
+}
+
+/// Length of `comm`, NUL included.
+pub const COMM_LEN: usize = 16;
+
+/// A task as its kernel describes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Task {
+    /// Thread id in the guest's first namespace.
+    pub tid: u32,
+    /// Process id (thread group).
+    pub pid: u32,
+    /// Address of its memory descriptor; 0 for kernel threads.
+    pub mm: u64,
+    comm: [u8; COMM_LEN],
+}
+
+impl Task {
+    /// The task's name; bytes that are no printable ASCII are shown as `?`.
+    pub fn comm(&self) -> impl std::fmt::Display + '_ {
+        Printable(&self.comm)
+    }
+
+    /// The raw name, without padding.
+    pub fn comm_bytes(&self) -> &[u8] {
+        until_nul(&self.comm)
+    }
+}
+
+fn until_nul(bytes: &[u8]) -> &[u8] {
+    &bytes[..memchr::memchr(0, bytes).unwrap_or(bytes.len())]
+}
+
+struct Printable<'b>(&'b [u8]);
+
+impl std::fmt::Display for Printable<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        until_nul(self.0).iter().try_for_each(|&b| {
+            std::fmt::Write::write_char(
+                f,
+                if b == b' ' || b.is_ascii_graphic() {
+                    b as char
+                } else {
+                    '?'
+                },
+            )
+        })
+    }
+}
+
+/// One mapping of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mapping {
+    /// First address.
+    pub start: u64,
+    /// Address after the last.
+    pub end: u64,
+    /// Offset of `start` in the file, in bytes.
+    pub file_offset: u64,
+    /// VM_EXEC is set.
+    pub executable: bool,
+    /// Address of the `struct file`; 0 for anonymous memory.
+    pub file: u64,
+}
+
+/// Bounds on what the guest's lists and trees can make us do.
+const MAX_AREAS: u32 = 1024;
+const MAX_TREE_DEPTH: u32 = 12;
+const MAX_COMPONENTS: u32 = 64;
+const MAX_MOUNTS: u32 = 16;
+const VM_EXEC: u64 = 4;
+/// Slots of the two maple-tree nodes (`include/linux/maple_tree.h`, 64-bit).
+const RANGE_SLOTS: u64 = 16;
+const ARANGE_SLOTS: u64 = 10;
+
+/// Reads tasks of one vCPU's kernel. Make one for each sample, like the address space it holds.
+pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
+    layout: &'l TaskLayout,
+    space: AddressSpace<'m, M>,
+}
+
+impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
+    /// For the kernel data reachable from `regs`. `None` when the paging mode is none that is walked.
+    pub fn new(layout: &'l TaskLayout, mem: &'m M, regs: &GuestRegs) -> Option<Self> {
+        Some(Self {
+            layout,
+            space: AddressSpace::of(mem, regs).ok()?,
+        })
+    }
+
+    /// The task running on the CPU whose per-CPU base is given ([`GuestRegs::kernel_per_cpu_base`]).
+    pub fn current(&mut self, per_cpu_base: u64, budget: &mut Budget) -> Option<Task> {
+        let slot = per_cpu_base.wrapping_add(self.layout.current);
+        let task = match self.space.read_u64(slot, budget) {
+            Ok(task) => task,
+            Err(_) => {
+                // User tables under page-table isolation do not map it; the kernel's, next to them, do.
+                self.space = self.space.kernel_sibling();
+                self.space.read_u64(slot, budget).ok()?
+            }
+        };
+        let mut comm = [0; COMM_LEN];
+        self.kernel_bytes(task.wrapping_add(self.layout.comm), &mut comm, budget)?;
+        Some(Task {
+            tid: self.kernel_u32(task.wrapping_add(self.layout.pid), budget)?,
+            pid: self.kernel_u32(task.wrapping_add(self.layout.tgid), budget)?,
+            mm: self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?,
+            comm,
+        })
+    }
+
+    /// The mapping of process memory `mm` that `address` is in.
+    pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut Budget) -> Option<Mapping> {
+        let maps = self.layout.maps.as_ref()?;
+        let area = match maps.areas {
+            Areas::List { first, next } => {
+                let mut area = self.kernel_u64(mm.wrapping_add(first), budget)?;
+                let mut left = MAX_AREAS;
+                while self.kernel_u64(area.wrapping_add(maps.vm_end), budget)? <= address {
+                    left = left.checked_sub(1)?;
+                    area = self.kernel_u64(area.wrapping_add(next), budget)?;
+                }
+                area
+            }
+            Areas::Maple { root, .. } => {
+                let root = self.kernel_u64(mm.wrapping_add(root), budget)?;
+                self.maple_lookup(&maps.areas, root, address, budget)?
+            }
+        };
+        let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;
+        let end = self.kernel_u64(area.wrapping_add(maps.vm_end), budget)?;
+        if !(start..end).contains(&address) {
+            return None;
+        }
+        let pages = self.kernel_u64(area.wrapping_add(maps.vm_pgoff), budget)?;
+        Some(Mapping {
+            start,
+            end,
+            file_offset: pages.checked_mul(4096)?,
+            executable: self.kernel_u64(area.wrapping_add(maps.vm_flags), budget)? & VM_EXEC != 0,
+            file: self.kernel_u64(area.wrapping_add(maps.vm_file), budget)?,
+        })
+    }
+
+    /// Descends a maple tree. An encoded node pointer carries the node's type in bits 3 to 6; the root says by
+    /// bit 1 whether it is a node at all.
+    fn maple_lookup(&mut self, areas: &Areas, root: u64, address: u64, budget: &mut Budget) -> Option<u64> {
+        let &Areas::Maple {
+            range_pivot,
+            range_slot,
+            arange_pivot,
+            arange_slot,
+            ..
+        } = areas
+        else {
+            return None;
+        };
+        let mut entry = root;
+        if entry & 3 != 2 {
+            // The root of a tree of one range is that range's entry.
+            return (entry >> 63 == 1).then_some(entry);
+        }
+        for _ in 0..MAX_TREE_DEPTH {
+            let node = entry & !0xFF;
+            let (leaf, pivots, slots, count) = match (entry >> 3) & 0xF {
+                1 => (true, range_pivot, range_slot, RANGE_SLOTS),
+                2 => (false, range_pivot, range_slot, RANGE_SLOTS),
+                3 => (false, arange_pivot, arange_slot, ARANGE_SLOTS),
+                _ => return None,
+            };
+            // The last slot has no pivot, and 0 stands for "up to the node's end" where fewer are in use.
+            let mut slot = count - 1;
+            for i in 0..count - 1 {
+                let pivot = self.kernel_u64(node.wrapping_add(pivots + 8 * i), budget)?;
+                if address <= pivot || (pivot == 0 && i > 0) {
+                    slot = i;
+                    break;
+                }
+            }
+            entry = self.kernel_u64(node.wrapping_add(slots + 8 * slot), budget)?;
+            if leaf {
+                return (entry >> 63 == 1).then_some(entry);
+            }
+        }
+        None
+    }
+
+    /// The path of a mapping's file into the end of `buf`; the part of it that was filled. What is not
+    /// printable ASCII reads `?`. `None` when it cannot be read; a path too long loses its beginning.
+    pub fn file_path<'b>(&mut self, file: u64, buf: &'b mut [u8], budget: &mut Budget) -> Option<&'b str> {
+        let f = self.layout.maps.as_ref()?.files.as_ref()?;
+        let mut dentry = self.kernel_u64(file.wrapping_add(f.dentry), budget)?;
+        let mut mount = self
+            .kernel_u64(file.wrapping_add(f.mnt), budget)?
+            .wrapping_sub(f.mount_mnt);
+        let mut at = buf.len();
+        let mut mounts_left = MAX_MOUNTS;
+        for _ in 0..MAX_COMPONENTS {
+            let parent = self.kernel_u64(dentry.wrapping_add(f.parent), budget)?;
+            if parent == dentry {
+                // The root of a file system: go on where it is mounted, until the mount that is its own parent.
+                let above = self.kernel_u64(mount.wrapping_add(f.mount_parent), budget);
+                let point = self.kernel_u64(mount.wrapping_add(f.mount_point), budget);
+                match (above, point) {
+                    (Some(above), Some(point)) if above != mount && mounts_left > 0 => {
+                        mounts_left -= 1;
+                        mount = above;
+                        dentry = point;
+                        continue;
+                    }
+                    _ => break,
+                }
+            }
+            let name = self.kernel_u64(dentry.wrapping_add(f.name), budget)?;
+            let len = self.kernel_u32(dentry.wrapping_add(f.name_len), budget)? as usize;
+            if len == 0 || len > 255 || len + 1 > at {
+                break;
+            }
+            at -= len;
+            self.kernel_bytes(name, &mut buf[at..at + len], budget)?;
+            at -= 1;
+            buf[at] = b'/';
+            dentry = parent;
+        }
+        let path = &mut buf[at..];
+        path.iter_mut()
+            .filter(|b| !(b.is_ascii_graphic() || **b == b' '))
+            .for_each(|b| *b = b'?');
+        let path: &'b str = std::str::from_utf8(path).ok()?;
+        (!path.is_empty()).then_some(path)
+    }
+
+    fn kernel_bytes(&mut self, at: u64, buf: &mut [u8], budget: &mut Budget) -> Option<()> {
+        if !self.space.is_kernel_half(at) {
+            return None;
+        }
+        self.space.read(at, buf, budget).ok()
+    }
+
+    fn kernel_u64(&mut self, at: u64, budget: &mut Budget) -> Option<u64> {
+        let mut raw = [0; 8];
+        self.kernel_bytes(at, &mut raw, budget)?;
+        Some(u64::from_le_bytes(raw))
+    }
+
+    fn kernel_u32(&mut self, at: u64, budget: &mut Budget) -> Option<u32> {
+        let mut raw = [0; 4];
+        self.kernel_bytes(at, &mut raw, budget)?;
+        Some(u32::from_le_bytes(raw))
+    }
+}

@@ -1,0 +1,56 @@
+//! A small guest made of bytes, for tests: page tables are built with a bump allocator at the top of RAM.
+
+/// RAM from guest-physical 0, with page tables growing down from its end.
+pub struct TestGuest {
+    /// The memory.
+    pub ram: Vec<u8>,
+    /// Value for CR3.
+    pub root: u64,
+    la57: bool,
+    next: u64,
+}
+
+impl TestGuest {
+    /// `bytes` of RAM (a multiple of 4 KiB) and an empty root table.
+    pub fn new(bytes: usize, la57: bool) -> Self {
+        let root = bytes as u64 - 4096;
+        Self {
+            ram: vec![0; bytes],
+            root,
+            la57,
+            next: root,
+        }
+    }
+
+    /// Maps the page of `gva` to `gpa`; `level` 1, 2 or 3 for 4 KiB, 2 MiB or 1 GiB.
+    pub fn map(&mut self, gva: u64, gpa: u64, level: u32) {
+        let mut table = self.root;
+        for l in (level + 1..=if self.la57 { 5 } else { 4 }).rev() {
+            let at = table + 8 * ((gva >> (12 + 9 * (l - 1))) & 0x1FF);
+            let entry = self.get(at);
+            table = if entry & 1 != 0 {
+                entry & 0x000F_FFFF_FFFF_F000
+            } else {
+                self.next -= 4096;
+                let fresh = self.next;
+                self.put(at, fresh | 7);
+                fresh
+            };
+        }
+        let ps = if level > 1 { 0x80 } else { 0 };
+        self.put(
+            table + 8 * ((gva >> (12 + 9 * (level - 1))) & 0x1FF),
+            gpa | 7 | ps,
+        );
+    }
+
+    /// The 8 bytes at `gpa`.
+    pub fn get(&self, gpa: u64) -> u64 {
+        u64::from_le_bytes(self.ram[gpa as usize..gpa as usize + 8].try_into().unwrap())
+    }
+
+    /// Writes 8 bytes at `gpa`.
+    pub fn put(&mut self, gpa: u64, value: u64) {
+        self.ram[gpa as usize..gpa as usize + 8].copy_from_slice(&value.to_le_bytes());
+    }
+}

@@ -1,0 +1,318 @@
+//! Profiling of a real Linux guest, from a fixture of its memory and registers.
+//!
+//! The fixture is made by `vmm/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it boots the stock
+//! Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these tests say so and pass.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use perfvisor_vmm::profile::image::KernelImage;
+use perfvisor_vmm::profile::locate::{self, Anchors};
+use perfvisor_vmm::profile::symbols::{GuestMount, KernelSymbols};
+use perfvisor_vmm::profile::task::{TaskLayout, TaskReader};
+use perfvisor_vmm::profile::unwind::{
+    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Chain, End, KernelUnwind, Limits, walk,
+};
+use perfvisor_vmm::profile::{Budget, GuestPhys, GuestRegs};
+
+struct MemoryFile(std::fs::File);
+
+impl GuestPhys for MemoryFile {
+    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
+        std::os::unix::fs::FileExt::read_exact_at(&self.0, buf, gpa).is_ok()
+    }
+}
+
+fn fixture() -> Option<PathBuf> {
+    let dir = std::env::var_os("PERFVISOR_PROFILE_FIXTURE")
+        .map(PathBuf::from)
+        .unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target/profile-fixture")));
+    if dir.join("user.mem").exists() && dir.join("kernel.mem").exists() {
+        return Some(dir);
+    }
+    eprintln!(
+        "skipped: no fixture in {}; make it with vmm/tests/fixtures/make-linux-fixture.py",
+        dir.display()
+    );
+    None
+}
+
+struct Guest {
+    mem: MemoryFile,
+    regs: GuestRegs,
+    image: KernelImage,
+    anchors: Anchors,
+    kallsyms: KernelSymbols,
+    slide: u64,
+    dir: PathBuf,
+    console: String,
+}
+
+fn guest(which: &str) -> Option<Guest> {
+    let dir = fixture()?;
+    let text = std::fs::read_to_string(dir.join(format!("{which}.regs"))).unwrap();
+    let r: HashMap<&str, u64> = text
+        .lines()
+        .filter_map(|l| l.split_once(' '))
+        .map(|(n, v)| (n, u64::from_str_radix(v, 16).unwrap()))
+        .collect();
+    let regs = GuestRegs {
+        rip: r["rip"],
+        rsp: r["rsp"],
+        rbp: r["rbp"],
+        rdx: r["rdx"],
+        rdi: r["rdi"],
+        r10: r["r10"],
+        r13: r["r13"],
+        rflags: r["rflags"],
+        cr0: r["cr0"],
+        cr3: r["cr3"],
+        cr4: r["cr4"],
+        efer: r["efer"],
+        cpl: r["cpl"] as u8,
+        code64: true,
+        gs_base: r["gs_base"],
+        kernel_gs_base: r["kernel_gs_base"],
+    };
+    let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
+    let image = KernelImage::parse(&std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();
+    // What KVM_GET_MSRS would have told.
+    let lstar = kallsyms.by_name("entry_SYSCALL_64").unwrap().address;
+    let slide = kallsyms
+        .by_name("_text")
+        .unwrap()
+        .address
+        .wrapping_sub(0xffff_ffff_8100_0000);
+    Some(Guest {
+        mem: MemoryFile(std::fs::File::open(dir.join(format!("{which}.mem"))).unwrap()),
+        regs,
+        image,
+        anchors: Anchors { lstar, idt_base: 0 },
+        kallsyms,
+        slide,
+        console: std::fs::read_to_string(dir.join("console")).unwrap(),
+        dir,
+    })
+}
+
+impl Guest {
+    fn walk(&self, out: &mut [u64]) -> Chain {
+        let kernel = KernelUnwind::new(&self.image, self.slide);
+        walk(
+            &self.mem,
+            &self.regs,
+            Some(kernel),
+            &Limits {
+                max_time: None,
+                ..Limits::default()
+            },
+            out,
+        )
+    }
+
+    /// Names of a chain: kernel ones by the guest's kallsyms, user ones of the program by its own account.
+    fn names(&self, chain: &[u64]) -> Vec<String> {
+        let functions: Vec<(u64, &str)> = self
+            .console
+            .lines()
+            .filter_map(|l| l.trim().strip_prefix("FIXTURE fn "))
+            .filter_map(|l| l.split_once(" 0x"))
+            .map(|(n, a)| (u64::from_str_radix(a, 16).unwrap(), n))
+            .collect();
+        chain
+            .iter()
+            .map(|&a| match a {
+                CONTEXT_GUEST_KERNEL => "[kernel]".into(),
+                CONTEXT_GUEST_USER => "[user]".into(),
+                a => match self.kallsyms.resolve(a) {
+                    Some((s, _)) => s.name.to_owned(),
+                    None => functions
+                        .iter()
+                        .filter(|(f, _)| *f <= a && a - f < 0x400)
+                        .max()
+                        .map_or(format!("{a:#x}"), |(_, n)| (*n).to_owned()),
+                },
+            })
+            .collect()
+    }
+}
+
+#[test]
+fn symbols_in_the_stripped_image_are_those_the_running_kernel_shows() {
+    let Some(g) = guest("user") else { return };
+    let mine = g.image.symbols().expect("kallsyms in the image").slid(g.slide);
+    let mine: HashMap<&str, Vec<u64>> = mine.iter().fold(HashMap::new(), |mut m, s| {
+        m.entry(s.name).or_default().push(s.address);
+        m
+    });
+    // The guest lists its modules' symbols too; those are above the image.
+    let image_end = g.kallsyms.by_name("_end").unwrap().address;
+    let theirs: Vec<_> = g.kallsyms.iter().filter(|s| s.address < image_end).collect();
+    assert!(
+        theirs.len() > 50_000,
+        "only {} symbols in the fixture",
+        theirs.len()
+    );
+    let wrong: Vec<_> = theirs
+        .iter()
+        .filter(|s| !mine.get(s.name).is_some_and(|a| a.contains(&s.address)))
+        .take(5)
+        .collect();
+    assert!(wrong.is_empty(), "{wrong:x?}");
+}
+
+#[test]
+fn the_kaslr_slide_is_found_and_verified() {
+    for which in ["user", "kernel"] {
+        let Some(g) = guest(which) else { return };
+        let place = locate::place(&g.mem, &g.regs, &g.image, &g.anchors).unwrap();
+        assert_eq!(
+            place,
+            locate::Place {
+                slide: g.slide,
+                verified: true
+            }
+        );
+    }
+}
+
+#[test]
+fn without_any_image_the_kernel_is_read_out_of_its_memory() {
+    let Some(g) = guest("kernel") else { return };
+    let kernel = locate::read_kernel(&g.mem, &g.regs, &g.anchors).unwrap();
+    assert_eq!(kernel.banner(), g.image.banner());
+    let symbols = kernel.symbols().unwrap();
+    for name in ["_text", "do_syscall_64", "vfs_read", "linux_banner"] {
+        assert_eq!(
+            symbols.by_name(name).unwrap().address,
+            g.kallsyms.by_name(name).unwrap().address,
+            "{name}"
+        );
+    }
+    assert_eq!(kernel.orc().unwrap().len(), g.image.orc().unwrap().len());
+    let (mut a, mut b) = ([0; 128], [0; 128]);
+    let limits = Limits {
+        max_time: None,
+        ..Limits::default()
+    };
+    let by_memory = walk(
+        &g.mem,
+        &g.regs,
+        Some(KernelUnwind::new(&kernel, 0)),
+        &limits,
+        &mut a,
+    );
+    let by_image = g.walk(&mut b);
+    assert_eq!((by_memory, a), (by_image, b));
+    assert!(TaskLayout::new(&kernel, 0).unwrap().has_maps());
+}
+
+#[test]
+fn a_user_sample_is_walked_to_main() {
+    let Some(g) = guest("user") else { return };
+    let mut out = [0; 128];
+    let chain = g.walk(&mut out);
+    let names = g.names(&out[..chain.len]);
+    eprintln!("{chain:?} {names:?}");
+    assert_eq!(names[0], "[user]");
+    assert!(["hot", "warm", "cool"].contains(&names[1].as_str()), "{names:?}");
+    assert_eq!(names[2..4], ["work", "main"]);
+    assert_eq!(chain.kernel_end, None);
+}
+
+#[test]
+fn a_kernel_sample_is_walked_through_the_system_call_to_main() {
+    let Some(g) = guest("kernel") else { return };
+    let mut out = [0; 128];
+    let chain = g.walk(&mut out);
+    let names = g.names(&out[..chain.len]);
+    eprintln!("{chain:?} {names:?}");
+    assert_eq!(chain.kernel_end, Some(End::Complete));
+    let has = |n: &str| names.iter().any(|x| x == n);
+    assert!(has("vfs_read") && has("do_syscall_64"), "{names:?}");
+    assert_eq!(names[chain.kernel_frames], "entry_SYSCALL_64_after_hwframe");
+    assert_eq!(names[chain.kernel_frames + 1], "[user]");
+    let user = &names[chain.kernel_frames + 2..];
+    assert_eq!(user[1..4], ["kernel_phase", "work", "main"], "{names:?}");
+}
+
+#[test]
+fn task_mappings_and_files_are_what_the_program_sees_itself() {
+    for which in ["user", "kernel"] {
+        let Some(g) = guest(which) else { return };
+        let layout = TaskLayout::new(&g.image, g.slide).unwrap();
+        let mut reader = TaskReader::new(&layout, &g.mem, &g.regs).unwrap();
+        let mut budget = Budget::new(4096, None);
+        let base = g.regs.kernel_per_cpu_base().unwrap();
+        let task = reader.current(base, &mut budget).unwrap();
+        let pid: u32 = g
+            .console
+            .lines()
+            .find_map(|l| l.trim().strip_prefix("FIXTURE pid "))
+            .unwrap()
+            .parse()
+            .unwrap();
+        assert_eq!(
+            (task.pid, task.tid, task.comm().to_string()),
+            (pid, pid, "three".into())
+        );
+        let mut seen = 0;
+        for line in g
+            .console
+            .lines()
+            .filter_map(|l| l.trim().strip_prefix("FIXTURE map "))
+        {
+            let f: Vec<&str> = line.split_whitespace().collect();
+            let (start, end) = f[0].split_once('-').unwrap();
+            let hex = |s| u64::from_str_radix(s, 16).unwrap();
+            if f.get(5).is_some_and(|p| *p == "[stack]" || *p == "[heap]") {
+                continue; // they grow
+            }
+            let m = reader
+                .mapping(task.mm, hex(start) + 0x123, &mut Budget::new(512, None))
+                .expect(line);
+            // The kernel may have merged or split since; only anonymous ones do.
+            if let Some(path) = f.get(5).filter(|p| p.starts_with('/')) {
+                assert_eq!(
+                    (m.start, m.end, m.file_offset),
+                    (hex(start), hex(end), hex(f[2])),
+                    "{line}"
+                );
+                assert_eq!(m.executable, f[1].contains('x'));
+                let mut buf = [0; 256];
+                assert_eq!(
+                    reader.file_path(m.file, &mut buf, &mut Budget::new(512, None)),
+                    Some(*path)
+                );
+                seen += 1;
+            }
+        }
+        assert!(seen > 5);
+        assert_eq!(reader.mapping(task.mm, 0x1000, &mut budget), None);
+    }
+}
+
+#[test]
+fn a_guest_mount_names_functions_and_lines() {
+    let Some(g) = guest("user") else { return };
+    let root = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(root.path().join("usr/bin")).unwrap();
+    std::fs::copy(g.dir.join("three"), root.path().join("usr/bin/three")).unwrap();
+    let layout = TaskLayout::new(&g.image, g.slide).unwrap();
+    let mut reader = TaskReader::new(&layout, &g.mem, &g.regs).unwrap();
+    let mut budget = Budget::new(4096, None);
+    let task = reader
+        .current(g.regs.kernel_per_cpu_base().unwrap(), &mut budget)
+        .unwrap();
+    let m = reader.mapping(task.mm, g.regs.rip, &mut budget).unwrap();
+    let mut mount = GuestMount::new(root.path());
+    let object = mount.object("/usr/bin/three").unwrap();
+    let address = object
+        .address_of_file_offset(g.regs.rip - m.start + m.file_offset)
+        .unwrap();
+    let name = object.resolve(address).unwrap().name;
+    assert!(["hot", "warm", "cool"].contains(&name.as_str()), "{name}");
+    assert!(object.line(address).unwrap().contains("three.c:"));
+    assert!(mount.object("/usr/bin/none").is_none());
+    assert_eq!(mount.problems().len(), 1);
+}
