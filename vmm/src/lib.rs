@@ -5,5 +5,5 @@ pub mod cli;
 pub mod console;
 pub mod devices;
 pub mod memory;
-pub mod rdpmc;
 pub mod profile;
+pub mod rdpmc;
