@@ -4,15 +4,19 @@
 //! [`crate::schedule::plan`] says what should be on, then only the difference to what is on is told to the drivers.
 //! An event's times follow from stamps, so what waits is not touched.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::event::{Event, EventShared, Owner, Source, State, Totals};
 use crate::group::{Class, Group, Queue};
+use crate::output::write_page;
 use crate::pmu::{PmuError, Target, VcpuId};
+use crate::record::ReadEntry;
 use crate::schedule::{Pool, SharePolicy, plan};
+use crate::software::{Deferred, IDS};
 use crate::time::{Clock, ContextClock};
 
 /// What a context holds, for statistics and tests.
@@ -39,6 +43,10 @@ pub(crate) struct Context {
     pub armed: Vec<usize>,
     /// Events with overflows that passed while they were taken off.
     pub pending: Vec<usize>,
+    /// Events the VMM raises, by id.
+    pub raised: [Vec<usize>; IDS],
+    /// Room for the readings of the largest group, for samples.
+    pub entries: Vec<ReadEntry>,
     pub policy: SharePolicy,
     active: usize,
     /// Counts up whenever an event goes to the error state.
@@ -57,6 +65,8 @@ impl Context {
             software: Queue::default(),
             armed: Vec::new(),
             pending: Vec::new(),
+            raised: Default::default(),
+            entries: Vec::new(),
             policy,
             active: 0,
             errors: 0,
@@ -131,6 +141,15 @@ impl Context {
         let events = self.events.len();
         self.armed.reserve(events.saturating_sub(self.armed.len()));
         self.pending.reserve(events.saturating_sub(self.pending.len()));
+        self.entries.reserve(
+            self.groups[group]
+                .members
+                .len()
+                .saturating_sub(self.entries.len()),
+        );
+        if matches!(self.events[key].source, Source::Raised(_)) {
+            self.raised[self.events[key].shared.attr.config as usize].push(key);
+        }
 
         let mut requeue = false;
         if pool.is_some() && self.groups[group].pool.is_none() {
@@ -189,6 +208,9 @@ impl Context {
             }
         }
         self.pending.retain(|p| *p != key);
+        if matches!(self.events[key].source, Source::Raised(_)) {
+            self.raised[self.events[key].shared.attr.config as usize].retain(|r| *r != key);
+        }
         let event = self.events.remove(key);
         if let Some(pool) = pool {
             self.reschedule(pool, now_ns);
@@ -413,6 +435,7 @@ impl Context {
             self.pending.push(key);
         }
         self.disarm(key);
+        self.update_page(key, now_ns);
     }
 
     /// Takes an event out of the list of armed ones.
@@ -548,6 +571,19 @@ impl Context {
             times: event.times.at(event.state, leader, time),
         }
     }
+
+    /// Brings the control page of an event that owns a ring up to date. A family's is written when it is read: its
+    /// children have locks of their own.
+    pub fn update_page(&mut self, key: usize, now_ns: u64) {
+        let event = &self.events[key];
+        if matches!(event.source, Source::Family) {
+            return;
+        }
+        if let Some(output) = event.output.clone().filter(|o| o.owner == event.shared.id) {
+            let totals = self.totals(key, now_ns);
+            write_page(&output, totals);
+        }
+    }
 }
 
 fn class_of(owner: Owner, pinned: bool) -> Class {
@@ -569,6 +605,10 @@ pub(crate) struct ContextCell {
     clock: Arc<dyn Clock>,
     /// The vCPU and the host thread that runs it; `None` for the VM.
     pub vcpu: Option<(VcpuId, i32)>,
+    /// How many raised events the context holds, readable without its lock.
+    pub raised_events: AtomicUsize,
+    /// What was raised while the lock was taken.
+    pub deferred: Deferred,
 }
 
 impl ContextCell {
@@ -577,6 +617,8 @@ impl ContextCell {
             inner: Mutex::new(Context::new(policy)),
             clock,
             vcpu,
+            raised_events: AtomicUsize::new(0),
+            deferred: Deferred::default(),
         }
     }
 
@@ -586,7 +628,24 @@ impl ContextCell {
 
     pub fn lock(&self) -> MutexGuard<'_, Context> {
         // A panic of another thread under the lock must not take this vCPU with it.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut context = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        context.take_deferred(&self.deferred);
+        context
+    }
+
+    /// The lock if it is free.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, Context>> {
+        match self.inner.try_lock() {
+            Ok(context) => Some(context),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// To be called after events were added or removed.
+    pub fn publish_raised(&self, context: &Context) {
+        let n = context.raised.iter().map(Vec::len).sum();
+        self.raised_events.store(n, Ordering::Relaxed);
     }
 
     pub fn target(&self) -> Target {

@@ -10,10 +10,14 @@ use crate::context::{ContextCell, ContextStats};
 use crate::event::{Event, EventShared, Source, State};
 use crate::inherit::Child;
 use crate::limits::{CoreConfig, Limits, Role, Session, SessionInner};
+use crate::notify::Poll;
 use crate::open::OpenError;
+use crate::output::Locked;
 use crate::overflow::SampleRegs;
 use crate::pmu::{Capacity, Pmu, VcpuId};
 use crate::sample::Overflowed;
+use crate::sideband::Wanted;
+use crate::software::{Gates, SoftwareId};
 
 /// Everything by id: drivers, the VM context and the vCPU contexts. Cheap to clone; all clones are the same core.
 #[derive(Clone)]
@@ -32,6 +36,12 @@ pub(crate) struct CoreInner {
     /// Held while events are opened and closed and vCPUs come and go, so that a VM-wide event and a new vCPU cannot
     /// miss each other. Never taken on a hot path. First in the lock order: topology, family, context.
     topology: Mutex<Topology>,
+    /// Which raised events anybody counts.
+    pub gates: Arc<Gates>,
+    /// Which side-band records anybody wants.
+    pub wanted: Wanted,
+    /// Ring memory by user.
+    pub locked: Arc<Locked>,
 }
 
 #[derive(Debug, Default)]
@@ -67,6 +77,9 @@ impl Core {
                 vm,
                 vcpus: ArcSwap::default(),
                 topology: Mutex::default(),
+                gates: Arc::default(),
+                wanted: Wanted::default(),
+                locked: Arc::default(),
                 config,
             }),
         }
@@ -117,9 +130,13 @@ impl Core {
                 return Err(error);
             }
         }
+        self.inner.task_record(&cell, true);
+        self.inner
+            .comm_record(&cell, format!("vcpu{}", vcpu.0).as_bytes());
         let context = Arc::new(VcpuContext {
             cell,
             core: Arc::downgrade(&self.inner),
+            gates: Arc::clone(&self.inner.gates),
         });
         let mut list = Vec::clone(&vcpus);
         list.push(Arc::clone(&context));
@@ -249,10 +266,17 @@ impl CoreInner {
         let family = parent.family.as_ref().expect("only families are inherited");
         // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
         let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
-        let (enabled, period) = {
+        let (enabled, period, output, enable_on_exec) = {
             let mut vm = self.vm.lock();
             let found = vm.get(parent_key, parent);
-            found.map_or((false, 0), |e| (e.state >= State::Inactive, e.sampling.period))
+            found.map_or((false, 0, None, false), |e| {
+                (
+                    e.state >= State::Inactive,
+                    e.sampling.period,
+                    e.output.clone(),
+                    e.enable_on_exec,
+                )
+            })
         };
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
@@ -260,7 +284,10 @@ impl CoreInner {
             .map(|(d, slots)| context.pool(d, slots, self.limits.reserved_slots.load(Ordering::Relaxed)));
         let mut event = Event::new(shared, Some(Arc::clone(parent)), pool, source, enabled);
         event.sampling.inherit_period(period);
+        event.output = output;
+        event.enable_on_exec = enable_on_exec;
         let key = context.add(event, leader, now_ns);
+        cell.publish_raised(&context);
         drop(context);
         family.add(Child {
             cell: Arc::clone(cell),
@@ -276,6 +303,9 @@ impl CoreInner {
         cell: &ContextCell,
     ) -> Result<(Source, Option<(usize, usize)>), OpenError> {
         if attr.ty == EventType::VMM {
+            if SoftwareId::from_config(attr.config).is_none() {
+                return Err(OpenError::NoSuchSoftwareEvent(attr.config));
+            }
             return Ok((Source::Raised(0), None));
         }
         let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
@@ -314,11 +344,29 @@ impl CoreInner {
             context.sched_out(now_ns);
             context.dead = true;
         }
-        for (key, parent) in self.children_in(cell) {
+        // No sample follows it: everything is off. READ records may.
+        self.task_record(cell, false);
+        let children = self.children_in(cell);
+        for (key, _) in &children {
+            self.read_record(cell, *key);
+        }
+        for (key, parent) in children {
             let Some(family) = &parent.family else { continue };
             let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
             if family.fold(&parent.folded, |child| child.is(cell, key)).is_some() {
-                cell.lock().remove(key, now_ns);
+                let mut context = cell.lock();
+                let event = context.remove(key, now_ns);
+                cell.publish_raised(&context);
+                // Descriptors are not closed under the lock.
+                drop(context);
+                drop(event);
+            }
+        }
+        // What was opened on the vCPU itself lingers for its handles, and never counts again.
+        for (_, event) in &cell.lock().events {
+            event.shared.notify.signal(Poll::HUP);
+            if let Some(output) = event.output.as_ref().filter(|o| o.owner == event.shared.id) {
+                output.ring.hang_up();
             }
         }
     }
@@ -333,6 +381,7 @@ impl CoreInner {
 pub struct VcpuContext {
     pub(crate) cell: Arc<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
+    pub(crate) gates: Arc<Gates>,
 }
 
 impl VcpuContext {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::attr::Attr;
 use crate::inherit::Family;
 use crate::notify::Notify;
+use crate::output::{Output, OutputState};
 use crate::pmu::{PmuError, PmuEvent};
 use crate::sample::Sampling;
 use crate::time::{EventTimes, Times};
@@ -50,6 +51,8 @@ pub(crate) struct EventShared {
     /// can add them without it.
     pub folded: Folded,
     pub notify: Notify,
+    /// Where records of this event and its children go; cold side.
+    pub output: Mutex<OutputState>,
 }
 
 impl fmt::Debug for EventShared {
@@ -71,6 +74,7 @@ impl EventShared {
             family: family.then(|| Mutex::new(Family::default())),
             folded: Folded::default(),
             notify: Notify::default(),
+            output: Mutex::default(),
         }
     }
 }
@@ -144,6 +148,10 @@ pub(crate) struct Event {
     pub state: State,
     pub times: EventTimes,
     pub sampling: Sampling,
+    /// To be enabled at the next guest reset.
+    pub enable_on_exec: bool,
+    /// The ring its records go to, if any.
+    pub output: Option<Arc<Output>>,
     /// The driver's count at the last reset.
     base: u64,
     /// The driver's count when last looked at.
@@ -163,6 +171,7 @@ impl Event {
         enabled: bool,
     ) -> Self {
         let sampling = Sampling::new(&shared.attr);
+        let enable_on_exec = shared.attr.enable_on_exec;
         Self {
             shared,
             parent,
@@ -172,6 +181,8 @@ impl Event {
             state: if enabled { State::Inactive } else { State::Off },
             times: EventTimes::default(),
             sampling,
+            output: None,
+            enable_on_exec,
             base: 0,
             raw: 0,
             settled: true,
@@ -240,8 +251,8 @@ impl Event {
             if self.sampling.is_on() {
                 self.raw = driver.read();
                 self.settled = true;
-                let told = driver.take_overflows();
-                self.sampling.disarm_at(self.raw, told);
+                let _ = driver.take_overflows();
+                self.sampling.disarm_at(self.raw);
             }
         }
         self.times.go_off(time);
@@ -254,9 +265,9 @@ impl Event {
         if let Source::Driver(driver) = &mut self.source
             && self.state == State::Active
         {
-            let told = driver.take_overflows();
+            let _ = driver.take_overflows();
             driver.arm(overflow_in)?;
-            self.sampling.disarm_at(raw, told);
+            self.sampling.disarm_at(raw);
         }
         self.sampling.set_left(overflow_in, raw);
         Ok(())

@@ -9,7 +9,7 @@ use crate::context::{Context, ContextCell};
 use crate::core::CoreInner;
 use crate::event::{EventShared, State};
 use crate::inherit::Family;
-use crate::notify::Poll;
+use crate::limits::SessionInner;
 
 /// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become leaders of
 /// groups of their own.
@@ -28,6 +28,7 @@ pub(crate) struct EventRef {
 
 pub(crate) struct HandleInner {
     pub core: Arc<CoreInner>,
+    pub session: Arc<SessionInner>,
     pub event: EventRef,
     closed: AtomicBool,
 }
@@ -47,9 +48,12 @@ impl Drop for HandleInner {
 }
 
 impl HandleInner {
-    pub fn new(core: Arc<CoreInner>, event: EventRef) -> Self {
+    pub fn new(core: Arc<CoreInner>, session: Arc<SessionInner>, event: EventRef) -> Self {
+        core.gates.add(&event.shared.attr);
+        core.wanted.add(&event.shared.attr);
         Self {
             core,
+            session,
             event,
             closed: AtomicBool::new(false),
         }
@@ -59,14 +63,21 @@ impl HandleInner {
     pub fn close(&self) {
         if !self.closed.swap(true, Ordering::AcqRel) {
             let _topology = self.core.topology();
-            self.event.remove();
+            self.release();
         }
+    }
+
+    fn release(&self) {
+        self.event.release_output();
+        self.event.remove();
+        self.core.gates.remove(&self.event.shared.attr);
+        self.core.wanted.remove(&self.event.shared.attr);
     }
 
     /// As [`HandleInner::close`], for an open that fails half-way and holds the topology lock.
     pub fn undo_open(&self) {
         self.closed.store(true, Ordering::Release);
-        self.event.remove();
+        self.release();
     }
 }
 
@@ -115,7 +126,12 @@ impl EventRef {
     pub fn reset(&self) -> Option<()> {
         // All under the family's lock: an exit comes wholly before or wholly after.
         let family = self.family();
-        self.cell.lock().get(self.key, &self.shared)?.set_count(0);
+        {
+            let now_ns = self.cell.now_ns();
+            let mut context = self.cell.lock();
+            context.get(self.key, &self.shared)?.set_count(0);
+            context.update_page(self.key, now_ns);
+        }
         for child in family.iter().flat_map(|f| f.live()) {
             child.cell.lock().events[child.key].set_count(0);
         }
@@ -141,13 +157,17 @@ impl EventRef {
         let children = self.family().map(|mut f| f.drain()).unwrap_or_default();
         for child in children {
             let now_ns = child.cell.now_ns();
-            let event = child.cell.lock().remove(child.key, now_ns);
+            let mut context = child.cell.lock();
+            let event = context.remove(child.key, now_ns);
+            child.cell.publish_raised(&context);
+            drop(context);
             drop(event);
         }
         let now_ns = self.cell.now_ns();
         let mut context = self.cell.lock();
         if context.get(self.key, &self.shared).is_some() {
             let event = context.remove(self.key, now_ns);
+            self.cell.publish_raised(&context);
             // The driver's half may close descriptors: not under the lock.
             drop(context);
             drop(event);
@@ -184,18 +204,10 @@ impl Handle {
         self.inner.close();
     }
 
-    /// Takes what there is to look at; to be called after [`Handle::poll_fd`] became readable.
+    /// How many live children the event has: one for each vCPU that a VM-wide event covers.
     #[must_use]
-    pub fn poll(&self) -> Poll {
-        self.inner.event.shared.notify.take()
-    }
-
-    /// A descriptor that becomes readable when there is something to look at. It belongs to the event.
-    ///
-    /// # Errors
-    /// The host's, when it has no more descriptors.
-    pub fn poll_fd(&self) -> std::io::Result<std::os::fd::RawFd> {
-        self.inner.event.shared.notify.fd()
+    pub fn children(&self) -> usize {
+        self.inner.event.family().map_or(0, |f| f.live().len())
     }
 
     pub(crate) fn is_family(&self) -> bool {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use crate::attr::{Attr, EventType, SampleType};
 use crate::handle::HandleInner;
 use crate::open::OpenError;
+use crate::ring::PAGE_SIZE;
 use crate::schedule::SharePolicy;
 use crate::time::{Clock, MonotonicClock};
 
@@ -25,6 +26,8 @@ pub struct CoreConfig {
     pub sample_rate_hz: u64,
     /// Ring memory an operator may have without it counting as locked memory, in KiB per host CPU.
     pub mlock_kb: u64,
+    /// Ring memory an operator may have beyond that, in KiB: its locked memory limit.
+    pub memlock_kb: u64,
     /// Host CPUs online, the factor of `mlock_kb`.
     pub host_cpus: usize,
     /// Slots of each vCPU that only VM-wide events may use.
@@ -46,6 +49,7 @@ impl Default for CoreConfig {
             paranoid: 1,
             sample_rate_hz: 100_000,
             mlock_kb: 512,
+            memlock_kb: 8192,
             host_cpus: std::thread::available_parallelism().map_or(1, usize::from),
             reserved_slots: 0,
             overcommit: true,
@@ -70,6 +74,7 @@ impl std::fmt::Debug for CoreConfig {
 pub(crate) struct Limits {
     pub paranoid: AtomicI32,
     pub sample_rate_hz: AtomicU64,
+    pub mlock_kb: AtomicU64,
     pub reserved_slots: AtomicUsize,
     pub overcommit: AtomicBool,
 }
@@ -79,6 +84,7 @@ impl Limits {
         Self {
             paranoid: AtomicI32::new(config.paranoid),
             sample_rate_hz: AtomicU64::new(config.sample_rate_hz),
+            mlock_kb: AtomicU64::new(config.mlock_kb),
             reserved_slots: AtomicUsize::new(config.reserved_slots),
             overcommit: AtomicBool::new(config.overcommit),
         }
@@ -109,6 +115,19 @@ impl Limits {
             return Err(OpenError::RawDenied);
         }
         Ok(())
+    }
+
+    /// Pages of rings, control pages included, that a user without the admin role may have; `None`: any number.
+    pub fn ring_pages_limit(&self, config: &CoreConfig) -> Option<u64> {
+        if self.paranoid() <= -1 {
+            return None;
+        }
+        let page_kb = PAGE_SIZE as u64 / 1024;
+        let free = self.mlock_kb.load(Ordering::Relaxed) / page_kb;
+        Some(
+            free.saturating_mul(config.host_cpus as u64)
+                .saturating_add(config.memlock_kb / page_kb),
+        )
     }
 
     /// Whether VM-wide events may be opened.

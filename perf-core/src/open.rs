@@ -6,12 +6,14 @@ use std::sync::atomic::Ordering;
 
 use crate::attr::{Attr, AttrError, EventType, ReadFormat, SampleType};
 use crate::context::ContextCell;
+use crate::control::ControlError;
 use crate::core::{Core, CoreInner};
 use crate::event::{Event, EventShared, Owner, Source};
 use crate::handle::{EventRef, Handle, HandleInner};
-use crate::limits::{Role, Session};
+use crate::limits::{Role, Session, SessionInner};
 use crate::pmu::{Capacity, PmuError, Target, VcpuId};
 use crate::schedule::SharePolicy;
+use crate::software::SoftwareId;
 
 /// Whose counts to collect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +32,8 @@ pub struct OpenFlags {
     pub no_group: bool,
     /// Report overflows to the VMM under this number ([`crate::Overflowed::cookie`]).
     pub cookie: Option<u64>,
+    /// Write records to the ring of the given handle, as [`Handle::set_output`] does.
+    pub output: bool,
 }
 
 /// Why an event was not opened.
@@ -89,6 +93,12 @@ pub enum OpenError {
         /// Slots there are.
         slots: usize,
     },
+    /// The VMM raises no such event.
+    #[error("the VMM raises no event {0}")]
+    NoSuchSoftwareEvent(u64),
+    /// Records cannot be redirected to the given handle.
+    #[error("cannot redirect the output: {0}")]
+    Output(#[source] ControlError),
     /// No driver serves the type.
     #[error("no driver serves event type {:#x}", .0.0)]
     NoDriver(EventType),
@@ -109,7 +119,9 @@ impl OpenError {
             | Self::Combination(_)
             | Self::Group(_)
             | Self::GroupTooLarge { .. }
+            | Self::NoSuchSoftwareEvent(_)
             | Self::NoDriver(_) => libc::EINVAL,
+            Self::Output(error) => error.errno(),
             Self::NoSuchVcpu(_) => libc::ESRCH,
             Self::VcpuExists(_) => libc::EEXIST,
             Self::Overcommitted { .. } => libc::EBUSY,
@@ -191,7 +203,18 @@ impl Core {
             (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
         };
         let place = core.place(&attr, cell, owner, leads_family)?;
-        let handle = core.install(attr, place, leader, flags)?;
+        let handle = core.install(&session.inner, attr, place, leader, flags)?;
+        if flags.output {
+            let target = group.ok_or(OpenError::Group("no handle to redirect the output to"));
+            let redirected = target.and_then(|target| {
+                core.set_output(&handle.inner.event, Some(&target.inner.event))
+                    .map_err(OpenError::Output)
+            });
+            if let Err(error) = redirected {
+                handle.inner.undo_open();
+                return Err(error);
+            }
+        }
         if handle.inner.event.shared.family.is_some() {
             topology.generation += 1;
         }
@@ -249,6 +272,9 @@ impl CoreInner {
             });
         }
         if attr.ty == EventType::VMM {
+            if SoftwareId::from_config(attr.config).is_none() {
+                return Err(OpenError::NoSuchSoftwareEvent(attr.config));
+            }
             let fan_out = leads_family.unwrap_or(attr.inherit);
             return Ok(if fan_out {
                 family(cell)
@@ -299,6 +325,7 @@ impl CoreInner {
 
     fn install(
         self: &Arc<Self>,
+        session: &Arc<SessionInner>,
         attr: Attr,
         place: Place,
         leader: Option<&EventRef>,
@@ -322,11 +349,13 @@ impl CoreInner {
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
             let pool = hardware.map(|(driver, slots)| context.pool(driver, slots, reserved));
             let event = Event::new(Arc::clone(&shared), None, pool, source, enabled);
-            context.add(event, leader.map(|l| l.key), now_ns)
+            let key = context.add(event, leader.map(|l| l.key), now_ns);
+            cell.publish_raised(&context);
+            key
         };
         let event = EventRef { cell, key, shared };
         let handle = Handle {
-            inner: Arc::new(HandleInner::new(Arc::clone(self), event)),
+            inner: Arc::new(HandleInner::new(Arc::clone(self), Arc::clone(session), event)),
         };
         if is_family && let Err(error) = self.fan_out(&handle.inner.event, leader) {
             handle.inner.undo_open();

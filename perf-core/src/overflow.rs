@@ -1,27 +1,20 @@
 //! Overflows: from "the driver's signal was seen" to accounts, records and reports.
 
-use std::sync::Arc;
-
 use smallvec::SmallVec;
 
+use crate::attr::{ReadFormat, SampleType};
 use crate::context::{Context, ContextCell};
 use crate::core::CoreInner;
-use crate::event::{Owner, Source, State};
+use crate::event::{Event, Owner, Source, State};
 use crate::notify::Poll;
+use crate::pmu::VcpuId;
+use crate::record::{CpuMode, Encode, Entries, Format, ReadEntry, ReadValues, Sample, Throttle, Words};
+use crate::ring::{Ring, RingError};
 use crate::sample::Overflowed;
+use crate::time::Times;
 
-/// Which mode the CPU was in; the `misc` field of records.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CpuMode {
-    /// The host's kernel (`PERF_RECORD_MISC_KERNEL`).
-    Kernel,
-    /// The host's user space (`PERF_RECORD_MISC_USER`).
-    User,
-    /// The guest at CPL0 (`PERF_RECORD_MISC_GUEST_KERNEL`).
-    GuestKernel,
-    /// The guest at CPL3 (`PERF_RECORD_MISC_GUEST_USER`).
-    GuestUser,
-}
+/// Most entries of a call chain, as the kernel's default.
+pub const CALLCHAIN_MAX: usize = 127;
 
 /// Where the vCPU was when an event overflowed. Asked only for what a sample needs.
 pub trait SampleRegs {
@@ -45,12 +38,12 @@ pub trait SampleRegs {
 }
 
 /// Reports taken out of a context in one go.
-type Batch = SmallVec<[Overflowed; 16]>;
+pub(crate) type Batch = SmallVec<[Overflowed; 16]>;
 const BATCH: usize = 16;
 
 pub(crate) fn service(
     core: &CoreInner,
-    cell: &Arc<ContextCell>,
+    cell: &ContextCell,
     regs: &mut dyn SampleRegs,
     sink: &mut dyn FnMut(Overflowed),
 ) {
@@ -60,7 +53,7 @@ pub(crate) fn service(
         let more = {
             let now_ns = cell.now_ns();
             let mut context = cell.lock();
-            context.take_overflows(core, now_ns, regs, &mut at, &mut batch)
+            context.take_overflows(core, cell, now_ns, regs, &mut at, &mut batch)
         };
         for report in batch {
             sink(report);
@@ -76,6 +69,7 @@ impl Context {
     fn take_overflows(
         &mut self,
         core: &CoreInner,
+        cell: &ContextCell,
         now_ns: u64,
         regs: &mut dyn SampleRegs,
         at: &mut usize,
@@ -83,7 +77,7 @@ impl Context {
     ) -> bool {
         while let Some(key) = self.pending.pop() {
             let times = std::mem::take(&mut self.events[key].sampling.pending);
-            self.overflow(core, key, times, now_ns, regs, batch);
+            self.overflow(core, cell, key, times, now_ns, regs, batch);
             if batch.len() == BATCH {
                 return true;
             }
@@ -92,24 +86,20 @@ impl Context {
             *at += 1;
             let event = &mut self.events[key];
             let mut times = std::mem::take(&mut event.sampling.pending);
-            let Source::Driver(driver) = &mut event.source else {
-                continue;
-            };
-            let told = driver.take_overflows();
-            if told > 0 && !event.sampling.throttled {
+            if let Source::Driver(driver) = &mut event.source
+                && driver.take_overflows() > 0
+                && !event.sampling.throttled
+            {
                 let raw = driver.read();
-                let passed = event.sampling.passed(raw, told);
-                if passed > 0 && event.sampling.is_on() {
-                    times = times.saturating_add(passed);
-                    if let Err(error) = driver.arm(event.sampling.remaining(raw)) {
-                        log::warn!("event {} could not be armed again: {error}", event.shared.id);
-                    }
-                } else {
-                    times = times.saturating_add(passed);
+                times = times.saturating_add(event.sampling.passed(raw));
+                if event.sampling.is_on()
+                    && let Err(error) = driver.arm(event.sampling.remaining(raw))
+                {
+                    log::warn!("event {} could not be armed again: {error}", event.shared.id);
                 }
             }
             if times > 0 {
-                self.overflow(core, key, times, now_ns, regs, batch);
+                self.overflow(core, cell, key, times, now_ns, regs, batch);
                 // The event may have left the list, and another taken its place.
                 if self.armed.get(*at - 1) != Some(&key) {
                     *at -= 1;
@@ -122,10 +112,13 @@ impl Context {
         false
     }
 
-    /// Accounts `times` overflows of an event.
+    /// Accounts `times` overflows of a driver's event that were noticed together: one interrupt, one sample that
+    /// stands for all of them by its period.
+    #[allow(clippy::too_many_arguments)]
     fn overflow(
         &mut self,
         core: &CoreInner,
+        cell: &ContextCell,
         key: usize,
         times: u32,
         now_ns: u64,
@@ -135,24 +128,219 @@ impl Context {
         if times == 0 {
             return;
         }
-        let _ = regs.mode();
-        let event = &mut self.events[key];
-        let shared = Arc::clone(&event.shared);
-        let tick_ns = 1_000_000_000 / core.config.tick_hz.max(1);
-        event.sampling.note_overflow_time(now_ns, tick_ns);
-        let throttle = shared.owner != Owner::Guest
-            && event
-                .sampling
-                .interrupt(core.config.tick_hz, core.limits.sample_rate_hz());
-        let last = event.sampling.count_down(times);
-        if let Some(cookie) = shared.cookie {
-            batch.push(Overflowed { cookie, times });
-        }
-        if last {
-            shared.notify.signal(Poll::HUP);
-            self.disable(key, now_ns);
+        let period = self.events[key].sampling.period.saturating_mul(u64::from(times));
+        let times = self.events[key].sampling.count_down(times);
+        let throttle = self.one_overflow(core, cell, key, true, period, now_ns, Some(regs));
+        self.report(key, times.counted, batch);
+        if times.last {
+            self.limit_reached(key, now_ns);
         } else if throttle {
             self.throttle(key);
+        }
+    }
+
+    /// Accounts `times` overflows of a raised event: each an overflow of its own, until a throttle or its limit breaks
+    /// the burst. What remains of it is lost, as the interrupts of a throttled counter are.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn raised_overflow(
+        &mut self,
+        core: &CoreInner,
+        origin: &ContextCell,
+        key: usize,
+        times: u64,
+        now_ns: u64,
+        mut regs: Option<&mut dyn SampleRegs>,
+        batch: &mut Batch,
+    ) {
+        let cookie = self.events[key].shared.cookie.is_some();
+        if regs.is_none() || self.events[key].sampling.throttled {
+            if cookie {
+                self.report(key, u32::try_from(times).unwrap_or(u32::MAX), batch);
+            }
+            return;
+        }
+        let period = self.events[key].sampling.period;
+        let mut done = 0u32;
+        for i in 0..times {
+            let countdown = self.events[key].sampling.count_down(1);
+            let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
+            let throttle = self.one_overflow(core, origin, key, i > 0, period, now_ns, regs);
+            done = done.saturating_add(1);
+            if countdown.last {
+                self.limit_reached(key, now_ns);
+                break;
+            }
+            if throttle {
+                self.events[key].sampling.throttled = true;
+                break;
+            }
+        }
+        let reported = if cookie {
+            u32::try_from(times).unwrap_or(u32::MAX)
+        } else {
+            done
+        };
+        self.report(key, reported, batch);
+    }
+
+    fn report(&self, key: usize, times: u32, batch: &mut Batch) {
+        if let Some(cookie) = self.events[key].shared.cookie
+            && times > 0
+        {
+            batch.push(Overflowed { cookie, times });
+        }
+    }
+
+    /// One overflow: its accounts and its records. Whether the event is to be throttled now.
+    #[allow(clippy::too_many_arguments)]
+    fn one_overflow(
+        &mut self,
+        core: &CoreInner,
+        origin: &ContextCell,
+        key: usize,
+        may_throttle: bool,
+        period: u64,
+        now_ns: u64,
+        regs: Option<&mut dyn SampleRegs>,
+    ) -> bool {
+        let event = &mut self.events[key];
+        let tick_hz = core.config.tick_hz.max(1);
+        event.sampling.note_overflow_time(now_ns, 1_000_000_000 / tick_hz);
+        let over = event.sampling.interrupt(tick_hz, core.limits.sample_rate_hz());
+        // The guest's own rate is limited where its PMIs are.
+        let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
+        match &event.output {
+            None => event.shared.notify.signal(Poll::IN),
+            Some(output) => {
+                if throttle && !event.sampling.throttled {
+                    write_throttle(event, &output.ring, true, now_ns);
+                }
+                if let Some(regs) = regs {
+                    self.write_sample(core, origin, key, period, now_ns, regs);
+                }
+            }
+        }
+        throttle
+    }
+
+    /// The event has had all the overflows it was allowed.
+    fn limit_reached(&mut self, key: usize, now_ns: u64) {
+        let event = &self.events[key];
+        event.shared.notify.signal(Poll::HUP);
+        if let Some(output) = &event.output {
+            if output.owner == event.shared.id {
+                output.ring.hang_up();
+            } else {
+                output.ring.notify();
+            }
+        }
+        self.disable(key, now_ns);
+    }
+
+    fn write_sample(
+        &mut self,
+        core: &CoreInner,
+        origin: &ContextCell,
+        key: usize,
+        period: u64,
+        now_ns: u64,
+        regs: &mut dyn SampleRegs,
+    ) {
+        let Some(output) = self.events[key].output.clone() else {
+            return;
+        };
+        let attr = &self.events[key].shared.attr;
+        let format = Format {
+            sample_type: attr.sample_type,
+            read_format: attr.read_format,
+        };
+        let wants = |field| format.sample_type.contains(field);
+        let (vcpu, tid) = origin.vcpu.unwrap_or((VcpuId(0), 0));
+        let mut sample = Sample {
+            misc: regs.mode().into(),
+            pid: core.config.pid,
+            tid: tid as u32,
+            time_ns: now_ns,
+            id: self.events[key].top().id,
+            stream_id: self.events[key].shared.id,
+            cpu: vcpu.0,
+            period,
+            ..Sample::default()
+        };
+        if wants(SampleType::IP) {
+            sample.ip = regs.ip();
+        }
+        if wants(SampleType::ADDR) {
+            sample.addr = regs.addr();
+        }
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.clear();
+        if wants(SampleType::READ) {
+            sample.read = self.read_values(key, now_ns, &mut entries);
+        }
+        let mut chain = [0; CALLCHAIN_MAX];
+        if wants(SampleType::CALLCHAIN) {
+            let n = regs.callchain(&mut chain).min(CALLCHAIN_MAX);
+            sample.callchain = Words::List(&chain[..n]);
+        }
+        if wants(SampleType::RAW) {
+            sample.raw = regs.raw();
+        }
+        // A ring without room counts what it lost; one that can never take the record has none for it.
+        if let Err(error @ (RingError::TooLarge { .. } | RingError::Size { .. })) =
+            sample.write(format, &output.ring)
+        {
+            log::debug!(
+                "a sample of event {} does not fit its ring: {error}",
+                sample.stream_id
+            );
+        }
+        self.entries = entries;
+    }
+
+    /// The reading a record carries: own and exited children's totals, not those of live ones, whose contexts have
+    /// locks of their own.
+    pub(crate) fn read_values<'a>(
+        &mut self,
+        key: usize,
+        now_ns: u64,
+        entries: &'a mut Vec<ReadEntry>,
+    ) -> ReadValues<'a> {
+        let group = self.events[key].group;
+        let is_group = self.events[key]
+            .shared
+            .attr
+            .read_format
+            .contains(ReadFormat::GROUP);
+        let n = if is_group {
+            self.groups[group].members.len()
+        } else {
+            1
+        };
+        let mut times = Times::default();
+        for i in 0..n.min(entries.capacity()) {
+            let member = if is_group {
+                self.groups[group].members[i]
+            } else {
+                key
+            };
+            let mut totals = self.totals(member, now_ns);
+            let event = &self.events[member];
+            if event.parent.is_none() {
+                totals.add(event.shared.folded.load());
+            }
+            if i == 0 {
+                times = totals.times;
+            }
+            entries.push(ReadEntry {
+                value: totals.count,
+                id: event.top().id,
+            });
+        }
+        ReadValues {
+            time_enabled_ns: times.enabled_ns,
+            time_running_ns: times.running_ns,
+            entries: Entries::List(entries),
         }
     }
 
@@ -164,7 +352,7 @@ impl Context {
             return;
         }
         let raw = event.raw();
-        event.sampling.disarm_at(raw, 0);
+        event.sampling.disarm_at(raw);
         event.sampling.throttled = true;
         if let Source::Driver(driver) = &mut event.source {
             driver.stop();
@@ -177,9 +365,12 @@ impl Context {
         }
     }
 
-    fn unthrottle(&mut self, key: usize) {
+    fn unthrottle(&mut self, key: usize, now_ns: u64) {
         let event = &mut self.events[key];
         event.sampling.throttled = false;
+        if let Some(output) = &event.output {
+            write_throttle(event, &output.ring, false, now_ns);
+        }
         let raw = event.raw();
         if let Source::Driver(driver) = &mut event.source {
             driver.stop();
@@ -194,13 +385,13 @@ impl Context {
     }
 
     /// The sampling half of a tick: lifts throttles and adjusts frequencies of what is on.
-    pub fn tick_sampling(&mut self, _now_ns: u64, tick_hz: u64, sample_rate_hz: u64) {
+    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) {
         for at in 0..self.armed.len() {
             let key = self.armed[at];
             let was_throttled = self.events[key].sampling.throttled;
             let stalled = self.events[key].sampling.tick(tick_hz, sample_rate_hz);
             if was_throttled {
-                self.unthrottle(key);
+                self.unthrottle(key, now_ns);
             } else if stalled {
                 // A period that became huge by accident must not stall the event: begin a new one.
                 let event = &mut self.events[key];
@@ -214,4 +405,15 @@ impl Context {
             }
         }
     }
+}
+
+fn write_throttle(event: &Event, ring: &Ring, throttled: bool, time_ns: u64) {
+    let record = Throttle {
+        throttled,
+        time_ns,
+        id: event.top().id,
+        stream_id: event.shared.id,
+    };
+    // No room: the ring counts it as lost.
+    let _ = record.write(Format::default(), ring);
 }

@@ -6,6 +6,7 @@ use crate::attr::ReadFormat;
 use crate::control::ControlError;
 use crate::event::{State, Totals};
 use crate::handle::{EventRef, Handle};
+use crate::output::write_page;
 use crate::time::{Times, scale};
 
 /// One reading: the value with the times that belong to it.
@@ -55,14 +56,19 @@ impl EventRef {
     /// Own, exited and live children's totals.
     fn totals(&self) -> Option<Totals> {
         let family = self.family();
+        let output;
         let mut totals = {
             let now_ns = self.cell.now_ns();
             let mut context = self.cell.lock();
-            context.get(self.key, &self.shared)?;
+            let event = context.get(self.key, &self.shared)?;
+            output = event.output.clone().filter(|o| o.owner == self.shared.id);
             context.totals(self.key, now_ns)
         };
         if let Some(family) = family {
             totals.add(family.totals(&self.shared.folded));
+        }
+        if let Some(output) = output {
+            write_page(&output, totals);
         }
         Some(totals)
     }

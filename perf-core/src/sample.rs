@@ -11,6 +11,13 @@ pub struct Overflowed {
     pub times: u32,
 }
 
+/// See [`Sampling::count_down`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CountDown {
+    pub counted: u32,
+    pub last: bool,
+}
+
 /// An event's sampling state.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sampling {
@@ -76,21 +83,21 @@ impl Sampling {
         self.next_at = raw.wrapping_add(self.left.max(1));
     }
 
-    /// It goes off, or its overflow is switched off, with the driver's count at `raw`; `told` says that the driver
-    /// reported an overflow. Periods that passed become pending.
-    pub fn disarm_at(&mut self, raw: u64, told: u32) {
+    /// It goes off, or its overflow is switched off, with the driver's count at `raw`. Periods that passed become
+    /// pending.
+    pub fn disarm_at(&mut self, raw: u64) {
         if !self.throttled {
-            self.pending = self.pending.saturating_add(self.passed(raw, told));
-            self.left = self.next_at.wrapping_sub(raw).max(1);
+            self.pending = self.pending.saturating_add(self.passed(raw));
+            self.left = self.remaining(raw);
         }
     }
 
     /// How many overflow points lie at or below `raw`; moves the next one beyond it.
     ///
     /// The count decides, not the number of notifications: those may be merged, late or doubled.
-    pub fn passed(&mut self, raw: u64, told: u32) -> u32 {
+    pub fn passed(&mut self, raw: u64) -> u32 {
         let over = raw.wrapping_sub(self.next_at);
-        if told == 0 || !self.is_on() || (over as i64) < 0 {
+        if !self.is_on() || (over as i64) < 0 {
             return 0;
         }
         if self.period == 0 {
@@ -100,6 +107,21 @@ impl Sampling {
         let times = over / self.period + 1;
         self.next_at = self.next_at.wrapping_add(times.wrapping_mul(self.period));
         u32::try_from(times).unwrap_or(u32::MAX)
+    }
+
+    /// Adds `n` counts of an event that the core counts itself: how many overflows that makes.
+    pub fn add(&mut self, n: u64) -> u64 {
+        if n < self.left {
+            self.left -= n;
+            return 0;
+        }
+        let over = n - self.left;
+        if self.period == 0 {
+            self.armed = false;
+            return 1;
+        }
+        self.left = self.period - over % self.period;
+        over / self.period + 1
     }
 
     /// Counts from `raw` to the next overflow.
@@ -132,13 +154,20 @@ impl Sampling {
         self.interrupts.saturating_mul(tick_hz) > sample_rate_hz
     }
 
-    /// Counts `times` overflows against the limit; whether that was the last.
-    pub fn count_down(&mut self, times: u32) -> bool {
+    /// Counts `times` overflows against the limit: how many it still allowed, and whether that was the last.
+    pub fn count_down(&mut self, times: u32) -> CountDown {
         if self.limit == 0 {
-            return false;
+            return CountDown {
+                counted: times,
+                last: false,
+            };
         }
-        self.limit = self.limit.saturating_sub(u64::from(times));
-        self.limit == 0
+        let counted = times.min(u32::try_from(self.limit).unwrap_or(u32::MAX));
+        self.limit -= u64::from(counted);
+        CountDown {
+            counted,
+            last: self.limit == 0,
+        }
     }
 
     /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick ago.

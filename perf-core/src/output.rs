@@ -1,0 +1,369 @@
+//! Where an event's records go: its ring, or another event's.
+//!
+//! All of this is the cold side and runs under the topology lock. The hot side is one pointer in the event's working
+//! half, [`crate::event::Event::output`], kept right here whenever a ring comes or an output is redirected.
+
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::control::ControlError;
+use crate::core::{Core, CoreInner};
+use crate::event::Totals;
+use crate::handle::{EventRef, Handle};
+use crate::notify::Poll;
+use crate::ring::{Counter, PAGE_SIZE, Ring, RingError, RingMode};
+
+/// A ring with what it was charged to; both go when its last user goes.
+#[derive(Debug)]
+pub(crate) struct Output {
+    pub ring: Arc<Ring>,
+    /// The event that owns the ring.
+    pub owner: u64,
+    _charge: Charge,
+}
+
+/// The output side of an event that was opened.
+#[derive(Debug, Default)]
+pub(crate) struct OutputState {
+    own: Option<Arc<Output>>,
+    /// How often the ring is mapped.
+    mappings: usize,
+    /// The event whose ring is used instead.
+    redirect: Option<EventRef>,
+    /// Events that use this one's ring.
+    sources: Vec<EventRef>,
+}
+
+/// Why a ring was not attached.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// The event is closed.
+    #[error("the event is closed")]
+    Closed,
+    /// The event is mapped with another size.
+    #[error("the event has a ring of {mapped} data pages, not {asked}")]
+    OtherSize {
+        /// Data pages of the ring there is.
+        mapped: usize,
+        /// Data pages asked for.
+        asked: usize,
+    },
+    /// Its output goes to another event.
+    #[error("the event writes to another event's ring")]
+    Redirected,
+    /// The operator's memory limit.
+    #[error(
+        "{pages} more pages of ring memory exceed the limit of {limit} for this user; unmap a ring, raise the limit, or use the admin role"
+    )]
+    MemoryLimit {
+        /// Pages asked for, the control page included.
+        pages: u64,
+        /// Pages the user may have in all.
+        limit: u64,
+    },
+    /// The ring could not be made.
+    #[error(transparent)]
+    Ring(#[from] RingError),
+}
+
+impl MapError {
+    /// The error number `mmap(2)` of a kernel event gives in this case.
+    #[must_use]
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::Closed => libc::EBADF,
+            Self::OtherSize { .. } | Self::Redirected => libc::EINVAL,
+            Self::MemoryLimit { .. } => libc::EPERM,
+            Self::Ring(RingError::Os { .. }) => libc::ENOMEM,
+            Self::Ring(_) => libc::EINVAL,
+        }
+    }
+}
+
+/// Ring memory in use, in pages, by user.
+#[derive(Debug, Default)]
+pub(crate) struct Locked {
+    pages: Mutex<HashMap<u32, u64>>,
+}
+
+impl Locked {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u32, u64>> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn pages_of(&self, uid: u32) -> u64 {
+        self.lock().get(&uid).copied().unwrap_or(0)
+    }
+
+    /// Charges `pages` to `uid`, who is the one refunded whoever unmaps.
+    fn charge(self: &Arc<Self>, uid: u32, pages: u64, limit: Option<u64>) -> Result<Charge, MapError> {
+        let mut map = self.lock();
+        let used = map.entry(uid).or_default();
+        let sum = used.saturating_add(pages);
+        if let Some(limit) = limit
+            && sum > limit
+        {
+            return Err(MapError::MemoryLimit { pages, limit });
+        }
+        *used = sum;
+        Ok(Charge {
+            locked: Arc::clone(self),
+            uid,
+            pages,
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Charge {
+    locked: Arc<Locked>,
+    uid: u32,
+    pages: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut map = self.locked.lock();
+        if let Some(used) = map.get_mut(&self.uid) {
+            *used -= self.pages;
+            if *used == 0 {
+                map.remove(&self.uid);
+            }
+        }
+    }
+}
+
+impl EventRef {
+    fn output_state(&self) -> MutexGuard<'_, OutputState> {
+        self.shared.output.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the event's working half, its children's, and those of events that write here where records go.
+    fn spread_output(&self) {
+        let (output, sources) = {
+            let state = self.output_state();
+            let redirected = state
+                .redirect
+                .as_ref()
+                .and_then(|target| target.output_state().own.clone());
+            (redirected.or_else(|| state.own.clone()), state.sources.clone())
+        };
+        for event in std::iter::once(self).chain(&sources) {
+            let _ = event.for_each(|context, key, now_ns| {
+                context.events[key].output = output.clone();
+                context.update_page(key, now_ns);
+            });
+        }
+    }
+
+    /// Takes the event out of the web of redirections; its ring lives on while others write to it.
+    pub fn release_output(&self) {
+        let (redirect, sources) = {
+            let mut state = self.output_state();
+            state.own = None;
+            (state.redirect.take(), std::mem::take(&mut state.sources))
+        };
+        if let Some(target) = redirect {
+            target
+                .output_state()
+                .sources
+                .retain(|s| !Arc::ptr_eq(&s.shared, &self.shared));
+        }
+        for source in sources {
+            // They keep the ring they write to, as if they still held this event open.
+            source.output_state().redirect = None;
+        }
+    }
+}
+
+impl CoreInner {
+    /// Redirects `source`'s output to `target`'s ring, or back. Under the topology lock.
+    pub fn set_output(&self, source: &EventRef, target: Option<&EventRef>) -> Result<(), ControlError> {
+        if let Some(target) = target {
+            if Arc::ptr_eq(&source.shared, &target.shared) {
+                return Err(ControlError::Invalid("an event cannot be its own output"));
+            }
+            if target.output_state().redirect.is_some() {
+                return Err(ControlError::Invalid("the target writes to another event itself"));
+            }
+            if target.cell.lock().get(target.key, &target.shared).is_none() {
+                return Err(ControlError::Closed);
+            }
+            let state = source.output_state();
+            if state.own.is_some() {
+                return Err(ControlError::Invalid("the event has a ring of its own"));
+            }
+            if !state.sources.is_empty() {
+                return Err(ControlError::Invalid("other events write to this one"));
+            }
+        }
+        let old = std::mem::replace(&mut source.output_state().redirect, target.cloned());
+        if let Some(old) = old {
+            old.output_state()
+                .sources
+                .retain(|s| !Arc::ptr_eq(&s.shared, &source.shared));
+        }
+        if let Some(target) = target {
+            target.output_state().sources.push(source.clone());
+        }
+        source.spread_output();
+        Ok(())
+    }
+}
+
+impl Core {
+    /// Pages of ring memory charged to user `uid` now.
+    #[must_use]
+    pub fn ring_pages(&self, uid: u32) -> u64 {
+        self.inner.locked.pages_of(uid)
+    }
+}
+
+/// Brings the control page of an event that owns a ring up to date: count and times.
+///
+/// The index is always 0 (not directly readable): who maps the ring runs on another CPU than the vCPU, and a counter
+/// read there would be another's.
+pub(crate) fn write_page(output: &Output, totals: Totals) {
+    let counter = Counter {
+        index: 0,
+        offset: totals.count as i64,
+        time_enabled_ns: totals.times.enabled_ns,
+        time_running_ns: totals.times.running_ns,
+    };
+    // A page that another thread is updating right now gets that thread's values, which are as fresh.
+    let _ = output.ring.control().update(counter);
+}
+
+impl Handle {
+    /// Attaches a ring of one control page and `data_pages` (0 or a power of two) data pages, and returns it; mapping
+    /// again with the same size gives the same ring. `writable` says whether the reader moves `data_tail`: then what
+    /// finds no room is lost and reported, otherwise the oldest records are overwritten. The first mapping decides.
+    ///
+    /// The ring's memory is charged to the session's user.
+    ///
+    /// # Errors
+    /// [`MapError`]; nothing has changed then.
+    pub fn map(&self, data_pages: usize, writable: bool) -> Result<Arc<Ring>, MapError> {
+        let event = &self.inner.event;
+        let core = &self.inner.core;
+        let _topology = core.topology();
+        if event.cell.lock().get(event.key, &event.shared).is_none() {
+            return Err(MapError::Closed);
+        }
+        {
+            let mut state = event.output_state();
+            if state.redirect.is_some() {
+                return Err(MapError::Redirected);
+            }
+            if let Some(own) = state.own.clone() {
+                let mapped = own.ring.data_size() / PAGE_SIZE;
+                if mapped != data_pages {
+                    return Err(MapError::OtherSize {
+                        mapped,
+                        asked: data_pages,
+                    });
+                }
+                state.mappings += 1;
+                return Ok(Arc::clone(&own.ring));
+            }
+        }
+        let session = &self.inner.session;
+        let limit = (!session.is_admin())
+            .then(|| core.limits.ring_pages_limit(&core.config))
+            .flatten();
+        let pages = u64::try_from(data_pages).unwrap_or(u64::MAX).saturating_add(1);
+        let charge = core.locked.charge(session.uid, pages, limit)?;
+        let mode = if writable {
+            RingMode::Writable
+        } else {
+            RingMode::Overwrite
+        };
+        let ring = Arc::new(Ring::new(data_pages, mode)?);
+        ring.set_wakeup(event.shared.attr.wakeup);
+        ring.set_lost_id(event.shared.id);
+        {
+            let mut state = event.output_state();
+            state.own = Some(Arc::new(Output {
+                ring: Arc::clone(&ring),
+                owner: event.shared.id,
+                _charge: charge,
+            }));
+            state.mappings = 1;
+        }
+        event.spread_output();
+        Ok(ring)
+    }
+
+    /// Undoes one [`Handle::map`]; the last one detaches the ring. Readers that still hold it see no more records.
+    /// Whether there was one to undo.
+    pub fn unmap(&self) -> bool {
+        let event = &self.inner.event;
+        let _topology = self.inner.core.topology();
+        {
+            let mut state = event.output_state();
+            if state.mappings == 0 {
+                return false;
+            }
+            state.mappings -= 1;
+            if state.mappings > 0 {
+                return true;
+            }
+            state.own = None;
+        }
+        event.spread_output();
+        true
+    }
+
+    /// Sends this event's records to the ring of `target`, or with `None` nowhere but to its own again. There are no
+    /// chains: neither may the target be redirected itself, nor may others write to this event. An event with a ring
+    /// of its own cannot be redirected.
+    ///
+    /// # Errors
+    /// [`ControlError::Invalid`], [`ControlError::Closed`].
+    pub fn set_output(&self, target: Option<&Handle>) -> Result<(), ControlError> {
+        let _topology = self.inner.core.topology();
+        let event = &self.inner.event;
+        event
+            .cell
+            .lock()
+            .get(event.key, &event.shared)
+            .ok_or(ControlError::Closed)?;
+        self.inner.core.set_output(event, target.map(|t| &t.inner.event))
+    }
+
+    fn output(&self) -> Option<Arc<Output>> {
+        let event = &self.inner.event;
+        event.cell.lock().get(event.key, &event.shared)?.output.clone()
+    }
+
+    /// Takes what there is to look at; to be called after [`Handle::poll_fd`] became readable. [`Poll::HUP`] when the
+    /// event has no ring to write to, or has disabled itself at its limit.
+    #[must_use]
+    pub fn poll(&self) -> Poll {
+        let mut poll = self.inner.event.shared.notify.take();
+        match self.output() {
+            None => poll |= Poll::HUP,
+            Some(output) => {
+                let state = output.ring.take_poll();
+                poll.set(Poll::IN, poll.contains(Poll::IN) || state.readable);
+                poll.set(Poll::HUP, poll.contains(Poll::HUP) || state.hang_up);
+            }
+        }
+        poll
+    }
+
+    /// A descriptor that becomes readable when there is something to look at: the ring's, or without one the event's
+    /// own, which is signalled at every overflow. Ask again after mapping or redirecting.
+    ///
+    /// # Errors
+    /// The host's, when it has no more descriptors.
+    pub fn poll_fd(&self) -> std::io::Result<RawFd> {
+        use std::os::fd::AsFd;
+        match self.output() {
+            Some(output) => Ok(output.ring.wakeup_fd().as_fd().as_raw_fd()),
+            None => self.inner.event.shared.notify.fd(),
+        }
+    }
+}

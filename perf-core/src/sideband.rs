@@ -1,0 +1,216 @@
+//! Side-band records: what happens to the VM beside the samples. FORK and EXIT for vCPUs that come and go, COMM for
+//! their names, MMAP for what is where in guest memory, READ for the final values of inherited events.
+//!
+//! They go to events that asked for them and are enabled: those of the VM context, and those opened on the vCPU in
+//! question. Children write none of their own: their parent's ring would get each record many times over.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::attr::Attr;
+use crate::context::ContextCell;
+use crate::core::{Core, CoreInner, VcpuContext};
+use crate::event::State;
+use crate::pmu::VcpuId;
+use crate::record::{Comm, Encode, Format, MapName, Misc, Mmap, Read, Task};
+
+/// How many open events ask for which records: nobody asks, nothing is done.
+#[derive(Debug, Default)]
+pub(crate) struct Wanted {
+    comm: AtomicU32,
+    mmap: AtomicU32,
+    task: AtomicU32,
+}
+
+impl Wanted {
+    pub fn add(&self, attr: &Attr) {
+        self.each(attr, |n| {
+            n.fetch_add(1, Ordering::Relaxed);
+        });
+    }
+
+    pub fn remove(&self, attr: &Attr) {
+        self.each(attr, |n| {
+            n.fetch_sub(1, Ordering::Relaxed);
+        });
+    }
+
+    fn each(&self, attr: &Attr, change: impl Fn(&AtomicU32)) {
+        for (on, n) in [
+            (attr.comm, &self.comm),
+            (attr.mmap, &self.mmap),
+            (attr.task, &self.task),
+        ] {
+            if on {
+                change(n);
+            }
+        }
+    }
+
+    fn comm(&self) -> bool {
+        self.comm.load(Ordering::Relaxed) != 0
+    }
+
+    fn mmap(&self) -> bool {
+        self.mmap.load(Ordering::Relaxed) != 0
+    }
+
+    fn task(&self) -> bool {
+        self.comm() || self.mmap() || self.task.load(Ordering::Relaxed) != 0
+    }
+}
+
+/// A range of guest memory with a name, for MMAP records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestMapping<'a> {
+    /// Guest address of its first byte.
+    pub start: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Offset of its first byte in the file it comes from.
+    pub pgoff: u64,
+    /// Name, such as a file's path or `[guest.kernel.kallsyms]`.
+    pub name: MapName<'a>,
+    /// It is code that runs at CPL0.
+    pub kernel: bool,
+}
+
+/// Writes `record` to each event of `cell` that `wants` it.
+fn write_to(cell: &ContextCell, record: &impl Encode, wants: impl Fn(&Attr) -> bool) {
+    let context = cell.lock();
+    for (_, event) in &context.events {
+        if event.parent.is_none()
+            && event.state >= State::Inactive
+            && wants(&event.shared.attr)
+            && let Some(output) = &event.output
+        {
+            // Without room the ring counts it as lost.
+            let _ = record.write(Format::default(), &output.ring);
+        }
+    }
+}
+
+impl CoreInner {
+    fn write_all(&self, cell: &ContextCell, record: &impl Encode, wants: impl Fn(&Attr) -> bool + Copy) {
+        write_to(&self.vm, record, wants);
+        write_to(cell, record, wants);
+    }
+
+    /// A vCPU has come (FORK) or gone (EXIT).
+    pub fn task_record(&self, cell: &ContextCell, fork: bool) {
+        if !self.wanted.task() {
+            return;
+        }
+        let pid = self.config.pid;
+        let tid = cell.vcpu.map_or(0, |(_, tid)| tid) as u32;
+        let record = Task {
+            fork,
+            pid,
+            ppid: pid,
+            tid,
+            ptid: pid,
+            time_ns: cell.now_ns(),
+        };
+        self.write_all(cell, &record, |attr| attr.task || attr.comm || attr.mmap);
+    }
+
+    /// A vCPU has a name.
+    pub fn comm_record(&self, cell: &ContextCell, name: &[u8]) {
+        if !self.wanted.comm() {
+            return;
+        }
+        let tid = cell.vcpu.map_or(0, |(_, tid)| tid) as u32;
+        // As the kernel: at most 15 bytes and their terminator.
+        let name = &name[..name.len().min(15)];
+        self.write_all(
+            cell,
+            &Comm {
+                pid: self.config.pid,
+                tid,
+                name,
+            },
+            |attr| attr.comm,
+        );
+    }
+
+    /// The final reading of a child whose vCPU has gone, for its parent's reader.
+    pub fn read_record(&self, cell: &ContextCell, key: usize) {
+        let now_ns = cell.now_ns();
+        let mut context = cell.lock();
+        let Some(event) = context.events.get(key) else {
+            return;
+        };
+        let attr = &event.shared.attr;
+        let format = Format {
+            sample_type: attr.sample_type,
+            read_format: attr.read_format,
+        };
+        let Some(output) = event.output.clone().filter(|_| attr.inherit_stat) else {
+            return;
+        };
+        let mut entries = std::mem::take(&mut context.entries);
+        entries.clear();
+        let values = context.read_values(key, now_ns, &mut entries);
+        let tid = cell.vcpu.map_or(0, |(_, tid)| tid) as u32;
+        let _ = Read {
+            pid: self.config.pid,
+            tid,
+            values,
+        }
+        .write(format, &output.ring);
+        context.entries = entries;
+    }
+}
+
+impl Core {
+    /// Tells readers that `mapping` is in guest memory now.
+    pub fn mmap_record(&self, mapping: &GuestMapping<'_>) {
+        let core = &self.inner;
+        if !core.wanted.mmap() {
+            return;
+        }
+        let mode = if mapping.kernel {
+            crate::record::CpuMode::GuestKernel
+        } else {
+            crate::record::CpuMode::GuestUser
+        };
+        let record = Mmap {
+            misc: Misc::from(mode),
+            pid: core.config.pid,
+            tid: core.config.pid,
+            start: mapping.start,
+            len: mapping.len,
+            pgoff: mapping.pgoff,
+            name: mapping.name,
+        };
+        write_to(&core.vm, &record, |attr| attr.mmap);
+        for vcpu in core.vcpus.load().iter() {
+            write_to(&vcpu.cell, &record, |attr| attr.mmap);
+        }
+    }
+
+    /// Names a vCPU. Whether there is such a vCPU.
+    pub fn name_vcpu(&self, vcpu: VcpuId, name: &str) -> bool {
+        let Some(context) = self.vcpu(vcpu) else {
+            return false;
+        };
+        self.inner.comm_record(&context.cell, name.as_bytes());
+        true
+    }
+}
+
+impl VcpuContext {
+    /// The guest was reset: events opened with [`Attr::enable_on_exec`] that are off or in error are enabled, once.
+    /// Members of groups too, not only leaders.
+    pub fn exec(&self) {
+        let now_ns = self.cell.now_ns();
+        let mut context = self.cell.lock();
+        let due: Vec<usize> = context
+            .events
+            .iter_mut()
+            .filter_map(|(key, event)| std::mem::take(&mut event.enable_on_exec).then_some(key))
+            .collect();
+        for key in due {
+            context.enable(key, now_ns);
+        }
+    }
+}

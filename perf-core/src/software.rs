@@ -1,0 +1,330 @@
+//! Software events: what the VMM itself sees happen to a vCPU.
+//!
+//! The VMM raises them with [`VcpuContext::software_event`]. An event nobody counts costs one atomic load. They are
+//! delivered to the VM context first, then to the vCPU's.
+//!
+//! # Levels
+//! Raising can nest: serving one event may raise another, and a signal handler may raise one at any time. There are
+//! four levels, as the kernel has task, softirq, interrupt and NMI. An event raised while its own level is being
+//! served on the same thread is dropped, or a handler could call itself for ever. One of another level is delivered
+//! if the context's lock is free; otherwise it is added to a counter without any lock, and whoever locks the context
+//! next takes it in.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use crate::attr::Attr;
+use crate::context::{Context, ContextCell};
+use crate::core::{CoreInner, VcpuContext};
+use crate::event::{Event, Source, State};
+use crate::overflow::{Batch, SampleRegs};
+use crate::record::CpuMode;
+use crate::sample::Overflowed;
+
+macro_rules! software_ids {
+    ($($(#[$doc:meta])* $name:ident = $value:expr, $text:expr;)*) => {
+        /// What the VMM can raise: `config` of [`crate::EventType::VMM`].
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u64)]
+        pub enum SoftwareId { $($(#[$doc])* $name = $value,)* }
+
+        impl SoftwareId {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$name,)*];
+
+            /// The event's name, as operators type it.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$name => $text,)* }
+            }
+        }
+    };
+}
+
+software_ids! {
+    /// The vCPU left the guest and user space handled it.
+    Exits = 0, "vm-exits";
+    /// Port I/O exits.
+    IoExits = 1, "io-exits";
+    /// MMIO exits.
+    MmioExits = 2, "mmio-exits";
+    /// Accesses to MSRs that user space handles.
+    MsrExits = 3, "msr-exits";
+    /// The guest halted.
+    Halts = 4, "halts";
+    /// A PMI was delivered to the guest.
+    Pmis = 5, "pmis";
+    /// The vCPU's thread moved to another host CPU.
+    Migrations = 6, "vcpu-migrations";
+    /// The vCPU's thread was switched out by the host, or paused by the VMM.
+    ContextSwitches = 7, "context-switches";
+    /// A page of guest memory was faulted in.
+    PageFaults = 8, "page-faults";
+    /// An interrupt was injected.
+    IrqInjections = 9, "irq-injections";
+    /// An NMI was injected.
+    NmiInjections = 10, "nmi-injections";
+    /// The guest was reset.
+    Resets = 11, "resets";
+}
+
+pub(crate) const IDS: usize = 12;
+
+impl SoftwareId {
+    /// The event of this number; `None` (`EINVAL` when opened) for others.
+    #[must_use]
+    pub fn from_config(config: u64) -> Option<Self> {
+        Self::ALL.get(usize::try_from(config).ok()?).copied()
+    }
+}
+
+/// From where an event is raised; each level can interrupt the ones before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// The run loop and exit handlers.
+    #[default]
+    Thread,
+    /// Work the run loop defers.
+    Deferred,
+    /// A signal handler.
+    Signal,
+    /// A handler that can interrupt signal handlers.
+    Nmi,
+}
+
+/// Events raised while the context's lock could not be waited for; taken in by whoever locks it next.
+#[derive(Debug, Default)]
+pub(crate) struct Deferred {
+    counts: [AtomicU64; IDS],
+    any: AtomicBool,
+}
+
+impl Deferred {
+    fn add(&self, id: SoftwareId, n: u64) {
+        self.counts[id as usize].fetch_add(n, Ordering::Relaxed);
+        self.any.store(true, Ordering::Release);
+    }
+
+    /// Takes what there is.
+    pub fn take(&self, mut each: impl FnMut(SoftwareId, u64)) {
+        if !self.any.load(Ordering::Relaxed) || !self.any.swap(false, Ordering::Acquire) {
+            return;
+        }
+        for &id in SoftwareId::ALL {
+            let n = self.counts[id as usize].swap(0, Ordering::Relaxed);
+            if n != 0 {
+                each(id, n);
+            }
+        }
+    }
+}
+
+thread_local! {
+    /// The levels this thread is serving, one bit each. Constant-initialised, so a signal handler may touch it.
+    static BUSY: Cell<u8> = const { Cell::new(0) };
+}
+
+/// Holds a level of this thread.
+struct LevelGuard {
+    bit: u8,
+    outermost: bool,
+}
+
+impl LevelGuard {
+    fn enter(level: Level) -> Option<Self> {
+        let bit = 1u8 << level as u8;
+        BUSY.with(|busy| {
+            let before = busy.get();
+            (before & bit == 0).then(|| {
+                busy.set(before | bit);
+                Self {
+                    bit,
+                    outermost: before == 0,
+                }
+            })
+        })
+    }
+}
+
+impl Drop for LevelGuard {
+    fn drop(&mut self) {
+        BUSY.with(|busy| busy.set(busy.get() & !self.bit));
+    }
+}
+
+/// How many events count each id: the gate that makes unused ones cost one load.
+#[derive(Debug, Default)]
+pub(crate) struct Gates {
+    counts: [AtomicU32; IDS],
+}
+
+impl Gates {
+    pub fn add(&self, attr: &Attr) {
+        if let Some(gate) = self.gate(attr) {
+            gate.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub fn remove(&self, attr: &Attr) {
+        if let Some(gate) = self.gate(attr) {
+            gate.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn gate(&self, attr: &Attr) -> Option<&AtomicU32> {
+        (attr.ty == crate::attr::EventType::VMM)
+            .then(|| self.counts.get(attr.config as usize))
+            .flatten()
+    }
+
+    fn is_open(&self, id: SoftwareId) -> bool {
+        self.counts[id as usize].load(Ordering::Relaxed) != 0
+    }
+}
+
+impl VcpuContext {
+    /// `n` events `id` happened to this vCPU. With `regs` they can sample; without they only count.
+    ///
+    /// Reports of events opened with a cookie go to `sink`, which is called with no lock held.
+    pub fn software_event(
+        &self,
+        id: SoftwareId,
+        n: u64,
+        regs: Option<&mut dyn SampleRegs>,
+        sink: &mut dyn FnMut(Overflowed),
+    ) {
+        self.software_event_at(Level::Thread, id, n, regs, sink);
+    }
+
+    /// [`VcpuContext::software_event`] raised at `level`. `false` when it was dropped because this thread is serving
+    /// that level.
+    pub fn software_event_at(
+        &self,
+        level: Level,
+        id: SoftwareId,
+        n: u64,
+        mut regs: Option<&mut dyn SampleRegs>,
+        sink: &mut dyn FnMut(Overflowed),
+    ) -> bool {
+        if !self.gates.is_open(id) {
+            return true;
+        }
+        let Some(core) = self.core.upgrade() else {
+            return true;
+        };
+        let Some(guard) = LevelGuard::enter(level) else {
+            return false;
+        };
+        // What was interrupted may hold the lock: only the run loop itself may wait for it.
+        let may_wait = level == Level::Thread && guard.outermost;
+        let mut batch = Batch::new();
+        for target in [&*core.vm, &*self.cell] {
+            // Looked at without its lock: the VM context must not be a lock that all vCPUs share.
+            if target.raised_events.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let now_ns = target.now_ns();
+            let context = if may_wait {
+                Some(target.lock())
+            } else {
+                target.try_lock()
+            };
+            match context {
+                Some(mut context) => {
+                    let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
+                    context.raise(&core, &self.cell, id, n, now_ns, regs, &mut batch);
+                }
+                None => target.deferred.add(id, n),
+            }
+        }
+        drop(guard);
+        // The sink may raise events itself.
+        for report in batch {
+            sink(report);
+        }
+        true
+    }
+}
+
+impl Event {
+    /// Whether a raised event is counted. Off and in error: no. Waiting counts only while the whole context waits: that
+    /// is what happens to a vCPU that is off its CPU.
+    fn takes(&self, context_active: bool, mode: Option<CpuMode>) -> bool {
+        let counting = match self.state {
+            State::Active => true,
+            State::Inactive => !context_active,
+            State::Off | State::Error => false,
+        };
+        let attr = &self.shared.attr;
+        counting
+            && match mode {
+                None => true,
+                Some(CpuMode::GuestUser | CpuMode::User) => !attr.exclude_user,
+                Some(CpuMode::GuestKernel | CpuMode::Kernel) => !attr.exclude_kernel,
+                Some(CpuMode::Hypervisor) => !attr.exclude_hv,
+                Some(CpuMode::Unknown) => true,
+            }
+    }
+}
+
+impl Context {
+    #[allow(clippy::too_many_arguments)]
+    fn raise(
+        &mut self,
+        core: &CoreInner,
+        origin: &ContextCell,
+        id: SoftwareId,
+        n: u64,
+        now_ns: u64,
+        mut regs: Option<&mut dyn SampleRegs>,
+        batch: &mut Batch,
+    ) {
+        let mode = regs.as_mut().map(|r| r.mode());
+        let active = self.clock.is_active();
+        for at in 0..self.raised[id as usize].len() {
+            let key = self.raised[id as usize][at];
+            let event = &mut self.events[key];
+            if !event.takes(active, mode) {
+                continue;
+            }
+            let Source::Raised(count) = &mut event.source else {
+                continue;
+            };
+            *count = count.wrapping_add(n);
+            // Without registers there is nothing to sample; a count for the guest overflows all the same.
+            if !event.sampling.is_on() || (regs.is_none() && event.shared.cookie.is_none()) {
+                continue;
+            }
+            let passed = event.sampling.add(n);
+            if passed > 0 {
+                let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
+                self.raised_overflow(core, origin, key, passed, now_ns, regs, batch);
+            }
+        }
+    }
+
+    /// Counts what was raised while the lock was taken. The registers of that moment are gone, so nothing is sampled.
+    pub fn take_deferred(&mut self, deferred: &Deferred) {
+        deferred.take(|id, n| {
+            let active = self.clock.is_active();
+            for at in 0..self.raised[id as usize].len() {
+                let key = self.raised[id as usize][at];
+                let event = &mut self.events[key];
+                if !event.takes(active, None) {
+                    continue;
+                }
+                let Source::Raised(count) = &mut event.source else {
+                    continue;
+                };
+                *count = count.wrapping_add(n);
+                if event.shared.cookie.is_some() && event.sampling.is_on() {
+                    let passed = u32::try_from(event.sampling.add(n)).unwrap_or(u32::MAX);
+                    event.sampling.pending = event.sampling.pending.saturating_add(passed);
+                    if passed > 0 && !self.pending.contains(&key) {
+                        self.pending.push(key);
+                    }
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,333 @@
+//! VM-wide events over vCPUs that come and go.
+
+mod machine;
+
+use machine::*;
+use perf_core::attr::EventType;
+use perf_core::*;
+use proptest::prelude::*;
+
+fn wide() -> Attr {
+    Attr {
+        inherit: true,
+        ..hw()
+    }
+}
+
+#[test]
+fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 5);
+    let _v1 = m.vcpu(1);
+    m.run(0, 2);
+    m.run(1, 10);
+    assert_eq!(e.read().unwrap().value, 17, "live children are counted in reads");
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    assert_eq!(e.read().unwrap().value, 17, "an exited one stays counted, once");
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    assert_eq!(e.read().unwrap().value, 17);
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(
+        e.read().unwrap().value,
+        0,
+        "a reset clears what exited children left"
+    );
+}
+
+#[test]
+fn without_inherit_it_covers_those_present_only() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let e = m.open(hw(), OpenTarget::Vm, None);
+    let _v1 = m.vcpu(1);
+    m.run(0, 3);
+    m.run(1, 100);
+    assert_eq!(e.read().unwrap().value, 3);
+}
+
+#[test]
+fn p15_times_are_summed_over_live_and_exited_children() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let v1 = m.vcpu(1);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 10); // both run 10 ns
+    v1.sched_out();
+    m.run(0, 5);
+    let r = e.read().unwrap();
+    assert_eq!((r.time_enabled_ns, r.time_running_ns), (25, 25));
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    let r = e.read().unwrap();
+    assert_eq!((r.time_enabled_ns, r.time_running_ns, r.value), (25, 25, 15));
+    assert_eq!(r.estimate(), Some(15));
+}
+
+#[test]
+fn a_child_takes_its_parents_present_state_not_the_one_it_was_opened_with() {
+    let m = Machine::new(4);
+    let e = m.open(
+        Attr {
+            disabled: true,
+            ..wide()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let _v0 = m.vcpu(0);
+    m.run(0, 5);
+    assert_eq!(e.read().unwrap().value, 0);
+    e.enable(Scope::Event).unwrap();
+    let _v1 = m.vcpu(1);
+    m.run(0, 1);
+    m.run(1, 2);
+    assert_eq!(e.read().unwrap().value, 3);
+    e.disable(Scope::Event).unwrap();
+    let _v2 = m.vcpu(2);
+    m.run(0, 100);
+    m.run(2, 100);
+    assert_eq!(e.read().unwrap().value, 3);
+}
+
+#[test]
+fn groups_are_inherited_whole_and_read_as_sums() {
+    let m = Machine::new(4);
+    let v0 = m.vcpu(0);
+    let format = ReadFormat::GROUP | ReadFormat::ID;
+    let leader = m.open(
+        Attr {
+            read_format: format,
+            ..wide()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    // Its own mark does not matter: the leader's decides.
+    let twice = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vm, Some(&leader));
+    let v1 = m.vcpu(1);
+    assert_eq!((v0.stats().events, v1.stats().events), (2, 2));
+    m.run(0, 10);
+    m.run(1, 7);
+    let r = twice.read_group().unwrap();
+    assert_eq!(
+        r.iter().map(|r| (r.id, r.value)).collect::<Vec<_>>(),
+        [(leader.id(), 17), (twice.id(), 34)]
+    );
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    leader.disable(Scope::Group).unwrap();
+    m.run(1, 1000);
+    let r = leader.read_group().unwrap();
+    assert_eq!((r[0].value, r[1].value), (17, 34));
+    let mut buf = [0; 40];
+    assert_eq!(leader.read_bytes(&mut buf).unwrap(), 40);
+    assert_eq!(
+        u64::from_ne_bytes(buf[..8].try_into().unwrap()),
+        2,
+        "number of members first"
+    );
+}
+
+#[test]
+fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
+    let m = Machine::new(4);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    for n in 0..4 {
+        m.vcpu(n);
+    }
+    assert_eq!(e.children(), 4);
+    for n in 0..4 {
+        m.core.remove_vcpu(VcpuId(n)).unwrap();
+    }
+    assert_eq!(e.children(), 0);
+    let v = m.vcpu(9);
+    drop(e);
+    assert_eq!(v.stats().events, 0, "closing takes the children along");
+    assert_eq!(m.core.vm_stats().events, 0);
+}
+
+#[test]
+fn a_failed_hot_add_leaves_nothing_behind() {
+    let m = Machine::new(4);
+    let ok = m.open(wide(), OpenTarget::Vm, None);
+    // It does not exist; with no vCPU to try it on it is taken at its word.
+    let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
+    let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
+    assert_eq!(error.errno(), libc::ENOENT);
+    assert!(m.core.vcpu(VcpuId(0)).is_none());
+    assert_eq!((ok.children(), ok.read().unwrap().value), (0, 0));
+}
+
+#[test]
+fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(hw(), None);
+    m.run(0, 12);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    let last = e.read().unwrap();
+    assert_eq!((last.value, last.time_running_ns), (12, 12));
+    m.run(0, 5);
+    e.disable(Scope::Event).unwrap();
+    e.enable(Scope::Event).unwrap();
+    v.sched_in();
+    m.run(0, 5);
+    assert_eq!(e.read().unwrap(), last, "nothing goes on on a vCPU that is gone");
+    assert!(e.poll().contains(Poll::HUP));
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let error = m
+        .core
+        .open(&m.admin, hw(), target, None, OpenFlags::default())
+        .unwrap_err();
+    assert_eq!(error.errno(), libc::ESRCH);
+    assert_eq!(m.core.remove_vcpu(VcpuId(0)).unwrap_err().errno(), libc::ESRCH);
+}
+
+#[test]
+fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
+    let m = Machine::new(4);
+    for n in 0..3 {
+        m.vcpu(n);
+    }
+    let e = m.open(
+        Attr {
+            config: PACKAGE,
+            ..wide()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    assert_eq!(
+        e.children(),
+        0,
+        "one event, or three vCPUs would count the package three times"
+    );
+    *m.hw.package.lock().unwrap() = 1234;
+    assert_eq!(e.read().unwrap().value, 1234);
+    m.vcpu(3);
+    m.run(0, 50);
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(e.read().unwrap().value, 1234);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    assert_eq!(e.read().unwrap().value, 1234);
+    let on_vcpu = m.open(
+        Attr {
+            config: PACKAGE,
+            ..hw()
+        },
+        OpenTarget::Vcpu(VcpuId(1)),
+        None,
+    );
+    assert_eq!(on_vcpu.read().unwrap().value, 1234);
+}
+
+#[test]
+fn a_session_that_ends_closes_its_events_and_nothing_else() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let mine = m.open_vcpu(hw(), None);
+    let other = m.core.session(0, Role::Admin);
+    let theirs = m
+        .core
+        .open(&other, wide(), OpenTarget::Vm, None, OpenFlags::default())
+        .unwrap();
+    other.disable_all();
+    m.run(0, 3);
+    other.enable_all();
+    m.run(0, 4);
+    assert_eq!((mine.read().unwrap().value, theirs.read().unwrap().value), (7, 4));
+    drop(other);
+    assert_eq!(theirs.read().unwrap_err().errno(), libc::EBADF);
+    assert_eq!(v.stats().events, 1);
+    assert_eq!(mine.read().unwrap().value, 7);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// P14: whatever comes, runs, is read and goes, nothing is lost and nothing counted twice.
+    #[test]
+    fn p14_the_parent_is_the_sum_of_all_work(ops in prop::collection::vec((0u8..6, 0u32..4, 1u64..100), 1..80)) {
+        let m = Machine::new(2);
+        let e = m.open(wide(), OpenTarget::Vm, None);
+        let mut there = [false; 4];
+        let (mut work, mut last) = (0, Reading::default());
+        for (op, n, amount) in ops {
+            match op {
+                0 if !there[n as usize] => { m.vcpu(n); there[n as usize] = true; }
+                1 if there[n as usize] => { m.core.remove_vcpu(VcpuId(n)).unwrap(); there[n as usize] = false; }
+                2 => m.core.tick(),
+                _ => {
+                    m.run(n, amount);
+                    work += if there[n as usize] { amount } else { 0 };
+                }
+            }
+            let r = e.read().unwrap();
+            prop_assert_eq!(r.value, work);
+            prop_assert!(r.time_enabled_ns >= last.time_enabled_ns && r.time_running_ns >= last.time_running_ns);
+            prop_assert_eq!(r.time_enabled_ns, r.time_running_ns);
+            prop_assert_eq!(e.children(), there.iter().filter(|t| **t).count());
+            last = r;
+        }
+    }
+}
+
+/// P14 with threads: readers see the sum grow and never shrink while vCPUs come and go.
+#[test]
+fn p14_concurrent_readers_see_a_monotonic_sum() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let m = Machine::new(4);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        for _ in 0..2 {
+            s.spawn(|| {
+                let mut last = 0;
+                while !done.load(Ordering::Relaxed) {
+                    let now = e.read().unwrap().value;
+                    assert!(now >= last, "{now} after {last}");
+                    last = now;
+                    std::thread::yield_now();
+                }
+            });
+        }
+        let workers: Vec<_> = (0..3)
+            .map(|n| {
+                let m = &m;
+                s.spawn(move || {
+                    for _ in 0..100 {
+                        m.vcpu(n);
+                        m.run(n, 10);
+                        m.core.tick();
+                        m.core.remove_vcpu(VcpuId(n)).unwrap();
+                    }
+                })
+            })
+            .collect();
+        for worker in workers {
+            worker.join().unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(e.read().unwrap().value, 3 * 100 * 10);
+}
+
+#[test]
+fn software_events_of_the_vmm_are_inherited_too() {
+    let m = Machine::new(1);
+    let v0 = m.vcpu(0);
+    let e = m.open(
+        Attr {
+            inherit: true,
+            ..Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let v1 = m.vcpu(1);
+    for (v, n) in [(&v0, 3), (&v1, 4)] {
+        v.software_event(SoftwareId::Exits, n, None, &mut |_| {});
+        v.software_event(SoftwareId::Halts, n, None, &mut |_| {});
+    }
+    assert_eq!(e.read().unwrap().value, 7);
+}

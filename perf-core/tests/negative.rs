@@ -1,0 +1,247 @@
+//! What is refused, and with which error number.
+
+mod machine;
+
+use machine::*;
+use perf_core::attr::EventType;
+use perf_core::*;
+
+fn errno(m: &Machine, session: &Session, attr: Attr, target: OpenTarget, group: Option<&Handle>) -> i32 {
+    m.core
+        .open(session, attr, target, group, OpenFlags::default())
+        .map_or_else(|e| e.errno(), |_| 0)
+}
+
+const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
+
+/// P37: the whole table of paranoid levels, requests and roles.
+#[test]
+fn p37_the_permission_table() {
+    for paranoid in -1..=2 {
+        for role in [Role::Operator, Role::Admin] {
+            let m = Machine::with(4, |c| {
+                c.paranoid = paranoid;
+                c.mlock_kb = 4;
+                c.host_cpus = 1;
+                c.memlock_kb = 0;
+            });
+            let _v = m.vcpu(0);
+            let session = m.core.session(0, role);
+            let free = role == Role::Admin;
+            let harmless = Attr {
+                exclude_host: true,
+                ..hw()
+            };
+            let expect = |allowed: bool, errno: i32| if allowed || free { 0 } else { errno };
+            let case = format!("paranoid {paranoid} {role:?}");
+            assert_eq!(errno(&m, &session, harmless.clone(), V0, None), 0, "{case}");
+            assert_eq!(
+                errno(&m, &session, harmless.clone(), OpenTarget::Vm, None),
+                expect(paranoid <= 0, libc::EACCES),
+                "vm, {case}"
+            );
+            assert_eq!(
+                errno(&m, &session, hw(), V0, None),
+                expect(paranoid <= 1, libc::EACCES),
+                "host kernel, {case}"
+            );
+            let raw = Attr {
+                sample_type: SampleType::RAW,
+                exclude_host: true,
+                ..Attr::sampling(EventType::VMM, 0, 1)
+            };
+            assert_eq!(
+                errno(&m, &session, raw, V0, None),
+                expect(paranoid <= -1, libc::EPERM),
+                "raw, {case}"
+            );
+            let e = m
+                .core
+                .open(&session, harmless, V0, None, OpenFlags::default())
+                .unwrap();
+            let mapped = e.map(1, true).map_or_else(|e| e.errno(), |_| 0);
+            assert_eq!(mapped, expect(paranoid <= -1, libc::EPERM), "mlock, {case}");
+        }
+    }
+}
+
+#[test]
+fn other_users_need_the_admin_role() {
+    let m = Machine::with(4, |c| c.owner_uid = 1000);
+    let _v = m.vcpu(0);
+    let attr = Attr {
+        exclude_host: true,
+        ..hw()
+    };
+    assert_eq!(
+        errno(&m, &m.core.session(1001, Role::Operator), attr.clone(), V0, None),
+        libc::EACCES
+    );
+    assert_eq!(
+        errno(&m, &m.core.session(1000, Role::Operator), attr.clone(), V0, None),
+        0
+    );
+    assert_eq!(errno(&m, &m.core.session(1001, Role::Admin), attr, V0, None), 0);
+}
+
+#[test]
+fn attributes_that_do_not_go_together() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let open = |attr| errno(&m, &m.admin, attr, V0, None);
+    assert_eq!(
+        open(Attr {
+            freq: true,
+            sample_period: 100_001,
+            ..hw()
+        }),
+        libc::EINVAL,
+        "above the rate limit"
+    );
+    assert_eq!(
+        open(Attr {
+            freq: true,
+            sample_period: 100_000,
+            ..hw()
+        }),
+        0
+    );
+    assert_eq!(
+        open(Attr {
+            sample_period: 1 << 63,
+            ..hw()
+        }),
+        libc::EINVAL
+    );
+    let reads = Attr {
+        sample_type: SampleType::READ,
+        read_format: ReadFormat::GROUP,
+        ..hw()
+    };
+    assert_eq!(
+        open(Attr {
+            inherit: true,
+            ..reads.clone()
+        }),
+        libc::EINVAL
+    );
+    assert_eq!(open(reads), 0);
+    assert_eq!(open(Attr::counting(EventType(77), 0)), libc::EINVAL, "no driver");
+    assert_eq!(
+        open(Attr { config: 0, ..hw() }),
+        libc::ENOENT,
+        "the driver knows no such event"
+    );
+    assert_eq!(
+        errno(&m, &m.admin, hw(), OpenTarget::Vcpu(VcpuId(5)), None),
+        libc::ESRCH
+    );
+    assert_eq!(m.core.add_vcpu(VcpuId(0), 1).unwrap_err().errno(), libc::EEXIST);
+}
+
+#[test]
+fn groups_that_cannot_be() {
+    let m = Machine::new(2);
+    let _v = m.vcpu(0);
+    let _w = m.vcpu(1);
+    let leader = m.open_vcpu(hw(), None);
+    let member = m.open_vcpu(hw(), Some(&leader));
+    let join = |attr, group: &Handle| errno(&m, &m.admin, attr, V0, Some(group));
+    assert_eq!(join(hw(), &member), libc::EINVAL, "not a leader");
+    assert_eq!(
+        join(
+            Attr {
+                pinned: true,
+                ..soft()
+            },
+            &leader
+        ),
+        libc::EINVAL
+    );
+    assert_eq!(
+        join(
+            Attr {
+                exclusive: true,
+                ..soft()
+            },
+            &leader
+        ),
+        libc::EINVAL
+    );
+    assert_eq!(
+        errno(&m, &m.admin, hw(), OpenTarget::Vcpu(VcpuId(1)), Some(&leader)),
+        libc::EINVAL,
+        "another context"
+    );
+    assert_eq!(
+        join(hw(), &leader),
+        libc::EINVAL,
+        "three events never fit two slots"
+    );
+    assert_eq!(join(soft(), &leader), 0);
+    leader.close();
+    assert_eq!(join(soft(), &leader), libc::EINVAL, "closed");
+    let flags = OpenFlags {
+        no_group: true,
+        ..OpenFlags::default()
+    };
+    let alone = m.core.open(&m.admin, hw(), V0, Some(&leader), flags).unwrap();
+    assert_eq!(alone.read_group().unwrap().len(), 1);
+    let flags = OpenFlags {
+        output: true,
+        ..OpenFlags::default()
+    };
+    let error = m.core.open(&m.admin, hw(), V0, None, flags).unwrap_err();
+    assert_eq!(error.errno(), libc::EINVAL, "no handle to write to");
+}
+
+#[test]
+fn errors_name_what_was_wrong() {
+    let m = Machine::new(1);
+    let _v = m.vcpu(0);
+    let error = m
+        .core
+        .open(
+            &m.admin,
+            hw(),
+            OpenTarget::Vcpu(VcpuId(9)),
+            None,
+            OpenFlags::default(),
+        )
+        .unwrap_err();
+    assert_eq!(error.to_string(), "no vCPU 9");
+    let leader = m.open_vcpu(hw(), None);
+    let error = m
+        .core
+        .open(&m.admin, hw(), V0, Some(&leader), OpenFlags::default())
+        .unwrap_err();
+    assert_eq!(error.to_string(), "the group needs 2 slots, the PMU has 1");
+}
+
+#[test]
+fn enable_on_exec_enables_once_and_siblings_too() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let leader = m.open_vcpu(hw(), None);
+    let late = Attr {
+        disabled: true,
+        enable_on_exec: true,
+        ..hw()
+    };
+    let sibling = m.open_vcpu(late.clone(), Some(&leader));
+    let wide = m.open(
+        Attr {
+            inherit: true,
+            ..late
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    v.exec();
+    assert_eq!(sibling.state(), State::Active);
+    m.run(0, 3);
+    assert_eq!(wide.read().unwrap().value, 3);
+    sibling.disable(Scope::Event).unwrap();
+    v.exec();
+    assert_eq!(sibling.state(), State::Off, "once");
+}

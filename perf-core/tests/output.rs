@@ -1,0 +1,353 @@
+//! Rings attached to events: samples, side-band records, redirection, notification and memory limits.
+
+mod machine;
+
+use machine::*;
+use perf_core::record::{Format, MapName, Record};
+use perf_core::ring::{Ring, RingReader};
+use perf_core::*;
+
+struct Regs;
+
+impl SampleRegs for Regs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestUser
+    }
+    fn ip(&mut self) -> u64 {
+        0xabc
+    }
+    fn callchain(&mut self, out: &mut [u64]) -> usize {
+        out[..2].copy_from_slice(&[1, 2]);
+        2
+    }
+    fn addr(&mut self) -> u64 {
+        0xadd
+    }
+    fn raw(&mut self) -> &[u8] {
+        b"raw!"
+    }
+}
+
+/// The records of `ring` that were not read before, as text.
+fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
+    let format = Format {
+        sample_type: attr.sample_type,
+        read_format: attr.read_format,
+    };
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut out = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        out.push(match Record::decode(raw, format).unwrap() {
+            Record::Sample(s) => format!(
+                "sample {:?} ip={:x} tid={} t={} addr={:x} cpu={} period={} chain={:?} raw={:?} read={:?}",
+                s.misc.cpu_mode(),
+                s.ip,
+                s.tid,
+                s.time_ns,
+                s.addr,
+                s.cpu,
+                s.period,
+                s.callchain.iter().collect::<Vec<_>>(),
+                s.raw,
+                s.read.entries.iter().map(|e| e.value).collect::<Vec<_>>()
+            ),
+            Record::Throttle(t) | Record::Unthrottle(t) => format!("throttled={}", t.throttled),
+            Record::Fork(t) => format!("fork {}", t.tid),
+            Record::Exit(t) => format!("exit {}", t.tid),
+            Record::Comm(c) => format!("comm {} {}", c.tid, String::from_utf8_lossy(c.name)),
+            Record::Mmap(m) => format!("mmap {:x}+{:x}", m.start, m.len),
+            Record::Read(r) => format!(
+                "read {} {:?}",
+                r.tid,
+                r.values.entries.iter().map(|e| e.value).collect::<Vec<_>>()
+            ),
+            Record::Lost(l) => format!("lost {}", l.lost),
+            other => format!("{other:?}"),
+        });
+    }
+    out
+}
+
+fn sampling(period: u64) -> Attr {
+    Attr {
+        sample_type: SampleType::IP | SampleType::TID,
+        ..Attr::sampling(EventType::SIM, 1, period)
+    }
+}
+
+fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
+    m.run(v.id().0, n);
+    v.service_overflows(&mut Regs, &mut |_| {});
+}
+
+#[test]
+fn a_sample_holds_what_was_asked_for() {
+    let m = Machine::new(4);
+    let v = m.vcpu(3);
+    let attr = Attr {
+        sample_type: SampleType::all(),
+        read_format: ReadFormat::GROUP | ReadFormat::ID,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open(attr.clone(), OpenTarget::Vcpu(VcpuId(3)), None);
+    let _sibling = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vcpu(VcpuId(3)), Some(&e));
+    let ring = e.map(8, true).unwrap();
+    overflow(&m, &v, 10);
+    assert_eq!(
+        records(&ring, &attr),
+        [
+            "sample GuestUser ip=abc tid=1003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
+        ]
+    );
+    overflow(&m, &v, 30);
+    assert!(
+        records(&ring, &attr).last().unwrap().contains("period=30"),
+        "three periods at once weigh three"
+    );
+}
+
+#[test]
+fn the_throttle_record_precedes_its_sample_and_alternates() {
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 20;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let attr = sampling(1);
+    let e = m.open_vcpu(attr.clone(), None);
+    let ring = e.map(8, true).unwrap();
+    for _ in 0..2 {
+        for _ in 0..10 {
+            overflow(&m, &v, 1);
+        }
+        m.core.tick();
+    }
+    let kinds: Vec<_> = records(&ring, &attr)
+        .iter()
+        .map(|r| r.split(' ').next().unwrap().to_owned())
+        .collect();
+    let round = ["sample", "sample", "throttled=true", "sample", "throttled=false"];
+    assert_eq!(kinds, [round, round].concat());
+}
+
+#[test]
+fn children_write_to_their_parents_ring() {
+    let m = Machine::new(4);
+    let v0 = m.vcpu(0);
+    let attr = Attr {
+        inherit: true,
+        sample_type: SampleType::TID | SampleType::ID | SampleType::STREAM_ID,
+        ..sampling(5)
+    };
+    let e = m.open(attr.clone(), OpenTarget::Vm, None);
+    let ring = e.map(4, true).unwrap();
+    let v1 = m.vcpu(1);
+    overflow(&m, &v0, 5);
+    overflow(&m, &v1, 5);
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let format = Format {
+        sample_type: attr.sample_type,
+        read_format: attr.read_format,
+    };
+    let mut tids = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        let Record::Sample(s) = Record::decode(raw, format).unwrap() else {
+            panic!()
+        };
+        assert_eq!(s.id, e.id());
+        assert_ne!(s.stream_id, s.id, "a child has an id of its own");
+        tids.push(s.tid);
+    }
+    assert_eq!(tids, [1000, 1001]);
+}
+
+#[test]
+fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
+    let m = Machine::new(4);
+    let attr = Attr {
+        inherit: true,
+        inherit_stat: true,
+        task: true,
+        comm: true,
+        mmap: true,
+        ..sampling(5)
+    };
+    let e = m.open(attr.clone(), OpenTarget::Vm, None);
+    let ring = e.map(8, true).unwrap();
+    let v = m.vcpu(0);
+    m.core.mmap_record(&GuestMapping {
+        start: 0x1000,
+        len: 0x2000,
+        pgoff: 0,
+        name: MapName::Path(b"/boot/vmlinux"),
+        kernel: true,
+    });
+    assert!(m.core.name_vcpu(VcpuId(0), "a name that is longer than fifteen"));
+    overflow(&m, &v, 5);
+    m.run(0, 2);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    v.service_overflows(&mut Regs, &mut |_| {});
+    let seen = records(&ring, &attr);
+    let kinds: Vec<_> = seen.iter().map(|r| r.split(' ').next().unwrap()).collect();
+    assert_eq!(
+        kinds,
+        ["fork", "comm", "mmap", "comm", "sample", "exit", "read"],
+        "{seen:?}"
+    );
+    assert_eq!(seen[3], "comm 1000 a name that is ");
+    assert_eq!(seen[6], "read 1000 [7]");
+    e.disable(Scope::Event).unwrap();
+    m.vcpu(1);
+    assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
+}
+
+#[test]
+fn p36_outputs_make_no_chains_and_can_be_taken_back() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let target = m.open_vcpu(sampling(1000), None);
+    let source = m.open_vcpu(sampling(5), None);
+    let third = m.open_vcpu(sampling(1000), None);
+    let errno = |r: Result<(), ControlError>| r.unwrap_err().errno();
+    assert_eq!(
+        errno(source.set_output(Some(&source))),
+        libc::EINVAL,
+        "not itself"
+    );
+    source.set_output(Some(&target)).unwrap();
+    assert_eq!(
+        errno(third.set_output(Some(&source))),
+        libc::EINVAL,
+        "the target is redirected"
+    );
+    assert_eq!(
+        errno(target.set_output(Some(&third))),
+        libc::EINVAL,
+        "others write to it"
+    );
+    assert_eq!(
+        source.map(1, true).unwrap_err().errno(),
+        libc::EINVAL,
+        "redirected events have no ring"
+    );
+    // The ring may come later.
+    let ring = target.map(1, true).unwrap();
+    overflow(&m, &v, 5);
+    assert_eq!(records(&ring, &sampling(5)).len(), 1);
+    source.set_output(None).unwrap();
+    overflow(&m, &v, 5);
+    assert_eq!(records(&ring, &sampling(5)).len(), 0);
+    assert_eq!(
+        errno(target.set_output(Some(&third))),
+        libc::EINVAL,
+        "it has a ring of its own"
+    );
+    third.close();
+    assert_eq!(errno(source.set_output(Some(&third))), libc::EBADF);
+    // Flag at open; the ring outlives its event while others write to it.
+    let flags = OpenFlags {
+        output: true,
+        no_group: true,
+        ..OpenFlags::default()
+    };
+    let late = m
+        .core
+        .open(
+            &m.admin,
+            sampling(5),
+            OpenTarget::Vcpu(VcpuId(0)),
+            Some(&target),
+            flags,
+        )
+        .unwrap();
+    drop(target);
+    overflow(&m, &v, 5);
+    assert_eq!(records(&ring, &sampling(5)).len(), 1);
+    drop(late);
+    assert_eq!(m.core.ring_pages(0), 0);
+}
+
+#[test]
+fn p35_ring_memory_is_charged_and_refunded_exactly() {
+    let m = Machine::with(4, |c| {
+        c.mlock_kb = 16;
+        c.host_cpus = 2;
+        c.memlock_kb = 4;
+        c.owner_uid = 7;
+    });
+    let _v = m.vcpu(0);
+    let user = m.core.session(7, Role::Operator);
+    let open = || {
+        m.core
+            .open(
+                &user,
+                hw(),
+                OpenTarget::Vcpu(VcpuId(0)),
+                None,
+                OpenFlags::default(),
+            )
+            .unwrap()
+    };
+    let (a, b) = (open(), open());
+    // Allowed: 4 pages for each of two CPUs and one beyond; the control page counts.
+    a.map(4, true).unwrap();
+    assert_eq!(m.core.ring_pages(7), 5);
+    a.map(4, true).unwrap();
+    assert_eq!(m.core.ring_pages(7), 5, "mapped again is the same memory");
+    assert_eq!(a.map(2, true).unwrap_err().errno(), libc::EINVAL);
+    assert_eq!(b.map(4, true).unwrap_err().errno(), libc::EPERM);
+    assert_eq!(b.map(3, true).unwrap_err().errno(), libc::EINVAL);
+    assert_eq!(b.map(usize::MAX, true).unwrap_err().errno(), libc::EPERM);
+    assert_eq!(m.core.ring_pages(7), 5, "failed mappings leave nothing behind");
+    b.map(2, true).unwrap();
+    assert_eq!(m.core.ring_pages(7), 8);
+    assert!(a.unmap() && a.unmap());
+    assert!(!a.unmap());
+    assert_eq!(m.core.ring_pages(7), 3);
+    drop(b);
+    assert_eq!(m.core.ring_pages(7), 0);
+    drop(a);
+}
+
+#[test]
+fn a_ring_of_the_control_page_alone_shows_count_and_times() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(hw(), None);
+    let ring = e.map(0, true).unwrap();
+    m.run(0, 42);
+    v.sched_out();
+    let counter = RingReader::map(ring.memfd()).unwrap().counter().unwrap();
+    assert_eq!(
+        (
+            counter.index,
+            counter.offset,
+            counter.time_enabled_ns,
+            counter.time_running_ns
+        ),
+        (0, 42, 42, 42)
+    );
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(
+        RingReader::map(ring.memfd()).unwrap().counter().unwrap().offset,
+        0
+    );
+}
+
+#[test]
+fn poll_says_hup_without_a_ring_and_in_with_samples() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        wakeup: attr::Wakeup::Events(2),
+        ..sampling(5)
+    };
+    let e = m.open_vcpu(attr, None);
+    assert_eq!(e.poll(), Poll::HUP);
+    let _ring = e.map(1, true).unwrap();
+    overflow(&m, &v, 5);
+    assert_eq!(e.poll(), Poll::empty(), "two samples wake");
+    overflow(&m, &v, 5);
+    assert_eq!(e.poll(), Poll::IN);
+    assert_eq!(e.poll(), Poll::empty(), "taken once");
+}

@@ -1,0 +1,195 @@
+//! Events the VMM raises.
+
+mod machine;
+
+use machine::*;
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+use proptest::prelude::*;
+
+fn exits() -> Attr {
+    Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+}
+
+fn raise(v: &VcpuContext, n: u64) {
+    v.software_event(SoftwareId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+}
+
+#[test]
+fn only_matching_events_count() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let all = m.open_vcpu(exits(), None);
+    let user = m.open_vcpu(
+        Attr {
+            exclude_kernel: true,
+            ..exits()
+        },
+        None,
+    );
+    let kernel = m.open_vcpu(
+        Attr {
+            exclude_user: true,
+            ..exits()
+        },
+        None,
+    );
+    let off = m.open_vcpu(
+        Attr {
+            disabled: true,
+            ..exits()
+        },
+        None,
+    );
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    raise(&v, 3); // the registers say CPL0
+    v.software_event(SoftwareId::Exits, 2, None, &mut |_| {});
+    let counts = [&all, &user, &kernel, &off, &halts].map(|e| e.read().unwrap().value);
+    assert_eq!(counts, [5, 2, 5, 0, 0]);
+}
+
+#[test]
+fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(
+        Attr::counting(EventType::VMM, SoftwareId::Migrations as u64),
+        None,
+    );
+    v.sched_out();
+    v.software_event(SoftwareId::Migrations, 1, None, &mut |_| {});
+    assert_eq!(e.read().unwrap().value, 1);
+}
+
+#[test]
+fn the_vm_context_hears_of_every_vcpu() {
+    let m = Machine::new(1);
+    let e = m.open(exits(), OpenTarget::Vm, None);
+    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
+    raise(&v0, 1);
+    raise(&v1, 2);
+    assert_eq!(e.read().unwrap().value, 3);
+}
+
+#[test]
+fn an_unknown_event_is_refused() {
+    let m = Machine::new(1);
+    let _v = m.vcpu(0);
+    for target in [OpenTarget::Vm, OpenTarget::Vcpu(VcpuId(0))] {
+        let attr = Attr::counting(EventType::VMM, SoftwareId::ALL.len() as u64);
+        let error = m
+            .core
+            .open(&m.admin, attr, target, None, OpenFlags::default())
+            .unwrap_err();
+        assert_eq!(error.errno(), libc::EINVAL);
+    }
+    for (i, id) in SoftwareId::ALL.iter().enumerate() {
+        assert_eq!((*id as usize, SoftwareId::from_config(i as u64)), (i, Some(*id)));
+    }
+}
+
+/// Registers whose evaluation raises events itself.
+struct Nested<'a> {
+    v: &'a VcpuContext,
+    level: Level,
+    delivered: Option<bool>,
+}
+
+impl SampleRegs for Nested<'_> {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        let v = self.v;
+        self.delivered = Some(v.software_event_at(self.level, SoftwareId::Halts, 1, None, &mut |_| {}));
+        0
+    }
+}
+
+#[test]
+fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let sampled = m.open_vcpu(
+        Attr {
+            sample_period: 1,
+            sample_type: SampleType::IP,
+            ..exits()
+        },
+        None,
+    );
+    let _ring = sampled.map(1, true).unwrap();
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    for (level, delivered, count) in [
+        (Level::Thread, false, 0),
+        (Level::Signal, true, 1),
+        (Level::Nmi, true, 2),
+    ] {
+        let mut regs = Nested {
+            v: &v,
+            level,
+            delivered: None,
+        };
+        v.software_event(SoftwareId::Exits, 1, Some(&mut regs), &mut |_| {});
+        assert_eq!(regs.delivered, Some(delivered), "{level:?}");
+        assert_eq!(halts.read().unwrap().value, count);
+    }
+    // The levels are free again.
+    v.software_event(SoftwareId::Halts, 1, None, &mut |_| {});
+    assert_eq!(halts.read().unwrap().value, 3);
+}
+
+#[test]
+fn a_sink_may_raise_events_itself() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let flags = OpenFlags {
+        cookie: Some(5),
+        ..OpenFlags::default()
+    };
+    let counter = Attr {
+        pinned: true,
+        sample_period: 2,
+        ..exits()
+    };
+    let _c = m
+        .core
+        .open(&m.guest, counter, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    let pmis = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Pmis as u64), None);
+    let mut seen = Vec::new();
+    v.software_event(SoftwareId::Exits, 5, None, &mut |o| {
+        v.software_event(SoftwareId::Pmis, 1, None, &mut |_| {});
+        seen.push(o);
+    });
+    assert_eq!(seen, [Overflowed { cookie: 5, times: 2 }]);
+    assert_eq!(pmis.read().unwrap().value, 1);
+}
+
+proptest! {
+    /// P23: the period is kept whatever the steps, and each period gives a sample or, when throttled, none.
+    #[test]
+    fn p23_samples_are_the_count_divided_by_the_period(period in 1u64..50, steps in prop::collection::vec(1u64..60, 1..40)) {
+        let m = Machine::with(1, |c| c.sample_rate_hz = 1_000_000_000);
+        let v = m.vcpu(0);
+        let attr = Attr { sample_period: period, sample_type: SampleType::IP, ..exits() };
+        let e = m.open_vcpu(attr.clone(), None);
+        let ring = e.map(64, true).unwrap();
+        for n in &steps {
+            raise(&v, *n);
+        }
+        // What has no registers counts but never samples.
+        v.software_event(SoftwareId::Exits, 1000, None, &mut |_| {});
+        let format = Format { sample_type: attr.sample_type, read_format: attr.read_format };
+        let (mut reader, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0);
+        while let Some(raw) = reader.next_record().unwrap() {
+            let sample = matches!(Record::decode(raw, format).unwrap(), Record::Sample(_));
+            prop_assert!(sample);
+            samples += 1;
+        }
+        let total: u64 = steps.iter().sum();
+        prop_assert_eq!(samples, total / period);
+        prop_assert_eq!(e.read().unwrap().value, total + 1000);
+    }
+}
