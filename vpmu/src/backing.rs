@@ -234,6 +234,8 @@ pub struct PerfCoreEvents {
     vcpu: VcpuId,
     sources: Sources,
     slots: [Slot; MAX_COUNTERS],
+    /// Enabled counters that the single-stepper counts for.
+    stepping: u64,
 }
 
 impl PerfCoreEvents {
@@ -246,6 +248,7 @@ impl PerfCoreEvents {
             vcpu,
             sources,
             slots: Default::default(),
+            stepping: 0,
         }
     }
 
@@ -300,6 +303,7 @@ impl PerfCoreEvents {
 
 impl CounterEvents for PerfCoreEvents {
     fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
+        self.stepping &= !counter.mask();
         let Some(request) = request else {
             self.slots[counter.slot()] = Slot::default();
             return Backing::None;
@@ -327,7 +331,14 @@ impl CounterEvents for PerfCoreEvents {
         let armed = overflow_in.map_or(Ok(()), |counts| handle.arm(counts));
         let enabled = armed.and_then(|()| handle.enable(Scope::Event));
         match enabled {
-            Ok(()) if handle.state() == State::Active => true,
+            Ok(()) if handle.state() == State::Active => {
+                if open.backing == Backing::Exact
+                    && matches!(open.request.event, GuestEvent::Architectural(_))
+                {
+                    self.stepping |= counter.mask();
+                }
+                true
+            }
             Ok(()) => {
                 let _ = handle.disable(Scope::Event);
                 slot.warn(counter, format_args!("no slot is free for its event"));
@@ -342,6 +353,7 @@ impl CounterEvents for PerfCoreEvents {
     }
 
     fn disable(&mut self, counter: CounterIndex) {
+        self.stepping &= !counter.mask();
         if let Some(open) = &self.slots[counter.slot()].current {
             // An event that is closed is stopped.
             let _ = open.handle.disable(Scope::Event);

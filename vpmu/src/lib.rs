@@ -32,6 +32,7 @@ mod amd;
 pub mod backing;
 pub mod cpuid;
 pub mod events;
+pub mod exact;
 pub mod fed;
 pub mod filter;
 mod index;

@@ -1,0 +1,336 @@
+//! Hand-counted code, stepped on the real processor: a child process under ptrace takes the place of the vCPU.
+//!
+//! Numbers in comments were counted by hand, by the rules at the top of `vpmu::exact`.
+
+#![allow(unsafe_code)] // ptrace and fork
+
+use std::arch::global_asm;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use vpmu::Vendor;
+use vpmu::exact::*;
+
+global_asm!(
+    ".pushsection .text.exact_blocks, \"ax\"",
+    ".globl exact_start, exact_straight, exact_loop, exact_calls, exact_rep, exact_memory, exact_conditions",
+    // 1 + 10 * 3 + 1 = 32
+    "exact_straight: mov eax, 1",
+    ".rept 10",
+    "add rax, 3",
+    "lea rdx, [rax + 5]",
+    "xor ecx, ecx",
+    ".endr",
+    "ret",
+    // 1 + 100 * 2 + 1 = 202; branches 101, taken 100
+    "exact_loop: mov ecx, 100",
+    "2: dec ecx",
+    "jnz 2b",
+    "ret",
+    // 11; branches 8: jnz not taken, jz, call, ret, call *, ret, jmp *, ret. loads: 3 ret; stores: 2 call
+    "exact_calls: xor eax, eax",
+    "jnz 3f",
+    "jz 2f",
+    "nop",
+    "2: call 4f",
+    "lea rdx, [rip + 4f]",
+    "call rdx",
+    "lea rdx, [rip + 3f]",
+    "jmp rdx",
+    "nop",
+    "3: ret",
+    "4: ret",
+    // 9: rep movsb once however often, rep stosb zero times, repne scasb until found, loop three times
+    "exact_rep: lea rsi, [rsp - 128]",
+    "lea rdi, [rsp - 64]",
+    "mov ecx, 17",
+    "rep movsb",
+    "rep stosb", // rcx is 0: neither loads nor stores
+    "mov ecx, 3",
+    "2: loop 2b", // 3, of which 2 taken
+    "ret",
+    // loads: 3 mov, pop, add, xchg, ret = 7; stores: 2 mov, push, add, xchg = 5
+    "exact_memory: lea rdx, [rsp - 128]",
+    "mov rax, [rdx]",
+    "mov rax, [rdx + 8]",
+    "mov eax, [rdx + 16]",
+    "mov [rdx + 24], rax",
+    "mov [rdx + 32], eax",
+    "push rax",
+    "pop rax",
+    "add [rdx + 40], eax",
+    "xchg [rdx + 48], rax",
+    "lea rcx, [rdx + rax]",
+    "nop dword ptr [rax]",
+    "prefetcht0 [rdx]",
+    "ret",
+    // Every condition, of flags that a comparison sets: each jump goes to the next instruction, so whether it was
+    // taken shows in the counts alone. cmp 1, 2: CF, SF, no ZF, no OF, PF (0xff has eight ones).
+    "exact_conditions: mov eax, 1",
+    "cmp eax, 2",
+    "jo 2f", // not taken
+    "2: jno 2f",
+    "2: jb 2f",
+    "2: jae 2f", // not taken
+    "2: je 2f",  // not taken
+    "2: jne 2f",
+    "2: jbe 2f",
+    "2: ja 2f", // not taken
+    "2: js 2f",
+    "2: jns 2f", // not taken
+    "2: jp 2f",
+    "2: jnp 2f", // not taken
+    "2: jl 2f",
+    "2: jge 2f", // not taken
+    "2: jle 2f",
+    "2: jg 2f", // not taken
+    "2: jrcxz 2f",
+    "2: ret",
+    ".popsection",
+);
+
+unsafe extern "C" {
+    fn exact_straight();
+    fn exact_loop();
+    fn exact_calls();
+    fn exact_rep();
+    fn exact_memory();
+    fn exact_conditions();
+}
+
+/// A stopped child.
+struct Child {
+    pid: i32,
+    memory: File,
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: the process is our own child, not waited for yet.
+        unsafe {
+            libc::kill(self.pid, libc::SIGKILL);
+            libc::waitpid(self.pid, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+impl Child {
+    fn start(body: impl FnOnce()) -> Self {
+        // SAFETY: the child calls only ptrace, raise, the given body and _exit, none of which needs other threads.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0, "fork failed");
+        if pid == 0 {
+            // SAFETY: as above.
+            unsafe {
+                libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0);
+                libc::raise(libc::SIGSTOP);
+            }
+            body();
+            // SAFETY: ends the child without running the test harness' exit handlers.
+            unsafe { libc::_exit(0) };
+        }
+        let child = Self {
+            pid,
+            memory: File::open(format!("/proc/{pid}/mem")).unwrap(),
+        };
+        assert!(child.wait(), "the child ended early");
+        child
+    }
+
+    /// Waits for the child to stop; false when it has ended.
+    fn wait(&self) -> bool {
+        let mut status = 0;
+        // SAFETY: `status` is valid for writing.
+        let waited = unsafe { libc::waitpid(self.pid, &mut status, 0) };
+        assert_eq!(waited, self.pid);
+        libc::WIFSTOPPED(status)
+    }
+
+    fn step(&self) -> bool {
+        // SAFETY: the child is stopped; no memory of ours is passed.
+        let result = unsafe { libc::ptrace(libc::PTRACE_SINGLESTEP, self.pid, 0, 0) };
+        assert_eq!(result, 0, "single-stepping failed");
+        self.wait()
+    }
+
+    fn state(&self) -> CpuState {
+        // SAFETY: all zeros is a valid value of this plain structure.
+        let mut regs: libc::user_regs_struct = unsafe { std::mem::zeroed() };
+        // SAFETY: `regs` is what PTRACE_GETREGS fills; the child is stopped.
+        let result = unsafe { libc::ptrace(libc::PTRACE_GETREGS, self.pid, 0, &mut regs) };
+        assert_eq!(result, 0, "reading registers failed");
+        CpuState {
+            rip: regs.rip,
+            rflags: regs.eflags,
+            cpl: 3,
+            size: CodeSize::Bits64,
+            gpr: [
+                regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
+                regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15,
+            ],
+            segment_bases: [0, 0, 0, 0, regs.fs_base, regs.gs_base],
+        }
+    }
+
+    /// Steps from the beginning of a function to its return.
+    fn measure(&self, function: u64, vendor: Vendor) -> Counts {
+        let mut memory = Memory(&self.memory);
+        while self.state().rip != function {
+            assert!(self.step(), "the child never came to the function");
+        }
+        let back = {
+            let mut bytes = [0; 8];
+            assert_eq!(memory.read(self.state().gpr[4], &mut bytes), 8);
+            u64::from_le_bytes(bytes)
+        };
+        let mut meter = StepMeter::new(vendor);
+        let mut total = Counts::default();
+        while self.state().rip != back {
+            meter.begin(&self.state(), &mut memory);
+            assert!(self.step(), "the child ended in the function");
+            let step = meter.end(&self.state(), &mut memory);
+            assert!(!step.event && !step.lost, "{:#x?}: {step:?}", self.state());
+            assert_eq!(step.kernel, Counts::default());
+            total.instructions += step.user.instructions;
+            total.branches += step.user.branches;
+            total.taken_branches += step.user.taken_branches;
+            total.loads += step.user.loads;
+            total.stores += step.user.stores;
+        }
+        total
+    }
+}
+
+struct Memory<'a>(&'a File);
+
+impl GuestMemory for Memory<'_> {
+    fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
+        self.0.read_at(buffer, linear).unwrap_or(0)
+    }
+
+    fn gate(&mut self, _: u8) -> Option<u64> {
+        None
+    }
+}
+
+fn measure(function: unsafe extern "C" fn()) -> Counts {
+    let child = Child::start(|| {
+        // SAFETY: the blocks above follow the C calling convention and touch only the red zone below their stack.
+        unsafe { function() }
+    });
+    child.measure(function as usize as u64, Vendor::Intel)
+}
+
+#[test]
+fn straight_code() {
+    let expected = Counts {
+        instructions: 32,
+        branches: 1,
+        taken_branches: 1,
+        loads: 1,
+        stores: 0,
+    };
+    assert_eq!(measure(exact_straight), expected);
+}
+
+#[test]
+fn a_loop() {
+    let expected = Counts {
+        instructions: 202,
+        branches: 101,
+        taken_branches: 100,
+        loads: 1,
+        stores: 0,
+    };
+    assert_eq!(measure(exact_loop), expected);
+}
+
+#[test]
+fn calls_and_jumps_direct_and_indirect() {
+    let expected = Counts {
+        instructions: 11,
+        branches: 8,
+        taken_branches: 7,
+        loads: 3,
+        stores: 2,
+    };
+    assert_eq!(measure(exact_calls), expected);
+}
+
+#[test]
+fn repeated_string_instructions_count_once() {
+    // Instructions: 3 + 1 + 1 + 1 + 3 + 1; the MOVS loads and stores, the RET loads.
+    let expected = Counts {
+        instructions: 10,
+        branches: 4,
+        taken_branches: 3,
+        loads: 2,
+        stores: 1,
+    };
+    assert_eq!(measure(exact_rep), expected);
+}
+
+#[test]
+fn loads_and_stores_are_instructions_that_touch_memory() {
+    let expected = Counts {
+        instructions: 14,
+        branches: 1,
+        taken_branches: 1,
+        loads: 7,
+        stores: 5,
+    };
+    assert_eq!(measure(exact_memory), expected);
+}
+
+#[test]
+fn whether_a_branch_is_taken_is_known_even_when_both_ways_lead_to_the_same_place() {
+    let counts = measure(exact_conditions);
+    assert_eq!((counts.instructions, counts.branches), (20, 18));
+    // no, b, ne, be, s, p, l, le and the RET; RCX is the child's and decides JRCXZ.
+    assert!([9, 10].contains(&counts.taken_branches), "{counts:?}");
+}
+
+#[test]
+fn the_same_code_gives_the_same_counts_every_time() {
+    let first = measure(exact_calls);
+    for _ in 0..20 {
+        assert_eq!(measure(exact_calls), first);
+    }
+}
+
+/// Whatever a compiler emits, the meter knows where it leads: a program's start-up and its work, instruction by
+/// instruction, with no step that it cannot explain.
+#[test]
+fn no_step_of_a_real_program_is_unexplained() {
+    let child = Child::start(|| {
+        let program = c"/bin/true".as_ptr();
+        let arguments = [program, std::ptr::null()];
+        // SAFETY: both lists end with a null pointer and live until the call.
+        unsafe { libc::execv(program, arguments.as_ptr()) };
+    });
+    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut retired = 0;
+    let mut steps = 0;
+    while steps < 60_000 {
+        let before = child.state();
+        // EXECVE gives the child another memory, so the file is opened anew.
+        let file = File::open(format!("/proc/{}/mem", child.pid)).unwrap();
+        let mut memory = Memory(&file);
+        let ahead = meter.begin(&before, &mut memory);
+        if !child.step() {
+            break;
+        }
+        let after = child.state();
+        let step = meter.end(&after, &mut memory);
+        steps += 1;
+        assert!(
+            !step.event && !step.lost,
+            "{ahead:?} {before:#x?} {after:#x?} {step:?}"
+        );
+        retired += step.user.instructions;
+    }
+    assert!(
+        retired > 10_000,
+        "only {retired} of {steps} steps retired something"
+    );
+}
