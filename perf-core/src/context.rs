@@ -4,7 +4,7 @@
 //! [`crate::schedule::plan`] says what should be on, then only the difference to what is on is told to the drivers.
 //! An event's times follow from stamps, so what waits is not touched.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use slab::Slab;
@@ -47,6 +47,10 @@ pub(crate) struct Context {
     pub raised: [Vec<usize>; IDS],
     /// Room for the readings of the largest group, for samples.
     pub entries: Vec<ReadEntry>,
+    /// The generation of VM-wide events it was made from, while it holds nothing else.
+    pub clone_of: Option<u64>,
+    /// Guards that keep it from being exchanged.
+    pub pins: usize,
     pub policy: SharePolicy,
     active: usize,
     /// Counts up whenever an event goes to the error state.
@@ -67,6 +71,8 @@ impl Context {
             pending: Vec::new(),
             raised: Default::default(),
             entries: Vec::new(),
+            clone_of: None,
+            pins: 0,
             policy,
             active: 0,
             errors: 0,
@@ -572,6 +578,15 @@ impl Context {
         }
     }
 
+    /// Makes `totals` what the event has counted until now.
+    pub fn set_totals(&mut self, key: usize, totals: Totals, now_ns: u64) {
+        let time = self.clock.advance(now_ns);
+        let event = &mut self.events[key];
+        event.set_count(totals.count);
+        event.times.set(totals.times, time);
+        self.update_page(key, now_ns);
+    }
+
     /// Brings the control page of an event that owns a ring up to date. A family's is written when it is read: its
     /// children have locks of their own.
     pub fn update_page(&mut self, key: usize, now_ns: u64) {
@@ -596,6 +611,9 @@ fn class_of(owner: Owner, pinned: bool) -> Class {
     }
 }
 
+/// [`ContextCell::who`] of the VM context; no vCPU has the highest number and thread -1.
+const VM: u64 = u64::MAX;
+
 /// A context with its lock, its clock and whom it belongs to.
 ///
 /// There is no message to an owning thread: whoever wants something of a context takes its lock. A vCPU's thread finds
@@ -603,8 +621,8 @@ fn class_of(owner: Owner, pinned: bool) -> Class {
 pub(crate) struct ContextCell {
     inner: Mutex<Context>,
     clock: Arc<dyn Clock>,
-    /// The vCPU and the host thread that runs it; `None` for the VM.
-    pub vcpu: Option<(VcpuId, i32)>,
+    /// Whose context it is: [`VM`], or the vCPU in the upper and its thread in the lower half.
+    pub who: AtomicU64,
     /// How many raised events the context holds, readable without its lock.
     pub raised_events: AtomicUsize,
     /// What was raised while the lock was taken.
@@ -616,9 +634,19 @@ impl ContextCell {
         Self {
             inner: Mutex::new(Context::new(policy)),
             clock,
-            vcpu,
+            who: AtomicU64::new(
+                vcpu.map_or(VM, |(vcpu, tid)| u64::from(vcpu.0) << 32 | u64::from(tid as u32)),
+            ),
             raised_events: AtomicUsize::new(0),
             deferred: Deferred::default(),
+        }
+    }
+
+    /// The vCPU and the host thread that runs it; `None` for the VM.
+    pub fn vcpu(&self) -> Option<(VcpuId, i32)> {
+        match self.who.load(Ordering::Relaxed) {
+            VM => None,
+            who => Some((VcpuId((who >> 32) as u32), who as u32 as i32)),
         }
     }
 
@@ -649,7 +677,7 @@ impl ContextCell {
     }
 
     pub fn target(&self) -> Target {
-        match self.vcpu {
+        match self.vcpu() {
             Some((vcpu, tid)) => Target::Vcpu { vcpu, tid },
             None => Target::Vm,
         }
@@ -659,7 +687,7 @@ impl ContextCell {
 impl std::fmt::Debug for ContextCell {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ContextCell")
-            .field("vcpu", &self.vcpu)
+            .field("vcpu", &self.vcpu())
             .finish_non_exhaustive()
     }
 }

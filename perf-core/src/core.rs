@@ -1,7 +1,7 @@
 //! The core: drivers, contexts, and the calls that concern all of them.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
 
 use arc_swap::ArcSwap;
 
@@ -114,7 +114,7 @@ impl Core {
     /// # Errors
     /// [`OpenError::VcpuExists`], or why an inherited event could not be opened.
     pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
-        let _topology = self.inner.topology();
+        let topology = self.inner.topology();
         let vcpus = self.inner.vcpus.load_full();
         if vcpus.iter().any(|v| v.id() == vcpu) {
             return Err(OpenError::VcpuExists(vcpu));
@@ -130,11 +130,14 @@ impl Core {
                 return Err(error);
             }
         }
+        cell.lock().clone_of = self.inner.inherits_all().then_some(topology.generation);
         self.inner.task_record(&cell, true);
         self.inner
             .comm_record(&cell, format!("vcpu{}", vcpu.0).as_bytes());
         let context = Arc::new(VcpuContext {
-            cell,
+            vcpu,
+            tid,
+            cell: ArcSwap::new(cell),
             core: Arc::downgrade(&self.inner),
             gates: Arc::clone(&self.inner.gates),
         });
@@ -159,7 +162,7 @@ impl Core {
             .ok_or(OpenError::NoSuchVcpu(vcpu))?;
         let list: Vec<_> = vcpus.iter().filter(|v| v.id() != vcpu).map(Arc::clone).collect();
         self.inner.vcpus.store(Arc::new(list));
-        self.inner.exit(&context.cell);
+        self.inner.exit(&context.cell.load_full());
         Ok(())
     }
 
@@ -174,7 +177,7 @@ impl Core {
     pub fn tick(&self) {
         self.inner.tick(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {
-            self.inner.tick(&vcpu.cell);
+            self.inner.tick(&vcpu.cell.load());
         }
     }
 
@@ -183,7 +186,12 @@ impl Core {
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         self.inner.vm.lock().needs_tick()
-            || self.inner.vcpus.load().iter().any(|v| v.cell.lock().needs_tick())
+            || self
+                .inner
+                .vcpus
+                .load()
+                .iter()
+                .any(|v| v.cell.load().lock().needs_tick())
     }
 
     /// What the VM context holds.
@@ -196,6 +204,24 @@ impl Core {
 impl CoreInner {
     pub fn topology(&self) -> MutexGuard<'_, Topology> {
         self.topology.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The topology lock if it is free.
+    pub fn try_topology(&self) -> Option<MutexGuard<'_, Topology>> {
+        match self.topology.try_lock() {
+            Ok(topology) => Some(topology),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Whether a new vCPU inherits every VM-wide event.
+    fn inherits_all(&self) -> bool {
+        let vm = self.vm.lock();
+        vm.groups.iter().all(|(_, g)| {
+            let leader = &vm.events[g.leader()];
+            leader.shared.attr.inherit || !matches!(leader.source, Source::Family)
+        })
     }
 
     /// The driver for `ty`: its index, itself, and its capacity.
@@ -379,7 +405,10 @@ impl CoreInner {
 /// it. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct VcpuContext {
-    pub(crate) cell: Arc<ContextCell>,
+    vcpu: VcpuId,
+    tid: i32,
+    /// Its context. Threads that run several vCPUs may exchange those of two: see [`VcpuContext::switch_to`].
+    pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<Gates>,
 }
@@ -388,45 +417,54 @@ impl VcpuContext {
     /// Which vCPU.
     #[must_use]
     pub fn id(&self) -> VcpuId {
-        self.cell.vcpu.map_or(VcpuId(0), |(vcpu, _)| vcpu)
+        self.vcpu
     }
 
     /// The host thread that runs it.
     #[must_use]
     pub fn tid(&self) -> i32 {
-        self.cell.vcpu.map_or(0, |(_, tid)| tid)
+        self.tid
     }
 
     /// The vCPU starts or resumes: its time goes on and its events go on the PMU. Nothing if it is in already.
     pub fn sched_in(&self) {
-        let now_ns = self.cell.now_ns();
-        self.cell.lock().sched_in(now_ns);
+        let cell = self.cell.load();
+        let now_ns = cell.now_ns();
+        cell.lock().sched_in(now_ns);
     }
 
     /// The vCPU pauses: its events go off and its time stands still.
+    ///
+    /// Raises [`SoftwareId::ContextSwitches`] first, so that events see it while they are on.
     pub fn sched_out(&self) {
-        let now_ns = self.cell.now_ns();
-        self.cell.lock().sched_out(now_ns);
+        self.software_event(SoftwareId::ContextSwitches, 1, None, &mut |_| {});
+        self.go_out();
+    }
+
+    pub(crate) fn go_out(&self) {
+        let cell = self.cell.load();
+        let now_ns = cell.now_ns();
+        cell.lock().sched_out(now_ns);
     }
 
     /// [`Core::tick`] for this context alone.
     pub fn tick(&self) {
         if let Some(core) = self.core.upgrade() {
-            core.tick(&self.cell);
+            core.tick(&self.cell.load());
         }
     }
 
     /// What the context holds.
     #[must_use]
     pub fn stats(&self) -> ContextStats {
-        self.cell.lock().stats()
+        self.cell.load().lock().stats()
     }
 
     /// Counts up whenever an event of this context goes to the error state. The VMM compares it at entry to learn
     /// that a guest counter has lost its slot.
     #[must_use]
     pub fn errors(&self) -> u64 {
-        self.cell.lock().errors
+        self.cell.load().lock().errors
     }
 
     /// Serves the overflows of this context: accounts them, writes SAMPLE records, and reports those of events that
@@ -436,6 +474,6 @@ impl VcpuContext {
     /// `sink` is called with no lock held and may use handles.
     pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) {
         let Some(core) = self.core.upgrade() else { return };
-        crate::overflow::service(&core, &self.cell, regs, sink);
+        crate::overflow::service(&core, &self.cell.load(), regs, sink);
     }
 }

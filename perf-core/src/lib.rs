@@ -79,6 +79,7 @@ mod sample;
 mod schedule;
 mod sideband;
 mod software;
+mod switch;
 
 pub mod attr;
 pub mod pmu;
@@ -104,3 +105,4 @@ pub use crate::sample::Overflowed;
 pub use crate::schedule::SharePolicy;
 pub use crate::sideband::GuestMapping;
 pub use crate::software::{Level, SoftwareId};
+pub use crate::switch::Pin;

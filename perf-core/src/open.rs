@@ -188,7 +188,7 @@ impl Core {
                     .iter()
                     .find(|v| v.id() == vcpu)
                     .ok_or(OpenError::NoSuchVcpu(vcpu))?;
-                Arc::clone(&found.cell)
+                found.cell.load_full()
             }
         };
         let leader = group.filter(|_| !flags.no_group).map(|h| &h.inner.event);
@@ -262,7 +262,7 @@ impl CoreInner {
             hardware: None,
             owner,
         };
-        if cell.vcpu.is_some() {
+        if cell.vcpu().is_some() {
             let (source, hardware) = self.source(attr, &cell)?;
             return Ok(Place {
                 cell,
@@ -349,6 +349,7 @@ impl CoreInner {
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
             let pool = hardware.map(|(driver, slots)| context.pool(driver, slots, reserved));
             let event = Event::new(Arc::clone(&shared), None, pool, source, enabled);
+            context.clone_of = None;
             let key = context.add(event, leader.map(|l| l.key), now_ns);
             cell.publish_raised(&context);
             key
@@ -367,9 +368,10 @@ impl CoreInner {
     /// Makes the children of a new VM-wide event in the vCPUs there are.
     fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), OpenError> {
         for vcpu in self.vcpus.load().iter() {
+            let cell = vcpu.cell.load_full();
             let leader_key = match leader {
                 None => None,
-                Some(leader) => match leader.child_in(&vcpu.cell) {
+                Some(leader) => match leader.child_in(&cell) {
                     Some(key) => Some(key),
                     // The leader covers only vCPUs that were there when it was opened.
                     None => continue,
@@ -381,8 +383,8 @@ impl CoreInner {
                     Capacity::Slots(slots) => Some((at, slots)),
                     Capacity::Unlimited => None,
                 });
-            self.check_slots(&vcpu.cell, hardware, leader_key)?;
-            self.inherit(event.key, &event.shared, &vcpu.cell, leader_key)?;
+            self.check_slots(&cell, hardware, leader_key)?;
+            self.inherit(event.key, &event.shared, &cell, leader_key)?;
         }
         Ok(())
     }
@@ -428,7 +430,7 @@ impl CoreInner {
                 .count()
                 >= slots
         {
-            let vcpu = cell.vcpu.map_or(VcpuId(0), |(vcpu, _)| vcpu);
+            let vcpu = cell.vcpu().map_or(VcpuId(0), |(vcpu, _)| vcpu);
             return Err(OpenError::Overcommitted { vcpu, slots });
         }
         Ok(())

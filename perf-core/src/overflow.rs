@@ -255,7 +255,7 @@ impl Context {
             read_format: attr.read_format,
         };
         let wants = |field| format.sample_type.contains(field);
-        let (vcpu, tid) = origin.vcpu.unwrap_or((VcpuId(0), 0));
+        let (vcpu, tid) = origin.vcpu().unwrap_or((VcpuId(0), 0));
         let mut sample = Sample {
             misc: regs.mode().into(),
             pid: core.config.pid,

@@ -101,7 +101,7 @@ impl CoreInner {
             return;
         }
         let pid = self.config.pid;
-        let tid = cell.vcpu.map_or(0, |(_, tid)| tid) as u32;
+        let tid = cell.vcpu().map_or(0, |(_, tid)| tid) as u32;
         let record = Task {
             fork,
             pid,
@@ -118,7 +118,7 @@ impl CoreInner {
         if !self.wanted.comm() {
             return;
         }
-        let tid = cell.vcpu.map_or(0, |(_, tid)| tid) as u32;
+        let tid = cell.vcpu().map_or(0, |(_, tid)| tid) as u32;
         // As the kernel: at most 15 bytes and their terminator.
         let name = &name[..name.len().min(15)];
         self.write_all(
@@ -150,7 +150,7 @@ impl CoreInner {
         let mut entries = std::mem::take(&mut context.entries);
         entries.clear();
         let values = context.read_values(key, now_ns, &mut entries);
-        let tid = cell.vcpu.map_or(0, |(_, tid)| tid) as u32;
+        let tid = cell.vcpu().map_or(0, |(_, tid)| tid) as u32;
         let _ = Read {
             pid: self.config.pid,
             tid,
@@ -184,7 +184,7 @@ impl Core {
         };
         write_to(&core.vm, &record, |attr| attr.mmap);
         for vcpu in core.vcpus.load().iter() {
-            write_to(&vcpu.cell, &record, |attr| attr.mmap);
+            write_to(&vcpu.cell.load(), &record, |attr| attr.mmap);
         }
     }
 
@@ -193,7 +193,7 @@ impl Core {
         let Some(context) = self.vcpu(vcpu) else {
             return false;
         };
-        self.inner.comm_record(&context.cell, name.as_bytes());
+        self.inner.comm_record(&context.cell.load_full(), name.as_bytes());
         true
     }
 }
@@ -202,8 +202,11 @@ impl VcpuContext {
     /// The guest was reset: events opened with [`Attr::enable_on_exec`] that are off or in error are enabled, once.
     /// Members of groups too, not only leaders.
     pub fn exec(&self) {
-        let now_ns = self.cell.now_ns();
-        let mut context = self.cell.lock();
+        let cell = self.cell.load();
+        let now_ns = cell.now_ns();
+        let mut context = cell.lock();
+        // It holds more than what it inherited from now on.
+        context.clone_of = None;
         let due: Vec<usize> = context
             .events
             .iter_mut()

@@ -218,7 +218,8 @@ impl VcpuContext {
         // What was interrupted may hold the lock: only the run loop itself may wait for it.
         let may_wait = level == Level::Thread && guard.outermost;
         let mut batch = Batch::new();
-        for target in [&*core.vm, &*self.cell] {
+        let own = self.cell.load();
+        for target in [&*core.vm, &**own] {
             // Looked at without its lock: the VM context must not be a lock that all vCPUs share.
             if target.raised_events.load(Ordering::Relaxed) == 0 {
                 continue;
@@ -232,7 +233,7 @@ impl VcpuContext {
             match context {
                 Some(mut context) => {
                     let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
-                    context.raise(&core, &self.cell, id, n, now_ns, regs, &mut batch);
+                    context.raise(&core, &own, id, n, now_ns, regs, &mut batch);
                 }
                 None => target.deferred.add(id, n),
             }

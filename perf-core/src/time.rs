@@ -202,6 +202,13 @@ impl EventTimes {
     pub fn settle(&mut self, state: State, leader: State, time: u64) {
         self.total = self.at(state, leader, time);
     }
+
+    /// Makes `times` what the event has accumulated until now, whatever its state. Totals and stamps change together:
+    /// totals alone would be undone by the next derivation.
+    pub fn set(&mut self, times: Times, time: u64) {
+        self.total = times;
+        self.enable(time);
+    }
 }
 
 /// The linear estimate of what an event would have counted had it been on all the time it was enabled.
@@ -311,6 +318,18 @@ mod tests {
                     }
                 }
             }
+        }
+
+        #[test]
+        fn set_times_survive_the_next_derivation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
+            let mut times = EventTimes::attach(0);
+            times.go_on(on.min(time));
+            let new = Times { enabled_ns: enabled, running_ns: running };
+            times.set(new, time);
+            let at = |state| times.at(state, State::Inactive, time + later);
+            prop_assert_eq!(at(State::Active), Times { enabled_ns: enabled + later, running_ns: running + later });
+            prop_assert_eq!(at(State::Inactive), Times { enabled_ns: enabled + later, running_ns: running });
+            prop_assert_eq!(at(State::Off), new);
         }
     }
 }

@@ -46,6 +46,17 @@ impl World {
         }
     }
 
+    /// Starts of all events there are.
+    pub fn starts(&self) -> u64 {
+        self.counters
+            .lock()
+            .unwrap()
+            .values()
+            .flatten()
+            .map(|c| c.lock().unwrap().starts)
+            .sum()
+    }
+
     pub fn on(&self, vcpu: u32) -> usize {
         let counters = self.counters.lock().unwrap();
         counters

@@ -1,0 +1,136 @@
+//! One host thread that runs several vCPUs.
+
+mod machine;
+
+use std::sync::Arc;
+
+use machine::*;
+use perf_core::*;
+use proptest::prelude::*;
+
+/// Two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count whatever the thread runs
+/// while they are on.
+fn pair(m: &Machine) -> [Arc<VcpuContext>; 2] {
+    [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
+}
+
+fn starts(m: &Machine) -> u64 {
+    m.hw.starts()
+}
+
+/// The thread works, whichever vCPU it runs.
+fn thread_works(m: &Machine, n: u64) {
+    m.clock.advance(n);
+    m.hw.work(0, n);
+    m.hw.work(1, n);
+}
+
+#[test]
+fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
+    let m = Machine::new(4);
+    let e = m.open(
+        Attr {
+            inherit: true,
+            ..hw()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let [a, b] = pair(&m);
+    a.sched_in();
+    thread_works(&m, 10);
+    let before = starts(&m);
+    assert!(a.switch_to(&b));
+    assert_eq!(starts(&m), before);
+    thread_works(&m, 5);
+    assert_eq!((a.stats().active, b.stats().active), (0, 1));
+    assert!(b.switch_to(&a));
+    thread_works(&m, 1);
+    assert_eq!(e.read().unwrap().value, 16);
+    assert_eq!((a.id(), b.id()), (VcpuId(0), VcpuId(1)), "vCPUs keep their names");
+}
+
+#[test]
+fn p19_pinned_and_uncloned_contexts_stay_where_they_are() {
+    let m = Machine::new(4);
+    let _e = m.open(
+        Attr {
+            inherit: true,
+            ..hw()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let [a, b] = pair(&m);
+    a.sched_in();
+    let pin = b.pin();
+    assert!(!a.switch_to(&b));
+    assert_eq!(
+        (a.stats().active, b.stats().active),
+        (0, 1),
+        "handed over the ordinary way"
+    );
+    drop(pin);
+    assert!(b.switch_to(&a));
+    let own = m.open_vcpu(soft(), None);
+    assert!(!a.switch_to(&b), "vCPU 0 has an event of its own");
+    drop(own);
+    assert!(!b.switch_to(&a), "and is no clone any more");
+    let c = m.core.add_vcpu(VcpuId(2), 8).unwrap();
+    assert!(!a.switch_to(&c), "another thread");
+    let _late = m.open(
+        Attr {
+            inherit: true,
+            ..hw()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let d = m.core.add_vcpu(VcpuId(3), 8).unwrap();
+    c.sched_in();
+    assert!(!c.switch_to(&d), "another generation");
+}
+
+proptest! {
+    /// P18: sums never change, and with inherit_stat neither do the vCPUs' own values, which the READ records at exit
+    /// tell.
+    #[test]
+    fn p18_exchanges_keep_sums_and_per_vcpu_values(steps in prop::collection::vec((any::<bool>(), 1u64..100), 1..30)) {
+        use perf_core::record::{Format, Record};
+        let m = Machine::new(4);
+        let attr = Attr {
+            inherit: true,
+            inherit_stat: true,
+            read_format: ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::TOTAL_TIME_RUNNING,
+            ..hw()
+        };
+        let e = m.open(attr.clone(), OpenTarget::Vm, None);
+        let ring = e.map(8, true).unwrap();
+        // Distinguishable by vCPU in records: threads have one number here, so the order of exits tells them apart.
+        let vcpus = pair(&m);
+        vcpus[0].sched_in();
+        let (mut at, mut work) = (0, [0u64; 2]);
+        for (switch, n) in steps {
+            if switch {
+                prop_assert!(vcpus[at].switch_to(&vcpus[1 - at]));
+                at = 1 - at;
+            }
+            thread_works(&m, n);
+            work[at] += n;
+            prop_assert_eq!(e.read().unwrap().value, work[0] + work[1]);
+        }
+        for n in 0..2 {
+            m.core.remove_vcpu(VcpuId(n)).unwrap();
+        }
+        let mut reader = perf_core::ring::RingReader::map(ring.memfd()).unwrap();
+        let format = Format { sample_type: attr.sample_type, read_format: attr.read_format };
+        let mut last = Vec::new();
+        while let Some(raw) = reader.next_record().unwrap() {
+            if let Record::Read(r) = Record::decode(raw, format).unwrap() {
+                last.push((r.values.entries.iter().next().unwrap().value, r.values.time_enabled_ns, r.values.time_running_ns));
+            }
+        }
+        prop_assert_eq!(last, work.map(|w| (w, w, w)).to_vec());
+        prop_assert_eq!(e.read().unwrap().value, work[0] + work[1]);
+    }
+}
