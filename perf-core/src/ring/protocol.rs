@@ -375,12 +375,16 @@ impl<W: Word> Protocol<W> {
     /// Makes everything below `to` visible to readers.
     #[inline]
     fn publish(&self, shared: &Shared<'_, W>, to: u64) -> Ended {
-        let mut now = shared.data_head.load(Relaxed);
+        let mut now = shared.data_head.load(Acquire);
         for _ in 0..PUBLISH_TRIES {
-            // Another writer may have published something newer meanwhile: the head never goes back. A head that is
-            // further ahead than the ring is long was not written by us, and is put right.
-            if now.wrapping_sub(to) <= self.shape.size {
-                break;
+            if now.wrapping_sub(to) as i64 >= 0 {
+                // Another writer has published something newer meanwhile, perhaps laps of it if this one was preempted
+                // here: the head never goes back. But a head beyond all that was ever reserved was not written by us,
+                // and is put right. The state is loaded after the head, so it is not older.
+                let reserved = State(self.hot.0.state.load(Acquire)).head();
+                if now.wrapping_sub(to) <= (reserved.wrapping_sub(to >> 3) & HEAD_MASK) << 3 {
+                    break;
+                }
             }
             // AcqRel: pairs with the reader's Acquire load of data_head. It sees the records once it sees the head.
             match shared.data_head.swap_if(now, to) {
@@ -415,5 +419,120 @@ impl<W: Word> Protocol<W> {
             let _ = self.wake.0.due.swap_if(due, 0);
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    const SIZE: u64 = 4096;
+
+    struct Page {
+        head: AtomicU64,
+        tail: AtomicU64,
+    }
+
+    impl Page {
+        fn new() -> Self {
+            Self {
+                head: AtomicU64::new(0),
+                tail: AtomicU64::new(0),
+            }
+        }
+
+        fn shared(&self) -> Shared<'_, AtomicU64> {
+            Shared {
+                data_head: &self.head,
+                data_tail: &self.tail,
+            }
+        }
+
+        /// Writes a record of `len` bytes and reads it.
+        fn pass(&self, protocol: &Protocol<AtomicU64>, len: u64) {
+            let claim = protocol
+                .reserve(&self.shared(), len, false)
+                .expect("the reader keeps up");
+            protocol.end(&self.shared(), claim);
+            self.tail.store(self.head.load(Acquire), Release);
+        }
+    }
+
+    #[test]
+    fn p29_a_publisher_that_was_preempted_for_laps_does_not_take_the_head_back() {
+        for overwrite in [false, true] {
+            let (protocol, page) = (
+                Protocol::new(
+                    Shape {
+                        size: SIZE,
+                        overwrite,
+                    },
+                    0,
+                ),
+                Page::new(),
+            );
+            page.pass(&protocol, 64);
+            // Another writer had counted out at 64 and is about to publish that. Meanwhile:
+            for _ in 0..5 * SIZE / 512 {
+                page.pass(&protocol, 512);
+            }
+            let head = page.head.load(Acquire);
+            assert_eq!(head, 64 + 5 * SIZE);
+            protocol.publish(&page.shared(), 64);
+            assert_eq!(page.head.load(Acquire), head);
+            if overwrite {
+                assert_eq!(protocol.published(), head, "nor what overwriting is measured by");
+            }
+        }
+    }
+
+    #[test]
+    fn a_head_that_another_process_has_moved_is_put_right_by_the_next_record() {
+        for scribbled in [1 << 40, u64::MAX, 3, 1 << 62, 1 << 63] {
+            let (protocol, page) = (
+                Protocol::new(
+                    Shape {
+                        size: SIZE,
+                        overwrite: false,
+                    },
+                    0,
+                ),
+                Page::new(),
+            );
+            page.pass(&protocol, 64);
+            page.head.store(scribbled, Release);
+            let claim = protocol.reserve(&page.shared(), 32, false).expect("room");
+            protocol.end(&page.shared(), claim);
+            assert_eq!(page.head.load(Acquire), 96, "after {scribbled:#x}");
+        }
+    }
+
+    #[test]
+    fn p29_a_tail_that_runs_ahead_does_not_free_what_is_in_flight() {
+        let (protocol, page) = (
+            Protocol::new(
+                Shape {
+                    size: SIZE,
+                    overwrite: false,
+                },
+                0,
+            ),
+            Page::new(),
+        );
+        let first = protocol.reserve(&page.shared(), 2048, false).expect("room");
+        // The reader claims to have read what is still being written.
+        page.tail.store(2048, Release);
+        assert!(
+            protocol.reserve(&page.shared(), 2048, false).is_none(),
+            "it would run into the first"
+        );
+        let second = protocol
+            .reserve(&page.shared(), 2040, false)
+            .expect("room up to the first");
+        assert_eq!((second.start, second.end), (2048, 4088));
+        protocol.end(&page.shared(), first);
+        protocol.end(&page.shared(), second);
+        assert_eq!(page.head.load(Acquire), 4088);
     }
 }
