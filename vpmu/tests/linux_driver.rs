@@ -1,51 +1,19 @@
 //! What Linux 6.1's drivers do at boot and at run time, register by register.
 
+mod common;
+
+use common::Guest;
 use vpmu::registers::*;
-use vpmu::sim::SimEvents;
 use vpmu::*;
 
-struct Guest {
-    vpmu: Vpmu,
-    events: SimEvents,
-}
-
-impl Guest {
-    fn new(model: Model) -> Self {
-        Self {
-            vpmu: Vpmu::new(model),
-            events: SimEvents::default(),
-        }
+/// Runs the guest until a PMI is due; returns how long it ran.
+fn run_to_pmi(guest: &mut Guest, at_most: u64) -> u64 {
+    let mut ran = 0;
+    while ran < at_most && !guest.vpmu.pmi_pending() {
+        ran += guest.events.run(at_most - ran);
+        guest.notice();
     }
-
-    /// WRMSR, exit and entry included.
-    fn write(&mut self, msr: u32, value: u64) {
-        assert_eq!(
-            self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events),
-            MsrWrite::Done,
-            "{msr:#x}"
-        );
-        self.vpmu.reconcile(&mut self.events);
-    }
-
-    fn read(&mut self, msr: u32) -> u64 {
-        match self.vpmu.read_msr(MsrAddress(msr), &mut self.events) {
-            MsrRead::Value(value) => value,
-            MsrRead::InjectGp => panic!("RDMSR {msr:#x} faults"),
-        }
-    }
-
-    /// Runs the guest until a PMI is due; returns how long it ran.
-    fn run_to_pmi(&mut self, at_most: u64) -> u64 {
-        let mut ran = 0;
-        while ran < at_most && !self.vpmu.pmi_pending() {
-            ran += self.events.run(at_most - ran);
-            for counter in self.events.take_notified().collect::<Vec<_>>() {
-                self.vpmu.overflowed(counter, &mut self.events);
-            }
-            self.vpmu.reconcile(&mut self.events);
-        }
-        ran
-    }
+    ran
 }
 
 #[test]
@@ -68,7 +36,7 @@ fn the_intel_driver_finds_its_pmu_and_samples_with_it() {
     guest.write(IA32_FIXED_CTR_CTRL, 0xB0);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0x7_0000_000F);
     for sample in 0..100 {
-        assert_eq!(guest.run_to_pmi(10 * PERIOD), PERIOD, "sample {sample}");
+        assert_eq!(run_to_pmi(&mut guest, 10 * PERIOD), PERIOD, "sample {sample}");
         assert_eq!(guest.vpmu.pmi_ready(sample * 1_000_000), PmiReady::Now);
         guest.vpmu.pmi_delivered(sample * 1_000_000);
         guest.write(IA32_PERF_GLOBAL_CTRL, 0);
@@ -106,7 +74,7 @@ fn the_amd_drivers_find_their_pmu_and_sample_with_it() {
         // cycles, period 500, counter 2.
         guest.write(PERF_CTR0 + 4, (1 << 48) - 500);
         guest.write(PERF_CTL0 + 4, 0x53_0076);
-        assert_eq!(guest.run_to_pmi(1_000_000), 500);
+        assert_eq!(run_to_pmi(&mut guest, 1_000_000), 500);
         guest.vpmu.pmi_delivered(0);
         assert_eq!(guest.read(PERF_CTR0 + 4), 0);
         if model == v2 {

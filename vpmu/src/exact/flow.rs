@@ -1,0 +1,290 @@
+//! Where an instruction leads, and what kind it is.
+
+use iced_x86::{
+    ConditionCode, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register,
+};
+
+use super::{Ahead, CodeSize, CpuState, GuestMemory};
+
+/// Longest instruction, in bytes.
+const LONGEST: usize = 15;
+
+const CF: u64 = 1;
+const PF: u64 = 1 << 2;
+const ZF: u64 = 1 << 6;
+const SF: u64 = 1 << 7;
+const OF: u64 = 1 << 11;
+
+/// Where an instruction may lead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Leads {
+    /// There, with the branch taken or not.
+    To(u64, bool),
+    /// Somewhere that cannot be known beforehand.
+    Anywhere,
+}
+
+pub(super) fn decode(cpu: &CpuState, rip: u64, memory: &mut dyn GuestMemory) -> Option<Instruction> {
+    let mut bytes = [0; LONGEST];
+    let read = memory
+        .read(rip.wrapping_add(cpu.segment_bases[1]), &mut bytes)
+        .min(LONGEST);
+    let mut decoder = Decoder::with_ip(cpu.size.bits(), &bytes[..read], rip, DecoderOptions::NONE);
+    let instruction = decoder.decode();
+    (!instruction.is_invalid()).then_some(instruction)
+}
+
+/// What a VMM must know of an instruction before it is stepped.
+pub(super) fn ahead(instruction: &Instruction) -> Ahead {
+    match instruction.mnemonic() {
+        Mnemonic::Mov | Mnemonic::Pop
+            if instruction.op0_kind() == OpKind::Register && instruction.op0_register() == Register::SS =>
+        {
+            Ahead::Shadow
+        }
+        Mnemonic::Syscall | Mnemonic::Sysenter => Ahead::SystemCall,
+        Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => Ahead::InterruptReturn,
+        Mnemonic::Hlt => Ahead::Halt,
+        Mnemonic::Popf
+        | Mnemonic::Popfd
+        | Mnemonic::Popfq
+        | Mnemonic::Pushf
+        | Mnemonic::Pushfd
+        | Mnemonic::Pushfq => Ahead::Flags,
+        _ => software_interrupt(instruction).map_or(Ahead::Plain, Ahead::Interrupt),
+    }
+}
+
+/// The vector of a software interrupt.
+pub(super) fn software_interrupt(instruction: &Instruction) -> Option<u8> {
+    match instruction.mnemonic() {
+        Mnemonic::Int => Some(instruction.immediate8()),
+        Mnemonic::Int1 => Some(1),
+        Mnemonic::Int3 => Some(3),
+        Mnemonic::Into => Some(4),
+        _ => None,
+    }
+}
+
+pub(super) fn is_repeated(instruction: &Instruction) -> bool {
+    instruction.is_string_instruction() && (instruction.has_rep_prefix() || instruction.has_repne_prefix())
+}
+
+/// What is left in the count register of a repeated string instruction.
+pub(super) fn element_count(instruction: &Instruction, cpu: &CpuState) -> u64 {
+    cpu.gpr[1] & address_mask(instruction)
+}
+
+/// Ones in the bits of the instruction's address size, which is also the size of its count register.
+fn address_mask(instruction: &Instruction) -> u64 {
+    let code = instruction.code();
+    // The string operands and the counter of JrCXZ and LOOP name the size.
+    let register = match code.mnemonic() {
+        Mnemonic::Jcxz => Register::CX,
+        Mnemonic::Jecxz => Register::ECX,
+        Mnemonic::Jrcxz => Register::RCX,
+        _ => {
+            let kinds = [instruction.op0_kind(), instruction.op1_kind()];
+            let string = |sizes: [OpKind; 3]| kinds.iter().any(|kind| sizes.contains(kind));
+            if string([OpKind::MemorySegSI, OpKind::MemoryESDI, OpKind::MemorySegDI]) {
+                Register::CX
+            } else if string([OpKind::MemorySegESI, OpKind::MemoryESEDI, OpKind::MemorySegEDI]) {
+                Register::ECX
+            } else {
+                loop_counter(instruction)
+            }
+        }
+    };
+    match register {
+        Register::CX => 0xFFFF,
+        Register::ECX => 0xFFFF_FFFF,
+        _ => u64::MAX,
+    }
+}
+
+fn loop_counter(instruction: &Instruction) -> Register {
+    use iced_x86::Code::*;
+    match instruction.code() {
+        Loop_rel8_16_CX | Loop_rel8_32_CX | Loope_rel8_16_CX | Loope_rel8_32_CX | Loopne_rel8_16_CX
+        | Loopne_rel8_32_CX => Register::CX,
+        Loop_rel8_16_ECX | Loop_rel8_32_ECX | Loop_rel8_64_ECX | Loope_rel8_16_ECX | Loope_rel8_32_ECX
+        | Loope_rel8_64_ECX | Loopne_rel8_16_ECX | Loopne_rel8_32_ECX | Loopne_rel8_64_ECX => Register::ECX,
+        _ => Register::RCX,
+    }
+}
+
+/// Where the instruction leads from `cpu` when it completes.
+pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Leads {
+    let next = instruction.next_ip();
+    let known = |target: Option<u64>| target.map_or(Leads::Anywhere, |target| Leads::To(target, true));
+    match instruction.flow_control() {
+        FlowControl::Next => Leads::To(next, false),
+        FlowControl::ConditionalBranch => {
+            let taken = is_taken(instruction, cpu);
+            Leads::To(
+                if taken {
+                    instruction.near_branch_target()
+                } else {
+                    next
+                },
+                taken,
+            )
+        }
+        FlowControl::UnconditionalBranch | FlowControl::Call if is_near(instruction) => {
+            match instruction.op0_kind() {
+                OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
+                    Leads::To(instruction.near_branch_target(), true)
+                }
+                // VMCALL and the like are calls to the decoder, but go on behind themselves.
+                _ => Leads::To(next, false),
+            }
+        }
+        FlowControl::IndirectBranch | FlowControl::IndirectCall if is_near(instruction) => {
+            known(operand(instruction, cpu, memory))
+        }
+        FlowControl::Return => match instruction.mnemonic() {
+            Mnemonic::Ret => {
+                let bytes = match instruction.code() {
+                    iced_x86::Code::Retnw | iced_x86::Code::Retnw_imm16 => 2,
+                    iced_x86::Code::Retnd | iced_x86::Code::Retnd_imm16 => 4,
+                    _ => 8,
+                };
+                known(on_stack(cpu, bytes, memory))
+            }
+            Mnemonic::Iretq => known(on_stack(cpu, 8, memory)),
+            Mnemonic::Iretd => known(on_stack(cpu, 4, memory)),
+            Mnemonic::Sysretq => known(Some(cpu.gpr[1])),
+            Mnemonic::Sysret => known(Some(cpu.gpr[1] & 0xFFFF_FFFF)),
+            _ => Leads::Anywhere,
+        },
+        _ => Leads::Anywhere,
+    }
+}
+
+/// The target of an indirect branch.
+fn operand(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
+    if instruction.op0_kind() == OpKind::Register {
+        return register(cpu, instruction.op0_register());
+    }
+    let size = instruction.memory_size().size();
+    let address = instruction.virtual_address(0, 0, |name, _, _| register(cpu, name))?;
+    read_number(address, size, memory)
+}
+
+/// What a return of `bytes` finds on the stack.
+fn on_stack(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
+    let mask = if cpu.size == CodeSize::Bits64 {
+        u64::MAX
+    } else {
+        0xFFFF_FFFF
+    };
+    read_number(
+        cpu.segment_bases[2].wrapping_add(cpu.gpr[4] & mask),
+        bytes,
+        memory,
+    )
+}
+
+fn read_number(linear: u64, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
+    let mut buffer = [0; 8];
+    let wanted = buffer.get_mut(..bytes)?;
+    (memory.read(linear, wanted) == bytes).then(|| u64::from_le_bytes(buffer))
+}
+
+/// A general-purpose register's value, or a segment's base.
+fn register(cpu: &CpuState, name: Register) -> Option<u64> {
+    let full = name.full_register();
+    if full.is_gpr64() {
+        let value = cpu.gpr[full as usize - Register::RAX as usize];
+        return Some(match name.size() {
+            8 => value,
+            4 => value & 0xFFFF_FFFF,
+            _ => value & 0xFFFF,
+        });
+    }
+    match name {
+        Register::ES => Some(cpu.segment_bases[0]),
+        Register::CS => Some(cpu.segment_bases[1]),
+        Register::SS => Some(cpu.segment_bases[2]),
+        Register::DS => Some(cpu.segment_bases[3]),
+        Register::FS => Some(cpu.segment_bases[4]),
+        Register::GS => Some(cpu.segment_bases[5]),
+        _ => None,
+    }
+}
+
+/// Whether a conditional branch is taken.
+fn is_taken(instruction: &Instruction, cpu: &CpuState) -> bool {
+    let flag = |bit: u64| cpu.rflags & bit != 0;
+    let count = cpu.gpr[1] & address_mask(instruction);
+    match instruction.mnemonic() {
+        Mnemonic::Jcxz | Mnemonic::Jecxz | Mnemonic::Jrcxz => return count == 0,
+        Mnemonic::Loop => return count != 1,
+        Mnemonic::Loope => return count != 1 && flag(ZF),
+        Mnemonic::Loopne => return count != 1 && !flag(ZF),
+        _ => {}
+    }
+    match instruction.condition_code() {
+        ConditionCode::o => flag(OF),
+        ConditionCode::no => !flag(OF),
+        ConditionCode::b => flag(CF),
+        ConditionCode::ae => !flag(CF),
+        ConditionCode::e => flag(ZF),
+        ConditionCode::ne => !flag(ZF),
+        ConditionCode::be => flag(CF) || flag(ZF),
+        ConditionCode::a => !flag(CF) && !flag(ZF),
+        ConditionCode::s => flag(SF),
+        ConditionCode::ns => !flag(SF),
+        ConditionCode::p => flag(PF),
+        ConditionCode::np => !flag(PF),
+        ConditionCode::l => flag(SF) != flag(OF),
+        ConditionCode::ge => flag(SF) == flag(OF),
+        ConditionCode::le => flag(ZF) || flag(SF) != flag(OF),
+        ConditionCode::g => !flag(ZF) && flag(SF) == flag(OF),
+        ConditionCode::None => false,
+    }
+}
+
+pub(super) fn is_branch(instruction: &Instruction) -> bool {
+    match instruction.flow_control() {
+        FlowControl::Next | FlowControl::Exception | FlowControl::XbeginXabortXend => false,
+        FlowControl::Call => {
+            // VMCALL, VMLAUNCH and other ways into a monitor are none.
+            matches!(
+                instruction.mnemonic(),
+                Mnemonic::Call | Mnemonic::Syscall | Mnemonic::Sysenter
+            )
+        }
+        FlowControl::Interrupt => software_interrupt(instruction).is_some(),
+        _ => true,
+    }
+}
+
+/// Whether a branch stays in its code segment.
+pub(super) fn is_near(instruction: &Instruction) -> bool {
+    let far = instruction.is_jmp_far()
+        || instruction.is_call_far()
+        || instruction.is_jmp_far_indirect()
+        || instruction.is_call_far_indirect();
+    !far && matches!(
+        instruction.flow_control(),
+        FlowControl::ConditionalBranch
+            | FlowControl::UnconditionalBranch
+            | FlowControl::IndirectBranch
+            | FlowControl::IndirectCall
+            | FlowControl::Call
+            | FlowControl::Return
+    ) && !matches!(
+        instruction.mnemonic(),
+        Mnemonic::Syscall
+            | Mnemonic::Sysenter
+            | Mnemonic::Sysret
+            | Mnemonic::Sysretq
+            | Mnemonic::Sysexit
+            | Mnemonic::Sysexitq
+            | Mnemonic::Iret
+            | Mnemonic::Iretd
+            | Mnemonic::Iretq
+            | Mnemonic::Retf
+    )
+}

@@ -1,0 +1,403 @@
+//! Steps that ptrace cannot show: faults, interrupts, shadows, privilege changes.
+
+use super::*;
+
+/// Code at fixed places, a table with gates for a fault, an NMI and a vector of a device.
+const CODE: u64 = 0x1000;
+const GP_HANDLER: u64 = 0x2000;
+const NMI_HANDLER: u64 = 0x2100;
+const DEVICE_HANDLER: u64 = 0x2200;
+const SYSTEM_CALL: u64 = 0x3000;
+
+struct Memory(Vec<(u64, Vec<u8>)>);
+
+impl Memory {
+    fn new(code: &[u8]) -> Self {
+        Self(vec![
+            (CODE, code.to_vec()),
+            (GP_HANDLER, vec![0x50, 0x90]),              // push rax; nop
+            (NMI_HANDLER, vec![0x48, 0xFF, 0xC0, 0x90]), // inc rax; nop
+            (DEVICE_HANDLER, vec![0xEB, 0x10]),          // jmp +0x10
+        ])
+    }
+}
+
+impl GuestMemory for Memory {
+    fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
+        for (start, bytes) in &self.0 {
+            if let Some(rest) = linear.checked_sub(*start).and_then(|at| bytes.get(at as usize..)) {
+                let n = rest.len().min(buffer.len());
+                buffer[..n].copy_from_slice(&rest[..n]);
+                return n;
+            }
+        }
+        0
+    }
+
+    fn gate(&mut self, vector: u8) -> Option<u64> {
+        match vector {
+            13 => Some(GP_HANDLER),
+            2 => Some(NMI_HANDLER),
+            0x40 => Some(DEVICE_HANDLER),
+            _ => None,
+        }
+    }
+}
+
+fn at(rip: u64, cpl: u8) -> CpuState {
+    CpuState {
+        rip,
+        rflags: 2,
+        cpl,
+        size: CodeSize::Bits64,
+        gpr: [0; 16],
+        segment_bases: [0; 6],
+    }
+}
+
+/// One step of `code` at CPL 0, to `to`.
+fn step(code: &[u8], to: u64) -> Step {
+    step_from(&mut StepMeter::new(Vendor::Intel), code, at(CODE, 0), at(to, 0))
+}
+
+fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -> Step {
+    let mut memory = Memory::new(code);
+    meter.begin(&from, &mut memory);
+    assert!(meter.in_step());
+    let step = meter.end(&to, &mut memory);
+    assert!(!meter.in_step());
+    step
+}
+
+fn kernel(instructions: u32) -> Counts {
+    Counts {
+        instructions,
+        ..Counts::default()
+    }
+}
+
+const NOP: &[u8] = &[0x90];
+const RDMSR: &[u8] = &[0x0F, 0x32];
+const UD2: &[u8] = &[0x0F, 0x0B];
+const HLT: &[u8] = &[0xF4];
+const SYSCALL: &[u8] = &[0x0F, 0x05];
+const MOV_SS_EAX_NOP: &[u8] = &[0x8E, 0xD0, 0x90];
+const REP_MOVSB: &[u8] = &[0xF3, 0xA4];
+
+#[test]
+fn an_instruction_that_completes_counts_once() {
+    assert_eq!(
+        step(NOP, CODE + 1),
+        Step {
+            kernel: kernel(1),
+            ..Step::default()
+        }
+    );
+    let user = step_from(
+        &mut StepMeter::new(Vendor::Intel),
+        NOP,
+        at(CODE, 3),
+        at(CODE + 1, 3),
+    );
+    assert_eq!(
+        user,
+        Step {
+            user: kernel(1),
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn an_instruction_that_faults_does_not_count_and_its_handler_does() {
+    // Stopped at the handler's first instruction, or behind it.
+    assert_eq!(
+        step(RDMSR, GP_HANDLER),
+        Step {
+            event: true,
+            ..Step::default()
+        }
+    );
+    let behind = step(RDMSR, GP_HANDLER + 1);
+    assert_eq!(
+        behind.kernel,
+        Counts {
+            instructions: 1,
+            stores: 1,
+            ..Counts::default()
+        }
+    );
+    assert!(behind.event && !behind.lost);
+    // UD2 never completes, not even where no gate tells.
+    assert_eq!(
+        step(UD2, 0x9000),
+        Step {
+            event: true,
+            lost: true,
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn an_interrupt_before_the_instruction_leaves_it_for_later() {
+    let mut meter = StepMeter::new(Vendor::Intel);
+    let interrupted = step_from(&mut meter, NOP, at(CODE, 3), at(NMI_HANDLER + 3, 0));
+    assert_eq!(
+        interrupted,
+        Step {
+            kernel: kernel(1),
+            event: true,
+            ..Step::default()
+        }
+    );
+    // The handler has returned.
+    let later = step_from(&mut meter, NOP, at(CODE, 3), at(CODE + 1, 3));
+    assert_eq!(
+        later,
+        Step {
+            user: kernel(1),
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn a_handler_that_begins_with_a_jump_is_recognised_behind_it() {
+    let behind = step(NOP, DEVICE_HANDLER + 0x12);
+    let jump = Counts {
+        instructions: 1,
+        branches: 1,
+        taken_branches: 1,
+        ..Counts::default()
+    };
+    assert_eq!(
+        behind,
+        Step {
+            kernel: jump,
+            event: true,
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn on_amd_an_interrupt_is_a_taken_branch() {
+    let interrupted = step_from(
+        &mut StepMeter::new(Vendor::Amd),
+        NOP,
+        at(CODE, 3),
+        at(NMI_HANDLER, 0),
+    );
+    let branch = Counts {
+        branches: 1,
+        taken_branches: 1,
+        ..Counts::default()
+    };
+    assert_eq!(
+        interrupted,
+        Step {
+            kernel: branch,
+            event: true,
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn a_shadow_hides_one_stop() {
+    assert_eq!(step(MOV_SS_EAX_NOP, CODE + 3).kernel.instructions, 2);
+    assert_eq!(step(MOV_SS_EAX_NOP, CODE + 2).kernel.instructions, 1);
+    let mut meter = StepMeter::new(Vendor::Intel);
+    assert_eq!(
+        meter.begin(&at(CODE, 0), &mut Memory::new(MOV_SS_EAX_NOP)),
+        Ahead::Shadow
+    );
+}
+
+#[test]
+fn hlt_counts_when_it_halts_and_not_when_it_faults() {
+    assert_eq!(step(HLT, CODE + 1).kernel.instructions, 1);
+    // Woken by an interrupt whose handler's first instruction ran as well.
+    let woken = step(HLT, NMI_HANDLER + 3);
+    assert_eq!(
+        woken,
+        Step {
+            kernel: kernel(2),
+            event: true,
+            ..Step::default()
+        }
+    );
+    let denied = step_from(
+        &mut StepMeter::new(Vendor::Intel),
+        HLT,
+        at(CODE, 3),
+        at(GP_HANDLER, 0),
+    );
+    assert_eq!(
+        denied,
+        Step {
+            event: true,
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn ways_into_the_kernel_count_where_they_began() {
+    let call = step_from(
+        &mut StepMeter::new(Vendor::Intel),
+        SYSCALL,
+        at(CODE, 3),
+        at(SYSTEM_CALL, 0),
+    );
+    assert_eq!(
+        call.user,
+        Counts {
+            instructions: 1,
+            branches: 1,
+            ..Counts::default()
+        }
+    );
+    assert_eq!(call.kernel, Counts::default());
+    let int = step_from(
+        &mut StepMeter::new(Vendor::Amd),
+        &[0xCD, 0x02],
+        at(CODE, 3),
+        at(NMI_HANDLER + 3, 0),
+    );
+    assert_eq!(
+        (int.user.instructions, int.user.branches, int.user.taken_branches),
+        (1, 1, 1)
+    );
+    assert_eq!(int.kernel, kernel(1), "and the handler's first instruction");
+    // INT n through a gate that is not for CPL 3.
+    let denied = step_from(
+        &mut StepMeter::new(Vendor::Intel),
+        &[0xCD, 0x02],
+        at(CODE, 3),
+        at(GP_HANDLER, 0),
+    );
+    assert_eq!(
+        denied,
+        Step {
+            event: true,
+            ..Step::default()
+        }
+    );
+}
+
+#[test]
+fn iret_leads_where_the_stack_says_or_faults() {
+    let iretq = &[0x48, 0xCF];
+    let mut stack = [0; 40];
+    stack[..8].copy_from_slice(&0x7777u64.to_le_bytes());
+    let mut from = at(CODE, 0);
+    from.gpr[4] = 0x8000;
+    for (to, counted) in [(0x7777, 1), (GP_HANDLER, 0)] {
+        let mut memory = Memory::new(iretq);
+        memory.0.push((0x8000, stack.to_vec()));
+        let mut meter = StepMeter::new(Vendor::Intel);
+        assert_eq!(meter.begin(&from, &mut memory), Ahead::InterruptReturn);
+        assert_eq!(meter.end(&at(to, 3), &mut memory).kernel.instructions, counted);
+    }
+}
+
+#[test]
+fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
+    let count = |rip, rcx| {
+        let mut state = at(rip, 0);
+        state.gpr[1] = rcx;
+        state
+    };
+    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut step = |from, to| step_from(&mut meter, REP_MOVSB, from, to);
+    assert_eq!(step(count(CODE, 3), count(CODE, 2)), Step::default());
+    let interrupted = step(count(CODE, 2), count(NMI_HANDLER, 1));
+    assert_eq!(
+        interrupted,
+        Step {
+            event: true,
+            ..Step::default()
+        }
+    );
+    assert_eq!(
+        step(count(NMI_HANDLER, 1), count(NMI_HANDLER + 3, 1)).kernel,
+        kernel(1)
+    );
+    // Resumed with one iteration left, which leaves RIP at the instruction; the last step only finds RCX at 0.
+    assert_eq!(step(count(CODE, 1), count(CODE, 0)), Step::default());
+    let end = step(count(CODE, 0), count(CODE + 2, 0));
+    assert_eq!(
+        end.kernel,
+        Counts {
+            instructions: 1,
+            loads: 1,
+            stores: 1,
+            ..Counts::default()
+        }
+    );
+    // The same with nothing to do from the beginning.
+    let idle = step(count(CODE, 0), count(CODE + 2, 0));
+    assert_eq!(idle.kernel, kernel(1));
+}
+
+#[test]
+fn what_cannot_be_explained_is_said_and_not_counted() {
+    assert_eq!(
+        step(NOP, 0x5555),
+        Step {
+            event: true,
+            lost: true,
+            ..Step::default()
+        }
+    );
+    // Code that cannot be read faults.
+    let mut meter = StepMeter::new(Vendor::Intel);
+    let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
+    assert_eq!(
+        unreadable,
+        Step {
+            event: true,
+            ..Step::default()
+        }
+    );
+    // Nothing moved.
+    assert_eq!(step(NOP, CODE), Step::default());
+}
+
+#[test]
+fn a_step_that_was_not_begun_or_was_abandoned_counts_nothing() {
+    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut memory = Memory::new(NOP);
+    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), Step::default());
+    meter.begin(&at(CODE, 0), &mut memory);
+    meter.abandon();
+    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), Step::default());
+}
+
+#[test]
+fn what_was_retired_is_fed_at_its_level() {
+    let counts = FedCounts::new(fed::SELECTORS);
+    let step = Step {
+        user: Counts {
+            instructions: 2,
+            branches: 1,
+            taken_branches: 0,
+            loads: 1,
+            stores: 2,
+        },
+        kernel: kernel(1),
+        ..Step::default()
+    };
+    assert!(!step.feed(&counts));
+    for (event, total) in [
+        (ArchEvent::Instructions, 3),
+        (ArchEvent::Branches, 1),
+        (ArchEvent::TakenBranches, 0),
+        (ArchEvent::Loads, 1),
+        (ArchEvent::Stores, 2),
+    ] {
+        assert_eq!(counts.total(fed::exact(event).unwrap()), total, "{event:?}");
+    }
+}

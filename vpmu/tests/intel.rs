@@ -1,0 +1,309 @@
+//! Intel's registers, rule by rule. SDM vol. 3, "Architectural Performance Monitoring".
+
+mod common;
+
+use common::Guest;
+use vpmu::registers::*;
+use vpmu::*;
+
+const ENABLED: u64 = 0x43_003C; // cycles at every level
+
+fn versions() -> impl Iterator<Item = (u32, Guest)> {
+    (1..=5).map(|version| (version, Guest::of(&format!("intel-v{version}"), None)))
+}
+
+#[test]
+fn registers_appear_with_the_version_that_brought_them() {
+    for (version, mut guest) in versions() {
+        for (msr, since) in [
+            (IA32_PMC0, 1),
+            (IA32_PERFEVTSEL0 + 3, 1),
+            (IA32_FIXED_CTR0, 2),
+            (IA32_FIXED_CTR_CTRL, 2),
+            (IA32_PERF_GLOBAL_STATUS, 2),
+            (IA32_PERF_GLOBAL_CTRL, 2),
+            (IA32_PERF_GLOBAL_STATUS_RESET, 2),
+            (IA32_PERF_CAPABILITIES, 2),
+            (IA32_DEBUGCTL, 2),
+            (IA32_A_PMC0, 2),
+            (IA32_PERF_GLOBAL_STATUS_SET, 4),
+            (IA32_PERF_GLOBAL_INUSE, 4),
+        ] {
+            assert_eq!(
+                guest.try_read(msr).is_some(),
+                version >= since,
+                "version {version}, MSR {msr:#x}"
+            );
+        }
+    }
+}
+
+#[test]
+fn counters_that_do_not_exist_fault_on_both_accesses() {
+    let mut guest = Guest::of("intel-v2", Some("2+1"));
+    for msr in [
+        IA32_PMC0 + 2,
+        IA32_A_PMC0 + 2,
+        IA32_PERFEVTSEL0 + 2,
+        IA32_FIXED_CTR0 + 1,
+        0xC8,
+        0x30C,
+        0xC001_0000,
+    ] {
+        assert!(
+            guest.try_read(msr).is_none() && !guest.try_write(msr, 0),
+            "{msr:#x}"
+        );
+    }
+}
+
+#[test]
+fn with_the_pmu_off_the_two_p6_counters_read_zero_and_drop_writes() {
+    let mut guest = Guest::new(Model::off(Vendor::Intel));
+    for msr in [0xC1, 0xC2] {
+        guest.write(msr, 5);
+        assert_eq!(guest.read(msr), 0);
+    }
+    assert!(guest.try_read(0xC3).is_none() && guest.try_read(0x186).is_none() && guest.rdpmc(0).is_none());
+}
+
+#[test]
+fn global_control_has_a_one_for_each_general_counter_at_reset() {
+    let mut guest = Guest::of("intel-v3", Some("5+2"));
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0x1F);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0x3_0000_0001);
+    guest.write(IA32_PERFEVTSEL0, ENABLED);
+    guest.run(10);
+    guest.vpmu.reset(&mut guest.events);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0x1F);
+    assert_eq!((guest.read(IA32_PERFEVTSEL0), guest.read(IA32_PMC0)), (0, 0));
+}
+
+#[test]
+fn a_legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
+    let mut guest = Guest::of("intel", None);
+    for (written, stored) in [
+        (0x7FFF_FFFFu64, 0x7FFF_FFFFu64),
+        (0x8000_0000, 0xFFFF_8000_0000),
+        (0xFFFF_FFFF_0000_0001, 1),
+        (0xFFFF_FFFF, 0xFFFF_FFFF_FFFF),
+    ] {
+        guest.write(IA32_PMC0, written);
+        assert_eq!((guest.read(IA32_PMC0), guest.read(IA32_A_PMC0)), (stored, stored));
+    }
+    guest.write(IA32_A_PMC0, 0xFF01_2345_6789);
+    assert_eq!(guest.read(IA32_PMC0), 0xFF01_2345_6789);
+    assert!(!guest.try_write(IA32_A_PMC0, 1 << 48));
+    assert!(!guest.try_write(IA32_FIXED_CTR0, 1 << 48));
+    assert_eq!(
+        guest.read(IA32_PMC0),
+        0xFF01_2345_6789,
+        "a write that faults changes nothing"
+    );
+}
+
+#[test]
+fn each_reserved_bit_faults_and_each_other_one_is_kept() {
+    for (version, mut guest) in versions() {
+        let frozen: u64 = if version >= 4 { 0xC00_0000_0000_0000 } else { 0 };
+        for (msr, writable) in [
+            (IA32_PERFEVTSEL0, 0xFFDF_FFFF),
+            (IA32_FIXED_CTR_CTRL, 0xBBB),
+            (IA32_PERF_GLOBAL_CTRL, 0x7_0000_000F),
+            (IA32_PERF_GLOBAL_STATUS_RESET, 0xC000_0007_0000_000F | frozen),
+            (IA32_DEBUGCTL, 0x1003),
+            (IA32_PERF_GLOBAL_STATUS, 0),
+            (IA32_PERF_CAPABILITIES, 0),
+        ] {
+            if guest.try_read(msr).is_none() {
+                continue;
+            }
+            for bit in 0..64 {
+                let expected = writable >> bit & 1 != 0;
+                assert_eq!(
+                    guest.try_write(msr, 1 << bit),
+                    expected,
+                    "version {version}, MSR {msr:#x}, bit {bit}"
+                );
+                if expected && msr != IA32_PERF_GLOBAL_STATUS_RESET {
+                    assert_eq!(guest.read(msr), 1 << bit);
+                }
+            }
+        }
+        for read_only in [
+            IA32_PERF_GLOBAL_STATUS,
+            IA32_PERF_CAPABILITIES,
+            IA32_PERF_GLOBAL_INUSE,
+        ] {
+            assert!(
+                !guest.try_write(read_only, 0),
+                "version {version}, {read_only:#x}: even zero faults"
+            );
+        }
+    }
+}
+
+#[test]
+fn rdpmc_knows_two_forms_and_needs_cr4_pce_outside_cpl_0() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_A_PMC0 + 2, 77);
+    guest.write(IA32_FIXED_CTR0 + 1, 88);
+    assert_eq!((guest.rdpmc(2), guest.rdpmc(1 << 30 | 1)), (Some(77), Some(88)));
+    for ecx in [4, 1 << 30 | 3, 1 << 31, 1 << 31 | 1, 1 << 29, 1 << 16, u32::MAX] {
+        assert_eq!(guest.rdpmc(ecx), None, "{ecx:#x}");
+    }
+    for (cpl, pce, allowed) in [
+        (0, false, true),
+        (3, false, false),
+        (3, true, true),
+        (1, false, false),
+    ] {
+        let outcome = guest.vpmu.rdpmc(RdpmcIndex(2), Cpl(cpl), pce, &mut guest.events);
+        assert_eq!(outcome == MsrRead::Value(77), allowed, "CPL {cpl}, CR4.PCE {pce}");
+    }
+}
+
+#[test]
+fn a_counter_counts_when_its_own_control_and_the_global_one_say_so() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, ENABLED);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x3);
+    guest.run(5);
+    assert_eq!(
+        (guest.read(IA32_PMC0), guest.read(IA32_FIXED_CTR0)),
+        (5, 0),
+        "fixed counters are globally off"
+    );
+    guest.write(IA32_PERF_GLOBAL_CTRL, 1 << 32);
+    guest.run(5);
+    assert_eq!((guest.read(IA32_PMC0), guest.read(IA32_FIXED_CTR0)), (5, 5));
+    // Without a level, or without EN, nothing counts.
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    for selector in [ENABLED & !(3 << 16), ENABLED & !(1 << 22)] {
+        guest.write(IA32_PERFEVTSEL0, selector);
+        guest.run(5);
+        assert_eq!(guest.read(IA32_PMC0), 5);
+    }
+}
+
+#[test]
+fn version_one_has_no_global_control_and_needs_none() {
+    let mut guest = Guest::of("intel-v1", None);
+    guest.write(IA32_PERFEVTSEL0 + 1, ENABLED);
+    guest.run(9);
+    assert_eq!(guest.read(IA32_PMC0 + 1), 9);
+}
+
+#[test]
+fn in_use_tells_which_controls_are_set() {
+    let mut guest = Guest::of("intel-v4", None);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 0);
+    guest.write(IA32_PERFEVTSEL0 + 1, 0x3C);
+    guest.write(IA32_PERFEVTSEL0 + 2, 0x0100); // event select 0
+    guest.write(IA32_FIXED_CTR_CTRL, 0x020);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 1 << 33 | 0b10);
+    guest.write(IA32_PERFEVTSEL0 + 2, 1 << 20);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_INUSE), 1 << 63 | 1 << 33 | 0b10);
+}
+
+#[test]
+fn status_bits_are_set_and_cleared_by_their_registers_and_software_makes_no_pmi() {
+    let mut guest = Guest::of("intel-v4", None);
+    guest.write(IA32_PERF_GLOBAL_STATUS_SET, 1 << 32 | 0b101);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << 32 | 0b101);
+    assert!(!guest.vpmu.pmi_pending());
+    guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 0b001);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << 32 | 0b100);
+    assert_eq!(
+        (
+            guest.read(IA32_PERF_GLOBAL_STATUS_SET),
+            guest.read(IA32_PERF_GLOBAL_STATUS_RESET)
+        ),
+        (0, 0)
+    );
+}
+
+/// Version 2 and 3 clear the control register; from version 4 a status bit holds the counters.
+#[test]
+fn freeze_on_pmi_stops_every_counter_at_the_overflow() {
+    for (version, mut guest) in versions().skip(1) {
+        guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+        guest.write(IA32_PERFEVTSEL0, ENABLED | 1 << 20);
+        guest.write(IA32_PERFEVTSEL0 + 1, ENABLED);
+        guest.write(IA32_A_PMC0, (1 << 48) - 10);
+        guest.run(100);
+        assert_eq!(
+            (guest.read(IA32_PMC0), guest.read(IA32_PMC0 + 1)),
+            (0, 10),
+            "version {version}"
+        );
+        assert!(guest.vpmu.pmi_pending());
+        if version < 4 {
+            assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0);
+            guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+        } else {
+            assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0xF);
+            assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), STATUS_CTR_FRZ | 1);
+            guest.write(IA32_PERF_GLOBAL_STATUS_RESET, STATUS_CTR_FRZ | 1);
+        }
+        guest.run(5);
+        assert_eq!(guest.read(IA32_PMC0 + 1), 15, "version {version}");
+    }
+}
+
+/// The host may tell late. What the guest writes to the control register meanwhile comes after the freeze.
+#[test]
+fn a_control_write_that_overtakes_a_late_overflow_is_not_undone_by_its_freeze() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+    guest.write(IA32_PERFEVTSEL0, ENABLED | 1 << 20);
+    guest.write(IA32_A_PMC0, (1 << 48) - 10);
+    guest.events.run_through(20);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0b11);
+    guest.notice();
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_CTRL), 0b11);
+    assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1);
+    assert!(guest.vpmu.pmi_pending());
+}
+
+#[test]
+fn narrow_counters_wrap_at_their_width() {
+    let model = Model::new(Generation::Intel(2), None, Some(36)).unwrap();
+    let mut guest = Guest::new(model);
+    guest.write(IA32_PMC0, -3i64 as u64);
+    assert_eq!(guest.read(IA32_PMC0), (1 << 36) - 3);
+    guest.write(IA32_PERFEVTSEL0, ENABLED);
+    guest.run(5);
+    assert_eq!(
+        (guest.read(IA32_PMC0), guest.read(IA32_PERF_GLOBAL_STATUS)),
+        (2, 1)
+    );
+    assert!(!guest.try_write(IA32_A_PMC0, 1 << 36));
+}
+
+#[test]
+fn fixed_counters_exist_by_bitmap_in_version_five() {
+    // A host that has only fixed counters 1 and 3.
+    let mut host = |leaf: u32, _| match leaf {
+        0 => CpuidRegs {
+            eax: 0xA,
+            ebx: 0x756E_6547,
+            edx: 0x4965_6E69,
+            ecx: 0x6C65_746E,
+        },
+        0xA => CpuidRegs {
+            eax: 0x0830_0405,
+            ebx: 0,
+            ecx: 0b1010,
+            edx: 48 << 5,
+        },
+        _ => CpuidRegs::default(),
+    };
+    let mut guest = Guest::new(Model::host(&mut host).unwrap());
+    for n in 0..4 {
+        assert_eq!(guest.try_read(IA32_FIXED_CTR0 + n).is_some(), n % 2 == 1);
+        assert_eq!(guest.rdpmc(1 << 30 | n).is_some(), n % 2 == 1);
+        assert_eq!(guest.try_write(IA32_FIXED_CTR_CTRL, 0xB << (4 * n)), n % 2 == 1);
+        assert_eq!(guest.try_write(IA32_PERF_GLOBAL_CTRL, 1 << (32 + n)), n % 2 == 1);
+    }
+}
