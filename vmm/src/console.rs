@@ -392,18 +392,20 @@ static SAVED: OnceLock<libc::termios> = OnceLock::new();
 static RAW: AtomicBool = AtomicBool::new(false);
 static HOOKS: Once = Once::new();
 
-/// Signals that end the process by default and are not handled by the VM's own threads' shutdown.
-const FATAL_SIGNALS: [libc::c_int; 9] = [
+/// Signals from outside that end the process. A handler installed before raw mode is left alone: its
+/// owner ends the VM in order.
+const ENDING_SIGNALS: [libc::c_int; 5] = [
     libc::SIGHUP,
     libc::SIGINT,
     libc::SIGQUIT,
     libc::SIGTERM,
-    libc::SIGILL,
     libc::SIGABRT,
-    libc::SIGFPE,
-    libc::SIGBUS,
-    libc::SIGSEGV,
 ];
+/// Signals of a fault in this process. The runtime handles some of them to report stack overflows and
+/// then lets the fault happen again, so these are taken over and handed on.
+const FAULT_SIGNALS: [libc::c_int; 4] = [libc::SIGILL, libc::SIGFPE, libc::SIGBUS, libc::SIGSEGV];
+/// What each of [`FAULT_SIGNALS`] did before.
+static PREVIOUS: [OnceLock<libc::sigaction>; FAULT_SIGNALS.len()] = [const { OnceLock::new() }; 4];
 
 /// Raw mode of the terminal on standard input, if it is one. Restored when this is dropped, when the
 /// process exits, on a panic of any thread, and on fatal signals that nobody else handles.
@@ -464,13 +466,33 @@ extern "C" fn at_exit() {
     restore_terminal();
 }
 
-extern "C" fn on_fatal_signal(signal: libc::c_int) {
+extern "C" fn on_ending_signal(signal: libc::c_int) {
     restore_terminal();
     // SAFETY: signal and raise are async-signal-safe; with the default action back the signal ends
     // the process as if we had never handled it, once this handler returns and it is unblocked.
     unsafe {
         libc::signal(signal, libc::SIG_DFL);
         libc::raise(signal);
+    }
+}
+
+extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    restore_terminal();
+    let previous = FAULT_SIGNALS
+        .iter()
+        .position(|s| *s == signal)
+        .and_then(|i| PREVIOUS[i].get());
+    // SAFETY: sigaction, signal and raise are async-signal-safe; `previous` is a valid action; with
+    // SA_SIGINFO the kernel passes a valid siginfo. After the return a real fault happens again and
+    // meets the previous action; a signal that was sent (code 0 or below) does not, so it is raised.
+    unsafe {
+        match previous {
+            Some(previous) => _ = libc::sigaction(signal, previous, std::ptr::null_mut()),
+            None => _ = libc::signal(signal, libc::SIG_DFL),
+        }
+        if (*info).si_code <= 0 {
+            libc::raise(signal);
+        }
     }
 }
 
@@ -483,22 +505,31 @@ fn install_hooks() {
         restore_terminal();
         previous(info);
     }));
-    for signal in FATAL_SIGNALS {
-        // SAFETY: both structs are valid for the calls; the handler only uses async-signal-safe
-        // functions; a handler someone else installed is put back untouched.
-        unsafe {
+    // SAFETY: all structs are valid for the calls, and zeroed ones are valid actions; the handlers
+    // only use async-signal-safe functions and atomics. A handler of an ending signal that someone
+    // else installed is not replaced, one of a fault is saved before ours can run.
+    unsafe {
+        for signal in ENDING_SIGNALS {
+            let mut current: libc::sigaction = std::mem::zeroed();
+            if libc::sigaction(signal, std::ptr::null(), &mut current) == 0
+                && current.sa_sigaction == libc::SIG_DFL
+            {
+                let mut ours: libc::sigaction = std::mem::zeroed();
+                ours.sa_sigaction = on_ending_signal as extern "C" fn(libc::c_int) as usize;
+                libc::sigaction(signal, &ours, std::ptr::null_mut());
+            }
+        }
+        for (signal, saved) in FAULT_SIGNALS.into_iter().zip(&PREVIOUS) {
             let mut current: libc::sigaction = std::mem::zeroed();
             if libc::sigaction(signal, std::ptr::null(), &mut current) != 0 {
                 continue;
             }
-            // The runtime's stack-overflow handler on SIGSEGV and SIGBUS ends in SIG_DFL and abort,
-            // so SIGABRT still restores.
-            if current.sa_sigaction != libc::SIG_DFL {
-                continue;
-            }
+            let _ = saved.set(current);
             let mut ours: libc::sigaction = std::mem::zeroed();
-            ours.sa_sigaction = on_fatal_signal as extern "C" fn(libc::c_int) as usize;
-            libc::sigemptyset(&mut ours.sa_mask);
+            let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = on_fault;
+            ours.sa_sigaction = handler as usize;
+            // On the alternate stack, for a stack overflow leaves no other.
+            ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
             libc::sigaction(signal, &ours, std::ptr::null_mut());
         }
     }

@@ -46,15 +46,7 @@ impl<'a> Tokens<'a> {
     /// Finds the token table by the run of the ten digits.
     fn find(data: &'a [u8]) -> Option<Self> {
         const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
-        let mut from = 0;
-        while let Some(found) = memchr_slice(&data[from..], DIGITS) {
-            let digits = from + found;
-            if let Some(tokens) = Self::at(data, digits) {
-                return Some(tokens);
-            }
-            from = digits + 1;
-        }
-        None
+        memchr::memmem::find_iter(data, DIGITS).find_map(|digits| Self::at(data, digits))
     }
 
     /// The table whose token "0" is at `digits`, if the index after it agrees.
@@ -87,10 +79,6 @@ impl<'a> Tokens<'a> {
             tokens,
         })
     }
-}
-
-fn memchr_slice(haystack: &[u8], needle: &[u8]) -> Option<usize> {
-    haystack.windows(needle.len()).position(|w| w == needle)
 }
 
 /// Length of the compressed name at `at` and where its first byte is.

@@ -165,7 +165,7 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
     }
     if elf::is_elf(data) {
         let image = elf::parse(&name, data)?;
-        return load_linux(ram, request, &name, &image, KernelKind::Vmlinux, None);
+        return load_linux(ram, request, &name, image, KernelKind::Vmlinux, None);
     }
     if unpack::is_bzimage(data) {
         let header = unpack::setup_header(&name, data)?;
@@ -175,7 +175,7 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
         }
         let image = elf::parse(&name, &payload)?;
         let kind = KernelKind::BzImage { compression };
-        return load_linux(ram, request, &name, &image, kind, Some((data, &header)));
+        return load_linux(ram, request, &name, image, kind, Some((data, &header)));
     }
     Err(BootError::NotAKernel {
         name,
@@ -423,7 +423,7 @@ fn load_linux(
     ram: &GuestRam,
     request: &BootRequest<'_>,
     name: &str,
-    image: &ElfImage<'_>,
+    image: ElfImage<'_>,
     kind: KernelKind,
     bzimage: Option<(&[u8], &unpack::SetupHeader)>,
 ) -> Result<Loaded, BootError> {
@@ -459,18 +459,16 @@ fn load_linux(
         cr3: layout::PML4,
     };
     regs::write_tables(ram, &entry)?;
-    let from_kallsyms;
     let symbols = if image.symbols.is_empty() {
-        from_kallsyms = kallsyms::read(&image.segments);
-        &from_kallsyms
+        kallsyms::read(&image.segments)
     } else {
-        &image.symbols
+        image.symbols
     };
     let rdpmc_sites = trap_rdpmc(
         ram,
         request,
         &image.code,
-        symbols,
+        &symbols,
         &image.orc_ips,
         rdpmc::CodeBits::Only64,
     )?;
@@ -480,7 +478,7 @@ fn load_linux(
         kernel,
         initrd,
         text: text_ranges(&image.code),
-        symbols: symbols.clone(),
+        symbols,
         rdpmc_sites,
     })
 }

@@ -50,9 +50,7 @@ pub fn find(
     let mut sites = Vec::new();
     let mut pairs = 0usize;
     for text in texts {
-        let mut from = 0;
-        while let Some(offset) = next_pair(text.bytes, from) {
-            from = offset + 1;
+        for offset in memchr::memmem::find_iter(text.bytes, &RDPMC) {
             pairs += 1;
             if !is_instruction(text, offset, symbols, boundaries, bits) {
                 continue;
@@ -72,15 +70,6 @@ pub fn find(
         sites.len()
     );
     sites
-}
-
-/// Offset of the next byte pair 0F 33 at or after `from`.
-fn next_pair(bytes: &[u8], from: usize) -> Option<usize> {
-    bytes
-        .get(from..)?
-        .windows(2)
-        .position(|w| w == RDPMC)
-        .map(|p| from + p)
 }
 
 fn is_instruction(

@@ -1,0 +1,145 @@
+//! The terminal is as it was after every way out of the process.
+//!
+//! The test starts itself as a child on a pseudo-terminal; the child enters raw mode and leaves in the
+//! way it is told.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use perfvisor_vmm::console::RawTerminal;
+
+const WAY_OUT: &str = "PERFVISOR_TEST_WAY_OUT";
+
+/// The master and the slave of a new pseudo-terminal.
+fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
+    let (mut master, mut slave) = (-1, -1);
+    let null = std::ptr::null_mut();
+    // SAFETY: both integers are writable; name, termios and window size may be null (openpty(3)).
+    let result = unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
+    unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) }
+}
+
+/// The settings that raw mode changes.
+fn settings(terminal: &OwnedFd) -> (u32, u32, u32, u32) {
+    // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
+    let mut t: libc::termios = unsafe { std::mem::zeroed() };
+    // SAFETY: `t` is a valid, writable termios for the length of the call.
+    assert_eq!(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &mut t) }, 0);
+    (t.c_iflag, t.c_oflag, t.c_cflag, t.c_lflag)
+}
+
+/// Runs the child until it is raw, sends it `signal` if there is one, and waits for its end.
+/// Returns the settings before, while raw and after.
+type Settings = (u32, u32, u32, u32);
+fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Settings, ExitStatus) {
+    let (master, slave) = pseudo_terminal();
+    let before = settings(&slave);
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "child_leaves_raw_mode",
+            "--nocapture",
+            "--test-threads=1",
+        ])
+        .env(WAY_OUT, way)
+        .stdin(Stdio::from(File::from(slave.try_clone().unwrap())))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .map_while(Result::ok);
+    assert!(
+        lines.any(|l| l.contains("RAW")),
+        "the child did not enter raw mode"
+    );
+    let raw = settings(&slave);
+    // Any byte lets the child go on.
+    // SAFETY: writes one byte from a valid buffer to an open descriptor.
+    assert_eq!(
+        unsafe { libc::write(master.as_raw_fd(), b"g".as_ptr().cast(), 1) },
+        1
+    );
+    if let Some(signal) = signal {
+        // SAFETY: signals the child we started, which has not been waited for yet.
+        unsafe { libc::kill(child.id() as i32, signal) };
+    }
+    let end = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > end {
+            child.kill().unwrap();
+            panic!("{way} {signal:?}: the child did not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    (before, raw, settings(&slave), status)
+}
+
+/// Not a test of its own: the child's part. Without the variable it has nothing to do.
+#[test]
+fn child_leaves_raw_mode() {
+    let Ok(way) = std::env::var(WAY_OUT) else { return };
+    let guard = RawTerminal::enter()
+        .unwrap()
+        .expect("standard input is a terminal");
+    println!("RAW");
+    if way == "signal" {
+        loop {
+            std::thread::park();
+        }
+    }
+    let mut byte = [0u8; 1];
+    std::io::Read::read_exact(&mut std::io::stdin(), &mut byte).unwrap();
+    match way.as_str() {
+        "drop" => drop(guard),
+        "exit" => std::process::exit(8),
+        "abort" => std::process::abort(),
+        "fault" => {
+            let unmapped = std::ptr::without_provenance::<u8>(0x10);
+            // SAFETY: none: the page at 0 is never mapped and the fault is the point. Nothing else
+            // runs in this process after it.
+            unsafe { unmapped.read_volatile() };
+        }
+        "panic" => panic!("as asked for"),
+        "thread" => {
+            // Another thread's panic, while this one holds the guard.
+            let _ = std::thread::spawn(|| panic!("as asked for")).join();
+            std::mem::forget(guard);
+            // SAFETY: leaves without any exit handler, so only the panic hook can have restored.
+            unsafe { libc::_exit(0) };
+        }
+        other => unreachable!("{other}"),
+    }
+}
+
+#[test]
+fn every_way_out_restores_the_terminal() {
+    let ways = [
+        ("drop", None),
+        ("exit", None),
+        ("abort", None),
+        ("panic", None),
+        ("thread", None),
+    ];
+    let signals = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
+    for (way, signal) in ways.into_iter().chain(signals.map(|s| ("signal", Some(s)))) {
+        let (before, raw, after, status) = leave_by(way, signal);
+        assert_ne!(before.3, raw.3, "{way} {signal:?}: raw mode is on");
+        assert_eq!(raw.3 & (libc::ICANON | libc::ECHO | libc::ISIG), 0);
+        assert_eq!(before, after, "{way} {signal:?}: restored");
+        if let Some(signal) = signal {
+            use std::os::unix::process::ExitStatusExt;
+            assert_eq!(status.signal(), Some(signal), "the signal's own effect is kept");
+        }
+    }
+}
