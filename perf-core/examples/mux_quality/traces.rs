@@ -1,0 +1,248 @@
+//! Traces on which estimators and multiplexing policies are measured: how fast each of some events really happens,
+//! over time. Everything is fixed: formulas, lengths and seeds.
+
+use std::sync::Arc;
+
+use fastrand::Rng;
+
+/// Resolution of a trace.
+pub const STEP_NS: u64 = 100_000;
+const MS: u64 = 1_000_000;
+/// Length of the synthetic traces.
+const LENGTH_NS: u64 = 10_000 * MS;
+/// Events of a synthetic trace; the recorded ones have as many.
+pub const EVENTS: usize = 8;
+/// What the policies are compared at: the reference rotates every `TICK_NS`.
+pub const TICK_NS: u64 = 4 * MS;
+/// Every trace is measured with each of these seeds. They move the start of the trace against the tick, the order of
+/// the events, and whatever the policy draws.
+pub const SEEDS: [u64; 16] = [
+    0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251,
+    0xf86c, 0x6a11, 0xd0c1, 0x8e95,
+];
+
+/// One event's true counts over time.
+#[derive(Clone, Debug)]
+pub struct Curve {
+    /// Counts up to each step; one more entry than there are steps.
+    sums: Arc<[f64]>,
+}
+
+impl Curve {
+    fn new(rates: impl Iterator<Item = f64>) -> Self {
+        let mut sum = 0.0;
+        let mut sums = vec![0.0];
+        sums.extend(rates.map(|rate| {
+            sum += rate.max(0.0) * COUNTS_PER_STEP;
+            sum
+        }));
+        Self { sums: sums.into() }
+    }
+
+    /// Counts in the first `ns` nanoseconds.
+    pub fn until(&self, ns: u64) -> u64 {
+        let steps = self.sums.len() - 1;
+        let at = (ns / STEP_NS) as usize;
+        if at >= steps {
+            return self.sums[steps] as u64;
+        }
+        let part = (ns % STEP_NS) as f64 / STEP_NS as f64;
+        (self.sums[at] + (self.sums[at + 1] - self.sums[at]) * part) as u64
+    }
+}
+
+/// A rate of 1 is this many counts per step: 10^8 per second.
+const COUNTS_PER_STEP: f64 = 10_000.0;
+
+/// Some events of one program.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    pub name: &'static str,
+    pub events: Vec<Curve>,
+    pub length_ns: u64,
+}
+
+fn steps() -> u64 {
+    LENGTH_NS / STEP_NS
+}
+
+/// A trace whose event `e` has rate `rate(e, t)`, `t` in ms.
+fn formula(name: &'static str, rate: impl Fn(usize, f64) -> f64) -> Trace {
+    let ms_of = |step: u64| step as f64 * STEP_NS as f64 / MS as f64;
+    Trace {
+        name,
+        events: (0..EVENTS)
+            .map(|e| Curve::new((0..steps()).map(|s| rate(e, ms_of(s)))))
+            .collect(),
+        length_ns: LENGTH_NS,
+    }
+}
+
+/// A trace whose events draw: `rates(e, rng)` gives the rate of each step.
+fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f64>) -> Trace {
+    Trace {
+        name,
+        events: (0..EVENTS)
+            .map(|e| Curve::new(rates(e, &mut Rng::with_seed(seed + e as u64)).into_iter()))
+            .collect(),
+        length_ns: LENGTH_NS,
+    }
+}
+
+/// A time drawn from an exponential distribution, in whole steps, at least one.
+fn exponential_steps(rng: &mut Rng, mean_ms: f64) -> usize {
+    let ms = -mean_ms * (1.0 - rng.f64()).ln();
+    ((ms * MS as f64 / STEP_NS as f64) as usize).max(1)
+}
+
+/// On and off in turn, for times drawn around the two means.
+fn on_off(rng: &mut Rng, on_ms: f64, off_ms: f64, on: f64, off: f64) -> Vec<f64> {
+    let mut rates = Vec::new();
+    while rates.len() < steps() as usize {
+        let n = exponential_steps(rng, off_ms);
+        rates.extend(std::iter::repeat_n(off, n));
+        let n = exponential_steps(rng, on_ms);
+        rates.extend(std::iter::repeat_n(on, n));
+    }
+    rates.truncate(steps() as usize);
+    rates
+}
+
+fn square(t_ms: f64, period_ms: f64, duty: f64) -> f64 {
+    if (t_ms / period_ms).fract() < duty {
+        1.0
+    } else {
+        0.05
+    }
+}
+
+fn steady() -> Trace {
+    drawn("steady", 100, |e, rng| {
+        let level = 0.2 + e as f64 / 4.0;
+        (0..steps())
+            .map(|_| level * (0.98 + 0.04 * rng.f64()))
+            .collect()
+    })
+}
+
+/// Every event comes in bursts of its own.
+fn bursty() -> Trace {
+    drawn("bursty", 200, |_, rng| on_off(rng, 25.0, 225.0, 2.0, 0.02))
+}
+
+/// Two events in bursts among six steady ones.
+fn bursty_few() -> Trace {
+    drawn("bursty-few", 300, |e, rng| {
+        if e < 2 {
+            on_off(rng, 20.0, 180.0, 3.0, 0.02)
+        } else {
+            (0..steps()).map(|_| 0.9 + 0.2 * rng.f64()).collect()
+        }
+    })
+}
+
+/// Short, rare and high: a collector, a timer, a flush.
+fn spikes() -> Trace {
+    drawn("spikes", 400, |e, rng| {
+        on_off(rng, 3.0, 100.0 + 20.0 * e as f64, 10.0, 0.3)
+    })
+}
+
+/// As long as a tick of the reference, nearly.
+fn near_tick() -> Trace {
+    formula("near-tick", |e, t| {
+        square(t + e as f64 * 0.4, 4.04, 0.3)
+    })
+}
+
+/// As long as the reference's whole rotation, nearly: eight groups, a tick each.
+fn near_rotation() -> Trace {
+    formula("near-rotation", |e, t| {
+        square(t + e as f64 * 3.0, 32.05, 0.25)
+    })
+}
+
+/// Exactly twice the rotation, as a sine.
+fn two_rotations() -> Trace {
+    formula("two-rotations", |e, t| {
+        1.0 + 0.9 * (std::f64::consts::TAU * (t + e as f64 * 7.0) / 64.0).sin()
+    })
+}
+
+/// Half the events rise, half fall.
+fn ramp() -> Trace {
+    formula("ramp", |e, t| {
+        let x = t / (LENGTH_NS / MS) as f64;
+        let x = if e % 2 == 0 { x } else { 1.0 - x };
+        0.05 + x * (1.0 + e as f64 / 4.0)
+    })
+}
+
+/// A program in phases of 0.1 to 0.9 s that change every event at once.
+fn phases() -> Trace {
+    let mut bounds = vec![0usize];
+    let mut rng = Rng::with_seed(500);
+    while *bounds.last().unwrap_or(&0) < steps() as usize {
+        bounds.push(bounds.last().unwrap_or(&0) + 1_000 + rng.usize(0..8_000));
+    }
+    drawn("phases", 510, |_, rng| {
+        let mut rates = Vec::new();
+        for pair in bounds.windows(2) {
+            let level = (3.0 * (rng.f64() - 0.5)).exp();
+            rates.extend((pair[0]..pair[1]).map(|_| level * (0.9 + 0.2 * rng.f64())));
+        }
+        rates.truncate(steps() as usize);
+        rates
+    })
+}
+
+/// Events that happen in one part of the run only.
+fn part_time() -> Trace {
+    formula("part-time", |e, t| {
+        let begin = 900.0 * e as f64;
+        if (begin..begin + 2_500.0).contains(&t) {
+            1.0
+        } else {
+            0.001
+        }
+    })
+}
+
+/// A trace of a real process, recorded by `record.sh`: one row per ms, one column per event.
+fn recorded(name: &'static str, csv: &str) -> Trace {
+    let rows: Vec<Vec<f64>> = csv
+        .lines()
+        .map(|line| line.split(',').filter_map(|n| n.parse().ok()).collect())
+        .collect();
+    let per_row = (MS / STEP_NS) as usize;
+    Trace {
+        name,
+        events: (0..EVENTS)
+            .map(|e| {
+                Curve::new(
+                    rows.iter()
+                        .flat_map(|r| std::iter::repeat_n(r[e] / 10.0, per_row)),
+                )
+            })
+            .collect(),
+        length_ns: rows.len() as u64 * MS,
+    }
+}
+
+/// All traces.
+pub fn all() -> Vec<Trace> {
+    vec![
+        steady(),
+        bursty(),
+        bursty_few(),
+        spikes(),
+        near_tick(),
+        near_rotation(),
+        two_rotations(),
+        ramp(),
+        phases(),
+        part_time(),
+        recorded("real-cc1", include_str!("data/cc1.csv")),
+        recorded("real-python", include_str!("data/python.csv")),
+    ]
+}
