@@ -82,6 +82,8 @@ mod software;
 mod switch;
 
 pub mod attr;
+pub mod estimate;
+pub mod mux;
 pub mod pmu;
 pub mod record;
 pub mod ring;

@@ -1,0 +1,140 @@
+//! Runs a policy over a trace, as a context with a few slots would, and compares the estimates with the truth.
+
+use fastrand::Rng;
+use perf_core::estimate::{Estimator, linear};
+use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
+
+use crate::traces::{TICK_NS, Trace};
+
+/// Slots the events of a trace share.
+pub const SLOTS: usize = 2;
+
+/// One run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Run {
+    /// Mean over the events of |estimate - truth| / truth, scaling linearly.
+    pub linear_error: f64,
+    /// The same with the interpolating estimator.
+    pub error: f64,
+    /// Part of the events whose truth lies within two standard errors.
+    pub covered: f64,
+    /// Groups put on per second.
+    pub switches_per_s: f64,
+}
+
+struct Event {
+    curve: usize,
+    on_since: Option<u64>,
+    running_ns: u64,
+    estimator: Estimator,
+}
+
+/// Measures `policy`, with turns of `turn_ns`, on `trace`. The timer that gives turns rings on a grid of `grid_ns`.
+pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u64) -> Run {
+    let mut rng = Rng::with_seed(seed);
+    let n = trace.events.len();
+    let mut order: Vec<usize> = (0..n).collect();
+    rng.shuffle(&mut order);
+    let start = rng.u64(0..TICK_NS * n as u64);
+    let mut events: Vec<Event> = order
+        .into_iter()
+        .map(|curve| Event {
+            curve,
+            on_since: None,
+            running_ns: 0,
+            estimator: Estimator::new(),
+        })
+        .collect();
+    let counts = |e: usize, from: u64, to: u64| {
+        trace.events[e].until(to) - trace.events[e].until(from)
+    };
+    let mut queue = MuxQueue::new(policy, turn_ns, seed);
+    (0..n).for_each(|key| queue.insert(key));
+
+    // The run sees the trace from `start` to its end; times below are the trace's.
+    let mut now = start;
+    let mut switches = 0u64;
+    let mut left = None;
+    loop {
+        let mut used = 0;
+        let mut on = [usize::MAX; SLOTS];
+        queue.fill(|key| {
+            if used == SLOTS {
+                return Turn::NoRoom;
+            }
+            on[used] = key;
+            used += 1;
+            Turn::Taken
+        });
+        for (key, event) in events.iter_mut().enumerate() {
+            match (event.on_since, on.contains(&key)) {
+                (Some(since), false) => {
+                    let count = counts(event.curve, since, now);
+                    event.estimator.slice(since - start, now - start, count);
+                    event.running_ns += now - since;
+                    event.on_since = None;
+                }
+                (None, true) => {
+                    event.on_since = Some(now);
+                    switches += 1;
+                }
+                _ => {}
+            }
+        }
+        if let Some(key) = left {
+            let event: &Event = &events[key];
+            queue.set_variability(key, event.estimator.variability());
+        }
+        let due = queue.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
+        now = due.div_ceil(grid_ns).saturating_mul(grid_ns);
+        if now >= trace.length_ns {
+            break;
+        }
+        left = queue.turn(now);
+    }
+
+    let end = trace.length_ns;
+    let mut result = Run {
+        switches_per_s: switches as f64 / ((end - start) as f64 / 1e9),
+        ..Run::default()
+    };
+    for event in &events {
+        let truth = counts(event.curve, start, end) as f64;
+        let open = event
+            .on_since
+            .map(|since| (since - start, counts(event.curve, since, end)));
+        let running = event.running_ns + event.on_since.map_or(0, |since| end - since);
+        let counted = event.estimator.counted() + open.map_or(0, |o| o.1);
+        let error = |value: f64| (value - truth).abs() / truth.max(1.0) / n as f64;
+        result.linear_error += error(linear(counted, end - start, running).unwrap_or(0) as f64);
+        match event.estimator.estimate(end - start, open) {
+            Some(estimate) => {
+                result.error += error(estimate.value as f64);
+                let sure = estimate
+                    .standard_error
+                    .is_some_and(|se| (estimate.value as f64 - truth).abs() <= 2.0 * se);
+                result.covered += f64::from(u8::from(sure)) / n as f64;
+            }
+            None => result.error += error(0.0),
+        }
+    }
+    result
+}
+
+/// Mean and standard deviation over seeds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Summary {
+    pub mean: f64,
+    pub deviation: f64,
+}
+
+/// Summarises one figure of several runs.
+pub fn summarise(runs: &[Run], figure: impl Fn(&Run) -> f64) -> Summary {
+    let n = runs.len() as f64;
+    let mean = runs.iter().map(&figure).sum::<f64>() / n;
+    let variance = runs.iter().map(|r| (figure(r) - mean).powi(2)).sum::<f64>() / (n - 1.0);
+    Summary {
+        mean,
+        deviation: variance.sqrt(),
+    }
+}

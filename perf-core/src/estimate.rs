@@ -1,0 +1,250 @@
+//! What an event would have counted had it been on all the time.
+//!
+//! An event that shares its slot was on for some slices of the time it was enabled. Two estimators turn what it
+//! counted in them into an estimate for the whole:
+//!
+//! - [`linear`]: `count × enabled / running`. Right when the slices are a fair sample of the whole.
+//! - [`Estimator`]: keeps what was counted as it is, and fills each gap between two slices from the rates on its two
+//!   sides, the area of a trapezoid. It also says how sure it is, as a standard error. For rates that follow no
+//!   course from one slice to the next, a gap tells nothing about itself; the more that is so, the more it is filled
+//!   at the mean rate instead.
+//!
+//! Both are exact when the event was on all the time, and both say "not counted" when it never was. Neither
+//! allocates; an [`Estimator`] is a dozen numbers, whatever the number of slices.
+
+/// `count × enabled_ns / running_ns`; `None` if the event never was on: it was not counted, and no number may be shown.
+///
+/// Exactly `count` when the two times are equal.
+#[must_use]
+pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
+    if running_ns == 0 {
+        return None;
+    }
+    let scaled = u128::from(count) * u128::from(enabled_ns) / u128::from(running_ns);
+    Some(u64::try_from(scaled).unwrap_or(u64::MAX))
+}
+
+/// An estimate and how sure it is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// The estimated count.
+    pub value: u64,
+    /// Standard error of `value`, in counts; 0 when `exact`. `None` when one slice is all there is: nothing is known
+    /// about how much the rate varies.
+    pub standard_error: Option<f64>,
+    /// The event was on all the time: `value` was counted, not estimated.
+    pub exact: bool,
+}
+
+/// Mean and variance of a series, updated one value at a time (Welford's method: no sum of large squares that cancel).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Welford {
+    n: u64,
+    mean: f64,
+    m2: f64,
+}
+
+impl Welford {
+    /// Takes in one value.
+    pub fn add(&mut self, value: f64) {
+        self.n += 1;
+        let delta = value - self.mean;
+        self.mean += delta / self.n as f64;
+        self.m2 += delta * (value - self.mean);
+    }
+
+    /// How many values there were.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.n
+    }
+
+    /// Their mean; 0 if there were none.
+    #[must_use]
+    pub fn mean(&self) -> f64 {
+        self.mean
+    }
+
+    /// Their sample variance; 0 for fewer than two.
+    #[must_use]
+    pub fn variance(&self) -> f64 {
+        if self.n < 2 {
+            0.0
+        } else {
+            self.m2 / (self.n - 1) as f64
+        }
+    }
+}
+
+/// The running estimate of one event.
+///
+/// Times are nanoseconds of the event's *time enabled*: they stand still while the event is disabled. Rates are counts
+/// per nanosecond.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Estimator {
+    /// Counted in slices.
+    counted: u64,
+    running_ns: u64,
+    /// End of the last slice.
+    end_ns: u64,
+    /// Rate at the end of the last slice.
+    last_rate: f64,
+    /// Length of all gaps between slices, and of the one before the first.
+    gap_ns: u64,
+    first_gap_ns: u64,
+    /// What the gaps hold if each is a trapezoid.
+    trapezoids: f64,
+    rates: Welford,
+    /// Steps of the rate from one slice to the next: how many, and the sum of their squares.
+    steps: u64,
+    steps_squared: f64,
+    /// Squares of the gaps, of gaps times the mean slice, each times the squared step across: what the error is made
+    /// of.
+    gap_square_steps: f64,
+    gap_slice_steps: f64,
+}
+
+impl Estimator {
+    /// An estimate of nothing yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self {
+            counted: 0,
+            running_ns: 0,
+            end_ns: 0,
+            last_rate: 0.0,
+            gap_ns: 0,
+            first_gap_ns: 0,
+            trapezoids: 0.0,
+            rates: Welford {
+                n: 0,
+                mean: 0.0,
+                m2: 0.0,
+            },
+            steps: 0,
+            steps_squared: 0.0,
+            gap_square_steps: 0.0,
+            gap_slice_steps: 0.0,
+        }
+    }
+
+    /// Counts of all slices so far.
+    #[must_use]
+    pub fn counted(&self) -> u64 {
+        self.counted
+    }
+
+    /// The event was on from `from_ns` to `to_ns` and counted `count`. Slices come in order; a part that lies before
+    /// the end of the last one is ignored.
+    pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
+        self.counted = self.counted.wrapping_add(count);
+        let from_ns = from_ns.max(self.end_ns);
+        if to_ns <= from_ns {
+            return;
+        }
+        let length = (to_ns - from_ns) as f64;
+        let gap_ns = from_ns - self.end_ns;
+        let gap = gap_ns as f64;
+        let rate = self.edge_rate(count as f64, length);
+        if self.rates.count() == 0 {
+            self.trapezoids += gap * rate;
+            self.first_gap_ns = gap_ns;
+        } else {
+            self.trapezoids += gap * (self.last_rate + rate) / 2.0;
+            let step = (rate - self.last_rate) * (rate - self.last_rate);
+            self.steps += 1;
+            self.steps_squared += step;
+            self.gap_square_steps += gap * gap * step;
+            self.gap_slice_steps += gap * length * step;
+        }
+        self.gap_ns += gap_ns;
+        self.running_ns += to_ns - from_ns;
+        self.end_ns = to_ns;
+        self.last_rate = rate;
+        self.rates.add(rate);
+    }
+
+    /// The rate a slice stands for at its ends. A slice much shorter than usual says little: it is completed to half the
+    /// usual length with what was known before.
+    fn edge_rate(&self, count: f64, length: f64) -> f64 {
+        let n = self.rates.count();
+        if n == 0 {
+            return count / length;
+        }
+        let enough = self.running_ns as f64 / n as f64 / 2.0;
+        if length >= enough {
+            count / length
+        } else {
+            (count + self.last_rate * (enough - length)) / enough
+        }
+    }
+
+    /// How much the rate lately varies, relative to its mean: the root mean square step between slices over the mean
+    /// rate. `None` with fewer than two slices or nothing counted.
+    #[must_use]
+    pub fn variability(&self) -> Option<f64> {
+        let mean = self.rates.mean();
+        (self.steps > 0 && mean > 0.0)
+            .then(|| (self.steps_squared / self.steps as f64).sqrt() / mean)
+    }
+
+    /// How much a slice's rate says about the next one's, 0 (nothing) to 1 (everything).
+    fn persistence(&self) -> f64 {
+        let variance = self.rates.variance();
+        if self.steps < 2 || variance <= 0.0 {
+            return 1.0;
+        }
+        (1.0 - self.steps_squared / self.steps as f64 / (2.0 * variance)).clamp(0.0, 1.0)
+    }
+
+    /// The estimate at `now_ns` of the event's time enabled. `open` is the slice it is in, if it is on: since when,
+    /// and what it counted in it. `None` if it never was on.
+    #[must_use]
+    pub fn estimate(&self, now_ns: u64, open: Option<(u64, u64)>) -> Option<Estimate> {
+        let mut all = *self;
+        if let Some((since_ns, count)) = open {
+            all.slice(since_ns, now_ns, count);
+        }
+        all.close(now_ns)
+    }
+
+    fn close(&self, now_ns: u64) -> Option<Estimate> {
+        if self.running_ns == 0 {
+            return None;
+        }
+        let tail_ns = now_ns.saturating_sub(self.end_ns);
+        let gaps = (self.gap_ns + tail_ns) as f64;
+        if gaps == 0.0 {
+            return Some(Estimate {
+                value: self.counted,
+                standard_error: Some(0.0),
+                exact: true,
+            });
+        }
+        let tail = tail_ns as f64;
+        let persistence = self.persistence();
+        let interpolated = self.trapezoids + tail * self.last_rate;
+        let at_mean = gaps * self.counted as f64 / self.running_ns as f64;
+        let missing = persistence * interpolated + (1.0 - persistence) * at_mean;
+        Some(Estimate {
+            value: self.counted.saturating_add(missing as u64),
+            standard_error: self.standard_error(tail, persistence),
+            exact: false,
+        })
+    }
+
+    /// Two limits, mixed by persistence. A rate that wanders between its ends like a random walk leaves, in a gap g with step d
+    /// across it, a variance of g²d²/12 in the area; one that is new in every slice of length l leaves (g² + gl)d²/2, of
+    /// which d²/2 is the variance of a rate. The ends, where there is one side only, count three times a gap between.
+    fn standard_error(&self, tail: f64, persistence: f64) -> Option<f64> {
+        if self.steps == 0 {
+            return None;
+        }
+        let step = self.steps_squared / self.steps as f64;
+        let first = self.first_gap_ns as f64;
+        let ends = (tail * tail + first * first) * step;
+        let wander = (self.gap_square_steps + 4.0 * ends) / 12.0;
+        let fresh = (self.gap_square_steps + self.gap_slice_steps + ends) / 2.0;
+        Some((persistence * wander + (1.0 - persistence) * fresh).sqrt())
+    }
+}
