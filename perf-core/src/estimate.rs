@@ -184,8 +184,7 @@ impl Estimator {
     #[must_use]
     pub fn variability(&self) -> Option<f64> {
         let mean = self.rates.mean();
-        (self.steps > 0 && mean > 0.0)
-            .then(|| (self.steps_squared / self.steps as f64).sqrt() / mean)
+        (self.steps > 0 && mean > 0.0).then(|| (self.steps_squared / self.steps as f64).sqrt() / mean)
     }
 
     /// How much a slice's rate says about the next one's, 0 (nothing) to 1 (everything).

@@ -10,7 +10,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use common::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns};
+use common::{burn, catch, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns};
 use perf_core::attr::Attr;
 use perf_core::pmu::clock::{CYCLES, ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
@@ -192,8 +192,8 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     for _ in 0..4 {
         loop {
             // More of the VMM's own time than the guest's: the timer must ring early.
-            burn(1_500_000);
             let before = signals_of_this_thread();
+            burn(1_500_000);
             clock.guest_enter();
             while signals_of_this_thread() == before {
                 burn(1_000);
@@ -243,6 +243,68 @@ fn no_signals_without_an_armed_event() {
     burn(2_000_000);
     assert_eq!(signals_of_this_thread(), quiet, "stopped, yet armed");
     assert_eq!(ev.take_overflows(), 0);
+}
+
+/// A VMM that needs longer to get back into the guest than is left until the overflow is not rung out again and again
+/// without the guest ever running.
+#[test]
+fn a_slow_vmm_gets_to_its_overflow() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut ev = open(&pmu, GUEST_NS);
+    let mut handled = signals_of_this_thread();
+    ev.start(Some(200_000)).unwrap();
+    for round in 0.. {
+        assert!(round < 1_000, "rung out a thousand times without an overflow");
+        burn(100_000);
+        // As with `immediate_exit`: a signal before the entry means that the guest does not run at all.
+        if signals_of_this_thread() == handled {
+            clock.guest_enter();
+            while signals_of_this_thread() == handled {
+                burn(1_000);
+            }
+            clock.guest_exit();
+        }
+        handled = signals_of_this_thread();
+        if ev.take_overflows() == 1 {
+            break;
+        }
+    }
+    assert!(ev.read() >= 200_000);
+}
+
+/// A thread that blocks the signal for long does not pile up signals, which would fill a queue that all processes of the
+/// user share; and the timer works on afterwards.
+#[test]
+fn blocked_signals_do_not_pile_up() {
+    let signal = catch(libc::SIGRTMIN() + 3);
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut ev = open(&pmu, GUEST_NS);
+    let mask = |how| {
+        // SAFETY: the set is initialised by sigemptyset before it is used; only this thread's mask changes.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            libc::sigaddset(&mut set, signal);
+            assert_eq!(libc::pthread_sigmask(how, &set, std::ptr::null_mut()), 0);
+        }
+    };
+    let mut overflows = 0;
+    for _ in 0..5 {
+        let before = signals_of_this_thread();
+        mask(libc::SIG_BLOCK);
+        ev.start(Some(10_000)).unwrap();
+        clock.guest_enter();
+        burn(5_000_000);
+        clock.guest_exit();
+        mask(libc::SIG_UNBLOCK);
+        let came = signals_of_this_thread() - before;
+        // Five hundred would be due. When the queue is full already, there may be none.
+        assert!(came <= 40, "{came} signals");
+        overflows += ev.take_overflows();
+        ev.stop();
+    }
+    assert_eq!(overflows, 5);
 }
 
 #[test]

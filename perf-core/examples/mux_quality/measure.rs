@@ -45,9 +45,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
             estimator: Estimator::new(),
         })
         .collect();
-    let counts = |e: usize, from: u64, to: u64| {
-        trace.events[e].until(to) - trace.events[e].until(from)
-    };
+    let counts = |e: usize, from: u64, to: u64| trace.events[e].until(to) - trace.events[e].until(from);
     let mut queue = MuxQueue::new(policy, turn_ns, seed);
     (0..n).for_each(|key| queue.insert(key));
 

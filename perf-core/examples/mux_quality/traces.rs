@@ -17,8 +17,8 @@ pub const TICK_NS: u64 = 4 * MS;
 /// Every trace is measured with each of these seeds. They move the start of the trace against the tick, the order of
 /// the events, and whatever the policy draws.
 pub const SEEDS: [u64; 16] = [
-    0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251,
-    0xf86c, 0x6a11, 0xd0c1, 0x8e95,
+    0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251, 0xf86c,
+    0x6a11, 0xd0c1, 0x8e95,
 ];
 
 /// One event's true counts over time.
@@ -119,9 +119,7 @@ fn square(t_ms: f64, period_ms: f64, duty: f64) -> f64 {
 fn steady() -> Trace {
     drawn("steady", 100, |e, rng| {
         let level = 0.2 + e as f64 / 4.0;
-        (0..steps())
-            .map(|_| level * (0.98 + 0.04 * rng.f64()))
-            .collect()
+        (0..steps()).map(|_| level * (0.98 + 0.04 * rng.f64())).collect()
     })
 }
 
@@ -150,16 +148,12 @@ fn spikes() -> Trace {
 
 /// As long as a tick of the reference, nearly.
 fn near_tick() -> Trace {
-    formula("near-tick", |e, t| {
-        square(t + e as f64 * 0.4, 4.04, 0.3)
-    })
+    formula("near-tick", |e, t| square(t + e as f64 * 0.4, 4.04, 0.3))
 }
 
 /// As long as the reference's whole rotation, nearly: eight groups, a tick each.
 fn near_rotation() -> Trace {
-    formula("near-rotation", |e, t| {
-        square(t + e as f64 * 3.0, 32.05, 0.25)
-    })
+    formula("near-rotation", |e, t| square(t + e as f64 * 3.0, 32.05, 0.25))
 }
 
 /// Exactly twice the rotation, as a sine.

@@ -11,10 +11,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) const NONE: Self = Self {
-        prev: NIL,
-        next: NIL,
-    };
+    pub(super) const NONE: Self = Self { prev: NIL, next: NIL };
 }
 
 /// One list. Its links live in the entries; `link` says where.
@@ -46,12 +43,7 @@ impl List {
     }
 
     /// Appends `key`, which is not in this list.
-    pub(super) fn push_back<E>(
-        &mut self,
-        entries: &mut [E],
-        key: u32,
-        link: impl Fn(&mut E) -> &mut Link,
-    ) {
+    pub(super) fn push_back<E>(&mut self, entries: &mut [E], key: u32, link: impl Fn(&mut E) -> &mut Link) {
         *link(&mut entries[key as usize]) = Link {
             prev: self.tail,
             next: NIL,
@@ -66,12 +58,7 @@ impl List {
     }
 
     /// Takes out `key`, which is in this list.
-    pub(super) fn remove<E>(
-        &mut self,
-        entries: &mut [E],
-        key: u32,
-        link: impl Fn(&mut E) -> &mut Link,
-    ) {
+    pub(super) fn remove<E>(&mut self, entries: &mut [E], key: u32, link: impl Fn(&mut E) -> &mut Link) {
         let Link { prev, next } = std::mem::replace(link(&mut entries[key as usize]), Link::NONE);
         if prev == NIL {
             self.head = next;

@@ -143,8 +143,7 @@ impl MuxQueue {
         let entry = &mut self.entries[at as usize];
         entry.place = Place::Waiting;
         let class = usize::from(entry.class);
-        self.waiting
-            .push_back(&mut self.entries, at, |e| &mut e.age);
+        self.waiting.push_back(&mut self.entries, at, |e| &mut e.age);
         self.classes[class].push_back(&mut self.entries, at, |e| &mut e.peer);
     }
 
@@ -259,7 +258,7 @@ impl MuxQueue {
         if self.held.is_some() {
             return self.held;
         }
-        if self.policy == MuxPolicy::Rotate || self.turns % 2 == 0 {
+        if self.policy == MuxPolicy::Rotate || self.turns.is_multiple_of(2) {
             return self.waiting.front();
         }
         self.draw()

@@ -4,7 +4,6 @@
 pub mod guest;
 
 use std::cell::Cell;
-use std::sync::Once;
 
 use perf_core::attr::{Attr, EventType};
 
@@ -14,19 +13,21 @@ extern "C" fn on_signal(_: libc::c_int) {
     SIGNALS.with(|n| n.set(n.get() + 1));
 }
 
-/// Counts a real-time signal from now on, per thread, and returns its number. System calls it interrupts are not restarted.
-pub fn catch_signals() -> i32 {
-    static ONCE: Once = Once::new();
-    let signal = libc::SIGRTMIN() + 3;
-    ONCE.call_once(|| {
-        // SAFETY: a zeroed sigaction is valid; the handler only touches a constant-initialised thread local.
-        unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
-            assert_eq!(libc::sigaction(signal, &action, std::ptr::null_mut()), 0);
-        }
-    });
+/// Counts `signal` from now on, per thread. System calls it interrupts are not restarted.
+pub fn catch(signal: i32) -> i32 {
+    perf_core::pmu::host::ignore_sigio().unwrap();
+    // SAFETY: a zeroed sigaction is valid; the handler only touches a constant-initialised thread local.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
+        assert_eq!(libc::sigaction(signal, &action, std::ptr::null_mut()), 0);
+    }
     signal
+}
+
+/// Counts the signal most tests use: a standard one, which is delivered whatever else goes on on the machine.
+pub fn catch_signals() -> i32 {
+    catch(libc::SIGUSR2)
 }
 
 /// Overflow signals this thread has received.

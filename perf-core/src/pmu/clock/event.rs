@@ -6,11 +6,14 @@ use perf_event_open_sys::bindings as b;
 
 use super::cpl::Level;
 use super::vcpu::VcpuClock;
-use crate::pmu::host::fd::{PARKED_PERIOD, PerfFd, new_attr};
+use crate::pmu::host::fd::{PARKED_PERIOD, PerfFd, PerfMap, new_attr};
 use crate::pmu::{PmuError, PmuEvent};
 
 /// The shortest time an overflow timer is set to, ns. The kernel's own floor for clock events is the same.
 pub const MIN_TIMER_NS: u64 = 10_000;
+
+/// The longest a timer is set to for the sake of a slow VMM, ns.
+const MOST_PATIENCE_NS: u64 = 10_000_000;
 
 /// What part of the guest's time an event counts.
 #[derive(Clone, Copy, Debug)]
@@ -27,35 +30,70 @@ pub(super) enum Unit {
     Nanoseconds,
 }
 
+/// Overflows a timer may make before it must be granted more. Real-time signals queue up while a thread blocks them, and
+/// the queue is one for all processes of a user: this is the most one timer can put there.
+const GRANT: i32 = 16;
+
 /// The host event whose signal announces an overflow. Opened once, then parked and given periods.
 #[derive(Debug)]
 struct Timer {
     fd: PerfFd,
+    /// Each overflow writes one record of eight bytes here, which is how we know how many there were.
+    ring: PerfMap,
+    /// Overflows the kernel was allowed to make so far.
+    granted: u64,
+    /// Overflows there had been when it was set last.
+    fired_before: u64,
     parked: bool,
 }
 
 impl Timer {
     fn open(tid: i32, signal: i32) -> Result<Self, PmuError> {
+        let failed = |what| move |source| PmuError::Os { what, source };
         let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_TASK_CLOCK));
         attr.__bindgen_anon_1.sample_period = PARKED_PERIOD;
-        let fd = PerfFd::open(&mut attr, tid).map_err(|source| PmuError::Os {
-            what: "opening the vCPU's overflow timer",
-            source,
-        })?;
-        fd.signal_thread(tid, signal).map_err(|source| PmuError::Os {
-            what: "directing the overflow signal to the vCPU",
-            source,
-        })?;
-        Ok(Self { fd, parked: true })
+        attr.set_disabled(1);
+        let fd = PerfFd::open(&mut attr, tid).map_err(failed("opening the vCPU's overflow timer"))?;
+        let ring = fd
+            .map(Some(0))
+            .map_err(failed("mapping the ring of the vCPU's overflow timer"))?;
+        fd.signal_thread(tid, signal)
+            .map_err(failed("directing the overflow signal to the vCPU"))?;
+        Ok(Self {
+            fd,
+            ring,
+            granted: 0,
+            fired_before: 0,
+            parked: true,
+        })
     }
 
+    /// Overflows so far.
+    fn fired(&self) -> u64 {
+        self.ring.written() / size_of::<b::perf_event_header>() as u64
+    }
+
+    /// Whether it has rung since it was set.
+    fn rang(&self) -> bool {
+        self.fired() != self.fired_before
+    }
+
+    /// Sets the timer to `ns` of thread time from now. One system call, one in [`GRANT`] times a second one.
     fn set(&mut self, ns: u64) -> Result<(), PmuError> {
         let ns = ns.clamp(MIN_TIMER_NS, PARKED_PERIOD);
-        self.fd.set_period(ns).map_err(|source| PmuError::Os {
+        let failed = |source| PmuError::Os {
             what: "setting the vCPU's overflow timer",
             source,
-        })?;
+        };
+        self.fired_before = self.fired();
+        self.fd.set_period(ns).map_err(failed)?;
         self.parked = false;
+        if self.granted <= self.fired() + 1 {
+            // Maybe disabled by now, its grant used up. The ring has room for far more records than one grant.
+            self.ring.discard();
+            self.fd.refresh(GRANT).map_err(failed)?;
+            self.granted = self.granted.max(self.fired()) + GRANT as u64;
+        }
         Ok(())
     }
 
@@ -84,6 +122,10 @@ pub(super) struct ClockEvent {
     last_count: u64,
     /// The count at which an overflow is due.
     armed_at: Option<u64>,
+    /// The count when the timer was set last.
+    set_at: u64,
+    /// What it was set to.
+    wait_ns: u64,
     timer: Option<Timer>,
 }
 
@@ -98,6 +140,8 @@ impl ClockEvent {
             spans_ns: 0,
             last_count: 0,
             armed_at: None,
+            set_at: 0,
+            wait_ns: MIN_TIMER_NS,
             timer: None,
         }
     }
@@ -116,6 +160,31 @@ impl ClockEvent {
             Unit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
             Unit::Nanoseconds => ns,
         }
+    }
+
+    /// After an early ring, how long the timer is to wait for the last `rest` counts.
+    ///
+    /// The timer runs in the VMM's own time too. A VMM that needs longer than the timer's time to get back into the guest
+    /// is rung out again before the guest has done much, for ever. So when the guest had next to nothing of the last wait,
+    /// the next one is twice as long. The overflow is then late by at most that wait.
+    fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
+        let had_ns = self.ns_for(now - self.set_at);
+        let at_least_ns = if had_ns >= self.wait_ns / 8 {
+            MIN_TIMER_NS
+        } else {
+            (self.wait_ns * 2).min(MOST_PATIENCE_NS)
+        };
+        self.ns_for(rest).max(at_least_ns)
+    }
+
+    /// Sets the timer to `wait_ns`; the count is `now`.
+    fn set_timer(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
+        if let Some(timer) = &mut self.timer {
+            timer.set(wait_ns)?;
+        }
+        self.set_at = now;
+        self.wait_ns = wait_ns.max(MIN_TIMER_NS);
+        Ok(())
     }
 
     fn ns_for(&self, counts: u64) -> u64 {
@@ -193,12 +262,9 @@ impl PmuEvent for ClockEvent {
         if self.timer.is_none() {
             self.timer = Some(Timer::open(self.clock.tid(), signal)?);
         }
-        let at = self.read().saturating_add(overflow_in.max(1));
-        let wait_ns = self.ns_for(overflow_in);
-        if let Some(timer) = &mut self.timer {
-            timer.set(wait_ns)?;
-        }
-        self.armed_at = Some(at);
+        let now = self.read();
+        self.set_timer(now, self.ns_for(overflow_in))?;
+        self.armed_at = Some(now.saturating_add(overflow_in.max(1)));
         Ok(())
     }
 
@@ -216,10 +282,12 @@ impl PmuEvent for ClockEvent {
             self.armed_at = None;
             return 1;
         }
-        let rest_ns = self.ns_for(at - now);
-        if let Some(timer) = &mut self.timer
-            && let Err(e) = timer.set(rest_ns)
-        {
+        if !self.timer.as_ref().is_some_and(Timer::rang) {
+            // The signal was another event's; this one's timer is still to ring.
+            return 0;
+        }
+        let wait_ns = self.wait_for_rest(now, at - now);
+        if let Err(e) = self.set_timer(now, wait_ns) {
             log::warn!("an overflow timer could not be set for the rest of its period: {e}");
         }
         0

@@ -18,7 +18,8 @@
 //! Each armed event keeps a host `task-clock` event on the vCPU's thread, whose signal takes the vCPU out of the guest.
 //! Thread time passes at least as fast as guest time, so the signal can only be early.
 //! [`PmuEvent::take_overflows`] then arms it for the rest, no sooner than [`MIN_TIMER_NS`] ahead. That floor bounds
-//! the rate of signals, and it is the resolution of an overflow.
+//! the rate of signals, and it is the resolution of an overflow. A timer nobody serves makes sixteen signals and then
+//! falls silent until it is armed again, so a vCPU thread can never be kept busy by nothing but its own signals.
 
 mod cpl;
 mod event;
@@ -53,8 +54,8 @@ pub struct ClockPmu {
 }
 
 impl ClockPmu {
-    /// A driver whose overflows send `signal` to the vCPU's thread. It must be a real-time signal with a handler
-    /// installed without `SA_RESTART`. `None`: events count, but cannot be armed.
+    /// A driver whose overflows send `signal` to the vCPU's thread. Its handler must be installed without `SA_RESTART`, so
+    /// that it ends `KVM_RUN`. See [`super::host`] for which signal to choose. `None`: events count, but cannot be armed.
     #[must_use]
     pub fn new(signal: Option<i32>) -> Self {
         Self {

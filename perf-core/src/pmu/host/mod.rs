@@ -14,9 +14,11 @@
 //! and `exclude_kernel` are refused, `exclude_host` and `exclude_guest` change nothing.
 //!
 //! # Overflow
-//! The signal goes to the vCPU's thread only. It must be a real-time signal whose handler is installed without
-//! `SA_RESTART`, so that it ends `KVM_RUN`. When the kernel's queue of such signals is full it sends `SIGIO` instead,
-//! whose default action ends the process: see [`ignore_sigio`].
+//! The signal goes to the vCPU's thread only. Its handler must be installed without `SA_RESTART`, so that it ends
+//! `KVM_RUN`. Prefer a standard signal (below `SIGRTMIN`, `SIGUSR2` say) to a real-time one: overflows that come while one
+//! is pending then merge, which loses nothing, because [`PmuEvent::take_overflows`] looks at the counts. Real-time
+//! signals queue, and when the queue, one for all processes of a user, is full, the kernel sends `SIGIO` instead. That
+//! ends the process by default, see [`ignore_sigio`], and the overflow goes unnoticed until the next exit.
 
 pub(crate) mod fd;
 mod probe;
