@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -62,11 +62,7 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
     );
     let raw = settings(&slave);
     // Any byte lets the child go on.
-    // SAFETY: writes one byte from a valid buffer to an open descriptor.
-    assert_eq!(
-        unsafe { libc::write(master.as_raw_fd(), b"g".as_ptr().cast(), 1) },
-        1
-    );
+    File::from(master.try_clone().unwrap()).write_all(b"g").unwrap();
     if let Some(signal) = signal {
         // SAFETY: signals the child we started, which has not been waited for yet.
         unsafe { libc::kill(child.id() as i32, signal) };
