@@ -143,7 +143,24 @@ impl ParavirtualEvent {
         UnitMask(self as u8)
     }
 
-    /// Its name in our `perf` event file.
+    /// What it counts, in one line.
+    pub const fn description(self) -> &'static str {
+        match self {
+            Self::VmExits => "Exits from guest mode",
+            Self::IoExits => "Exits for port I/O",
+            Self::MmioExits => "Exits for memory-mapped I/O",
+            Self::Halts => "HLT instructions that left guest mode",
+            Self::HostPageFaults => "Page faults of the host on the vCPU's thread",
+            Self::HostContextSwitches => "Context switches of the vCPU's thread",
+            Self::HostMigrations => "Moves of the vCPU's thread to another host CPU",
+            Self::IrqInjections => "Interrupts injected",
+            Self::NmiInjections => "NMIs injected",
+            Self::MsrExits => "Exits to the VMM for RDMSR and WRMSR",
+            Self::StealNs => "Nanoseconds the vCPU was ready and waited for a host CPU",
+        }
+    }
+
+    /// Its name in our `perf` event files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::VmExits => "vm-exits",
@@ -158,6 +175,42 @@ impl ParavirtualEvent {
             Self::MsrExits => "msr-exits",
             Self::StealNs => "steal-ns",
         }
+    }
+}
+
+/// The paravirtual events as an argument of `perf stat -e` in a guest whose model is `vendor`'s.
+pub fn perf_event_list(vendor: Vendor) -> String {
+    let select = paravirtual_select(vendor).0;
+    let terms = ParavirtualEvent::ALL.map(|event| {
+        format!(
+            "cpu/event={select:#x},umask={:#04x},name={}/",
+            event.umask().0,
+            event.name()
+        )
+    });
+    terms.join(",") + "\n"
+}
+
+/// The paravirtual events in the format of perf's own event tables (JSON).
+pub fn perf_event_table(vendor: Vendor) -> String {
+    let select = paravirtual_select(vendor).0;
+    let entries = ParavirtualEvent::ALL.map(|event| {
+        format!(
+            "    {{\n        \"EventName\": \"{}\",\n        \"EventCode\": \"{select:#X}\",\n        \"UMask\": \"{:#04x}\",\n        \"BriefDescription\": \"{}\"\n    }}",
+            event.name(),
+            event.umask().0,
+            event.description()
+        )
+        .replace("0XF", "0xF")
+    });
+    format!("[\n{}\n]\n", entries.join(",\n"))
+}
+
+/// Event select of the paravirtual events on a model of `vendor`.
+pub const fn paravirtual_select(vendor: Vendor) -> EventSelect {
+    match vendor {
+        Vendor::Intel => PARAVIRTUAL_SELECT_INTEL,
+        Vendor::Amd => PARAVIRTUAL_SELECT_AMD,
     }
 }
 
@@ -257,12 +310,8 @@ pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEven
         (Vendor::Intel, 0xD0, 0x82) | (Vendor::Amd, 0x29, 0x02) => Stores,
         (Vendor::Intel, 0xA4, 0x01) => TopdownSlots,
         _ => {
-            let ours = match vendor {
-                Vendor::Intel => PARAVIRTUAL_SELECT_INTEL,
-                Vendor::Amd => PARAVIRTUAL_SELECT_AMD,
-            };
             return match ParavirtualEvent::from_umask(umask) {
-                Some(event) if select == ours => GuestEvent::Paravirtual(event),
+                Some(event) if select == paravirtual_select(vendor) => GuestEvent::Paravirtual(event),
                 _ => GuestEvent::Raw,
             };
         }
