@@ -188,7 +188,7 @@ impl Images {
 fn recipe() -> String {
     let mut hasher = DefaultHasher::new();
     // Raise the number when the code of this crate changes what it builds.
-    let layout = 1u32;
+    let layout = 2u32;
     (
         layout,
         GUEST_INIT,
@@ -388,16 +388,28 @@ fn guest_archive(root: &Path, pvload: &Path) -> Result<Vec<u8>, BuildError> {
 /// perf with its libraries.
 fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Vec<u8>, BuildError> {
     let perf = read(&root.join("usr/bin/perf"))?;
+    let tips = read(&root.join("usr/share/doc/linux-perf/tips.txt"))?;
     let mut contents = Vec::new();
     for (soname, path) in libraries {
         contents.push((soname, read(path)?));
     }
     archive_in_memory(|archive| {
-        let directories = ["usr", "usr/bin", "usr/lib", "usr/lib/x86_64-linux-gnu", "lib64"];
+        let directories = [
+            "usr",
+            "usr/bin",
+            "usr/lib",
+            "usr/lib/x86_64-linux-gnu",
+            "usr/share",
+            "usr/share/doc",
+            "usr/share/doc/linux-perf",
+            "lib64",
+        ];
         for directory in directories {
             archive.directory(directory)?;
         }
         archive.file("usr/bin/perf", 0o755, &perf)?;
+        // perf report ends with one of these.
+        archive.file("usr/share/doc/linux-perf/tips.txt", 0o644, &tips)?;
         for (soname, data) in &contents {
             // The interpreter's path is part of the programs; the rest is searched for.
             let directory = if soname.starts_with("ld-linux") {

@@ -23,6 +23,7 @@ const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check nokaslr qu
 /// A Linux guest to be run by Perfvisor.
 #[derive(Debug, Clone)]
 pub struct LinuxGuest {
+    name: String,
     kernel: String,
     pmu: String,
     cpus: u32,
@@ -34,9 +35,11 @@ pub struct LinuxGuest {
 }
 
 impl LinuxGuest {
-    /// A guest with one vCPU, 512 MiB, and this value for `--pmu`.
-    pub fn new(pmu: impl Into<String>) -> Self {
+    /// A guest with one vCPU, 512 MiB, and this value for `--pmu`. Its console is kept under
+    /// this name.
+    pub fn new(name: impl Into<String>, pmu: impl Into<String>) -> Self {
         Self {
+            name: name.into(),
             kernel: "vmlinux".to_owned(),
             pmu: pmu.into(),
             cpus: 1,
@@ -129,7 +132,7 @@ impl LinuxGuest {
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
         let command = self.command(place)?;
         match place.run(&command, self.limit) {
-            Ok(output) => Ok(GuestRun::new(&output)?),
+            Ok(output) => Ok(GuestRun::new(&self.name, &output)?),
             Err(PlaceError::Process(ProcessError::TimedOut { command, limit, tail })) => {
                 let mut tail = tail;
                 if let Place::Lab(lab) = place {
@@ -256,8 +259,7 @@ impl Console {
     }
 }
 
-/// A guest that has run to its end. If the test that holds it fails, the console's path is
-/// printed; if it passes, the console is deleted.
+/// A guest that has run to its end.
 pub struct GuestRun {
     /// What the guest printed, taken apart.
     pub console: Console,
@@ -273,18 +275,10 @@ pub struct GuestRun {
 }
 
 impl GuestRun {
-    fn new(output: &Output) -> Result<Self, PlaceError> {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
+    fn new(name: &str, output: &Output) -> Result<Self, PlaceError> {
         let text = output.stdout_text();
         let vmm_log = output.stderr_text();
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let log = artefacts::log_dir()?.join(format!("guest-{}-{number}.log", std::process::id()));
-        let file_error = |error: std::io::Error| PlaceError::File {
-            path: log.clone(),
-            message: error.to_string(),
-        };
-        std::fs::write(&log, format!("{text}\n--- perfvisor's standard error\n{vmm_log}"))
-            .map_err(file_error)?;
+        let log = keep_console(name, &text, &vmm_log)?;
         Ok(Self {
             console: Console::parse(&text),
             text,
@@ -344,14 +338,16 @@ impl fmt::Display for GuestRun {
     }
 }
 
-impl Drop for GuestRun {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("guest console kept: {}", self.log.display());
-        } else {
-            let _ = std::fs::remove_file(&self.log);
+/// Writes a console to `target/integration/guest-NAME.log`, over the one of the last run.
+fn keep_console(name: &str, text: &str, vmm_log: &str) -> Result<PathBuf, PlaceError> {
+    let log = artefacts::log_dir()?.join(format!("guest-{name}.log"));
+    std::fs::write(&log, format!("{text}\n--- perfvisor's standard error\n{vmm_log}")).map_err(|error| {
+        PlaceError::File {
+            path: log.clone(),
+            message: error.to_string(),
         }
-    }
+    })?;
+    Ok(log)
 }
 
 #[cfg(test)]

@@ -1,0 +1,62 @@
+//! The lab host itself: that it boots, has a KVM, and that its agent can be relied on.
+
+use std::time::Duration;
+
+use integration::lab::{Lab, LabOptions};
+use integration::process::{Command, ProcessError};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// One boot for all of it: the lab's start is what takes the time.
+#[test]
+fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
+    let options = LabOptions { memory_mib: 2048, ..LabOptions::default() };
+    let lab = Lab::boot(&options).unwrap_or_else(|error| panic!("{error}"));
+    eprintln!("lab: Linux {} up after {:?}", lab.kernel_release(), lab.boot_time());
+
+    // KVM: nested paging and the device node.
+    let kvm = lab.start(&Command::shell("cat /sys/module/kvm_amd/parameters/npt; ls /dev/kvm"));
+    let output = kvm.unwrap().wait(LIMIT).unwrap();
+    assert!(output.success(), "{}", output.stderr_text());
+    assert_eq!(output.stdout_text(), "Y\n/dev/kvm\n");
+
+    // Both streams, exit status, environment.
+    let command = Command::shell("echo out $PV_TEST; echo err >&2; exit 7").env("PV_TEST", "x");
+    let output = lab.start(&command).unwrap().wait(LIMIT).unwrap();
+    assert_eq!(output.stdout_text(), "out x\n");
+    assert_eq!(output.stderr_text(), "err\n");
+    assert_eq!(output.code(), Some(7));
+
+    // Input, two processes at a time, and signals.
+    let mut cat = lab.start(&Command::new("cat")).unwrap();
+    let sleeper = lab.start(&Command::shell("echo ready; sleep 1000")).unwrap();
+    cat.write(b"hello").unwrap();
+    assert!(cat.wait_for("hello", LIMIT) && sleeper.wait_for("ready", LIMIT));
+    cat.close_stdin().unwrap();
+    assert_eq!(cat.wait(LIMIT).unwrap().stdout, b"hello");
+    let mut sleeper = sleeper;
+    sleeper.signal(libc::SIGTERM);
+    assert_eq!(sleeper.wait(LIMIT).unwrap().ended.signal, Some(libc::SIGTERM));
+
+    // Time limits hold, and the lab is usable afterwards.
+    let hangs = lab.start(&Command::shell("echo stuck; sleep 1000")).unwrap();
+    assert!(hangs.wait_for("stuck", LIMIT));
+    let error = hangs.wait(Duration::from_millis(1)).unwrap_err();
+    assert!(matches!(error, ProcessError::TimedOut { .. }), "{error}");
+
+    // Files of any bytes, larger than a frame, there and back.
+    let data: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+    lab.put("/tmp/a/b", 0o755, &data).unwrap();
+    assert_eq!(lab.get("/tmp/a/b").unwrap(), data);
+    lab.put("/tmp/empty", 0o600, &[]).unwrap();
+    assert_eq!(lab.get("/tmp/empty").unwrap(), b"");
+
+    // What cannot be done is said.
+    let error = lab.get("/no/such/file").unwrap_err().to_string();
+    assert!(error.contains("/no/such/file") && error.contains("No such file"), "{error}");
+    let error = lab.put("/proc/nothing", 0o600, b"x").unwrap_err().to_string();
+    assert!(error.contains("/proc/nothing"), "{error}");
+    let missing = lab.start(&Command::new("/no/such/program")).unwrap();
+    let error = missing.wait(LIMIT).unwrap_err();
+    assert!(matches!(error, ProcessError::Start { .. }), "{error}");
+}
