@@ -67,6 +67,27 @@ pub fn images_of(choice: &KernelChoice) -> Result<Images, ArtefactError> {
     })
 }
 
+/// Directory with the bare-metal guests as files, `NAME.elf`.
+///
+/// # Errors
+/// When they cannot be written.
+pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
+    static DIRECTORY: OnceLock<Result<PathBuf, ArtefactError>> = OnceLock::new();
+    let directory = DIRECTORY.get_or_init(|| {
+        let directory = log_dir()?.join("bare-metal");
+        // Files that are right are not written again: another process may be reading them.
+        let current = guest_images::bare_metal::GUESTS.iter().all(|guest| {
+            std::fs::read(directory.join(format!("{}.elf", guest.name))).is_ok_and(|data| data == guest.image)
+        });
+        if !current {
+            guest_images::bare_metal::write_all(&directory)
+                .map_err(|error| ArtefactError(error.to_string()))?;
+        }
+        Ok(directory)
+    });
+    directory.as_deref().map_err(Clone::clone)
+}
+
 /// Static programs for the lab.
 #[derive(Debug, Clone)]
 pub struct Binaries {
@@ -99,6 +120,7 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     if let Some(directory) = std::env::var_os("PERFVISOR_STATIC_DIR") {
         return Ok(in_directory(Path::new(&directory)));
     }
+    Progress::new("lab").step("building static binaries (a few minutes the first time)");
     let target_dir = target_dir().join("static");
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let output = Command::new(cargo)

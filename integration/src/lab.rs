@@ -546,22 +546,26 @@ fn write_initrd(path: &Path, images: &Images, binaries: &Binaries, options: &Lab
     let mut archive = Archive::new(out);
     archive.directory("guest")?;
     archive.directory("tests")?;
-    let mut add = |name: &str, mode: u32, file: &Path| -> io::Result<()> {
-        let data = fs::read(file)
-            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", file.display())))?;
-        archive.file(name, mode, &data)
-    };
-    add("bin/perfvisor", 0o755, &binaries.perfvisor)?;
-    add("bin/lab-agent", 0o755, &binaries.lab_agent)?;
-    add("bin/pvload", 0o755, &images.pvload)?;
-    add("guest/vmlinux", 0o644, &images.vmlinux)?;
-    add("guest/bzImage", 0o644, &images.bz_image)?;
-    add("guest/initrd", 0o644, &images.initrd)?;
+    add(&mut archive, "bin/perfvisor", 0o755, &binaries.perfvisor)?;
+    add(&mut archive, "bin/lab-agent", 0o755, &binaries.lab_agent)?;
+    add(&mut archive, "bin/pvload", 0o755, &images.pvload)?;
+    add(&mut archive, "guest/vmlinux", 0o644, &images.vmlinux)?;
+    add(&mut archive, "guest/bzImage", 0o644, &images.bz_image)?;
+    add(&mut archive, "guest/initrd", 0o644, &images.initrd)?;
+    for guest in &guest_images::bare_metal::GUESTS {
+        archive.file(&format!("guest/{}.elf", guest.name), 0o644, guest.image)?;
+    }
     for (name, file) in &options.files {
         let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(file)?.permissions());
-        add(name, mode, file)?;
+        add(&mut archive, name, mode, file)?;
     }
     archive.finish()?.flush()
+}
+
+fn add<W: io::Write>(archive: &mut Archive<W>, name: &str, mode: u32, file: &Path) -> io::Result<()> {
+    let data = fs::read(file)
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", file.display())))?;
+    archive.file(name, mode, &data)
 }
 
 /// Waits for QEMU to connect.

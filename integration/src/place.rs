@@ -93,6 +93,17 @@ impl Place {
         }
     }
 
+    /// The place for bare-metal guests: this machine when it has any usable KVM, else the lab.
+    ///
+    /// # Errors
+    /// When the place cannot be prepared.
+    pub fn for_bare_metal() -> Result<Place, PlaceError> {
+        match probe_kvm() {
+            Kvm::None => Ok(Place::Lab(Box::new(Lab::boot(&LabOptions::default())?))),
+            Kvm::Hardware | Kvm::SoftwareOnly => Self::direct(),
+        }
+    }
+
     /// A place of one's own, chosen like the shared one.
     ///
     /// # Errors
@@ -152,6 +163,18 @@ impl Place {
         Ok(match self {
             Place::Direct(_) => text(&artefacts::images()?.directory.join(name)),
             Place::Lab(_) => format!("/guest/{name}"),
+        })
+    }
+
+    /// Path there of a bare-metal guest, by its name without `.elf`.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn bare_metal_guest(&self, name: &str) -> Result<String, PlaceError> {
+        let file = format!("{name}.elf");
+        Ok(match self {
+            Place::Direct(_) => text(&artefacts::bare_metal_dir()?.join(file)),
+            Place::Lab(_) => format!("/guest/{file}"),
         })
     }
 

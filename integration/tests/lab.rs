@@ -10,12 +10,21 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// One boot for all of it: the lab's start is what takes the time.
 #[test]
 fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
-    let options = LabOptions { memory_mib: 2048, ..LabOptions::default() };
+    let options = LabOptions {
+        memory_mib: 2048,
+        ..LabOptions::default()
+    };
     let lab = Lab::boot(&options).unwrap_or_else(|error| panic!("{error}"));
-    eprintln!("lab: Linux {} up after {:?}", lab.kernel_release(), lab.boot_time());
+    eprintln!(
+        "lab: Linux {} up after {:?}",
+        lab.kernel_release(),
+        lab.boot_time()
+    );
 
     // KVM: nested paging and the device node.
-    let kvm = lab.start(&Command::shell("cat /sys/module/kvm_amd/parameters/npt; ls /dev/kvm"));
+    let kvm = lab.start(&Command::shell(
+        "cat /sys/module/kvm_amd/parameters/npt; ls /dev/kvm",
+    ));
     let output = kvm.unwrap().wait(LIMIT).unwrap();
     assert!(output.success(), "{}", output.stderr_text());
     assert_eq!(output.stdout_text(), "Y\n/dev/kvm\n");
@@ -53,7 +62,10 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
 
     // What cannot be done is said.
     let error = lab.get("/no/such/file").unwrap_err().to_string();
-    assert!(error.contains("/no/such/file") && error.contains("No such file"), "{error}");
+    assert!(
+        error.contains("/no/such/file") && error.contains("No such file"),
+        "{error}"
+    );
     let error = lab.put("/proc/nothing", 0o600, b"x").unwrap_err().to_string();
     assert!(error.contains("/proc/nothing"), "{error}");
     let missing = lab.start(&Command::new("/no/such/program")).unwrap();

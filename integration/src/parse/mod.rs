@@ -1,9 +1,11 @@
-//! Reading what perf and the kernel print.
+//! Reading what perf, the kernel and the test guests print.
 
 mod dmesg;
 mod report;
 mod stat;
+mod tap;
 
 pub use dmesg::{pmu_driver_lines, tsc_hz};
 pub use report::{Report, ReportLine, parse_report};
 pub use stat::{Count, Stat, StatError, parse_stat, parse_stat_csv};
+pub use tap::{Tap, parse_tap};

@@ -1,0 +1,135 @@
+//! Bad input: one line that names it, exit status 2, nothing started.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use integration::artefacts;
+use integration::lab::{Lab, LabOptions};
+use integration::place::{Kvm, probe_kvm};
+use integration::process::{Command, Output, Process};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn perfvisor() -> &'static Path {
+    &artefacts::binaries()
+        .unwrap_or_else(|error| panic!("{error}"))
+        .perfvisor
+}
+
+fn run(arguments: &[&str]) -> Output {
+    let command = Command::new(perfvisor().to_string_lossy()).args(arguments.iter().copied());
+    Process::start_here(&command)
+        .and_then(|process| process.wait(LIMIT))
+        .unwrap()
+}
+
+/// Checks that the arguments are refused in one line that contains all of `words`.
+#[track_caller]
+fn refused(arguments: &[&str], words: &[&str]) {
+    check_refusal(&run(arguments), &arguments.join(" "), words);
+}
+
+#[track_caller]
+fn check_refusal(output: &Output, what: &str, words: &[&str]) {
+    let stderr = output.stderr_text();
+    assert_eq!(output.code(), Some(2), "{what}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{what}: not one line:\n{stderr}");
+    assert!(
+        output.stdout.is_empty(),
+        "{what}: printed {}",
+        output.stdout_text()
+    );
+    for word in words {
+        assert!(stderr.contains(word), "{what}: no \"{word}\" in {stderr}");
+    }
+    assert!(!stderr.contains("panicked"), "{what}: {stderr}");
+}
+
+#[test]
+fn values_out_of_range_name_the_value_and_the_range() {
+    refused(&["run", "--cpus", "0"], &["'0'", "1 to 64"]);
+    refused(&["run", "--cpus", "65"], &["'65'", "1 to 64"]);
+    refused(&["run", "--memory", "15M"], &["15M", "16M"]);
+    refused(&["run", "--memory", "lots"], &["lots"]);
+    refused(&["run", "--memory", "1000000T"], &["1000000T"]);
+    refused(&["run", "--pmu", "vax"], &["vax", "intel", "amd"]);
+    refused(&["run", "--backing", "guess"], &["guess", "clock"]);
+    refused(&["run", "--rdpmc", "maybe"], &["maybe", "trap"]);
+    refused(&["run", "--no-such-option"], &["--no-such-option"]);
+    refused(&["fly"], &["fly"]);
+    refused(&[], &["run"]);
+}
+
+#[test]
+fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, data: &[u8]| {
+        let path = directory.path().join(name);
+        fs::write(&path, data).unwrap();
+        path.to_string_lossy().into_owned()
+    };
+    refused(&["run", "--kernel", "/no/such/kernel"], &["/no/such/kernel"]);
+    let directory_path = directory.path().to_string_lossy().into_owned();
+    refused(&["run", "--kernel", &directory_path], &["directory"]);
+    let text = file("text", b"this is not a kernel\n");
+    refused(&["run", "--kernel", &text], &["text", "not a kernel"]);
+    let empty = file("empty", b"");
+    refused(&["run", "--kernel", &empty], &["empty"]);
+
+    let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
+    let bz_image = fs::read(&images.bz_image).unwrap();
+    let short = file("short-bzimage", &bz_image[..bz_image.len() / 2]);
+    refused(&["run", "--kernel", &short], &["short-bzimage", "truncated"]);
+    let vmlinux = fs::read(&images.vmlinux).unwrap();
+    let short = file("short-vmlinux", &vmlinux[..vmlinux.len() / 2]);
+    refused(&["run", "--kernel", &short], &["short-vmlinux", "truncated"]);
+}
+
+#[test]
+fn linux_on_a_kvm_that_cannot_run_it_is_refused_with_the_way_out() {
+    if probe_kvm() != Kvm::SoftwareOnly {
+        eprintln!("this machine's KVM is not software-only: nothing to refuse");
+        return;
+    }
+    let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
+    let kernel = images.vmlinux.to_string_lossy();
+    refused(&["run", "--kernel", &kernel], &["lab"]);
+}
+
+/// What depends on the host is tried in the lab, where hosts can be broken at will.
+#[test]
+fn hosts_that_cannot_run_the_guest_are_named_with_the_remedy() {
+    let options = LabOptions {
+        memory_mib: 2048,
+        ..LabOptions::default()
+    };
+    let lab = Lab::boot(&options).unwrap_or_else(|error| panic!("{error}"));
+    let run = |line: &str| {
+        lab.start(&Command::shell(line))
+            .and_then(|process| process.wait(LIMIT))
+            .unwrap_or_else(|error| panic!("{error}"))
+    };
+    let linux = "perfvisor run --kernel /guest/vmlinux";
+
+    let output = run(&format!("{linux} --initrd /guest/initrd --memory 64M"));
+    check_refusal(
+        &output,
+        "initrd larger than memory",
+        &["/guest/initrd", "--memory"],
+    );
+    let output = run(&format!("{linux} --memory 16M"));
+    check_refusal(&output, "kernel larger than memory", &["--memory"]);
+    let output = run(&format!("{linux} --initrd /no/such/initrd"));
+    check_refusal(&output, "no such initrd", &["/no/such/initrd"]);
+    let output = run("perfvisor run --backing hardware");
+    check_refusal(&output, "hardware backing without a PMU", &["hardware"]);
+
+    let output = run(
+        "chmod 600 /dev/kvm; echo 'nobody:x:99:99::/:/bin/sh' >>/etc/passwd; \
+                      exec setuidgid nobody perfvisor run",
+    );
+    check_refusal(&output, "no permission", &["/dev/kvm", "permission"]);
+    let output = run("mv /dev/kvm /dev/away; perfvisor run; s=$?; mv /dev/away /dev/kvm; exit $s");
+    check_refusal(&output, "no /dev/kvm", &["/dev/kvm"]);
+}

@@ -1,0 +1,280 @@
+//! The real perf in an unmodified Debian kernel, on the virtual PMU: does it count and sample?
+//!
+//! One boot per PMU model and number of vCPUs runs everything; each test looks at its part.
+
+use std::sync::OnceLock;
+
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
+use integration::place::Place;
+
+/// Period of `perf record -c`: about a hundred samples a second on the clock backing.
+const PERIOD: f64 = 25_000_000.0;
+
+/// What the guest with one vCPU does.
+const ONE_CPU: &str = r"
+section dmesg dmesg
+section stat perf stat -e task-clock,cycles spin 1.5
+section stat-csv perf stat -x, -e task-clock,cycles spin 1
+section idle perf stat -a -e cpu-clock,cycles sleep 1
+section record-period perf record -q -B -N -c 25000000 -e cycles:u -o /tmp/period spin 2
+section samples-period sh -c 'perf script -i /tmp/period -F comm | grep -c spin'
+section record-rate perf record -q -F 1000 -g -e cycles -o /tmp/rate sh -c 'three 1.5; syscalls 400000'
+section report-rate perf report -i /tmp/rate --stdio --no-children -g none
+section chains sh -c 'perf script -i /tmp/rate -F comm,ip,sym | head -n 4000'
+section interrupts grep -E 'NMI|PMI|LOC' /proc/interrupts
+";
+
+/// What the guest with two vCPUs does.
+const TWO_CPUS: &str = r"
+section dmesg dmesg
+section online cat /sys/devices/system/cpu/online
+section one-busy perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
+section both-busy perf stat -a -A -x, -e cpu-clock,cycles threads 2 1
+section threads perf stat -x, -e task-clock,cycles threads 2 1
+";
+
+/// A PMU model: its tests share two runs.
+struct Model {
+    pmu: &'static str,
+    /// A word of the kernel's line about its PMU driver.
+    driver: &'static str,
+    one_cpu: OnceLock<GuestRun>,
+    two_cpus: OnceLock<GuestRun>,
+}
+
+impl Model {
+    const fn new(pmu: &'static str, driver: &'static str) -> Self {
+        Self {
+            pmu,
+            driver,
+            one_cpu: OnceLock::new(),
+            two_cpus: OnceLock::new(),
+        }
+    }
+
+    fn one_cpu(&self) -> &GuestRun {
+        self.one_cpu.get_or_init(|| self.run(1, ONE_CPU))
+    }
+
+    fn two_cpus(&self) -> &GuestRun {
+        self.two_cpus.get_or_init(|| self.run(2, TWO_CPUS))
+    }
+
+    fn run(&self, cpus: u32, script: &str) -> GuestRun {
+        let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+        let name = format!("{}-{cpus}cpu", self.pmu);
+        let run = LinuxGuest::new(name, self.pmu)
+            .cpus(cpus)
+            .script(script)
+            // Exit and PMI statistics go to the log that is kept.
+            .args(["-v"])
+            .run(&place)
+            .unwrap_or_else(|error| panic!("{error}"));
+        eprintln!(
+            "{} guest, {cpus} vCPUs: user space after {:?} s, done after {:.1?}, {}; console: {}",
+            self.pmu,
+            run.console.boot_seconds,
+            run.elapsed,
+            place.describe(),
+            run.log().display()
+        );
+        run
+    }
+
+    fn tsc_hz(&self, run: &GuestRun) -> f64 {
+        tsc_hz(run.section("dmesg")).unwrap_or_else(|| panic!("no TSC frequency in dmesg\n{run}"))
+    }
+
+    fn the_driver_is_found(&self) {
+        let run = self.one_cpu();
+        let lines = pmu_driver_lines(run.section("dmesg"));
+        assert!(
+            lines.iter().any(|line| line.contains(self.driver)),
+            "no \"{}\" in {lines:?}\n{run}",
+            self.driver
+        );
+        assert!(
+            !run.section("dmesg").contains("Broken PMU hardware"),
+            "the guest's kernel distrusts its PMU\n{run}"
+        );
+        run.expect_success();
+    }
+
+    fn cycles_follow_the_tsc(&self) {
+        let run = self.one_cpu();
+        let tsc_hz = self.tsc_hz(run);
+        for (name, stat) in [
+            ("stat", parse_stat(run.section("stat"))),
+            ("stat-csv", parse_stat_csv(run.section("stat-csv"))),
+        ] {
+            let seconds = value(run, &stat, "task-clock") / 1e3;
+            let ratio = value(run, &stat, "cycles") / (seconds * tsc_hz);
+            eprintln!(
+                "{} {name}: {seconds:.3} s, cycles / (time x TSC) = {ratio:.4}",
+                self.pmu
+            );
+            assert!(seconds > 0.8, "{name}: busy loop ran for only {seconds} s\n{run}");
+            assert!((ratio - 1.0).abs() < 0.05, "{name}: ratio {ratio:.4}\n{run}");
+        }
+    }
+
+    fn an_idle_guest_counts_no_cycles(&self) {
+        let run = self.one_cpu();
+        let stat = parse_stat(run.section("idle"));
+        let seconds = value(run, &stat, "cpu-clock") / 1e3;
+        let share = value(run, &stat, "cycles") / (seconds * self.tsc_hz(run));
+        eprintln!(
+            "{} idle: {:.2} % of the TSC over {seconds:.2} s",
+            self.pmu,
+            share * 100.0
+        );
+        assert!(seconds > 0.9, "measured for only {seconds} s\n{run}");
+        // perf itself and the timer tick run now and then.
+        assert!(
+            share < 0.10,
+            "cycles advanced by {:.1} % of the TSC\n{run}",
+            share * 100.0
+        );
+    }
+
+    fn sampling_by_period_yields_count_over_period_samples(&self) {
+        let run = self.one_cpu();
+        // The loop's own CPU time says how many cycles there were: independent of the PMU.
+        let cpu_seconds: f64 = field(run, run.section("record-period"), "cpu_seconds=");
+        let expected = cpu_seconds * self.tsc_hz(run) / PERIOD;
+        let text = run.section("samples-period");
+        let samples: f64 = text.trim().parse().unwrap_or_else(|_| panic!("{text:?}\n{run}"));
+        eprintln!("{} -c: {samples} samples, expected {expected:.1}", self.pmu);
+        assert!(expected > 50.0, "too few to tell: {expected}\n{run}");
+        assert!(
+            (samples / expected - 1.0).abs() < 0.10,
+            "{samples} samples, expected {expected:.1}\n{run}"
+        );
+    }
+
+    fn sampling_by_rate_sees_kernel_and_user_with_chains(&self) {
+        let run = self.one_cpu();
+        let report = parse_report(run.section("report-rate"));
+        let user = ["heavy", "middle", "light"].map(|name| report.percent(name));
+        eprintln!("{} -F: {} samples, {user:?}", self.pmu, report.samples);
+        // 1.5 s and more at 1 kHz; perf takes a moment to find the period.
+        assert!(report.samples >= 500.0, "{} samples\n{run}", report.samples);
+        assert!(report.has_symbols(true), "no kernel symbol\n{run}");
+        assert!(report.has_symbols(false), "no user symbol\n{run}");
+        // The three functions take 60, 30 and 10 % of their program's time.
+        let sum: f64 = user.iter().sum();
+        for (share, expected) in user.iter().zip([0.6, 0.3, 0.1]) {
+            assert!((share / sum - expected).abs() < 0.06, "{user:?} of {sum}\n{run}");
+        }
+        assert!(
+            chain_reaches(run.section("chains"), "heavy", "main"),
+            "no chain from heavy() to main()\n{run}"
+        );
+    }
+
+    fn each_vcpu_counts_for_itself(&self) {
+        let run = self.two_cpus();
+        assert_eq!(run.section("online").trim(), "0-1", "{run}");
+        let tsc_hz = self.tsc_hz(run);
+        let share = |section: &str, cpu: u32| {
+            let stat = parse_stat_csv(run.section(section));
+            let get = |event: &str| {
+                stat.value_on(event, cpu)
+                    .unwrap_or_else(|e| panic!("{section}: {e}\n{run}"))
+            };
+            get("cycles") / (get("cpu-clock") / 1e3 * tsc_hz)
+        };
+        let one = [share("one-busy", 0), share("one-busy", 1)];
+        let both = [share("both-busy", 0), share("both-busy", 1)];
+        eprintln!("{} busy shares: CPU 1 only {one:.3?}, both {both:.3?}", self.pmu);
+        assert!(one[1] > 0.80 && one[0] < 0.30, "{one:?}\n{run}");
+        assert!(both.iter().all(|share| *share > 0.80), "{both:?}\n{run}");
+        // Two threads, counted wherever they run.
+        let stat = parse_stat_csv(run.section("threads"));
+        let seconds = value(run, &stat, "task-clock") / 1e3;
+        let ratio = value(run, &stat, "cycles") / (seconds * tsc_hz);
+        assert!(
+            seconds > 1.5,
+            "two threads for a second took {seconds} s of CPU\n{run}"
+        );
+        assert!((ratio - 1.0).abs() < 0.05, "ratio {ratio}\n{run}");
+        run.expect_success();
+    }
+}
+
+/// An event's value; the test fails with the console if it was not counted.
+#[track_caller]
+fn value(run: &GuestRun, stat: &Stat, event: &str) -> f64 {
+    stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"))
+}
+
+/// The number after `key` in what a test program printed.
+#[track_caller]
+fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
+    text.split_whitespace()
+        .find_map(|word| word.strip_prefix(key)?.parse().ok())
+        .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
+}
+
+/// Whether some sample in `from` has `to` among its callers. Samples are paragraphs.
+fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
+    script.split("\n\n").any(|sample| {
+        let mut symbols = sample.lines().filter_map(|line| {
+            let mut words = line.split_whitespace();
+            u64::from_str_radix(words.next()?, 16).ok()?;
+            words.next()
+        });
+        symbols.next() == Some(from) && symbols.any(|symbol| symbol == to)
+    })
+}
+
+macro_rules! for_model {
+    ($module:ident, $pmu:literal, $driver:literal) => {
+        mod $module {
+            use super::Model;
+
+            static MODEL: Model = Model::new($pmu, $driver);
+
+            #[test]
+            fn the_driver_is_found() {
+                MODEL.the_driver_is_found();
+            }
+
+            #[test]
+            fn cycles_follow_the_tsc() {
+                MODEL.cycles_follow_the_tsc();
+            }
+
+            #[test]
+            fn an_idle_guest_counts_no_cycles() {
+                MODEL.an_idle_guest_counts_no_cycles();
+            }
+
+            #[test]
+            fn sampling_by_period_yields_count_over_period_samples() {
+                MODEL.sampling_by_period_yields_count_over_period_samples();
+            }
+
+            #[test]
+            fn sampling_by_rate_sees_kernel_and_user_with_chains() {
+                MODEL.sampling_by_rate_sees_kernel_and_user_with_chains();
+            }
+
+            #[test]
+            fn each_vcpu_counts_for_itself() {
+                MODEL.each_vcpu_counts_for_itself();
+            }
+        }
+    };
+}
+
+for_model!(intel, "intel", "Intel PMU driver");
+for_model!(amd, "amd", "AMD PMU driver");
+
+#[test]
+fn chains_are_told_apart_by_sample() {
+    let script = "three \n\t  401a heavy\n\t  402b work\n\t  403c main\n\nthree \n\t 401b light\n\n";
+    assert!(chain_reaches(script, "heavy", "main"));
+    assert!(!chain_reaches(script, "light", "main"));
+}
