@@ -7,8 +7,8 @@ KERNEL ?= cloud
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 
 # What building, the lab and the tests need beyond a Rust toolchain.
-PACKAGES := gcc libc6-dev make qemu-system-x86 apt-utils dpkg
-APT_INSTALL := apt-get install -y --no-install-recommends $(PACKAGES)
+PACKAGES := gcc libc6-dev binutils qemu-system-x86
+APT_INSTALL := apt-get install -y --no-install-recommends -o Acquire::Retries=3 $(PACKAGES)
 
 .DEFAULT_GOAL := help
 
@@ -16,36 +16,73 @@ APT_INSTALL := apt-get install -y --no-install-recommends $(PACKAGES)
 .PHONY: help
 help:
 	@echo "Perfvisor: a VMM with a virtual PMU. Targets:"
-	@sed -n 's/^## \([a-z-]*\): /  \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^## \([a-z-]*\): /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-## setup: install what is missing (Debian packages; asks for nothing when all is there)
-.PHONY: setup
-setup:
-	@missing=; \
-	command -v gcc >/dev/null || missing="$$missing gcc"; \
-	[ -e /usr/lib/x86_64-linux-gnu/libc.a ] || missing="$$missing libc6-dev"; \
-	command -v qemu-system-x86_64 >/dev/null || missing="$$missing qemu-system-x86"; \
-	command -v $(CARGO) >/dev/null || { echo "setup: no cargo: install Rust 1.95 or newer (https://rustup.rs)"; exit 1; }; \
-	[ -z "$$missing" ] && exit 0; \
-	if [ "$$(id -u)" != 0 ]; then \
-		echo "setup: missing:$$missing. Type: sudo apt-get update && sudo $(APT_INSTALL)"; exit 1; \
-	fi; \
-	echo "setup: installing$$missing"; \
-	export DEBIAN_FRONTEND=noninteractive; \
-	apt-get update -qq && $(APT_INSTALL) </dev/null
+## demo: a Linux guest whose perf counts and samples, in the lab where KVM cannot run Linux (PMU=intel|amd)
+.PHONY: demo
+demo: lab-files
+	$(CARGO) run -q -p integration --bin demo -- $(PMU)
 
-## build: the perfvisor binary, in target/release
+## test: everything: unit tests, then real guests on this machine and in the lab
+.PHONY: test
+test: lab-files
+	$(CARGO) test --workspace
+
+## check: format, clippy, docs and licences, without a warning
+.PHONY: check
+check:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+	$(CARGO) test -q -p integration --test licences
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
+	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
+
+## bench: criterion benchmarks, and their medians as JSON in target/bench.json
+.PHONY: bench
+bench:
+	$(CARGO) bench --workspace --benches
+	$(CARGO) run -q -p integration --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
+
+## build: the perfvisor binary, target/release/perfvisor
 .PHONY: build
-build:
+build: setup
 	$(CARGO) build --release -p vmm
 
-## guest: the Linux guest and the lab host, from Debian packages (KERNEL=cloud|generic|newest|PACKAGE, REFRESH=1 for newer packages)
+## guest: the Linux guest and the lab host from Debian packages (KERNEL=cloud|generic|newest|PACKAGE, REFRESH=1)
 .PHONY: guest
 guest: setup
-	$(CARGO) run -q -p guest-images --features builder -- \
+	$(CARGO) run -q -p guest-images --features builder --bin guest-images -- \
 		--target-dir $(TARGET_DIR) $(if $(REFRESH),--refresh) $(KERNEL)
 
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
-lab: setup
+lab: lab-files
 	$(CARGO) run -q -p integration --bin lab
+
+# Guest images and static binaries. Tests would build them too, but silently.
+.PHONY: lab-files
+lab-files: setup
+	$(CARGO) run -q -p integration --bin lab -- --build-only
+
+## setup: install what is missing from Debian; does nothing when all is there
+.PHONY: setup
+setup:
+	@missing=; \
+	for tool in gcc ld qemu-system-x86_64; do \
+		command -v $$tool >/dev/null || missing="$$missing $$tool"; \
+	done; \
+	[ -e /usr/lib/x86_64-linux-gnu/libc.a ] || missing="$$missing libc.a"; \
+	command -v $(CARGO) >/dev/null || { echo "setup: no cargo: install Rust (https://rustup.rs), rust-version is in Cargo.toml"; exit 1; }; \
+	[ -z "$$missing" ] && exit 0; \
+	if [ "$$(id -u)" != 0 ]; then \
+		echo "setup: missing:$$missing. Type: sudo apt-get update && sudo $(APT_INSTALL)"; exit 1; \
+	fi; \
+	echo "setup: missing:$$missing; installing $(PACKAGES)"; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	apt-get update -qq -o Acquire::Retries=3 && $(APT_INSTALL) </dev/null
+
+## clean: remove everything built, images and consoles included
+.PHONY: clean
+clean:
+	$(CARGO) clean

@@ -20,6 +20,15 @@ const MAX_CMDLINE_BYTES: usize = 2048 - 256;
 /// What every Linux guest gets on its command line.
 const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check nokaslr quiet";
 
+/// What a guest does.
+#[derive(Debug, Clone)]
+enum Script {
+    /// This.
+    Text(String),
+    /// What is in its initrd under this name.
+    Named(String),
+}
+
 /// A Linux guest to be run by Perfvisor.
 #[derive(Debug, Clone)]
 pub struct LinuxGuest {
@@ -29,7 +38,7 @@ pub struct LinuxGuest {
     cpus: u32,
     memory_mib: u32,
     cmdline: String,
-    script: String,
+    script: Script,
     arguments: Vec<String>,
     limit: Duration,
 }
@@ -45,7 +54,7 @@ impl LinuxGuest {
             cpus: 1,
             memory_mib: 512,
             cmdline: String::new(),
-            script: String::new(),
+            script: Script::Text(String::new()),
             arguments: Vec::new(),
             limit: Duration::from_secs(90),
         }
@@ -78,7 +87,13 @@ impl LinuxGuest {
     /// The shell script the guest runs. `section NAME COMMAND...` marks output to be found by
     /// [`GuestRun::section`], `send FILE` passes a file out.
     pub fn script(mut self, script: impl Into<String>) -> Self {
-        self.script = script.into();
+        self.script = Script::Text(script.into());
+        self
+    }
+
+    /// Runs one of the scripts in the guest's initrd, such as `demo`, instead.
+    pub fn named_script(mut self, name: &str) -> Self {
+        self.script = Script::Named(name.to_owned());
         self
     }
 
@@ -106,12 +121,18 @@ impl LinuxGuest {
             cmdline.push_str(&self.cmdline);
         }
         let mut initrd = place.guest_file("initrd")?;
-        let encoded = STANDARD.encode(&self.script);
-        if cmdline.len() + encoded.len() <= MAX_CMDLINE_BYTES {
-            cmdline.push_str(" pv.script=b64:");
-            cmdline.push_str(&encoded);
-        } else {
-            initrd = initrd_with_script(place, &initrd, &self.script)?;
+        let word = match &self.script {
+            Script::Named(name) => name.clone(),
+            Script::Text(text) => format!("b64:{}", STANDARD.encode(text)),
+        };
+        match &self.script {
+            Script::Text(text) if cmdline.len() + word.len() > MAX_CMDLINE_BYTES => {
+                initrd = initrd_with_script(place, &initrd, text)?;
+            }
+            _ => {
+                cmdline.push_str(" pv.script=");
+                cmdline.push_str(&word);
+            }
         }
         Ok(Command::new(place.perfvisor()?)
             .arg("run")
@@ -124,6 +145,19 @@ impl LinuxGuest {
             .args(self.arguments.iter().cloned()))
     }
 
+    /// The time limit from start to end.
+    pub fn time_limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Takes the console of a guest apart that was started with [`LinuxGuest::command`].
+    ///
+    /// # Errors
+    /// When the console cannot be kept.
+    pub fn finish(&self, output: &Output) -> Result<GuestRun, PlaceError> {
+        GuestRun::new(&self.name, output)
+    }
+
     /// Runs the guest to its end and takes its console apart.
     ///
     /// # Errors
@@ -132,7 +166,7 @@ impl LinuxGuest {
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
         let command = self.command(place)?;
         match place.run(&command, self.limit) {
-            Ok(output) => Ok(GuestRun::new(&self.name, &output)?),
+            Ok(output) => self.finish(&output),
             Err(PlaceError::Process(ProcessError::TimedOut { command, limit, tail })) => {
                 let mut tail = tail;
                 if let Place::Lab(lab) = place {

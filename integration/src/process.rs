@@ -322,6 +322,26 @@ impl Process {
         }) && contains(&self.progress.lock())
     }
 
+    /// Passes what it prints on standard output to `sink` as it comes, until it has ended or
+    /// `limit` has passed since its start. Call [`Process::wait`] afterwards.
+    pub fn follow(&self, limit: Duration, mut sink: impl FnMut(&[u8])) {
+        let mut seen = 0;
+        let deadline = self.started + limit;
+        loop {
+            let mut fresh = Vec::new();
+            let in_time = self.progress.wait_until(deadline, |state| {
+                fresh.extend_from_slice(&state.stdout[seen..]);
+                seen = state.stdout.len();
+                !fresh.is_empty() || state.end.is_some()
+            });
+            // Not under the lock: the sink may be slow.
+            sink(&fresh);
+            if !in_time || fresh.is_empty() {
+                return;
+            }
+        }
+    }
+
     /// What it has printed on standard output so far.
     pub fn stdout_so_far(&self) -> String {
         text(&self.progress.lock().stdout)
@@ -457,6 +477,20 @@ mod tests {
         process.close_stdin().unwrap();
         assert!(process.write(b"more").is_err());
         assert!(process.wait(LIMIT).unwrap().success());
+    }
+
+    #[test]
+    fn following_sees_everything_once_and_in_order() {
+        let command = Command::shell("echo one; sleep 0.1; echo two; exit 4");
+        let process = Process::start_here(&command).unwrap();
+        let mut seen = Vec::new();
+        process.follow(LIMIT, |bytes| seen.extend_from_slice(bytes));
+        assert_eq!(seen, b"one\ntwo\n");
+        let output = process.wait(LIMIT).unwrap();
+        assert_eq!(
+            (output.stdout_text().as_str(), output.code()),
+            ("one\ntwo\n", Some(4))
+        );
     }
 
     #[test]

@@ -127,7 +127,7 @@ fn hosts_that_cannot_run_the_guest_are_named_with_the_remedy() {
 
     let output = run(
         "chmod 600 /dev/kvm; echo 'nobody:x:99:99::/:/bin/sh' >>/etc/passwd; \
-                      exec setuidgid nobody perfvisor run",
+                      exec su -s /bin/sh nobody -c 'perfvisor run'",
     );
     check_refusal(&output, "no permission", &["/dev/kvm", "permission"]);
     let output = run("mv /dev/kvm /dev/away; perfvisor run; s=$?; mv /dev/away /dev/kvm; exit $s");

@@ -20,7 +20,7 @@ section idle perf stat -a -e cpu-clock,cycles sleep 1
 section record-period perf record -q -B -N -c 25000000 -e cycles:u -o /tmp/period spin 2
 section samples-period sh -c 'perf script -i /tmp/period -F comm | grep -c spin'
 section record-rate perf record -q -F 1000 -g -e cycles -o /tmp/rate sh -c 'three 1.5; syscalls 400000'
-section report-rate perf report -i /tmp/rate --stdio --no-children -g none
+section report-rate perf report -i /tmp/rate --stdio --stdio-color=never --no-children -g none
 section chains sh -c 'perf script -i /tmp/rate -F comm,ip,sym | head -n 4000'
 section interrupts grep -E 'NMI|PMI|LOC' /proc/interrupts
 ";

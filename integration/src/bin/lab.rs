@@ -3,16 +3,18 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use integration::artefacts::describe;
+use integration::artefacts::{self, describe};
 use integration::lab::{Lab, LabOptions, interactive};
 use integration::process::Command;
 
 const USAGE: &str = "\
 usage: lab [--no-perf] [--cpus N] [--memory MIB] [COMMAND [ARGUMENT...]]
+       lab --build-only
 
 Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.
 Without COMMAND: a shell in it (leave with \"exit\", or Ctrl-A x).
-With COMMAND: runs it there and ends with its exit status (124 after 10 minutes).";
+With COMMAND: runs it there and ends with its exit status (124 after 10 minutes).
+--build-only builds what the lab needs and boots nothing.";
 
 fn main() -> ExitCode {
     let mut options = LabOptions {
@@ -25,6 +27,12 @@ fn main() -> ExitCode {
             "--no-perf" => {
                 options.perf = false;
                 continue;
+            }
+            "--build-only" => {
+                return match artefacts::images().and_then(|_| artefacts::binaries()) {
+                    Ok(_) => ExitCode::SUCCESS,
+                    Err(error) => failure(&describe(&error)),
+                };
             }
             "-h" | "--help" => {
                 println!("{USAGE}");

@@ -1,0 +1,147 @@
+//! Every crate we build with is under a licence that `deny.toml` allows, and the rust-vmm crates
+//! come in one version each. Works without network and without cargo-deny.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use integration::artefacts::workspace;
+
+/// The list in deny.toml between `allow = [` and `]`.
+fn allowed() -> BTreeSet<String> {
+    let text = std::fs::read_to_string(workspace().join("deny.toml")).unwrap();
+    let file: toml::Table = text.parse().unwrap();
+    let list = file["licenses"]["allow"].as_array().unwrap();
+    list.iter()
+        .map(|name| name.as_str().unwrap().to_owned())
+        .collect()
+}
+
+/// (name, version, licence) of every crate that is built on this platform.
+fn packages() -> Vec<(String, String, String)> {
+    let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
+        .current_dir(workspace())
+        .args(["metadata", "--format-version", "1", "--offline"])
+        .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    metadata["packages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|package| {
+            (
+                text(&package["name"]),
+                text(&package["version"]),
+                text(&package["license"]),
+            )
+        })
+        .collect()
+}
+
+/// Whether an SPDX expression can be satisfied with allowed licences: AND binds closer than OR.
+fn permitted(expression: &str, allowed: &BTreeSet<String>) -> bool {
+    // The old way to write OR.
+    let expression = expression
+        .replace('/', " OR ")
+        .replace('(', " ( ")
+        .replace(')', " ) ");
+    let words: Vec<&str> = expression.split_whitespace().collect();
+    let mut at = 0;
+    let permitted = any_of(&words, &mut at, allowed);
+    permitted && at == words.len()
+}
+
+fn any_of(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
+    let mut permitted = all_of(words, at, allowed);
+    while words.get(*at) == Some(&"OR") {
+        *at += 1;
+        // Both sides are always read.
+        permitted |= all_of(words, at, allowed);
+    }
+    permitted
+}
+
+fn all_of(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
+    let mut permitted = one(words, at, allowed);
+    while words.get(*at) == Some(&"AND") {
+        *at += 1;
+        permitted &= one(words, at, allowed);
+    }
+    permitted
+}
+
+fn one(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
+    let Some(word) = words.get(*at) else { return false };
+    *at += 1;
+    if *word == "(" {
+        let permitted = any_of(words, at, allowed);
+        *at += 1;
+        return permitted;
+    }
+    let mut name = (*word).to_owned();
+    if words.get(*at) == Some(&"WITH") {
+        name = format!("{name} WITH {}", words.get(*at + 1).unwrap_or(&""));
+        *at += 2;
+    }
+    allowed.contains(&name)
+}
+
+#[test]
+fn every_crate_has_an_allowed_licence() {
+    let allowed = allowed();
+    let refused: Vec<_> = packages()
+        .into_iter()
+        .filter(|(_, _, licence)| !permitted(licence, &allowed))
+        .collect();
+    assert!(refused.is_empty(), "not allowed by deny.toml: {refused:?}");
+}
+
+#[test]
+fn the_rust_vmm_crates_come_in_one_version_each() {
+    let mut versions = BTreeMap::<String, BTreeSet<String>>::new();
+    for (name, version, _) in packages() {
+        versions.entry(name).or_default().insert(version);
+    }
+    for name in [
+        "kvm-bindings",
+        "kvm-ioctls",
+        "linux-loader",
+        "vm-memory",
+        "vmm-sys-util",
+    ] {
+        assert_eq!(versions[name].len(), 1, "{name}: {:?}", versions[name]);
+    }
+}
+
+#[test]
+fn licence_expressions_are_understood() {
+    let allowed: BTreeSet<_> = ["MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"]
+        .map(str::to_owned)
+        .into_iter()
+        .collect();
+    for good in [
+        "MIT",
+        "GPL-3.0 OR MIT",
+        "Unlicense/MIT",
+        "(MIT OR GPL-3.0) AND Apache-2.0",
+        "Apache-2.0 WITH LLVM-exception",
+    ] {
+        assert!(permitted(good, &allowed), "{good}");
+    }
+    for bad in [
+        "",
+        "GPL-3.0",
+        "MIT AND GPL-3.0",
+        "(MIT OR Apache-2.0) AND GPL-3.0",
+        "MIT MIT",
+    ] {
+        assert!(!permitted(bad, &allowed), "{bad}");
+    }
+}
