@@ -52,7 +52,10 @@ fn values_out_of_range_name_the_value_and_the_range() {
     refused(&["run", "--cpus", "65"], &["'65'", "1 to 64"]);
     refused(&["run", "--memory", "15M"], &["15M", "16M"]);
     refused(&["run", "--memory", "lots"], &["lots"]);
-    refused(&["run", "--memory", "1000000T"], &["1000000T"]);
+    refused(
+        &["run", "--memory", "1000000T"],
+        &["1048576000000 MiB", "--memory"],
+    );
     refused(&["run", "--pmu", "vax"], &["vax", "intel", "amd"]);
     refused(&["run", "--backing", "guess"], &["guess", "clock"]);
     refused(&["run", "--rdpmc", "maybe"], &["maybe", "trap"]);

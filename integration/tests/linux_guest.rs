@@ -3,6 +3,7 @@
 //! One boot per PMU model and number of vCPUs runs everything; each test looks at its part.
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
@@ -10,6 +11,9 @@ use integration::place::Place;
 
 /// Period of `perf record -c`: about a hundred samples a second on the clock backing.
 const PERIOD: f64 = 25_000_000.0;
+
+/// For one guest; it takes about half a minute in the lab on an idle machine.
+const LIMIT: Duration = Duration::from_secs(240);
 
 /// What the guest with one vCPU does.
 const ONE_CPU: &str = r"
@@ -39,8 +43,9 @@ struct Model {
     pmu: &'static str,
     /// A word of the kernel's line about its PMU driver.
     driver: &'static str,
-    one_cpu: OnceLock<GuestRun>,
-    two_cpus: OnceLock<GuestRun>,
+    // A run that failed is not tried again by the next test.
+    one_cpu: OnceLock<Result<GuestRun, String>>,
+    two_cpus: OnceLock<Result<GuestRun, String>>,
 }
 
 impl Model {
@@ -53,24 +58,28 @@ impl Model {
         }
     }
 
+    #[track_caller]
     fn one_cpu(&self) -> &GuestRun {
-        self.one_cpu.get_or_init(|| self.run(1, ONE_CPU))
+        let run = self.one_cpu.get_or_init(|| self.run(1, ONE_CPU));
+        run.as_ref().unwrap_or_else(|error| panic!("{error}"))
     }
 
+    #[track_caller]
     fn two_cpus(&self) -> &GuestRun {
-        self.two_cpus.get_or_init(|| self.run(2, TWO_CPUS))
+        let run = self.two_cpus.get_or_init(|| self.run(2, TWO_CPUS));
+        run.as_ref().unwrap_or_else(|error| panic!("{error}"))
     }
 
-    fn run(&self, cpus: u32, script: &str) -> GuestRun {
-        let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-        let name = format!("{}-{cpus}cpu", self.pmu);
-        let run = LinuxGuest::new(name, self.pmu)
+    fn run(&self, cpus: u32, script: &str) -> Result<GuestRun, String> {
+        let place = Place::shared()?;
+        let run = LinuxGuest::new(format!("{}-{cpus}cpu", self.pmu), self.pmu)
             .cpus(cpus)
             .script(script)
-            // Exit and PMI statistics go to the log that is kept.
-            .args(["-v"])
+            .limit(LIMIT)
+            // What the vPMU did goes to the log that is kept.
+            .args(["--stats"])
             .run(&place)
-            .unwrap_or_else(|error| panic!("{error}"));
+            .map_err(|error| error.to_string())?;
         eprintln!(
             "{} guest, {cpus} vCPUs: user space after {:?} s, done after {:.1?}, {}; console: {}",
             self.pmu,
@@ -79,7 +88,7 @@ impl Model {
             place.describe(),
             run.log().display()
         );
-        run
+        Ok(run)
     }
 
     fn tsc_hz(&self, run: &GuestRun) -> f64 {
