@@ -5,6 +5,12 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use std::sync::Arc;
+
+use perf_core::pmu::VcpuId;
+use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::{Core, CoreConfig};
+use vpmu::registers::*;
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
@@ -106,4 +112,64 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
             "{model}: only {pmis} PMIs, so the paths were not walked"
         );
     }
+}
+
+struct NoRegs;
+
+impl perf_core::SampleRegs for NoRegs {
+    fn mode(&mut self) -> perf_core::CpuMode {
+        perf_core::CpuMode::GuestKernel
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// Down to the driver: once a guest's events are open, sampling with them allocates nothing.
+#[test]
+fn sampling_on_perf_core_allocates_nothing() {
+    let vcpu = VcpuId(0);
+    let core = Core::new(CoreConfig::default());
+    let fed = Arc::new(FedCounts::new(fed::SELECTORS));
+    let driver = FedPmu::new();
+    driver.add_vcpu(vcpu, fed.clone());
+    core.register(Arc::new(driver));
+    let context = core.add_vcpu(vcpu, 0).unwrap();
+    context.sched_in();
+    let mut vpmu = Vpmu::new(Model::INTEL);
+    let mut events = PerfCoreEvents::new(core, vcpu, Sources::new(BackingPolicy::Exact, None, |_| None));
+    let mut sampled = 0;
+    let mut round = |vpmu: &mut Vpmu, n: u64| {
+        for (msr, value) in [
+            (IA32_PERF_GLOBAL_CTRL, 0),
+            (IA32_PERFEVTSEL0, if n % 2 == 0 { 0x53_00C0 } else { 0x52_00C0 }),
+            (IA32_A_PMC0, (1 << 48) - 3),
+            (IA32_PERF_GLOBAL_CTRL, 0xF),
+        ] {
+            vpmu.write_msr(MsrAddress(msr), value, &mut events);
+            vpmu.reconcile(&mut events);
+        }
+        for _ in 0..3 {
+            fed.add(0, 0, 1);
+        }
+        let mut overflowed = [None; 4];
+        let mut reports = 0;
+        context.service_overflows(&mut NoRegs, &mut |report| {
+            overflowed[reports] = PerfCoreEvents::counter_of(report.cookie);
+            reports += 1;
+        });
+        for counter in overflowed.into_iter().flatten() {
+            sampled += u64::from(vpmu.overflowed(counter, &mut events));
+        }
+        vpmu.reconcile(&mut events);
+        vpmu.read_msr(MsrAddress(IA32_PMC0), &mut events);
+        vpmu.pmi_delivered(n);
+    };
+    // Opens the two events.
+    (0..4).for_each(|n| round(&mut vpmu, n));
+    let before = allocations();
+    (4..2_004).for_each(|n| round(&mut vpmu, n));
+    assert_eq!(allocations() - before, 0);
+    assert_eq!(sampled, 2_004);
 }

@@ -19,6 +19,19 @@
 //!   branches and as taken ones (PPR, PMCx0C2 and PMCx0C4: "all types of architectural control flow changes").
 //! - Loads and stores are *instructions* that read or write memory at least once, stack included, address computation
 //!   (LEA), prefetches and multi-byte NOPs excluded. A repeated string instruction that iterates zero times does neither.
+//!
+//! # Use
+//!
+//! Before each entry, after [`crate::Vpmu::reconcile`]: if [`crate::PerfCoreEvents::needs_stepping`], switch single steps on and, unless
+//! [`StepMeter::in_step`], call [`StepMeter::begin`]; else switch them off and call [`StepMeter::abandon`]. At a debug exit call
+//! [`StepMeter::end`] and [`Step::feed`]. Other exits (I/O, MSR) come in the middle of an instruction: serve them and enter
+//! again, the step goes on. So the WRMSR that enables counting, whose exit comes first, begins its step after it took
+//! effect, and is counted when it completes.
+//!
+//! A processor clears the trap flag when it enters a handler or the kernel, and shows it to a guest that saves its flags.
+//! [`StepMeter::begin`] says when that is ahead, so that the VMM can set a breakpoint where the step will be lost.
+//! Wherever the next stop is, at a handler's first instruction or behind it, the meter knows it from the guest's
+//! interrupt descriptor table; a stop further on is reported as [`Step::lost`].
 
 mod flow;
 
