@@ -16,13 +16,13 @@ pub const PERF_LEGACY_CTR0: u32 = 0xC001_0004;
 pub const PERF_CTL0: u32 = 0xC001_0200;
 /// PERF_CTRn (0xC0010201 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as the K7's.
 pub const PERF_CTR0: u32 = 0xC001_0201;
-/// PerfCntrGlobalStatus (0xC0000300): CPUID.80000022H:EAX[0]. Writes are ignored.
+/// PerfCntrGlobalStatus (0xC0000300): CPUID.80000022H:EAX\[0\]. Writes are ignored.
 pub const PERF_CNTR_GLOBAL_STATUS: u32 = 0xC000_0300;
-/// PerfCntrGlobalCtl (0xC0000301): CPUID.80000022H:EAX[0].
+/// PerfCntrGlobalCtl (0xC0000301): CPUID.80000022H:EAX\[0\].
 pub const PERF_CNTR_GLOBAL_CTL: u32 = 0xC000_0301;
-/// PerfCntrGlobalStatusClr (0xC0000302): CPUID.80000022H:EAX[0]. Reads 0.
+/// PerfCntrGlobalStatusClr (0xC0000302): CPUID.80000022H:EAX\[0\]. Reads 0.
 pub const PERF_CNTR_GLOBAL_STATUS_CLR: u32 = 0xC000_0302;
-/// PerfCntrGlobalStatusSet (0xC0000303): CPUID.80000022H:EAX[0]. Reads 0.
+/// PerfCntrGlobalStatusSet (0xC0000303): CPUID.80000022H:EAX\[0\]. Reads 0.
 pub const PERF_CNTR_GLOBAL_STATUS_SET: u32 = 0xC000_0303;
 
 /// How many counters the K7 registers reach.
@@ -139,7 +139,7 @@ impl VendorOps for Amd {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// CPUID.80000022H:EAX[2] (freeze on PMI) is 0 in our models.
+    /// CPUID.80000022H:EAX\[2\] (freeze on PMI) is 0 in our models.
     fn freeze(&self, _: &Model, _: &mut Registers) -> bool {
         false
     }

@@ -8,36 +8,36 @@ use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::{Model, Vendor};
 use crate::vendor::{Register, Registers, VendorOps, Written, general_request, selector};
 
-/// IA32_PMCn (0xC1..=0xC8): CPUID.0AH:EAX[15:8] > n. A write stores bits 31:0, sign-extended.
+/// IA32_PMCn (0xC1..=0xC8): CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0, sign-extended.
 pub const IA32_PMC0: u32 = 0xC1;
-/// IA32_PERFEVTSELn (0x186..=0x18D): CPUID.0AH:EAX[15:8] > n.
+/// IA32_PERFEVTSELn (0x186..=0x18D): CPUID.0AH:EAX\[15:8\] > n.
 pub const IA32_PERFEVTSEL0: u32 = 0x186;
-/// IA32_DEBUGCTL (0x1D9); bit 12 freezes counters on a PMI: CPUID.0AH:EAX[7:0] > 1.
+/// IA32_DEBUGCTL (0x1D9); bit 12 freezes counters on a PMI: CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_DEBUGCTL: u32 = 0x1D9;
-/// IA32_FIXED_CTRn (0x309..=0x30C): CPUID.0AH:EDX[4:0] > n, or from version 5 CPUID.0AH:ECX[n].
+/// IA32_FIXED_CTRn (0x309..=0x30C): CPUID.0AH:EDX\[4:0\] > n, or from version 5 CPUID.0AH:ECX\[n\].
 pub const IA32_FIXED_CTR0: u32 = 0x309;
 /// IA32_PERF_CAPABILITIES (0x345): CPUID.01H:ECX.PDCM. Read-only.
 pub const IA32_PERF_CAPABILITIES: u32 = 0x345;
-/// IA32_FIXED_CTR_CTRL (0x38D): CPUID.0AH:EAX[7:0] > 1.
+/// IA32_FIXED_CTR_CTRL (0x38D): CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_FIXED_CTR_CTRL: u32 = 0x38D;
-/// IA32_PERF_GLOBAL_STATUS (0x38E): CPUID.0AH:EAX[7:0] > 1. Read-only.
+/// IA32_PERF_GLOBAL_STATUS (0x38E): CPUID.0AH:EAX\[7:0\] > 1. Read-only.
 pub const IA32_PERF_GLOBAL_STATUS: u32 = 0x38E;
-/// IA32_PERF_GLOBAL_CTRL (0x38F): CPUID.0AH:EAX[7:0] > 1.
+/// IA32_PERF_GLOBAL_CTRL (0x38F): CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_PERF_GLOBAL_CTRL: u32 = 0x38F;
-/// IA32_PERF_GLOBAL_OVF_CTRL, from version 4 called IA32_PERF_GLOBAL_STATUS_RESET (0x390): CPUID.0AH:EAX[7:0] > 1.
+/// IA32_PERF_GLOBAL_OVF_CTRL, from version 4 called IA32_PERF_GLOBAL_STATUS_RESET (0x390): CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_PERF_GLOBAL_STATUS_RESET: u32 = 0x390;
-/// IA32_PERF_GLOBAL_STATUS_SET (0x391): CPUID.0AH:EAX[7:0] > 3.
+/// IA32_PERF_GLOBAL_STATUS_SET (0x391): CPUID.0AH:EAX\[7:0\] > 3.
 pub const IA32_PERF_GLOBAL_STATUS_SET: u32 = 0x391;
-/// IA32_PERF_GLOBAL_INUSE (0x392): CPUID.0AH:EAX[7:0] > 3. Read-only.
+/// IA32_PERF_GLOBAL_INUSE (0x392): CPUID.0AH:EAX\[7:0\] > 3. Read-only.
 pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
-/// IA32_A_PMCn (0x4C1..=0x4C8): IA32_PERF_CAPABILITIES[13] and CPUID.0AH:EAX[15:8] > n.
+/// IA32_A_PMCn (0x4C1..=0x4C8): IA32_PERF_CAPABILITIES\[13\] and CPUID.0AH:EAX\[15:8\] > n.
 pub const IA32_A_PMC0: u32 = 0x4C1;
 
 /// IA32_PERF_CAPABILITIES.FW_WRITE: the registers at 0x4C1 exist. LBR and PEBS formats are 0: neither exists.
 const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
 
 /// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 (transactional ones included) and AnyThread (21), which
-/// CPUID.0AH:EDX[15] declares deprecated. Pin control (19) is taken and does nothing, as on processors without the pins.
+/// CPUID.0AH:EDX\[15\] declares deprecated. Pin control (19) is taken and does nothing, as on processors without the pins.
 const SELECTOR_RESERVED: u64 = 0xFFFF_FFFF_0000_0000 | 1 << 21;
 
 /// Each fixed counter's field of IA32_FIXED_CTR_CTRL: four bits.
@@ -66,10 +66,10 @@ const INUSE_PMI: u64 = 1 << 63;
 /// IA32_DEBUGCTL.FREEZE_PERFMON_ON_PMI.
 pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
 /// IA32_DEBUGCTL bits kept as written: LBR (0), BTF (1) and freeze-on-PMI. Everything else faults: no branch trace,
-/// no freezing in SMM (IA32_PERF_CAPABILITIES[12] is 0), no frozen LBRs.
+/// no freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0), no frozen LBRs.
 const DEBUGCTL_WRITABLE: u64 = 0b11 | DEBUGCTL_FREEZE_ON_PMI;
 
-/// RDPMC: ECX[30] selects the fixed counters.
+/// RDPMC: ECX\[30\] selects the fixed counters.
 const RDPMC_FIXED: u32 = 1 << 30;
 
 /// Every address at which an Intel processor may have a PMU register, whether ours exist or not.
@@ -153,7 +153,7 @@ impl VendorOps for Intel {
         }
     }
 
-    /// SDM vol. 2, RDPMC: ECX[29:0] is the counter, ECX[30] the type, ECX[31] the fast mode, which no processor with
+    /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter, ECX\[30\] the type, ECX\[31\] the fast mode, which no processor with
     /// architectural performance monitoring has.
     fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
         let counter = if index.0 & RDPMC_FIXED != 0 {
