@@ -551,6 +551,14 @@ impl Context {
         }
     }
 
+    /// Keeps `reserved` slots of each pool for VM-wide events from now on.
+    pub fn reserve(&mut self, reserved: usize, now_ns: u64) {
+        for pool in 0..self.pools.len() {
+            self.pools[pool].reserved = reserved.min(self.pools[pool].slots);
+            self.reschedule(pool, now_ns);
+        }
+    }
+
     /// Whether a periodic tick has anything to do here.
     pub fn needs_tick(&self) -> bool {
         self.clock.is_active()

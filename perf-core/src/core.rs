@@ -215,6 +215,26 @@ impl CoreInner {
         }
     }
 
+    /// The slots of the smallest PMU; 0 without one.
+    pub fn fewest_slots(&self) -> usize {
+        let drivers = self.drivers.read().unwrap_or_else(PoisonError::into_inner);
+        let slots = |d: &Driver| match d.capacity {
+            Capacity::Slots(slots) => Some(slots),
+            Capacity::Unlimited => None,
+        };
+        drivers.iter().filter_map(slots).min().unwrap_or(0)
+    }
+
+    /// Reserves slots in the contexts there are, and plans them anew.
+    pub fn reserve_slots(&self, reserved: usize) {
+        let _topology = self.topology();
+        for vcpu in self.vcpus.load().iter() {
+            let cell = vcpu.cell.load();
+            let now_ns = cell.now_ns();
+            cell.lock().reserve(reserved, now_ns);
+        }
+    }
+
     /// Whether a new vCPU inherits every VM-wide event.
     fn inherits_all(&self) -> bool {
         let vm = self.vm.lock();
@@ -472,8 +492,10 @@ impl VcpuContext {
     /// driver call per armed event. Allocates nothing.
     ///
     /// `sink` is called with no lock held and may use handles.
-    pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) {
-        let Some(core) = self.core.upgrade() else { return };
-        crate::overflow::service(&core, &self.cell.load(), regs, sink);
+    ///
+    /// Returns how many events had overflowed. 0 says that the signal was not for us, and someone else may want it.
+    pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) -> u32 {
+        let Some(core) = self.core.upgrade() else { return 0 };
+        crate::overflow::service(&core, &self.cell.load(), regs, sink)
     }
 }

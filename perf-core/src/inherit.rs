@@ -7,6 +7,9 @@
 //! critical section under the family's lock, and every reader sums under that lock. So a count is in the fold or in
 //! the list, never in both and never in neither.
 
+#[cfg(all(test, loom))]
+mod model;
+
 use crate::context::ContextCell;
 use crate::event::{Folded, Totals};
 use std::sync::Arc;

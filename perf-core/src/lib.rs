@@ -95,7 +95,7 @@ pub use crate::control::{ControlError, Scope};
 pub use crate::core::{Core, VcpuContext};
 pub use crate::event::State;
 pub use crate::handle::Handle;
-pub use crate::limits::{CoreConfig, Role, Session};
+pub use crate::limits::{CoreConfig, Knob, KnobError, Role, Session};
 pub use crate::notify::Poll;
 pub use crate::open::{OpenError, OpenFlags, OpenTarget};
 pub use crate::output::MapError;

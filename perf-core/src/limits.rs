@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::attr::{Attr, EventType, SampleType};
+use crate::core::Core;
 use crate::handle::HandleInner;
 use crate::open::OpenError;
 use crate::ring::PAGE_SIZE;
@@ -137,6 +138,82 @@ impl Limits {
         } else {
             Ok(())
         }
+    }
+}
+
+/// A setting that can be read and changed as text while the core runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Knob {
+    /// [`CoreConfig::paranoid`], -1 to 2.
+    Paranoid,
+    /// [`CoreConfig::sample_rate_hz`], at least 1.
+    SampleRateHz,
+    /// [`CoreConfig::mlock_kb`].
+    MlockKb,
+    /// [`CoreConfig::reserved_slots`], up to the slots of the smallest PMU; takes effect at once.
+    ReservedSlots,
+    /// [`CoreConfig::overcommit`], 0 or 1.
+    Overcommit,
+}
+
+/// A value that a knob does not take (`EINVAL`).
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is no value for this setting: it takes {expected}")]
+pub struct KnobError {
+    /// What was given.
+    pub text: String,
+    /// What it takes.
+    pub expected: String,
+}
+
+impl Core {
+    /// A setting as decimal text with a newline, as the kernel shows it.
+    #[must_use]
+    pub fn knob(&self, knob: Knob) -> String {
+        let limits = &self.inner.limits;
+        let value = match knob {
+            Knob::Paranoid => i64::from(limits.paranoid()),
+            Knob::SampleRateHz => limits.sample_rate_hz() as i64,
+            Knob::MlockKb => limits.mlock_kb.load(Ordering::Relaxed) as i64,
+            Knob::ReservedSlots => limits.reserved_slots.load(Ordering::Relaxed) as i64,
+            Knob::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
+        };
+        format!("{value}\n")
+    }
+
+    /// Changes a setting. Surrounding blanks are ignored.
+    ///
+    /// # Errors
+    /// [`KnobError`] if `text` is no number or not in the knob's range; nothing has changed then.
+    pub fn set_knob(&self, knob: Knob, text: &str) -> Result<(), KnobError> {
+        let limits = &self.inner.limits;
+        let (least, most) = match knob {
+            Knob::Paranoid => (-1, 2),
+            Knob::SampleRateHz => (1, 1_000_000_000),
+            Knob::MlockKb => (0, i64::MAX >> 10),
+            Knob::ReservedSlots => (0, self.inner.fewest_slots() as i64),
+            Knob::Overcommit => (0, 1),
+        };
+        let value = text
+            .trim()
+            .parse::<i64>()
+            .ok()
+            .filter(|v| (least..=most).contains(v))
+            .ok_or_else(|| KnobError {
+                text: text.trim().into(),
+                expected: format!("{least} to {most}"),
+            })?;
+        match knob {
+            Knob::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
+            Knob::SampleRateHz => limits.sample_rate_hz.store(value as u64, Ordering::Relaxed),
+            Knob::MlockKb => limits.mlock_kb.store(value as u64, Ordering::Relaxed),
+            Knob::ReservedSlots => {
+                limits.reserved_slots.store(value as usize, Ordering::Relaxed);
+                self.inner.reserve_slots(value as usize);
+            }
+            Knob::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
+        }
+        Ok(())
     }
 }
 

@@ -46,26 +46,27 @@ pub(crate) fn service(
     cell: &ContextCell,
     regs: &mut dyn SampleRegs,
     sink: &mut dyn FnMut(Overflowed),
-) {
-    let mut at = 0;
+) -> u32 {
+    let (mut at, mut served) = (0, 0);
     loop {
         let mut batch = Batch::new();
         let more = {
             let now_ns = cell.now_ns();
             let mut context = cell.lock();
-            context.take_overflows(core, cell, now_ns, regs, &mut at, &mut batch)
+            context.take_overflows(core, cell, now_ns, regs, &mut at, &mut served, &mut batch)
         };
         for report in batch {
             sink(report);
         }
         if !more {
-            return;
+            return served;
         }
     }
 }
 
 impl Context {
     /// Serves pending and armed events from position `at` on, until `batch` is full. Returns whether there are more.
+    #[allow(clippy::too_many_arguments)]
     fn take_overflows(
         &mut self,
         core: &CoreInner,
@@ -73,10 +74,12 @@ impl Context {
         now_ns: u64,
         regs: &mut dyn SampleRegs,
         at: &mut usize,
+        served: &mut u32,
         batch: &mut Batch,
     ) -> bool {
         while let Some(key) = self.pending.pop() {
             let times = std::mem::take(&mut self.events[key].sampling.pending);
+            *served += u32::from(times > 0);
             self.overflow(core, cell, key, times, now_ns, regs, batch);
             if batch.len() == BATCH {
                 return true;
@@ -99,6 +102,7 @@ impl Context {
                 }
             }
             if times > 0 {
+                *served += 1;
                 self.overflow(core, cell, key, times, now_ns, regs, batch);
                 // The event may have left the list, and another taken its place.
                 if self.armed.get(*at - 1) != Some(&key) {

@@ -228,3 +228,58 @@ pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
     let next = (i128::from(period) + delta).clamp(1, i128::from(i64::MAX));
     next as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn p25_a_period_is_at_least_1_and_shrinks_by_an_eighth_at_most(period in 1u64..1 << 62, events: u64, freq in 1u64..1 << 20) {
+            let next = adjusted_period(period, events, freq);
+            prop_assert!(next >= 1);
+            prop_assert!(next >= period - period.div_ceil(8));
+        }
+
+        #[test]
+        fn p25_without_events_it_decays_to_14(period in 1u64..1 << 62) {
+            let mut p = period;
+            for _ in 0..1000 {
+                p = adjusted_period(p, 0, 1000);
+            }
+            prop_assert_eq!(p, period.min(14));
+        }
+
+        #[test]
+        fn p25_a_steady_rate_reaches_a_fixed_point_near_the_ideal(rate in 1_000_000u64..4_000_000_000, freq in 1u64..10_000, start in 1u64..1 << 40) {
+            let mut p = start;
+            for _ in 0..2000 {
+                // Counts arrive at `rate`: events per second are rate / period.
+                let next = adjusted_period(p, rate / p, freq);
+                if next == p {
+                    break;
+                }
+                p = next;
+            }
+            let settled = adjusted_period(p, rate / p, freq);
+            let ideal = rate / freq;
+            // A whole number of events a second is all it sees: a step of one is a share of the period.
+            let slack = 16 + 2 * ideal / (rate / ideal.max(1)).max(1) + p / freq.max(1);
+            prop_assert!(settled.abs_diff(ideal) <= slack, "{settled} for {ideal}");
+        }
+    }
+
+    #[test]
+    fn rounding_favours_longer_periods() {
+        // An increase of 1 is made at once, a period up to 14 above the ideal stays.
+        assert_eq!(adjusted_period(100, 101, 100), 101);
+        assert_eq!(adjusted_period(114, 100, 114), 114);
+        assert_eq!(adjusted_period(1000, 1, 1_000_000), 876);
+        assert_eq!(
+            adjusted_period(u64::MAX >> 1, u64::MAX, 1),
+            u64::MAX >> 1,
+            "it saturates below 2^63"
+        );
+    }
+}

@@ -245,3 +245,51 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     v.exec();
     assert_eq!(sibling.state(), State::Off, "once");
 }
+
+#[test]
+fn settings_take_numbers_in_their_range_and_gate_at_once() {
+    let m = Machine::new(2);
+    let _v = m.vcpu(0);
+    for (knob, bad) in [
+        (Knob::Paranoid, "3"),
+        (Knob::SampleRateHz, "0"),
+        (Knob::MlockKb, "-1"),
+        (Knob::ReservedSlots, "3"),
+        (Knob::Overcommit, "2"),
+        (Knob::Overcommit, "yes"),
+        (Knob::Paranoid, ""),
+    ] {
+        let before = m.core.knob(knob);
+        let error = m.core.set_knob(knob, bad).unwrap_err();
+        assert!(error.to_string().contains(" to "), "it names the range: {error}");
+        assert_eq!(m.core.knob(knob), before);
+    }
+    let events: Vec<_> = (0..2).map(|_| m.open_vcpu(hw(), None)).collect();
+    let on = || events.iter().filter(|e| e.state() == State::Active).count();
+    assert_eq!(on(), 2);
+    m.core.set_knob(Knob::ReservedSlots, "1\n").unwrap();
+    assert_eq!((m.core.knob(Knob::ReservedSlots).as_str(), on()), ("1\n", 1));
+    m.core.set_knob(Knob::ReservedSlots, "0").unwrap();
+    assert_eq!(on(), 2);
+    m.core.set_knob(Knob::Overcommit, "0").unwrap();
+    assert_eq!(errno(&m, &m.admin, hw(), V0, None), libc::EBUSY);
+    m.core.set_knob(Knob::SampleRateHz, "50").unwrap();
+    assert_eq!(
+        errno(
+            &m,
+            &m.admin,
+            Attr {
+                freq: true,
+                sample_period: 51,
+                ..soft()
+            },
+            V0,
+            None
+        ),
+        libc::EINVAL
+    );
+    let user = m.core.session(0, Role::Operator);
+    assert_eq!(errno(&m, &user, soft(), V0, None), 0);
+    m.core.set_knob(Knob::Paranoid, "2").unwrap();
+    assert_eq!(errno(&m, &user, soft(), V0, None), libc::EACCES);
+}

@@ -243,3 +243,22 @@ proptest! {
         prop_assert_eq!(times, c.read().unwrap().value / period);
     }
 }
+
+#[test]
+fn p38_no_overflow_is_claimed_while_nothing_is_on() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 0);
+    let c = counter(&m, 10, 1);
+    m.run(0, 10);
+    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
+    assert_eq!(
+        v.service_overflows(&mut NoRegs, &mut |_| {}),
+        0,
+        "a second signal for the same overflow is not ours"
+    );
+    c.disable(Scope::Event).unwrap();
+    m.run(0, 100);
+    assert_eq!(v.stats().active, 0);
+    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| panic!("claimed")), 0);
+}

@@ -1,0 +1,120 @@
+//! The hot paths allocate nothing, and a tick's driver calls do not grow with the number of groups.
+#![allow(unsafe_code)]
+
+mod machine;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use machine::*;
+use perf_core::*;
+
+/// Counts the allocations of each thread.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: all calls go to the system's allocator; the counter is a plain thread-local without a destructor.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn allocations(work: impl FnOnce()) -> u64 {
+    let before = ALLOCATIONS.with(Cell::get);
+    work();
+    ALLOCATIONS.with(Cell::get) - before
+}
+
+#[test]
+fn the_counter_counts() {
+    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
+}
+
+#[test]
+fn tick_read_overflow_and_raise_allocate_nothing() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let wide = m.open(
+        Attr {
+            inherit: true,
+            ..hw()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let flexible: Vec<_> = (0..20).map(|_| m.open_vcpu(hw(), None)).collect();
+    let group = m.open_vcpu(soft(), None);
+    let _siblings: Vec<_> = (0..7).map(|_| m.open_vcpu(soft(), Some(&group))).collect();
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let attr = Attr {
+        pinned: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let counter = m
+        .core
+        .open(&m.guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    let sampling = |ty, config| Attr {
+        sample_type: SampleType::all(),
+        read_format: ReadFormat::GROUP,
+        ..Attr::sampling(ty, config, 10)
+    };
+    let sampled = m.open_vcpu(sampling(SOFT, 1), None);
+    let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareId::Exits as u64), None);
+    let _rings = [&sampled, &raised].map(|e| e.map(16, false).unwrap());
+    let mut buf = [0; 64];
+    let mut served = 0;
+    let n = allocations(|| {
+        for _ in 0..200 {
+            m.run(0, 25);
+            m.core.tick();
+            v.tick();
+            let _ = m.core.needs_tick();
+            v.service_overflows(&mut NoRegs, &mut |o| served += o.times);
+            v.software_event(SoftwareId::Exits, 25, Some(&mut NoRegs), &mut |_| {});
+            counter.read().unwrap();
+            counter.count().unwrap();
+            counter.arm(7).unwrap();
+            flexible[3].read_bytes(&mut buf).unwrap();
+            assert_eq!(group.read_group().unwrap().len(), 8);
+            wide.read().unwrap();
+            v.sched_out();
+            v.sched_in();
+            counter.disable(Scope::Event).unwrap();
+            counter.enable(Scope::Event).unwrap();
+        }
+    });
+    assert!(served > 0);
+    assert_eq!(n, 0);
+}
+
+#[test]
+fn a_ticks_driver_calls_do_not_grow_with_the_number_of_groups() {
+    for n in [10, 1000] {
+        let m = Machine::new(4);
+        let _v = m.vcpu(0);
+        let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let before = m.hw.starts();
+        for _ in 0..100 {
+            m.core.tick();
+        }
+        assert_eq!(m.hw.starts() - before, 100, "one start for each tick, {n} groups");
+    }
+}
