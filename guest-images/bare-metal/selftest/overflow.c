@@ -54,10 +54,10 @@ static void on_pmi(struct trap_frame *f)
     counters_on();
 }
 
-/* How many rounds of spin_chunk take about 2 ms. */
+/* How many rounds of spin_chunk take about 4 ms. */
 static u64 calibrate(u32 cpl)
 {
-    u64 rounds = 4, t0, tsc, target = tsc_hz / 500;
+    u64 rounds = 4, t0, tsc, target = tsc_hz / 250;
 
     for (;; rounds *= 4) {
         tsc = ~0UL;
@@ -75,6 +75,7 @@ static u64 calibrate(u32 cpl)
 static void overflow_row(const char *mode, u32 lvt, u32 cpl)
 {
     u64 rounds = calibrate(cpl), t0, tsc, total, expected;
+    u32 random = 1;
 
     pmu_reset();
     lvtpc = lvt;
@@ -91,8 +92,10 @@ static void overflow_row(const char *mode, u32 lvt, u32 cpl)
     t0 = rdtsc();
     counters_on();
     do {
+        /* Chunks of different lengths, or the interrupts would strike each at the same place. */
+        random = random * 1103515245 + 12345;
         sti();
-        run_at(cpl, spin_chunk, rounds);
+        run_at(cpl, spin_chunk, rounds / 2 + rounds * (random >> 24) / 256);
         cli();
         tsc = rdtsc() - t0;
     } while (tsc < tsc_hz / 1000 * RUN_MS);
