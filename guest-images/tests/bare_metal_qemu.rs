@@ -1,0 +1,128 @@
+//! The bare-metal guests boot on a machine that is not ours: QEMU without KVM, which reads the multiboot address fields
+//! instead of the ELF headers and has no PMU. Skipped, with a message, where QEMU is not installed.
+
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use guest_images::bare_metal::{GUESTS, write_all};
+
+/// Far more than the second that a run takes, so that only a hang reaches it.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// What a guest printed and how QEMU ended: `Some(0)` for a power-off, (N << 1) | 1 for a debug exit.
+struct Run {
+    output: String,
+    status: Option<i32>,
+}
+
+fn run(name: &str, cmdline: &str, cpus: u32) -> Option<Run> {
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
+        .join(format!("bare-metal-{}-{number}", std::process::id()));
+    write_all(&dir).unwrap();
+    let spawned = Command::new("qemu-system-x86_64")
+        .args([
+            "-accel", "tcg", "-cpu", "max", "-display", "none", "-nic", "none", "-serial", "stdio",
+        ])
+        .args([
+            "-device",
+            "isa-debug-exit,iobase=0xf4,iosize=4",
+            "-no-reboot",
+            "-smp",
+            &cpus.to_string(),
+        ])
+        .arg("-kernel")
+        .arg(dir.join(format!("{name}.elf")))
+        .args(["-append", cmdline])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn();
+    let Ok(mut qemu) = spawned else {
+        eprintln!("skipped: qemu-system-x86_64 cannot be run");
+        std::fs::remove_dir_all(&dir).unwrap();
+        return None;
+    };
+    let status = wait(&mut qemu);
+    let mut output = String::new();
+    qemu.stdout.take().unwrap().read_to_string(&mut output).unwrap();
+    std::fs::remove_dir_all(&dir).unwrap();
+    Some(Run { output, status })
+}
+
+fn wait(qemu: &mut Child) -> Option<i32> {
+    let end = Instant::now() + LIMIT;
+    loop {
+        if let Some(status) = qemu.try_wait().unwrap() {
+            return status.code();
+        }
+        if Instant::now() > end {
+            qemu.kill().unwrap();
+            qemu.wait().unwrap();
+            panic!("the guest did not end within {} s", LIMIT.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn the_built_in_guest_says_that_there_is_no_pmu_and_powers_off() {
+    let Some(run) = run("selftest", "lines", 2) else {
+        return;
+    };
+    assert!(run.output.contains("This machine has no PMU"), "{}", run.output);
+    assert!(run.output.contains("2 CPUs"), "{}", run.output);
+    assert!(run.output.contains("result selftest pmu=none"), "{}", run.output);
+    assert_eq!(run.status, Some(0), "{}", run.output);
+}
+
+#[test]
+fn spinning_uses_every_cpu_at_cpl3_and_ends() {
+    let Some(run) = run("selftest", "quiet spin=1", 2) else {
+        return;
+    };
+    assert!(
+        run.output.contains("result spin cpus=2 seconds=1"),
+        "{}",
+        run.output
+    );
+    assert_eq!(run.status, Some(0), "{}", run.output);
+}
+
+/// QEMU answers AMD's core counter registers although its CPUID does not announce them, so the test kernel must find
+/// fault with it: a check that the assertions can fail, and that a failure shows in the exit status.
+#[test]
+fn the_test_kernel_reports_what_is_wrong_with_qemu() {
+    let Some(run) = run("vpmu", "", 1) else { return };
+    let plan = run
+        .output
+        .lines()
+        .find_map(|l| l.trim().strip_prefix("1.."))
+        .expect("a TAP plan");
+    let results = run
+        .output
+        .lines()
+        .filter(|l| l.starts_with("ok ") || l.starts_with("not ok "))
+        .count();
+    assert_eq!(plan.parse(), Ok(results), "{}", run.output);
+    assert!(
+        run.output.lines().any(|l| l.starts_with("not ok ")),
+        "{}",
+        run.output
+    );
+    assert_eq!(run.status, Some(3), "{}", run.output);
+}
+
+#[test]
+fn the_exact_kernel_skips_where_nothing_counts() {
+    let Some(run) = run("exact", "", 1) else { return };
+    assert!(run.output.contains("1..0 # SKIP"), "{}", run.output);
+    assert_eq!(run.status, Some(0), "{}", run.output);
+}
+
+#[test]
+fn every_guest_is_run_by_a_test_here() {
+    let names: Vec<_> = GUESTS.iter().map(|guest| guest.name).collect();
+    assert_eq!(names, ["selftest", "vpmu", "exact"]);
+}
