@@ -19,8 +19,11 @@ struct Run {
 }
 
 fn run(name: &str, cmdline: &str, cpus: u32) -> Option<Run> {
-    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
-        .join(format!("bare-metal-{}-{number}", std::process::id()));
+    // Tests run side by side in one process, and test runs in several.
+    static RUNS: AtomicU32 = AtomicU32::new(0);
+    let number = RUNS.fetch_add(1, Ordering::Relaxed);
+    let own = format!("bare-metal-{}-{number}", std::process::id());
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(own);
     write_all(&dir).unwrap();
     let spawned = Command::new("qemu-system-x86_64")
         .args([
