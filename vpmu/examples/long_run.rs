@@ -7,6 +7,8 @@ mod testing;
 
 use std::time::Instant;
 
+use vpmu::sim::SimEvents;
+
 /// Splitmix64: small, and any seed is a good one.
 struct Random(u64);
 
@@ -37,7 +39,7 @@ fn main() {
         for chunk in bytes.chunks_exact_mut(8) {
             chunk.copy_from_slice(&random.next().to_le_bytes());
         }
-        operations += testing::stream::run(&bytes);
+        operations += testing::stream::run::<SimEvents>(&bytes);
         models += 1;
     }
     println!(

@@ -14,6 +14,19 @@ pub enum Kind {
     V2,
 }
 
+/// The event select in a selector: twelve bits on AMD, eight on Intel.
+pub fn select_of(amd: bool, selector: u64) -> u64 {
+    let low = selector & 0xFF;
+    if amd {
+        low | (selector >> 32 & 0xF) << 8
+    } else {
+        low
+    }
+}
+
+/// Whether nothing counts for a general-purpose counter's selector (with `true` for AMD), or a fixed counter.
+pub type Uncountable = fn(bool, Option<u64>, u32) -> bool;
+
 /// The event select that nothing can count in these tests.
 pub const UNCOUNTABLE_SELECT: u64 = 0x55;
 
@@ -32,10 +45,11 @@ pub struct Reference {
     debugctl: u64,
     pub pmi_due: bool,
     filter: Option<FilterSpec>,
+    uncountable: Uncountable,
 }
 
 impl Reference {
-    pub fn new(kind: Kind, gp: u32, fixed: u32, width: u32) -> Self {
+    pub fn new(kind: Kind, gp: u32, fixed: u32, width: u32, uncountable: Uncountable) -> Self {
         let mut new = Self {
             kind,
             gp,
@@ -50,6 +64,7 @@ impl Reference {
             debugctl: 0,
             pmi_due: false,
             filter: None,
+            uncountable,
         };
         new.reset();
         new
@@ -275,10 +290,7 @@ impl Reference {
 
     fn filter_allows_general(&self, selector: u64) -> bool {
         let Some(filter) = &self.filter else { return true };
-        let mut select = selector & 0xFF;
-        if self.is_amd() {
-            select |= (selector >> 32 & 0xF) << 8;
-        }
+        let select = select_of(self.is_amd(), selector);
         let umask = selector >> 8 & 0xFF;
         let mut included = false;
         let mut excluded = false;
@@ -317,15 +329,11 @@ impl Reference {
             Kind::Intel(1) | Kind::K7 | Kind::Core => true,
             _ => self.global_ctrl & 1 << n != 0,
         };
-        let mut select = selector & 0xFF;
-        if self.is_amd() {
-            select |= (selector >> 32 & 0xF) << 8;
-        }
         enabled
             && at_some_level
             && globally
             && !self.frozen()
-            && select != UNCOUNTABLE_SELECT
+            && !(self.uncountable)(self.is_amd(), Some(selector), 0)
             && self.filter_allows_general(selector)
     }
 
@@ -333,6 +341,7 @@ impl Reference {
         self.fixed_ctrl >> (4 * n) & 3 != 0
             && self.global_ctrl & 1 << (32 + n) != 0
             && !self.frozen()
+            && !(self.uncountable)(self.is_amd(), None, n)
             && self.filter_allows_fixed(n)
     }
 

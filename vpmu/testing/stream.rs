@@ -8,7 +8,7 @@ use vpmu::filter::{Action, EntrySpec, FilterSpec};
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
-use super::reference::{Kind, Reference, UNCOUNTABLE_SELECT};
+use super::reference::{Kind, Reference, UNCOUNTABLE_SELECT, select_of};
 
 /// Takes numbers from bytes; zeros when they are used up.
 pub struct Bytes<'a> {
@@ -46,9 +46,9 @@ impl<'a> Bytes<'a> {
 }
 
 /// A PMU and its reference, which must never disagree.
-pub struct Pair {
+pub struct Pair<H> {
     vpmu: Vpmu,
-    events: SimEvents,
+    events: H,
     reference: Reference,
     filter: Arc<EventFilter>,
     /// Notifications have been held back; the real thing may know less than the reference until they come.
@@ -59,20 +59,46 @@ pub struct Pair {
     pub operations: u64,
 }
 
-fn countable(request: &EventRequest) -> Backing {
-    match request.selection {
-        Selection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => Backing::None,
-        _ => Backing::Hardware,
+/// Counting events that a test can let tick.
+pub trait Host: CounterEvents {
+    /// Events for a guest whose model is `vendor`'s.
+    fn new(vendor: Vendor) -> Self;
+
+    /// Whether nothing counts for this general-purpose counter's selector, or for this fixed counter.
+    fn uncountable(amd: bool, selector: Option<u64>, fixed: u32) -> bool;
+
+    /// Lets the guest run for at most `ticks`, up to and including the first at which an armed overflow comes. Returns how
+    /// many passed.
+    fn run(&mut self, ticks: u64) -> u64;
+
+    /// Counters whose armed overflow came and was not taken yet.
+    fn take_notified(&mut self) -> Vec<CounterIndex>;
+}
+
+impl Host for SimEvents {
+    fn new(_: Vendor) -> Self {
+        let mut events = SimEvents::default();
+        events.backing_of = |request| match request.selection {
+            Selection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => Backing::None,
+            _ => Backing::Hardware,
+        };
+        events
+    }
+
+    fn uncountable(amd: bool, selector: Option<u64>, _: u32) -> bool {
+        selector.is_some_and(|selector| select_of(amd, selector) == UNCOUNTABLE_SELECT)
+    }
+
+    fn run(&mut self, ticks: u64) -> u64 {
+        SimEvents::run(self, ticks)
+    }
+
+    fn take_notified(&mut self) -> Vec<CounterIndex> {
+        SimEvents::take_notified(self).collect()
     }
 }
 
-fn sim() -> SimEvents {
-    let mut events = SimEvents::default();
-    events.backing_of = countable;
-    events
-}
-
-impl Pair {
+impl<H: Host> Pair<H> {
     /// A model chosen by the first bytes.
     pub fn new(bytes: &mut Bytes<'_>) -> Self {
         let kind = match bytes.below(16) {
@@ -111,7 +137,7 @@ impl Pair {
         let model = Model::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
         let mut addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         // The registers that exist, once more each: most accesses should go there.
-        let reference = Reference::new(kind, gp, fixed, width);
+        let reference = Reference::new(kind, gp, fixed, width, H::uncountable);
         let existing: Vec<u32> = addresses
             .iter()
             .copied()
@@ -122,7 +148,7 @@ impl Pair {
         }
         Self {
             vpmu: Vpmu::new(model),
-            events: sim(),
+            events: H::new(model.vendor()),
             reference,
             filter: Arc::new(EventFilter::allow_all()),
             late: false,
@@ -203,7 +229,10 @@ impl Pair {
         }
         self.vpmu.reconcile(&mut self.events);
         if late {
-            self.events.run_through(ticks);
+            let mut left = ticks;
+            while left > 0 {
+                left -= self.events.run(left);
+            }
             self.late = true;
             return;
         }
@@ -328,7 +357,7 @@ impl Pair {
                 let saved = self.vpmu.save(&mut self.events);
                 let mut there = Vpmu::new(*self.vpmu.model());
                 there.set_filter(self.filter.clone());
-                let mut events = sim();
+                let mut events = H::new(self.vpmu.model().vendor());
                 there
                     .restore(&saved, &mut events)
                     .expect("what was saved can be restored");
@@ -340,7 +369,7 @@ impl Pair {
             _ => match bytes.below(8) {
                 0 => {
                     self.vpmu.reset(&mut self.events);
-                    self.events.take_notified().for_each(drop);
+                    self.events.take_notified();
                     self.reference.reset();
                     self.late = false;
                 }
@@ -383,10 +412,10 @@ impl Pair {
     }
 }
 
-/// Applies everything the bytes say.
-pub fn run(bytes: &[u8]) -> u64 {
+/// Applies everything the bytes say, on events of kind `H`. Returns the number of operations.
+pub fn run<H: Host>(bytes: &[u8]) -> u64 {
     let mut bytes = Bytes::new(bytes);
-    let mut pair = Pair::new(&mut bytes);
+    let mut pair = Pair::<H>::new(&mut bytes);
     while !bytes.is_empty() {
         pair.step(&mut bytes);
     }

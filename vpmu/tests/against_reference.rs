@@ -4,12 +4,13 @@
 mod testing;
 
 use proptest::prelude::*;
+use vpmu::sim::SimEvents;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1024, ..ProptestConfig::default() })]
 
     #[test]
     fn any_stream_of_operations_gives_what_the_manuals_say(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
-        testing::stream::run(&bytes);
+        testing::stream::run::<SimEvents>(&bytes);
     }
 }

@@ -143,7 +143,10 @@ fn sampling_on_perf_core_allocates_nothing() {
     let mut round = |vpmu: &mut Vpmu, n: u64| {
         for (msr, value) in [
             (IA32_PERF_GLOBAL_CTRL, 0),
-            (IA32_PERFEVTSEL0, if n % 2 == 0 { 0x53_00C0 } else { 0x52_00C0 }),
+            (
+                IA32_PERFEVTSEL0,
+                if n.is_multiple_of(2) { 0x53_00C0 } else { 0x52_00C0 },
+            ),
             (IA32_A_PMC0, (1 << 48) - 3),
             (IA32_PERF_GLOBAL_CTRL, 0xF),
         ] {

@@ -6,5 +6,5 @@
 mod testing;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    testing::stream::run(bytes);
+    testing::stream::run::<vpmu::sim::SimEvents>(bytes);
 });
