@@ -9,13 +9,14 @@ use std::path::PathBuf;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
+use vpmu::events::UnknownPolicy;
+use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
+
 use crate::boot::layout::MAX_CPUS;
 use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
 /// Memory of a guest when none is asked for, in bytes.
 pub const DEFAULT_RAM_BYTES: u64 = 512 << 20;
-/// Most counters of one kind that can be asked for (Intel's architecture allows 32).
-const MAX_COUNTERS: u8 = 32;
 
 /// How `perfvisor run` ended, as its exit status. The guest's own statuses, written to the
 /// debug-exit port, are odd; all of ours are even.
@@ -117,10 +118,10 @@ pub struct RunArgs {
     pub name: Option<String>,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
     #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
-    pub pmu: PmuModel,
+    pub pmu: ModelName,
     /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
     #[arg(long, value_name = "GP[+FIXED]", value_parser = parse_counters)]
-    pub pmu_counters: Option<PmuCounters>,
+    pub pmu_counters: Option<CounterNumbers>,
     /// Counter width in bits, 32 to 64.
     #[arg(long, value_name = "BITS", value_parser = parse_width)]
     pub pmu_width: Option<u8>,
@@ -132,56 +133,16 @@ pub struct RunArgs {
     pub pmi_limit: Option<u32>,
     /// What counts for the guest's counters: auto, hardware, clock, exact or none.
     #[arg(long, value_name = "BACKING", default_value = "auto", value_parser = parse_backing)]
-    pub backing: Backing,
+    pub backing: BackingPolicy,
     /// How the guest's RDPMC instruction is served: trap (replaced at load), off, or hwbp (hardware breakpoints).
     #[arg(long, value_name = "HOW", default_value = "trap", value_parser = parse_rdpmc)]
     pub rdpmc: RdpmcMode,
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
     pub share: SharePolicy,
-}
-
-/// The PMU the guest sees.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PmuModel {
-    /// The host's vendor, default version.
-    Auto,
-    /// None.
-    Off,
-    /// Like the host's, as far as it can be backed.
-    Host,
-    /// Intel architectural perfmon of a version 1 to 5; `None` is the default one.
-    Intel(Option<u8>),
-    /// AMD core counters (six).
-    Amd,
-    /// AMD K7 counters (four).
-    AmdK7,
-    /// AMD PerfMonV2.
-    AmdV2,
-}
-
-/// Numbers of counters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PmuCounters {
-    /// General-purpose counters.
-    pub general: u8,
-    /// Fixed counters, if given.
-    pub fixed: Option<u8>,
-}
-
-/// What counts for a guest counter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backing {
-    /// The best the host has.
-    Auto,
-    /// Host perf hardware events.
-    Hardware,
-    /// vCPU time scaled to cycles.
-    Clock,
-    /// Single-stepping, each instruction decoded.
-    Exact,
-    /// Nothing: counters stand still.
-    None,
+    /// At the end, print what each vCPU and its PMU did (standard error).
+    #[arg(long)]
+    pub stats: bool,
 }
 
 /// How RDPMC reaches us.
@@ -274,7 +235,7 @@ fn explain(error: &clap::Error) -> CliExit {
 }
 
 /// Values come from the user and may hold anything.
-fn one_line(text: &str) -> String {
+pub fn one_line(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })
         .collect()
@@ -323,44 +284,12 @@ fn parse_name(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
-fn parse_pmu(text: &str) -> Result<PmuModel, String> {
-    Ok(match text {
-        "auto" => PmuModel::Auto,
-        "off" => PmuModel::Off,
-        "host" => PmuModel::Host,
-        "intel" => PmuModel::Intel(None),
-        "amd" => PmuModel::Amd,
-        "amd-k7" => PmuModel::AmdK7,
-        "amd-v2" => PmuModel::AmdV2,
-        _ => match text.strip_prefix("intel-v").map(str::parse::<u8>) {
-            Some(Ok(version)) if (1..=5).contains(&version) => PmuModel::Intel(Some(version)),
-            _ => {
-                return Err(
-                    "must be auto, off, host, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2".into(),
-                );
-            }
-        },
-    })
+fn parse_pmu(text: &str) -> Result<ModelName, String> {
+    text.parse().map_err(|e: ModelError| e.to_string())
 }
 
-fn parse_counters(text: &str) -> Result<PmuCounters, String> {
-    let wrong = || format!("must be GP or GP+FIXED, each 0 to {MAX_COUNTERS}, as in 4+3");
-    let number = |t: &str| {
-        t.parse::<u8>()
-            .ok()
-            .filter(|n| *n <= MAX_COUNTERS && !t.starts_with('+'))
-            .ok_or_else(wrong)
-    };
-    Ok(match text.split_once('+') {
-        Some((general, fixed)) => PmuCounters {
-            general: number(general)?,
-            fixed: Some(number(fixed)?),
-        },
-        None => PmuCounters {
-            general: number(text)?,
-            fixed: None,
-        },
-    })
+fn parse_counters(text: &str) -> Result<CounterNumbers, String> {
+    text.parse().map_err(|e: ModelError| e.to_string())
 }
 
 fn parse_width(text: &str) -> Result<u8, String> {
@@ -375,15 +304,8 @@ fn parse_pmi_limit(text: &str) -> Result<u32, String> {
         .map_err(|_| format!("must be a number of PMIs per second, 0 to {}", u32::MAX))
 }
 
-fn parse_backing(text: &str) -> Result<Backing, String> {
-    Ok(match text {
-        "auto" => Backing::Auto,
-        "hardware" => Backing::Hardware,
-        "clock" => Backing::Clock,
-        "exact" => Backing::Exact,
-        "none" => Backing::None,
-        _ => return Err("must be auto, hardware, clock, exact or none".into()),
-    })
+fn parse_backing(text: &str) -> Result<BackingPolicy, String> {
+    text.parse().map_err(|e: UnknownPolicy| e.to_string())
 }
 
 fn parse_rdpmc(text: &str) -> Result<RdpmcMode, String> {
@@ -435,7 +357,7 @@ mod tests {
         );
         assert_eq!(
             (args.pmu, args.backing, args.rdpmc),
-            (PmuModel::Auto, Backing::Auto, RdpmcMode::Trap)
+            (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Trap)
         );
     }
 
@@ -472,10 +394,10 @@ mod tests {
         .unwrap();
         assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
         assert_eq!((args.cpus, args.memory), (64, 16 << 20));
-        assert_eq!(args.pmu, PmuModel::Intel(Some(4)));
+        assert_eq!(args.pmu, ModelName::Generation(vpmu::Generation::Intel(4)));
         assert_eq!(
             args.pmu_counters,
-            Some(PmuCounters {
+            Some(CounterNumbers {
                 general: 8,
                 fixed: Some(4)
             })
@@ -503,7 +425,7 @@ mod tests {
             (&["--pmu", "vax"], "'vax'", "amd-v2"),
             (&["--pmu", "intel-v6"], "'intel-v6'", "intel-v5"),
             (&["--pmu-counters", "4+"], "'4+'", "4+3"),
-            (&["--pmu-counters", "33"], "'33'", "32"),
+            (&["--pmu-counters", "x"], "'x'", "4+3"),
             (&["--pmu-width", "31"], "'31'", "32 to 64"),
             (&["--backing", "x"], "'x'", "hardware"),
             (&["--rdpmc", "x"], "'x'", "hwbp"),

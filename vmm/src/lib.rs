@@ -1,9 +1,27 @@
-//! The Perfvisor VMM.
+//! The Perfvisor VMM: KVM, boot, devices, vCPU threads and the virtual PMU's place among them.
+//!
+//! | module | story |
+//! |---|---|
+//! | [`cli`], [`run`], [`check`] | the commands |
+//! | [`vm`] | a machine: made from a configuration, run until it ends |
+//! | [`vcpu`] | the thread around KVM_RUN, kicks, PMI delivery |
+//! | [`pmu`] | the register file joined to the perf core |
+//! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |
+//! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
+//! | [`devices`], [`console`] | the rest of the machine |
 
 pub mod boot;
+pub mod check;
 pub mod cli;
 pub mod console;
 pub mod devices;
+pub mod kvm;
 pub mod memory;
+
+pub mod pmu;
 pub mod profile;
 pub mod rdpmc;
+pub mod run;
+pub mod signals;
+pub mod vcpu;
+pub mod vm;

@@ -1,2 +1,57 @@
 //! The `perfvisor` command.
-fn main() {}
+
+use std::process::ExitCode;
+
+use perfvisor_vmm::cli::{self, CliExit, Command, ExitStatus};
+use perfvisor_vmm::{check, run};
+
+fn main() -> ExitCode {
+    let start = run::StartTime::now();
+    let cli = match cli::parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(CliExit::Text(text)) => {
+            print!("{text}");
+            return ExitCode::SUCCESS;
+        }
+        Err(CliExit::Error(line)) => {
+            eprintln!("perfvisor: {line}");
+            return ExitCode::from(ExitStatus::BadInput.code());
+        }
+    };
+    init_log(cli.verbose);
+    let result = match cli.command {
+        Command::Run(args) => run::run(&args, start),
+        Command::Check(args) => check::check(&args),
+    };
+    match result {
+        Ok(status) => ExitCode::from(status.code()),
+        Err(line) => {
+            eprintln!("perfvisor: {}", cli::one_line(&line));
+            ExitCode::from(ExitStatus::BadInput.code())
+        }
+    }
+}
+
+/// Messages go to standard error; `-v` shows more, and `RUST_LOG` has the last word.
+fn init_log(verbose: u8) {
+    let level = match verbose {
+        0 => log::LevelFilter::Warn,
+        1 => log::LevelFilter::Info,
+        2 => log::LevelFilter::Debug,
+        _ => log::LevelFilter::Trace,
+    };
+    env_logger::Builder::new()
+        .filter_level(level)
+        .parse_default_env()
+        .format(|out, record| {
+            use std::io::Write;
+            // A raw terminal needs the carriage return.
+            write!(
+                out,
+                "perfvisor: {}: {}\r\n",
+                record.level().as_str().to_lowercase(),
+                record.args()
+            )
+        })
+        .init();
+}

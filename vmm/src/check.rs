@@ -1,0 +1,189 @@
+//! `perfvisor check`: what this host can do, in words or as JSON.
+
+use std::fmt::Write as _;
+
+use perf_core::pmu::host::HostProbe;
+use serde::Serialize;
+use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
+
+use crate::cli::{CheckArgs, ExitStatus};
+use crate::kvm::cpuid;
+use crate::kvm::host::{self, KvmFacts};
+use crate::pmu::backing;
+
+/// Everything `perfvisor check` says.
+#[derive(Debug, Serialize)]
+struct Report {
+    /// Version of this program.
+    perfvisor: &'static str,
+    /// The host's kernel release.
+    kernel: String,
+    /// KVM, or why there is none.
+    kvm: Result<KvmFacts, String>,
+    /// perf events.
+    perf: HostProbe,
+    /// Whether the limits of perf_event_paranoid apply to this process.
+    paranoid_applies: bool,
+    /// What `--pmu auto` gives here.
+    pmu_auto: String,
+    /// What counts each event of a guest under `--backing auto`.
+    events: Vec<EventBacking>,
+}
+
+/// What counts one guest event.
+#[derive(Debug, Serialize)]
+struct EventBacking {
+    event: &'static str,
+    backing: &'static str,
+    /// What a user must know to read the number.
+    note: &'static str,
+}
+
+/// Prints the report.
+///
+/// # Errors
+/// One line for the user when the host cannot run any guest.
+pub fn check(args: &CheckArgs) -> Result<ExitStatus, String> {
+    let report = Report::collect();
+    if args.json {
+        let text = serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?;
+        println!("{text}");
+    } else {
+        print!("{}", report.text());
+    }
+    match report.kvm {
+        Ok(_) => Ok(ExitStatus::PoweredOff),
+        Err(line) => Err(line),
+    }
+}
+
+impl Report {
+    fn collect() -> Self {
+        let perf = HostProbe::run();
+        let kvm = host::open()
+            .and_then(|kvm| host::facts(&kvm))
+            .map_err(|e| e.to_string());
+        let pmu_auto = Model::resolve(ModelName::Auto, None, None, &mut cpuid::read_host)
+            .map_or_else(|e| e.to_string(), |model| model.to_string());
+        Self {
+            perfvisor: env!("CARGO_PKG_VERSION"),
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
+                .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
+            kvm,
+            paranoid_applies: !has_perfmon_capability(),
+            pmu_auto,
+            events: backings(&perf),
+            perf,
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut out = String::new();
+        let mut line = |name: &str, value: &str| {
+            let _ = writeln!(out, "{name:<24}{value}");
+        };
+        line("perfvisor", self.perfvisor);
+        line("host kernel", &self.kernel);
+        match &self.kvm {
+            Ok(kvm) => {
+                line("KVM", &kvm.flavour.to_string());
+                line(
+                    "  Linux guests",
+                    if kvm.runs_linux {
+                        "yes"
+                    } else {
+                        "no: guest kernels run in KVM's instruction emulator; use the lab (make lab, make demo)"
+                    },
+                );
+                line("  PMU registers trapped", yes(kvm.traps_msrs));
+                line(
+                    "  KVM's own vPMU",
+                    if kvm.can_disable_own_pmu {
+                        "is switched off per VM"
+                    } else {
+                        "is not offered"
+                    },
+                );
+                line("  binary statistics", yes(kvm.binary_stats));
+                line("  vCPUs per VM", &kvm.max_vcpus.to_string());
+            }
+            Err(e) => line("KVM", &format!("unusable: {e}")),
+        }
+        let perf = &self.perf;
+        match &perf.no_slots_because {
+            None => line("host PMU", &format!("{} slots per vCPU", perf.slots)),
+            Some(reason) => line("host PMU", &format!("none ({reason})")),
+        }
+        line(
+            "  NMI watchdog",
+            if perf.nmi_watchdog {
+                "on: it holds one slot"
+            } else {
+                "off"
+            },
+        );
+        line(
+            "  mediated vPMUs",
+            if perf.mediated { "hold the PMU now" } else { "none" },
+        );
+        line("  user-space reads", yes(perf.user_read));
+        let paranoid = match perf.paranoid {
+            Some(level) if self.paranoid_applies => format!("{level}"),
+            Some(level) => format!("{level} (this process is exempt)"),
+            None => "unknown: no /proc/sys/kernel/perf_event_paranoid".to_owned(),
+        };
+        line("perf_event_paranoid", &paranoid);
+        line("software clock events", yes(perf.software_clock));
+        line("--pmu auto", &self.pmu_auto);
+        let _ = writeln!(out, "\n{:<24}{:<12}note", "guest event", "backing");
+        for event in &self.events {
+            let _ = writeln!(out, "{:<24}{:<12}{}", event.event, event.backing, event.note);
+        }
+        out
+    }
+}
+
+fn yes(value: bool) -> &'static str {
+    if value { "yes" } else { "no" }
+}
+
+/// What backs each event under `--backing auto`.
+fn backings(perf: &HostProbe) -> Vec<EventBacking> {
+    let hardware = backing::backability(BackingPolicy::Hardware, perf);
+    let auto = backing::backability(BackingPolicy::Auto, perf);
+    ArchEvent::ALL
+        .into_iter()
+        .map(|event| {
+            let (backing, note) = if hardware.has(event) {
+                ("hardware", "")
+            } else if !auto.has(event) {
+                ("none", "not supported in the guest")
+            } else if perf.software_clock {
+                (
+                    "clock",
+                    "vCPU run time x TSC frequency; :u or :k alone is an estimate",
+                )
+            } else {
+                ("none", "the host refuses software clock events")
+            };
+            EventBacking {
+                event: event.name(),
+                backing,
+                note,
+            }
+        })
+        .collect()
+}
+
+/// Whether this process has CAP_PERFMON or CAP_SYS_ADMIN (capabilities(7)) in effect.
+fn has_perfmon_capability() -> bool {
+    const CAP_SYS_ADMIN: u32 = 21;
+    const CAP_PERFMON: u32 = 38;
+    std::fs::read_to_string("/proc/self/status").is_ok_and(|status| {
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix("CapEff:"))
+            .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+            .is_some_and(|set| set & (1 << CAP_SYS_ADMIN | 1 << CAP_PERFMON) != 0)
+    })
+}

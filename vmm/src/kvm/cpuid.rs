@@ -1,0 +1,183 @@
+//! The CPUID a vCPU shows: what the host's KVM supports, the vCPU's place in the machine, and the PMU's leaves.
+//!
+//! Order matters: first the host's values, then identity (vendor, family) where the PMU model is another vendor's,
+//! then topology, and last the PMU model, which has the final word on every bit that announces a counter.
+
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use kvm_ioctls::Kvm;
+use vpmu::{Backability, CpuidRegs, HostPmu, Model, Vendor};
+
+/// Why the guest's CPUID could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CpuidError {
+    /// KVM did not tell what it supports.
+    #[error("KVM_GET_SUPPORTED_CPUID failed: {0}")]
+    Supported(#[source] kvm_ioctls::Error),
+    /// The table grew beyond what KVM takes.
+    #[error("the guest's CPUID needs {0} entries, more than KVM takes")]
+    TooMany(usize),
+}
+
+/// Leaf 1 EAX of the processor shown when an Intel PMU is asked for on a host of another vendor: family 6 with a
+/// model number Intel has not used, so that guests take their architectural ("generic") paths instead of applying
+/// tables of model-specific events and errata that nothing here could honour.
+const GENERIC_INTEL_SIGNATURE: u32 = 0x000f_06f0;
+/// Leaf 1 EAX of the processor shown when an AMD PMU is asked for on a host of another vendor: family 17h, model 31h,
+/// the first generation whose core counters need no erratum workarounds in guests.
+const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
+
+/// CPUID.1:ECX.TSC_DEADLINE.
+const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
+/// CPUID.1:ECX.HYPERVISOR.
+const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
+/// CPUID.1:EDX.HTT (the package has more than one logical processor).
+const LEAF1_EDX_HTT: u32 = 1 << 28;
+/// CPUID.80000001:ECX.CMP_LEGACY.
+const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
+
+/// What the vCPUs are to look like.
+#[derive(Clone, Copy, Debug)]
+pub struct GuestCpu<'a> {
+    /// The PMU model, which may be the one that hides the PMU.
+    pub pmu: &'a Model,
+    /// What its backing can count.
+    pub backability: Backability,
+    /// Number of vCPUs.
+    pub cpus: u8,
+    /// Whether the in-kernel local APIC offers TSC-deadline mode.
+    pub tsc_deadline: bool,
+}
+
+/// Executes CPUID on this processor; the reader that [`Model::resolve`] takes.
+pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
+    let r = std::arch::x86_64::__cpuid_count(leaf, subleaf);
+    CpuidRegs {
+        eax: r.eax,
+        ebx: r.ebx,
+        ecx: r.ecx,
+        edx: r.edx,
+    }
+}
+
+/// What this host's KVM supports.
+///
+/// # Errors
+/// [`CpuidError::Supported`].
+pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
+    kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(CpuidError::Supported)
+}
+
+/// The CPUID of vCPU `id`.
+///
+/// # Errors
+/// [`CpuidError::TooMany`] when the leaves of the PMU do not fit any more.
+pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId, CpuidError> {
+    let mut entries: Vec<kvm_cpuid_entry2> = supported.as_slice().to_vec();
+    let vendor = guest.pmu.vendor();
+    if HostPmu::vendor(&mut read_host) != vendor {
+        set_identity(&mut entries, vendor);
+    }
+    for entry in &mut entries {
+        set_topology(entry, guest, id);
+        // APERF and MPERF would count the host.
+        if entry.function == 6 {
+            entry.ecx &= !1;
+        }
+    }
+    apply_pmu(&mut entries, guest.pmu, guest.backability);
+    let count = entries.len();
+    CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany(count))
+}
+
+fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
+    let (name, signature) = match vendor {
+        Vendor::Intel => (b"GenuineIntel", GENERIC_INTEL_SIGNATURE),
+        Vendor::Amd => (b"AuthenticAMD", GENERIC_AMD_SIGNATURE),
+    };
+    let word = |i: usize| u32::from_le_bytes([name[i], name[i + 1], name[i + 2], name[i + 3]]);
+    for entry in entries {
+        match entry.function {
+            0 | 0x8000_0000 => {
+                (entry.ebx, entry.edx, entry.ecx) = (word(0), word(4), word(8));
+            }
+            1 => entry.eax = signature,
+            0x8000_0001 if vendor == Vendor::Amd => entry.eax = signature,
+            _ => {}
+        }
+    }
+}
+
+fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
+    let cpus = u32::from(guest.cpus);
+    let id = u32::from(id);
+    // Bits of the APIC id below the package: enough for every vCPU as a core with one thread.
+    let core_bits = 32 - (cpus - 1).leading_zeros().min(32);
+    match entry.function {
+        1 => {
+            entry.ebx = entry.ebx & 0xffff | id << 24 | (1u32 << core_bits).min(255) << 16;
+            entry.ecx |= LEAF1_ECX_HYPERVISOR;
+            set_bit(&mut entry.ecx, LEAF1_ECX_TSC_DEADLINE, guest.tsc_deadline);
+            set_bit(&mut entry.edx, LEAF1_EDX_HTT, cpus > 1);
+        }
+        // Deterministic cache parameters: cores per package in EAX[31:26], threads sharing in EAX[25:14].
+        4 if entry.eax & 0x1f != 0 => {
+            let shared = if entry.eax >> 5 & 7 >= 3 {
+                (1u32 << core_bits) - 1
+            } else {
+                0
+            };
+            entry.eax = entry.eax & 0x3fff | shared << 14 | ((1u32 << core_bits) - 1).min(63) << 26;
+        }
+        0xb | 0x1f => {
+            entry.edx = id;
+            (entry.eax, entry.ebx, entry.ecx) = match entry.index {
+                0 => (0, 1, 1 << 8),
+                1 => (core_bits, cpus, 1 | 2 << 8),
+                n => (0, 0, n & 0xff),
+            };
+        }
+        0x8000_0001 => set_bit(&mut entry.ecx, EXT1_ECX_CMP_LEGACY, cpus > 1),
+        0x8000_0008 => entry.ecx = core_bits << 12 | (cpus - 1),
+        0x8000_001d if entry.eax & 0x1f != 0 => {
+            let shared = if entry.eax >> 5 & 7 >= 3 { cpus - 1 } else { 0 };
+            entry.eax = entry.eax & 0x3fff | shared << 14;
+        }
+        0x8000_001e => {
+            entry.eax = id;
+            entry.ebx = id;
+            entry.ecx = 0;
+        }
+        _ => {}
+    }
+}
+
+/// Lets the PMU model have its say on every leaf, and adds the leaves it needs that the host lacks.
+fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &Model, backability: Backability) {
+    for &leaf in model.required_leaves() {
+        if !entries.iter().any(|e| e.function == leaf) {
+            entries.push(kvm_cpuid_entry2 {
+                function: leaf,
+                ..Default::default()
+            });
+        }
+    }
+    for e in entries {
+        let mut regs = CpuidRegs {
+            eax: e.eax,
+            ebx: e.ebx,
+            ecx: e.ecx,
+            edx: e.edx,
+        };
+        model.adjust_cpuid(e.function, e.index, &mut regs, backability);
+        (e.eax, e.ebx, e.ecx, e.edx) = (regs.eax, regs.ebx, regs.ecx, regs.edx);
+    }
+}
+
+fn set_bit(word: &mut u32, bit: u32, on: bool) {
+    if on {
+        *word |= bit;
+    } else {
+        *word &= !bit;
+    }
+}

@@ -1,0 +1,187 @@
+//! What /dev/kvm is on this host: hardware virtualisation or software only, and the capabilities the vPMU needs.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+
+use kvm_bindings::{
+    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, Kvm, VcpuExit};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+/// Why KVM cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// There is no /dev/kvm.
+    #[error(
+        "/dev/kvm does not exist: this host has no KVM; load kvm_intel or kvm_amd, enable virtualisation in the \
+         firmware, or use `make lab`"
+    )]
+    NoKvm,
+    /// /dev/kvm may not be opened.
+    #[error("no permission to open /dev/kvm: join its group (usually `kvm`) or run as root")]
+    Permission,
+    /// /dev/kvm could not be opened for another reason.
+    #[error("/dev/kvm cannot be opened: {0}")]
+    Open(#[source] io::Error),
+    /// KVM speaks another API.
+    #[error("/dev/kvm speaks API version {0}, but version 12 is needed")]
+    ApiVersion(i32),
+    /// A probe failed.
+    #[error("probing KVM failed in {what}: {source}")]
+    Probe {
+        /// The call.
+        what: &'static str,
+        /// Its error.
+        source: kvm_ioctls::Error,
+    },
+    /// No memory for the probe.
+    #[error("no memory to probe KVM with")]
+    Memory,
+}
+
+/// How this KVM runs guest code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Flavour {
+    /// Intel VT-x.
+    Vmx,
+    /// AMD-V.
+    Svm,
+    /// No hardware virtualisation: guest kernel code is emulated.
+    SoftwareOnly,
+}
+
+impl fmt::Display for Flavour {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Vmx => "Intel VT-x",
+            Self::Svm => "AMD-V",
+            Self::SoftwareOnly => "software only (no VT-x or AMD-V)",
+        })
+    }
+}
+
+/// Opens /dev/kvm.
+///
+/// # Errors
+/// [`HostError`] that names what to do.
+pub fn open() -> Result<Kvm, HostError> {
+    let kvm = Kvm::new().map_err(|e| match e.errno() {
+        libc::ENOENT => HostError::NoKvm,
+        libc::EACCES | libc::EPERM => HostError::Permission,
+        errno => HostError::Open(io::Error::from_raw_os_error(errno)),
+    })?;
+    match kvm.get_api_version() {
+        12 => Ok(kvm),
+        version => Err(HostError::ApiVersion(version)),
+    }
+}
+
+/// What is known of this host's KVM.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct KvmFacts {
+    /// How guest code is run.
+    pub flavour: Flavour,
+    /// Whether an unmodified Linux kernel can run, found out by running an instruction that every kernel uses and
+    /// that KVM's emulator lacks.
+    pub runs_linux: bool,
+    /// MSR accesses can be handed to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the filter).
+    pub traps_msrs: bool,
+    /// KVM's own vPMU can be switched off per VM (`KVM_CAP_PMU_CAPABILITY`).
+    pub can_disable_own_pmu: bool,
+    /// Binary statistics (`KVM_CAP_BINARY_STATS_FD`).
+    pub binary_stats: bool,
+    /// Guest registers come with each exit (`KVM_CAP_SYNC_REGS`).
+    pub sync_regs: bool,
+    /// Most vCPUs a VM can have.
+    pub max_vcpus: usize,
+}
+
+/// Probes KVM; takes about a millisecond.
+///
+/// # Errors
+/// [`HostError::Probe`] when KVM refuses what every VM needs.
+pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
+    let runs_linux = runs_x87(kvm)?;
+    Ok(KvmFacts {
+        flavour: flavour(runs_linux),
+        runs_linux,
+        traps_msrs: kvm.check_extension(Cap::X86UserSpaceMsr) && kvm.check_extension(Cap::X86MsrFilter),
+        can_disable_own_pmu: own_pmu_can_be_disabled(kvm),
+        binary_stats: kvm.check_extension_raw(u64::from(KVM_CAP_BINARY_STATS_FD)) > 0,
+        sync_regs: kvm.check_extension(Cap::SyncRegs),
+        max_vcpus: kvm.get_max_vcpus(),
+    })
+}
+
+/// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
+pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
+    kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE as i32 != 0
+}
+
+fn flavour(runs_linux: bool) -> Flavour {
+    let module = |name: &str| Path::new("/sys/module").join(name).exists();
+    if !runs_linux || module("kvm_pvm") {
+        Flavour::SoftwareOnly
+    } else if module("kvm_amd") {
+        Flavour::Svm
+    } else if module("kvm_intel") {
+        Flavour::Vmx
+    } else if std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD")) {
+        Flavour::Svm
+    } else {
+        Flavour::Vmx
+    }
+}
+
+/// Runs `fld1; hlt` in real mode. KVM's emulator has no x87 arithmetic, so where guest kernels are emulated this ends
+/// in `KVM_EXIT_INTERNAL_ERROR`; on hardware it halts.
+fn runs_x87(kvm: &Kvm) -> Result<bool, HostError> {
+    const CODE: [u8; 3] = [0xd9, 0xe8, 0xf4];
+    const ADDRESS: u64 = 0x1000;
+    const SIZE: usize = 0x1000;
+    let probe = |what| move |source| HostError::Probe { what, source };
+
+    let vm = kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?;
+    // VT-x without unrestricted guests needs a place for its own task state; elsewhere this has no effect.
+    let _ = vm.set_tss_address(0xfffb_d000);
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(ADDRESS), SIZE)])
+        .map_err(|_| HostError::Memory)?;
+    memory
+        .write_slice(&CODE, GuestAddress(ADDRESS))
+        .map_err(|_| HostError::Memory)?;
+    let host = memory
+        .get_host_address(GuestAddress(ADDRESS))
+        .map_err(|_| HostError::Memory)?;
+    super::memslot::set(
+        &vm,
+        kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: ADDRESS,
+            memory_size: SIZE as u64,
+            userspace_addr: host as u64,
+        },
+        &memory,
+    )
+    .map_err(probe("KVM_SET_USER_MEMORY_REGION"))?;
+    let mut vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
+    let mut sregs = vcpu.get_sregs().map_err(probe("KVM_GET_SREGS"))?;
+    sregs.cs.base = 0;
+    sregs.cs.selector = 0;
+    vcpu.set_sregs(&sregs).map_err(probe("KVM_SET_SREGS"))?;
+    let mut regs = vcpu.get_regs().map_err(probe("KVM_GET_REGS"))?;
+    regs.rip = ADDRESS;
+    regs.rflags = 2;
+    vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
+    match vcpu.run() {
+        Ok(VcpuExit::Hlt) => Ok(true),
+        Ok(_) => Ok(false),
+        Err(source) => Err(HostError::Probe {
+            what: "KVM_RUN",
+            source,
+        }),
+    }
+}

@@ -1,0 +1,8 @@
+//! What the VMM asks of KVM itself: the host's flavour, guest CPUID, the MSR filter, system calls that
+//! kvm-ioctls does not wrap.
+
+pub mod cpuid;
+pub mod host;
+pub mod memslot;
+pub mod msr_filter;
+pub mod stats_fd;

@@ -1,0 +1,113 @@
+//! Which backing a host can give, and what it can count: the part of the choice that is made once per VM.
+
+use perf_core::pmu::host::HostProbe;
+use vpmu::{ArchEvent, Backability, BackingPolicy};
+
+/// A backing that this host cannot give.
+#[derive(Debug, thiserror::Error)]
+pub enum BackingError {
+    /// `--backing hardware` without a PMU.
+    #[error("--backing hardware: {0}; use --backing auto, which counts cycles by the vCPU's run time there")]
+    NoHardware(String),
+    /// The clock driver's host events are refused.
+    #[error(
+        "--backing clock: this host refuses perf software clock events (perf_event_paranoid is {0}); lower it to 2 or \
+         less, or run as root"
+    )]
+    NoClock(String),
+}
+
+/// Checks what the user asked for against the host.
+///
+/// # Errors
+/// [`BackingError`], which names the reason and the way out.
+pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), BackingError> {
+    let clock = || match probe.software_clock {
+        true => Ok(()),
+        false => Err(BackingError::NoClock(
+            probe
+                .paranoid
+                .map_or_else(|| "unknown".to_owned(), |level| level.to_string()),
+        )),
+    };
+    match policy {
+        BackingPolicy::Hardware if !probe.hardware_pmu => Err(BackingError::NoHardware(
+            probe
+                .no_slots_because
+                .clone()
+                .unwrap_or_else(|| "this host has no hardware PMU".to_owned()),
+        )),
+        BackingPolicy::Auto if !probe.hardware_pmu => clock(),
+        BackingPolicy::Clock => clock(),
+        _ => Ok(()),
+    }
+}
+
+/// The architectural events that can be counted under `policy` on this host.
+pub fn backability(policy: BackingPolicy, probe: &HostProbe) -> Backability {
+    let hardware = || {
+        probe
+            .generic
+            .iter()
+            .filter(|event| event.opens && probe.hardware_pmu)
+            .filter_map(|event| ArchEvent::ALL.into_iter().find(|arch| arch.name() == event.name))
+            .collect::<Backability>()
+    };
+    match policy {
+        // What the host's PMU lacks of the clock's events, the clock counts.
+        BackingPolicy::Auto => [ArchEvent::CoreCycles, ArchEvent::RefCycles]
+            .into_iter()
+            .fold(hardware(), Backability::with),
+        BackingPolicy::Hardware => hardware(),
+        BackingPolicy::Clock => Backability::CLOCK,
+        BackingPolicy::Exact => Backability::EXACT,
+        BackingPolicy::None => Backability::NONE,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn no_pmu() -> HostProbe {
+        HostProbe {
+            hardware_pmu: false,
+            slots: 0,
+            no_slots_because: Some("the host opens no hardware event: No such file or directory".into()),
+            paranoid: Some(2),
+            nmi_watchdog: false,
+            mediated: false,
+            user_read: false,
+            software_clock: true,
+            pmus: vec!["software".into()],
+            generic: vec![],
+        }
+    }
+
+    /// A host without a PMU still counts cycles, and refuses what it cannot do with the reason.
+    #[test]
+    fn a_host_without_a_pmu_counts_by_the_clock_only() {
+        let probe = no_pmu();
+        assert_eq!(backability(BackingPolicy::Auto, &probe), Backability::CLOCK);
+        assert!(check_policy(BackingPolicy::Auto, &probe).is_ok());
+        let line = check_policy(BackingPolicy::Hardware, &probe)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            line.contains("opens no hardware event") && line.contains("--backing auto"),
+            "{line}"
+        );
+    }
+
+    /// Without software clock events there is nothing to count with: said at the start, not by zeros in the guest.
+    #[test]
+    fn refused_clock_events_are_an_error_with_a_remedy() {
+        let probe = HostProbe {
+            software_clock: false,
+            paranoid: Some(4),
+            ..no_pmu()
+        };
+        let line = check_policy(BackingPolicy::Auto, &probe).unwrap_err().to_string();
+        assert!(line.contains("perf_event_paranoid is 4"), "{line}");
+    }
+}

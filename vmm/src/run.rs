@@ -1,0 +1,277 @@
+//! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
+#![allow(unsafe_code)]
+
+use std::error::Error;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use perf_core::pmu::host::{HostProbe, ignore_sigio};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::timerfd::TimerFd;
+use vpmu::{EventFilter, Generation, Model};
+
+use crate::boot::KernelSource;
+use crate::cli::{ExitStatus, RdpmcMode, RunArgs};
+use crate::console::{ConsoleInput, ConsoleOutput, RawTerminal};
+use crate::kvm::host;
+use crate::pmu::{PmuConfig, VmPmu, backing};
+use crate::signals::StopSignals;
+use crate::vcpu::control::{RunControl, StopReason};
+use crate::vcpu::{kick, stats};
+use crate::vm::{RunningVm, Vm, VmConfig};
+
+/// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
+const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
+/// How long the guest's last output may take to be written after its end.
+const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
+/// Time between ticks of the perf core.
+const TICK: Duration = Duration::from_millis(4);
+
+/// When the program started.
+#[derive(Clone, Copy, Debug)]
+pub struct StartTime {
+    main: Instant,
+    /// CPU time the process had used before `main`: loading and relocation.
+    before_main: Duration,
+}
+
+impl StartTime {
+    /// To be called first in `main`.
+    pub fn now() -> Self {
+        let mut used = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the pointer is to a live local of the right type.
+        unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut used) };
+        Self {
+            main: Instant::now(),
+            before_main: Duration::new(
+                u64::try_from(used.tv_sec).unwrap_or(0),
+                u32::try_from(used.tv_nsec).unwrap_or(0),
+            ),
+        }
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.before_main + self.main.elapsed()
+    }
+}
+
+/// Runs a guest to its end.
+///
+/// # Errors
+/// One line for the user; the exit status is that of bad input.
+pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
+    // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these signals.
+    let stop_signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    kick::install_handlers().map_err(|e| format!("sigaction failed: {e}"))?;
+    ignore_sigio().map_err(|e| format!("sigaction failed: {e}"))?;
+
+    let mut read_cpuid = crate::kvm::cpuid::read_host;
+    let model = Model::resolve(
+        args.pmu,
+        args.pmu_counters,
+        args.pmu_width.map(u32::from),
+        &mut read_cpuid,
+    )
+    .map_err(|e| e.to_string())?;
+    let filter = match &args.pmu_filter {
+        Some(path) => EventFilter::from_file(path).map_err(|e| chain(&e))?,
+        None => EventFilter::allow_all(),
+    };
+    let has_pmu = !matches!(model.generation(), Generation::Off(_));
+    let kvm = host::open().map_err(|e| e.to_string())?;
+    let probe = HostProbe::run();
+    let policy = args.backing;
+    if has_pmu {
+        backing::check_policy(policy, &probe).map_err(|e| e.to_string())?;
+    }
+    let config = VmConfig {
+        kernel: match &args.kernel {
+            Some(path) => KernelSource::File(path.clone()),
+            None => KernelSource::Builtin(guest_images::bare_metal::BUILTIN),
+        },
+        initrd: args.initrd.clone(),
+        cmdline: match (&args.cmdline, &args.kernel) {
+            (Some(line), _) => line.clone(),
+            (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
+            (None, None) => String::new(),
+        },
+        cpus: args.cpus,
+        memory_bytes: args.memory,
+        backability: backing::backability(policy, &probe),
+        pmu: PmuConfig {
+            model,
+            policy,
+            filter: Arc::new(filter),
+            pmi_limit: args.pmi_limit.unwrap_or(vpmu::DEFAULT_PMI_LIMIT),
+        },
+        trap_rdpmc: args.rdpmc == RdpmcMode::Trap,
+    };
+    let pmu = has_pmu.then(|| Arc::new(VmPmu::new(config.pmu.clone(), &probe)));
+
+    let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
+    let mut vm = Vm::new(&kvm, &config, pmu, output.writer()).map_err(|e| chain(&e))?;
+    report_loaded(&vm, &config);
+    vm.on_first_entry(Box::new(move || {
+        log::info!(
+            "first guest instruction {:.1} ms after exec ({:.1} ms of it before main)",
+            start.elapsed().as_secs_f64() * 1e3,
+            start.before_main.as_secs_f64() * 1e3
+        );
+    }));
+    let terminal = RawTerminal::enter().map_err(|e| format!("the terminal cannot be made raw: {e}"))?;
+    let mut running = vm.start().map_err(|e| chain(&e))?;
+    let served = serve(&running, stop_signals);
+    // Whatever ended the loop: no vCPU may wait for room in the console any more.
+    output.stop();
+    running.stop_and_join();
+    let lost = output.finish(CONSOLE_DRAIN);
+    drop(terminal);
+    if lost > 0 {
+        log::warn!("{lost} bytes of guest output were not written");
+    }
+    if args.stats {
+        report_stats(&running);
+    }
+    served.map_err(|e| format!("the event loop failed: {e}"))?;
+    Ok(exit_status(running.control()))
+}
+
+/// An error and its sources in one line.
+fn chain(error: &dyn Error) -> String {
+    let mut line = error.to_string();
+    let mut source = error.source();
+    while let Some(e) = source {
+        let text = e.to_string();
+        if !line.contains(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        source = e.source();
+    }
+    line
+}
+
+fn report_loaded(vm: &Vm, config: &VmConfig) {
+    let loaded = vm.loaded();
+    log::info!(
+        "{} at {:#x}-{:#x}, {} vCPUs, {} MiB, PMU {}",
+        loaded.kind,
+        loaded.kernel.start,
+        loaded.kernel.end,
+        config.cpus,
+        config.memory_bytes >> 20,
+        config.pmu.model.generation()
+    );
+    for site in &loaded.rdpmc_sites {
+        let what = if config.trap_rdpmc {
+            "replaced by a trap"
+        } else {
+            "left as it is"
+        };
+        log::info!("rdpmc at {}: {what}", site.place());
+    }
+}
+
+fn report_stats(running: &RunningVm) {
+    let all: Vec<_> = running.stats().iter().map(Arc::as_ref).collect();
+    eprint!("perfvisor: what the vPMU did\n{}", stats::table(&all));
+}
+
+fn exit_status(control: &RunControl) -> ExitStatus {
+    match control.reason() {
+        Some(StopReason::PowerOff | StopReason::Operator) => ExitStatus::PoweredOff,
+        Some(StopReason::DebugExit(status)) => ExitStatus::Guest(status),
+        Some(StopReason::Reset) => ExitStatus::Reset,
+        Some(StopReason::TripleFault) => ExitStatus::TripleFault,
+        Some(StopReason::Signal(_)) => ExitStatus::Terminated,
+        Some(StopReason::Failed) | None => ExitStatus::Internal,
+    }
+}
+
+/// The main thread's loop: console input, signals, the perf core's tick, the end of the VM.
+fn serve(running: &RunningVm, signals: StopSignals) -> Result<(), event_manager::Error> {
+    let quit = EventFd::new(EFD_NONBLOCK).map_err(io_error)?;
+    let mut manager: EventManager<Arc<Mutex<dyn MutEventSubscriber>>> = EventManager::new()?;
+    let input = ConsoleInput::stdin(
+        running.bus().serial().clone(),
+        quit.try_clone().map_err(io_error)?,
+    );
+    manager.add_subscriber(Arc::new(Mutex::new(input)));
+    let mut tick = TimerFd::new().map_err(|e| io_error(io::Error::from_raw_os_error(e.errno())))?;
+    if running.pmu().is_some() {
+        tick.reset(TICK, Some(TICK))
+            .map_err(|e| io_error(io::Error::from_raw_os_error(e.errno())))?;
+    }
+    manager.add_subscriber(Arc::new(Mutex::new(Housekeeping {
+        control: running.control().clone(),
+        pmu: running.pmu().cloned(),
+        quit,
+        signals,
+        tick,
+    })));
+    while running.control().reason().is_none() {
+        manager.run()?;
+    }
+    Ok(())
+}
+
+fn io_error(e: io::Error) -> event_manager::Error {
+    event_manager::Error::Epoll(vmm_sys_util::errno::Error::new(
+        e.raw_os_error().unwrap_or(libc::EIO),
+    ))
+}
+
+/// What ends or paces a VM from outside its vCPUs.
+struct Housekeeping {
+    control: Arc<RunControl>,
+    pmu: Option<Arc<VmPmu>>,
+    quit: EventFd,
+    signals: StopSignals,
+    tick: TimerFd,
+}
+
+impl Housekeeping {
+    fn fds(&self) -> [RawFd; 4] {
+        [
+            self.control.stopped_event().as_raw_fd(),
+            self.quit.as_raw_fd(),
+            self.signals.as_raw_fd(),
+            self.tick.as_raw_fd(),
+        ]
+    }
+}
+
+impl MutEventSubscriber for Housekeeping {
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        let fd = events.fd();
+        if fd == self.quit.as_raw_fd() {
+            let _ = self.quit.read();
+            self.control.stop(StopReason::Operator);
+        } else if fd == self.signals.as_raw_fd() {
+            if let Some(signal) = self.signals.take() {
+                self.control.stop(StopReason::Signal(signal));
+            }
+        } else if fd == self.tick.as_raw_fd() {
+            let _ = self.tick.wait();
+            if let Some(pmu) = &self.pmu {
+                pmu.core().tick();
+            }
+        }
+        // The stopped event needs no action: the loop looks at the reason.
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        for fd in self.fds() {
+            if let Err(e) = ops.add(Events::new_raw(fd, EventSet::IN)) {
+                log::error!("event loop: {e}");
+                self.control.stop(StopReason::Failed);
+            }
+        }
+    }
+}

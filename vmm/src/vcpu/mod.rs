@@ -1,0 +1,407 @@
+//! One vCPU: the thread that runs it and the loop around KVM_RUN.
+//!
+//! The order inside the loop is what makes counts right:
+//!
+//! 1. clear `immediate_exit`, then look at what signals announced (see [`kick`]);
+//! 2. account overflows, which may make a PMI due;
+//! 3. reconcile: one pass that turns what the guest wrote into its PMU registers into perf-core calls;
+//! 4. deliver a due PMI through LVTPC;
+//! 5. open the guest's clock, KVM_RUN, close it;
+//! 6. handle the exit.
+
+pub mod control;
+pub mod kick;
+pub mod pmi;
+pub mod stats;
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
+use vmm_sys_util::signal::Killable;
+use vpmu::PmiReady;
+
+use crate::devices::{Bus, BusOutcome};
+use crate::pmu::VcpuPmu;
+use crate::rdpmc::TRAP_PORT;
+use control::{RunControl, RunState, StopReason};
+use pmi::{Delivery, Lvtpc};
+use stats::VcpuStats;
+
+/// How soon a PMI that waits for the guest to unmask LVTPC is tried again when the guest does not exit by itself.
+const MASKED_PMI_POLL: Duration = Duration::from_millis(1);
+
+/// Why a vCPU thread could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum VcpuError {
+    /// The thread was not made.
+    #[error("cannot start the thread of vCPU {0}: {1}")]
+    Spawn(u8, #[source] io::Error),
+    /// The LVTPC access could not be prepared.
+    #[error(transparent)]
+    Pmi(#[from] pmi::PmiError),
+}
+
+/// What the loop does after an exit.
+enum Next {
+    /// Enter the guest again.
+    Continue,
+    /// The guest executed the instruction that stands for RDPMC.
+    Rdpmc,
+    /// End the VM.
+    Stop(StopReason),
+}
+
+/// A vCPU and all it needs to run.
+pub struct Vcpu {
+    id: u8,
+    fd: VcpuFd,
+    vm: Arc<VmFd>,
+    bus: Arc<Bus>,
+    pmu: Option<VcpuPmu>,
+    lvtpc: Lvtpc,
+    stats: Arc<VcpuStats>,
+    control: Arc<RunControl>,
+    /// Called once, right before the first KVM_RUN.
+    on_first_entry: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl Vcpu {
+    /// A vCPU that is configured and ready to enter the guest. `pmu` is `None` when the guest has no PMU.
+    ///
+    /// # Errors
+    /// [`VcpuError::Pmi`].
+    pub fn new(
+        id: u8,
+        fd: VcpuFd,
+        vm: Arc<VmFd>,
+        bus: Arc<Bus>,
+        pmu: Option<VcpuPmu>,
+        stats: Arc<VcpuStats>,
+        control: Arc<RunControl>,
+    ) -> Result<Self, VcpuError> {
+        let masks = pmu.as_ref().is_some_and(VcpuPmu::masks_lvtpc_on_delivery);
+        Ok(Self {
+            id,
+            fd,
+            vm,
+            bus,
+            pmu,
+            lvtpc: Lvtpc::new(id, masks)?,
+            stats,
+            control,
+            on_first_entry: None,
+        })
+    }
+
+    /// Has `f` called right before the first entry into the guest.
+    pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
+        self.on_first_entry = Some(f);
+    }
+
+    /// Starts the thread of this vCPU, named `vcpuN`.
+    ///
+    /// # Errors
+    /// [`VcpuError::Spawn`].
+    pub fn spawn(mut self) -> Result<VcpuThread, VcpuError> {
+        let id = self.id;
+        let handle = std::thread::Builder::new()
+            .name(format!("vcpu{id}"))
+            .spawn(move || {
+                let control = self.control.clone();
+                // A panic here would be a bug of ours; it must end the VM and not leave the others running headless.
+                let run = std::panic::AssertUnwindSafe(|| self.run());
+                if std::panic::catch_unwind(run).is_err() {
+                    control.stop(StopReason::Failed);
+                }
+            })
+            .map_err(|e| VcpuError::Spawn(id, e))?;
+        Ok(VcpuThread { id, handle })
+    }
+
+    fn run(&mut self) {
+        let armed = kick::Armed::new(&mut self.fd);
+        if let Some(pmu) = &mut self.pmu
+            && let Err(e) = pmu.attach_to_current_thread()
+        {
+            log::error!("vcpu{}: {e}", self.id);
+            self.control.stop(StopReason::Failed);
+            return;
+        }
+        let timer = match kick::KickTimer::for_current_thread() {
+            Ok(timer) => timer,
+            Err(e) => {
+                log::error!("vcpu{}: timer_create: {e}", self.id);
+                self.control.stop(StopReason::Failed);
+                return;
+            }
+        };
+        if let Some(f) = self.on_first_entry.take() {
+            f();
+        }
+        loop {
+            armed.clear();
+            match self.control.state() {
+                RunState::Running => {}
+                RunState::Paused => {
+                    if let Some(pmu) = &mut self.pmu {
+                        pmu.pause();
+                    }
+                    self.control.wait_until_not_paused();
+                    if let Some(pmu) = &mut self.pmu {
+                        pmu.resume();
+                    }
+                    continue;
+                }
+                RunState::Stopped => break,
+            }
+            if let Err(e) = self.before_entry(&timer) {
+                log::error!("vcpu{}: {e}", self.id);
+                self.control.stop(StopReason::Failed);
+                break;
+            }
+            match self.enter(&armed) {
+                Next::Continue => {}
+                Next::Rdpmc => self.rdpmc(&armed),
+                Next::Stop(reason) => {
+                    self.control.stop(reason);
+                    break;
+                }
+            }
+        }
+        if let Some(pmu) = &mut self.pmu {
+            pmu.detach();
+        }
+    }
+
+    /// Steps 2 to 4 of the loop.
+    fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<(), pmi::PmiError> {
+        let Some(pmu) = &mut self.pmu else { return Ok(()) };
+        if kick::take_overflow() {
+            self.stats.overflow_signals.inc();
+            let overflows = pmu.service_overflows(&self.fd);
+            self.stats.overflows.add(u64::from(overflows));
+        }
+        pmu.reconcile();
+        if !pmu.pmi_pending() {
+            return Ok(());
+        }
+        match pmu.pmi_ready() {
+            PmiReady::No => return Ok(()),
+            PmiReady::Now => {}
+            PmiReady::NotBefore { time_ns } => {
+                timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
+                return Ok(());
+            }
+        }
+        match self.lvtpc.deliver(&self.vm, &mut self.fd)? {
+            Delivery::Nmi => self.stats.pmi_nmi.inc(),
+            Delivery::Fixed => self.stats.pmi_fixed.inc(),
+            Delivery::Dropped => self.stats.pmi_dropped.inc(),
+            Delivery::Masked => {
+                // The guest unmasks LVTPC without telling us; look again at every exit, and soon without one.
+                self.stats.pmi_masked_waits.inc();
+                timer.kick_in(MASKED_PMI_POLL);
+                return Ok(());
+            }
+        }
+        pmu.pmi_delivered();
+        Ok(())
+    }
+
+    /// Steps 5 and 6: KVM_RUN and its exit.
+    fn enter(&mut self, armed: &kick::Armed) -> Next {
+        if let Some(pmu) = &self.pmu {
+            pmu.guest_enter();
+        }
+        let exit = self.fd.run();
+        if let Some(pmu) = &self.pmu {
+            pmu.guest_exit();
+        }
+        let stats = &*self.stats;
+        stats.exits.inc();
+        match exit {
+            Ok(VcpuExit::X86Rdmsr(msr)) => {
+                stats.rdmsr.inc();
+                match self.pmu.as_mut().and_then(|pmu| pmu.read_msr(msr.index)) {
+                    Some(value) => *msr.data = value,
+                    None => {
+                        stats.gp_injected.inc();
+                        *msr.error = 1;
+                    }
+                }
+                Next::Continue
+            }
+            Ok(VcpuExit::X86Wrmsr(msr)) => {
+                stats.wrmsr.inc();
+                if !self
+                    .pmu
+                    .as_mut()
+                    .is_some_and(|pmu| pmu.write_msr(msr.index, msr.data))
+                {
+                    stats.gp_injected.inc();
+                    *msr.error = 1;
+                }
+                Next::Continue
+            }
+            Ok(VcpuExit::IoOut(TRAP_PORT, _)) if self.pmu.is_some() => Next::Rdpmc,
+            Ok(VcpuExit::IoOut(port, data)) => {
+                stats.io_out.inc();
+                after_io(self.bus.io_out_string(port, armed.io_width(), data))
+            }
+            Ok(VcpuExit::IoIn(port, data)) => {
+                stats.io_in.inc();
+                self.bus.io_in_string(port, armed.io_width(), data);
+                Next::Continue
+            }
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                stats.mmio.inc();
+                self.bus.mmio_read(address, data);
+                Next::Continue
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                stats.mmio.inc();
+                self.bus.mmio_write(address, data);
+                Next::Continue
+            }
+            Ok(VcpuExit::Intr) => Next::Continue,
+            Ok(VcpuExit::Hlt) => {
+                stats.hlt.inc();
+                Next::Continue
+            }
+            Ok(VcpuExit::Shutdown) => Next::Stop(StopReason::TripleFault),
+            Ok(VcpuExit::SystemEvent(kind, _)) => Next::Stop(system_event(kind)),
+            Ok(exit) => {
+                let what = format!("{exit:?}");
+                self.fail(&what)
+            }
+            Err(e) if e.errno() == libc::EINTR => {
+                if !kick::overflow_waits() {
+                    stats.interrupted.inc();
+                }
+                Next::Continue
+            }
+            Err(e) if e.errno() == libc::EAGAIN => Next::Continue,
+            Err(e) => {
+                let what = format!("KVM_RUN: {e}");
+                self.fail(&what)
+            }
+        }
+    }
+
+    /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
+    fn rdpmc(&mut self, armed: &kick::Armed) {
+        self.stats.rdpmc.inc();
+        let Some(pmu) = &mut self.pmu else { return };
+        let mut regs = match self.fd.get_regs() {
+            Ok(regs) => regs,
+            Err(e) => {
+                log::error!("vcpu{}: KVM_GET_REGS: {e}", self.id);
+                self.control.stop(StopReason::Failed);
+                return;
+            }
+        };
+        match pmu.rdpmc(regs.rcx as u32) {
+            Some(value) => {
+                regs.rax = value & 0xffff_ffff;
+                regs.rdx = value >> 32;
+                if let Err(e) = self.fd.set_regs(&regs) {
+                    log::error!("vcpu{}: KVM_SET_REGS: {e}", self.id);
+                    self.control.stop(StopReason::Failed);
+                }
+            }
+            None => {
+                self.stats.gp_injected.inc();
+                if let Err(e) = self.fault_at_port_write(armed) {
+                    log::error!("vcpu{}: injecting #GP for RDPMC: {e}", self.id);
+                    self.control.stop(StopReason::Failed);
+                }
+            }
+        }
+    }
+
+    /// Raises #GP(0) *at* the two-byte instruction whose port write is being handled.
+    fn fault_at_port_write(&mut self, armed: &kick::Armed) -> Result<(), kvm_ioctls::Error> {
+        // KVM steps over the OUT when it is entered again; let it do just that, then step back.
+        armed.request();
+        match self.fd.run() {
+            Err(e) if e.errno() == libc::EINTR => {}
+            Err(e) => return Err(e),
+            Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
+        }
+        let mut regs = self.fd.get_regs()?;
+        regs.rip = regs.rip.wrapping_sub(2);
+        self.fd.set_regs(&regs)?;
+        let mut events = self.fd.get_vcpu_events()?;
+        events.exception.injected = 1;
+        events.exception.nr = 13;
+        events.exception.has_error_code = 1;
+        events.exception.error_code = 0;
+        self.fd.set_vcpu_events(&events)
+    }
+
+    /// Reports an exit the VMM cannot handle, with what is needed to understand it.
+    fn fail(&self, what: &str) -> Next {
+        log::error!("vcpu{}: cannot go on: {what}", self.id);
+        if let Ok(regs) = self.fd.get_regs() {
+            log::error!(
+                "vcpu{}: rip {:#x} rsp {:#x} rflags {:#x} rax {:#x} rcx {:#x}",
+                self.id,
+                regs.rip,
+                regs.rsp,
+                regs.rflags,
+                regs.rax,
+                regs.rcx
+            );
+        }
+        Next::Stop(StopReason::Failed)
+    }
+}
+
+fn after_io(outcome: BusOutcome) -> Next {
+    match outcome {
+        BusOutcome::Continue => Next::Continue,
+        BusOutcome::Reset => Next::Stop(StopReason::Reset),
+        BusOutcome::PowerOff => Next::Stop(StopReason::PowerOff),
+        BusOutcome::Exit(status) => Next::Stop(StopReason::DebugExit(status)),
+    }
+}
+
+fn system_event(kind: u32) -> StopReason {
+    match kind {
+        kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN => StopReason::PowerOff,
+        kvm_bindings::KVM_SYSTEM_EVENT_RESET => StopReason::Reset,
+        _ => StopReason::Failed,
+    }
+}
+
+/// A running vCPU thread.
+#[derive(Debug)]
+pub struct VcpuThread {
+    id: u8,
+    handle: JoinHandle<()>,
+}
+
+impl VcpuThread {
+    /// Makes the vCPU leave KVM_RUN and look at its run state.
+    pub fn kick(&self) {
+        if !self.handle.is_finished()
+            && let Err(e) = self.handle.kill(kick::kick_signal())
+        {
+            log::debug!("vcpu{}: kick: {e}", self.id);
+        }
+    }
+
+    /// Waits for the end of the thread, kicking it until it has gone.
+    pub fn join(self) {
+        while !self.handle.is_finished() {
+            self.kick();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if self.handle.join().is_err() {
+            log::error!("vcpu{}: its thread panicked", self.id);
+        }
+    }
+}

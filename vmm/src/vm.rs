@@ -1,0 +1,355 @@
+//! A virtual machine: made from a configuration, run until it ends.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvm_bindings::{
+    KVM_CAP_HALT_POLL, KVM_CAP_PMU_CAPABILITY, KVM_PIT_SPEAKER_DUMMY, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
+    kvm_pit_config,
+};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+use vpmu::Backability;
+
+use crate::boot::{self, BootError, BootRequest, KernelSource, Loaded, layout};
+use crate::devices::{Bus, ports};
+use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
+use crate::kvm::host::{self, HostError};
+use crate::kvm::msr_filter::{self, MsrFilterError};
+use crate::memory::{GuestRam, MemoryError};
+use crate::pmu::{PmuConfig, VmPmu};
+use crate::vcpu::control::RunControl;
+use crate::vcpu::stats::VcpuStats;
+use crate::vcpu::{Vcpu, VcpuError, VcpuThread};
+
+/// Why a VM could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// KVM is missing or unusable.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// Guest memory could not be had.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The guest could not be loaded.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// The guest's CPUID could not be made.
+    #[error(transparent)]
+    Cpuid(#[from] CpuidError),
+    /// PMU registers cannot be trapped.
+    #[error(transparent)]
+    MsrFilter(#[from] MsrFilterError),
+    /// A vCPU could not be made.
+    #[error(transparent)]
+    Vcpu(#[from] VcpuError),
+    /// More vCPUs than this host's KVM takes.
+    #[error("--cpus {asked}: this host's KVM takes at most {limit} vCPUs in a VM")]
+    TooManyVcpus {
+        /// What was asked.
+        asked: u8,
+        /// What KVM takes.
+        limit: usize,
+    },
+    /// A KVM call failed.
+    #[error("{what} failed: {source}")]
+    Kvm {
+        /// The call.
+        what: &'static str,
+        /// Its error.
+        source: kvm_ioctls::Error,
+    },
+    /// Another system call failed.
+    #[error("{0} failed: {1}")]
+    Os(&'static str, #[source] io::Error),
+}
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct VmConfig {
+    /// The kernel.
+    pub kernel: KernelSource,
+    /// Its initrd.
+    pub initrd: Option<PathBuf>,
+    /// Its command line.
+    pub cmdline: String,
+    /// vCPUs, 1 to 64.
+    pub cpus: u8,
+    /// RAM in bytes.
+    pub memory_bytes: u64,
+    /// The PMU.
+    pub pmu: PmuConfig,
+    /// What the PMU's backing can count.
+    pub backability: Backability,
+    /// Whether RDPMC in the kernel's text is replaced by an exit.
+    pub trap_rdpmc: bool,
+}
+
+/// A VM that is ready to start.
+pub struct Vm {
+    // Field order is drop order: vCPUs before the VM, the VM before its memory.
+    vcpus: Vec<Vcpu>,
+    fd: Arc<VmFd>,
+    bus: Arc<Bus>,
+    pmu: Option<Arc<VmPmu>>,
+    control: Arc<RunControl>,
+    stats: Vec<Arc<VcpuStats>>,
+    loaded: Loaded,
+    ram: GuestRam,
+}
+
+impl Vm {
+    /// Builds the machine and loads the guest. `console` takes the serial port's output.
+    ///
+    /// # Errors
+    /// [`VmError`], one line that names what is wrong and what to do.
+    pub fn new(
+        kvm: &Kvm,
+        config: &VmConfig,
+        pmu: Option<Arc<VmPmu>>,
+        console: Box<dyn Write + Send>,
+    ) -> Result<Self, VmError> {
+        let call = |what| move |source| VmError::Kvm { what, source };
+        let limit = kvm.get_max_vcpus();
+        if usize::from(config.cpus) > limit {
+            return Err(VmError::TooManyVcpus {
+                asked: config.cpus,
+                limit,
+            });
+        }
+        let ram = GuestRam::new(config.memory_bytes)?;
+        let request = BootRequest {
+            kernel: &config.kernel,
+            initrd: config.initrd.as_deref(),
+            cmdline: &config.cmdline,
+            cpus: config.cpus,
+            patch_rdpmc: config.trap_rdpmc && pmu.is_some(),
+        };
+        let loaded = boot::load(&ram, &request)?;
+        if boot::needs_full_kvm(&loaded.kind) {
+            let facts = host::facts(kvm)?;
+            if !facts.runs_linux {
+                return Err(BootError::NeedsFullKvm {
+                    flavour: facts.flavour.to_string(),
+                }
+                .into());
+            }
+        }
+
+        let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
+        disable_own_pmu(kvm, &fd)?;
+        fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+            .map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
+        fd.set_tss_address(layout::KVM_TSS as usize)
+            .map_err(call("KVM_SET_TSS_ADDR"))?;
+        fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))?;
+        fd.create_pit2(kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        })
+        .map_err(call("KVM_CREATE_PIT2"))?;
+        ram.register(&fd)?;
+        if pmu.is_some() {
+            msr_filter::install(&fd, &config.pmu.model.trapped_msrs())?;
+            stop_halt_polling(&fd);
+        }
+
+        let bus = Bus::new(console, config.memory_bytes, config.cpus)
+            .map_err(|e| VmError::Os("making the devices", e))?;
+        fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
+            .map_err(call("KVM_IRQFD"))?;
+        let bus = Arc::new(bus);
+
+        let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
+        let supported = cpuid::supported(kvm)?;
+        let guest_cpu = GuestCpu {
+            pmu: &config.pmu.model,
+            backability: config.backability,
+            cpus: config.cpus,
+            tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
+        };
+        let mut vcpus = Vec::with_capacity(config.cpus.into());
+        let mut stats = Vec::with_capacity(config.cpus.into());
+        for id in 0..config.cpus {
+            let vcpu = fd.create_vcpu(id.into()).map_err(call("KVM_CREATE_VCPU"))?;
+            let table = cpuid::for_vcpu(&supported, guest_cpu, id)?;
+            vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
+            boot::configure_local_apic(&vcpu)?;
+            if id == 0 {
+                loaded.configure_bsp(&vcpu)?;
+            }
+            let vcpu_pmu = match &pmu {
+                Some(pmu) => {
+                    let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
+                    Some(pmu.vcpu(id, tsc_khz))
+                }
+                None => None,
+            };
+            let counters = Arc::new(VcpuStats::default());
+            stats.push(counters.clone());
+            vcpus.push(Vcpu::new(
+                id,
+                vcpu,
+                fd.clone(),
+                bus.clone(),
+                vcpu_pmu,
+                counters,
+                control.clone(),
+            )?);
+        }
+        Ok(Self {
+            vcpus,
+            fd,
+            bus,
+            pmu,
+            control,
+            stats,
+            loaded,
+            ram,
+        })
+    }
+
+    /// What was loaded.
+    pub fn loaded(&self) -> &Loaded {
+        &self.loaded
+    }
+
+    /// The devices.
+    pub fn bus(&self) -> &Arc<Bus> {
+        &self.bus
+    }
+
+    /// Run state and end.
+    pub fn control(&self) -> &Arc<RunControl> {
+        &self.control
+    }
+
+    /// Counters of each vCPU.
+    pub fn stats(&self) -> &[Arc<VcpuStats>] {
+        &self.stats
+    }
+
+    /// Has `f` called right before the first guest instruction.
+    pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
+        if let Some(bsp) = self.vcpus.first_mut() {
+            bsp.on_first_entry(f);
+        }
+    }
+
+    /// Starts all vCPU threads.
+    ///
+    /// # Errors
+    /// [`VmError::Vcpu`]; threads that were started are stopped again.
+    pub fn start(self) -> Result<RunningVm, VmError> {
+        let mut running = RunningVm {
+            threads: Vec::with_capacity(self.vcpus.len()),
+            control: self.control,
+            bus: self.bus,
+            pmu: self.pmu,
+            stats: self.stats,
+            _fd: self.fd,
+            ram: self.ram,
+        };
+        for vcpu in self.vcpus {
+            running.threads.push(vcpu.spawn()?);
+        }
+        Ok(running)
+    }
+}
+
+/// A VM whose vCPU threads run. Dropping it stops them.
+pub struct RunningVm {
+    threads: Vec<VcpuThread>,
+    control: Arc<RunControl>,
+    bus: Arc<Bus>,
+    pmu: Option<Arc<VmPmu>>,
+    stats: Vec<Arc<VcpuStats>>,
+    _fd: Arc<VmFd>,
+    ram: GuestRam,
+}
+
+impl RunningVm {
+    /// Run state and end.
+    pub fn control(&self) -> &Arc<RunControl> {
+        &self.control
+    }
+
+    /// The devices.
+    pub fn bus(&self) -> &Arc<Bus> {
+        &self.bus
+    }
+
+    /// The PMU, unless the guest has none.
+    pub fn pmu(&self) -> Option<&Arc<VmPmu>> {
+        self.pmu.as_ref()
+    }
+
+    /// Counters of each vCPU.
+    pub fn stats(&self) -> &[Arc<VcpuStats>] {
+        &self.stats
+    }
+
+    /// The guest's memory.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// Makes every vCPU look at its run state.
+    pub fn kick(&self) {
+        for thread in &self.threads {
+            thread.kick();
+        }
+    }
+
+    /// Stops the vCPUs, unless they have ended, and waits for their threads.
+    pub fn stop_and_join(&mut self) {
+        if self.threads.is_empty() {
+            return;
+        }
+        if self.control.reason().is_none() {
+            self.control.stop(crate::vcpu::control::StopReason::Operator);
+        }
+        for thread in self.threads.drain(..) {
+            thread.join();
+        }
+    }
+}
+
+impl Drop for RunningVm {
+    fn drop(&mut self) {
+        self.stop_and_join();
+    }
+}
+
+/// Switches KVM's own vPMU off, so that it neither answers registers itself nor takes counters from the host.
+fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<(), VmError> {
+    if !host::own_pmu_can_be_disabled(kvm) {
+        // Before Linux 5.18, or with kvm.enable_pmu=0: what our CPUID does not announce, KVM does not enable, and the MSR
+        // filter catches every register.
+        log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
+        return Ok(());
+    }
+    let mut cap = kvm_enable_cap {
+        cap: KVM_CAP_PMU_CAPABILITY,
+        ..Default::default()
+    };
+    cap.args[0] = u64::from(KVM_PMU_CAP_DISABLE);
+    vm.enable_cap(&cap).map_err(|source| VmError::Kvm {
+        what: "KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)",
+        source,
+    })
+}
+
+/// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU time, which the
+/// clock backing would count as guest cycles.
+fn stop_halt_polling(vm: &VmFd) {
+    let cap = kvm_enable_cap {
+        cap: KVM_CAP_HALT_POLL,
+        ..Default::default()
+    };
+    if let Err(e) = vm.enable_cap(&cap) {
+        log::info!(
+            "KVM_CAP_HALT_POLL is not offered ({e}); cycles of an idle guest may include halt polling"
+        );
+    }
+}
