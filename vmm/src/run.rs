@@ -112,10 +112,9 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         },
         trap_rdpmc: args.rdpmc == RdpmcMode::Trap,
     };
-    let pmu = has_pmu.then(|| Arc::new(VmPmu::new(config.pmu.clone(), &probe)));
 
     let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
-    let mut vm = Vm::new(&kvm, &config, pmu, output.writer()).map_err(|e| chain(&e))?;
+    let mut vm = Vm::new(&kvm, &config, &probe, output.writer()).map_err(|e| chain(&e))?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {
         log::info!(

@@ -9,13 +9,15 @@ use kvm_bindings::{
     kvm_pit_config,
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
-use vpmu::Backability;
+use perf_core::pmu::host::HostProbe;
+use vpmu::{Backability, Generation};
 
 use crate::boot::{self, BootError, BootRequest, KernelSource, Loaded, layout};
 use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::host::{self, HostError};
 use crate::kvm::msr_filter::{self, MsrFilterError};
+use crate::kvm::stats_fd::stats_fd;
 use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::{PmuConfig, VmPmu};
 use crate::vcpu::control::RunControl;
@@ -99,17 +101,19 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Builds the machine and loads the guest. `console` takes the serial port's output.
+    /// Builds the machine and loads the guest. `probe` says what the host's perf events can do; `console` takes the
+    /// serial port's output.
     ///
     /// # Errors
     /// [`VmError`], one line that names what is wrong and what to do.
     pub fn new(
         kvm: &Kvm,
         config: &VmConfig,
-        pmu: Option<Arc<VmPmu>>,
+        probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         let call = |what| move |source| VmError::Kvm { what, source };
+        let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
         let limit = kvm.get_max_vcpus();
         if usize::from(config.cpus) > limit {
             return Err(VmError::TooManyVcpus {
@@ -123,7 +127,7 @@ impl Vm {
             initrd: config.initrd.as_deref(),
             cmdline: &config.cmdline,
             cpus: config.cpus,
-            patch_rdpmc: config.trap_rdpmc && pmu.is_some(),
+            patch_rdpmc: config.trap_rdpmc && has_pmu,
         };
         let loaded = boot::load(&ram, &request)?;
         if boot::needs_full_kvm(&loaded.kind) {
@@ -149,7 +153,8 @@ impl Vm {
         })
         .map_err(call("KVM_CREATE_PIT2"))?;
         ram.register(&fd)?;
-        if pmu.is_some() {
+        let pmu = has_pmu.then(|| Arc::new(VmPmu::new(config.pmu.clone(), probe, statistics(&*fd))));
+        if has_pmu {
             msr_filter::install(&fd, &config.pmu.model.trapped_msrs())?;
             stop_halt_polling(&fd);
         }
@@ -181,7 +186,7 @@ impl Vm {
             let vcpu_pmu = match &pmu {
                 Some(pmu) => {
                     let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
-                    Some(pmu.vcpu(id, tsc_khz))
+                    Some(pmu.vcpu(id, tsc_khz, statistics(&vcpu)))
                 }
                 None => None,
             };
@@ -319,6 +324,13 @@ impl Drop for RunningVm {
     fn drop(&mut self) {
         self.stop_and_join();
     }
+}
+
+/// KVM's binary statistics of a VM or vCPU; kernels before 5.14 have none, and the events they back are not supported.
+fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
+    stats_fd(of)
+        .inspect_err(|e| log::info!("KVM_GET_STATS_FD: {e}"))
+        .ok()
 }
 
 /// Switches KVM's own vPMU off, so that it neither answers registers itself nor takes counters from the host.

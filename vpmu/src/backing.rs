@@ -269,6 +269,14 @@ impl PerfCoreEvents {
             })
     }
 
+    /// Whether some counter's present event is `event`, enabled or not.
+    pub fn counts(&self, event: ParavirtualEvent) -> bool {
+        self.slots
+            .iter()
+            .filter_map(|slot| slot.current.as_ref())
+            .any(|open| open.request.event == GuestEvent::Paravirtual(event))
+    }
+
     fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Option<Open> {
         let slot = &mut self.slots[counter.slot()];
         let mut refusal = None;

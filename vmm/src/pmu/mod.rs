@@ -2,26 +2,30 @@
 //! vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
 
 pub mod backing;
-mod clock_events;
-use clock_events::PerfCoreEvents;
 mod regs;
+mod steal;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvm_ioctls::VcpuFd;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::{Core, CoreConfig, Overflowed, VcpuContext};
 use smallvec::SmallVec;
 use vpmu::{
-    BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite, PmiReady,
-    RdpmcIndex, Vpmu,
+    BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
+    PerfCoreEvents, PmiReady, RdpmcIndex, Sources, Vpmu,
 };
 
+use crate::kvm::cpuid;
 use crate::vcpu::kick;
+use steal::StealClock;
 
 pub use regs::VcpuRegs;
 
@@ -55,25 +59,35 @@ pub struct VmPmu {
     config: PmuConfig,
     core: Core,
     clock: Arc<ClockPmu>,
+    fed: Arc<FedPmu>,
+    kvm: Arc<KvmPmu>,
+    hardware: bool,
     started: Instant,
 }
 
 impl VmPmu {
-    /// Sets up the perf core with the drivers this host has.
-    pub fn new(config: PmuConfig, probe: &HostProbe) -> Self {
+    /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it keeps any.
+    pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>) -> Self {
         let core = Core::new(CoreConfig::default());
         let signal = Some(kick::overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
         }
         core.register(Arc::new(HostPmu::software(signal)));
-        let clock =
-            Arc::new(ClockPmu::new(Some(kick::timer_signal())).with_tick_signal(kick::overflow_signal()));
+        let clock = Arc::new(ClockPmu::new(signal));
         core.register(clock.clone());
+        let fed = Arc::new(FedPmu::new());
+        core.register(fed.clone());
+        let kvm = Arc::new(KvmPmu::new(vm_stats.and_then(|fd| stats_file("the VM", fd))));
+        core.register(kvm.clone());
+        let hardware = probe.hardware_pmu;
         Self {
             config,
             core,
             clock,
+            fed,
+            kvm,
+            hardware,
             started: Instant::now(),
         }
     }
@@ -83,17 +97,23 @@ impl VmPmu {
         &self.core
     }
 
-    /// The PMU of vCPU `id`, in its reset state. `tsc_khz`: the guest's TSC frequency.
-    pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32) -> VcpuPmu {
+    /// The PMU of vCPU `id`, in its reset state. `tsc_khz`: the guest's TSC frequency; `stats`: KVM's statistics of the
+    /// vCPU, if it keeps any.
+    pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32, stats: Option<OwnedFd>) -> VcpuPmu {
         let mut vpmu = Vpmu::new(self.config.model);
         vpmu.set_filter(self.config.filter.clone());
         vpmu.set_pmi_limit(self.config.pmi_limit);
+        if let Some(stats) = stats.and_then(|fd| stats_file("a vCPU", fd)) {
+            self.kvm.add_vcpu(VcpuId(id.into()), stats);
+        }
         VcpuPmu {
             vm: self.clone(),
             id,
             tsc_khz,
             vpmu,
             attached: None,
+            changed: false,
+            fed_overflow: false,
         }
     }
 
@@ -102,12 +122,22 @@ impl VmPmu {
     }
 }
 
+/// KVM's statistics behind `fd`; without them the events they back are not supported, which is said once.
+fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
+    StatsFile::new(fd)
+        .inspect_err(|e| log::warn!("KVM's statistics of {whose} cannot be used: {e}"))
+        .ok()
+}
+
 /// What ties a vCPU's PMU to the thread that runs it.
 #[derive(Debug)]
 struct Attached {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
+    fed: Arc<FedCounts>,
+    /// Time this thread waits for a CPU; only looked at while a counter counts it.
+    steal: StealClock,
 }
 
 /// The PMU of one vCPU. All methods are for the vCPU's own thread.
@@ -118,6 +148,10 @@ pub struct VcpuPmu {
     tsc_khz: u32,
     vpmu: Vpmu,
     attached: Option<Attached>,
+    /// A register was written since the last reconcile.
+    changed: bool,
+    /// A count we feed ourselves has reached an armed overflow.
+    fed_overflow: bool,
 }
 
 impl VcpuPmu {
@@ -126,25 +160,28 @@ impl VcpuPmu {
     /// # Errors
     /// [`PmuSetupError`].
     pub fn attach_to_current_thread(&mut self) -> Result<(), PmuSetupError> {
+        let vm = &self.vm;
         let clock = Arc::new(VcpuClock::for_current_thread(self.tsc_khz));
-        let vcpu = VcpuId(u32::from(self.id));
-        self.vm.clock.add_vcpu(vcpu, clock.clone());
-        let context = self
-            .vm
+        let vcpu = VcpuId(self.id.into());
+        vm.clock.add_vcpu(vcpu, clock.clone());
+        let fed = Arc::new(FedCounts::new(vpmu::fed::SELECTORS));
+        vm.fed.add_vcpu(vcpu, fed.clone());
+        let context = vm
             .core
             .add_vcpu(vcpu, clock.tid())
             .map_err(PmuSetupError::Context)?;
-        let events = PerfCoreEvents::new(
-            self.vm.core.clone(),
-            vcpu,
-            self.vm.config.model,
-            self.vm.config.policy,
-        );
+        let hardware = vm.hardware.then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
+        let sources = Sources::new(vm.config.policy, hardware, |name| vm.kvm.config(name));
+        let events = PerfCoreEvents::new(vm.core.clone(), vcpu, sources);
+        let steal =
+            StealClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
         context.sched_in();
         self.attached = Some(Attached {
             context,
             clock,
             events,
+            fed,
+            steal,
         });
         Ok(())
     }
@@ -159,6 +196,8 @@ impl VcpuPmu {
                 log::warn!("vcpu{}: leaving the perf core: {e}", self.id);
             }
             self.vm.clock.remove_vcpu(vcpu);
+            self.vm.fed.remove_vcpu(vcpu);
+            self.vm.kvm.remove_vcpu(vcpu);
         }
     }
 
@@ -199,6 +238,7 @@ impl VcpuPmu {
 
     /// RDMSR; `None`: #GP.
     pub fn read_msr(&mut self, msr: u32) -> Option<u64> {
+        self.count_msr_exit();
         let attached = self.attached.as_mut()?;
         match self.vpmu.read_msr(MsrAddress(msr), &mut attached.events) {
             MsrRead::Value(value) => Some(value),
@@ -216,6 +256,7 @@ impl VcpuPmu {
 
     /// RDPMC by guest kernel code (only CPL 0 text is patched); `None`: #GP.
     pub fn rdpmc(&mut self, ecx: u32) -> Option<u64> {
+        self.feed_steal();
         let attached = self.attached.as_mut()?;
         match self
             .vpmu
@@ -253,11 +294,42 @@ impl VcpuPmu {
         overflows
     }
 
+    /// An access to a PMU register left guest mode. The accesses of the guest's kernel are made at CPL 0.
+    fn count_msr_exit(&mut self) {
+        if let Some(attached) = &self.attached {
+            let selector = vpmu::fed::paravirtual(ParavirtualEvent::MsrExits);
+            self.fed_overflow |= attached.fed.add(selector, 0, 1);
+        }
+        self.feed_steal();
+    }
+
+    /// Brings the count of stolen time up to date, if a counter counts it.
+    fn feed_steal(&mut self) {
+        if let Some(attached) = self.attached.as_mut()
+            && let Some(ns) = attached.steal.advance()
+        {
+            let selector = vpmu::fed::paravirtual(ParavirtualEvent::StealNs);
+            self.fed_overflow |= attached.fed.add(selector, 0, ns);
+        }
+    }
+
+    /// Whether overflows are to be served although no signal came.
+    #[inline]
+    pub fn take_fed_overflow(&mut self) -> bool {
+        std::mem::take(&mut self.fed_overflow)
+    }
+
     /// Brings the events in line with the registers; nothing to do is one test.
     #[inline]
     pub fn reconcile(&mut self) {
-        if let Some(attached) = self.attached.as_mut() {
-            self.vpmu.reconcile(&mut attached.events);
+        let Some(attached) = self.attached.as_mut() else {
+            return;
+        };
+        self.vpmu.reconcile(&mut attached.events);
+        if std::mem::take(&mut self.changed) {
+            attached
+                .steal
+                .set_on(attached.events.counts(ParavirtualEvent::StealNs));
         }
     }
 

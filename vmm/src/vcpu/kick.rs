@@ -1,9 +1,13 @@
 //! Making a vCPU leave KVM_RUN: the signals, and why none of them can be lost.
 //!
-//! Two real-time signals reach a vCPU thread. The *kick* asks it to look at its run state (pause, stop, a PMI that
+//! Two signals reach a vCPU thread. The *kick* asks it to look at its run state (pause, stop, a PMI that
 //! waits). The *overflow* signal is sent by the host kernel when a perf event of this vCPU overflows. Both handlers
 //! set `kvm_run.immediate_exit` of the thread they run on. The run loop clears that byte *before* it looks at what the
 //! signals announce, so a signal that arrives after the look makes the next KVM_RUN return at once.
+//!
+//! Both are standard signals, not real-time ones: those queue, and the queue, one for all processes of a user, can be
+//! full, which would lose a kick. Standard signals of a kind merge while one is pending, which loses nothing, because
+//! what they announce is looked up and not counted.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -15,7 +19,7 @@ use std::time::Duration;
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
-use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::register_signal_handler;
 
 thread_local! {
     /// `immediate_exit` of the vCPU this thread runs; null while it runs none.
@@ -26,12 +30,12 @@ thread_local! {
 
 /// The signal that kicks a vCPU thread.
 pub fn kick_signal() -> c_int {
-    SIGRTMIN()
+    libc::SIGUSR1
 }
 
 /// The signal that host perf events send to the vCPU thread at an overflow.
 pub fn overflow_signal() -> c_int {
-    SIGRTMIN() + 1
+    libc::SIGUSR2
 }
 
 extern "C" fn on_kick(_: c_int, _: *mut siginfo_t, _: *mut c_void) {

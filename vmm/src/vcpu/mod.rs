@@ -179,8 +179,9 @@ impl Vcpu {
     /// Steps 2 to 4 of the loop.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<(), pmi::PmiError> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
-        if kick::take_overflow() {
-            self.stats.overflow_signals.inc();
+        let signalled = kick::take_overflow();
+        self.stats.overflow_signals.add(signalled.into());
+        if pmu.take_fed_overflow() || signalled {
             let overflows = pmu.service_overflows(&self.fd);
             self.stats.overflows.add(u64::from(overflows));
         }

@@ -1,0 +1,69 @@
+//! How long the vCPU thread was ready to run and waited for a host CPU, from its `schedstat` (Linux
+//! Documentation/scheduler/sched-stats.rst: time on CPU, time waiting on a run queue, time slices).
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// The waiting time of the thread that made it, in steps.
+#[derive(Debug)]
+pub struct StealClock {
+    file: File,
+    /// Waiting time at the last step, ns; `None` while nobody counts it.
+    last_ns: Option<u64>,
+}
+
+impl StealClock {
+    /// The calling thread's clock, off.
+    ///
+    /// # Errors
+    /// The error of opening `/proc/thread-self/schedstat`.
+    pub fn for_current_thread() -> io::Result<Self> {
+        Ok(Self {
+            file: File::open("/proc/thread-self/schedstat")?,
+            last_ns: None,
+        })
+    }
+
+    /// Starts or stops looking. What passed while nobody looked is never counted.
+    pub fn set_on(&mut self, on: bool) {
+        match (on, self.last_ns) {
+            (true, None) => self.last_ns = self.read(),
+            (false, Some(_)) => self.last_ns = None,
+            _ => {}
+        }
+    }
+
+    /// Nanoseconds since the last step; `None` while off. One `pread(2)` while on.
+    pub fn advance(&mut self) -> Option<u64> {
+        let last = self.last_ns?;
+        let now = self.read()?;
+        self.last_ns = Some(now);
+        Some(now.saturating_sub(last))
+    }
+
+    fn read(&self) -> Option<u64> {
+        let mut text = [0u8; 64];
+        let len = self.file.read_at(&mut text, 0).ok()?;
+        let text = std::str::from_utf8(text.get(..len)?).ok()?;
+        text.split_ascii_whitespace().nth(1)?.parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Off, nothing is read; on, the clock never runs backwards and starts at the moment it is switched on.
+    #[test]
+    fn waiting_time_counts_only_while_on() {
+        let mut clock = StealClock::for_current_thread().unwrap();
+        assert_eq!(clock.advance(), None);
+        clock.set_on(true);
+        let total = clock.read().unwrap();
+        let step = clock.advance().unwrap();
+        assert!(clock.read().unwrap() >= total && step <= clock.read().unwrap());
+        clock.set_on(false);
+        assert_eq!(clock.advance(), None);
+    }
+}
