@@ -67,10 +67,13 @@ static struct run measure(const struct counter *c, u32 cpl)
         u64 factor = best.tsc ? target / best.tsc : 1, rounds = best.rounds * (factor > 16 ? 16 : factor);
         u32 runs = factor <= 16 && tries ? RUNS : 1; /* one run is enough to see that it must be longer */
         best = run_once(c, cpl, rounds);
-        for (u32 i = 1; i < runs && best.tsc < 4 * target; i++) {
+        /* On a busy host it takes more of them to find one that was left alone. */
+        for (u32 i = 1; i < runs || (runs > 1 && i < 4 * RUNS && best.count < best.tsc - best.tsc / 8); i++) {
             struct run r = run_once(c, cpl, rounds);
             if (r.tsc < best.tsc)
                 best = r;
+            if (best.tsc > 4 * target || best.count < best.tsc / 64)
+                break; /* each instruction is stepped, or the event is not one of time */
         }
     }
     return best;
@@ -117,14 +120,14 @@ static void time_row(struct name name, struct counter c, u32 cpl, bool is_cycles
     u64 instructions = KNOWN_INSTRUCTIONS(r.rounds);
     bool stepped = near(r.count, instructions, OVERHEAD) && r.tsc > 20 * instructions;
 
-    if (is_cycles && cpl)
+    if (is_cycles && r.count * 1024 / r.tsc > cycles_per_1024_tsc)
         cycles_per_1024_tsc = r.count * 1024 / r.tsc;
     put_row(name.shown, cpl);
     put_counts(r.count, stepped ? instructions : r.tsc, true);
     if (tables && stepped)
         kprintf("  (counts instructions: exact backing)");
     verdict(name.id, cpl ? "cpl3" : "cpl0", r.count, stepped ? instructions : r.tsc,
-            stepped || (r.count >= r.tsc / 4 && r.count <= r.tsc * 4) ? V_OK : V_FAILED);
+            stepped || (r.count >= r.tsc / 64 && r.count <= r.tsc * 4) ? V_OK : V_FAILED);
 }
 
 /* Events of which the loop has a known number. */
@@ -150,17 +153,27 @@ static void number_row(enum pmu_event e, u32 cpl)
             near(r.count, expected, OVERHEAD) ? V_OK : V_FAILED);
 }
 
-/* A counter that counts CPL3 only, while the loop runs at CPL0 and at CPL3. */
+/* A counter that counts CPL3 only, while the loop runs at CPL0 or at CPL3; a second one counts both levels. */
 static void split_row(u32 cpl)
 {
-    struct counter c = { -1, event_select(EV_CYCLES) | SEL_USR };
-    struct run r = measure(&c, cpl);
-    u64 expected = cpl ? r.tsc * cycles_per_1024_tsc / 1024 : 0;
+    struct counter user = { -1, event_select(EV_CYCLES) | SEL_USR };
+    struct counter both = { -1, user.select | SEL_OS };
+    struct run r = measure(&both, cpl);
+    u64 all = r.count, expected;
 
+    if (pmu.gp > 1) {
+        ctr_write(1, 0);
+        sel_write(1, both.select | SEL_EN);
+    }
+    r = run_once(&user, cpl, r.rounds);
+    if (pmu.gp > 1) {
+        sel_write(1, 0);
+        all = ctr_read(1);
+    }
+    expected = cpl ? all : 0;
     put_row("cycles, CPL3 only", cpl);
     put_counts(r.count, expected, true);
-    verdict("user-cycles", cpl ? "cpl3" : "cpl0", r.count, expected,
-            near(r.count, expected, r.tsc * cycles_per_1024_tsc / 1024 / 4) ? V_OK : V_FAILED);
+    verdict("user-cycles", cpl ? "cpl3" : "cpl0", r.count, expected, near(r.count, expected, all / 4) ? V_OK : V_FAILED);
 }
 
 void counting(void)
@@ -168,7 +181,7 @@ void counting(void)
     static const u64 both = SEL_USR | SEL_OS;
 
     if (tables)
-        kprintf("\n  Counting a loop (shortest of %u runs; for cycles the TSC is expected)\n"
+        kprintf("\n  Counting a loop (shortest of %u runs; cycles: the TSC is expected)\n"
                 "    event                where             saw         expected    ratio\n", RUNS);
     for (u32 cpl = 0; cpl <= 3; cpl += 3) {
         if (event_exists(EV_CYCLES))

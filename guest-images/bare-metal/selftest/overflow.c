@@ -9,15 +9,16 @@ static u32 lvtpc;
 static u64 period, pmis, late, spurious, select;
 static u64 by_function[4]; /* hot, warm, cool, anywhere else */
 
+/* Without global control both are switched in the same order each time, so that they run equally long. */
 static void counters_on(void)
 {
     if (pmu.global) {
         global_write(3);
         return;
     }
+    sel_write(0, select | SEL_EN | SEL_INT);
     if (pmu.gp > 1)
         sel_write(1, select | SEL_EN);
-    sel_write(0, select | SEL_EN | SEL_INT);
 }
 
 static void counters_off(void)

@@ -12,12 +12,21 @@ static void arm(u32 i, u32 ms)
     sel_write(i, counting_event | INTERRUPTING);
 }
 
-/* Time for an interrupt that is on its way, with interrupts on. */
+/* Time for interrupts that must not come, with interrupts on. */
 static void settle(void)
 {
     sti();
     delay_us(1000);
     cli();
+}
+
+/* Waits until `n` PMIs in all have come, for a second at most, and then for one too many. */
+static void await(u64 n)
+{
+    u64 end = rdtsc() + tsc_hz;
+    while (pmis() < n && (s64)(end - rdtsc()) > 0)
+        settle();
+    settle();
 }
 
 /* One overflow of counter i with interrupts on or off. */
@@ -40,7 +49,7 @@ TEST(pmi_nmi, ON_ANY, "pmi: LVTPC in NMI mode gives one NMI for each overflow, w
         u64 before = this_cpu()->pmi_nmi;
         apic_write(APIC_LVTPC, LVT_NMI);
         overflow(i, false);
-        delay_us(1000);
+        await(before + 1);
         CHECK(this_cpu()->pmi_nmi == before + 1, "counter %u: %lu", i, this_cpu()->pmi_nmi - before);
     }
     CHECK(this_cpu()->pmi_fixed == 0);
@@ -56,7 +65,7 @@ TEST(pmi_vector, ON_ANY, "pmi: LVTPC in fixed mode gives its vector, once for ea
             u64 before = this_cpu()->pmi_fixed;
             apic_write(APIC_LVTPC, vectors[k]);
             overflow(i, true);
-            settle();
+            await(before + 1);
             CHECK(this_cpu()->pmi_fixed == before + 1, "counter %u: %lu", i, this_cpu()->pmi_fixed - before);
             CHECK(this_cpu()->pmi_vector == vectors[k], "vector 0x%lx", this_cpu()->pmi_vector);
         }
@@ -97,7 +106,7 @@ TEST(pmi_interrupts_off, ON_ANY, "pmi: in fixed mode it waits for STI")
     overflow(0, false);
     delay_us(1000);
     CHECK(pmis() == 0, "%lu while interrupts are off", pmis());
-    settle();
+    await(1);
     CHECK(pmis() == 1, "%lu after STI", pmis());
 }
 
@@ -109,7 +118,7 @@ TEST(pmi_despite_clearing, ON_ANY, "pmi: once due it is delivered even if the gu
     status_clear(1);
     ctr_write(0, 0);
     sel_write(0, 0);
-    settle();
+    await(1);
     CHECK(pmis() == 1, "%lu", pmis());
 }
 
@@ -121,11 +130,11 @@ TEST(pmi_masks_lvtpc, ON_INTEL, "pmi: a delivery sets the mask bit of LVTPC")
         SKIP("only to be seen in x2APIC mode");
     apic_write(APIC_LVTPC, LVT_NMI);
     overflow(0, false);
-    delay_us(1000);
+    await(1);
     CHECK(apic_read(APIC_LVTPC) == (LVT_NMI | LVT_MASKED), "0x%x", apic_read(APIC_LVTPC));
     apic_write(APIC_LVTPC, VEC_PMI);
     overflow(0, true);
-    settle();
+    await(2);
     CHECK(apic_read(APIC_LVTPC) == (VEC_PMI | LVT_MASKED), "0x%x", apic_read(APIC_LVTPC));
 }
 
@@ -134,10 +143,10 @@ TEST(pmi_leaves_lvtpc, ON_AMD, "pmi: a delivery leaves LVTPC as it is, and a sec
     NEED_COUNTING();
     apic_write(APIC_LVTPC, LVT_NMI);
     overflow(0, false);
-    delay_us(1000);
+    await(1);
     CHECK(apic_read(APIC_LVTPC) == LVT_NMI, "0x%x", apic_read(APIC_LVTPC));
     overflow(0, false);
-    delay_us(1000);
+    await(2);
     CHECK(pmis() == 2, "%lu", pmis());
 }
 
@@ -152,7 +161,7 @@ TEST(pmi_while_masked, ON_ANY, "pmi: it waits while LVTPC is masked, and comes o
         settle();
         CHECK(pmis() == before, "%lu while masked", pmis() - before);
         apic_write(APIC_LVTPC, lvt);
-        settle();
+        await(before + 1);
         CHECK(pmis() == before + 1, "%lu after unmasking", pmis() - before);
         status_clear(1);
     }
@@ -253,7 +262,7 @@ TEST(pmi_in_nmi_handler, ON_ANY, "pmi: an overflow in the NMI handler gives an N
     arm(0, 1);
     global_write(1);
     CHECK(wait_wrapped(0));
-    delay_us(2000);
+    await(2);
     CHECK(nested_seen == 1, "%u NMIs when the handler ended", nested_seen);
     CHECK(this_cpu()->pmi_nmi == 2, "%lu NMIs in all", this_cpu()->pmi_nmi);
 }
@@ -276,7 +285,7 @@ TEST(pmi_all_at_once, ON_ANY, "pmi: all counters overflowing together give at le
         global_write(BIT(pmu.gp) - 1);
         for (u32 i = 0; i < pmu.gp; i++)
             CHECK(wait_wrapped(i), "counter %u", i);
-        settle();
+        await(before + 1);
         global_write(0);
         for (u32 i = 0; i < pmu.gp; i++)
             sel_write(i, 0);
@@ -302,7 +311,7 @@ TEST(fixed_pmi, ON_INTEL, "pmi: a fixed counter interrupts if bit 3 of its field
         global_write(BIT(32 + i));
         while (!status_read() && (s64)(end - rdtsc()) > 0)
             delay_us(100);
-        delay_us(1000);
+        await(k);
         CHECK(pmis() == k, "field %s: %lu", k ? "0xb" : "3", pmis());
         global_write(0);
         status_clear(status_read());
