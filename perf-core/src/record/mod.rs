@@ -227,6 +227,7 @@ impl<'a> Record<'a> {
     /// # Errors
     ///
     /// [`DecodeError`] if the bytes are too few for their type, or in a sample too many.
+    #[inline]
     pub fn decode(raw: RawRecord<'a>, format: Format) -> Result<Self, DecodeError> {
         let mut body = Cursor::new(raw.body());
         let misc = Misc(raw.misc());

@@ -169,6 +169,7 @@ impl Encode for Sample<'_> {
 }
 
 impl<'a> Sample<'a> {
+    #[inline]
     pub(super) fn decode(body: &mut Cursor<'a>, misc: Misc, format: Format) -> Result<Self, DecodeError> {
         let fields = format.sample_type;
         let mut sample = Self {

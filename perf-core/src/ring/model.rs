@@ -177,25 +177,27 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
     });
 }
 
+/// One attempt as `Ring::begin` makes it: pending losses travel with the record, or are put back. Returns how many
+/// records were written and how many losses reported.
+fn attempt(ring: &Ring, tag: u64) -> (u64, u64) {
+    let lost = ring.protocol.take_lost();
+    match ring.protocol.reserve(&ring.shared(), 32, false) {
+        Some(claim) => {
+            ring.fill(&claim, tag);
+            ring.end(claim);
+            (1, lost)
+        }
+        None => {
+            ring.protocol.add_lost(lost + 1);
+            (0, 0)
+        }
+    }
+}
+
 #[test]
 fn p30_what_is_written_and_what_is_lost_add_up() {
     check(3, || {
         let ring = Ring::new(false);
-        let attempt = |ring: &Ring, tag| {
-            // As `Ring::begin`: the pending losses travel with the record, or are put back.
-            let lost = ring.protocol.take_lost();
-            match ring.protocol.reserve(&ring.shared(), 32, false) {
-                Some(claim) => {
-                    ring.fill(&claim, tag);
-                    ring.end(claim);
-                    (1, lost)
-                }
-                None => {
-                    ring.protocol.add_lost(lost + 1);
-                    (0, 0)
-                }
-            }
-        };
         let writer = {
             let ring = Arc::clone(&ring);
             thread::spawn(move || attempt(&ring, 1))
@@ -208,6 +210,27 @@ fn p30_what_is_written_and_what_is_lost_add_up() {
         assert_eq!(
             first + second + third + reported + ring.protocol.pending_lost(),
             3
+        );
+    });
+}
+
+#[test]
+fn p30_losses_are_reported_once_when_two_writers_find_them_pending() {
+    check(3, || {
+        let ring = Ring::new(false);
+        // One record fits, of the next there is one loss pending.
+        assert_eq!(attempt(&ring, 1), (1, 0));
+        assert_eq!(attempt(&ring, 2), (0, 0));
+        let writer = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || attempt(&ring, 3))
+        };
+        ring.read();
+        let (first, lost_first) = attempt(&ring, 4);
+        let (second, lost_second) = writer.join().expect("no panic");
+        assert_eq!(
+            1 + first + second + lost_first + lost_second + ring.protocol.pending_lost(),
+            4
         );
     });
 }
