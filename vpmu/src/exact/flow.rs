@@ -153,6 +153,7 @@ pub(super) fn leads(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn 
             }
             Mnemonic::Iretq => known(on_stack(cpu, 8, memory)),
             Mnemonic::Iretd => known(on_stack(cpu, 4, memory)),
+            Mnemonic::Iret => known(on_stack(cpu, 2, memory)),
             Mnemonic::Sysretq => known(Some(cpu.gpr[1])),
             Mnemonic::Sysret => known(Some(cpu.gpr[1] & 0xFFFF_FFFF)),
             _ => Leads::Anywhere,
@@ -173,10 +174,11 @@ fn operand(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemo
 
 /// What a return of `bytes` finds on the stack.
 fn on_stack(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
-    let mask = if cpu.size == CodeSize::Bits64 {
-        u64::MAX
-    } else {
-        0xFFFF_FFFF
+    // Code of 16 bits on a stack of 32, or the reverse, does not occur outside compatibility tricks.
+    let mask = match cpu.size {
+        CodeSize::Bits16 => 0xFFFF,
+        CodeSize::Bits32 => 0xFFFF_FFFF,
+        CodeSize::Bits64 => u64::MAX,
     };
     read_number(
         cpu.segment_bases[2].wrapping_add(cpu.gpr[4] & mask),
