@@ -33,8 +33,8 @@ static u64 try_event(u64 select)
         /* While it counts, because a stepped CPL3 is as slow as that. */
         u64 rounds = 16;
         for (;; rounds *= 4) {
-            u64 t = shortest(3, rounds);
-            if (t > tsc_hz / 1000) {
+            u64 t = shortest(5, rounds);
+            if (t > tsc_hz / 500) {
                 rounds_per_ms = rounds * (tsc_hz / 1000) / t;
                 break;
             }
