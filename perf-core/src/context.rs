@@ -10,14 +10,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use slab::Slab;
 use smallvec::SmallVec;
 
+use crate::estimate::Estimate;
 use crate::event::{Event, EventShared, Owner, Source, State, Totals};
 use crate::group::{Class, Group, Queue};
+use crate::mux::MuxPolicy;
 use crate::output::write_page;
 use crate::pmu::{PmuError, Target, VcpuId};
 use crate::record::ReadEntry;
-use crate::schedule::{Pool, SharePolicy, plan};
+use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy, plan};
+use crate::slices::EstimateSum;
 use crate::software::{Deferred, IDS};
-use crate::time::{Clock, ContextClock};
+use crate::time::{Clock, ContextClock, scale};
 
 /// What a context holds, for statistics and tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,6 +55,7 @@ pub(crate) struct Context {
     /// Guards that keep it from being exchanged.
     pub pins: usize,
     pub policy: SharePolicy,
+    mux: MuxConfig,
     active: usize,
     /// Counts up whenever an event goes to the error state.
     pub errors: u64,
@@ -60,7 +64,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub fn new(policy: SharePolicy) -> Self {
+    pub fn new(policy: SharePolicy, mux: MuxConfig) -> Self {
         Self {
             clock: ContextClock::default(),
             events: Slab::new(),
@@ -74,6 +78,7 @@ impl Context {
             clone_of: None,
             pins: 0,
             policy,
+            mux,
             active: 0,
             errors: 0,
             dead: false,
@@ -85,11 +90,7 @@ impl Context {
             events: self.events.len(),
             active: self.active,
             active_hardware: self.pools.iter().map(|p| p.used).sum(),
-            waiting_groups: self
-                .pools
-                .iter()
-                .map(|p| p.queues.iter().map(Queue::len).sum::<usize>() - p.on.len())
-                .sum(),
+            waiting_groups: self.pools.iter().map(|p| p.queued() - p.on.len()).sum(),
         }
     }
 
@@ -98,7 +99,7 @@ impl Context {
         if let Some(at) = self.pools.iter().position(|p| p.driver == driver) {
             return at;
         }
-        self.pools.push(Pool::new(driver, slots, reserved));
+        self.pools.push(Pool::new(driver, slots, reserved, self.mux));
         self.pools.len() - 1
     }
 
@@ -159,7 +160,7 @@ impl Context {
 
         let mut requeue = false;
         if pool.is_some() && self.groups[group].pool.is_none() {
-            requeue = self.groups[group].is_queued();
+            requeue = self.groups[group].queued;
             // A software group becomes a hardware group: it leaves the list of those that need no slot.
             self.take_off(group, now_ns);
             self.unqueue(group);
@@ -203,7 +204,7 @@ impl Context {
                 .all(|m| self.events[*m].pool.is_none());
             if pool.is_some() && software {
                 // Its last hardware member is gone: it needs no slot and waits no more.
-                let queued = self.groups[group].is_queued();
+                let queued = self.groups[group].queued;
                 self.take_off(group, now_ns);
                 self.unqueue(group);
                 self.groups[group].pool = None;
@@ -336,24 +337,26 @@ impl Context {
     }
 
     fn enqueue(&mut self, group: usize) {
-        if self.groups[group].is_queued() {
+        if self.groups[group].queued {
             return;
         }
+        self.groups[group].queued = true;
         match self.groups[group].pool {
-            Some(pool) => {
-                let class = self.groups[group].class as usize;
-                self.pools[pool].queues[class].push_back(&mut self.groups, group);
-            }
+            Some(pool) => match self.pools[pool].queue(self.groups[group].class) {
+                ClassQueue::Pinned(queue) => queue.push_back(&mut self.groups, group),
+                ClassQueue::Flexible(queue) => queue.insert(group),
+            },
             None => self.software.push_back(&mut self.groups, group),
         }
     }
 
     fn unqueue(&mut self, group: usize) {
+        self.groups[group].queued = false;
         match self.groups[group].pool {
-            Some(pool) => {
-                let class = self.groups[group].class as usize;
-                self.pools[pool].queues[class].remove(&mut self.groups, group);
-            }
+            Some(pool) => match self.pools[pool].queue(self.groups[group].class) {
+                ClassQueue::Pinned(queue) => queue.remove(&mut self.groups, group),
+                ClassQueue::Flexible(queue) => queue.remove(group),
+            },
             None => self.software.remove(&mut self.groups, group),
         }
     }
@@ -405,6 +408,7 @@ impl Context {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
+        self.tell_variability(group);
         if std::mem::take(&mut self.groups[group].on)
             && let Some(pool) = self.groups[group].pool
         {
@@ -412,9 +416,28 @@ impl Context {
         }
     }
 
+    /// Tells the queue how much the rates of a group's members vary.
+    fn tell_variability(&mut self, group: usize) {
+        let g = &self.groups[group];
+        if self.mux.policy != MuxPolicy::Adaptive || g.class.is_pinned() {
+            return;
+        }
+        let Some(pool) = g.pool else { return };
+        let most = g
+            .members
+            .iter()
+            .filter_map(|m| self.events[*m].slices.as_ref()?.variability())
+            .max_by(f64::total_cmp);
+        if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
+            queue.set_variability(group, most);
+        }
+    }
+
     fn start_event(&mut self, key: usize, time: u64) -> Result<(), PmuError> {
+        let leader = self.leader_state(key);
         let event = &mut self.events[key];
         event.start(time)?;
+        event.note_on(leader, time);
         self.active += 1;
         if let Some(pool) = event.pool {
             self.pools[pool].used += 1;
@@ -431,7 +454,9 @@ impl Context {
             return;
         }
         let time = self.clock.advance(now_ns);
+        let leader = self.leader_state(key);
         let event = &mut self.events[key];
+        event.note_off(leader, time);
         event.stop(time);
         self.active -= 1;
         if let Some(pool) = event.pool {
@@ -469,7 +494,7 @@ impl Context {
         if !self.clock.is_active() {
             return;
         }
-        let plan = plan(&self.pools[pool], &self.groups, self.policy);
+        let plan = plan(&mut self.pools[pool], &self.groups, self.policy);
         let leaving: SmallVec<[usize; 16]> = self.pools[pool]
             .on
             .iter()
@@ -539,14 +564,7 @@ impl Context {
             if !self.pools[pool].is_contended() {
                 continue;
             }
-            for class in [Class::FlexibleVm, Class::FlexibleVcpu] {
-                let pool = &mut self.pools[pool];
-                let on = pool.on.iter().filter(|g| self.groups[**g].class == class).count();
-                let queue = &mut pool.queues[class as usize];
-                if queue.len() > on {
-                    queue.rotate(&self.groups);
-                }
-            }
+            self.pools[pool].turn(now_ns);
             self.reschedule(pool, now_ns);
         }
     }
@@ -557,6 +575,14 @@ impl Context {
             self.pools[pool].reserved = reserved.min(self.pools[pool].slots);
             self.reschedule(pool, now_ns);
         }
+    }
+
+    /// When the next turn of groups that share slots is due.
+    pub fn next_turn_ns(&self) -> Option<u64> {
+        if !self.clock.is_active() {
+            return None;
+        }
+        self.pools.iter().filter_map(Pool::next_turn_ns).min()
     }
 
     /// Whether a periodic tick has anything to do here.
@@ -586,13 +612,43 @@ impl Context {
         }
     }
 
+    /// What the event would have counted had it been on whenever it was enabled.
+    pub fn estimate(&mut self, key: usize, now_ns: u64) -> EstimateSum {
+        let totals = self.totals(key, now_ns);
+        let event = &mut self.events[key];
+        if matches!(event.source, Source::Family) {
+            return EstimateSum::default();
+        }
+        let estimate = match &event.slices {
+            _ if totals.times.enabled_ns == totals.times.running_ns => None,
+            Some(slices) => slices.estimate(totals.times.enabled_ns, event.state, totals.count),
+            None => scale(totals.count, totals.times).map(|value| Estimate {
+                value,
+                standard_error: None,
+                exact: false,
+            }),
+        };
+        EstimateSum::of(totals, estimate)
+    }
+
+    /// Makes the event's count `count` from now on. Its times are left alone.
+    pub fn set_count(&mut self, key: usize, count: u64, now_ns: u64) {
+        let time = self.clock.advance(now_ns);
+        let leader = self.leader_state(key);
+        let event = &mut self.events[key];
+        event.set_count(count);
+        let enabled_ns = event.times.at(event.state, leader, time).enabled_ns;
+        if let Some(slices) = &mut event.slices {
+            slices.reset(enabled_ns, event.state, count);
+        }
+        self.update_page(key, now_ns);
+    }
+
     /// Makes `totals` what the event has counted until now.
     pub fn set_totals(&mut self, key: usize, totals: Totals, now_ns: u64) {
         let time = self.clock.advance(now_ns);
-        let event = &mut self.events[key];
-        event.set_count(totals.count);
-        event.times.set(totals.times, time);
-        self.update_page(key, now_ns);
+        self.events[key].times.set(totals.times, time);
+        self.set_count(key, totals.count, now_ns);
     }
 
     /// Brings the control page of an event that owns a ring up to date. A family's is written when it is read: its
@@ -638,9 +694,14 @@ pub(crate) struct ContextCell {
 }
 
 impl ContextCell {
-    pub fn new(policy: SharePolicy, clock: Arc<dyn Clock>, vcpu: Option<(VcpuId, i32)>) -> Self {
+    pub fn new(
+        policy: SharePolicy,
+        mux: MuxConfig,
+        clock: Arc<dyn Clock>,
+        vcpu: Option<(VcpuId, i32)>,
+    ) -> Self {
         Self {
-            inner: Mutex::new(Context::new(policy)),
+            inner: Mutex::new(Context::new(policy, mux)),
             clock,
             who: AtomicU64::new(
                 vcpu.map_or(VM, |(vcpu, tid)| u64::from(vcpu.0) << 32 | u64::from(tid as u32)),

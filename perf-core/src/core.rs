@@ -67,7 +67,12 @@ impl Core {
     /// A core with no drivers and no vCPUs.
     #[must_use]
     pub fn new(config: CoreConfig) -> Self {
-        let vm = Arc::new(ContextCell::new(config.share, Arc::clone(&config.clock), None));
+        let vm = Arc::new(ContextCell::new(
+            config.share,
+            config.mux_config(0),
+            Arc::clone(&config.clock),
+            None,
+        ));
         let now_ns = config.clock.now_ns();
         vm.lock().sched_in(now_ns);
         Self {
@@ -121,6 +126,7 @@ impl Core {
         }
         let cell = Arc::new(ContextCell::new(
             self.inner.config.share,
+            self.inner.config.mux_config(u64::from(vcpu.0) + 1),
             Arc::clone(&self.inner.config.clock),
             Some((vcpu, tid)),
         ));
@@ -192,6 +198,26 @@ impl Core {
                 .load()
                 .iter()
                 .any(|v| v.cell.load().lock().needs_tick())
+    }
+
+    /// The time of [`CoreConfig::clock`] at which [`Core::rotate`] is due, if groups share slots. Under
+    /// [`crate::mux::MuxPolicy::Adaptive`] that is an irregular one; under rotation it is the next tick.
+    #[must_use]
+    pub fn next_turn_ns(&self) -> Option<u64> {
+        let vcpus = self.inner.vcpus.load();
+        let turns = vcpus.iter().filter_map(|v| v.cell.load().lock().next_turn_ns());
+        turns.chain(self.inner.vm.lock().next_turn_ns()).min()
+    }
+
+    /// The rotation half of [`Core::tick`], for timers that follow [`Core::next_turn_ns`].
+    pub fn rotate(&self) {
+        for vcpu in self.inner.vcpus.load().iter() {
+            let cell = vcpu.cell.load();
+            let now_ns = cell.now_ns();
+            cell.lock().rotate(now_ns);
+        }
+        let now_ns = self.inner.vm.now_ns();
+        self.inner.vm.lock().rotate(now_ns);
     }
 
     /// What the VM context holds.

@@ -10,6 +10,7 @@ use crate::notify::Notify;
 use crate::output::{Output, OutputState};
 use crate::pmu::{PmuError, PmuEvent};
 use crate::sample::Sampling;
+use crate::slices::Slices;
 use crate::time::{EventTimes, Times};
 
 /// What an event is doing. The order means something: code asks for "at least inactive".
@@ -152,6 +153,8 @@ pub(crate) struct Event {
     pub enable_on_exec: bool,
     /// The ring its records go to, if any.
     pub output: Option<Arc<Output>>,
+    /// What it counted in each slice it was on, if it takes turns.
+    pub slices: Option<Slices>,
     /// The driver's count at the last reset.
     base: u64,
     /// The driver's count when last looked at.
@@ -170,6 +173,7 @@ impl Event {
         source: Source,
         enabled: bool,
     ) -> Self {
+        let slices = (pool.is_some() && !shared.attr.pinned).then(Slices::default);
         let sampling = Sampling::new(&shared.attr);
         let enable_on_exec = shared.attr.enable_on_exec;
         Self {
@@ -187,6 +191,7 @@ impl Event {
             raw: 0,
             settled: true,
             armed_at: None,
+            slices,
         }
     }
 
@@ -208,6 +213,14 @@ impl Event {
             }
         }
         self.raw
+    }
+
+    /// The driver's count when it last went on.
+    fn raw_at_start(&self) -> u64 {
+        match &self.source {
+            Source::Raised(count) => *count,
+            Source::Driver(_) | Source::Family => self.raw,
+        }
     }
 
     /// The count since the last reset. A driver that counts for a whole package answers itself, unmodified.
@@ -235,6 +248,10 @@ impl Event {
                 }
                 self.sampling.arm_at(self.raw);
             }
+            // An event that takes turns is read here, once for each turn: what it counted in the last one.
+            if self.slices.is_some() && !self.settled {
+                self.raw = driver.read();
+            }
             driver.start(overflow_in)?;
             self.settled = false;
         }
@@ -257,6 +274,26 @@ impl Event {
         }
         self.times.go_off(time);
         self.state = State::Inactive;
+    }
+
+    /// It went on at `time` of its context.
+    pub fn note_on(&mut self, leader: State, time: u64) {
+        if self.slices.is_none() {
+            return;
+        }
+        let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
+        let count = self.raw_at_start().wrapping_sub(self.base);
+        if let Some(slices) = &mut self.slices {
+            slices.on(enabled_ns, count);
+        }
+    }
+
+    /// It goes off at `time` of its context. Its count need not be known yet.
+    pub fn note_off(&mut self, leader: State, time: u64) {
+        let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
+        if let Some(slices) = &mut self.slices {
+            slices.off(enabled_ns);
+        }
     }
 
     /// Lets the next overflow come after `overflow_in` further counts.

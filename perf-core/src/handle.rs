@@ -125,17 +125,20 @@ impl EventRef {
     /// Zeroes the count, and what exited children left behind.
     pub fn reset(&self) -> Option<()> {
         // All under the family's lock: an exit comes wholly before or wholly after.
-        let family = self.family();
+        let mut family = self.family();
         {
             let now_ns = self.cell.now_ns();
             let mut context = self.cell.lock();
-            context.get(self.key, &self.shared)?.set_count(0);
-            context.update_page(self.key, now_ns);
+            context.get(self.key, &self.shared)?;
+            context.set_count(self.key, 0, now_ns);
         }
         for child in family.iter().flat_map(|f| f.live()) {
-            child.cell.lock().events[child.key].set_count(0);
+            let now_ns = child.cell.now_ns();
+            child.cell.lock().set_count(child.key, 0, now_ns);
         }
-        self.shared.folded.count.store(0, Ordering::Relaxed);
+        if let Some(family) = &mut family {
+            family.reset(&self.shared.folded);
+        }
         Some(())
     }
 

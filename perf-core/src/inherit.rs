@@ -12,18 +12,25 @@ mod model;
 
 use crate::context::ContextCell;
 use crate::event::{Folded, Totals};
+use crate::slices::EstimateSum;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Something whose totals count towards a family.
 pub(crate) trait Member {
     /// Its totals now, or, once it stopped, its last.
     fn totals(&self) -> Totals;
+
+    /// What it would have counted had it always been on.
+    fn estimate(&self) -> EstimateSum;
 }
 
 /// The live children of an event.
 #[derive(Debug)]
 pub(crate) struct Children<M> {
     live: Vec<M>,
+    /// Estimates of exited children.
+    estimates: EstimateSum,
 }
 
 /// A child: an event in a vCPU context.
@@ -37,7 +44,10 @@ pub(crate) type Family = Children<Child>;
 
 impl<M> Default for Children<M> {
     fn default() -> Self {
-        Self { live: Vec::new() }
+        Self {
+            live: Vec::new(),
+            estimates: EstimateSum::default(),
+        }
     }
 }
 
@@ -59,6 +69,21 @@ impl<M: Member> Children<M> {
         totals
     }
 
+    /// Estimates of exited and live children together.
+    pub fn estimate(&self) -> EstimateSum {
+        let mut sum = self.estimates;
+        for child in &self.live {
+            sum.add(child.estimate());
+        }
+        sum
+    }
+
+    /// Forgets what exited children left behind.
+    pub fn reset(&mut self, folded: &Folded) {
+        folded.count.store(0, Ordering::Relaxed);
+        self.estimates = EstimateSum::default();
+    }
+
     /// A child that stopped for good leaves: its last totals stay with the parent. `None` if it left before.
     pub fn fold(&mut self, folded: &Folded, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
         let child = self.unlink(is_it)?;
@@ -66,6 +91,7 @@ impl<M: Member> Children<M> {
         let mut totals = folded.load();
         totals.add(last);
         folded.store(totals);
+        self.estimates.add(child.estimate());
         Some((child, last))
     }
 
@@ -90,5 +116,10 @@ impl Member for Child {
     fn totals(&self) -> Totals {
         let now_ns = self.cell.now_ns();
         self.cell.lock().totals(self.key, now_ns)
+    }
+
+    fn estimate(&self) -> EstimateSum {
+        let now_ns = self.cell.now_ns();
+        self.cell.lock().estimate(self.key, now_ns)
     }
 }

@@ -78,6 +78,7 @@ mod read;
 mod sample;
 mod schedule;
 mod sideband;
+mod slices;
 mod software;
 mod switch;
 

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use crate::attr::{Attr, EventType, SampleType};
 use crate::core::Core;
 use crate::handle::HandleInner;
+use crate::mux::MuxPolicy;
 use crate::open::OpenError;
 use crate::ring::PAGE_SIZE;
-use crate::schedule::SharePolicy;
+use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::{Clock, MonotonicClock};
 
 /// How a [`Core`] is set up.
@@ -18,6 +19,10 @@ pub struct CoreConfig {
     pub clock: Arc<dyn Clock>,
     /// Who gets slots when there are not enough.
     pub share: SharePolicy,
+    /// How events that wait for slots take turns.
+    pub mux: MuxPolicy,
+    /// Seed of what [`MuxPolicy::Adaptive`] draws.
+    pub mux_seed: u64,
     /// How many ticks per second the VMM's timer makes; the unit of throttling.
     pub tick_hz: u64,
     /// -1: anyone may do anything; 0: raw samples need the admin role; 1: VM-wide events too; 2: counting the host
@@ -46,6 +51,8 @@ impl Default for CoreConfig {
         Self {
             clock: Arc::new(MonotonicClock::new()),
             share: SharePolicy::default(),
+            mux: MuxPolicy::default(),
+            mux_seed: 0,
             tick_hz: 250,
             paranoid: 1,
             sample_rate_hz: 100_000,
@@ -56,6 +63,17 @@ impl Default for CoreConfig {
             overcommit: true,
             owner_uid: 0,
             pid: std::process::id(),
+        }
+    }
+}
+
+impl CoreConfig {
+    pub(crate) fn mux_config(&self, context: u64) -> MuxConfig {
+        let turn_ns = 1_000_000_000 / self.tick_hz.max(1);
+        MuxConfig {
+            policy: self.mux,
+            turn_ns,
+            seed: self.mux_seed.wrapping_add(context << 32),
         }
     }
 }

@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use crate::attr::ReadFormat;
 use crate::control::ControlError;
+use crate::estimate::Estimate;
 use crate::event::{State, Totals};
 use crate::handle::{EventRef, Handle};
 use crate::output::write_page;
@@ -84,6 +85,28 @@ impl Handle {
     pub fn read(&self) -> Result<Reading, ControlError> {
         let totals = self.inner.event.totals().ok_or(ControlError::Closed)?;
         Ok(Reading::new(totals, self.id()))
+    }
+
+    /// What the event would have counted had it been on whenever it was enabled, from the course of its rate over the
+    /// slices it was on, with a standard error. For a family the sum over its vCPUs. `None` if it was not counted.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn estimate(&self) -> Result<Option<Estimate>, ControlError> {
+        let event = &self.inner.event;
+        let family = event.family();
+        let mut sum = {
+            let now_ns = event.cell.now_ns();
+            let mut context = event.cell.lock();
+            context
+                .get(event.key, &event.shared)
+                .ok_or(ControlError::Closed)?;
+            context.estimate(event.key, now_ns)
+        };
+        if let Some(family) = family {
+            sum.add(family.estimate());
+        }
+        Ok(sum.get())
     }
 
     /// Only the count of an event on one context: as [`Handle::read`] without looking at the clock.

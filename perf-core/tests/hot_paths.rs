@@ -113,6 +113,7 @@ fn a_ticks_driver_calls_do_not_grow_with_the_number_of_groups() {
         let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let before = m.hw.starts();
         for _ in 0..100 {
+            m.run(0, 1);
             m.core.tick();
         }
         assert_eq!(m.hw.starts() - before, 100, "one start for each tick, {n} groups");

@@ -419,3 +419,88 @@ proptest! {
         }
     }
 }
+
+/// P10: after as many turns as there are groups everyone has been on once, and it begins anew in the same order.
+#[test]
+fn p10_a_round_of_turns_is_the_identity() {
+    for n in 2..9 {
+        let m = Machine::new(1);
+        let _v = m.vcpu(0);
+        let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let mut order = Vec::new();
+        for _ in 0..3 * n {
+            order.push(events.iter().position(|e| e.state() == State::Active).unwrap());
+            m.run(0, 10);
+            m.core.tick();
+        }
+        assert_eq!(order, (0..n).cycle().take(3 * n).collect::<Vec<_>>());
+    }
+}
+
+/// A ramp: the rate grows all the time, so the mean of the slices is not the mean of the whole.
+#[test]
+fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let events: Vec<_> = (0..4).map(|_| m.open_vcpu(hw(), None)).collect();
+    assert_eq!(events[3].estimate().unwrap(), None, "never on: not counted");
+    let mut truth = 0;
+    for step in 0..40 {
+        m.clock.advance(100);
+        m.hw.work(0, step * 100);
+        truth += step * 100;
+        if step % 7 == 3 {
+            // A pause of the vCPU is no gap.
+            v.sched_out();
+            m.clock.advance(1_000_000);
+            v.sched_in();
+        }
+        m.core.tick();
+    }
+    for event in &events {
+        let r = event.read().unwrap();
+        assert_eq!(r.time_enabled_ns, 4000);
+        let e = event.estimate().unwrap().unwrap();
+        let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
+        assert!(!e.exact && e.standard_error.is_some());
+        assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
+    }
+    drop(events);
+    let alone = m.open_vcpu(hw(), None);
+    m.run(0, 10);
+    let e = alone.estimate().unwrap().unwrap();
+    assert_eq!((e.value, e.exact, e.standard_error), (10, true, Some(0.0)));
+    alone.reset(Scope::Event).unwrap();
+    let _other = m.open_vcpu(hw(), None);
+    for _ in 0..100 {
+        m.run(0, 10);
+        m.core.tick();
+    }
+    let e = alone.estimate().unwrap().unwrap();
+    assert_eq!(
+        (e.value, e.exact),
+        (1000, false),
+        "a steady rate is estimated exactly, from the reset on"
+    );
+}
+
+#[test]
+fn adaptive_turns_come_at_irregular_times_and_starve_nobody() {
+    let m = Machine::with(1, |c| c.mux = perf_core::mux::MuxPolicy::Adaptive);
+    let _v = m.vcpu(0);
+    let events: Vec<_> = (0..5).map(|_| m.open_vcpu(hw(), None)).collect();
+    let mut gaps = std::collections::BTreeSet::new();
+    for _ in 0..500 {
+        let now = perf_core::time::Clock::now_ns(&*m.clock);
+        let due = m.core.next_turn_ns().unwrap();
+        gaps.insert(due - now);
+        m.run(0, due - now);
+        m.core.rotate();
+    }
+    assert!(gaps.len() > 100, "no rhythm");
+    for event in &events {
+        let r = event.read().unwrap();
+        assert_eq!(r.value, r.time_running_ns);
+        assert!(r.time_running_ns * 20 > r.time_enabled_ns, "{r:?}");
+    }
+}

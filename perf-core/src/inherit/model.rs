@@ -9,6 +9,7 @@ use loom::thread;
 
 use super::{Children, Member};
 use crate::event::{Folded, Totals};
+use crate::slices::EstimateSum;
 use crate::time::Times;
 
 /// A child whose vCPU counts from another thread.
@@ -28,6 +29,10 @@ impl Member for Child {
                 running_ns: n,
             },
         }
+    }
+
+    fn estimate(&self) -> EstimateSum {
+        EstimateSum::of(self.totals(), None)
     }
 }
 
