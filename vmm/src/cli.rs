@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
+use perf_core::SharePolicy;
 use vpmu::events::UnknownPolicy;
 use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
 
@@ -113,16 +114,13 @@ pub struct RunArgs {
     /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
     pub memory: u64,
-    /// Name of the guest, for messages and thread names.
-    #[arg(long, value_name = "NAME", value_parser = parse_name)]
-    pub name: Option<String>,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
     #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
     pub pmu: ModelName,
     /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
     #[arg(long, value_name = "GP[+FIXED]", value_parser = parse_counters)]
     pub pmu_counters: Option<CounterNumbers>,
-    /// Counter width in bits, 32 to 64.
+    /// Counter width in bits, 32 to 48 (Intel models).
     #[arg(long, value_name = "BITS", value_parser = parse_width)]
     pub pmu_width: Option<u8>,
     /// File with the events the guest may count.
@@ -154,17 +152,6 @@ pub enum RdpmcMode {
     Off,
     /// By hardware breakpoints, at most four sites.
     Hwbp,
-}
-
-/// Who gets the host's counters first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SharePolicy {
-    /// The guest's counters are pinned; operators share what is left.
-    GuestFirst,
-    /// Operators' events come first.
-    OperatorFirst,
-    /// What does not fit is refused.
-    Strict,
 }
 
 /// What parsing the arguments led to instead of a command.
@@ -276,14 +263,6 @@ fn parse_memory(text: &str) -> Result<u64, String> {
     Ok(bytes)
 }
 
-fn parse_name(text: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    if text.is_empty() || text.len() > 64 || !text.chars().all(allowed) {
-        return Err("must be 1 to 64 letters, digits, '-', '_' or '.'".into());
-    }
-    Ok(text.to_owned())
-}
-
 fn parse_pmu(text: &str) -> Result<ModelName, String> {
     text.parse().map_err(|e: ModelError| e.to_string())
 }
@@ -388,8 +367,6 @@ mod tests {
             "off",
             "--share",
             "strict",
-            "--name",
-            "a-1",
         ])
         .unwrap();
         assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
@@ -431,7 +408,6 @@ mod tests {
             (&["--rdpmc", "x"], "'x'", "hwbp"),
             (&["--share", "x"], "'x'", "strict"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),
-            (&["--name", "a\nb"], "a b", "letters"),
             (&["--frobnicate"], "--frobnicate", "--help"),
             (&["--initrd", "x"], "--kernel", ""),
             (&["stray"], "stray", ""),

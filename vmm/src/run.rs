@@ -27,8 +27,10 @@ use crate::vm::{RunningVm, Vm, VmConfig};
 const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
-/// Time between ticks of the perf core.
+/// Time between ticks of the perf core while events take turns or sample.
 const TICK: Duration = Duration::from_millis(4);
+/// Time between looks whether ticks are needed, while they are not.
+const IDLE_TICK: Duration = Duration::from_millis(100);
 
 /// When the program started.
 #[derive(Clone, Copy, Debug)]
@@ -108,7 +110,12 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
             model,
             policy,
             filter: Arc::new(filter),
-            pmi_limit: args.pmi_limit.unwrap_or(vpmu::DEFAULT_PMI_LIMIT),
+            pmi_limit: match args.pmi_limit {
+                None => vpmu::DEFAULT_PMI_LIMIT,
+                Some(0) => u32::MAX,
+                Some(limit) => limit,
+            },
+            share: args.share,
         },
         trap_rdpmc: args.rdpmc == RdpmcMode::Trap,
     };
@@ -213,6 +220,7 @@ fn serve(running: &RunningVm, signals: StopSignals) -> Result<(), event_manager:
         quit,
         signals,
         tick,
+        pace: TICK,
     })));
     while running.control().reason().is_none() {
         manager.run()?;
@@ -233,6 +241,8 @@ struct Housekeeping {
     quit: EventFd,
     signals: StopSignals,
     tick: TimerFd,
+    /// The tick's present interval.
+    pace: Duration,
 }
 
 impl Housekeeping {
@@ -260,6 +270,13 @@ impl MutEventSubscriber for Housekeeping {
             let _ = self.tick.wait();
             if let Some(pmu) = &self.pmu {
                 pmu.core().tick();
+                let wanted = if pmu.core().needs_tick() { TICK } else { IDLE_TICK };
+                if wanted != self.pace {
+                    self.pace = wanted;
+                    if let Err(e) = self.tick.reset(wanted, Some(wanted)) {
+                        log::error!("timerfd_settime: {e}");
+                    }
+                }
             }
         }
         // The stopped event needs no action: the loop looks at the reason.

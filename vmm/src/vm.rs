@@ -12,7 +12,7 @@ use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
 use vpmu::{Backability, Generation};
 
-use crate::boot::{self, BootError, BootRequest, KernelSource, Loaded, layout};
+use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, layout};
 use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::host::{self, HostError};
@@ -130,7 +130,7 @@ impl Vm {
             patch_rdpmc: config.trap_rdpmc && has_pmu,
         };
         let loaded = boot::load(&ram, &request)?;
-        if boot::needs_full_kvm(&loaded.kind) {
+        if needs_full_kvm(&loaded.kind) {
             let facts = host::facts(kvm)?;
             if !facts.runs_linux {
                 return Err(BootError::NeedsFullKvm {
@@ -323,6 +323,15 @@ impl RunningVm {
 impl Drop for RunningVm {
     fn drop(&mut self) {
         self.stop_and_join();
+    }
+}
+
+/// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses instructions that
+/// KVM's emulator lacks. Multiboot kernels may do without.
+fn needs_full_kvm(kind: &KernelKind) -> bool {
+    match kind {
+        KernelKind::Vmlinux | KernelKind::BzImage { .. } => true,
+        KernelKind::Multiboot => false,
     }
 }
 

@@ -231,20 +231,6 @@ pub enum BootError {
         /// What the ioctl said.
         source: kvm_ioctls::Error,
     },
-    /// No KVM.
-    #[error(
-        "/dev/kvm does not exist: load the kvm_intel or kvm_amd module, or enable virtualisation in the firmware (in a VM: nested virtualisation)"
-    )]
-    KvmMissing,
-    /// No permission.
-    #[error("no permission to open /dev/kvm: run as root or join the group that owns it (usually `kvm`)")]
-    KvmPermission,
-    /// Another failure of /dev/kvm.
-    #[error("cannot open /dev/kvm: {source}")]
-    KvmOpen {
-        /// What open(2) said.
-        source: std::io::Error,
-    },
     /// The host's KVM cannot run a Linux kernel.
     #[error(
         "this host's KVM ({flavour}) runs guest kernels in an instruction emulator and cannot run Linux; run this guest in the lab (`make demo` shows how) or on a host with VT-x or AMD-V; `perfvisor run` without --kernel works here"

@@ -7,7 +7,6 @@
 mod acpi;
 mod elf;
 mod error;
-mod host;
 mod kallsyms;
 pub mod layout;
 mod linux;
@@ -26,7 +25,6 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use error::BootError;
-pub use host::{KvmFlavour, check_kvm, kvm_flavour, kvm_open_error, needs_full_kvm};
 pub use regs::{Entry, configure_local_apic};
 pub use symbols::SymbolTable;
 

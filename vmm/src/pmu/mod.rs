@@ -16,7 +16,7 @@ use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
-use perf_core::{Core, CoreConfig, Overflowed, VcpuContext};
+use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext};
 use smallvec::SmallVec;
 use vpmu::{
     BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
@@ -51,6 +51,8 @@ pub struct PmuConfig {
     pub filter: Arc<EventFilter>,
     /// Most PMIs per second and vCPU.
     pub pmi_limit: u32,
+    /// Who gets the host's counters when they run out.
+    pub share: SharePolicy,
 }
 
 /// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from.
@@ -68,7 +70,10 @@ pub struct VmPmu {
 impl VmPmu {
     /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it keeps any.
     pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = Core::new(CoreConfig {
+            share: config.share,
+            ..CoreConfig::default()
+        });
         let signal = Some(kick::overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
