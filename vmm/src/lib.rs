@@ -16,6 +16,7 @@ pub mod cli;
 pub mod console;
 pub mod devices;
 pub mod kvm;
+pub mod export;
 pub mod memory;
 
 pub mod pmu;

@@ -1,0 +1,408 @@
+//! Writes `perf.data`, the file format of Linux's `perf` (`tools/perf/Documentation/perf.data-file-format.txt`).
+//!
+//! A file is: header, event ids, attributes, records, feature sections; and behind all of it, where `perf` does
+//! not look, our own section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer that tells where it
+//! starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU, and the CPU mode in a
+//! record's header is GUEST_KERNEL or GUEST_USER, so `perf kvm --guest --guestkallsyms=… report` and
+//! `perf script --guestkallsyms=…` read it.
+//!
+//! CR3 and the privilege level, for which a sample has no field, are in its raw data ([`RAW_MAGIC`]).
+
+use std::io::{self, Seek, SeekFrom, Write};
+
+use super::{EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
+use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+
+/// `PERF_CONTEXT_KERNEL`.
+pub const CONTEXT_KERNEL: u64 = (-128i64) as u64;
+/// `PERF_CONTEXT_USER`.
+pub const CONTEXT_USER: u64 = (-512i64) as u64;
+
+const MAGIC: &[u8; 8] = b"PERFILE2";
+const HEADER_SIZE: u64 = 104;
+/// PERF_ATTR_SIZE_VER7, with an (offset, size) of the event's ids behind it in the attribute section.
+const ATTR_SIZE: u32 = 128;
+const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
+
+/// First word of a sample's raw data: `PVS1`. Then CR3 (8 bytes), CPL (1 byte) and 7 zero bytes.
+pub const RAW_MAGIC: u32 = u32::from_le_bytes(*b"PVS1");
+/// Bytes of raw data; with its own length word a multiple of 8.
+pub const RAW_SIZE: u32 = 20;
+
+/// Last 8 bytes of a file with saved symbols; before them the section's offset and length (8 bytes each).
+pub const FOOTER_MAGIC: &[u8; 8] = b"PVSYMS01";
+
+mod sample_type {
+    pub const IP: u64 = 1 << 0;
+    pub const TID: u64 = 1 << 1;
+    pub const TIME: u64 = 1 << 2;
+    pub const CALLCHAIN: u64 = 1 << 5;
+    pub const CPU: u64 = 1 << 7;
+    pub const PERIOD: u64 = 1 << 8;
+    pub const RAW: u64 = 1 << 10;
+    pub const IDENTIFIER: u64 = 1 << 16;
+    pub const ALL: u64 = IP | TID | TIME | CALLCHAIN | CPU | PERIOD | RAW | IDENTIFIER;
+}
+
+mod attr_flag {
+    pub const MMAP: u64 = 1 << 8;
+    pub const COMM: u64 = 1 << 9;
+    pub const FREQ: u64 = 1 << 10;
+    pub const SAMPLE_ID_ALL: u64 = 1 << 18;
+    pub const EXCLUDE_HOST: u64 = 1 << 19;
+    pub const MMAP2: u64 = 1 << 23;
+}
+
+mod record {
+    pub const MMAP: u32 = 1;
+    pub const LOST: u32 = 2;
+    pub const COMM: u32 = 3;
+    pub const SAMPLE: u32 = 9;
+    pub const MMAP2: u32 = 10;
+}
+
+const MISC_GUEST_KERNEL: u16 = 4;
+const MISC_GUEST_USER: u16 = 5;
+
+mod feature {
+    pub const HOSTNAME: u32 = 3;
+    pub const OSRELEASE: u32 = 4;
+    pub const VERSION: u32 = 5;
+    pub const ARCH: u32 = 6;
+    pub const NRCPUS: u32 = 7;
+    pub const CMDLINE: u32 = 11;
+    pub const EVENT_DESC: u32 = 12;
+    pub const SAMPLE_TIME: u32 = 21;
+}
+
+/// Longest string written anywhere.
+const MAX_STRING: usize = 4096;
+/// perf pads strings in its features to this.
+const NAME_ALIGN: usize = 64;
+
+/// Writes one file, record by record. Nothing is readable before [`PerfDataWriter::finish`].
+pub struct PerfDataWriter<W: Write + Seek> {
+    out: W,
+    meta: Meta,
+    events: Vec<EventInfo>,
+    data_start: u64,
+    data_len: u64,
+    times: Option<(u64, u64)>,
+    samples: u64,
+    buf: Vec<u8>,
+}
+
+impl<W: Write + Seek> PerfDataWriter<W> {
+    /// Starts a file at the current position 0 of `out`.
+    pub fn new(mut out: W, meta: Meta, events: Vec<EventInfo>) -> io::Result<Self> {
+        // The header's sections are filled in at the end; until then their zeros say "nothing in here".
+        out.write_all(&[0; HEADER_SIZE as usize])?;
+        let mut buf = Vec::new();
+        for e in &events {
+            buf.extend_from_slice(&e.id.to_le_bytes());
+        }
+        for (i, e) in events.iter().enumerate() {
+            put_attr(&mut buf, e);
+            buf.extend_from_slice(&(HEADER_SIZE + 8 * i as u64).to_le_bytes());
+            buf.extend_from_slice(&8u64.to_le_bytes());
+        }
+        out.write_all(&buf)?;
+        let data_start = HEADER_SIZE + buf.len() as u64;
+        Ok(Self {
+            out,
+            meta,
+            events,
+            data_start,
+            data_len: 0,
+            times: None,
+            samples: 0,
+            buf,
+        })
+    }
+
+    /// The guest kernel's place. Before the first sample, or `perf` has no map to look addresses up in.
+    pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
+        let name = format!("[guest.kernel.kallsyms]{}", k.reference_symbol);
+        self.record(record::MMAP, MISC_GUEST_KERNEL, |b| {
+            // perf knows guests by pid; 0 is the one that `--guestkallsyms` is for (and -1 the host).
+            put32(b, 0);
+            put32(b, 0);
+            put64(b, k.start);
+            put64(b, k.len);
+            put64(b, k.reference_address);
+            put_padded(b, &name);
+            put_sample_id(b, 0, 0, 0);
+        })
+    }
+
+    /// A task's name.
+    pub fn task(&mut self, t: &TaskName) -> io::Result<()> {
+        let comm: String = t.comm.chars().take(15).collect();
+        self.record(record::COMM, MISC_GUEST_USER, |b| {
+            put32(b, t.pid);
+            put32(b, t.tid);
+            put_padded(b, &comm);
+            put_sample_id(b, t.pid, t.tid, t.time_ns);
+        })
+    }
+
+    /// A mapped file.
+    pub fn mapping(&mut self, m: &FileMapping) -> io::Result<()> {
+        const PROT_READ_EXEC: u32 = 5;
+        const MAP_PRIVATE: u32 = 2;
+        self.record(record::MMAP2, MISC_GUEST_USER, |b| {
+            put32(b, m.pid);
+            put32(b, m.pid);
+            put64(b, m.start);
+            put64(b, m.len);
+            put64(b, m.file_offset);
+            // Device, inode and its generation are not read from the guest.
+            put64(b, 0);
+            put64(b, 0);
+            put64(b, 0);
+            put32(b, PROT_READ_EXEC);
+            put32(b, MAP_PRIVATE);
+            put_padded(b, &m.path);
+            put_sample_id(b, m.pid, m.pid, m.time_ns);
+        })
+    }
+
+    /// A sample.
+    pub fn sample(&mut self, s: &Sample<'_>) -> io::Result<()> {
+        let misc = if s.cpl == 3 {
+            MISC_GUEST_USER
+        } else {
+            MISC_GUEST_KERNEL
+        };
+        self.times = Some(match self.times {
+            None => (s.time_ns, s.time_ns),
+            Some((first, last)) => (first.min(s.time_ns), last.max(s.time_ns)),
+        });
+        self.samples += 1;
+        self.record(record::SAMPLE, misc, |b| {
+            put64(b, s.event_id);
+            put64(b, s.ip);
+            put32(b, s.pid);
+            put32(b, s.tid);
+            put64(b, s.time_ns);
+            put32(b, s.vcpu);
+            put32(b, 0);
+            put64(b, s.period);
+            let chain = &s.chain[..s.chain.len().min(MAX_CHAIN)];
+            put64(b, chain.len() as u64);
+            for &frame in chain {
+                put64(b, marker_for_perf(frame));
+            }
+            put32(b, RAW_SIZE);
+            put32(b, RAW_MAGIC);
+            put64(b, s.cr3);
+            put64(b, u64::from(s.cpl));
+        })
+    }
+
+    /// Samples of an event that were lost before here.
+    pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
+        self.record(record::LOST, MISC_GUEST_KERNEL, |b| {
+            put64(b, event_id);
+            put64(b, count);
+            put_sample_id(b, u32::MAX, u32::MAX, time_ns);
+        })
+    }
+
+    /// Samples written so far.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// Bytes of records so far.
+    pub fn bytes(&self) -> u64 {
+        self.data_len
+    }
+
+    fn record(&mut self, type_: u32, misc: u16, body: impl FnOnce(&mut Vec<u8>)) -> io::Result<()> {
+        self.buf.clear();
+        put32(&mut self.buf, type_);
+        self.buf.extend_from_slice(&misc.to_le_bytes());
+        self.buf.extend_from_slice(&[0; 2]);
+        body(&mut self.buf);
+        let size = u16::try_from(self.buf.len())
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a record is larger than 64 KiB"))?;
+        self.buf[6..8].copy_from_slice(&size.to_le_bytes());
+        self.out.write_all(&self.buf)?;
+        self.data_len += u64::from(size);
+        Ok(())
+    }
+
+    /// Writes features, saved symbols and the header. Returns the writer, flushed.
+    pub fn finish(mut self, symbols: &[SavedSymbol]) -> io::Result<W> {
+        let end = self.data_start + self.data_len;
+        let mut features: Vec<(u32, Vec<u8>)> = vec![
+            (feature::HOSTNAME, string(&self.meta.hostname)),
+            (feature::OSRELEASE, string(&self.meta.os_release)),
+            (
+                feature::VERSION,
+                string(concat!("perfvisor ", env!("CARGO_PKG_VERSION"))),
+            ),
+            (feature::ARCH, string("x86_64")),
+            (
+                feature::NRCPUS,
+                [self.meta.vcpus.to_le_bytes(), self.meta.vcpus.to_le_bytes()].concat(),
+            ),
+        ];
+        let mut command = (self.meta.command.len() as u32).to_le_bytes().to_vec();
+        self.meta
+            .command
+            .iter()
+            .for_each(|word| command.extend(string(word)));
+        features.push((feature::CMDLINE, command));
+        let mut events = Vec::new();
+        put32(&mut events, self.events.len() as u32);
+        put32(&mut events, ATTR_SIZE);
+        for e in &self.events {
+            put_attr(&mut events, e);
+            put32(&mut events, 1);
+            events.extend(string(&e.name));
+            put64(&mut events, e.id);
+        }
+        features.push((feature::EVENT_DESC, events));
+        if let Some((first, last)) = self.times {
+            features.push((
+                feature::SAMPLE_TIME,
+                [first.to_le_bytes(), last.to_le_bytes()].concat(),
+            ));
+        }
+        let mut bits = [0u64; 4];
+        let mut table = Vec::new();
+        let mut at = end + 16 * features.len() as u64;
+        for (bit, bytes) in &features {
+            bits[(bit / 64) as usize] |= 1 << (bit % 64);
+            put64(&mut table, at);
+            put64(&mut table, bytes.len() as u64);
+            at += bytes.len() as u64;
+        }
+        self.out.write_all(&table)?;
+        for (_, bytes) in &features {
+            self.out.write_all(bytes)?;
+        }
+        if !symbols.is_empty() {
+            let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+            serde_json::to_writer(&mut gzip, symbols)?;
+            let packed = gzip.finish()?;
+            self.out.write_all(&packed)?;
+            let mut footer = Vec::new();
+            put64(&mut footer, at);
+            put64(&mut footer, packed.len() as u64);
+            footer.extend_from_slice(FOOTER_MAGIC);
+            self.out.write_all(&footer)?;
+        }
+        let ids = 8 * self.events.len() as u64;
+        let mut header = MAGIC.to_vec();
+        for v in [
+            HEADER_SIZE,
+            ATTR_ENTRY_SIZE,
+            HEADER_SIZE + ids,
+            ATTR_ENTRY_SIZE * self.events.len() as u64,
+            self.data_start,
+            self.data_len,
+            0,
+            0,
+        ] {
+            put64(&mut header, v);
+        }
+        bits.iter().for_each(|b| put64(&mut header, *b));
+        self.out.seek(SeekFrom::Start(0))?;
+        self.out.write_all(&header)?;
+        self.out.flush()?;
+        Ok(self.out)
+    }
+}
+
+/// Writes a whole profile.
+pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
+    let mut w = PerfDataWriter::new(out, profile.meta.clone(), profile.events.clone())?;
+    if let Some(k) = &profile.kernel {
+        w.kernel(k)?;
+    }
+    profile.tasks.iter().try_for_each(|t| w.task(t))?;
+    profile.mappings.iter().try_for_each(|m| w.mapping(m))?;
+    profile.samples().try_for_each(|s| w.sample(&s))?;
+    if profile.lost > 0 {
+        let last = profile.samples().map(|s| s.time_ns).max().unwrap_or(0);
+        w.lost(profile.events.first().map_or(0, |e| e.id), profile.lost, last)?;
+    }
+    w.finish(&profile.symbols)
+}
+
+/// Longest chain written; a record holds 64 KiB.
+const MAX_CHAIN: usize = 4096;
+
+/// perf up to 6.x drops a whole chain at a guest marker. Within a sample whose CPU mode says that it is a guest's,
+/// the plain markers lead it to the guest's maps.
+fn marker_for_perf(frame: u64) -> u64 {
+    match frame {
+        CONTEXT_GUEST_KERNEL => CONTEXT_KERNEL,
+        CONTEXT_GUEST_USER => CONTEXT_USER,
+        other => other,
+    }
+}
+
+fn put_attr(b: &mut Vec<u8>, e: &EventInfo) {
+    let start = b.len();
+    let (rate, freq) = match e.rate {
+        Rate::Period(p) => (p, 0),
+        Rate::FrequencyHz(f) => (f, attr_flag::FREQ),
+    };
+    put32(b, e.type_);
+    put32(b, ATTR_SIZE);
+    put64(b, e.config);
+    put64(b, rate);
+    put64(b, sample_type::ALL);
+    put64(b, 0);
+    let flags = attr_flag::MMAP
+        | attr_flag::COMM
+        | attr_flag::SAMPLE_ID_ALL
+        | attr_flag::EXCLUDE_HOST
+        | attr_flag::MMAP2
+        | freq;
+    put64(b, flags);
+    b.resize(start + ATTR_SIZE as usize, 0);
+}
+
+/// What `sample_id_all` puts behind records that are no samples, for our sample type.
+fn put_sample_id(b: &mut Vec<u8>, pid: u32, tid: u32, time_ns: u64) {
+    put32(b, pid);
+    put32(b, tid);
+    put64(b, time_ns);
+    put64(b, 0);
+    put64(b, 0);
+}
+
+fn put32(b: &mut Vec<u8>, v: u32) {
+    b.extend_from_slice(&v.to_le_bytes());
+}
+
+fn put64(b: &mut Vec<u8>, v: u64) {
+    b.extend_from_slice(&v.to_le_bytes());
+}
+
+fn cut(text: &str) -> &[u8] {
+    let bytes = text.as_bytes();
+    &bytes[..bytes.len().min(MAX_STRING)]
+}
+
+/// A string within a record: NUL-terminated, padded to 8 bytes.
+fn put_padded(b: &mut Vec<u8>, text: &str) {
+    b.extend_from_slice(cut(text));
+    b.push(0);
+    b.resize(b.len().next_multiple_of(8), 0);
+}
+
+/// A string within a feature section: length, then bytes padded to it.
+fn string(text: &str) -> Vec<u8> {
+    let bytes = cut(text);
+    let padded = (bytes.len() + 1).next_multiple_of(NAME_ALIGN);
+    let mut out = (padded as u32).to_le_bytes().to_vec();
+    out.extend_from_slice(bytes);
+    out.resize(4 + padded, 0);
+    out
+}

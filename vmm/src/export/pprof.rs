@@ -1,0 +1,236 @@
+//! pprof's `profile.proto`, gzipped, for `go tool pprof`, Pyroscope and Parca.
+//!
+//! Values are two per sample: the number of samples and the sum of periods. Labels: task, vcpu, pid and the
+//! event's name.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use prost::Message;
+
+use super::symbolize::{Symbolizer, task_label};
+use super::{Profile, Rate, frames};
+
+/// The messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>; field numbers are theirs.
+mod proto {
+    #[derive(Clone, PartialEq, prost::Message)]
+    pub struct Profile {
+        #[prost(message, repeated, tag = "1")]
+        pub sample_type: Vec<ValueType>,
+        #[prost(message, repeated, tag = "2")]
+        pub sample: Vec<Sample>,
+        #[prost(message, repeated, tag = "3")]
+        pub mapping: Vec<Mapping>,
+        #[prost(message, repeated, tag = "4")]
+        pub location: Vec<Location>,
+        #[prost(message, repeated, tag = "5")]
+        pub function: Vec<Function>,
+        #[prost(string, repeated, tag = "6")]
+        pub string_table: Vec<String>,
+        #[prost(int64, tag = "10")]
+        pub duration_nanos: i64,
+        #[prost(message, optional, tag = "11")]
+        pub period_type: Option<ValueType>,
+        #[prost(int64, tag = "12")]
+        pub period: i64,
+        #[prost(int64, tag = "14")]
+        pub default_sample_type: i64,
+    }
+
+    #[derive(Clone, Copy, PartialEq, prost::Message)]
+    pub struct ValueType {
+        #[prost(int64, tag = "1")]
+        pub type_: i64,
+        #[prost(int64, tag = "2")]
+        pub unit: i64,
+    }
+
+    #[derive(Clone, PartialEq, prost::Message)]
+    pub struct Sample {
+        #[prost(uint64, repeated, tag = "1")]
+        pub location_id: Vec<u64>,
+        #[prost(int64, repeated, tag = "2")]
+        pub value: Vec<i64>,
+        #[prost(message, repeated, tag = "3")]
+        pub label: Vec<Label>,
+    }
+
+    #[derive(Clone, Copy, PartialEq, prost::Message)]
+    pub struct Label {
+        #[prost(int64, tag = "1")]
+        pub key: i64,
+        #[prost(int64, tag = "2")]
+        pub str: i64,
+        #[prost(int64, tag = "3")]
+        pub num: i64,
+    }
+
+    #[derive(Clone, Copy, PartialEq, prost::Message)]
+    pub struct Mapping {
+        #[prost(uint64, tag = "1")]
+        pub id: u64,
+        #[prost(int64, tag = "5")]
+        pub filename: i64,
+        #[prost(bool, tag = "7")]
+        pub has_functions: bool,
+    }
+
+    #[derive(Clone, PartialEq, prost::Message)]
+    pub struct Location {
+        #[prost(uint64, tag = "1")]
+        pub id: u64,
+        #[prost(uint64, tag = "2")]
+        pub mapping_id: u64,
+        #[prost(uint64, tag = "3")]
+        pub address: u64,
+        #[prost(message, repeated, tag = "4")]
+        pub line: Vec<Line>,
+    }
+
+    #[derive(Clone, Copy, PartialEq, prost::Message)]
+    pub struct Line {
+        #[prost(uint64, tag = "1")]
+        pub function_id: u64,
+    }
+
+    #[derive(Clone, Copy, PartialEq, prost::Message)]
+    pub struct Function {
+        #[prost(uint64, tag = "1")]
+        pub id: u64,
+        #[prost(int64, tag = "2")]
+        pub name: i64,
+        #[prost(int64, tag = "3")]
+        pub system_name: i64,
+    }
+}
+
+/// The string table: each string once, the empty one first.
+struct Strings {
+    list: Vec<String>,
+    index: HashMap<String, i64>,
+}
+
+impl Strings {
+    fn id(&mut self, text: &str) -> i64 {
+        if let Some(&id) = self.index.get(text) {
+            return id;
+        }
+        let id = self.list.len() as i64;
+        self.list.push(text.to_owned());
+        self.index.insert(text.to_owned(), id);
+        id
+    }
+}
+
+/// Writes a profile.
+pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -> io::Result<()> {
+    let mut strings = Strings {
+        list: vec![String::new()],
+        index: HashMap::from([(String::new(), 0)]),
+    };
+    let mut p = proto::Profile::default();
+    let unit = strings.id("count");
+    let first = profile.events.first();
+    let event = strings.id(first.map_or("events", |e| e.name.as_str()));
+    p.sample_type = vec![
+        proto::ValueType {
+            type_: strings.id("samples"),
+            unit,
+        },
+        proto::ValueType { type_: event, unit },
+    ];
+    p.default_sample_type = event;
+    p.period_type = Some(proto::ValueType { type_: event, unit });
+    if let Some(Rate::Period(n)) = first.map(|e| e.rate) {
+        p.period = i64::try_from(n).unwrap_or(i64::MAX);
+    }
+    let times = || profile.samples().map(|s| s.time_ns);
+    p.duration_nanos = times()
+        .max()
+        .zip(times().min())
+        .map_or(0, |(b, a)| (b - a) as i64);
+    let mut locations: HashMap<(u64, bool, u32), u64> = HashMap::new();
+    let mut functions: HashMap<(String, String), u64> = HashMap::new();
+    let mut mappings: HashMap<String, u64> = HashMap::new();
+    let mut stacks: HashMap<(Vec<u64>, u32, u32, u64, String), usize> = HashMap::new();
+    for s in profile.samples() {
+        let location_id: Vec<u64> = frames(&s)
+            .map(|f| {
+                let key = (f.address, f.kernel, if f.kernel { 0 } else { s.pid });
+                if let Some(&id) = locations.get(&key) {
+                    return id;
+                }
+                let n = symbols.name(f, s.pid);
+                let next = mappings.len() as u64 + 1;
+                let mapping_id = *mappings.entry(n.object.to_string()).or_insert_with(|| {
+                    let filename = strings.id(&n.object);
+                    p.mapping.push(proto::Mapping {
+                        id: next,
+                        filename,
+                        has_functions: true,
+                    });
+                    next
+                });
+                let line = if n.known {
+                    let next = functions.len() as u64 + 1;
+                    let id = *functions
+                        .entry((n.object.to_string(), n.name.clone()))
+                        .or_insert_with(|| {
+                            let name = strings.id(&n.name);
+                            p.function.push(proto::Function {
+                                id: next,
+                                name,
+                                system_name: name,
+                            });
+                            next
+                        });
+                    vec![proto::Line { function_id: id }]
+                } else {
+                    Vec::new()
+                };
+                let id = locations.len() as u64 + 1;
+                p.location.push(proto::Location {
+                    id,
+                    mapping_id,
+                    address: f.address,
+                    line,
+                });
+                locations.insert(key, id);
+                id
+            })
+            .collect();
+        let task = task_label(profile, s.tid, s.cr3, s.time_ns);
+        let period = i64::try_from(s.period).unwrap_or(i64::MAX);
+        let key = (location_id.clone(), s.vcpu, s.tid, s.event_id, task.clone());
+        if let Some(&at) = stacks.get(&key) {
+            let value = &mut p.sample[at].value;
+            value[0] += 1;
+            value[1] = value[1].saturating_add(period);
+            continue;
+        }
+        let mut text = |key: &str, value: &str| proto::Label {
+            key: strings.id(key),
+            str: strings.id(value),
+            num: 0,
+        };
+        let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
+        let mut label = vec![text("task", &task), text("event", event)];
+        for (key, num) in [("vcpu", i64::from(s.vcpu)), ("pid", i64::from(s.pid as i32))] {
+            label.push(proto::Label {
+                key: strings.id(key),
+                str: 0,
+                num,
+            });
+        }
+        stacks.insert(key, p.sample.len());
+        p.sample.push(proto::Sample {
+            location_id,
+            value: vec![1, period],
+            label,
+        });
+    }
+    p.string_table = strings.list;
+    let mut gzip = flate2::write::GzEncoder::new(out, flate2::Compression::default());
+    gzip.write_all(&p.encode_to_vec())?;
+    gzip.finish()?.flush()
+}

@@ -1,0 +1,372 @@
+//! Reads `perf.data` back. The file may be anything: it is parsed by `linux-perf-data`, within bounds set here.
+
+use std::io::{Cursor, Read};
+use std::path::Path;
+
+use linux_perf_data::linux_perf_event_reader::{
+    CpuMode, EventRecord, RawEventRecord, RecordType, SampleFormat,
+};
+use linux_perf_data::{PerfFileReader, PerfFileRecord};
+
+use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, RAW_MAGIC, RAW_SIZE};
+use super::{EventInfo, FileMapping, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName};
+use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+
+/// Why a file gives no profile.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// It cannot be read at all.
+    #[error("cannot read it")]
+    Io(#[source] std::io::Error),
+    /// It has no bytes: a recording that took no sample before it ended. Nothing is wrong with it.
+    #[error("it is empty, there is nothing to show")]
+    Empty,
+    /// It is larger than is read.
+    #[error("it is larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
+    TooLarge,
+    /// The header's sections were never filled in.
+    #[error("the recording was cut off before its header was written; record again")]
+    Unfinished,
+    /// Its samples carry counter values, which only `perf` itself reads.
+    #[error("its samples carry counter values (PERF_SAMPLE_READ); use perf to read it")]
+    CounterValues,
+    /// Cut short, or no perf.data.
+    #[error("it is truncated or no perf.data file")]
+    Broken(#[source] linux_perf_data::Error),
+}
+
+/// Largest file that is read.
+pub const MAX_FILE: u64 = 4 << 30;
+/// Most bytes of symbols, unpacked.
+const MAX_SYMBOLS: u64 = 256 << 20;
+const HEADER_SIZE: usize = 104;
+
+impl ReadError {
+    /// Whether this is no failure: the command prints the message and exits with status 0.
+    pub fn is_empty(&self) -> bool {
+        matches!(self, Self::Empty)
+    }
+}
+
+/// Reads a file.
+pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
+    let file = std::fs::File::open(path).map_err(ReadError::Io)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE + 1)
+        .read_to_end(&mut bytes)
+        .map_err(ReadError::Io)?;
+    if bytes.len() as u64 > MAX_FILE {
+        return Err(ReadError::TooLarge);
+    }
+    read(&bytes)
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(
+        bytes.get(at..at.checked_add(8)?)?.try_into().ok()?,
+    ))
+}
+
+/// Sections of a header must lie within the file: the parser would allocate what they say.
+fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
+    let truncated = || {
+        let eof = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
+        ReadError::Broken(linux_perf_data::Error::from(eof))
+    };
+    let inside = |at: u64, len: u64| at.checked_add(len).is_some_and(|end| end <= bytes.len() as u64);
+    let field = |at| word(bytes, at).ok_or_else(truncated);
+    if !bytes.starts_with(b"PERFILE2") {
+        // Also what the header of an unfinished recording looks like.
+        return if bytes.len() >= HEADER_SIZE && bytes[..HEADER_SIZE].iter().all(|&b| b == 0) {
+            Err(ReadError::Unfinished)
+        } else {
+            Err(truncated())
+        };
+    }
+    let (attrs, attrs_len, data, data_len) = (field(24)?, field(32)?, field(40)?, field(48)?);
+    if data_len == 0 && attrs_len == 0 {
+        return Err(ReadError::Unfinished);
+    }
+    let attr_size = field(16)?;
+    if !inside(attrs, attrs_len) || !inside(data, data_len) || !(16..=4096).contains(&attr_size) {
+        return Err(truncated());
+    }
+    // Each attribute's ids.
+    for i in 0..attrs_len / attr_size {
+        let at = attrs + i * attr_size + attr_size - 16;
+        let at = usize::try_from(at).map_err(|_| truncated())?;
+        if !inside(field(at)?, field(at + 8)?) {
+            return Err(truncated());
+        }
+    }
+    // Each feature's section, in a table behind the data. They do not overlap in a file that perf wrote.
+    let mut total = 0u64;
+    let mut slot = data + data_len;
+    for bit in 0..256usize {
+        if field(72 + bit / 64 * 8)? >> (bit % 64) & 1 == 0 {
+            continue;
+        }
+        let at = usize::try_from(slot).map_err(|_| truncated())?;
+        slot = slot.checked_add(16).ok_or_else(truncated)?;
+        let (from, len) = (field(at)?, field(at + 8)?);
+        total = total.saturating_add(len);
+        if !inside(from, len) || total > bytes.len() as u64 {
+            return Err(truncated());
+        }
+        let section = &bytes[from as usize..(from + len) as usize];
+        let sane = match bit {
+            FEATURE_CMDLINE => half(section, 0).is_some_and(|n| u64::from(n) <= len / 4),
+            FEATURE_EVENT_DESC => event_desc_is_sane(section).is_some(),
+            // Features of other writers, whose files are laid out in other ways.
+            bit => bit < 128,
+        };
+        if !sane {
+            return Err(truncated());
+        }
+    }
+    // The table of event names that files had before EVENT_DESC is not read.
+    if field(64)? != 0 { Err(truncated()) } else { Ok(()) }
+}
+
+const FEATURE_CMDLINE: usize = 11;
+const FEATURE_EVENT_DESC: usize = 12;
+
+fn half(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(
+        bytes.get(at..at.checked_add(4)?)?.try_into().ok()?,
+    ))
+}
+
+/// The counts and lengths in an EVENT_DESC section fit in it.
+fn event_desc_is_sane(section: &[u8]) -> Option<()> {
+    let (events, attr_size) = (half(section, 0)?, half(section, 4)? as usize);
+    let mut at = 8usize;
+    if events as usize > section.len() / 16 {
+        return None;
+    }
+    for _ in 0..events {
+        at = at.checked_add(attr_size)?;
+        let (ids, name) = (half(section, at)? as usize, half(section, at + 4)? as usize);
+        at = at
+            .checked_add(8)?
+            .checked_add(name)?
+            .checked_add(ids.checked_mul(8)?)?;
+        if at > section.len() {
+            return None;
+        }
+    }
+    Some(())
+}
+
+/// Reads a file's bytes.
+pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
+    if bytes.is_empty() {
+        return Err(ReadError::Empty);
+    }
+    check_sections(bytes)?;
+    let PerfFileReader {
+        mut perf_file,
+        mut record_iter,
+    } = PerfFileReader::parse_file(Cursor::new(bytes)).map_err(ReadError::Broken)?;
+    let text = |s: Result<Option<&str>, _>| s.ok().flatten().unwrap_or_default().to_owned();
+    let mut profile = Profile {
+        meta: Meta {
+            hostname: text(perf_file.hostname()),
+            os_release: text(perf_file.os_release()),
+            vcpus: perf_file
+                .nr_cpus()
+                .ok()
+                .flatten()
+                .map_or(0, |n| n.nr_cpus_available),
+            command: perf_file
+                .cmdline()
+                .ok()
+                .flatten()
+                .map_or_else(Vec::new, |words| words.into_iter().map(str::to_owned).collect()),
+        },
+        symbols: saved_symbols(bytes),
+        ..Profile::default()
+    };
+    for (i, described) in perf_file.event_attributes().iter().enumerate() {
+        let raw = raw_attr(bytes, i);
+        profile.events.push(event_info(
+            described.attributes(),
+            raw,
+            described.name(),
+            described.ids().first().copied(),
+            i,
+        ));
+    }
+    loop {
+        match record_iter.next_record(&mut perf_file) {
+            Ok(None) => break,
+            Ok(Some(PerfFileRecord::EventRecord { attr_index, record })) => {
+                let id = profile.events.get(attr_index).map_or(0, |e| e.id);
+                if record.parse_info.sample_format.contains(SampleFormat::READ) {
+                    return Err(ReadError::CounterValues);
+                }
+                // A record whose inside is damaged is left out; the others are as good as they were.
+                if chain_is_sane(&record)
+                    && let Ok(parsed) = record.parse()
+                {
+                    add(&mut profile, &parsed, record.timestamp(), id);
+                }
+            }
+            Ok(Some(PerfFileRecord::UserRecord(_))) => {}
+            Err(e) => return Err(ReadError::Broken(e)),
+        }
+    }
+    Ok(profile)
+}
+
+/// Whether the length of a sample's chain fits its record, which the parser multiplies before it checks.
+fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
+    let format = record.parse_info.sample_format;
+    if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::CALLCHAIN) {
+        return true;
+    }
+    let before = SampleFormat::IDENTIFIER
+        | SampleFormat::IP
+        | SampleFormat::TID
+        | SampleFormat::TIME
+        | SampleFormat::ADDR
+        | SampleFormat::ID
+        | SampleFormat::STREAM_ID
+        | SampleFormat::CPU
+        | SampleFormat::PERIOD;
+    let at = 8 * (format & before).bits().count_ones() as usize;
+    let Some(length) = record.data.get(at..at + 8) else {
+        return false;
+    };
+    word(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
+}
+
+/// Type and config of attribute `i`, as the file has them (the parser keeps their meaning only).
+fn raw_attr(bytes: &[u8], i: usize) -> (u32, u64) {
+    let at = || {
+        let (size, attrs) = (word(bytes, 16)?, word(bytes, 24)?);
+        let at = usize::try_from(size.checked_mul(i as u64)?.checked_add(attrs)?).ok()?;
+        Some((word(bytes, at)? as u32, word(bytes, at.checked_add(8)?)?))
+    };
+    at().unwrap_or((0, 0))
+}
+
+fn event_info(
+    attr: &linux_perf_data::linux_perf_event_reader::PerfEventAttr,
+    (type_, config): (u32, u64),
+    name: Option<&str>,
+    id: Option<u64>,
+    index: usize,
+) -> EventInfo {
+    use linux_perf_data::linux_perf_event_reader::SamplingPolicy;
+    EventInfo {
+        name: name.map_or_else(|| format!("event {index}"), str::to_owned),
+        type_,
+        config,
+        rate: match attr.sampling_policy {
+            SamplingPolicy::Period(p) => Rate::Period(p.get()),
+            SamplingPolicy::Frequency(f) => Rate::FrequencyHz(f),
+            SamplingPolicy::NoSampling => Rate::Period(0),
+        },
+        id: id.filter(|&id| id != 0).unwrap_or(index as u64 + 1),
+    }
+}
+
+/// pids are signed in the format; -1 is unknown.
+fn pid(raw: i32) -> u32 {
+    raw as u32
+}
+
+fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event_id: u64) {
+    let time_ns = time.unwrap_or(0);
+    match record {
+        EventRecord::Sample(s) => {
+            let chain: Vec<u64> = s.callchain.map_or_else(Vec::new, |c| {
+                (0..c.len()).filter_map(|i| c.get(i)).map(marker_for_us).collect()
+            });
+            let user = matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::User);
+            let ours = s.raw.and_then(|raw| {
+                let raw = raw.as_slice();
+                let magic = raw.get(..4)? == RAW_MAGIC.to_le_bytes() && raw.len() >= RAW_SIZE as usize;
+                magic.then(|| Some((word(&raw, 4)?, raw[12] & 3)))?
+            });
+            let (cr3, cpl) = ours.unwrap_or((0, if user { 3 } else { 0 }));
+            profile.push(&Sample {
+                time_ns: s.timestamp.unwrap_or(time_ns),
+                vcpu: s.cpu.unwrap_or(0),
+                pid: s.pid.map_or(NO_PID, pid),
+                tid: s.tid.map_or(NO_PID, pid),
+                cpl,
+                ip: s.ip.unwrap_or(0),
+                cr3,
+                period: s.period.unwrap_or(1),
+                event_id,
+                chain: &chain,
+            });
+        }
+        EventRecord::Comm(c) => profile.tasks.push(TaskName {
+            time_ns,
+            pid: pid(c.pid),
+            tid: pid(c.tid),
+            comm: String::from_utf8_lossy(&c.name.as_slice()).into_owned(),
+        }),
+        EventRecord::Mmap(m) => {
+            let path = String::from_utf8_lossy(&m.path.as_slice()).into_owned();
+            if let Some(symbol) = path.strip_prefix("[guest.kernel.kallsyms]") {
+                profile.kernel = Some(KernelMap {
+                    start: m.address,
+                    len: m.length,
+                    reference_symbol: symbol.to_owned(),
+                    reference_address: m.page_offset,
+                });
+            } else if m.is_executable {
+                map(profile, time_ns, m.pid, m.address, m.length, m.page_offset, path);
+            }
+        }
+        EventRecord::Mmap2(m) => {
+            let path = String::from_utf8_lossy(&m.path.as_slice()).into_owned();
+            map(profile, time_ns, m.pid, m.address, m.length, m.page_offset, path);
+        }
+        EventRecord::Lost(l) => profile.lost = profile.lost.saturating_add(l.count),
+        _ => {}
+    }
+}
+
+fn map(profile: &mut Profile, time_ns: u64, of: i32, start: u64, len: u64, file_offset: u64, path: String) {
+    profile.mappings.push(FileMapping {
+        time_ns,
+        pid: pid(of),
+        start,
+        len,
+        file_offset,
+        path,
+    });
+}
+
+/// The markers of a guest's sample, as our unwinder writes them.
+fn marker_for_us(frame: u64) -> u64 {
+    match frame {
+        CONTEXT_KERNEL => CONTEXT_GUEST_KERNEL,
+        CONTEXT_USER => CONTEXT_GUEST_USER,
+        other => other,
+    }
+}
+
+/// The symbols behind the features; none when the section is missing or damaged, for they only help.
+fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
+    let packed = || {
+        let footer = bytes.len().checked_sub(24)?;
+        if &bytes[footer + 16..] != FOOTER_MAGIC {
+            return None;
+        }
+        let from = usize::try_from(word(bytes, footer)?).ok()?;
+        let to = from.checked_add(usize::try_from(word(bytes, footer + 8)?).ok()?)?;
+        bytes.get(from..to)
+    };
+    packed()
+        .and_then(|packed| {
+            let unpacked = flate2::read::GzDecoder::new(packed).take(MAX_SYMBOLS);
+            serde_json::from_reader(std::io::BufReader::new(unpacked)).ok()
+        })
+        .unwrap_or_default()
+}

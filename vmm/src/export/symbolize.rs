@@ -1,0 +1,187 @@
+//! Names for the addresses of a profile.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use super::{Frame, NO_PID, Profile, SavedSymbol};
+use crate::profile::symbols::{GuestMount, KernelSymbols};
+
+/// What the kernel's object is called in tables.
+pub const KERNEL_OBJECT: &str = "[guest.kernel]";
+/// User addresses nothing is known about.
+pub const USER_OBJECT: &str = "[guest user]";
+
+/// A named frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Named {
+    /// Function name, or the address in hex.
+    pub name: String,
+    /// Offset into the function; 0 when it has no name.
+    pub offset: u64,
+    /// Whether `name` is a symbol's.
+    pub known: bool,
+    /// File the address is in, or one of [`KERNEL_OBJECT`], [`USER_OBJECT`].
+    pub object: Rc<str>,
+    /// A kernel frame.
+    pub kernel: bool,
+}
+
+/// Resolves addresses, best source first: symbols given, then the guest's files, then names kept in the file.
+pub struct Symbolizer<'p> {
+    profile: &'p Profile,
+    kernel: Option<KernelSymbols>,
+    mount: Option<GuestMount>,
+    saved: HashMap<Option<u32>, Vec<&'p SavedSymbol>>,
+    objects: HashMap<String, Rc<str>>,
+    cache: HashMap<(u64, bool, u32), Rc<Named>>,
+}
+
+impl<'p> Symbolizer<'p> {
+    /// `kernel` are symbols at running addresses.
+    pub fn new(profile: &'p Profile, kernel: Option<KernelSymbols>, mount: Option<GuestMount>) -> Self {
+        let mut saved: HashMap<_, Vec<&SavedSymbol>> = HashMap::new();
+        for s in &profile.symbols {
+            saved.entry(s.pid).or_default().push(s);
+        }
+        saved.values_mut().for_each(|list| list.sort_by_key(|s| s.start));
+        Self {
+            profile,
+            kernel,
+            mount,
+            saved,
+            objects: HashMap::new(),
+            cache: HashMap::new(),
+        }
+    }
+
+    /// The name of one frame of process `pid`. The call instruction of a caller's frame is just before its
+    /// address, so that is what is looked up.
+    pub fn name(&mut self, frame: Frame, pid: u32) -> Rc<Named> {
+        let pid = if frame.kernel { NO_PID } else { pid };
+        let lookup = frame.address.wrapping_sub(u64::from(frame.caller));
+        let key = (lookup, frame.kernel, pid);
+        if let Some(found) = self.cache.get(&key) {
+            return Rc::clone(found);
+        }
+        let (object, found) = if frame.kernel {
+            let own = self.kernel.as_ref().and_then(|k| k.resolve(lookup));
+            let own = own.map(|(s, _)| (s.name.to_owned(), s.address));
+            (
+                KERNEL_OBJECT.to_owned(),
+                own.or_else(|| self.saved_name(None, lookup)),
+            )
+        } else {
+            self.user(lookup, pid)
+        };
+        let object = Rc::clone(
+            self.objects
+                .entry(object)
+                .or_insert_with_key(|k| k.as_str().into()),
+        );
+        let named = Rc::new(match found {
+            Some((name, start)) => Named {
+                name,
+                offset: frame.address.wrapping_sub(start),
+                known: true,
+                object,
+                kernel: frame.kernel,
+            },
+            None => Named {
+                name: format!("{:#018x}", frame.address),
+                offset: 0,
+                known: false,
+                object,
+                kernel: frame.kernel,
+            },
+        });
+        self.cache.insert(key, Rc::clone(&named));
+        named
+    }
+
+    /// Files of the guest that could not be used, a line each.
+    pub fn problems(&self) -> &[String] {
+        self.mount.as_ref().map_or(&[], |m| m.problems())
+    }
+
+    fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>) {
+        let mapping = self
+            .profile
+            .mappings
+            .iter()
+            .rev()
+            .find(|m| m.pid == pid && address.checked_sub(m.start).is_some_and(|off| off < m.len));
+        let saved = self.saved_name(Some(pid), address);
+        let Some(m) = mapping else {
+            return (USER_OBJECT.into(), saved);
+        };
+        let by_object = self.mount.as_mut().and_then(|mount| {
+            let object = mount.object(&m.path)?;
+            let linked = object.address_of_file_offset((address - m.start).checked_add(m.file_offset)?)?;
+            let symbol = object.resolve(linked)?;
+            Some((symbol.name, address.wrapping_sub(symbol.offset)))
+        });
+        (m.path.clone(), by_object.or(saved))
+    }
+
+    fn saved_name(&self, pid: Option<u32>, address: u64) -> Option<(String, u64)> {
+        let list = self.saved.get(&pid)?;
+        let after = list.partition_point(|s| s.start <= address);
+        let s = list.get(after.checked_sub(1)?)?;
+        (address < s.end).then(|| (s.name.clone(), s.start))
+    }
+}
+
+/// Names of everything in a profile, to be kept in its file: each symbol once. Call before writing, with the
+/// sources at hand.
+pub fn symbols_to_save(
+    profile: &Profile,
+    kernel: Option<&KernelSymbols>,
+    mount: Option<GuestMount>,
+) -> Vec<SavedSymbol> {
+    let mut symbolizer = Symbolizer::new(profile, None, mount);
+    let mut found: HashMap<(Option<u32>, u64), SavedSymbol> = HashMap::new();
+    for sample in profile.samples() {
+        for frame in super::frames(&sample) {
+            let lookup = frame.address.wrapping_sub(u64::from(frame.caller));
+            if frame.kernel {
+                let Some((s, _)) = kernel.and_then(|k| k.resolve(lookup)) else {
+                    continue;
+                };
+                found.entry((None, s.address)).or_insert_with(|| SavedSymbol {
+                    start: s.address,
+                    end: kernel.map_or(s.address, |k| k.end_of(s.address)),
+                    name: s.name.to_owned(),
+                    pid: None,
+                });
+            } else {
+                let named = symbolizer.name(frame, sample.pid);
+                if !named.known {
+                    continue;
+                }
+                let start = frame.address.wrapping_sub(named.offset);
+                let entry = found
+                    .entry((Some(sample.pid), start))
+                    .or_insert_with(|| SavedSymbol {
+                        start,
+                        end: start,
+                        name: named.name.clone(),
+                        pid: Some(sample.pid),
+                    });
+                // The extent is what was seen of it: the sources may give no size.
+                entry.end = entry.end.max(lookup.saturating_add(1));
+            }
+        }
+    }
+    let mut list: Vec<_> = found.into_values().collect();
+    list.sort_by_key(|s| (s.pid, s.start));
+    list
+}
+
+/// What a task is called where its name is not known: by its address space.
+pub fn task_label(profile: &Profile, tid: u32, cr3: u64, time_ns: u64) -> String {
+    match profile.comm(tid, time_ns) {
+        Some(comm) => comm.to_owned(),
+        None if tid != NO_PID => format!(":{tid}"),
+        None => format!("cr3:{:x}", cr3 & 0x000F_FFFF_FFFF_F000),
+    }
+}

@@ -1,0 +1,342 @@
+//! Folded stacks, flame graphs and pprof, and what happens with files that are no profiles.
+
+use std::collections::BTreeMap;
+use std::io::{Cursor, Read};
+
+use perfvisor_vmm::export::symbolize::{Symbolizer, symbols_to_save};
+use perfvisor_vmm::export::{
+    EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName, folded, perfdata,
+    pprof, reader,
+};
+use perfvisor_vmm::profile::symbols::KernelSymbols;
+use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use proptest::prelude::*;
+
+const KERNEL: u64 = 0xffff_ffff_8100_0000;
+
+fn kernel() -> KernelSymbols {
+    KernelSymbols::parse_text(
+        b"ffffffff81000000 T entry\nffffffff81000100 T vfs_read\nffffffff81000200 T _etext\n",
+    )
+    .unwrap()
+}
+
+fn profile() -> Profile {
+    let event = EventInfo {
+        name: "cycles".into(),
+        type_: 0,
+        config: 0,
+        rate: Rate::FrequencyHz(1000),
+        id: 3,
+    };
+    let mut p = Profile::new(
+        Meta {
+            vcpus: 1,
+            ..Meta::default()
+        },
+        vec![event],
+    );
+    p.tasks = vec![TaskName {
+        time_ns: 0,
+        pid: 42,
+        tid: 42,
+        comm: "a;b".into(),
+    }];
+    p.mappings = vec![FileMapping {
+        time_ns: 0,
+        pid: 42,
+        start: 0x40_0000,
+        len: 0x1000,
+        file_offset: 0,
+        path: "/bin/three".into(),
+    }];
+    p.symbols = vec![
+        SavedSymbol {
+            start: 0x40_0100,
+            end: 0x40_0200,
+            name: "hot".into(),
+            pid: Some(42),
+        },
+        SavedSymbol {
+            start: 0x40_0200,
+            end: 0x40_0300,
+            name: "main".into(),
+            pid: Some(42),
+        },
+    ];
+    let user: &[u64] = &[CONTEXT_GUEST_USER, 0x40_0110, 0x40_0210];
+    let system: &[u64] = &[
+        CONTEXT_GUEST_KERNEL,
+        KERNEL + 0x110,
+        KERNEL + 0x10,
+        CONTEXT_GUEST_USER,
+        0x40_0800,
+        0x40_0210,
+    ];
+    for (time_ns, chain, pid, cpl, ip) in [
+        (100, user, 42, 3, 0x40_0110),
+        (200, user, 42, 3, 0x40_0110),
+        (300, system, 42, 0, KERNEL + 0x110),
+        (400, &[][..], NO_PID, 3, 0x1234),
+    ] {
+        p.push(&Sample {
+            time_ns,
+            vcpu: 0,
+            pid,
+            tid: pid,
+            cpl,
+            ip,
+            cr3: 0x5000,
+            period: 10,
+            event_id: 3,
+            chain,
+        });
+    }
+    p
+}
+
+#[test]
+fn stacks_fold_by_task_with_the_outermost_first() {
+    let p = profile();
+    let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), None);
+    let want = [
+        ("a:b;main;hot", 20),
+        ("a:b;main;three;entry_[k];vfs_read_[k]", 10),
+        ("cr3:5000;[guest user]", 10),
+    ];
+    assert_eq!(stacks, BTreeMap::from(want.map(|(s, n)| (s.to_owned(), n))));
+    let mut text = Vec::new();
+    folded::write(&stacks, &mut text).unwrap();
+    assert!(String::from_utf8(text).unwrap().starts_with("a:b;main;hot 20\n"));
+}
+
+#[test]
+fn a_flame_graph_has_each_function_and_none_is_drawn_of_nothing() {
+    let p = profile();
+    let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), Some(3));
+    let mut svg = Vec::new();
+    folded::flamegraph(&stacks, "guest", "cycles", &mut svg).unwrap();
+    let svg = String::from_utf8(svg).unwrap();
+    for name in ["hot (20 cycles, 50.00%)", "vfs_read", "main (30 cycles, 75.00%)"] {
+        assert!(svg.contains(name), "{name}");
+    }
+    assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", Vec::new()).is_err());
+}
+
+/// A decoder of protobuf's wire format, apart from the encoder under test: (field, number or bytes) pairs.
+enum Field<'b> {
+    Number(u64),
+    Bytes(&'b [u8]),
+}
+
+fn varint(b: &mut &[u8]) -> u64 {
+    let (mut v, mut shift) = (0, 0);
+    loop {
+        let byte = b[0];
+        *b = &b[1..];
+        v |= u64::from(byte & 0x7F) << shift;
+        shift += 7;
+        if byte & 0x80 == 0 {
+            return v;
+        }
+    }
+}
+
+fn fields(mut b: &[u8]) -> Vec<(u64, Field<'_>)> {
+    let mut out = Vec::new();
+    while !b.is_empty() {
+        let key = varint(&mut b);
+        out.push((
+            key >> 3,
+            match key & 7 {
+                0 => Field::Number(varint(&mut b)),
+                2 => {
+                    let len = varint(&mut b) as usize;
+                    let (bytes, rest) = b.split_at(len);
+                    b = rest;
+                    Field::Bytes(bytes)
+                }
+                wire => panic!("wire type {wire}"),
+            },
+        ));
+    }
+    out
+}
+
+fn number(message: &[u8], field: u64) -> u64 {
+    fields(message)
+        .into_iter()
+        .find_map(|(f, v)| match v {
+            Field::Number(n) if f == field => Some(n),
+            _ => None,
+        })
+        .unwrap_or(0)
+}
+
+fn messages(message: &[u8], field: u64) -> Vec<&[u8]> {
+    fields(message)
+        .into_iter()
+        .filter_map(|(f, v)| match v {
+            Field::Bytes(b) if f == field => Some(b),
+            _ => None,
+        })
+        .collect()
+}
+
+fn packed(mut b: &[u8]) -> Vec<u64> {
+    let mut out = Vec::new();
+    while !b.is_empty() {
+        out.push(varint(&mut b));
+    }
+    out
+}
+
+#[test]
+fn pprof_has_the_stacks_values_and_labels() {
+    let p = profile();
+    let mut gz = Vec::new();
+    pprof::write(&p, &mut Symbolizer::new(&p, Some(kernel()), None), &mut gz).unwrap();
+    let mut raw = Vec::new();
+    flate2::read::GzDecoder::new(&gz[..])
+        .read_to_end(&mut raw)
+        .unwrap();
+    let strings: Vec<String> = messages(&raw, 6)
+        .into_iter()
+        .map(|s| String::from_utf8(s.to_vec()).unwrap())
+        .collect();
+    assert_eq!(strings[0], "");
+    let s = |i: u64| strings[i as usize].as_str();
+    let types: Vec<_> = messages(&raw, 1)
+        .into_iter()
+        .map(|t| (s(number(t, 1)), s(number(t, 2))))
+        .collect();
+    assert_eq!(types, [("samples", "count"), ("cycles", "count")]);
+    assert_eq!(number(&raw, 10), 300, "duration");
+    let functions: BTreeMap<u64, &str> = messages(&raw, 5)
+        .into_iter()
+        .map(|f| (number(f, 1), s(number(f, 2))))
+        .collect();
+    let locations: BTreeMap<u64, String> = messages(&raw, 4)
+        .into_iter()
+        .map(|l| {
+            let name = messages(l, 4)
+                .first()
+                .map(|line| functions[&number(line, 1)].to_owned());
+            (
+                number(l, 1),
+                name.unwrap_or_else(|| format!("{:#x}", number(l, 3))),
+            )
+        })
+        .collect();
+    let mut stacks: Vec<(Vec<&str>, Vec<u64>)> = messages(&raw, 2)
+        .into_iter()
+        .map(|m| {
+            let ids = packed(messages(m, 1)[0]);
+            (
+                ids.iter().map(|id| locations[id].as_str()).collect(),
+                packed(messages(m, 2)[0]),
+            )
+        })
+        .collect();
+    stacks.sort();
+    assert_eq!(
+        stacks,
+        [
+            (vec!["0x1234"], vec![1, 10]),
+            (vec!["hot", "main"], vec![2, 20]),
+            (vec!["vfs_read", "entry", "0x400800", "main"], vec![1, 10]),
+        ]
+    );
+    let labels: Vec<_> = messages(messages(&raw, 2)[0], 3)
+        .into_iter()
+        .map(|l| (s(number(l, 1)), s(number(l, 2)), number(l, 3)))
+        .collect();
+    assert_eq!(
+        labels,
+        [
+            ("task", "a;b", 0),
+            ("event", "cycles", 0),
+            ("vcpu", "", 0),
+            ("pid", "", 42)
+        ]
+    );
+}
+
+#[test]
+fn symbols_to_be_saved_are_those_hit_and_give_the_same_names_back() {
+    let mut p = profile();
+    p.symbols = symbols_to_save(&p, Some(&kernel()), None);
+    let names: Vec<&str> = p.symbols.iter().map(|s| s.name.as_str()).collect();
+    assert_eq!(names, ["entry", "vfs_read", "hot", "main"]);
+    let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, None, None), None);
+    assert!(
+        stacks.contains_key("a:b;main;three;entry_[k];vfs_read_[k]"),
+        "{stacks:?}"
+    );
+}
+
+fn file() -> Vec<u8> {
+    perfdata::write(Cursor::new(Vec::new()), &profile())
+        .unwrap()
+        .into_inner()
+}
+
+#[test]
+fn an_empty_file_is_no_failure_and_a_broken_one_is() {
+    assert!(reader::read(b"").unwrap_err().is_empty());
+    let whole = file();
+    let data_end = {
+        let word = |at: usize| u64::from_le_bytes(whole[at..at + 8].try_into().unwrap());
+        (word(40) + word(48)) as usize
+    };
+    for len in 1..data_end {
+        let e = reader::read(&whole[..len]).expect_err("a truncated file was taken for whole");
+        assert!(!e.is_empty());
+        assert!(!e.to_string().is_empty());
+    }
+    assert!(!reader::read(b"hello, this is no profile").unwrap_err().is_empty());
+    assert!(matches!(
+        reader::read(&[0; 4096]).unwrap_err(),
+        reader::ReadError::Unfinished
+    ));
+    let dir = tempfile::tempdir().unwrap();
+    assert!(matches!(
+        reader::read_file(&dir.path().join("none")).unwrap_err(),
+        reader::ReadError::Io(_)
+    ));
+}
+
+#[test]
+fn a_recording_that_was_killed_says_so() {
+    let p = profile();
+    let mut out = Cursor::new(Vec::new());
+    let mut w = perfdata::PerfDataWriter::new(&mut out, p.meta.clone(), p.events.clone()).unwrap();
+    p.samples().for_each(|s| w.sample(&s).unwrap());
+    drop(w);
+    assert!(matches!(
+        reader::read(out.get_ref()).unwrap_err(),
+        reader::ReadError::Unfinished
+    ));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+    #[test]
+    fn damage_anywhere_never_panics(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+                                    cut in any::<prop::sample::Index>(), shorten: bool) {
+        let mut f = file();
+        for (at, v) in changes {
+            let at = at.index(f.len());
+            f[at] = v;
+        }
+        if shorten {
+            let len = cut.index(f.len());
+            f.truncate(len);
+        }
+        if let Ok(p) = reader::read(&f) {
+            let mut symbols = Symbolizer::new(&p, None, None);
+            let _ = folded::stacks(&p, &mut symbols, None);
+            pprof::write(&p, &mut symbols, std::io::sink()).unwrap();
+        }
+    }
+}

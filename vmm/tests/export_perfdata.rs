@@ -1,0 +1,269 @@
+//! The files we write, read by `perf` itself, by linux-perf-data and by ourselves.
+
+use std::io::Cursor;
+use std::process::Command;
+
+use linux_perf_data::{PerfFileReader, PerfFileRecord};
+use perfvisor_vmm::export::report::{self, ReportOptions, SortKey};
+use perfvisor_vmm::export::symbolize::Symbolizer;
+use perfvisor_vmm::export::{
+    EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName, perfdata, reader,
+    script,
+};
+use perfvisor_vmm::profile::symbols::KernelSymbols;
+use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+
+const KALLSYMS: &str = "\
+ffffffff95000000 T _stext
+ffffffff95000000 T _text
+ffffffff95100000 T vfs_read
+ffffffff95100200 T ksys_read
+ffffffff95200000 T do_syscall_64
+ffffffff95300000 T entry_SYSCALL_64_after_hwframe
+ffffffff96000000 T _etext
+ffffffff97000000 B _end
+";
+
+const KERNEL: u64 = 0xffff_ffff_9500_0000;
+const PROGRAM: u64 = 0x55ed_7673_6000;
+
+/// 60 samples in `hot`, 30 in `warm`, 10 in the kernel, over two vCPUs.
+fn profile() -> Profile {
+    let mut p = Profile::new(
+        Meta {
+            hostname: "guest".into(),
+            os_release: "6.1.0-test".into(),
+            vcpus: 2,
+            command: vec!["perfvisor".into(), "record".into()],
+        },
+        vec![EventInfo {
+            name: "cycles".into(),
+            type_: 0,
+            config: 0,
+            rate: Rate::Period(1000),
+            id: 7,
+        }],
+    );
+    p.kernel = Some(KernelMap {
+        start: KERNEL,
+        len: 0x100_0000,
+        reference_symbol: "_stext".into(),
+        reference_address: KERNEL,
+    });
+    p.tasks = vec![TaskName {
+        time_ns: 5,
+        pid: 42,
+        tid: 43,
+        comm: "three".into(),
+    }];
+    p.mappings = vec![FileMapping {
+        time_ns: 5,
+        pid: 42,
+        start: PROGRAM,
+        len: 0x1000,
+        file_offset: 0x1000,
+        path: "/usr/bin/three".into(),
+    }];
+    p.symbols = vec![
+        SavedSymbol {
+            start: PROGRAM + 0x100,
+            end: PROGRAM + 0x200,
+            name: "hot".into(),
+            pid: Some(42),
+        },
+        SavedSymbol {
+            start: PROGRAM + 0x200,
+            end: PROGRAM + 0x300,
+            name: "warm".into(),
+            pid: Some(42),
+        },
+        SavedSymbol {
+            start: PROGRAM + 0x300,
+            end: PROGRAM + 0x400,
+            name: "main".into(),
+            pid: Some(42),
+        },
+    ];
+    for i in 0..100u64 {
+        let user = if i < 60 { PROGRAM + 0x110 } else { PROGRAM + 0x210 };
+        let user_chain = [CONTEXT_GUEST_USER, user, PROGRAM + 0x310];
+        let kernel_chain = [
+            CONTEXT_GUEST_KERNEL,
+            KERNEL + 0x10_0010,
+            KERNEL + 0x10_0210,
+            KERNEL + 0x20_0010,
+            KERNEL + 0x30_0010,
+            CONTEXT_GUEST_USER,
+            PROGRAM + 0x320,
+        ];
+        let kernel = i >= 90;
+        p.push(&Sample {
+            time_ns: 1_000_000 * i + 10,
+            vcpu: (i % 2) as u32,
+            pid: 42,
+            tid: 43,
+            cpl: if kernel { 0 } else { 3 },
+            ip: if kernel { KERNEL + 0x10_0010 } else { user },
+            cr3: 0x2a5_8000,
+            period: 1000,
+            event_id: 7,
+            chain: if kernel { &kernel_chain } else { &user_chain },
+        });
+    }
+    p
+}
+
+fn bytes(p: &Profile) -> Vec<u8> {
+    perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
+}
+
+/// Runs perf on our file with our kallsyms; `None`, with a message, where there is no perf.
+fn perf(args: &[&str]) -> Option<String> {
+    if Command::new("perf").arg("--version").output().is_err() {
+        eprintln!("skipped: perf is not installed");
+        return None;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("perf.data"), bytes(&profile())).unwrap();
+    std::fs::write(dir.path().join("kallsyms"), KALLSYMS).unwrap();
+    let out = Command::new("perf")
+        .args(args)
+        .current_dir(dir.path())
+        .env("PERF_PAGER", "cat")
+        .env("HOME", dir.path())
+        .stdin(std::process::Stdio::null())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "perf {args:?}: {errors}\n{text}");
+    eprintln!("perf {args:?}: {errors}\n{text}");
+    Some(text)
+}
+
+#[test]
+fn what_we_write_we_read() {
+    let p = profile();
+    assert_eq!(reader::read(&bytes(&p)).unwrap(), p);
+}
+
+#[test]
+fn linux_perf_data_reads_it_whole() {
+    let bytes = bytes(&profile());
+    let PerfFileReader {
+        mut perf_file,
+        mut record_iter,
+    } = PerfFileReader::parse_file(Cursor::new(&bytes)).unwrap();
+    assert_eq!(perf_file.hostname().unwrap(), Some("guest"));
+    assert_eq!(perf_file.arch().unwrap(), Some("x86_64"));
+    assert_eq!(perf_file.event_attributes()[0].name(), Some("cycles"));
+    let (mut samples, mut others) = (0, 0);
+    while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
+        let PerfFileRecord::EventRecord { record, .. } = record else {
+            panic!("a user record")
+        };
+        match record.parse().unwrap() {
+            linux_perf_data::linux_perf_event_reader::EventRecord::Sample(s) => {
+                assert_eq!((s.pid, s.tid, s.period), (Some(42), Some(43), Some(1000)));
+                samples += 1;
+            }
+            _ => others += 1,
+        }
+    }
+    assert_eq!((samples, others), (100, 3));
+}
+
+#[test]
+fn perf_kvm_report_names_guest_kernel_functions_and_tasks() {
+    let args = [
+        "kvm",
+        "--guest",
+        "--guestkallsyms=kallsyms",
+        "-i",
+        "perf.data",
+        "report",
+        "--stdio",
+        "--no-children",
+    ];
+    let Some(text) = perf(&args) else { return };
+    let line = text
+        .lines()
+        .find(|l| l.contains("vfs_read"))
+        .expect("vfs_read in the report");
+    assert!(line.contains("10.00%") && line.contains("three"), "{line}");
+    assert!(text.contains("three") && text.contains("60.00%"), "{text}");
+}
+
+#[test]
+fn perf_script_shows_the_samples_with_their_chains() {
+    let Some(text) = perf(&["script", "-i", "perf.data", "--guestkallsyms=kallsyms"]) else {
+        return;
+    };
+    assert_eq!(text.matches("cycles:").count(), 100, "{text}");
+    for name in [
+        "vfs_read",
+        "ksys_read",
+        "do_syscall_64",
+        "entry_SYSCALL_64_after_hwframe",
+        "/usr/bin/three",
+    ] {
+        assert!(text.contains(name), "{name}\n{text}");
+    }
+    assert!(text.contains("[001]") && text.contains("three"));
+}
+
+#[test]
+fn our_report_has_the_shares_and_sorts_as_asked() {
+    let p = reader::read(&bytes(&profile())).unwrap();
+    let kernel = KernelSymbols::parse_text(KALLSYMS.as_bytes()).unwrap();
+    let mut symbols = Symbolizer::new(&p, Some(kernel), None);
+    let options = ReportOptions {
+        sort: vec![SortKey::Symbol],
+        ..Default::default()
+    };
+    let table = &report::tables(&p, &mut symbols, &options)[0];
+    let rows: Vec<_> = table
+        .rows
+        .iter()
+        .map(|r| (r.keys[0].as_str(), r.percent, r.samples))
+        .collect();
+    assert_eq!(
+        rows,
+        [
+            ("[u] hot", 60.0, 60),
+            ("[u] warm", 30.0, 30),
+            ("[g] vfs_read", 10.0, 10)
+        ]
+    );
+    let by = |sort| {
+        let options = ReportOptions {
+            sort: vec![sort],
+            ..Default::default()
+        };
+        let p = reader::read(&bytes(&profile())).unwrap();
+        report::render(&p, &mut Symbolizer::new(&p, None, None), &options)
+    };
+    assert!(
+        by(SortKey::Vcpu).contains("    50.00%            50  000\n"),
+        "{}",
+        by(SortKey::Vcpu)
+    );
+    assert!(by(SortKey::Comm).contains("   100.00%           100  three\n"));
+    assert!(by(SortKey::Object).contains("    90.00%            90  /usr/bin/three\n"));
+}
+
+#[test]
+fn our_script_is_in_order_and_names_every_frame() {
+    let p = profile();
+    let kernel = KernelSymbols::parse_text(KALLSYMS.as_bytes()).unwrap();
+    let mut out = Vec::new();
+    script::write(&p, &mut Symbolizer::new(&p, Some(kernel), None), &mut out).unwrap();
+    let text = String::from_utf8(out).unwrap();
+    assert!(
+        text.starts_with("           three 42/43 [000]     0.000000:       1000 cycles: \n"),
+        "{text}"
+    );
+    assert!(text.contains("ffffffff95200010 do_syscall_64+0x10 ([guest.kernel])\n"));
+    assert!(text.contains("main+0x10 (/usr/bin/three)\n"));
+    assert!(!text.contains("[unknown]"));
+}
