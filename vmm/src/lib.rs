@@ -9,16 +9,18 @@
 //! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |
 //! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
 //! | [`devices`], [`console`] | the rest of the machine |
+//! | [`profile`] | guest stacks, symbols and tasks, from outside |
+//! | [`events`], [`export`] | event lists and numbers; perf.data, tables, graphs |
 
 pub mod boot;
 pub mod check;
 pub mod cli;
 pub mod console;
 pub mod devices;
-pub mod kvm;
+pub mod events;
 pub mod export;
+pub mod kvm;
 pub mod memory;
-
 pub mod pmu;
 pub mod profile;
 pub mod rdpmc;

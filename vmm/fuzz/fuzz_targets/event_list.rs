@@ -1,0 +1,11 @@
+//! The list after `-e`.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use perfvisor_vmm::events::list;
+
+fuzz_target!(|data: &[u8]| {
+    if let Ok(text) = std::str::from_utf8(data) {
+        let _ = list::parse(text);
+    }
+});

@@ -1,0 +1,42 @@
+//! Kernel images and tables, as a file or out of a guest's memory. The first byte chooses the parser.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use perfvisor_vmm::profile::btf::Btf;
+use perfvisor_vmm::profile::image::KernelImage;
+use perfvisor_vmm::profile::orc::OrcTable;
+use perfvisor_vmm::profile::symbols::{KernelSymbols, UserObject};
+use perfvisor_vmm::profile::{kallsyms, task::TaskLayout};
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&which, data)) = data.split_first() else { return };
+    match which % 6 {
+        0 => {
+            if let Ok(image) = KernelImage::parse(data) {
+                let _ = TaskLayout::new(&image, 0);
+            }
+        }
+        1 => {
+            let _ = kallsyms::find(data);
+        }
+        2 => {
+            if let Ok(btf) = Btf::parse(data) {
+                let _ = (btf.offset_of("a", "b.c"), btf.size_of("a"), btf.variable("a", "b"));
+            }
+        }
+        3 => {
+            let (ips, entries) = data.split_at(data.len() / 10 * 4);
+            if let Ok(table) = OrcTable::parse(ips, 0xffff_ffff_8200_0000, entries) {
+                let _ = table.find(0xffff_ffff_8100_0000);
+            }
+        }
+        4 => {
+            let _ = KernelSymbols::parse_text(data);
+        }
+        _ => {
+            if let Ok(object) = UserObject::parse(data) {
+                let _ = (object.resolve(0x1000), object.line(0x1000));
+            }
+        }
+    }
+});

@@ -1,0 +1,16 @@
+//! Data files, and everything that is made of them.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use perfvisor_vmm::export::report::{self, ReportOptions};
+use perfvisor_vmm::export::symbolize::Symbolizer;
+use perfvisor_vmm::export::{folded, pprof, reader, script};
+
+fuzz_target!(|data: &[u8]| {
+    let Ok(profile) = reader::read(data) else { return };
+    let mut symbols = Symbolizer::new(&profile, None, None);
+    let _ = report::render(&profile, &mut symbols, &ReportOptions::default());
+    let _ = folded::stacks(&profile, &mut symbols, None);
+    script::write(&profile, &mut symbols, std::io::sink()).expect("a sink takes all");
+    pprof::write(&profile, &mut symbols, std::io::sink()).expect("a sink takes all");
+});

@@ -1,0 +1,262 @@
+//! Numbers as `perf stat` prints them.
+
+/// What was counted for one event.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Counted {
+    /// The event is not possible here.
+    NotSupported,
+    /// It never got a counter.
+    NotCounted,
+    /// A value.
+    Value {
+        /// The count, scaled if `running < enabled`.
+        count: u64,
+        /// Time it was enabled.
+        enabled_ns: u64,
+        /// Time it counted.
+        running_ns: u64,
+    },
+}
+
+/// Width of perf stat's column of values.
+const VALUE_WIDTH: usize = 18;
+/// Width of its column of events.
+const EVENT_WIDTH: usize = 25;
+
+/// 1234567 as `1,234,567`.
+pub fn thousands(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, d) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(d);
+    }
+    out
+}
+
+/// Nanoseconds as milliseconds with two places and thousands, the way clocks are shown: `1,234.50`.
+pub fn milliseconds(ns: u64) -> String {
+    // Rounded half up at the second place.
+    let hundredths = (u128::from(ns) + 5_000) / 10_000;
+    format!("{}.{:02}", thousands((hundredths / 100) as u64), hundredths % 100)
+}
+
+/// How a value is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    /// A number.
+    Count,
+    /// Nanoseconds, shown as `msec`.
+    Nanoseconds,
+}
+
+/// One line of a table, without indentation of its own beyond perf's:
+/// value, unit, event, then what is said behind `#`, the error, and the share of time counted.
+///
+/// `stderr_percent` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count); the share only when
+/// the event was not on all the time.
+pub fn stat_line(
+    event: &str,
+    counted: &Counted,
+    unit: Unit,
+    note: Option<&str>,
+    stderr_percent: Option<f64>,
+) -> String {
+    let value = match counted {
+        Counted::NotSupported => "<not supported>".to_owned(),
+        Counted::NotCounted => "<not counted>".to_owned(),
+        Counted::Value { count, .. } => match unit {
+            Unit::Count => thousands(*count),
+            Unit::Nanoseconds => milliseconds(*count),
+        },
+    };
+    let unit_text = match (unit, counted) {
+        (Unit::Nanoseconds, Counted::Value { .. }) => "msec ",
+        _ => "     ",
+    };
+    let mut line = format!("{value:>VALUE_WIDTH$} {unit_text}{event:<EVENT_WIDTH$}");
+    if let Counted::Value {
+        enabled_ns,
+        running_ns,
+        ..
+    } = counted
+    {
+        if let Some(note) = note {
+            line.push_str(&format!(" # {note:<28}"));
+        }
+        if let Some(percent) = stderr_percent {
+            line.push_str(&format!("  ( +-{percent:6.2}% )"));
+        }
+        if let Some(percent) = running_percent(*enabled_ns, *running_ns) {
+            line.push_str(&format!("  ({percent:.2}%)"));
+        }
+    }
+    line.truncate(line.trim_end().len());
+    line
+}
+
+/// Share of its enabled time an event counted, in percent; `None` when it was all of it.
+pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
+    (running_ns < enabled_ns).then(|| 100.0 * running_ns as f64 / enabled_ns as f64)
+}
+
+/// One line for programs, in the fields of `perf stat -x`: value, unit, event, [error], time running, share
+/// running. `separator` stands within no field: where it would, the field is quoted.
+pub fn csv_line(
+    event: &str,
+    counted: &Counted,
+    unit: Unit,
+    stderr_percent: Option<f64>,
+    separator: &str,
+) -> String {
+    let field = |text: &str| {
+        if !separator.is_empty() && text.contains(separator) || text.contains('"') {
+            format!("\"{}\"", text.replace('"', "\"\""))
+        } else {
+            text.to_owned()
+        }
+    };
+    let (value, running, share) = match counted {
+        Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
+        Counted::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
+        Counted::Value {
+            count,
+            enabled_ns,
+            running_ns,
+        } => {
+            let value = match unit {
+                Unit::Count => count.to_string(),
+                Unit::Nanoseconds => format!("{:.2}", *count as f64 / 1e6),
+            };
+            (
+                value,
+                *running_ns,
+                running_percent(*enabled_ns, *running_ns).unwrap_or(100.0),
+            )
+        }
+    };
+    let unit = if unit == Unit::Nanoseconds { "msec" } else { "" };
+    let mut fields = vec![field(&value), unit.to_owned(), field(event)];
+    fields.extend(stderr_percent.map(|p| format!("{p:.2}%")));
+    fields.push(running.to_string());
+    fields.push(format!("{share:.2}"));
+    fields.join(separator)
+}
+
+/// Mean and its standard error in percent of the mean, over repeated runs (Welford's method). `None` for the
+/// error with fewer than two runs or a mean of 0.
+pub fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
+    let (mut mean, mut m2) = (0.0, 0.0);
+    for (i, v) in values.iter().enumerate() {
+        let delta = v - mean;
+        mean += delta / (i + 1) as f64;
+        m2 += delta * (v - mean);
+    }
+    let n = values.len() as f64;
+    let error = (values.len() > 1 && mean != 0.0).then(|| 100.0 * (m2 / (n - 1.0) / n).sqrt() / mean.abs());
+    (mean, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FULL: Counted = Counted::Value {
+        count: 1_234_567_890,
+        enabled_ns: 1000,
+        running_ns: 1000,
+    };
+
+    #[test]
+    fn numbers_are_grouped_by_thousands() {
+        for (n, text) in [
+            (0, "0"),
+            (999, "999"),
+            (1000, "1,000"),
+            (123_456, "123,456"),
+            (u64::MAX, "18,446,744,073,709,551,615"),
+        ] {
+            assert_eq!(thousands(n), text);
+        }
+        assert_eq!(milliseconds(1_234_500_000), "1,234.50");
+        assert_eq!(milliseconds(4_999), "0.00");
+        assert_eq!(milliseconds(5_000), "0.01");
+        assert_eq!(milliseconds(u64::MAX), "18,446,744,073,709.55");
+    }
+
+    #[test]
+    fn lines_have_perf_stats_columns() {
+        assert_eq!(
+            stat_line("cycles", &FULL, Unit::Count, None, None),
+            "     1,234,567,890      cycles"
+        );
+        assert_eq!(
+            stat_line(
+                "task-clock",
+                &Counted::Value {
+                    count: 2_000_000,
+                    enabled_ns: 1,
+                    running_ns: 1
+                },
+                Unit::Nanoseconds,
+                Some("0.5 CPUs utilized"),
+                None
+            ),
+            "              2.00 msec task-clock                # 0.5 CPUs utilized"
+        );
+        let scaled = Counted::Value {
+            count: 500,
+            enabled_ns: 1000,
+            running_ns: 250,
+        };
+        assert_eq!(
+            stat_line("branches", &scaled, Unit::Count, None, Some(1.5)),
+            "               500      branches                   ( +-  1.50% )  (25.00%)"
+        );
+    }
+
+    #[test]
+    fn what_was_not_counted_shows_no_number() {
+        for c in [Counted::NotSupported, Counted::NotCounted] {
+            let line = stat_line("cycles", &c, Unit::Count, Some("3.0 GHz"), Some(1.0));
+            assert!(!line.chars().any(|c| c.is_ascii_digit()), "{line}");
+        }
+        assert_eq!(
+            stat_line("cycles", &Counted::NotSupported, Unit::Count, None, None),
+            "   <not supported>      cycles"
+        );
+    }
+
+    #[test]
+    fn csv_has_one_field_for_each_value_even_if_a_name_holds_the_separator() {
+        assert_eq!(
+            csv_line("cycles", &FULL, Unit::Count, None, ","),
+            "1234567890,,cycles,1000,100.00"
+        );
+        assert_eq!(
+            csv_line(
+                "cpu/event=1,umask=2/",
+                &Counted::NotCounted,
+                Unit::Count,
+                None,
+                ","
+            ),
+            "<not counted>,,\"cpu/event=1,umask=2/\",0,0.00"
+        );
+        assert_eq!(
+            csv_line("cycles", &FULL, Unit::Count, Some(2.0), ";"),
+            "1234567890;;cycles;2.00%;1000;100.00"
+        );
+    }
+
+    #[test]
+    fn repeated_runs_have_a_mean_and_its_error() {
+        let (mean, error) = mean_and_error(&[90.0, 110.0, 100.0, 100.0]);
+        assert!((mean - 100.0).abs() < 1e-9);
+        assert!((error.unwrap() - 4.082_482_904).abs() < 1e-6);
+        assert_eq!(mean_and_error(&[5.0]), (5.0, None));
+        assert_eq!(mean_and_error(&[0.0, 0.0]), (0.0, None));
+    }
+}

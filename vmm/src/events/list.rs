@@ -1,0 +1,750 @@
+//! The list after `-e`, in perf's syntax.
+//!
+//! ```text
+//! list      = item { "," item }
+//! item      = event | "{" event { "," event } "}" [ ":" modifiers ]
+//! event     = name [ ":" modifiers ]
+//!           | "r" hex [ ":" modifiers ]
+//!           | pmu "/" [ term { "," term } ] "/" [ modifiers ]
+//! term      = name [ "=" value ]
+//! modifiers = { "u" | "k" | "h" | "G" | "H" | "p" | "P" | "D" | "e" | "I" }
+//! ```
+//!
+//! An event of ours counts a guest, so `:G` is the default and `:u`, `:k` are guest user and kernel; `:H` asks for the
+//! host's share and is passed on for the caller to accept or refuse.
+
+use std::fmt;
+
+/// Most events of one list.
+pub const MAX_EVENTS: usize = 256;
+/// Longest list, in bytes.
+pub const MAX_LIST: usize = 16 << 10;
+
+/// Why a list is none.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ListError {
+    /// No event.
+    #[error("the event list is empty; give at least one event, for example -e cycles")]
+    Empty,
+    /// Too long.
+    #[error(
+        "the event list is too long; the limits are {} bytes and {} events",
+        MAX_LIST,
+        MAX_EVENTS
+    )]
+    TooLong,
+    /// Braces that do not match, or within each other.
+    #[error("unbalanced or nested braces in the event list; write groups as {{a,b}}")]
+    Braces,
+    /// A group without events.
+    #[error("an empty group in the event list")]
+    EmptyGroup,
+    /// Two commas in a row, or one at an end.
+    #[error("an event is missing beside a comma in the event list")]
+    MissingEvent,
+    /// A name that is no event's.
+    #[error("unknown event '{}'; known are {}, kvm:STATISTIC, rNNN and cpu/event=N,umask=N/", .0, NAMES_FOR_HELP)]
+    Unknown(String),
+    /// A character that is no modifier.
+    #[error("unknown modifier '{modifier}' of event '{event}'; known are u k h G H p P D e I")]
+    Modifier {
+        /// The event.
+        event: String,
+        /// The character.
+        modifier: char,
+    },
+    /// More than three p.
+    #[error("event '{0}' asks for more precision than ppp")]
+    Precision(String),
+    /// A term of a `pmu/…/` event.
+    #[error("term '{term}' of event '{event}': {why}")]
+    Term {
+        /// The event.
+        event: String,
+        /// The term.
+        term: String,
+        /// What is wrong, and what would be right.
+        why: &'static str,
+    },
+    /// A slash is missing.
+    #[error("event '{0}' has no closing '/'")]
+    Slash(String),
+    /// A PMU that there is none of.
+    #[error("unknown PMU '{0}'; known are cpu, software, kvm and pv")]
+    Pmu(String),
+    /// A raw selector that is no number of at most 64 bits.
+    #[error("'{0}' is no raw event; write r and up to 16 hexadecimal digits")]
+    Raw(String),
+}
+
+/// A hardware event, by perf's generic numbers (`PERF_COUNT_HW_*`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // perf's names
+pub enum HardwareEvent {
+    Cycles = 0,
+    Instructions = 1,
+    CacheReferences = 2,
+    CacheMisses = 3,
+    Branches = 4,
+    BranchMisses = 5,
+    BusCycles = 6,
+    StalledCyclesFrontend = 7,
+    StalledCyclesBackend = 8,
+    RefCycles = 9,
+}
+
+/// A host software event (`PERF_COUNT_SW_*`) of the vCPU's thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // perf's names
+pub enum SoftwareEvent {
+    CpuClock = 0,
+    TaskClock = 1,
+    PageFaults = 2,
+    ContextSwitches = 3,
+    CpuMigrations = 4,
+    MinorFaults = 5,
+    MajorFaults = 6,
+    AlignmentFaults = 7,
+    EmulationFaults = 8,
+    Dummy = 9,
+    BpfOutput = 10,
+    CgroupSwitches = 11,
+}
+
+/// What an event counts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EventKind {
+    /// A generic hardware event.
+    Hardware(HardwareEvent),
+    /// A software event.
+    Software(SoftwareEvent),
+    /// A generic cache event: `PERF_TYPE_HW_CACHE` config, cache | operation << 8 | result << 16.
+    Cache(u64),
+    /// A selector as the vendor's event-select register has it.
+    Raw {
+        /// Event select, unit mask and flags.
+        config: u64,
+        /// `config1`.
+        config1: u64,
+        /// `config2`.
+        config2: u64,
+    },
+    /// A KVM binary statistic by its name (`exits`, `halt_exits`).
+    Kvm(String),
+    /// A paravirtual event by its name (`vm-exits`, `steal-ns`), as the guest can count it.
+    Paravirtual(&'static str),
+}
+
+/// Letters after a colon.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Modifiers {
+    /// `u`: user space is asked for.
+    pub user: bool,
+    /// `k`: the kernel is asked for.
+    pub kernel: bool,
+    /// `h`: a hypervisor is asked for.
+    pub hypervisor: bool,
+    /// `G`: the guest is asked for.
+    pub guest: bool,
+    /// `H`: the host is asked for.
+    pub host: bool,
+    /// Number of `p`, 0 to 3.
+    pub precise: u8,
+    /// `P`: the most precise there is.
+    pub precise_max: bool,
+    /// `D`: pinned, always on or in error.
+    pub pinned: bool,
+    /// `e`: alone on the PMU.
+    pub exclusive: bool,
+    /// `I`: not while idle.
+    pub exclude_idle: bool,
+}
+
+impl Modifiers {
+    /// Not user space: some level is asked for and it is not this one.
+    pub fn exclude_user(&self) -> bool {
+        (self.kernel || self.hypervisor) && !self.user
+    }
+
+    /// Not the kernel.
+    pub fn exclude_kernel(&self) -> bool {
+        (self.user || self.hypervisor) && !self.kernel
+    }
+
+    fn add(&mut self, letters: &str, event: &str) -> Result<(), ListError> {
+        for c in letters.chars() {
+            match c {
+                'u' => self.user = true,
+                'k' => self.kernel = true,
+                'h' => self.hypervisor = true,
+                'G' => self.guest = true,
+                'H' => self.host = true,
+                'p' if self.precise == 3 => return Err(ListError::Precision(event.to_owned())),
+                'p' => self.precise += 1,
+                'P' => self.precise_max = true,
+                'D' => self.pinned = true,
+                'e' => self.exclusive = true,
+                'I' => self.exclude_idle = true,
+                modifier => {
+                    return Err(ListError::Modifier {
+                        event: event.to_owned(),
+                        modifier,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A group's modifiers are added to each of its events'. A group that is pinned or exclusive is so by its leader.
+    fn merge(&mut self, group: &Self, leader: bool) {
+        self.user |= group.user;
+        self.kernel |= group.kernel;
+        self.hypervisor |= group.hypervisor;
+        self.guest |= group.guest;
+        self.host |= group.host;
+        self.precise = self.precise.max(group.precise);
+        self.precise_max |= group.precise_max;
+        self.exclude_idle |= group.exclude_idle;
+        self.pinned |= group.pinned && leader;
+        self.exclusive |= group.exclusive && leader;
+    }
+}
+
+/// One event of a list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EventSpec {
+    /// What the operator wrote, or the name the event was given by a `name=` term.
+    pub name: String,
+    /// What it counts.
+    pub kind: EventKind,
+    /// How.
+    pub modifiers: Modifiers,
+    /// From a `period=` term.
+    pub period: Option<u64>,
+    /// From a `freq=` term, in Hz.
+    pub frequency_hz: Option<u64>,
+}
+
+/// Events that count together: one, or a leader and its siblings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EventGroup {
+    /// The leader first. Never empty.
+    pub events: Vec<EventSpec>,
+    /// It was written in braces.
+    pub braced: bool,
+}
+
+impl fmt::Display for EventSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+const NAMES_FOR_HELP: &str = "cycles, instructions, ref-cycles, branches, branch-misses, cache-references, cache-misses, bus-cycles, \
+     task-clock, cpu-clock, page-faults, context-switches, cpu-migrations, L1-dcache-load-misses and the like, pv/vm-exits/ and the like";
+
+fn hardware(name: &str) -> Option<HardwareEvent> {
+    Some(match name {
+        "cycles" | "cpu-cycles" => HardwareEvent::Cycles,
+        "instructions" => HardwareEvent::Instructions,
+        "cache-references" => HardwareEvent::CacheReferences,
+        "cache-misses" => HardwareEvent::CacheMisses,
+        "branches" | "branch-instructions" => HardwareEvent::Branches,
+        "branch-misses" => HardwareEvent::BranchMisses,
+        "bus-cycles" => HardwareEvent::BusCycles,
+        "stalled-cycles-frontend" | "idle-cycles-frontend" => HardwareEvent::StalledCyclesFrontend,
+        "stalled-cycles-backend" | "idle-cycles-backend" => HardwareEvent::StalledCyclesBackend,
+        "ref-cycles" => HardwareEvent::RefCycles,
+        _ => return None,
+    })
+}
+
+fn software(name: &str) -> Option<SoftwareEvent> {
+    Some(match name {
+        "cpu-clock" => SoftwareEvent::CpuClock,
+        "task-clock" => SoftwareEvent::TaskClock,
+        "page-faults" | "faults" => SoftwareEvent::PageFaults,
+        "context-switches" | "cs" => SoftwareEvent::ContextSwitches,
+        "cpu-migrations" | "migrations" => SoftwareEvent::CpuMigrations,
+        "minor-faults" => SoftwareEvent::MinorFaults,
+        "major-faults" => SoftwareEvent::MajorFaults,
+        "alignment-faults" => SoftwareEvent::AlignmentFaults,
+        "emulation-faults" => SoftwareEvent::EmulationFaults,
+        "dummy" => SoftwareEvent::Dummy,
+        "bpf-output" => SoftwareEvent::BpfOutput,
+        "cgroup-switches" => SoftwareEvent::CgroupSwitches,
+        _ => return None,
+    })
+}
+
+/// The paravirtual events' names.
+pub const PARAVIRTUAL: [&str; 11] = [
+    "vm-exits",
+    "io-exits",
+    "mmio-exits",
+    "halts",
+    "host-page-faults",
+    "host-context-switches",
+    "host-migrations",
+    "irq-injections",
+    "nmi-injections",
+    "msr-exits",
+    "steal-ns",
+];
+
+fn paravirtual(name: &str) -> Option<EventKind> {
+    PARAVIRTUAL
+        .into_iter()
+        .find(|n| *n == name)
+        .map(EventKind::Paravirtual)
+}
+
+/// `L1-dcache-load-misses` and its like: cache, operation and result.
+fn cache(name: &str) -> Option<u64> {
+    const CACHES: [(&str, u64); 8] = [
+        ("L1-dcache", 0),
+        ("L1-icache", 1),
+        ("LLC", 2),
+        ("dTLB", 3),
+        ("iTLB", 4),
+        ("branch", 5),
+        ("bpu", 5),
+        ("node", 6),
+    ];
+    const OPERATIONS: [(&str, u64, u64); 9] = [
+        ("-load-misses", 0, 1),
+        ("-loads", 0, 0),
+        ("-load", 0, 0),
+        ("-store-misses", 1, 1),
+        ("-stores", 1, 0),
+        ("-store", 1, 0),
+        ("-prefetch-misses", 2, 1),
+        ("-prefetches", 2, 0),
+        ("-prefetch", 2, 0),
+    ];
+    let (cache, rest) = CACHES
+        .iter()
+        .find_map(|(n, id)| Some((*id, name.strip_prefix(n)?)))?;
+    let (_, operation, result) = OPERATIONS.iter().find(|(n, ..)| *n == rest)?;
+    Some(cache | operation << 8 | result << 16)
+}
+
+/// Parses a list. The order of groups and events is the operator's.
+pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
+    if list.len() > MAX_LIST {
+        return Err(ListError::TooLong);
+    }
+    let mut groups = Vec::new();
+    let mut count = 0;
+    for item in split(list, true)? {
+        let item = item.trim();
+        let group = match item.strip_prefix('{') {
+            None => EventGroup {
+                events: vec![event(item)?],
+                braced: false,
+            },
+            Some(rest) => {
+                let (inside, after) = rest.rsplit_once('}').ok_or(ListError::Braces)?;
+                if inside.trim().is_empty() {
+                    return Err(ListError::EmptyGroup);
+                }
+                let mut all = Modifiers::default();
+                match after.strip_prefix(':') {
+                    Some(letters) => all.add(letters, item)?,
+                    None if after.is_empty() => {}
+                    None => return Err(ListError::Braces),
+                }
+                let mut events = Vec::new();
+                for (i, text) in split(inside, false)?.into_iter().enumerate() {
+                    let mut spec = event(text.trim())?;
+                    spec.modifiers.merge(&all, i == 0);
+                    events.push(spec);
+                }
+                EventGroup { events, braced: true }
+            }
+        };
+        count += group.events.len();
+        if count > MAX_EVENTS {
+            return Err(ListError::TooLong);
+        }
+        groups.push(group);
+    }
+    if groups.is_empty() {
+        Err(ListError::Empty)
+    } else {
+        Ok(groups)
+    }
+}
+
+/// Splits at commas outside braces and slashes.
+fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, ListError> {
+    if list.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    let (mut depth, mut slashed, mut from) = (0u32, false, 0);
+    let mut parts = Vec::new();
+    for (i, c) in list.char_indices() {
+        match c {
+            '/' => slashed = !slashed,
+            '{' if slashed || depth > 0 || !braces_allowed => return Err(ListError::Braces),
+            '{' => depth = 1,
+            '}' if depth == 0 => return Err(ListError::Braces),
+            '}' => depth = 0,
+            ',' if depth == 0 && !slashed => {
+                parts.push(&list[from..i]);
+                from = i + 1;
+            }
+            _ => {}
+        }
+    }
+    if depth > 0 {
+        return Err(ListError::Braces);
+    }
+    parts.push(&list[from..]);
+    if parts.iter().any(|p| p.trim().is_empty()) {
+        Err(ListError::MissingEvent)
+    } else {
+        Ok(parts)
+    }
+}
+
+fn event(text: &str) -> Result<EventSpec, ListError> {
+    let plain = |kind, modifiers| EventSpec {
+        name: text.to_owned(),
+        kind,
+        modifiers,
+        period: None,
+        frequency_hz: None,
+    };
+    if let Some((pmu, rest)) = text.split_once('/') {
+        let (terms, after) = rest
+            .rsplit_once('/')
+            .ok_or_else(|| ListError::Slash(text.to_owned()))?;
+        let mut modifiers = Modifiers::default();
+        modifiers.add(after.strip_prefix(':').unwrap_or(after), text)?;
+        return with_terms(text, pmu, terms, modifiers);
+    }
+    // kvm:NAME has a colon of its own.
+    let (prefix, rest) = text.strip_prefix("kvm:").map_or(("", text), |rest| ("kvm", rest));
+    let (name, letters) = rest.split_once(':').unwrap_or((rest, ""));
+    let mut modifiers = Modifiers::default();
+    modifiers.add(letters, text)?;
+    if prefix == "kvm" {
+        return Ok(plain(kvm(name)?, modifiers));
+    }
+    let kind = hardware(name)
+        .map(EventKind::Hardware)
+        .or_else(|| software(name).map(EventKind::Software))
+        .or_else(|| cache(name).map(EventKind::Cache))
+        .or_else(|| paravirtual(name));
+    if let Some(kind) = kind {
+        return Ok(plain(kind, modifiers));
+    }
+    match name.strip_prefix('r') {
+        Some(hex) if !hex.is_empty() && hex.bytes().all(|b| b.is_ascii_hexdigit()) => {
+            let config = u64::from_str_radix(hex, 16).map_err(|_| ListError::Raw(name.to_owned()))?;
+            Ok(plain(
+                EventKind::Raw {
+                    config,
+                    config1: 0,
+                    config2: 0,
+                },
+                modifiers,
+            ))
+        }
+        _ => Err(ListError::Unknown(name.to_owned())),
+    }
+}
+
+fn kvm(name: &str) -> Result<EventKind, ListError> {
+    let word = !name.is_empty()
+        && name
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"_-".contains(&b));
+    if word {
+        Ok(EventKind::Kvm(name.to_owned()))
+    } else {
+        Err(ListError::Unknown(format!("kvm:{name}")))
+    }
+}
+
+/// A field of the event-select register: lowest bit, width, and what its next 4 bits up are (AMD has 12-bit events).
+const FIELDS: [(&str, u32, u32); 7] = [
+    ("umask", 8, 8),
+    ("edge", 18, 1),
+    ("pc", 19, 1),
+    ("any", 21, 1),
+    ("inv", 23, 1),
+    ("cmask", 24, 8),
+    ("in_tx", 32, 1),
+];
+
+fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Result<EventSpec, ListError> {
+    let mut spec = EventSpec {
+        name: text.to_owned(),
+        kind: EventKind::Raw {
+            config: 0,
+            config1: 0,
+            config2: 0,
+        },
+        modifiers,
+        period: None,
+        frequency_hz: None,
+    };
+    let (mut config, mut config1, mut config2) = (0u64, 0u64, 0u64);
+    let mut named: Option<EventKind> = None;
+    let mut selected = false;
+    for term in terms.split(',').map(str::trim).filter(|t| !t.is_empty()) {
+        let fail = |why| ListError::Term {
+            event: text.to_owned(),
+            term: term.to_owned(),
+            why,
+        };
+        let (key, value) = match term.split_once('=') {
+            Some((key, value)) => (key.trim(), Some(value.trim())),
+            None => (term, None),
+        };
+        if key == "name" {
+            spec.name = value
+                .filter(|v| !v.is_empty())
+                .ok_or_else(|| fail("give a name"))?
+                .to_owned();
+            continue;
+        }
+        let known = match pmu {
+            "cpu" => hardware(key)
+                .map(EventKind::Hardware)
+                .or_else(|| cache(key).map(EventKind::Cache)),
+            "software" => software(key).map(EventKind::Software),
+            "pv" => paravirtual(key),
+            "kvm" => match key {
+                "period" | "freq" => None,
+                name => Some(kvm(name)?),
+            },
+            other => return Err(ListError::Pmu(other.to_owned())),
+        };
+        if let (Some(kind), None) = (known, value) {
+            if named.replace(kind).is_some() {
+                return Err(fail("an event was named before; give one"));
+            }
+            continue;
+        }
+        // A flag without a value is set.
+        let number = match value {
+            None => 1,
+            Some(v) => {
+                number(v).ok_or_else(|| fail("no number; write decimal, or 0x and hexadecimal digits"))?
+            }
+        };
+        match key {
+            "period" if number > 0 => spec.period = Some(number),
+            "freq" if number > 0 => spec.frequency_hz = Some(number),
+            "period" | "freq" => return Err(fail("must not be 0")),
+            _ if pmu != "cpu" => return Err(fail("not a term of this PMU")),
+            "event" if number <= 0xFFF => {
+                config |= number & 0xFF | (number & 0xF00) << 24;
+                selected = true;
+            }
+            "event" => return Err(fail("at most 0xfff")),
+            "config" => {
+                config |= number;
+                selected = true;
+            }
+            "config1" | "offcore_rsp" | "ldlat" | "frontend" => config1 = number,
+            "config2" => config2 = number,
+            _ => {
+                let (_, shift, width) = FIELDS
+                    .into_iter()
+                    .find(|(n, ..)| *n == key)
+                    .ok_or_else(|| fail("not a term of this PMU"))?;
+                if number >> width != 0 {
+                    return Err(fail("too large for its field"));
+                }
+                config |= number << shift;
+                selected = true;
+            }
+        }
+    }
+    if pmu != "cpu" && !["software", "pv", "kvm"].contains(&pmu) {
+        return Err(ListError::Pmu(pmu.to_owned()));
+    }
+    spec.kind = match (named, selected) {
+        (Some(kind), false) => kind,
+        (None, true) => EventKind::Raw {
+            config,
+            config1,
+            config2,
+        },
+        (Some(_), true) => {
+            return Err(ListError::Term {
+                event: text.to_owned(),
+                term: terms.to_owned(),
+                why: "a named event takes no selector besides",
+            });
+        }
+        (None, false) => {
+            return Err(ListError::Term {
+                event: text.to_owned(),
+                term: terms.to_owned(),
+                why: "names no event; give event=N, config=N or an event's name",
+            });
+        }
+    };
+    Ok(spec)
+}
+
+fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn one(text: &str) -> EventSpec {
+        let groups = parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        assert_eq!((groups.len(), groups[0].events.len()), (1, 1), "{text}");
+        groups.into_iter().next().unwrap().events.remove(0)
+    }
+
+    #[test]
+    fn names_of_every_kind_are_known() {
+        let kind = |t: &str| one(t).kind;
+        assert_eq!(kind("cpu-cycles"), EventKind::Hardware(HardwareEvent::Cycles));
+        assert_eq!(kind("cs"), EventKind::Software(SoftwareEvent::ContextSwitches));
+        assert_eq!(kind("L1-dcache-load-misses"), EventKind::Cache(0x1_0000));
+        assert_eq!(kind("iTLB-loads"), EventKind::Cache(4));
+        assert_eq!(
+            kind("branch-misses"),
+            EventKind::Hardware(HardwareEvent::BranchMisses)
+        );
+        assert_eq!(kind("branch-load-misses"), EventKind::Cache(0x1_0005));
+        assert_eq!(
+            kind("r1a8"),
+            EventKind::Raw {
+                config: 0x1a8,
+                config1: 0,
+                config2: 0
+            }
+        );
+        assert_eq!(kind("kvm:halt_exits"), EventKind::Kvm("halt_exits".into()));
+        assert_eq!(kind("kvm/exits/"), EventKind::Kvm("exits".into()));
+        assert_eq!(kind("pv/steal-ns/"), EventKind::Paravirtual("steal-ns"));
+        assert_eq!(kind("vm-exits"), EventKind::Paravirtual("vm-exits"));
+        assert_eq!(kind("ref-cycles"), EventKind::Hardware(HardwareEvent::RefCycles));
+    }
+
+    #[test]
+    fn terms_build_the_event_select() {
+        let config = |t: &str| match one(t).kind {
+            EventKind::Raw { config, .. } => config,
+            other => panic!("{t}: {other:?}"),
+        };
+        assert_eq!(config("cpu/event=0x3c,umask=0x01/"), 0x13c);
+        assert_eq!(
+            config("cpu/event=0x1a8,umask=2,inv,cmask=3,edge=1/u"),
+            0x1_0384_02a8
+        );
+        assert_eq!(config("cpu/config=0x41003c/k"), 0x41_003c);
+        let named = one("cpu/cycles,period=1000,name=my cycles/Gk");
+        assert_eq!((named.name.as_str(), named.period), ("my cycles", Some(1000)));
+        assert!(named.modifiers.guest && named.modifiers.kernel);
+        assert_eq!(one("cpu/event=1,freq=99/").frequency_hz, Some(99));
+    }
+
+    #[test]
+    fn modifiers_select_levels_sides_precision_and_pinning() {
+        let m = one("cycles:uGppD").modifiers;
+        assert_eq!(
+            (
+                m.user,
+                m.guest,
+                m.precise,
+                m.pinned,
+                m.exclude_kernel(),
+                m.exclude_user()
+            ),
+            (true, true, 2, true, true, false)
+        );
+        let m = one("kvm:exits:H").modifiers;
+        assert!(m.host && !m.guest);
+        let none = one("cycles").modifiers;
+        assert!(!none.exclude_user() && !none.exclude_kernel());
+        let both = one("cycles:uk").modifiers;
+        assert!(!both.exclude_user() && !both.exclude_kernel());
+    }
+
+    #[test]
+    fn groups_keep_their_order_and_share_modifiers() {
+        let groups = parse("task-clock,{cycles,cpu/event=0xc0,umask=0/u,r3:k}:GD, instructions").unwrap();
+        assert_eq!(
+            groups
+                .iter()
+                .map(|g| (g.events.len(), g.braced))
+                .collect::<Vec<_>>(),
+            [(1, false), (3, true), (1, false)]
+        );
+        let g = &groups[1].events;
+        assert!(g.iter().all(|e| e.modifiers.guest));
+        assert_eq!(
+            g.iter().map(|e| e.modifiers.pinned).collect::<Vec<_>>(),
+            [true, false, false]
+        );
+        assert!(g[1].modifiers.user && g[2].modifiers.kernel && !g[0].modifiers.user);
+    }
+
+    #[test]
+    fn each_mistake_is_named() {
+        let e = |t: &str| parse(t).expect_err(t).to_string();
+        for (text, want) in [
+            ("", "is empty"),
+            (" ", "is empty"),
+            ("cycles,", "beside a comma"),
+            ("{cycles", "braces"),
+            ("cycles}", "braces"),
+            ("{a,{b}}", "braces"),
+            ("{}", "empty group"),
+            ("{cycles}x", "braces"),
+            ("cycels", "unknown event 'cycels'"),
+            ("cycles:x", "unknown modifier 'x'"),
+            ("cycles:pppp", "ppp"),
+            ("cpu/event=1", "closing '/'"),
+            ("cpu/event=zz/", "no number"),
+            ("cpu/event=0x1000/", "at most 0xfff"),
+            ("cpu/umask=0x100,event=1/", "too large"),
+            ("cpu/frob=1/", "not a term"),
+            ("cpu//", "names no event"),
+            ("gpu/event=1/", "unknown PMU 'gpu'"),
+            ("gpu//", "unknown PMU 'gpu'"),
+            ("r12345678901234567", "raw event"),
+            ("cpu/period=0,event=1/", "must not be 0"),
+            ("cpu/cycles,event=1/", "no selector"),
+        ] {
+            assert!(e(text).contains(want), "{text}: {}", e(text));
+        }
+        assert_eq!(parse(&"cycles,".repeat(4000)).unwrap_err(), ListError::TooLong);
+        assert_eq!(
+            parse(&vec!["cycles"; 300].join(",")).unwrap_err(),
+            ListError::TooLong
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_parsed_or_refused(text in "[a-z0-9:/{},=. -]{0,60}") {
+            if let Ok(groups) = parse(&text) {
+                prop_assert!(!groups.is_empty() && groups.iter().all(|g| !g.events.is_empty()));
+            }
+        }
+
+        #[test]
+        fn any_bytes_never_panic(text: String) {
+            let _ = parse(&text);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! A chain is walked at every sample on a vCPU's thread: it must not allocate.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use perfvisor_vmm::profile::orc::OrcTable;
+use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
+use perfvisor_vmm::profile::{Budget, GuestRegs};
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every call is passed on to the system's allocator unchanged; the counter is a plain thread-local
+// without a destructor, so touching it allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|n| n.set(n.get() + 1));
+        // SAFETY: the caller's promises about `layout` are the ones `System` asks for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: `at` came from `System.alloc` with this layout.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The lower and the upper half both map guest-physical 0 with one 1 GiB page.
+const UPPER: u64 = 0xffff_8000_0000_0000;
+
+fn guest() -> Vec<u8> {
+    let mut ram = vec![0u8; 0x1_0000];
+    let mut put = |at: usize, v: u64| ram[at..at + 8].copy_from_slice(&v.to_le_bytes());
+    put(0x1000, 0x2007);
+    put(0x1000 + 8 * 256, 0x2007);
+    put(0x2000, 0x87);
+    // Kernel stack at 0x8000: a frame, then user registers; user stack at 0x4000 with two frames.
+    put(0x8010, UPPER + 0x9021);
+    for (i, v) in [0x5050, 0x33, 0x202, 0x4000, 0x2b].into_iter().enumerate() {
+        put(0x8018 + 128 + 8 * i, v);
+    }
+    put(0x8018 + 32, 0x4100);
+    put(0x4100, 0x4200);
+    put(0x4108, 0x5111);
+    put(0x4208, 0x5222);
+    ram
+}
+
+fn orc() -> OrcTable {
+    let (at, text) = (UPPER + 0xa000, UPPER + 0x9000);
+    let (mut ips, mut entries) = (Vec::new(), Vec::new());
+    for (i, (ip, sp, flags)) in [
+        (text, 0x18i16, 5u16),
+        (text + 0x20, 0, 0x105),
+        (text + 0x40, 0, 0x400),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        ips.extend_from_slice(&(ip.wrapping_sub(at + 4 * i as u64) as i32).to_le_bytes());
+        entries.extend_from_slice(&sp.to_le_bytes());
+        entries.extend_from_slice(&0i16.to_le_bytes());
+        entries.extend_from_slice(&flags.to_le_bytes());
+    }
+    OrcTable::parse(&ips, at, &entries).unwrap()
+}
+
+#[test]
+fn a_whole_chain_is_walked_without_allocating() {
+    let (ram, orc) = (guest(), orc());
+    let regs = GuestRegs {
+        rip: UPPER + 0x9010,
+        rsp: UPPER + 0x8000,
+        cr0: 1 << 31,
+        cr3: 0x1000,
+        cr4: 1 << 5,
+        efer: 1 << 10,
+        code64: true,
+        ..Default::default()
+    };
+    let mut out = [0; 32];
+    let before = ALLOCATIONS.with(Cell::get);
+    let chain = walk(
+        &ram[..],
+        &regs,
+        Some(KernelUnwind {
+            orc: Some(&orc),
+            slide: 0,
+        }),
+        &Limits::default(),
+        &mut out,
+    );
+    let budget = Budget::new(10, None);
+    let after = ALLOCATIONS.with(Cell::get);
+    assert_eq!(after - before, 0);
+    assert_eq!(budget.reads_used(), 0);
+    assert_eq!(
+        (chain.kernel_frames, chain.user_frames),
+        (2, 3),
+        "{chain:?} {out:x?}"
+    );
+}
