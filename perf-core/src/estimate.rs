@@ -89,6 +89,7 @@ pub struct Estimator {
     end_ns: u64,
     /// Rate at the end of the last slice.
     last_rate: f64,
+    last_step: f64,
     /// Length of all gaps between slices, and of the one before the first.
     gap_ns: u64,
     first_gap_ns: u64,
@@ -113,6 +114,7 @@ impl Estimator {
             running_ns: 0,
             end_ns: 0,
             last_rate: 0.0,
+            last_step: 0.0,
             gap_ns: 0,
             first_gap_ns: 0,
             trapezoids: 0.0,
@@ -151,7 +153,8 @@ impl Estimator {
             self.first_gap_ns = gap_ns;
         } else {
             self.trapezoids += gap * (self.last_rate + rate) / 2.0;
-            let step = (rate - self.last_rate) * (rate - self.last_rate);
+            self.last_step = rate - self.last_rate;
+            let step = self.last_step * self.last_step;
             self.steps += 1;
             self.steps_squared += step;
             self.gap_square_steps += gap * gap * step;
@@ -179,21 +182,24 @@ impl Estimator {
         }
     }
 
-    /// How much the rate lately varies, relative to its mean: the root mean square step between slices over the mean
-    /// rate. `None` with fewer than two slices or nothing counted.
+    /// By how much the rate of the last slice differs from the one before, relative to the mean rate: 1 means by as much
+    /// as the mean. `None` with fewer than two slices or nothing counted.
     #[must_use]
-    pub fn variability(&self) -> Option<f64> {
+    pub fn last_step(&self) -> Option<f64> {
         let mean = self.rates.mean();
-        (self.steps > 0 && mean > 0.0).then(|| (self.steps_squared / self.steps as f64).sqrt() / mean)
+        (self.steps > 0 && mean > 0.0).then(|| self.last_step.abs() / mean)
     }
 
     /// How much a slice's rate says about the next one's, 0 (nothing) to 1 (everything).
     fn persistence(&self) -> f64 {
         let variance = self.rates.variance();
-        if self.steps < 2 || variance <= 0.0 {
+        if self.steps < 4 || variance <= 0.0 {
             return 1.0;
         }
-        (1.0 - self.steps_squared / self.steps as f64 / (2.0 * variance)).clamp(0.0, 1.0)
+        let seen = 1.0 - self.steps_squared / self.steps as f64 / (2.0 * variance);
+        // Without any persistence as much as this is seen by chance.
+        let chance = 1.0 / (self.steps as f64).sqrt();
+        ((seen - chance) / (1.0 - chance)).clamp(0.0, 1.0)
     }
 
     /// The estimate at `now_ns` of the event's time enabled. `open` is the slice it is in, if it is on: since when,
@@ -245,5 +251,138 @@ impl Estimator {
         let wander = (self.gap_square_steps + 4.0 * ends) / 12.0;
         let fresh = (self.gap_square_steps + self.gap_slice_steps + ends) / 2.0;
         Some((persistence * wander + (1.0 - persistence) * fresh).sqrt())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A signal of constant rate, seen in the given slices.
+    fn constant(rate: f64, slices: &[(u64, u64)]) -> Estimator {
+        let mut estimator = Estimator::new();
+        for &(from, to) in slices {
+            estimator.slice(from, to, (rate * (to - from) as f64) as u64);
+        }
+        estimator
+    }
+
+    #[test]
+    fn p9_linear_is_exact_when_always_on_and_nothing_when_never() {
+        assert_eq!(linear(1_234, 500, 500), Some(1_234));
+        assert_eq!(linear(u64::MAX, 7, 7), Some(u64::MAX));
+        assert_eq!(linear(0, 500, 0), None);
+        assert_eq!(linear(100, 400, 100), Some(400));
+        assert_eq!(linear(u64::MAX, 2, 1), Some(u64::MAX));
+    }
+
+    #[test]
+    fn p9_never_on_is_not_counted() {
+        let estimator = Estimator::new();
+        assert_eq!(estimator.estimate(1_000, None), None);
+        assert_eq!(estimator.estimate(1_000, Some((1_000, 0))), None);
+    }
+
+    #[test]
+    fn a_ramp_is_interpolated_exactly() {
+        // Rate 2t, counted in every fifth piece of ten: linear scaling of early slices would be far off.
+        let count = |from: u64, to: u64| to * to - from * from;
+        let mut estimator = Estimator::new();
+        for k in 0..20u64 {
+            let from = k * 50;
+            estimator.slice(from, from + 10, count(from, from + 10));
+        }
+        let now = 20 * 50 - 40;
+        let estimate = estimator.estimate(now, None).unwrap();
+        let truth = count(0, now);
+        assert!(
+            estimate.value.abs_diff(truth) <= truth / 200,
+            "{} for {truth}",
+            estimate.value
+        );
+    }
+
+    #[test]
+    fn one_slice_gives_a_number_but_no_error() {
+        let estimate = constant(2.0, &[(100, 200)]).estimate(400, None).unwrap();
+        assert_eq!((estimate.value, estimate.exact), (800, false));
+        assert_eq!(estimate.standard_error, None);
+    }
+
+    #[test]
+    fn steps_are_relative_to_the_mean() {
+        let mut estimator = Estimator::new();
+        assert_eq!(estimator.last_step(), None);
+        estimator.slice(0, 10, 10);
+        estimator.slice(20, 30, 30);
+        assert_eq!(estimator.last_step(), Some(1.0));
+    }
+
+    #[test]
+    fn welford_agrees_with_two_passes() {
+        let values = [4.0, 7.0, 13.0, 16.0, 1e9 + 4.0, 1e9 + 7.0];
+        let mut welford = Welford::default();
+        values.iter().for_each(|&v| welford.add(v));
+        let mean = values.iter().sum::<f64>() / 6.0;
+        let variance = values.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / 5.0;
+        assert_eq!(welford.count(), 6);
+        assert!((welford.mean() / mean - 1.0).abs() < 1e-12);
+        assert!((welford.variance() / variance - 1.0).abs() < 1e-12);
+    }
+
+    proptest! {
+        /// P9: on all the time, in however many slices, is what was counted, and exact.
+        #[test]
+        fn p9_always_on_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {
+            let (mut estimator, mut at, mut total) = (Estimator::new(), 0, 0);
+            for (length, count) in slices {
+                estimator.slice(at, at + length, count);
+                at += length;
+                total += count;
+            }
+            let estimate = estimator.estimate(at, None).unwrap();
+            prop_assert_eq!(estimate, Estimate { value: total, standard_error: Some(0.0), exact: true });
+        }
+
+        /// No slices whatever give a number that is not one, or less than was counted.
+        #[test]
+        fn estimates_are_finite_and_no_less_than_the_count(
+            slices in prop::collection::vec((0u64..1 << 40, 0u64..1 << 40, 0u64..1 << 50), 0..50),
+            tail in 0u64..1 << 40,
+        ) {
+            let (mut estimator, mut at) = (Estimator::new(), 0);
+            for (gap, length, count) in slices {
+                estimator.slice(at + gap, at + gap + length, count);
+                at += gap + length;
+            }
+            if let Some(estimate) = estimator.estimate(at + tail, None) {
+                prop_assert!(estimate.value >= estimator.counted());
+                prop_assert!(estimate.standard_error.is_none_or(|e| e.is_finite() && e >= 0.0));
+            }
+        }
+
+        /// A constant rate is estimated as such, wherever the slices are, and the error is called small.
+        #[test]
+        fn a_constant_rate_is_found(slices in prop::collection::vec((0u64..100_000, 1_000u64..100_000), 2..50)) {
+            let (mut list, mut at) = (Vec::new(), 0);
+            for (gap, length) in slices {
+                list.push((at + gap, at + gap + length));
+                at += gap + length;
+            }
+            let estimate = constant(1_000.0, &list).estimate(at, None).unwrap();
+            let truth = at as f64 * 1_000.0;
+            prop_assert!((estimate.value as f64 / truth - 1.0).abs() < 1e-6);
+        }
+
+        /// Order and overlap of what a caller says do no harm.
+        #[test]
+        fn overlapping_slices_are_clipped(slices in prop::collection::vec((0u64..1_000, 0u64..1_000, 0u64..1_000), 0..50)) {
+            let mut estimator = Estimator::new();
+            for (from, length, count) in slices {
+                estimator.slice(from, from + length, count);
+            }
+            prop_assert!(estimator.running_ns <= estimator.end_ns);
+        }
     }
 }

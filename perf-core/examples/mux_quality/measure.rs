@@ -81,7 +81,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         }
         if let Some(key) = left {
             let event: &Event = &events[key];
-            queue.set_variability(key, event.estimator.variability());
+            queue.slice_ended(key, event.estimator.last_step());
         }
         let due = queue.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
         now = due.div_ceil(grid_ns).saturating_mul(grid_ns);

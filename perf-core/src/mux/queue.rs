@@ -5,12 +5,43 @@ use fastrand::Rng;
 use super::MuxPolicy;
 use super::list::{Link, List};
 
-/// Weight classes of the adaptive policy: class `c` gets 2^c times the turns of class 0.
+/// Weight classes of the adaptive policy: a group in class `c` is drawn 2^c times as often as one in class 0.
 const CLASSES: usize = 7;
 /// The class of a group nothing is known about yet.
 const UNKNOWN_CLASS: u8 = 4;
+/// A group whose rate makes steps of its own mean is in this class, and one class is this part of a doubling of the mean
+/// square step. A power below one: with what is known of a group from a few slices, following it closely starves others.
+const CLASS_OF_ONE: f64 = 4.0;
+const CLASS_PER_DOUBLING: f64 = 0.25;
+/// Weight of the newest step in what is remembered of a group.
+const FORGET: f64 = 0.1;
+/// The same in what is remembered of a pace, once there are enough.
+const FORGET_PACE: f64 = 0.02;
+/// Squared steps count for no more than this: one slice of next to nothing must not decide for long.
+const MOST_SQUARE: f64 = 16.0;
 /// Groups that cannot go on now although there is room (exclusive ones) are stepped over, this many at most.
 const STEP_OVER: usize = 8;
+
+/// Lengths of turns to choose from, in turns of [`MuxPolicy::Rotate`].
+const PACES: [f64; 3] = [0.25, 0.5, 1.0];
+/// The pace at which nobody is visited less often than under `Rotate`: every other turn goes by age.
+const FAIR_PACE: usize = 1;
+/// Slices of one pace that say something about it.
+const ENOUGH_SLICES: u32 = 4;
+/// A pace is kept for this many turns per group, so that a group's slices can be compared.
+const TURNS_PER_GROUP: u64 = 3;
+/// Short turns are taken unless they are worse than long ones by this factor.
+const MUCH_WORSE: f64 = 1.3;
+/// Below this mean square step (rates within 1 % of each other) there is nothing to gain by hurrying.
+const CALM: f64 = 1e-4;
+/// One choice of pace in so many tries a neighbour of the best.
+const EXPLORE: u32 = 32;
+/// Turns vary in length by up to this part, up and down.
+const JITTER: f64 = 0.25;
+/// In a drawn class, the one waiting longest of this many drawn members goes on: at the fastest pace, and at others, where
+/// regular visits could keep step with the guest.
+const CANDIDATES_FAST: usize = 6;
+const CANDIDATES: usize = 1;
 
 /// What became of a group that was offered a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,20 +65,27 @@ enum Place {
 struct Entry {
     /// In `waiting` or `on`.
     age: Link,
-    /// In `classes[class]` while waiting.
-    peer: Link,
+    /// Index in `classes[class]` while waiting.
+    seat: u32,
+    /// The turn at which it began to wait.
+    since: u64,
     place: Place,
     class: u8,
-    variability: f32,
+    /// Pace at which the last slice was taken.
+    pace: u8,
+    /// Mean square of the recent relative steps of the rate; negative: not known yet.
+    steps: f32,
 }
 
 impl Entry {
     const ABSENT: Self = Self {
         age: Link::NONE,
-        peer: Link::NONE,
+        seat: 0,
+        since: 0,
         place: Place::Absent,
         class: UNKNOWN_CLASS,
-        variability: 1.0,
+        pace: u8::MAX,
+        steps: -1.0,
     };
 }
 
@@ -65,13 +103,19 @@ pub struct MuxQueue {
     on: List,
     /// Waiting, longest first.
     waiting: List,
-    classes: [List; CLASSES],
+    /// The same groups by weight class, in no order.
+    classes: [Vec<u32>; CLASSES],
     /// Offered a slot that was too small, so first when there is more room.
     held: Option<u32>,
     next_turn_ns: u64,
     turns: u64,
-    /// Sum of the variability of all groups.
-    variability: f64,
+    /// Index in [`PACES`], and how many more turns it is kept.
+    pace: usize,
+    pace_left: u64,
+    /// Mean square step seen at each pace.
+    scores: [f64; PACES.len()],
+    /// Slices these means are of.
+    seen: [u32; PACES.len()],
 }
 
 impl MuxQueue {
@@ -86,11 +130,14 @@ impl MuxQueue {
             entries: Vec::new(),
             on: List::EMPTY,
             waiting: List::EMPTY,
-            classes: [List::EMPTY; CLASSES],
+            classes: [const { Vec::new() }; CLASSES],
             held: None,
             next_turn_ns: 0,
             turns: 0,
-            variability: 0.0,
+            pace: FAIR_PACE,
+            pace_left: 0,
+            scores: [0.0; PACES.len()],
+            seen: [0; PACES.len()],
         }
     }
 
@@ -119,8 +166,12 @@ impl MuxQueue {
             self.entries.resize(key + 1, Entry::ABSENT);
         }
         if self.entries[key].place == Place::Absent {
+            // Room for every group in every class, so that nothing is allocated later.
+            let groups = self.len() + 1;
+            for class in &mut self.classes {
+                class.reserve(groups - class.len());
+            }
             self.entries[key] = Entry::ABSENT;
-            self.variability += f64::from(self.entries[key].variability);
             self.wait(at);
         }
     }
@@ -135,52 +186,74 @@ impl MuxQueue {
             Place::Waiting => self.unwait(key as u32),
             Place::On => self.on.remove(&mut self.entries, key as u32, |e| &mut e.age),
         }
-        self.variability -= f64::from(self.entries[key].variability);
         self.entries[key] = Entry::ABSENT;
     }
 
     fn wait(&mut self, at: u32) {
-        let entry = &mut self.entries[at as usize];
-        entry.place = Place::Waiting;
-        let class = usize::from(entry.class);
+        self.entries[at as usize].place = Place::Waiting;
+        self.entries[at as usize].since = self.turns;
         self.waiting.push_back(&mut self.entries, at, |e| &mut e.age);
-        self.classes[class].push_back(&mut self.entries, at, |e| &mut e.peer);
+        self.sit(at);
     }
 
     fn unwait(&mut self, at: u32) {
-        let class = usize::from(self.entries[at as usize].class);
         self.waiting.remove(&mut self.entries, at, |e| &mut e.age);
-        self.classes[class].remove(&mut self.entries, at, |e| &mut e.peer);
+        self.stand(at);
         if self.held == Some(at) {
             self.held = None;
         }
     }
 
-    /// How much the rates of group `key` lately varied, the most variable member deciding
-    /// ([`crate::estimate::Estimator::variability`]). Best told when its turn ends.
-    pub fn set_variability(&mut self, key: usize, variability: Option<f64>) {
-        let Some(entry) = self.entries.get(key) else {
-            return;
-        };
-        let place = entry.place;
-        if place == Place::Absent {
-            return;
-        }
-        let new = variability.map_or(1.0, |v| v.clamp(0.0, 1e3)) as f32;
-        self.variability += f64::from(new) - f64::from(entry.variability);
-        let class = variability.map_or(UNKNOWN_CLASS, class_of);
-        if place == Place::Waiting {
-            self.unwait_class(key as u32, class);
-        }
-        let entry = &mut self.entries[key];
-        entry.variability = new;
-        entry.class = class;
+    /// Adds a waiting group to its class.
+    fn sit(&mut self, at: u32) {
+        let entry = &mut self.entries[at as usize];
+        let class = &mut self.classes[usize::from(entry.class)];
+        entry.seat = class.len() as u32;
+        class.push(at);
     }
 
-    fn unwait_class(&mut self, at: u32, class: u8) {
-        let old = usize::from(self.entries[at as usize].class);
-        self.classes[old].remove(&mut self.entries, at, |e| &mut e.peer);
-        self.classes[usize::from(class)].push_back(&mut self.entries, at, |e| &mut e.peer);
+    /// Takes a waiting group out of its class.
+    fn stand(&mut self, at: u32) {
+        let Entry { class, seat, .. } = self.entries[at as usize];
+        let class = &mut self.classes[usize::from(class)];
+        class.swap_remove(seat as usize);
+        if let Some(&moved) = class.get(seat as usize) {
+            self.entries[moved as usize].seat = seat;
+        }
+    }
+
+    /// A slice of group `key` has ended, and its rate differed from the slice before by `step`, relative to its mean rate
+    /// ([`crate::estimate::Estimator::last_step`]; of several members the largest). `None`: not known yet.
+    pub fn slice_ended(&mut self, key: usize, step: Option<f64>) {
+        let Some(entry) = self.entries.get_mut(key) else {
+            return;
+        };
+        if entry.place == Place::Absent {
+            return;
+        }
+        let last_pace = std::mem::replace(&mut entry.pace, self.pace as u8);
+        let Some(step) = step else { return };
+        let square = (step * step).min(MOST_SQUARE);
+        entry.steps = if entry.steps < 0.0 {
+            square as f32
+        } else {
+            entry.steps + (square as f32 - entry.steps) * FORGET as f32
+        };
+        let (place, class) = (entry.place, class_of(f64::from(entry.steps)));
+        if usize::from(last_pace) == self.pace {
+            // Both slices were taken at this pace, so the step says something about it.
+            let seen = &mut self.seen[self.pace];
+            *seen = seen.saturating_add(1);
+            let score = &mut self.scores[self.pace];
+            *score += (square - *score) * FORGET_PACE.max(1.0 / f64::from(*seen));
+        }
+        if place == Place::Waiting {
+            self.stand(key as u32);
+        }
+        self.entries[key].class = class;
+        if place == Place::Waiting {
+            self.sit(key as u32);
+        }
     }
 
     /// When the next turn is due; `None` while nobody waits.
@@ -207,9 +280,43 @@ impl MuxQueue {
         if self.policy == MuxPolicy::Rotate {
             return self.turn_ns;
         }
-        let mean = self.variability / self.len() as f64;
-        let scale = (TURN_AT / mean).clamp(TURN_MIN, TURN_MAX);
-        (self.turn_ns as f64 * scale * (0.5 + self.rng.f64())) as u64
+        if self.pace_left == 0 {
+            self.pace = self.choose_pace();
+            self.pace_left = TURNS_PER_GROUP * self.len() as u64;
+        }
+        self.pace_left -= 1;
+        let jitter = 1.0 - JITTER + 2.0 * JITTER * self.rng.f64();
+        ((self.turn_ns as f64 * PACES[self.pace] * jitter) as u64).max(1)
+    }
+
+    /// The length of turns that makes the smallest error, as far as it shows in the steps between slices.
+    ///
+    /// The error's variance goes with the mean square step over the number of slices, so with step² × length. Where bursts
+    /// last longer than a slice, steps are as high in short slices as in long ones, and short ones win. Where the rate is
+    /// new every moment they are equal. A rhythm shorter than a slice makes short slices much worse.
+    fn choose_pace(&mut self) -> usize {
+        let unseen = (0..PACES.len()).find(|&pace| self.seen[pace] < ENOUGH_SLICES);
+        if let Some(pace) = unseen {
+            return pace;
+        }
+        if self.scores[self.pace] < CALM {
+            return FAIR_PACE;
+        }
+        let cost = |pace: usize| self.scores[pace] * PACES[pace];
+        let mut best = PACES.len() - 1;
+        for pace in (0..best).rev() {
+            if cost(pace) < MUCH_WORSE * cost(best) {
+                best = pace;
+            }
+        }
+        if self.rng.u32(0..EXPLORE) == 0 {
+            best = if self.rng.bool() {
+                best.saturating_sub(1)
+            } else {
+                (best + 1).min(PACES.len() - 1)
+            };
+        }
+        best
     }
 
     /// Fills the slots: offers each group that is on its slot again, in the order they went on, then waiting
@@ -264,30 +371,218 @@ impl MuxQueue {
         self.draw()
     }
 
-    /// A group from a class drawn by weight, the one there that waits longest.
+    /// A group from a class drawn by weight.
     fn draw(&mut self) -> Option<u32> {
-        let weight = |(class, list): (usize, &List)| (list.len() as u64) << class;
+        let weight = |(class, list): (usize, &Vec<u32>)| (list.len() as u64) << class;
         let total: u64 = self.classes.iter().enumerate().map(weight).sum();
         if total == 0 {
             return None;
         }
+        let candidates = if self.pace == 0 {
+            CANDIDATES_FAST
+        } else {
+            CANDIDATES
+        };
         let mut left = self.rng.u64(0..total);
         for (class, list) in self.classes.iter().enumerate() {
             let here = weight((class, list));
-            if left < here {
-                return list.front();
+            if left >= here {
+                left -= here;
+                continue;
             }
-            left -= here;
+            let mut best = list[(left >> class) as usize];
+            for _ in 1..candidates {
+                let other = list[self.rng.usize(0..list.len())];
+                if self.entries[other as usize].since < self.entries[best as usize].since {
+                    best = other;
+                }
+            }
+            return Some(best);
         }
         None
     }
 }
 
-const TURN_AT: f64 = 0.1;
-const TURN_MIN: f64 = 0.25;
-const TURN_MAX: f64 = 2.0;
+fn class_of(mean_square_step: f64) -> u8 {
+    let class = CLASS_OF_ONE + CLASS_PER_DOUBLING * mean_square_step.max(1e-9).log2();
+    class.round().clamp(0.0, (CLASSES - 1) as f64) as u8
+}
 
-fn class_of(variability: f64) -> u8 {
-    let class = (variability.max(1e-6).log2() * 2.0 / 3.0 + 4.0).round();
-    class.clamp(0.0, (CLASSES - 1) as f64) as u8
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    /// Fills `slots` slots with groups that need one each.
+    fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
+        let mut on = Vec::new();
+        queue.fill(|key| {
+            if on.len() == slots {
+                return Turn::NoRoom;
+            }
+            on.push(key);
+            Turn::Taken
+        });
+        on
+    }
+
+    fn queue(policy: MuxPolicy, groups: usize) -> MuxQueue {
+        let mut queue = MuxQueue::new(policy, 1_000, 7);
+        (0..groups).for_each(|key| queue.insert(key));
+        queue
+    }
+
+    /// Turns until `until_ns`; how long each group was on.
+    fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec<u64> {
+        let mut on_ns = vec![0; groups];
+        let mut now = 0;
+        let mut on = fill(queue, slots);
+        while now < until_ns {
+            let next = queue.next_turn_ns().unwrap().max(now + 1);
+            on.iter().for_each(|&key| on_ns[key] += next - now);
+            now = next;
+            queue.turn(now);
+            on = fill(queue, slots);
+        }
+        on_ns
+    }
+
+    /// P8: equal groups get equal shares under rotation, within one turn.
+    #[test]
+    fn p8_rotation_is_fair_to_a_turn() {
+        for (groups, slots) in [(2, 1), (5, 2), (8, 3), (7, 6)] {
+            let mut queue = queue(MuxPolicy::Rotate, groups);
+            let total = 1_000 * 840;
+            let shares = play(&mut queue, slots, total, groups);
+            let fair = total * slots as u64 / groups as u64;
+            for share in shares {
+                assert!(share.abs_diff(fair) <= 1_000 * slots as u64, "{share} of {fair}");
+            }
+        }
+    }
+
+    /// The variable group gets more, and the steady ones still no less than half a fair share.
+    #[test]
+    fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
+        let groups = 8;
+        let mut queue = queue(MuxPolicy::Adaptive, groups);
+        for _ in 0..100 {
+            for key in 0..groups {
+                queue.slice_ended(key, Some(if key == 3 { 2.0 } else { 0.001 }));
+            }
+        }
+        let total = 4_000_000;
+        let shares = play(&mut queue, 2, total, groups);
+        let fair = total / 4;
+        assert!(shares[3] > fair * 3 / 2, "{shares:?}");
+        assert!(shares.iter().all(|&s| s > fair / 2), "{shares:?}");
+    }
+
+    #[test]
+    fn turns_come_at_irregular_times_within_bounds() {
+        let mut queue = queue(MuxPolicy::Adaptive, 4);
+        let mut lengths = BTreeSet::new();
+        let mut now = 0;
+        fill(&mut queue, 1);
+        for _ in 0..100 {
+            queue.turn(now);
+            fill(&mut queue, 1);
+            let next = queue.next_turn_ns().unwrap();
+            assert!((1_000 / 8..=1_250).contains(&(next - now)));
+            lengths.insert(next - now);
+            now = next;
+        }
+        assert!(lengths.len() > 20);
+    }
+
+    #[test]
+    fn no_turn_is_due_while_everybody_is_on() {
+        let mut queue = queue(MuxPolicy::Adaptive, 3);
+        assert_eq!(fill(&mut queue, 4).len(), 3);
+        assert_eq!(queue.next_turn_ns(), None);
+        assert_eq!(queue.turn(u64::MAX), None);
+        assert_eq!(fill(&mut queue, 4).len(), 3);
+    }
+
+    /// A group too large for what is left is next as soon as there is room, and nobody overtakes it.
+    #[test]
+    fn a_large_group_is_not_overtaken_for_ever() {
+        for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
+            let mut queue = queue(policy, 6);
+            let need = |key: usize| if key == 5 { 3 } else { 1 };
+            let mut turns_on = 0;
+            let mut now = 0;
+            for _ in 0..200 {
+                let mut used = 0;
+                queue.fill(|key| {
+                    if used + need(key) > 3 {
+                        return Turn::NoRoom;
+                    }
+                    used += need(key);
+                    turns_on += u32::from(key == 5);
+                    Turn::Taken
+                });
+                now = queue.next_turn_ns().unwrap().max(now);
+                queue.turn(now);
+            }
+            assert!(turns_on >= 10, "{policy:?}: on {turns_on} times in 200");
+        }
+    }
+
+    proptest! {
+        /// Whatever is called in whatever order: groups are neither lost nor doubled, and what is on was taken.
+        #[test]
+        fn groups_are_neither_lost_nor_doubled(
+            adaptive in any::<bool>(),
+            ops in prop::collection::vec((0u8..6, 0usize..12, 0u64..4_000), 0..200),
+        ) {
+            let policy = if adaptive { MuxPolicy::Adaptive } else { MuxPolicy::Rotate };
+            let mut queue = MuxQueue::new(policy, 1_000, 1);
+            let mut there = BTreeSet::new();
+            let mut now = 0;
+            for (op, key, n) in ops {
+                match op {
+                    0 => {
+                        queue.insert(key);
+                        there.insert(key);
+                    }
+                    1 => {
+                        queue.remove(key);
+                        there.remove(&key);
+                    }
+                    2 => queue.slice_ended(key, Some(n as f64 / 1_000.0)),
+                    3 => {
+                        now += n;
+                        if let Some(left) = queue.turn(now) {
+                            prop_assert!(there.contains(&left));
+                        }
+                    }
+                    4 => {
+                        // Some refuse: too large, or exclusive.
+                        let mut room = 3;
+                        queue.fill(|key| {
+                            if key % 5 == 4 {
+                                Turn::NotNow
+                            } else if room == 0 {
+                                Turn::NoRoom
+                            } else {
+                                room -= 1;
+                                Turn::Taken
+                            }
+                        });
+                    }
+                    _ => {
+                        let on = fill(&mut queue, 2);
+                        let distinct: BTreeSet<_> = on.iter().copied().collect();
+                        prop_assert_eq!(distinct.len(), on.len());
+                        prop_assert!(distinct.is_subset(&there));
+                        prop_assert_eq!(on.len(), there.len().min(2));
+                    }
+                }
+                prop_assert_eq!(queue.len(), there.len());
+                prop_assert_eq!(queue.classes.iter().map(Vec::len).sum::<usize>(), queue.waiting());
+            }
+        }
+    }
 }
