@@ -23,7 +23,7 @@ fn runs(trace: &Trace, policy: MuxPolicy, grid_ns: u64) -> Vec<Run> {
 }
 
 /// Compares on all traces; `grid_ns` is the resolution of the adaptive policy's timer.
-fn compare(grid_ns: u64) {
+fn compare(grid_ns: u64, negligible: f64) {
     let (mut reference, mut ours) = (0.0, 0.0);
     for trace in traces::all() {
         let rotate = runs(&trace, MuxPolicy::Rotate, 1);
@@ -34,7 +34,7 @@ fn compare(grid_ns: u64) {
         let n = SEEDS.len() as f64;
         let noise = 2.0 * ((base.deviation.powi(2) + best.deviation.powi(2)) / n).sqrt();
         assert!(
-            best.mean <= base.mean + noise.max(NEGLIGIBLE),
+            best.mean <= base.mean + noise.max(negligible),
             "{}: {:.4} against {:.4}, noise {noise:.4}",
             trace.name,
             best.mean,
@@ -51,13 +51,13 @@ fn compare(grid_ns: u64) {
 
 #[test]
 fn a_third_of_the_error_and_never_worse() {
-    compare(1);
+    compare(1, NEGLIGIBLE);
 }
 
-/// The same with a timer that only rings on whole milliseconds.
+/// The same with a timer that only rings on whole milliseconds, within twice the tolerance.
 #[test]
 fn a_coarse_timer_is_enough() {
-    compare(1_000_000);
+    compare(1_000_000, 2.0 * NEGLIGIBLE);
 }
 
 /// The standard error means something: the truth lies within two of them nine times in ten.

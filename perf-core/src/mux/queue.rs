@@ -5,16 +5,27 @@ use fastrand::Rng;
 use super::MuxPolicy;
 use super::list::{Link, List};
 
-/// Weight classes of the adaptive policy: a group in class `c` is drawn 2^c times as often as one in class 0.
+/// Weight classes of the adaptive policy.
 const CLASSES: usize = 7;
+/// How much longer than a group of class `c` one of class 0 has to wait to be as much overdue: powers of the square root of 2.
+const URGENCY: [f64; CLASSES] = [
+    1.0,
+    std::f64::consts::SQRT_2,
+    2.0,
+    2.0 * std::f64::consts::SQRT_2,
+    4.0,
+    4.0 * std::f64::consts::SQRT_2,
+    8.0,
+];
 /// The class of a group nothing is known about yet.
 const UNKNOWN_CLASS: u8 = 4;
 /// A group whose rate makes steps of its own mean is in this class, and one class is this part of a doubling of the mean
 /// square step. A power below one: with what is known of a group from a few slices, following it closely starves others.
 const CLASS_OF_ONE: f64 = 4.0;
 const CLASS_PER_DOUBLING: f64 = 0.25;
-/// Weight of the newest step in what is remembered of a group.
-const FORGET: f64 = 0.1;
+/// Weight of the newest step in what is remembered of a group, once there are enough. A long memory: a group that is given
+/// less while it is quiet is seen less when it wakes up.
+const FORGET: f64 = 0.01;
 /// The same in what is remembered of a pace, once there are enough.
 const FORGET_PACE: f64 = 0.02;
 /// Squared steps count for no more than this: one slice of next to nothing must not decide for long.
@@ -38,11 +49,6 @@ const CALM: f64 = 1e-4;
 const EXPLORE: u32 = 32;
 /// Turns vary in length by up to this part, up and down.
 const JITTER: f64 = 0.25;
-/// In a drawn class, the one waiting longest of this many drawn members goes on: at the fastest pace, and at others, where
-/// regular visits could keep step with the guest.
-const CANDIDATES_FAST: usize = 6;
-const CANDIDATES: usize = 1;
-
 /// What became of a group that was offered a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
@@ -65,6 +71,8 @@ enum Place {
 struct Entry {
     /// In `waiting` or `on`.
     age: Link,
+    /// In `lines[class]` while waiting.
+    peer: Link,
     /// Index in `classes[class]` while waiting.
     seat: u32,
     /// The turn at which it began to wait.
@@ -73,19 +81,23 @@ struct Entry {
     class: u8,
     /// Pace at which the last slice was taken.
     pace: u8,
-    /// Mean square of the recent relative steps of the rate; negative: not known yet.
+    /// Mean square of the relative steps of the rate.
     steps: f32,
+    /// Slices that is the mean of.
+    slices: u16,
 }
 
 impl Entry {
     const ABSENT: Self = Self {
         age: Link::NONE,
+        peer: Link::NONE,
         seat: 0,
         since: 0,
         place: Place::Absent,
         class: UNKNOWN_CLASS,
         pace: u8::MAX,
-        steps: -1.0,
+        steps: 0.0,
+        slices: 0,
     };
 }
 
@@ -105,6 +117,8 @@ pub struct MuxQueue {
     waiting: List,
     /// The same groups by weight class, in no order.
     classes: [Vec<u32>; CLASSES],
+    /// And once more, longest first.
+    lines: [List; CLASSES],
     /// Offered a slot that was too small, so first when there is more room.
     held: Option<u32>,
     next_turn_ns: u64,
@@ -131,6 +145,7 @@ impl MuxQueue {
             on: List::EMPTY,
             waiting: List::EMPTY,
             classes: [const { Vec::new() }; CLASSES],
+            lines: [List::EMPTY; CLASSES],
             held: None,
             next_turn_ns: 0,
             turns: 0,
@@ -210,11 +225,14 @@ impl MuxQueue {
         let class = &mut self.classes[usize::from(entry.class)];
         entry.seat = class.len() as u32;
         class.push(at);
+        let line = usize::from(entry.class);
+        self.lines[line].push_back(&mut self.entries, at, |e| &mut e.peer);
     }
 
     /// Takes a waiting group out of its class.
     fn stand(&mut self, at: u32) {
         let Entry { class, seat, .. } = self.entries[at as usize];
+        self.lines[usize::from(class)].remove(&mut self.entries, at, |e| &mut e.peer);
         let class = &mut self.classes[usize::from(class)];
         class.swap_remove(seat as usize);
         if let Some(&moved) = class.get(seat as usize) {
@@ -234,11 +252,9 @@ impl MuxQueue {
         let last_pace = std::mem::replace(&mut entry.pace, self.pace as u8);
         let Some(step) = step else { return };
         let square = (step * step).min(MOST_SQUARE);
-        entry.steps = if entry.steps < 0.0 {
-            square as f32
-        } else {
-            entry.steps + (square as f32 - entry.steps) * FORGET as f32
-        };
+        entry.slices = entry.slices.saturating_add(1);
+        entry.steps =
+            entry.steps + (square as f32 - entry.steps) * (FORGET as f32).max(1.0 / f32::from(entry.slices));
         let (place, class) = (entry.place, class_of(f64::from(entry.steps)));
         if usize::from(last_pace) == self.pace {
             // Both slices were taken at this pace, so the step says something about it.
@@ -365,41 +381,52 @@ impl MuxQueue {
         if self.held.is_some() {
             return self.held;
         }
-        if self.policy == MuxPolicy::Rotate || self.turns.is_multiple_of(2) {
+        if self.policy == MuxPolicy::Rotate {
             return self.waiting.front();
         }
-        self.draw()
+        if self.pace == 0 {
+            return self.most_overdue();
+        }
+        // Visits are far apart here, and regular ones could keep step with the guest.
+        if self.turns.is_multiple_of(2) {
+            self.waiting.front()
+        } else {
+            self.draw()
+        }
     }
 
-    /// A group from a class drawn by weight.
-    fn draw(&mut self) -> Option<u32> {
-        let weight = |(class, list): (usize, &Vec<u32>)| (list.len() as u64) << class;
-        let total: u64 = self.classes.iter().enumerate().map(weight).sum();
-        if total == 0 {
-            return None;
-        }
-        let candidates = if self.pace == 0 {
-            CANDIDATES_FAST
-        } else {
-            CANDIDATES
+    /// Of the groups that wait longest in each class, the one whose wait is longest for its class. Visits are then regular,
+    /// and everybody's turn comes.
+    fn most_overdue(&self) -> Option<u32> {
+        let due = |(line, urgency): (&List, &f64)| {
+            let at = line.front()?;
+            let waits = self.turns - self.entries[at as usize].since + 1;
+            Some((at, waits as f64 * urgency))
         };
-        let mut left = self.rng.u64(0..total);
-        for (class, list) in self.classes.iter().enumerate() {
-            let here = weight((class, list));
-            if left >= here {
-                left -= here;
-                continue;
+        self.lines
+            .iter()
+            .zip(&URGENCY)
+            .filter_map(due)
+            .max_by(|a, b| a.1.total_cmp(&b.1))
+            .map(|(at, _)| at)
+    }
+
+    /// Any group, those of urgent classes more likely.
+    fn draw(&mut self) -> Option<u32> {
+        let weights = self.classes.iter().zip(&URGENCY);
+        let total: f64 = weights.clone().map(|(c, urgency)| c.len() as f64 * urgency).sum();
+        let mut left = self.rng.f64() * total;
+        let mut last = None;
+        for (class, urgency) in weights {
+            let at = (left / urgency) as usize;
+            if let Some(&group) = class.get(at) {
+                return Some(group);
             }
-            let mut best = list[(left >> class) as usize];
-            for _ in 1..candidates {
-                let other = list[self.rng.usize(0..list.len())];
-                if self.entries[other as usize].since < self.entries[best as usize].since {
-                    best = other;
-                }
-            }
-            return Some(best);
+            left -= class.len() as f64 * urgency;
+            last = class.last().copied().or(last);
         }
-        None
+        // Rounding may leave a little.
+        last
     }
 }
 
