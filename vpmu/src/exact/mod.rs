@@ -93,6 +93,59 @@ pub trait GuestMemory {
     fn gate(&mut self, vector: u8) -> Option<u64>;
 }
 
+/// Format of an interrupt descriptor table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateFormat {
+    /// CR0.PE = 0: four bytes a vector, offset and segment.
+    Real,
+    /// Protected mode: eight bytes a gate.
+    Protected,
+    /// EFER.LMA = 1: sixteen bytes a gate.
+    Long,
+}
+
+/// Where the table at `base` with `limit` sends `vector`, for implementing [`GuestMemory::gate`]; `None` for a vector
+/// outside the table, or whose gate is not present or is a task gate. Intel SDM vol. 3, "IDT Descriptors".
+pub fn gate_in_table(
+    format: GateFormat,
+    base: u64,
+    limit: u16,
+    vector: u8,
+    memory: &mut dyn GuestMemory,
+) -> Option<u64> {
+    let size = match format {
+        GateFormat::Real => 4,
+        GateFormat::Protected => 8,
+        GateFormat::Long => 16,
+    };
+    let at = usize::from(vector) * size;
+    if at + size - 1 > usize::from(limit) {
+        return None;
+    }
+    let mut gate = [0; 16];
+    let gate = &mut gate[..size];
+    if memory.read(base.wrapping_add(at as u64), gate) != size {
+        return None;
+    }
+    let word = |n: usize| u64::from(u16::from_le_bytes([gate[n], gate[n + 1]]));
+    if format == GateFormat::Real {
+        return Some(word(0));
+    }
+    // Byte 5: present bit, type in the low five bits (interrupt and trap gates of 16 bits: 6, 7; others: 14, 15).
+    let (present, kind) = (gate[5] & 0x80 != 0, gate[5] & 0x1F);
+    let low = match kind {
+        6 | 7 if format == GateFormat::Protected => word(0),
+        14 | 15 => word(0) | word(6) << 16,
+        _ => return None,
+    };
+    let high = if format == GateFormat::Long {
+        (word(8) | word(10) << 16) << 32
+    } else {
+        0
+    };
+    present.then_some(high | low)
+}
+
 /// What is counted at one privilege level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {

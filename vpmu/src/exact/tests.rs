@@ -401,3 +401,35 @@ fn what_was_retired_is_fed_at_its_level() {
         assert_eq!(counts.total(fed::exact(event).unwrap()), total, "{event:?}");
     }
 }
+
+#[test]
+fn gates_are_read_in_each_format_of_the_table() {
+    // Vector 1 in each: offset 0x1122 in real mode, 0x3344_1122 in protected mode, 0x5566_7788_3344_1122 in long mode.
+    let real = [0, 0, 0, 0, 0x22, 0x11, 0x00, 0xF0];
+    let gate = [
+        0x22, 0x11, 0x08, 0x00, 0x00, 0x8E, 0x44, 0x33, 0x88, 0x77, 0x66, 0x55, 0, 0, 0, 0,
+    ];
+    let find = |format, table: Vec<u8>, limit, vector| {
+        let mut memory = Memory(vec![(0x4000, table)]);
+        gate_in_table(format, 0x4000, limit, vector, &mut memory)
+    };
+    let protected = [&[0; 8], &gate[..8]].concat();
+    let long = [&[0; 16], &gate[..]].concat();
+    assert_eq!(find(GateFormat::Real, real.to_vec(), 7, 1), Some(0x1122));
+    assert_eq!(
+        find(GateFormat::Protected, protected.clone(), 15, 1),
+        Some(0x3344_1122)
+    );
+    assert_eq!(
+        find(GateFormat::Long, long.clone(), 31, 1),
+        Some(0x5566_7788_3344_1122)
+    );
+    // Not present, beyond the limit, beyond what can be read.
+    assert_eq!(find(GateFormat::Long, long.clone(), 31, 0), None);
+    assert_eq!(find(GateFormat::Long, long.clone(), 30, 1), None);
+    assert_eq!(find(GateFormat::Long, long, 0xFFF, 2), None);
+    // A task gate leads to no offset.
+    let mut task = protected;
+    task[8 + 5] = 0x85;
+    assert_eq!(find(GateFormat::Protected, task, 15, 1), None);
+}
