@@ -366,6 +366,14 @@ impl Vpmu {
         self.pmi_held = false;
     }
 
+    /// Folds the counters and releases their events, because the vCPU goes to another thread or pauses for long. Counters
+    /// go on at the next [`Self::reconcile`], with whatever events it is given.
+    pub fn detach(&mut self, events: &mut dyn CounterEvents) {
+        self.fold_all(events);
+        self.release(events);
+        self.all_changed();
+    }
+
     /// What the guest has programmed, for each existing counter.
     pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
         let enabled = self.vendor.globally_enabled(&self.registers);

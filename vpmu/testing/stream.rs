@@ -366,7 +366,13 @@ impl<H: Host> Pair<H> {
                 self.events = events;
                 self.late = false;
             }
-            _ => match bytes.below(8) {
+            _ => match bytes.below(9) {
+                8 => {
+                    // The vCPU goes to another thread, with events of its own.
+                    self.vpmu.detach(&mut self.events);
+                    self.events = H::new(self.vpmu.model().vendor());
+                    self.late = false;
+                }
                 0 => {
                     self.vpmu.reset(&mut self.events);
                     self.events.take_notified();

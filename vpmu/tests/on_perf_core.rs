@@ -241,3 +241,22 @@ fn moved_counters_go_on_where_they_were() {
     assert!(there.vpmu.pmi_pending());
     assert_eq!(there.read(IA32_PMC0), 0);
 }
+
+#[test]
+fn a_vcpu_that_goes_to_another_thread_loses_no_count_and_no_overflow() {
+    let mut here = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    here.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    here.write(IA32_A_PMC0, (1 << 48) - 10);
+    here.retire(0, 4);
+    // The thread that comes next has a context and events of its own.
+    here.vpmu.detach(&mut here.events);
+    assert_eq!(here.context.stats().events, 0);
+    let mut there = Machine::new(Model::INTEL, BackingPolicy::Exact);
+    there.vpmu = here.vpmu;
+    there.vpmu.reconcile(&mut there.events);
+    there.retire(0, 5);
+    assert!(!there.vpmu.pmi_pending());
+    there.retire(0, 1);
+    assert!(there.vpmu.pmi_pending());
+    assert_eq!(there.read(IA32_PMC0), 0);
+}
