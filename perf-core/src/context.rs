@@ -408,7 +408,7 @@ impl Context {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
-        self.tell_variability(group);
+        self.tell_step(group);
         if std::mem::take(&mut self.groups[group].on)
             && let Some(pool) = self.groups[group].pool
         {
@@ -416,8 +416,8 @@ impl Context {
         }
     }
 
-    /// Tells the queue how much the rates of a group's members vary.
-    fn tell_variability(&mut self, group: usize) {
+    /// Tells the queue by how much the rates of a group's members last changed.
+    fn tell_step(&mut self, group: usize) {
         let g = &self.groups[group];
         if self.mux.policy != MuxPolicy::Adaptive || g.class.is_pinned() {
             return;
@@ -426,10 +426,10 @@ impl Context {
         let most = g
             .members
             .iter()
-            .filter_map(|m| self.events[*m].slices.as_ref()?.variability())
+            .filter_map(|m| self.events[*m].slices.as_ref()?.last_step())
             .max_by(f64::total_cmp);
         if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
-            queue.set_variability(group, most);
+            queue.slice_ended(group, most);
         }
     }
 

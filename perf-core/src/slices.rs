@@ -50,8 +50,9 @@ impl Slices {
         };
     }
 
-    pub fn variability(&self) -> Option<f64> {
-        self.estimator.variability()
+    /// The last step of its rate ([`Estimator::last_step`]).
+    pub fn last_step(&self) -> Option<f64> {
+        self.estimator.last_step()
     }
 
     /// The estimate for an event in `state` with `count` counted after `enabled_ns`.
