@@ -33,7 +33,9 @@ enum Script {
 #[derive(Debug, Clone)]
 pub struct LinuxGuest {
     name: String,
-    kernel: String,
+    /// Path there; the guest's own `vmlinux` if none.
+    kernel: Option<String>,
+    initrd: Option<String>,
     pmu: String,
     cpus: u32,
     memory_mib: u32,
@@ -49,7 +51,8 @@ impl LinuxGuest {
     pub fn new(name: impl Into<String>, pmu: impl Into<String>) -> Self {
         Self {
             name: name.into(),
-            kernel: "vmlinux".to_owned(),
+            kernel: None,
+            initrd: None,
             pmu: pmu.into(),
             cpus: 1,
             memory_mib: 512,
@@ -60,9 +63,16 @@ impl LinuxGuest {
         }
     }
 
-    /// Boots `bzImage` instead of `vmlinux`.
-    pub fn bz_image(mut self) -> Self {
-        self.kernel = "bzImage".to_owned();
+    /// Boots another kernel: a path at the place, for instance [`Place::guest_file`]`("bzImage")`
+    /// or a file put there by [`LabOptions::files`](crate::lab::LabOptions).
+    pub fn kernel(mut self, path: impl Into<String>) -> Self {
+        self.kernel = Some(path.into());
+        self
+    }
+
+    /// Takes another initrd, a path at the place. Its init must know `pv.script`.
+    pub fn initrd(mut self, path: impl Into<String>) -> Self {
+        self.initrd = Some(path.into());
         self
     }
 
@@ -120,7 +130,14 @@ impl LinuxGuest {
             cmdline.push(' ');
             cmdline.push_str(&self.cmdline);
         }
-        let mut initrd = place.guest_file("initrd")?;
+        let kernel = match &self.kernel {
+            Some(path) => path.clone(),
+            None => place.guest_file("vmlinux")?,
+        };
+        let mut initrd = match &self.initrd {
+            Some(path) => path.clone(),
+            None => place.guest_file("initrd")?,
+        };
         let word = match &self.script {
             Script::Named(name) => name.clone(),
             Script::Text(text) => format!("b64:{}", STANDARD.encode(text)),
@@ -136,7 +153,7 @@ impl LinuxGuest {
         }
         Ok(Command::new(place.perfvisor()?)
             .arg("run")
-            .args(["--kernel", &place.guest_file(&self.kernel)?])
+            .args(["--kernel", &kernel])
             .args(["--initrd", &initrd])
             .args(["--cmdline", &cmdline])
             .args(["--cpus", &self.cpus.to_string()])
