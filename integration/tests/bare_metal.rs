@@ -70,7 +70,8 @@ fn the_vpmu_test_kernel_passes(place: &Place) {
         .bare_metal_guest("vpmu")
         .unwrap_or_else(|error| panic!("{error}"));
     for model in MODELS {
-        let words = format!("model={model}");
+        // The one backing that every host has.
+        let words = format!("model={model} backing=clock");
         let output = run(
             place,
             &[
@@ -78,6 +79,8 @@ fn the_vpmu_test_kernel_passes(place: &Place) {
                 &kernel,
                 "--pmu",
                 model,
+                "--backing",
+                "clock",
                 "--cpus",
                 "2",
                 "--cmdline",
