@@ -90,7 +90,11 @@ impl Context {
             events: self.events.len(),
             active: self.active,
             active_hardware: self.pools.iter().map(|p| p.used).sum(),
-            waiting_groups: self.pools.iter().map(|p| p.queued() - p.on.len()).sum(),
+            waiting_groups: self
+                .pools
+                .iter()
+                .map(|p| p.queued() + p.parked.len() - p.on.len())
+                .sum(),
         }
     }
 
@@ -148,6 +152,10 @@ impl Context {
         let events = self.events.len();
         self.armed.reserve(events.saturating_sub(self.armed.len()));
         self.pending.reserve(events.saturating_sub(self.pending.len()));
+        if let Some(pool) = pool {
+            let parked = &mut self.pools[pool].parked;
+            parked.reserve(events.saturating_sub(parked.len()));
+        }
         self.entries.reserve(
             self.groups[group]
                 .members
@@ -333,7 +341,12 @@ impl Context {
                 |m: &&usize| self.events[**m].pool.is_some() && self.events[**m].state >= State::Inactive;
             g.members.iter().filter(wants).count()
         };
-        self.groups[group].need = need;
+        if std::mem::replace(&mut self.groups[group].need, need) != need
+            && let Some(pool) = self.groups[group].pool
+        {
+            // It may fit now.
+            self.pools[pool].unpark(&mut self.groups, group);
+        }
     }
 
     fn enqueue(&mut self, group: usize) {
@@ -352,6 +365,9 @@ impl Context {
 
     fn unqueue(&mut self, group: usize) {
         self.groups[group].queued = false;
+        if let Some(pool) = self.groups[group].pool {
+            self.pools[pool].unpark(&mut self.groups, group);
+        }
         match self.groups[group].pool {
             Some(pool) => match self.pools[pool].queue(self.groups[group].class) {
                 ClassQueue::Pinned(queue) => queue.remove(&mut self.groups, group),
@@ -494,7 +510,7 @@ impl Context {
         if !self.clock.is_active() {
             return;
         }
-        let plan = plan(&mut self.pools[pool], &self.groups, self.policy);
+        let plan = plan(&mut self.pools[pool], &mut self.groups, self.policy);
         let leaving: SmallVec<[usize; 16]> = self.pools[pool]
             .on
             .iter()

@@ -21,6 +21,8 @@ pub(crate) struct Group {
     pub exclusive: bool,
     /// It is on.
     pub on: bool,
+    /// It waits apart from its queue.
+    pub parked: bool,
     /// It may run: it is in its queue.
     pub queued: bool,
     link: Option<Link>,
@@ -41,6 +43,7 @@ impl Group {
             need: 0,
             exclusive,
             on: false,
+            parked: false,
             queued: false,
             link: None,
         }

@@ -45,6 +45,11 @@ pub(crate) struct Pool {
     pub used: usize,
     pinned: [Queue; Class::PINNED],
     flexible: [MuxQueue; Class::FLEXIBLE],
+    /// Groups that can not go on while the pinned ones are on that are: they wait apart, or they would hold up those
+    /// behind them for ever.
+    pub parked: Vec<usize>,
+    /// What was left for each flexible queue at the last plan.
+    left: [Left; Class::FLEXIBLE],
     /// Groups that are on, in the order of the last plan.
     pub on: SmallVec<[usize; 16]>,
 }
@@ -58,6 +63,8 @@ impl Pool {
             used: 0,
             pinned: [Queue::default(); Class::PINNED],
             flexible: std::array::from_fn(|i| mux.queue((driver + 1) as u64 * 2 + i as u64)),
+            parked: Vec::new(),
+            left: [Left::default(); Class::FLEXIBLE],
             on: SmallVec::new(),
         }
     }
@@ -73,7 +80,33 @@ impl Pool {
         }
     }
 
-    /// Groups that may run, on or not.
+    /// Puts a parked group back in line.
+    pub fn unpark(&mut self, groups: &mut Slab<Group>, key: usize) {
+        if std::mem::take(&mut groups[key].parked) {
+            self.parked.retain(|p| *p != key);
+            if let ClassQueue::Flexible(queue) = self.queue(groups[key].class) {
+                queue.insert(key);
+            }
+        }
+    }
+
+    /// Puts all parked groups of `class` back in line.
+    fn unpark_all(&mut self, groups: &mut Slab<Group>, class: Class) {
+        let mut parked = std::mem::take(&mut self.parked);
+        parked.retain(|&key| {
+            let back = groups[key].class == class;
+            if back {
+                groups[key].parked = false;
+                if let ClassQueue::Flexible(queue) = self.queue(class) {
+                    queue.insert(key);
+                }
+            }
+            !back
+        });
+        self.parked = parked;
+    }
+
+    /// Groups that may run, on or not, but for those that are parked.
     pub fn queued(&self) -> usize {
         let pinned: usize = self.pinned.iter().map(Queue::len).sum();
         pinned + self.flexible.iter().map(MuxQueue::len).sum::<usize>()
@@ -133,6 +166,27 @@ pub(crate) struct Plan {
     pub failed: SmallVec<[usize; 4]>,
 }
 
+/// What is left for the groups of a flexible queue by those before them that are always on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Left {
+    slots: usize,
+    vcpu_slots: usize,
+    /// All of it.
+    untouched: bool,
+}
+
+impl Left {
+    /// Whether a group could go on if no other flexible group were there.
+    fn ever_takes(self, group: &Group) -> bool {
+        let slots = if group.class.is_vcpu() {
+            self.slots.min(self.vcpu_slots)
+        } else {
+            self.slots
+        };
+        group.need <= slots && (!group.exclusive || self.untouched)
+    }
+}
+
 /// What the groups planned so far leave.
 struct Room {
     slots: usize,
@@ -147,10 +201,13 @@ struct Room {
 impl Room {
     fn offer(&mut self, group: &Group) -> Turn {
         let vcpu = group.class.is_vcpu();
-        if self.exclusive || (group.exclusive && self.used > 0) {
-            return Turn::NotNow;
-        }
-        if self.used + group.need > self.slots || (vcpu && self.used_by_vcpu + group.need > self.vcpu_slots) {
+        // An exclusive group that is first in line lets nobody overtake it: otherwise those that share the PMU in turns
+        // would never leave it to one.
+        if self.exclusive
+            || (group.exclusive && self.used > 0)
+            || self.used + group.need > self.slots
+            || (vcpu && self.used_by_vcpu + group.need > self.vcpu_slots)
+        {
             return Turn::NoRoom;
         }
         self.used += group.need;
@@ -161,7 +218,7 @@ impl Room {
 }
 
 /// Plans the next set of one pool, and moves the flexible groups between on and waiting accordingly.
-pub(crate) fn plan(pool: &mut Pool, groups: &Slab<Group>, policy: SharePolicy) -> Plan {
+pub(crate) fn plan(pool: &mut Pool, groups: &mut Slab<Group>, policy: SharePolicy) -> Plan {
     let mut plan = Plan::default();
     let mut room = Room {
         slots: pool.slots,
@@ -170,6 +227,8 @@ pub(crate) fn plan(pool: &mut Pool, groups: &Slab<Group>, policy: SharePolicy) -
         used_by_vcpu: 0,
         exclusive: false,
     };
+    let mut left = Left::default();
+    let mut shared = false;
     for class in policy.order() {
         match pool.queue(class) {
             ClassQueue::Pinned(queue) => {
@@ -180,13 +239,46 @@ pub(crate) fn plan(pool: &mut Pool, groups: &Slab<Group>, policy: SharePolicy) -
                     }
                 }
             }
-            ClassQueue::Flexible(queue) => queue.fill(|key| {
-                let turn = room.offer(&groups[key]);
-                if turn == Turn::Taken {
-                    plan.on.push(key);
+            ClassQueue::Flexible(_) => {
+                // Flexible groups before these are always on only if none of them has to wait.
+                if !shared {
+                    left.slots = if room.exclusive { 0 } else { room.slots - room.used };
+                    left.vcpu_slots = room.vcpu_slots.saturating_sub(room.used_by_vcpu);
                 }
-                turn
-            }),
+                left.untouched = room.used == 0;
+                let number = class as usize - Class::PINNED;
+                if pool.left[number] != left {
+                    pool.left[number] = left;
+                    pool.unpark_all(groups, class);
+                }
+                let mut hopeless: SmallVec<[usize; 16]> = SmallVec::new();
+                let ClassQueue::Flexible(queue) = pool.queue(class) else {
+                    continue;
+                };
+                queue.fill(|key| {
+                    if !left.ever_takes(&groups[key]) {
+                        hopeless.push(key);
+                        return Turn::NotNow;
+                    }
+                    let turn = room.offer(&groups[key]);
+                    if turn == Turn::Taken {
+                        plan.on.push(key);
+                    }
+                    turn
+                });
+                for key in hopeless {
+                    // It may have been offered twice.
+                    if !std::mem::replace(&mut groups[key].parked, true) {
+                        if let ClassQueue::Flexible(queue) = pool.queue(class) {
+                            queue.remove(key);
+                        }
+                        pool.parked.push(key);
+                    }
+                }
+                if let ClassQueue::Flexible(queue) = pool.queue(class) {
+                    shared |= queue.waiting() > 0;
+                }
+            }
         }
     }
     plan

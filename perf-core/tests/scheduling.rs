@@ -504,3 +504,53 @@ fn adaptive_turns_come_at_irregular_times_and_starve_nobody() {
         assert!(r.time_running_ns * 20 > r.time_enabled_ns, "{r:?}");
     }
 }
+
+/// A group that does not fit beside what is pinned would be first in line for ever.
+#[test]
+fn groups_that_cannot_go_on_now_hold_nobody_up_and_go_on_when_they_can() {
+    let m = Machine::new(2);
+    let v = m.vcpu(0);
+    let p = m.open_vcpu(pinned(), None);
+    let mut hopeless = Vec::new();
+    for _ in 0..20 {
+        let leader = m.open_vcpu(hw(), None);
+        let sibling = m.open_vcpu(hw(), Some(&leader));
+        hopeless.push((leader, sibling));
+    }
+    let alone = m.open_vcpu(
+        Attr {
+            exclusive: true,
+            ..hw()
+        },
+        None,
+    );
+    let fits: Vec<_> = (0..3).map(|_| m.open_vcpu(hw(), None)).collect();
+    for _ in 0..600 {
+        m.run(0, 1);
+        m.core.tick();
+    }
+    for event in &fits {
+        let on = event.read().unwrap().time_running_ns;
+        assert!((180..=220).contains(&on), "{on} of 600");
+    }
+    assert!(
+        hopeless
+            .iter()
+            .all(|(leader, _)| leader.read().unwrap().estimate().is_none())
+    );
+    assert_eq!(alone.read().unwrap().estimate(), None);
+    assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
+    // One member less, and it fits.
+    hopeless[7].1.disable(Scope::Event).unwrap();
+    p.close();
+    for _ in 0..200 {
+        m.run(0, 1);
+        m.core.tick();
+    }
+    assert!(
+        hopeless
+            .iter()
+            .all(|(leader, _)| leader.read().unwrap().value > 0)
+    );
+    assert!(alone.read().unwrap().value > 0);
+}

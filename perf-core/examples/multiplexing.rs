@@ -1,0 +1,95 @@
+//! More events than counters: groups take turns, pinned ones do not, and estimates say how sure they are.
+//!
+//! The counters are the host's software events, of which this example pretends to have two at a time.
+//! `cargo run -p perf-core --example multiplexing [rotate|adaptive]`
+
+mod shared;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use perf_core::mux::MuxPolicy;
+use perf_core::pmu::host::HostPmu;
+use perf_core::*;
+use shared::*;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mux = match std::env::args().nth(1).as_deref() {
+        None | Some("rotate") => MuxPolicy::Rotate,
+        Some("adaptive") => MuxPolicy::Adaptive,
+        Some(other) => {
+            eprintln!("unknown policy {other:?}: give rotate or adaptive");
+            std::process::exit(2);
+        }
+    };
+    let core = Core::new(CoreConfig {
+        mux,
+        tick_hz: 1000,
+        ..CoreConfig::default()
+    });
+    core.register(Arc::new(FewCounters {
+        host: HostPmu::software(None),
+        slots: 2,
+    }));
+    let vcpu = core.add_vcpu(VcpuId(0), tid())?;
+    let session = core.session(0, Role::Admin);
+    let open = |attr, leader: Option<&Handle>| {
+        core.open(
+            &session,
+            attr,
+            OpenTarget::Vcpu(VcpuId(0)),
+            leader,
+            OpenFlags::default(),
+        )
+    };
+    // The truth, on one of the two counters all the time.
+    let truth = open(
+        Attr {
+            pinned: true,
+            ..software(PAGE_FAULTS)
+        },
+        None,
+    )?;
+    let shared = (0..4)
+        .map(|_| open(software(PAGE_FAULTS), None))
+        .collect::<Result<Vec<_>, _>>()?;
+    // A group of two does not fit beside the pinned event: it waits apart, and its reading says that it was not counted.
+    let group = open(software(TASK_CLOCK), None)?;
+    let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
+    group.disable(Scope::Event)?;
+    vcpu.sched_in();
+    for step in 0..200 {
+        // Bursts: a lot of faults for a while, then few.
+        touch(if step / 10 % 2 == 0 { 40 } else { 4 });
+        spin(Duration::from_micros(500));
+        core.tick();
+    }
+    vcpu.sched_out();
+
+    let truth = truth.read()?.value;
+    println!("counted all the time: {truth} page faults\n");
+    println!(
+        "{:>8} {:>8} {:>10} {:>22}",
+        "counted", "on", "linear", "by course of the rate"
+    );
+    for event in &shared {
+        let r = event.read()?;
+        let on = 100.0 * r.time_running_ns as f64 / r.time_enabled_ns as f64;
+        let off = |n: u64| 100.0 * (n as f64 / truth as f64 - 1.0);
+        let linear = r
+            .estimate()
+            .map_or("not counted".into(), |n| format!("{:+.1} %", off(n)));
+        let ours = event.estimate()?.map_or("not counted".into(), |e| {
+            let error = e.standard_error.map_or(0.0, |s| 100.0 * s / truth as f64);
+            format!("{:+.1} % (± {error:.1} %)", off(e.value))
+        });
+        println!("{:>8} {on:>6.1} % {linear:>10} {ours:>22}", r.value);
+    }
+    group.enable(Scope::Event)?;
+    let state = group.state();
+    println!(
+        "\nthe group of two beside a pinned event on two counters: {state:?}, {:?}",
+        group.read()?.estimate()
+    );
+    Ok(())
+}

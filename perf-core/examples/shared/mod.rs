@@ -1,0 +1,81 @@
+//! What the examples share: this thread as a vCPU, work that can be counted, and a PMU with few counters.
+#![allow(dead_code, unsafe_code)]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::host::HostPmu;
+use perf_core::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
+
+/// `PERF_COUNT_SW_TASK_CLOCK`: nanoseconds this thread ran.
+pub const TASK_CLOCK: u64 = 1;
+/// `PERF_COUNT_SW_PAGE_FAULTS`.
+pub const PAGE_FAULTS: u64 = 2;
+/// `PERF_COUNT_SW_CONTEXT_SWITCHES`.
+pub const CONTEXT_SWITCHES: u64 = 3;
+
+/// An event of the host kernel's software counters.
+pub fn software(config: u64) -> Attr {
+    Attr::counting(EventType::SOFTWARE, config)
+}
+
+/// The number of this thread.
+pub fn tid() -> i32 {
+    let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
+    link.file_name()
+        .and_then(|name| name.to_str()?.parse().ok())
+        .unwrap_or(0)
+}
+
+/// Touches `pages` pages of new memory: as many page faults, unless the kernel hands out huge pages.
+pub fn touch(pages: usize) {
+    let len = pages * 4096;
+    // SAFETY: a fresh private mapping, of nobody else's memory; unmapped below, when nothing points to it any more.
+    unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let at = libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            -1,
+            0,
+        );
+        assert_ne!(at, libc::MAP_FAILED, "out of memory");
+        for page in (0..len).step_by(4096) {
+            at.cast::<u8>().add(page).write_volatile(1);
+        }
+        libc::munmap(at, len);
+    }
+}
+
+/// Computes for `time`.
+pub fn spin(time: Duration) {
+    let start = Instant::now();
+    while start.elapsed() < time {
+        black_box((0..1000u64).sum::<u64>());
+    }
+}
+
+/// The host's software events as if they needed counters and there were only so many: multiplexing on any machine.
+#[derive(Debug)]
+pub struct FewCounters {
+    pub host: HostPmu,
+    pub slots: usize,
+}
+
+impl Pmu for FewCounters {
+    fn name(&self) -> &'static str {
+        "few"
+    }
+    fn serves(&self, ty: EventType) -> bool {
+        self.host.serves(ty)
+    }
+    fn capacity(&self) -> Capacity {
+        Capacity::Slots(self.slots)
+    }
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        self.host.open(attr, target)
+    }
+}
