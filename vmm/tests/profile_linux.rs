@@ -237,6 +237,40 @@ fn a_kernel_sample_is_walked_through_the_system_call_to_main() {
 }
 
 #[test]
+fn a_real_chain_takes_far_fewer_reads_than_the_limit() {
+    for which in ["user", "kernel"] {
+        let Some(g) = guest(which) else { return };
+        let ram = std::fs::read(g.dir.join(format!("{which}.mem"))).unwrap();
+        let kernel = KernelUnwind::new(&g.image, g.slide);
+        let mut out = [0; 128];
+        let rounds = 1000;
+        let start = std::time::Instant::now();
+        let chains: Vec<Chain> = (0..rounds)
+            .map(|_| {
+                walk(
+                    &ram[..],
+                    &g.regs,
+                    Some(kernel),
+                    &Limits {
+                        max_time: None,
+                        ..Limits::default()
+                    },
+                    &mut out,
+                )
+            })
+            .collect();
+        // For the reader; nothing is decided by time.
+        eprintln!("{which}: {:?} a chain, {:?}", start.elapsed() / rounds, chains[0]);
+        assert!(
+            chains[0].reads * 10 < Limits::default().max_reads,
+            "{:?}",
+            chains[0]
+        );
+        assert!(chains.iter().all(|c| *c == chains[0]));
+    }
+}
+
+#[test]
 fn task_mappings_and_files_are_what_the_program_sees_itself() {
     for which in ["user", "kernel"] {
         let Some(g) = guest(which) else { return };

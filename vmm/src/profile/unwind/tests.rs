@@ -1,0 +1,404 @@
+//! Chains of small guests made here, and of hostile ones.
+
+use super::*;
+use crate::profile::orc::tests::sections;
+use crate::profile::testing::TestGuest;
+use proptest::prelude::*;
+
+const TEXT: u64 = 0xffff_ffff_8100_0000;
+const KSTACK: u64 = 0xffff_c900_0001_0000; // 16 KiB, aligned to its size
+const USTACK: u64 = 0x7fff_ffff_0000;
+const UTEXT: u64 = 0x40_0000;
+const ORC_AT: u64 = 0xffff_ffff_8200_0000;
+
+/// Kernel stack at gpa 0x4000..0x8000, user stack at 0x8000..0xa000, user text at 0xa000.
+fn guest() -> TestGuest {
+    let mut g = TestGuest::new(0x4_0000, false);
+    for page in 0..4 {
+        g.map(KSTACK + page * 4096, 0x4000 + page * 4096, 1);
+    }
+    for page in 0..2 {
+        g.map(USTACK + page * 4096, 0x8000 + page * 4096, 1);
+    }
+    g.map(UTEXT, 0xa000, 1);
+    g
+}
+
+fn regs(g: &TestGuest, cpl: u8, rip: u64, rsp: u64, rbp: u64) -> GuestRegs {
+    GuestRegs {
+        rip,
+        rsp,
+        rbp,
+        cr0: 1 << 31,
+        cr3: g.root,
+        cr4: 1 << 5,
+        efer: 1 << 10,
+        cpl,
+        code64: true,
+        ..Default::default()
+    }
+}
+
+fn kput(g: &mut TestGuest, gva: u64, v: u64) {
+    g.put(gva - KSTACK + 0x4000, v);
+}
+
+fn uput(g: &mut TestGuest, gva: u64, v: u64) {
+    g.put(gva - USTACK + 0x8000, v);
+}
+
+/// Two user frames above a leaf with rbp at `USTACK + 0x100`.
+fn user_frames(g: &mut TestGuest) {
+    uput(g, USTACK + 0x100, USTACK + 0x200);
+    uput(g, USTACK + 0x108, UTEXT + 0x111);
+    uput(g, USTACK + 0x200, 0);
+    uput(g, USTACK + 0x208, UTEXT + 0x222);
+    for b in &mut g.ram[0xa000..0xb000] {
+        *b = 0x90;
+    }
+}
+
+fn run(g: &TestGuest, regs: &GuestRegs, kernel: Option<KernelUnwind<'_>>, slots: usize) -> (Chain, Vec<u64>) {
+    let mut out = vec![0xAA; slots];
+    let chain = walk(
+        &g.ram[..],
+        regs,
+        kernel,
+        &Limits {
+            max_time: None,
+            ..Limits::default()
+        },
+        &mut out,
+    );
+    out.truncate(chain.len);
+    (chain, out)
+}
+
+fn orc() -> OrcTable {
+    // f: sub 0x10 (cfa rsp+0x18); g: push rbp (cfa rsp+0x10, bp at cfa-0x10); entry: pt_regs; irq: pt_regs.
+    let (i, e) = sections(
+        ORC_AT,
+        &[
+            (TEXT, 0x18, 0, 5),
+            (TEXT + 0x100, 0x10, -0x10, 0x15),
+            (TEXT + 0x200, 0, 0, 5 | 0x100),
+            (TEXT + 0x300, 0, 0, 0x400), // end
+            (TEXT + 0x400, 0, 0, 0),     // undefined
+        ],
+    );
+    OrcTable::parse(&i, ORC_AT, &e).unwrap()
+}
+
+fn put_pt_regs(g: &mut TestGuest, at: u64, ip: u64, cs: u64, sp: u64, bp: u64) {
+    kput(g, at + pt_regs::BP, bp);
+    for (i, v) in [ip, cs, 0x202, sp, if cs & 3 == 3 { USER_DS } else { 0x18 }]
+        .into_iter()
+        .enumerate()
+    {
+        kput(g, at + pt_regs::IP + 8 * i as u64, v);
+    }
+}
+
+#[test]
+fn a_user_sample_follows_frame_pointers() {
+    let mut g = guest();
+    user_frames(&mut g);
+    let r = regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100);
+    let (chain, out) = run(&g, &r, None, 16);
+    assert_eq!(
+        out,
+        [CONTEXT_GUEST_USER, UTEXT + 0x50, UTEXT + 0x111, UTEXT + 0x222]
+    );
+    assert_eq!((chain.user_end, chain.kernel_end), (Some(End::Complete), None));
+}
+
+#[test]
+fn the_caller_is_not_lost_in_a_prologue_or_at_ret() {
+    for (code, pushed) in [
+        (&[0x55][..], false),
+        (&[0xC3][..], false),
+        (&[0x48, 0x89, 0xE5][..], true),
+    ] {
+        let mut g = guest();
+        user_frames(&mut g);
+        g.ram[0xa050..0xa050 + code.len()].copy_from_slice(code);
+        let sp = USTACK + 0x80;
+        if pushed {
+            uput(&mut g, sp, USTACK + 0x100);
+            uput(&mut g, sp + 8, UTEXT + 0x77);
+        } else {
+            uput(&mut g, sp, UTEXT + 0x77);
+        }
+        let (chain, out) = run(&g, &regs(&g, 3, UTEXT + 0x50, sp, USTACK + 0x100), None, 16);
+        assert_eq!(
+            out[1..],
+            [UTEXT + 0x50, UTEXT + 0x77, UTEXT + 0x111, UTEXT + 0x222]
+        );
+        assert!(!chain.guessed);
+    }
+}
+
+#[test]
+fn a_frameless_leaf_has_its_caller_only_if_that_calls_it() {
+    for (target, found) in [(UTEXT + 0x40, true), (UTEXT + 0x60, false)] {
+        let mut g = guest();
+        user_frames(&mut g);
+        let ret = UTEXT + 0x77;
+        g.ram[0xa072] = 0xE8;
+        g.ram[0xa073..0xa077].copy_from_slice(&((target.wrapping_sub(ret)) as i32).to_le_bytes());
+        uput(&mut g, USTACK + 0x80, ret);
+        let (chain, out) = run(
+            &g,
+            &regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100),
+            None,
+            16,
+        );
+        assert_eq!(out.contains(&ret), found);
+        assert_eq!(chain.guessed, found);
+    }
+}
+
+#[test]
+fn a_kernel_sample_crosses_to_user_space_by_its_tables_and_slide() {
+    let slide = 0x1400_0000;
+    let mut g = guest();
+    user_frames(&mut g);
+    let table = orc();
+    let sp = KSTACK + 0x3000;
+    kput(&mut g, sp + 0x10, TEXT + slide + 0x110); // f's return address, into g
+    kput(&mut g, sp + 0x18, 0xdead); // g's saved rbp
+    kput(&mut g, sp + 0x20, TEXT + slide + 0x201); // g's return address, into the entry
+    put_pt_regs(
+        &mut g,
+        sp + 0x28,
+        UTEXT + 0x50,
+        USER64_CS,
+        USTACK + 0x80,
+        USTACK + 0x100,
+    );
+    let r = regs(&g, 0, TEXT + slide + 0x20, sp, 0);
+    let (chain, out) = run(
+        &g,
+        &r,
+        Some(KernelUnwind {
+            orc: Some(&table),
+            slide,
+        }),
+        16,
+    );
+    let k = TEXT + slide;
+    assert_eq!(
+        out,
+        [
+            CONTEXT_GUEST_KERNEL,
+            k + 0x20,
+            k + 0x110,
+            k + 0x201,
+            CONTEXT_GUEST_USER,
+            UTEXT + 0x50,
+            UTEXT + 0x111,
+            UTEXT + 0x222
+        ]
+    );
+    assert_eq!(chain.kernel_end, Some(End::Complete));
+    assert!(!chain.guessed);
+}
+
+#[test]
+fn an_interrupted_kernel_function_is_walked_through_its_registers() {
+    let mut g = guest();
+    let table = orc();
+    let sp = KSTACK + 0x2000;
+    put_pt_regs(&mut g, sp, TEXT + 0x30, 0x10, KSTACK + 0x3000, 0);
+    kput(&mut g, KSTACK + 0x3010, TEXT + 0x301);
+    let r = regs(&g, 0, TEXT + 0x210, sp, 0);
+    let (chain, out) = run(
+        &g,
+        &r,
+        Some(KernelUnwind {
+            orc: Some(&table),
+            slide: 0,
+        }),
+        16,
+    );
+    assert_eq!(
+        out,
+        [CONTEXT_GUEST_KERNEL, TEXT + 0x210, TEXT + 0x30, TEXT + 0x301]
+    );
+    assert_eq!((chain.kernel_end, chain.user_end), (Some(End::Complete), None));
+}
+
+#[test]
+fn where_tables_say_nothing_the_stack_top_still_gives_the_user_part() {
+    let mut g = guest();
+    user_frames(&mut g);
+    let table = orc();
+    let top = KSTACK + THREAD_SIZE - pt_regs::SIZE;
+    put_pt_regs(
+        &mut g,
+        top,
+        UTEXT + 0x50,
+        USER64_CS,
+        USTACK + 0x80,
+        USTACK + 0x100,
+    );
+    let r = regs(&g, 0, TEXT + 0x410, KSTACK + 0x3000, 0);
+    let (chain, out) = run(
+        &g,
+        &r,
+        Some(KernelUnwind {
+            orc: Some(&table),
+            slide: 0,
+        }),
+        16,
+    );
+    assert_eq!(chain.kernel_end, Some(End::NoTable));
+    assert_eq!(out[2..4], [CONTEXT_GUEST_USER, UTEXT + 0x50]);
+    assert!(chain.guessed);
+    // What is no user selector is no pt_regs.
+    put_pt_regs(&mut g, top, UTEXT + 0x50, 0x10, USTACK + 0x80, USTACK + 0x100);
+    assert_eq!(
+        run(
+            &g,
+            &r,
+            Some(KernelUnwind {
+                orc: Some(&table),
+                slide: 0
+            }),
+            16
+        )
+        .0
+        .user_frames,
+        0
+    );
+}
+
+#[test]
+fn kernels_with_frame_pointers_are_walked_by_them() {
+    let mut g = guest();
+    user_frames(&mut g);
+    let sp = KSTACK + 0x2000;
+    kput(&mut g, sp + 0x20, (sp + 0x100) | 1); // an encoded pt_regs
+    kput(&mut g, sp + 0x28, TEXT + 0x51);
+    put_pt_regs(
+        &mut g,
+        sp + 0x100,
+        UTEXT + 0x50,
+        USER64_CS,
+        USTACK + 0x80,
+        USTACK + 0x100,
+    );
+    let r = regs(&g, 0, TEXT + 0x20, sp, sp + 0x20);
+    let (chain, out) = run(&g, &r, Some(KernelUnwind { orc: None, slide: 0 }), 16);
+    assert_eq!(
+        out[..5],
+        [
+            CONTEXT_GUEST_KERNEL,
+            TEXT + 0x20,
+            TEXT + 0x51,
+            CONTEXT_GUEST_USER,
+            UTEXT + 0x50
+        ]
+    );
+    assert_eq!(chain.kernel_end, Some(End::Complete));
+}
+
+#[test]
+fn frames_that_go_round_or_down_end_the_walk() {
+    let mut g = guest();
+    uput(&mut g, USTACK + 0x100, USTACK + 0x100);
+    uput(&mut g, USTACK + 0x108, UTEXT + 1);
+    let (chain, _) = run(&g, &regs(&g, 3, UTEXT, USTACK, USTACK + 0x100), None, 64);
+    assert_eq!((chain.user_end, chain.user_frames), (Some(End::BadFrame), 2));
+    // A kernel frame that restores a lower stack pointer within one stack.
+    let table = orc();
+    let sp = KSTACK + 0x2000;
+    put_pt_regs(&mut g, sp, TEXT + 0x210, 0x10, sp, 0);
+    let r = regs(&g, 0, TEXT + 0x210, sp, 0);
+    let (chain, _) = run(
+        &g,
+        &r,
+        Some(KernelUnwind {
+            orc: Some(&table),
+            slide: 0,
+        }),
+        64,
+    );
+    assert_eq!((chain.kernel_end, chain.kernel_frames), (Some(End::BadFrame), 1));
+}
+
+#[test]
+fn a_short_slice_is_filled_and_no_more() {
+    let mut g = guest();
+    user_frames(&mut g);
+    let r = regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100);
+    for slots in 0..5 {
+        let (chain, out) = run(&g, &r, None, slots);
+        assert!(out.len() <= slots);
+        assert_ne!(
+            out.last(),
+            Some(&CONTEXT_GUEST_USER),
+            "a marker with nothing after it"
+        );
+        assert_eq!(chain.user_end == Some(End::Complete), slots >= 4);
+    }
+}
+
+#[test]
+fn without_paging_the_interrupted_address_is_the_chain() {
+    let g = guest();
+    let mut r = regs(&g, 0, 0x7c00, 0, 0);
+    r.cr0 = 0;
+    let (chain, out) = run(&g, &r, None, 16);
+    assert_eq!(out, [CONTEXT_GUEST_KERNEL, 0x7c00]);
+    assert_eq!(chain.kernel_end, Some(End::Unsupported));
+}
+
+#[test]
+fn programs_of_32_bits_have_frames_of_4_byte_words() {
+    let mut g = guest();
+    g.map(0x1000, 0x8000, 1);
+    let put = |g: &mut TestGuest, at: u64, v: u32| {
+        g.ram[at as usize + 0x7000..][..4].copy_from_slice(&v.to_le_bytes());
+    };
+    put(&mut g, 0x1100, 0x1200);
+    put(&mut g, 0x1104, 0x40_0111);
+    put(&mut g, 0x1200, 0);
+    put(&mut g, 0x1204, 0x40_0222);
+    let mut r = regs(&g, 3, UTEXT + 0x50, 0x1080, 0x1100);
+    r.code64 = false;
+    let (_, out) = run(&g, &r, None, 16);
+    assert_eq!(out[1..], [UTEXT + 0x50, UTEXT + 0x111, UTEXT + 0x222]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn hostile_stacks_and_registers_neither_panic_nor_exceed_the_bounds(
+        stack in proptest::collection::vec(any::<u64>(), 3072),
+        pointers in proptest::collection::vec((0usize..3072, 0u64..0x6000), 0..200),
+        rip: u64, rsp_off in 0u64..0x4000, rbp_off in 0u64..0x4000, wild: bool,
+        cpl in 0u8..4, use_orc: bool, slots in 0usize..140, slide: u32, reads in 0u32..3000,
+    ) {
+        let mut g = guest();
+        for (i, &word) in stack.iter().enumerate() {
+            g.put(0x4000 + 8 * i as u64, word);
+        }
+        // Make many words point into the stacks and the text, or the walk ends at once.
+        for &(slot, to) in &pointers {
+            let v = match to % 3 { 0 => KSTACK + to, 1 => USTACK + to % 0x2000, _ => TEXT + to % 0x500 };
+            g.put(0x4000 + 8 * slot as u64, v);
+        }
+        let stack = if cpl == 3 { USTACK } else { KSTACK };
+        let ip = if wild { rip } else { TEXT + rip % 0x500 };
+        let r = regs(&g, cpl, ip, stack + rsp_off, stack + rbp_off);
+        let table = orc();
+        let kernel = KernelUnwind { orc: use_orc.then_some(&table), slide: if wild { u64::from(slide) } else { 0 } };
+        let mut out = vec![0; slots];
+        let limits = Limits { max_frames: 100, max_reads: reads, max_time: None };
+        let chain = walk(&g.ram[..], &r, Some(kernel), &limits, &mut out);
+        prop_assert!(chain.len <= slots);
+        prop_assert!(chain.kernel_frames + chain.user_frames <= 100);
+        prop_assert!(chain.reads <= reads);
+    }
+}
