@@ -4,9 +4,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use perfvisor_vmm::profile::GuestRegs;
 use perfvisor_vmm::profile::orc::OrcTable;
 use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
-use perfvisor_vmm::profile::GuestRegs;
 
 const REGISTERS: usize = 11;
 
@@ -51,10 +51,17 @@ fuzz_target!(|data: &[u8]| {
         gs_base: word(8),
         kernel_gs_base: word(9),
     };
-    let limits = Limits { max_frames: 64, max_reads: 600, max_time: None };
+    let limits = Limits {
+        max_frames: 64,
+        max_reads: 600,
+        max_time: None,
+    };
     let mut out = [0; 80];
     ORC.with(|orc| {
-        let kernel = KernelUnwind { orc: (flags & 8 == 0).then_some(orc), slide: word(10) };
+        let kernel = KernelUnwind {
+            orc: (flags & 8 == 0).then_some(orc),
+            slide: word(10),
+        };
         let chain = walk(ram, &regs, Some(kernel), &limits, &mut out);
         assert!(chain.len <= out.len());
         assert!(chain.kernel_frames + chain.user_frames <= limits.max_frames);

@@ -9,7 +9,9 @@ use perfvisor_vmm::profile::symbols::{KernelSymbols, UserObject};
 use perfvisor_vmm::profile::{kallsyms, task::TaskLayout};
 
 fuzz_target!(|data: &[u8]| {
-    let Some((&which, data)) = data.split_first() else { return };
+    let Some((&which, data)) = data.split_first() else {
+        return;
+    };
     match which % 6 {
         0 => {
             if let Ok(image) = KernelImage::parse(data) {
@@ -21,7 +23,11 @@ fuzz_target!(|data: &[u8]| {
         }
         2 => {
             if let Ok(btf) = Btf::parse(data) {
-                let _ = (btf.offset_of("a", "b.c"), btf.size_of("a"), btf.variable("a", "b"));
+                let _ = (
+                    btf.offset_of("a", "b.c"),
+                    btf.size_of("a"),
+                    btf.variable("a", "b"),
+                );
             }
         }
         3 => {
