@@ -1,0 +1,39 @@
+//! The `host` driver: what this host offers, and a software event that counts.
+//!
+//! `cargo run --example driver_host`
+
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::pmu::{Pmu, PmuError, Target, VcpuId};
+
+const PAGE_FAULTS: u64 = 2;
+
+fn main() -> Result<(), PmuError> {
+    let probe = HostProbe::run();
+    println!("{probe:#?}");
+    let hardware = HostPmu::hardware(None, &probe);
+    println!("hardware slots: {:?}", hardware.capacity());
+
+    let attr = Attr {
+        ty: EventType::SOFTWARE,
+        config: PAGE_FAULTS,
+        ..Attr::default()
+    };
+    // A thread id of 0 is the calling thread.
+    let here = Target::Vcpu {
+        vcpu: VcpuId(0),
+        tid: 0,
+    };
+    let mut faults = HostPmu::software(None).open(&attr, here)?;
+    faults.start(None)?;
+    let pages = 1_000;
+    let mut memory = vec![0u8; pages * 4096];
+    memory.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
+    faults.stop();
+    println!(
+        "touching {pages} fresh pages: {} page faults{}",
+        faults.read(),
+        if memory[0] == 1 { "" } else { "?" }
+    );
+    Ok(())
+}
