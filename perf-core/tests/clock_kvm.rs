@@ -57,3 +57,58 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     assert!(counted >= 10 * PERIOD);
     assert!(counted <= outer, "{counted} ns counted, {outer} ns run");
 }
+
+/// A guest that never leaves level 0: all time that is attributed goes to level 0, whichever way the host shows it.
+#[test]
+fn time_goes_to_the_level_the_guest_is_at() {
+    let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
+        eprintln!("skipped: no usable /dev/kvm");
+        return;
+    };
+    let signal = catch_signals();
+    let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
+    let pmu = ClockPmu::new(Some(signal));
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let target = Target::Vcpu {
+        vcpu: VcpuId(0),
+        tid: this_tid(),
+    };
+    let open = |exclude_user, exclude_kernel| {
+        let attr = perf_core::attr::Attr {
+            exclude_user,
+            exclude_kernel,
+            ..clock_attr(GUEST_NS)
+        };
+        pmu.open(&attr, target).unwrap()
+    };
+    let mut all = open(false, false);
+    let (mut user, mut kernel) = (open(false, true), open(true, false));
+    user.start(None).unwrap();
+    kernel.start(None).unwrap();
+    const PERIOD: u64 = 5_000_000;
+    all.start(Some(PERIOD)).unwrap();
+    for _ in 0..400 {
+        clock.guest_enter();
+        // It only ever leaves by a signal.
+        let left = guest.vcpus[0].run().is_err();
+        clock.guest_exit();
+        assert!(left);
+        if clock.wants_ticks() {
+            clock.tick(0);
+        }
+        if all.take_overflows() == 1 {
+            all.arm(PERIOD).unwrap();
+        }
+        if kernel.read() > 50_000_000 {
+            break;
+        }
+    }
+    assert!(
+        kernel.read() > 50_000_000,
+        "{} of {} ns",
+        kernel.read(),
+        all.read()
+    );
+    assert_eq!(user.read(), 0);
+    assert!(kernel.read() <= all.read() + 1_000_000);
+}
