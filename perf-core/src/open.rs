@@ -220,7 +220,10 @@ impl Core {
         }
         drop(topology);
         let mut owned = session.inner.owned.lock().unwrap_or_else(PoisonError::into_inner);
-        owned.retain(|h| h.strong_count() > 0);
+        // Now and then, so that opening many costs no more for each.
+        if owned.len().is_power_of_two() {
+            owned.retain(|h| h.strong_count() > 0);
+        }
         owned.push(Arc::downgrade(&handle.inner));
         Ok(handle)
     }

@@ -321,9 +321,10 @@ proptest! {
         let m = Machine::new(slots);
         let v = m.vcpu(0);
         let mut inside = true;
-        struct Tracked { handle: Handle, soft: bool, pinned: bool, last: Reading, work: u64 }
+        struct Tracked { handle: Handle, soft: bool, pinned: bool, last: Reading, last_state: State, work: u64 }
         let mut events: Vec<Tracked> = Vec::new();
         for op in ops {
+            let was_inside = inside;
             match op {
                 Op::Open { leader, pinned, exclusive, soft: is_soft, off } => {
                     let leader = leader.filter(|_| !events.is_empty()).map(|i| &i.get(&events).handle);
@@ -333,7 +334,8 @@ proptest! {
                     match m.core.open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), leader, OpenFlags::default()) {
                         Ok(handle) => {
                             let last = handle.read().unwrap();
-                            events.push(Tracked { handle, soft: is_soft, pinned, last, work: 0 });
+                            let last_state = handle.state();
+                            events.push(Tracked { handle, soft: is_soft, pinned, last, last_state, work: 0 });
                         }
                         Err(e) => prop_assert!(matches!(e, OpenError::Group(_) | OpenError::GroupTooLarge { .. }), "{e}"),
                     }
@@ -384,10 +386,12 @@ proptest! {
                 let (r, state) = (t.handle.read().unwrap(), t.handle.state());
                 prop_assert!(r.time_running_ns <= r.time_enabled_ns, "P1 {:?}", r);
                 prop_assert!(r.time_enabled_ns >= t.last.time_enabled_ns && r.time_running_ns >= t.last.time_running_ns, "P2");
-                if !inside || state < State::Inactive {
-                    // P2: nothing advances since the last look, unless it was on before this step.
+                let off = state < State::Inactive && t.last_state < State::Inactive;
+                if off || !(inside || was_inside) {
                     prop_assert!(state != State::Active);
+                    prop_assert_eq!(r.times(), t.last.times(), "P2: time stands still while off and while the vCPU is out");
                 }
+                t.last_state = state;
                 prop_assert_eq!(r.value, t.work, "a count is the work done while on");
                 active.0 += usize::from(state == State::Active);
                 active.1 += usize::from(state == State::Active && !t.soft);
