@@ -233,6 +233,14 @@ impl Event {
         self.raw().wrapping_sub(self.base)
     }
 
+    /// How old a package count is; `None` for ordinary events.
+    pub fn count_age_ns(&mut self) -> Option<u64> {
+        match &mut self.source {
+            Source::Driver(driver) => driver.count().map(|_| driver.count_age_ns()),
+            Source::Raised(_) | Source::Family => None,
+        }
+    }
+
     /// Makes the count `value` from now on.
     pub fn set_count(&mut self, value: u64) {
         self.base = self.raw().wrapping_sub(value);

@@ -125,6 +125,20 @@ impl Handle {
             .count())
     }
 
+    /// How old, in nanoseconds, the value of a package count is (see [`crate::PmuEvent::count_age_ns`]); `None` for
+    /// events that count themselves, whose readings are fresh.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn count_age_ns(&self) -> Result<Option<u64>, ControlError> {
+        let event = &self.inner.event;
+        let mut context = event.cell.lock();
+        Ok(context
+            .get(event.key, &event.shared)
+            .ok_or(ControlError::Closed)?
+            .count_age_ns())
+    }
+
     /// Reads every member of the event's group, the leader first; any member's handle will do. Members of a group
     /// without children are read at one instant.
     ///

@@ -203,7 +203,11 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
         "one event, or three vCPUs would count the package three times"
     );
     *m.hw.package.lock().unwrap() = 1234;
+    *m.hw.package_age_ns.lock().unwrap() = 77;
     assert_eq!(e.read().unwrap().value, 1234);
+    assert_eq!(e.count_age_ns().unwrap(), Some(77), "and says how old it is");
+    let fresh = m.open(Attr { config: 3, ..wide() }, OpenTarget::Vm, None);
+    assert_eq!(fresh.count_age_ns().unwrap(), None);
     m.vcpu(3);
     m.run(0, 50);
     e.reset(Scope::Event).unwrap();

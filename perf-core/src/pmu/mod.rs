@@ -120,6 +120,15 @@ pub trait PmuEvent: Send {
         None
     }
 
+    /// How old, in nanoseconds, what [`PmuEvent::count`] gives is; 0 when it is taken at the moment of asking.
+    ///
+    /// A driver that cannot reach its package from every thread refreshes the total when one of the package's vCPUs
+    /// is scheduled, and gives that one until the next time. The core passes it on unmodified either way: such a
+    /// total grows in steps, never shrinks, and may lag by this much.
+    fn count_age_ns(&mut self) -> u64 {
+        0
+    }
+
     /// Index for a user-space read through the control page (`index` field), 0 when not offered.
     fn user_index(&self) -> u32 {
         0

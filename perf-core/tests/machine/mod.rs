@@ -25,6 +25,8 @@ pub struct World {
     counters: Mutex<HashMap<u32, Vec<Arc<Mutex<Counter>>>>>,
     /// The total of a package count.
     pub package: Mutex<u64>,
+    /// How old it is.
+    pub package_age_ns: Mutex<u64>,
     /// Most events ever on at once on a vCPU.
     pub most_on: Mutex<usize>,
     /// Refuse every start from now on.
@@ -162,6 +164,9 @@ impl PmuEvent for TestEvent {
     }
     fn count(&mut self) -> Option<u64> {
         self.package.then(|| *self.world.package.lock().unwrap())
+    }
+    fn count_age_ns(&mut self) -> u64 {
+        *self.world.package_age_ns.lock().unwrap()
     }
 }
 
