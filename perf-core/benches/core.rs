@@ -4,6 +4,9 @@
 //! application pays today. Ratios are printed at the end, since they and not the times compare across machines.
 #![allow(unsafe_code)]
 
+#[path = "../tests/machine/steps.rs"]
+mod steps;
+
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -194,6 +197,20 @@ fn ratios(_: &mut Criterion) {
         };
         best(20_000, work).as_nanos() as f64
     };
+    let tick_instructions = |n: usize| {
+        let clock = Arc::new(ManualClock::new());
+        let s = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
+        let _events: Vec<_> = (0..n).map(|_| s.open(None)).collect();
+        let ticks = |n| {
+            for _ in 0..n {
+                clock.advance(10_000_000);
+                s.vcpu.tick();
+            }
+        };
+        ticks(100);
+        steps::instructions(|| ticks(64)).map(|n| n / 64)
+    };
+    let counted = [10, 1_000, 100_000].map(tick_instructions);
     let (t10, t1k, t100k) = (tick_ns(10), tick_ns(1_000), tick_ns(100_000));
     let s = setup(8, None);
     let leader = s.open(None);
@@ -220,6 +237,7 @@ fn ratios(_: &mut Criterion) {
     let json = serde_json::json!({
         "tick_ns": { "10": t10, "1000": t1k, "100000": t100k },
         "tick_100000_over_10": t100k / t10,
+        "tick_instructions": { "10": counted[0], "1000": counted[1], "100000": counted[2] },
         "read_one_ns": ns(one),
         "read_one_over_kernel": ns(one) / ns(kernel_one),
         "read_group_of_8_ns": ns(ours),

@@ -36,6 +36,31 @@ pub struct OpenFlags {
     pub output: bool,
 }
 
+impl OpenFlags {
+    /// `PERF_FLAG_FD_NO_GROUP`.
+    const NO_GROUP: u64 = 1;
+    /// `PERF_FLAG_FD_OUTPUT`.
+    const OUTPUT: u64 = 1 << 1;
+
+    /// The flags of `perf_event_open(2)`, for requests that come as numbers.
+    ///
+    /// # Errors
+    /// [`OpenError::Combination`] for flags that are not known here.
+    pub fn from_bits(bits: u64) -> Result<Self, OpenError> {
+        if bits & !(Self::NO_GROUP | Self::OUTPUT) != 0 {
+            return Err(OpenError::Combination(
+                "unknown open flags; NO_GROUP (1) and OUTPUT (2) are known",
+            ));
+        }
+        let has = |flag| bits & flag != 0;
+        Ok(Self {
+            no_group: has(Self::NO_GROUP),
+            output: has(Self::OUTPUT),
+            cookie: None,
+        })
+    }
+}
+
 /// Why an event was not opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -2,6 +2,8 @@
 #![allow(unsafe_code)]
 
 mod machine;
+#[path = "machine/steps.rs"]
+mod steps;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -118,4 +120,32 @@ fn a_ticks_driver_calls_do_not_grow_with_the_number_of_groups() {
         }
         assert_eq!(m.hw.starts() - before, 100, "one start for each tick, {n} groups");
     }
+}
+
+/// Counted instruction by instruction.
+#[test]
+fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
+    let of = |n: usize| {
+        let m = Machine::new(4);
+        let v = m.vcpu(0);
+        let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
+        let ticks = |n: u64| {
+            for _ in 0..n {
+                perf_core::time::ManualClock::advance(&m.clock, 10);
+                v.tick();
+            }
+        };
+        // The first ticks find everything new.
+        ticks(20);
+        steps::instructions(|| ticks(16))
+    };
+    let (Some(few), Some(many)) = (of(10), of(2000)) else {
+        eprintln!("skipped: processes may not be traced here");
+        return;
+    };
+    assert!(few > 1000, "{few} instructions for 16 ticks");
+    assert!(
+        many.abs_diff(few) * 10 <= few,
+        "{few} instructions with 10 groups, {many} with 2000"
+    );
 }

@@ -293,3 +293,16 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     m.core.set_knob(Knob::Paranoid, "2").unwrap();
     assert_eq!(errno(&m, &user, soft(), V0, None), libc::EACCES);
 }
+
+#[test]
+fn open_flags_that_are_not_known_are_refused() {
+    for bits in 0..64u64 {
+        match OpenFlags::from_bits(bits) {
+            Ok(flags) => {
+                assert!(bits < 4);
+                assert_eq!((flags.no_group, flags.output), (bits & 1 != 0, bits & 2 != 0));
+            }
+            Err(error) => assert!(bits >= 4 && error.errno() == libc::EINVAL),
+        }
+    }
+}
