@@ -244,15 +244,13 @@ fn ratios(_: &mut Criterion) {
         "read_group_of_8_over_kernel": ns(ours) / ns(kernel),
     });
     println!("{json:#}");
-    let dir = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".into());
-    let path = std::path::Path::new(&dir)
-        .join("criterion")
-        .join("core-ratios.json");
-    if path
-        .parent()
-        .is_some_and(|dir| std::fs::create_dir_all(dir).is_ok())
-    {
-        let _ = std::fs::write(&path, format!("{json:#}\n"));
+    // Beside what criterion measured: the executable is in target/release/deps.
+    let Ok(exe) = std::env::current_exe() else { return };
+    if let Some(target) = exe.ancestors().nth(3) {
+        let dir = target.join("criterion");
+        if std::fs::create_dir_all(&dir).is_ok() {
+            let _ = std::fs::write(dir.join("core-ratios.json"), format!("{json:#}\n"));
+        }
     }
 }
 
