@@ -9,6 +9,7 @@ use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
 use crate::cli::{CheckArgs, ExitStatus};
 use crate::kvm::cpuid;
 use crate::kvm::host::{self, KvmFacts};
+use crate::kvm::stepping::{self, Stepping};
 use crate::pmu::backing;
 
 /// Everything `perfvisor check` says.
@@ -20,6 +21,8 @@ struct Report {
     kernel: String,
     /// KVM, or why there is none.
     kvm: Result<KvmFacts, String>,
+    /// What the exact backing can step.
+    stepping: Option<Stepping>,
     /// perf events.
     perf: HostProbe,
     /// Whether the limits of perf_event_paranoid apply to this process.
@@ -60,7 +63,9 @@ pub fn check(args: &CheckArgs) -> Result<ExitStatus, String> {
 impl Report {
     fn collect() -> Self {
         let perf = HostProbe::run();
-        let kvm = host::open()
+        let opened = host::open();
+        let stepping = opened.as_ref().ok().and_then(|kvm| stepping::probe(kvm).ok());
+        let kvm = opened
             .and_then(|kvm| host::facts(&kvm))
             .map_err(|e| e.to_string());
         let pmu_auto = Model::resolve(ModelName::Auto, None, None, &mut cpuid::read_host)
@@ -70,6 +75,7 @@ impl Report {
             kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
                 .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
             kvm,
+            stepping,
             paranoid_applies: !has_perfmon_capability(),
             pmu_auto,
             events: backings(&perf),
@@ -105,6 +111,15 @@ impl Report {
                     },
                 );
                 line("  binary statistics", yes(kvm.binary_stats));
+                line("  --backing exact", exact(self.stepping));
+                line(
+                    "  --rdpmc hwbp",
+                    if self.stepping.is_some_and(|s| s.breakpoints) {
+                        "yes"
+                    } else {
+                        "no: hardware breakpoints in guests do not stop here"
+                    },
+                );
                 line("  vCPUs per VM", &kvm.max_vcpus.to_string());
             }
             Err(e) => line("KVM", &format!("unusable: {e}")),
@@ -140,6 +155,26 @@ impl Report {
             let _ = writeln!(out, "{:<24}{:<12}{}", event.event, event.backing, event.note);
         }
         out
+    }
+}
+
+fn exact(stepping: Option<Stepping>) -> &'static str {
+    match stepping {
+        Some(Stepping {
+            kernel: true,
+            user: true,
+            blocks_interrupts: true,
+            ..
+        }) => "counts CPL 0 and CPL 3",
+        Some(Stepping {
+            kernel: true,
+            user: false,
+            ..
+        }) => "counts CPL 0; CPL 3 is not counted, because this KVM cannot single-step it",
+        Some(Stepping { kernel: true, .. }) => {
+            "no: interrupts cannot be held back during a step (needs Linux 5.14)"
+        }
+        _ => "no: this KVM does not single-step guests",
     }
 }
 

@@ -11,12 +11,13 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
-use vpmu::{EventFilter, Generation, Model};
+use vpmu::{BackingPolicy, EventFilter, Generation, Model};
 
 use crate::boot::KernelSource;
 use crate::cli::{ExitStatus, RdpmcMode, RunArgs};
 use crate::console::{ConsoleInput, ConsoleOutput, RawTerminal};
 use crate::kvm::host;
+use crate::kvm::stepping::{self, Stepping};
 use crate::pmu::{PmuConfig, VmPmu, backing};
 use crate::signals::StopSignals;
 use crate::vcpu::control::{RunControl, StopReason};
@@ -92,6 +93,15 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     if has_pmu {
         backing::check_policy(policy, &probe).map_err(|e| e.to_string())?;
     }
+    let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
+    let stepping = if has_pmu && needs_debug {
+        stepping::probe(&kvm).map_err(|e| e.to_string())?
+    } else {
+        Stepping::default()
+    };
+    if has_pmu && policy == BackingPolicy::Exact {
+        backing::check_stepping(stepping, args.cpus).map_err(|e| e.to_string())?;
+    }
     let config = VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
@@ -116,8 +126,9 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
                 Some(limit) => limit,
             },
             share: args.share,
+            stepping,
         },
-        trap_rdpmc: args.rdpmc == RdpmcMode::Trap,
+        rdpmc: args.rdpmc,
     };
 
     let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
@@ -175,10 +186,10 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
         config.pmu.model.generation()
     );
     for site in &loaded.rdpmc_sites {
-        let what = if config.trap_rdpmc {
-            "replaced by a trap"
-        } else {
-            "left as it is"
+        let what = match config.rdpmc {
+            RdpmcMode::Trap => "replaced by a trap",
+            RdpmcMode::Hwbp => "a hardware breakpoint",
+            RdpmcMode::Off => "left as it is",
         };
         log::info!("rdpmc at {}: {what}", site.place());
     }

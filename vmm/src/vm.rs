@@ -10,9 +10,10 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
-use vpmu::{Backability, Generation};
+use vpmu::{Backability, BackingPolicy, Generation};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, layout};
+use crate::cli::RdpmcMode;
 use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::host::{self, HostError};
@@ -20,8 +21,10 @@ use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::stats_fd::stats_fd;
 use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::{PmuConfig, VmPmu};
+use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::stats::VcpuStats;
+use crate::vcpu::step::Stepper;
 use crate::vcpu::{Vcpu, VcpuError, VcpuThread};
 
 /// Why a VM could not be made.
@@ -42,6 +45,9 @@ pub enum VmError {
     /// PMU registers cannot be trapped.
     #[error(transparent)]
     MsrFilter(#[from] MsrFilterError),
+    /// RDPMC cannot be served by breakpoints.
+    #[error(transparent)]
+    Hwbp(#[from] HwbpError),
     /// A vCPU could not be made.
     #[error(transparent)]
     Vcpu(#[from] VcpuError),
@@ -83,8 +89,8 @@ pub struct VmConfig {
     pub pmu: PmuConfig,
     /// What the PMU's backing can count.
     pub backability: Backability,
-    /// Whether RDPMC in the kernel's text is replaced by an exit.
-    pub trap_rdpmc: bool,
+    /// How RDPMC in the kernel's text is served.
+    pub rdpmc: RdpmcMode,
 }
 
 /// A VM that is ready to start.
@@ -127,9 +133,14 @@ impl Vm {
             initrd: config.initrd.as_deref(),
             cmdline: &config.cmdline,
             cpus: config.cpus,
-            patch_rdpmc: config.trap_rdpmc && has_pmu,
+            patch_rdpmc: config.rdpmc == RdpmcMode::Trap && has_pmu,
         };
         let loaded = boot::load(&ram, &request)?;
+        let breakpoints = if config.rdpmc == RdpmcMode::Hwbp && has_pmu {
+            hwbp::addresses(&loaded.rdpmc_sites, config.pmu.stepping)?
+        } else {
+            Vec::new()
+        };
         if needs_full_kvm(&loaded.kind) {
             let facts = host::facts(kvm)?;
             if !facts.runs_linux {
@@ -192,7 +203,7 @@ impl Vm {
             };
             let counters = Arc::new(VcpuStats::default());
             stats.push(counters.clone());
-            vcpus.push(Vcpu::new(
+            let mut vcpu = Vcpu::new(
                 id,
                 vcpu,
                 fd.clone(),
@@ -200,7 +211,17 @@ impl Vm {
                 vcpu_pmu,
                 counters,
                 control.clone(),
-            )?);
+            )?;
+            vcpu.stop_at_rdpmc(&breakpoints);
+            if has_pmu && config.pmu.policy == BackingPolicy::Exact {
+                vcpu.step_with(Stepper::new(
+                    config.pmu.model.vendor(),
+                    ram.memory().clone(),
+                    config.pmu.stepping,
+                    config.cpus == 1,
+                ));
+            }
+            vcpus.push(vcpu);
         }
         Ok(Self {
             vcpus,

@@ -29,6 +29,8 @@ mod software {
 #[derive(Clone, Debug)]
 pub struct Sources {
     policy: BackingPolicy,
+    /// The single-stepper cannot step CPL 3.
+    kernel_only: bool,
     /// Vendor of the host's PMU, `None` when it has none that we may use.
     hardware: Option<Vendor>,
     /// Driver and its selector for each paravirtual event, in the order of their unit masks.
@@ -60,8 +62,18 @@ impl Sources {
         });
         Self {
             policy,
+            kernel_only: false,
             hardware,
             paravirtual,
+        }
+    }
+
+    /// The single-stepper steps CPL 0 only: what counts user mode alone is not counted.
+    #[must_use]
+    pub fn stepping_kernel_only(self) -> Self {
+        Self {
+            kernel_only: true,
+            ..self
         }
     }
 
@@ -122,7 +134,9 @@ impl Sources {
                         },
                     ));
                 }
-                if let Some(config) = exact_event(request).filter(|_| self.policy == BackingPolicy::Exact) {
+                if let Some(config) = exact_event(request)
+                    .filter(|_| self.policy == BackingPolicy::Exact && (request.kernel || !self.kernel_only))
+                {
                     ways[0] = Some((
                         Backing::Exact,
                         Attr {
@@ -226,6 +240,22 @@ impl Slot {
     }
 }
 
+/// Privilege levels that are counted by single steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SteppedLevels {
+    /// CPL 1 to 3.
+    pub user: bool,
+    /// CPL 0.
+    pub kernel: bool,
+}
+
+impl SteppedLevels {
+    /// Whether there is anything to step.
+    pub const fn any(self) -> bool {
+        self.user || self.kernel
+    }
+}
+
 /// The counting events of one vCPU, on perf-core.
 #[derive(Debug)]
 pub struct PerfCoreEvents {
@@ -234,8 +264,9 @@ pub struct PerfCoreEvents {
     vcpu: VcpuId,
     sources: Sources,
     slots: [Slot; MAX_COUNTERS],
-    /// Enabled counters that the single-stepper counts for.
-    stepping: u64,
+    /// Enabled counters that the single-stepper counts for, of CPL 1 to 3 and of CPL 0.
+    stepping_user: u64,
+    stepping_kernel: u64,
 }
 
 impl PerfCoreEvents {
@@ -248,7 +279,8 @@ impl PerfCoreEvents {
             vcpu,
             sources,
             slots: Default::default(),
-            stepping: 0,
+            stepping_user: 0,
+            stepping_kernel: 0,
         }
     }
 
@@ -258,15 +290,17 @@ impl PerfCoreEvents {
     }
 
     /// Whether some counter that the single-stepper counts for is enabled: then the vCPU must be stepped.
-    pub fn needs_stepping(&self) -> bool {
-        self.slots
-            .iter()
-            .filter_map(|slot| slot.current.as_ref())
-            .any(|open| {
-                open.backing == Backing::Exact
-                    && matches!(open.request.event, GuestEvent::Architectural(_))
-                    && open.handle.state() == State::Active
-            })
+    pub const fn needs_stepping(&self) -> bool {
+        self.stepping_levels().any()
+    }
+
+    /// The privilege levels at which enabled counters count by single steps.
+    #[inline]
+    pub const fn stepping_levels(&self) -> SteppedLevels {
+        SteppedLevels {
+            user: self.stepping_user != 0,
+            kernel: self.stepping_kernel != 0,
+        }
     }
 
     /// Whether some counter's present event is `event`, enabled or not.
@@ -311,7 +345,8 @@ impl PerfCoreEvents {
 
 impl CounterEvents for PerfCoreEvents {
     fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
-        self.stepping &= !counter.mask();
+        self.stepping_user &= !counter.mask();
+        self.stepping_kernel &= !counter.mask();
         let Some(request) = request else {
             self.slots[counter.slot()] = Slot::default();
             return Backing::None;
@@ -343,7 +378,8 @@ impl CounterEvents for PerfCoreEvents {
                 if open.backing == Backing::Exact
                     && matches!(open.request.event, GuestEvent::Architectural(_))
                 {
-                    self.stepping |= counter.mask();
+                    self.stepping_user |= if open.request.user { counter.mask() } else { 0 };
+                    self.stepping_kernel |= if open.request.kernel { counter.mask() } else { 0 };
                 }
                 true
             }
@@ -361,7 +397,8 @@ impl CounterEvents for PerfCoreEvents {
     }
 
     fn disable(&mut self, counter: CounterIndex) {
-        self.stepping &= !counter.mask();
+        self.stepping_user &= !counter.mask();
+        self.stepping_kernel &= !counter.mask();
         if let Some(open) = &self.slots[counter.slot()].current {
             // An event that is closed is stopped.
             let _ = open.handle.disable(Scope::Event);

@@ -47,7 +47,7 @@ mod vendor;
 mod vpmu;
 mod width;
 
-pub use backing::{PerfCoreEvents, Sources};
+pub use backing::{PerfCoreEvents, Sources, SteppedLevels};
 pub use cpuid::{CpuidReader, CpuidRegs, HostPmu};
 pub use events::{
     ArchEvent, Backability, Backing, BackingPolicy, EventRequest, EventSelect, GuestEvent, ParavirtualEvent,

@@ -7,7 +7,7 @@
 
 /* As a block: the way to CPL3 and back is CPL0 code, which USR alone does not count. */
 static u64 (*user_function)(u64);
-static void at_cpl3(void) { run_user(user_function, 0); }
+static void at_cpl3(void) { run_user(user_function, 1); /* known_loop counts down from it */ }
 
 TEST(user_thousand, ON_ANY, "exact: a block of 1000 instructions at CPL3")
 {

@@ -6,3 +6,4 @@ pub mod host;
 pub mod memslot;
 pub mod msr_filter;
 pub mod stats_fd;
+pub mod stepping;

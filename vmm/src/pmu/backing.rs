@@ -1,5 +1,6 @@
 //! Which backing a host can give, and what it can count: the part of the choice that is made once per VM.
 
+use crate::kvm::stepping::Stepping;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, Backability, BackingPolicy};
 
@@ -15,6 +16,37 @@ pub enum BackingError {
          less, or run as root"
     )]
     NoClock(String),
+    /// Guests cannot be single-stepped.
+    #[error("--backing exact: this host's KVM does not single-step guests; use --backing auto")]
+    NoSteps,
+    /// Interrupts would be taken in the middle of steps.
+    #[error(
+        "--backing exact: this host's KVM cannot hold interrupts back during a step (Linux 5.14 and later can)"
+    )]
+    NoBlocking,
+}
+
+/// Checks whether the exact backing can work for a VM of `cpus`, and says what it cannot do here.
+///
+/// # Errors
+/// [`BackingError`].
+pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
+    if !host.kernel {
+        return Err(BackingError::NoSteps);
+    }
+    if !host.user {
+        log::warn!(
+            "--backing exact: this host's KVM steps guest code at CPL 0 only; user-mode instructions are not counted"
+        );
+    } else if !host.blocks_interrupts {
+        return Err(BackingError::NoBlocking);
+    } else if cpus > 1 && !host.breakpoints {
+        log::warn!(
+            "--backing exact: hardware breakpoints in guests do not stop on this host's KVM; with several vCPUs kernel \
+             code that runs after an interrupt or a fault is not counted (one vCPU is counted whole)"
+        );
+    }
+    Ok(())
 }
 
 /// Checks what the user asked for against the host.

@@ -18,12 +18,14 @@ use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext};
 use smallvec::SmallVec;
+use vpmu::exact::Step;
 use vpmu::{
     BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
-    PerfCoreEvents, PmiReady, RdpmcIndex, Sources, Vpmu,
+    PerfCoreEvents, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vpmu,
 };
 
 use crate::kvm::cpuid;
+use crate::kvm::stepping::Stepping;
 use crate::vcpu::kick;
 use steal::StealClock;
 
@@ -51,6 +53,8 @@ pub struct PmuConfig {
     pub filter: Arc<EventFilter>,
     /// Most PMIs per second and vCPU.
     pub pmi_limit: u32,
+    /// What can be stepped on this host, for the exact backing.
+    pub stepping: Stepping,
     /// Who gets the host's counters when they run out.
     pub share: SharePolicy,
 }
@@ -176,7 +180,10 @@ impl VcpuPmu {
             .add_vcpu(vcpu, clock.tid())
             .map_err(PmuSetupError::Context)?;
         let hardware = vm.hardware.then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
-        let sources = Sources::new(vm.config.policy, hardware, |name| vm.kvm.config(name));
+        let mut sources = Sources::new(vm.config.policy, hardware, |name| vm.kvm.config(name));
+        if !vm.config.stepping.user {
+            sources = sources.stepping_kernel_only();
+        }
         let events = PerfCoreEvents::new(vm.core.clone(), vcpu, sources);
         let steal =
             StealClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
@@ -261,14 +268,36 @@ impl VcpuPmu {
 
     /// RDPMC by guest kernel code (only CPL 0 text is patched); `None`: #GP.
     pub fn rdpmc(&mut self, ecx: u32) -> Option<u64> {
+        self.rdpmc_at(ecx, 0, true)
+    }
+
+    /// RDPMC at `cpl`, with CR4.PCE set or not; `None`: #GP.
+    pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> Option<u64> {
         self.feed_steal();
         let attached = self.attached.as_mut()?;
         match self
             .vpmu
-            .rdpmc(RdpmcIndex(ecx), Cpl(0), true, &mut attached.events)
+            .rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut attached.events)
         {
             MsrRead::Value(value) => Some(value),
             MsrRead::InjectGp => None,
+        }
+    }
+
+    /// The privilege levels that the vCPU must be stepped for; as of the last reconcile.
+    #[inline]
+    pub fn stepped_levels(&self) -> SteppedLevels {
+        self.attached
+            .as_ref()
+            .map_or_else(SteppedLevels::default, |attached| {
+                attached.events.stepping_levels()
+            })
+    }
+
+    /// What a step retired. Overflows are due before the next instruction: see [`VcpuPmu::take_fed_overflow`].
+    pub fn feed_step(&mut self, step: &Step) {
+        if let Some(attached) = &self.attached {
+            self.fed_overflow |= step.feed(&attached.fed);
         }
     }
 

@@ -9,6 +9,7 @@
 //! [`find`] accepts a pair only when decoding proves it an instruction.
 
 mod finder;
+pub mod hwbp;
 
 use vm_memory::{Bytes, GuestAddress};
 

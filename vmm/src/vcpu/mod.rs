@@ -5,7 +5,7 @@
 //! 1. clear `immediate_exit`, then look at what signals announced (see [`kick`]);
 //! 2. account overflows, which may make a PMI due;
 //! 3. reconcile: one pass that turns what the guest wrote into its PMU registers into perf-core calls;
-//! 4. deliver a due PMI through LVTPC;
+//! 4. deliver a due PMI through LVTPC, and prepare a single step if a counter counts by steps;
 //! 5. open the guest's clock, KVM_RUN, close it;
 //! 6. handle the exit.
 
@@ -13,22 +13,26 @@ pub mod control;
 pub mod kick;
 pub mod pmi;
 pub mod stats;
+pub mod step;
 
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch};
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
 use vpmu::PmiReady;
 
 use crate::devices::{Bus, BusOutcome};
 use crate::pmu::VcpuPmu;
-use crate::rdpmc::TRAP_PORT;
+use crate::rdpmc::{TRAP_PORT, hwbp};
 use control::{RunControl, RunState, StopReason};
 use pmi::{Delivery, Lvtpc};
 use stats::VcpuStats;
+use step::debug::GuestDebug;
+use step::{Prepared, StepError, Stepper};
 
 /// How soon a PMI that waits for the guest to unmask LVTPC is tried again when the guest does not exit by itself.
 const MASKED_PMI_POLL: Duration = Duration::from_millis(1);
@@ -44,12 +48,28 @@ pub enum VcpuError {
     Pmi(#[from] pmi::PmiError),
 }
 
+/// Why a vCPU cannot enter its guest: a call failed, which no guest can cause.
+#[derive(Debug, thiserror::Error)]
+enum EntryError {
+    #[error(transparent)]
+    Pmi(#[from] pmi::PmiError),
+    #[error(transparent)]
+    Step(#[from] StepError),
+    #[error("serving a breakpoint failed: {0}")]
+    Debug(#[source] kvm_ioctls::Error),
+}
+
+/// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
+const CR4_PCE: u64 = 1 << 8;
+
 /// What the loop does after an exit.
 enum Next {
     /// Enter the guest again.
     Continue,
     /// The guest executed the instruction that stands for RDPMC.
     Rdpmc,
+    /// The guest stopped at a breakpoint or behind a single step.
+    Debug(kvm_debug_exit_arch),
     /// End the VM.
     Stop(StopReason),
 }
@@ -64,6 +84,9 @@ pub struct Vcpu {
     lvtpc: Lvtpc,
     stats: Arc<VcpuStats>,
     control: Arc<RunControl>,
+    debug: GuestDebug,
+    /// With the exact backing.
+    stepper: Option<Stepper>,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -92,6 +115,8 @@ impl Vcpu {
             lvtpc: Lvtpc::new(id, masks)?,
             stats,
             control,
+            debug: GuestDebug::default(),
+            stepper: None,
             on_first_entry: None,
         })
     }
@@ -99,6 +124,16 @@ impl Vcpu {
     /// Has `f` called right before the first entry into the guest.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
+    }
+
+    /// Counts by single steps where counters ask for it.
+    pub fn step_with(&mut self, stepper: Stepper) {
+        self.stepper = Some(stepper);
+    }
+
+    /// Serves RDPMC at these linear addresses by hardware breakpoints.
+    pub fn stop_at_rdpmc(&mut self, addresses: &[u64]) {
+        self.debug.set_sites(addresses);
     }
 
     /// Starts the thread of this vCPU, named `vcpuN`.
@@ -157,14 +192,25 @@ impl Vcpu {
                 }
                 RunState::Stopped => break,
             }
-            if let Err(e) = self.before_entry(&timer) {
-                log::error!("vcpu{}: {e}", self.id);
-                self.control.stop(StopReason::Failed);
-                break;
+            match self.before_entry(&timer) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(e) => {
+                    log::error!("vcpu{}: {e}", self.id);
+                    self.control.stop(StopReason::Failed);
+                    break;
+                }
             }
             match self.enter(&armed) {
                 Next::Continue => {}
                 Next::Rdpmc => self.rdpmc(&armed),
+                Next::Debug(stop) => {
+                    if let Err(e) = self.debug_exit(&stop) {
+                        log::error!("vcpu{}: {e}", self.id);
+                        self.control.stop(StopReason::Failed);
+                        break;
+                    }
+                }
                 Next::Stop(reason) => {
                     self.control.stop(reason);
                     break;
@@ -176,8 +222,96 @@ impl Vcpu {
         }
     }
 
-    /// Steps 2 to 4 of the loop.
-    fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<(), pmi::PmiError> {
+    /// Steps 2 to 4 of the loop. False: begin again instead of entering the guest.
+    fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<bool, EntryError> {
+        let Some(pmu) = &mut self.pmu else { return Ok(true) };
+        if let Some(stepper) = &mut self.stepper
+            && let Some(step) = stepper.settle(&self.fd)?
+        {
+            pmu.feed_step(&step);
+        }
+        self.serve_pmu(timer)?;
+        self.prepare_entry()
+    }
+
+    /// Has the next entry stop where it must.
+    fn prepare_entry(&mut self) -> Result<bool, EntryError> {
+        let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
+            // Breakpoints for RDPMC, if any; told to KVM once.
+            self.debug
+                .apply(&self.fd, step::debug::Want::default())
+                .map_err(EntryError::Debug)?;
+            return Ok(true);
+        };
+        let prepared = stepper.prepare(&mut self.fd, &mut self.debug, pmu.stepped_levels())?;
+        let tally = stepper.tally();
+        self.stats.steps.set(tally.steps);
+        self.stats.steps_lost.set(tally.lost);
+        self.stats.unstepped.set(tally.unstepped);
+        match prepared {
+            Prepared::Enter => Ok(true),
+            Prepared::Executed(step) => {
+                pmu.feed_step(&step);
+                Ok(false)
+            }
+        }
+    }
+
+    /// A stop at a breakpoint or behind a step.
+    fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<(), EntryError> {
+        if stop.exception != 3 && stop.dr6 & 0xf != 0 && self.debug.is_site(stop.pc) {
+            return self.rdpmc_at_breakpoint().map_err(EntryError::Debug);
+        }
+        if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
+            && let Some(step) = stepper.stopped(&self.fd, stop)?
+        {
+            pmu.feed_step(&step);
+            return Ok(());
+        }
+        // The guest's own: INT3, or its own trap flag.
+        let mut events = self.fd.get_vcpu_events().map_err(EntryError::Debug)?;
+        events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
+        events.exception.injected = 1;
+        events.exception.nr = if stop.exception == 3 { 3 } else { 1 };
+        events.exception.has_error_code = 0;
+        self.fd.set_vcpu_events(&events).map_err(EntryError::Debug)
+    }
+
+    /// Executes the RDPMC that a breakpoint stopped at.
+    fn rdpmc_at_breakpoint(&mut self) -> Result<(), kvm_ioctls::Error> {
+        self.stats.rdpmc.inc();
+        let Some(pmu) = &mut self.pmu else { return Ok(()) };
+        let mut regs = self.fd.get_regs()?;
+        let sregs = self.fd.get_sregs()?;
+        let pce = sregs.cr4 & CR4_PCE != 0;
+        let cpl = sregs.ss.dpl & 3;
+        match pmu.rdpmc_at(regs.rcx as u32, cpl, pce || cpl == 0) {
+            Some(value) => {
+                regs.rax = value & 0xffff_ffff;
+                regs.rdx = value >> 32;
+                regs.rip = regs.rip.wrapping_add(hwbp::LENGTH);
+                self.fd.set_regs(&regs)
+            }
+            None => {
+                self.stats.gp_injected.inc();
+                self.raise_general_protection()
+            }
+        }
+    }
+
+    fn raise_general_protection(&self) -> Result<(), kvm_ioctls::Error> {
+        let mut events = self.fd.get_vcpu_events()?;
+        // What others send meanwhile stays as it is.
+        events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
+        events.exception.injected = 1;
+        events.exception.nr = 13;
+        events.exception.has_error_code = 1;
+        events.exception.error_code = 0;
+        self.fd.set_vcpu_events(&events)
+    }
+
+    /// Overflows, what the guest wrote into its registers, and a PMI that is due.
+    fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), pmi::PmiError> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
         self.stats.overflow_signals.add(signalled.into());
@@ -221,6 +355,9 @@ impl Vcpu {
         if let Some(pmu) = &self.pmu {
             pmu.guest_exit();
         }
+        if let Some(stepper) = &mut self.stepper {
+            stepper.after_run();
+        }
         let stats = &*self.stats;
         stats.exits.inc();
         match exit {
@@ -237,6 +374,9 @@ impl Vcpu {
             }
             Ok(VcpuExit::X86Wrmsr(msr)) => {
                 stats.wrmsr.inc();
+                if let Some(stepper) = &mut self.stepper {
+                    stepper.registers_changed();
+                }
                 if !self
                     .pmu
                     .as_mut()
@@ -267,6 +407,7 @@ impl Vcpu {
                 self.bus.mmio_write(address, data);
                 Next::Continue
             }
+            Ok(VcpuExit::Debug(stop)) => Next::Debug(stop),
             Ok(VcpuExit::Intr) => Next::Continue,
             Ok(VcpuExit::Hlt) => {
                 stats.hlt.inc();
@@ -335,12 +476,7 @@ impl Vcpu {
         let mut regs = self.fd.get_regs()?;
         regs.rip = regs.rip.wrapping_sub(2);
         self.fd.set_regs(&regs)?;
-        let mut events = self.fd.get_vcpu_events()?;
-        events.exception.injected = 1;
-        events.exception.nr = 13;
-        events.exception.has_error_code = 1;
-        events.exception.error_code = 0;
-        self.fd.set_vcpu_events(&events)
+        self.raise_general_protection()
     }
 
     /// Reports an exit the VMM cannot handle, with what is needed to understand it.

@@ -52,6 +52,12 @@ counters! {
     io_out: "port writes",
     /// MMIO accesses.
     mmio: "MMIO accesses",
+    /// Instructions stepped for the exact backing.
+    steps: "single steps",
+    /// Steps whose outcome is not known: nothing was counted for them.
+    steps_lost: "single steps that lost track",
+    /// Stretches of user code that could not be stepped.
+    unstepped: "stretches of user code not stepped",
     /// HLT exits to user space (none with the in-kernel local APIC).
     hlt: "halts that reached user space",
 }
@@ -70,6 +76,11 @@ impl Counter {
     pub fn add(&self, n: u64) {
         self.0
             .store(self.0.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+    }
+
+    /// Makes it `n`; see [`Counter::inc`].
+    pub fn set(&self, n: u64) {
+        self.0.store(n, Ordering::Relaxed);
     }
 
     /// The count so far.

@@ -288,6 +288,14 @@ impl StepMeter {
         self.pending.is_some()
     }
 
+    /// Where the instruction that is being stepped leads if it completes; `None` when that is not known.
+    pub fn known_target(&self) -> Option<u64> {
+        match self.pending?.leads {
+            Leads::To(target, _) => Some(target),
+            Leads::Anywhere => None,
+        }
+    }
+
     /// Forgets a step that was begun, because stepping ends here or the vCPU's state was replaced.
     pub fn abandon(&mut self) {
         self.pending = None;

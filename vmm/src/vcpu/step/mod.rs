@@ -1,0 +1,738 @@
+//! The exact backing: a vCPU is single-stepped while a counter that needs it runs.
+//!
+//! Before an entry the next instruction is decoded; when KVM reports the step done, what it retired is fed to the
+//! counts ([`vpmu::exact`] has the rules). An exit for I/O or an MSR comes in the middle of an instruction and does not
+//! end its step.
+//!
+//! A processor clears the trap flag when it enters a handler, and saves it where the guest can see it. There are two ways
+//! to live with that:
+//!
+//! - When CPL 0 is counted, every instruction is stepped. Interrupts are held back during a step
+//!   (`KVM_GUESTDBG_BLOCKIRQ`) and let in between two, without the trap flag, up to a breakpoint on their gate. Breakpoints on
+//!   the gates of faults catch the instruction that does not complete. SYSCALL is executed here instead of there. Flags that
+//!   an instruction or a fault has saved are freed of our trap flag before the guest goes on.
+//! - When only CPL 1 to 3 are counted, the kernel of the guest runs freely. The trap flag travels in the flags that the
+//!   entry into the kernel saves and comes back with them. Where counting is enabled inside the kernel there are no such
+//!   flags, so the kernel is stepped up to its return.
+//!
+//! A KVM that emulates CPL 0 stops after each instruction there whatever the flag says; CPL 3 cannot be stepped on it.
+
+pub mod debug;
+mod state;
+
+use kvm_bindings::{
+    KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_debug_exit_arch, kvm_mp_state, kvm_vcpu_events,
+};
+use kvm_ioctls::VcpuFd;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
+use vpmu::{SteppedLevels, Vendor};
+
+use crate::kvm::stepping::Stepping;
+use debug::{BREAKPOINTS, GuestDebug, Want};
+use state::{Linear, Nothing, State};
+
+const RFLAGS_IF: u64 = 1 << 9;
+const RFLAGS_TF: u64 = 1 << 8;
+const RFLAGS_RF: u64 = 1 << 16;
+const EFER_SCE: u64 = 1;
+const IA32_STAR: u32 = 0xc000_0081;
+const IA32_LSTAR: u32 = 0xc000_0082;
+const IA32_FMASK: u32 = 0xc000_0084;
+const INT3: u8 = 0xcc;
+/// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection, invalid
+/// opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment, bound, TSS.
+const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
+const NMI: u8 = 2;
+/// Steps through a guest's kernel after which the way back to user code is given up.
+const MOST_WALKED: u32 = 200_000;
+
+/// A KVM call failed, which no guest can cause.
+#[derive(Debug, thiserror::Error)]
+#[error("stepping failed in {what}: {source}")]
+pub struct StepError {
+    what: &'static str,
+    source: kvm_ioctls::Error,
+}
+
+fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StepError {
+    move |source| StepError { what, source }
+}
+
+/// What to do after [`Stepper::prepare`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prepared {
+    /// Enter the guest.
+    Enter,
+    /// An instruction was executed here; account it and prepare again.
+    Executed(Step),
+}
+
+/// What was counted, and what could not be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Steps that ended.
+    pub steps: u64,
+    /// Steps after which the meter could not tell what had happened, and walks given up.
+    pub lost: u64,
+    /// Stretches of user code that ran without being stepped although a counter counts it.
+    pub unstepped: u64,
+}
+
+/// Steps one vCPU.
+#[derive(Debug)]
+pub struct Stepper {
+    meter: StepMeter,
+    memory: GuestMemoryMmap,
+    host: Stepping,
+    /// The only vCPU: guest memory may be changed for the length of one entry.
+    alone: bool,
+    /// Stepping was on at the last entry.
+    on: bool,
+    ahead: Ahead,
+    /// Where the present step began.
+    before: Option<CpuState>,
+    /// User code runs or ran unstepped since here.
+    gap: bool,
+    /// Where the IRET leads that is being stepped, out to user code that cannot be stepped.
+    outward: Option<u64>,
+    /// A HLT was stepped.
+    halted: bool,
+    /// Steps taken towards the guest kernel's return to user code; `None` when that is not what we do.
+    walked: Option<u32>,
+    /// Saved flags with our trap flag may be left in the guest.
+    strays: bool,
+    /// Bytes replaced by INT3 for this entry.
+    planted: Vec<(GuestAddress, u8)>,
+    /// Gates with a breakpoint for this entry: handler and vector.
+    watched: Vec<(u64, u8)>,
+    tally: Tally,
+    warned_gap: bool,
+}
+
+impl Stepper {
+    /// For a vCPU of a model of `vendor`. `alone`: the VM has no other vCPU.
+    pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: Stepping, alone: bool) -> Self {
+        Self {
+            meter: StepMeter::new(vendor),
+            memory,
+            host,
+            alone,
+            on: false,
+            ahead: Ahead::Plain,
+            before: None,
+            gap: false,
+            outward: None,
+            halted: false,
+            walked: None,
+            strays: false,
+            planted: Vec::with_capacity(256),
+            watched: Vec::with_capacity(256),
+            tally: Tally::default(),
+            warned_gap: false,
+        }
+    }
+
+    /// What was counted so far.
+    pub fn tally(&self) -> Tally {
+        self.tally
+    }
+
+    /// The guest wrote a PMU register, so counting may begin at this point of its kernel.
+    pub fn registers_changed(&mut self) {
+        self.walked = Some(0);
+    }
+
+    /// KVM emulates CPL 0: its steps need no trap flag.
+    fn emulated(&self) -> bool {
+        !self.host.user
+    }
+
+    /// Before overflows are looked at: ends the step if the last exit completed its instruction without saying so, as exits
+    /// for writes do where KVM emulates.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<Step>, StepError> {
+        let Some(before) = self.before.filter(|_| self.on) else {
+            return Ok(None);
+        };
+        let state = self.read(fd)?;
+        if (state.regs.rip, state.cpl()) == (before.rip, before.cpl) || self.is_away(&state) {
+            return Ok(None);
+        }
+        Ok(Some(self.end(&state)))
+    }
+
+    /// Right before an entry, with the registers reconciled. `levels`: what runs and is counted by steps.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub fn prepare(
+        &mut self,
+        fd: &mut VcpuFd,
+        debug: &mut GuestDebug,
+        levels: SteppedLevels,
+    ) -> Result<Prepared, StepError> {
+        if !levels.any() {
+            return self.rest(fd, debug).map(|()| Prepared::Enter);
+        }
+        self.on = true;
+        let state = self.read(fd)?;
+        if self.emulated() {
+            self.prepare_emulated(fd, debug, levels, &state)
+        } else if levels.kernel {
+            self.prepare_all(fd, debug, state)
+        } else {
+            self.prepare_user(fd, debug, &state)
+        }
+    }
+
+    /// Nothing is counted by steps.
+    fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), StepError> {
+        if self.on {
+            self.on = false;
+            self.drop_step();
+            self.gap = false;
+            self.outward = None;
+            self.halted = false;
+        }
+        self.walked = None;
+        let want = Want {
+            watch: self.strays,
+            ..Want::default()
+        };
+        apply(fd, debug, want)
+    }
+
+    fn prepare_emulated(
+        &mut self,
+        fd: &VcpuFd,
+        debug: &mut GuestDebug,
+        levels: SteppedLevels,
+        state: &State,
+    ) -> Result<Prepared, StepError> {
+        if state.cpl() != 0 {
+            self.drop_step();
+            if !std::mem::replace(&mut self.gap, true) {
+                self.left_for_user(levels);
+            }
+        } else if !self.meter.in_step() && self.begin(state) == Ahead::Halt {
+            return self.halt(fd, *state).map(Prepared::Executed);
+        }
+        let mut want = Want {
+            step: true,
+            ..Want::default()
+        };
+        if state.cpl() == 0 && self.ahead == Ahead::InterruptReturn {
+            // Emulators have a way of their own out of a handler, without a stop behind it. Out to user code there is no
+            // stop at all.
+            let target = self.meter.known_target();
+            let selector = Linear::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
+            if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
+                self.outward = target;
+                self.left_for_user(levels);
+            } else {
+                want.at[0] = target;
+            }
+        }
+        apply(fd, debug, want)?;
+        Ok(Prepared::Enter)
+    }
+
+    /// User code runs unstepped.
+    fn left_for_user(&mut self, levels: SteppedLevels) {
+        if levels.user {
+            self.tally.unstepped += 1;
+            if !std::mem::replace(&mut self.warned_gap, true) {
+                log::warn!(
+                    "user-mode code of the guest is not counted: this host's KVM cannot single-step it"
+                );
+            }
+        }
+    }
+
+    /// Everything is stepped, at every level.
+    fn prepare_all(
+        &mut self,
+        fd: &mut VcpuFd,
+        debug: &mut GuestDebug,
+        state: State,
+    ) -> Result<Prepared, StepError> {
+        let events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        let halted = std::mem::take(&mut self.halted) && is_halted(fd)?;
+        let between = !self.meter.in_step();
+        if let Some(vector) = self.deliverable(fd, &state, &events, between)? {
+            return self.let_in(fd, debug, &state, &[vector]);
+        }
+        if halted {
+            self.halted = true;
+            let all: Vec<u8> = (0..=255).collect();
+            return self.let_in(fd, debug, &state, &all);
+        }
+        if between {
+            match self.begin(&state) {
+                Ahead::SystemCall if self.system_call(fd, state)? => {
+                    let step = self.end(&self.read(fd)?);
+                    return Ok(Prepared::Executed(step));
+                }
+                Ahead::Halt if state.cpl() == 0 => {
+                    self.halted = true;
+                    return self.halt(fd, state).map(Prepared::Executed);
+                }
+                _ => {}
+            }
+        }
+        let mut want = Want {
+            block_interrupts: true,
+            step: true,
+            ..Want::default()
+        };
+        if let Ahead::Interrupt(vector) = self.ahead {
+            want.step = false;
+            self.watch_gates(&state, &[vector, 13, 14, 12], debug, &mut want);
+        } else {
+            self.watch_gates(&state, &FAULTS, debug, &mut want);
+        }
+        apply(fd, debug, want)?;
+        Ok(Prepared::Enter)
+    }
+
+    /// Lets an event in, without the trap flag and up to the first instruction of its handler.
+    fn let_in(
+        &mut self,
+        fd: &VcpuFd,
+        debug: &mut GuestDebug,
+        state: &State,
+        vectors: &[u8],
+    ) -> Result<Prepared, StepError> {
+        // What was begun will begin again after the handler, if it was not completed.
+        let cpu = state.cpu();
+        self.meter.begin(&cpu, &mut Nothing);
+        self.before = Some(cpu);
+        self.ahead = Ahead::Plain;
+        let mut want = Want::default();
+        self.watch_gates(state, vectors, debug, &mut want);
+        apply(fd, debug, want)?;
+        Ok(Prepared::Enter)
+    }
+
+    /// Only user code is counted.
+    fn prepare_user(
+        &mut self,
+        fd: &VcpuFd,
+        debug: &mut GuestDebug,
+        state: &State,
+    ) -> Result<Prepared, StepError> {
+        let mut want = Want {
+            step: true,
+            ..Want::default()
+        };
+        if state.cpl() == 0 {
+            let Some(walked) = self.walked.as_mut() else {
+                // The trap flag waits in the flags the kernel saved.
+                return Ok(Prepared::Enter);
+            };
+            *walked += 1;
+            let too_far = *walked > MOST_WALKED;
+            if self.before.is_some_and(|before| before.cpl != 0) {
+                self.drop_step();
+            }
+            if !self.meter.in_step() {
+                self.begin(state);
+            }
+            if too_far || self.ahead == Ahead::Halt {
+                // Other code than ours is waited for. Whoever comes back to user code first is not known.
+                log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
+                self.tally.lost += u64::from(too_far);
+                self.walked = None;
+                self.drop_step();
+                self.strays = true;
+                want = Want {
+                    watch: true,
+                    ..Want::default()
+                };
+            } else {
+                want.block_interrupts = true;
+            }
+        } else {
+            self.walked = None;
+            if self.before.is_some_and(|before| before.cpl == 0) {
+                self.drop_step();
+            }
+            if !self.meter.in_step() {
+                self.begin(state);
+            }
+        }
+        self.strays |= want.step;
+        apply(fd, debug, want)?;
+        Ok(Prepared::Enter)
+    }
+
+    /// After every KVM_RUN, whatever it returned: guest memory is as the guest left it.
+    #[inline]
+    pub fn after_run(&mut self) {
+        for (at, byte) in self.planted.drain(..).rev() {
+            // Still ours to replace only if nothing was written there meanwhile.
+            if self.memory.read_obj::<u8>(at).is_ok_and(|there| there == INT3) {
+                let _ = self.memory.write_obj(byte, at);
+            }
+        }
+    }
+
+    /// A debug exit. `None`: it was not ours, and the guest must get its exception.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub fn stopped(&mut self, fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<Option<Step>, StepError> {
+        let state = self.read(fd)?;
+        log::trace!(
+            "stopped at {:#x}, CPL {}, flags {:#x}: exception {}, DR6 {:#x}, behind {:?}",
+            state.regs.rip,
+            state.cpl(),
+            state.regs.rflags,
+            stop.exception,
+            stop.dr6,
+            self.ahead
+        );
+        let breakpoint = stop.exception == 3;
+        if breakpoint && !self.watched.iter().any(|&(at, _)| at == state.regs.rip) {
+            return Ok(None);
+        }
+        if !self.on {
+            if !self.strays {
+                return Ok(None);
+            }
+            let mut regs = state.regs;
+            regs.rflags &= !RFLAGS_TF;
+            fd.set_regs(&regs).map_err(failed("KVM_SET_REGS"))?;
+            return Ok(Some(Step::default()));
+        }
+        if self.is_away(&state) {
+            return Ok(Some(Step::default()));
+        }
+        self.hide_trap_flag(&state);
+        Ok(Some(self.end(&state)))
+    }
+
+    /// User code alone is counted and the guest is in its kernel.
+    fn is_away(&self, state: &State) -> bool {
+        !self.emulated()
+            && self.walked.is_none()
+            && state.cpl() == 0
+            && self.before.is_some_and(|before| before.cpl != 0)
+            && self.watched.is_empty()
+    }
+
+    fn read(&self, fd: &VcpuFd) -> Result<State, StepError> {
+        State::read(fd).map_err(failed("KVM_GET_REGS"))
+    }
+
+    fn begin(&mut self, state: &State) -> Ahead {
+        let cpu = state.cpu();
+        self.before = Some(cpu);
+        self.ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
+        self.ahead
+    }
+
+    fn drop_step(&mut self) {
+        self.meter.abandon();
+        self.before = None;
+    }
+
+    fn end(&mut self, state: &State) -> Step {
+        let cpu = state.cpu();
+        let mut memory = Linear::new(&self.memory, state);
+        if let Some(target) = self.outward.take() {
+            let out = CpuState {
+                rip: target,
+                cpl: 3,
+                ..cpu
+            };
+            let mut step = self.meter.end(&out, &mut memory);
+            self.before = None;
+            self.tally.steps += 1;
+            if cpu.cpl != 0 {
+                self.gap = true;
+                return step;
+            }
+            self.meter.begin(&out, &mut Nothing);
+            let back = self.meter.end(&cpu, &mut memory);
+            self.tally.lost += u64::from(back.lost);
+            step.event = true;
+            step.lost |= back.lost;
+            step.kernel.instructions += back.kernel.instructions;
+            step.kernel.branches += back.kernel.branches;
+            step.kernel.taken_branches += back.kernel.taken_branches;
+            step.kernel.loads += back.kernel.loads;
+            step.kernel.stores += back.kernel.stores;
+            return step;
+        }
+        if std::mem::take(&mut self.gap) {
+            if cpu.cpl != 0 {
+                self.gap = true;
+                return Step::default();
+            }
+            // Something led out of the user code. What, the meter finds out by where the vCPU is.
+            self.meter.begin(&CpuState { cpl: 3, ..cpu }, &mut Nothing);
+        }
+        let before = self.before.take();
+        let mut step = match before {
+            Some(called) if self.ahead == Ahead::SystemCall && called.cpl != 0 && cpu.cpl != 0 => {
+                came_back(&mut self.meter, &called, &cpu, &mut memory)
+            }
+            _ => self.meter.end(&cpu, &mut memory),
+        };
+        self.watched.clear();
+        self.tally.steps += 1;
+        if step.lost {
+            self.tally.lost += 1;
+            log::debug!("lost track: {before:x?} led to {:#x} at CPL {}", cpu.rip, cpu.cpl);
+            step.user = Default::default();
+        }
+        step
+    }
+
+    /// Clears our trap flag where the processor or an instruction has just saved it.
+    fn hide_trap_flag(&mut self, state: &State) {
+        if self.emulated() || !state.is_64bit() {
+            return;
+        }
+        let mut memory = Linear::new(&self.memory, state);
+        let bit = (RFLAGS_TF >> 8) as u8;
+        let rsp = state.regs.rsp;
+        if let Some(&(_, vector)) = self.watched.iter().find(|&&(at, _)| at == state.regs.rip) {
+            // RIP, CS, RFLAGS, RSP, SS, below them an error code for some (SDM vol. 3 §6.14.2, table 6-1).
+            let error_code = matches!(vector, 8 | 10..=14 | 17 | 21 | 29 | 30);
+            let flags = rsp.wrapping_add(16 + if error_code { 8 } else { 0 });
+            memory.clear_bits(flags.wrapping_add(1), bit);
+        } else if self.ahead == Ahead::Flags
+            && self
+                .before
+                .is_some_and(|before| before.gpr[4].wrapping_sub(rsp) < 9 && before.gpr[4] != rsp)
+        {
+            // PUSHF: the stack has grown.
+            memory.clear_bits(rsp.wrapping_add(1), bit);
+        }
+    }
+
+    /// Breakpoints on the gates of `vectors`, for one entry.
+    fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
+        self.watched.clear();
+        let mut memory = Linear::new(&self.memory, state);
+        let room = if self.alone {
+            usize::MAX
+        } else if self.host.breakpoints {
+            debug.free().min(BREAKPOINTS)
+        } else {
+            0
+        };
+        for &vector in vectors {
+            if self.watched.len() >= room {
+                break;
+            }
+            if let Some(handler) = memory.gate(vector)
+                && handler != state.regs.rip
+                && !self.watched.iter().any(|&(at, _)| at == handler)
+            {
+                self.watched.push((handler, vector));
+            }
+        }
+        if !self.alone {
+            for (slot, &(at, _)) in want.at.iter_mut().zip(&self.watched) {
+                *slot = Some(at);
+            }
+            return;
+        }
+        want.software = true;
+        for &(at, _) in &self.watched {
+            if let Some(gpa) = memory.physical(at).map(GuestAddress)
+                && let Ok(byte) = self.memory.read_obj::<u8>(gpa)
+                && byte != INT3
+                && self.memory.write_obj(INT3, gpa).is_ok()
+            {
+                self.planted.push((gpa, byte));
+            }
+        }
+    }
+
+    /// The event that the next entry would let in.
+    fn deliverable(
+        &self,
+        fd: &VcpuFd,
+        state: &State,
+        events: &kvm_vcpu_events,
+        between: bool,
+    ) -> Result<Option<u8>, StepError> {
+        if events.exception.injected != 0 || events.exception.pending != 0 {
+            return Ok(Some(events.exception.nr));
+        }
+        if events.nmi.injected != 0 {
+            return Ok(Some(NMI));
+        }
+        if events.interrupt.injected != 0 {
+            return Ok(Some(events.interrupt.nr));
+        }
+        // An exit in the middle of an instruction has yet to complete it; and MOV SS and STI hold events off.
+        if !between || events.interrupt.shadow != 0 {
+            return Ok(None);
+        }
+        if events.nmi.pending != 0 && events.nmi.masked == 0 {
+            return Ok(Some(NMI));
+        }
+        if state.regs.rflags & RFLAGS_IF == 0 {
+            return Ok(None);
+        }
+        let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
+        Ok(highest_request(&lapic.regs))
+    }
+
+    /// Executes HLT at CPL 0: KVM, asked to stop behind it, would forget to halt or halt later. The next entry waits for
+    /// an event.
+    fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
+        state.regs.rip = state.regs.rip.wrapping_add(1);
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        // HLT ends the shadow of an STI before it. NMIs that others send meanwhile are not touched.
+        events.flags = KVM_VCPUEVENT_VALID_SHADOW;
+        events.interrupt.shadow = 0;
+        fd.set_vcpu_events(&events)
+            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        let halted = kvm_mp_state {
+            mp_state: KVM_MP_STATE_HALTED,
+        };
+        fd.set_mp_state(halted).map_err(failed("KVM_SET_MP_STATE"))?;
+        Ok(self.end(&state))
+    }
+
+    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. False when it would fault.
+    fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
+        if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
+            return Ok(false);
+        }
+        let entry = |index| kvm_bindings::kvm_msr_entry {
+            index,
+            ..Default::default()
+        };
+        let none = || failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::EINVAL));
+        let mut msrs =
+            kvm_bindings::Msrs::from_entries(&[entry(IA32_STAR), entry(IA32_LSTAR), entry(IA32_FMASK)])
+                .map_err(|_| none())?;
+        fd.get_msrs(&mut msrs).map_err(failed("KVM_GET_MSRS"))?;
+        let &[star, lstar, mask] = msrs.as_slice() else {
+            return Err(none());
+        };
+        let flags = state.regs.rflags & !RFLAGS_RF;
+        state.regs.rcx = state.regs.rip.wrapping_add(2);
+        state.regs.r11 = flags;
+        state.regs.rip = lstar.data;
+        state.regs.rflags = flags & !mask.data | 2;
+        let selector = (star.data >> 32) as u16 & 0xfffc;
+        let segment = |selector, type_, l| kvm_bindings::kvm_segment {
+            base: 0,
+            limit: u32::MAX,
+            selector,
+            type_,
+            present: 1,
+            dpl: 0,
+            db: 1 - l,
+            s: 1,
+            l,
+            g: 1,
+            ..Default::default()
+        };
+        state.sregs.cs = segment(selector, 0xb, 1);
+        state.sregs.ss = segment(selector.wrapping_add(8), 3, 0);
+        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        Ok(true)
+    }
+}
+
+/// User code called its kernel and is back. The trap flag came back with its flags, so the instruction behind the
+/// SYSCALL was executed too.
+fn came_back(meter: &mut StepMeter, called: &CpuState, cpu: &CpuState, memory: &mut Linear<'_>) -> Step {
+    let behind = called.rip.wrapping_add(2);
+    let mut step = meter.end(
+        &CpuState {
+            rip: 0,
+            cpl: 0,
+            ..*cpu
+        },
+        &mut Nothing,
+    );
+    if cpu.rip != behind {
+        let from = CpuState {
+            rip: behind,
+            rflags: cpu.rflags,
+            ..*called
+        };
+        meter.begin(&from, memory);
+        let next = meter.end(cpu, memory);
+        if next.event || next.lost {
+            step.lost = true;
+        } else {
+            step.user.instructions += next.user.instructions;
+            step.user.branches += next.user.branches;
+            step.user.taken_branches += next.user.taken_branches;
+            step.user.loads += next.user.loads;
+            step.user.stores += next.user.stores;
+        }
+    }
+    step
+}
+
+fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: Want) -> Result<(), StepError> {
+    debug.apply(fd, want).map_err(failed("KVM_SET_GUEST_DEBUG"))
+}
+
+fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
+    let state = fd.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?;
+    Ok(state.mp_state == KVM_MP_STATE_HALTED)
+}
+
+/// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that of the
+/// priorities in TPR and ISR (SDM vol. 3 §11.8.3).
+fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
+    let bit_in = |base: usize, vector: usize| {
+        page.get(base + vector / 32 * 16 + vector % 32 / 8)
+            .is_some_and(|&byte| byte as u8 >> (vector % 8) & 1 != 0)
+    };
+    let highest = |base| (16..256usize).rev().find(|&vector| bit_in(base, vector));
+    const TPR: usize = 0x80;
+    const ISR: usize = 0x100;
+    const IRR: usize = 0x200;
+    let request = highest(IRR)?;
+    let task = usize::from(page.get(TPR).map_or(0, |&byte| byte as u8));
+    let priority = highest(ISR).unwrap_or(0).max(task) >> 4;
+    (request >> 4 > priority).then_some(request as u8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(irr: &[usize], isr: &[usize], tpr: u8) -> Vec<std::ffi::c_char> {
+        let mut page = vec![0; 1024];
+        for (base, vectors) in [(0x200, irr), (0x100, isr)] {
+            for vector in vectors {
+                page[base + vector / 32 * 16 + vector % 32 / 8] |=
+                    1u8.wrapping_shl(*vector as u32 % 8) as std::ffi::c_char;
+            }
+        }
+        page[0x80] = tpr as std::ffi::c_char;
+        page
+    }
+
+    /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority and what is
+    /// in service.
+    #[test]
+    fn a_request_is_deliverable_above_the_priority_in_force() {
+        assert_eq!(highest_request(&page(&[], &[], 0)), None);
+        assert_eq!(highest_request(&page(&[0x31, 0xec, 0x40], &[], 0)), Some(0xec));
+        assert_eq!(highest_request(&page(&[0x45], &[0x41], 0)), None);
+        assert_eq!(highest_request(&page(&[0x51], &[0x41], 0)), Some(0x51));
+        assert_eq!(highest_request(&page(&[0x51], &[], 0x50)), None);
+        assert_eq!(highest_request(&page(&[0x60], &[], 0x5f)), Some(0x60));
+    }
+}

@@ -1,0 +1,218 @@
+//! The exact backing on this machine's KVM: the bare-metal guest with hand-counted code, and runs that repeat.
+
+mod common;
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use kvm_ioctls::Kvm;
+use perfvisor_vmm::kvm::stepping::{self, Stepping};
+
+/// What this host can step; `None`: no KVM here.
+fn host() -> Option<Stepping> {
+    let Ok(kvm) = Kvm::new() else {
+        eprintln!("skipped: no usable /dev/kvm here");
+        return None;
+    };
+    let host = stepping::probe(&kvm).unwrap();
+    if !host.kernel {
+        eprintln!("skipped: this KVM does not step");
+        return None;
+    }
+    Some(host)
+}
+
+fn guest(name: &str, image: &[u8]) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("perfvisor-{}-{name}", std::process::id()));
+    std::fs::write(&path, image).unwrap();
+    path
+}
+
+fn perfvisor(arguments: &[&str]) -> Output {
+    Command::new("timeout")
+        .args(["60", env!("CARGO_BIN_EXE_perfvisor"), "run"])
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Every hand-counted block is counted to the last instruction, on models of both vendors, and no step is lost.
+#[test]
+fn hand_counted_code_counts_exactly() {
+    let Some(host) = host() else { return };
+    let kernel = guest("exact.elf", guest_images::bare_metal::EXACT_TESTS);
+    let words = if host.user { "" } else { "no-user" };
+    for model in ["intel", "amd"] {
+        let run = perfvisor(&[
+            "--kernel",
+            kernel.to_str().unwrap(),
+            "--pmu",
+            model,
+            "--backing",
+            "exact",
+            "--stats",
+            "--cmdline",
+            words,
+        ]);
+        let (out, err) = (text(&run.stdout), text(&run.stderr));
+        assert!(run.status.success(), "{model}: {out}{err}");
+        let passed = out.lines().filter(|line| line.starts_with("ok ")).count();
+        assert!(passed >= 20 && !out.contains("not ok"), "{model}: {out}");
+        assert!(!err.contains("lost track"), "{model}: {err}");
+        assert!(err.contains("single steps"), "{model}: {err}");
+    }
+    std::fs::remove_file(kernel).unwrap();
+}
+
+/// Counts that differ from run to run would be estimates: the same blocks pass, with the same number of steps, every time.
+#[test]
+fn the_same_guest_is_counted_the_same_every_time() {
+    let Some(host) = host() else { return };
+    let kernel = guest("again.elf", guest_images::bare_metal::EXACT_TESTS);
+    let words = if host.user { "" } else { "no-user" };
+    let counts = || {
+        let run = perfvisor(&[
+            "--kernel",
+            kernel.to_str().unwrap(),
+            "--pmu",
+            "intel",
+            "--backing",
+            "exact",
+            "--stats",
+            "--cmdline",
+            words,
+        ]);
+        let steps = text(&run.stderr)
+            .lines()
+            .find_map(|line| line.strip_prefix("single steps ").map(|n| n.trim().to_owned()));
+        (text(&run.stdout), steps.expect("steps are in the statistics"))
+    };
+    let first = counts();
+    for _ in 0..3 {
+        assert_eq!(counts(), first);
+    }
+    std::fs::remove_file(kernel).unwrap();
+}
+
+/// What cannot be counted is said, not printed as 0: where CPL 3 cannot be stepped, a line at the start names it.
+#[test]
+fn a_host_that_cannot_step_user_code_is_told_of() {
+    let Some(host) = host() else { return };
+    let run = perfvisor(&["--pmu", "intel", "--backing", "exact", "--cmdline", "lines quiet"]);
+    assert_eq!(
+        text(&run.stderr).contains("user-mode instructions are not counted"),
+        !host.user,
+        "{}",
+        text(&run.stderr)
+    );
+    let check = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
+        .arg("check")
+        .output()
+        .unwrap();
+    let line = text(&check.stdout)
+        .lines()
+        .find(|line| line.contains("--backing exact"))
+        .unwrap()
+        .to_owned();
+    assert_eq!(line.contains("CPL 3 is not counted"), !host.user, "{line}");
+}
+
+/// Four breakpoints and no more: five RDPMC instructions are refused in one line with the way out.
+#[test]
+fn five_rdpmc_sites_are_too_many_for_breakpoints() {
+    let Some(host) = host() else { return };
+    let kernel = guest("vpmu.elf", guest_images::bare_metal::VPMU_TESTS);
+    let run = perfvisor(&[
+        "--kernel",
+        kernel.to_str().unwrap(),
+        "--pmu",
+        "intel",
+        "--rdpmc",
+        "hwbp",
+    ]);
+    let err = text(&run.stderr);
+    assert_eq!(run.status.code(), Some(2), "{err}");
+    let wanted = if host.breakpoints {
+        "4 breakpoints"
+    } else {
+        "do not stop"
+    };
+    assert!(err.contains(wanted) && err.contains("--rdpmc trap"), "{err}");
+    std::fs::remove_file(kernel).unwrap();
+}
+
+/// Sets counter 0 to 42 and its selector to `selector`, reads the counter by RDPMC and writes it to the debug-exit port.
+fn rdpmc_guest(selector: u32) -> Vec<u8> {
+    let start = [
+        &[0xB9, 0xC1, 0, 0, 0][..], // mov ecx, IA32_PMC0
+        &[0xB8, 42, 0, 0, 0],       // mov eax, 42
+        &[0x31, 0xD2, 0x0F, 0x30],  // xor edx, edx; wrmsr
+        &[0xB9, 0x86, 0x01, 0, 0],  // mov ecx, IA32_PERFEVTSEL0
+        &[0xB8][..],                // mov eax, selector
+    ]
+    .concat();
+    let end = [
+        0x0F, 0x30, // wrmsr: the first that counts
+        0x31, 0xC9, // xor ecx, ecx: the second
+        0x0F, 0x33, // rdpmc
+        0xE6, 0xF4, // out 0xf4, al
+        0xF4, 0xEB, 0xFD, // hlt; jmp back
+    ];
+    let mut bytes = [&start[..], &selector.to_le_bytes(), &end].concat();
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes.extend(common::multiboot_header(3, None));
+    let segment = common::Seg {
+        phys: 0x10_0000,
+        bytes: &bytes,
+        mem_bytes: 0x2000,
+    };
+    common::elf32(common::EM_386, 0x10_0000, &[segment])
+}
+
+/// RDPMC by breakpoint reads what RDPMC by trap reads, also in the middle of stepped code, where it is one instruction
+/// like any other.
+#[test]
+fn rdpmc_by_breakpoint_reads_the_counter_stepped_or_not() {
+    let Some(host) = host() else { return };
+    let (off, instructions_at_cpl0) = (0, 0x42_00C0);
+    for (rdpmc, wanted) in [("trap", true), ("hwbp", host.breakpoints)] {
+        if !wanted {
+            continue;
+        }
+        for (backing, selector, expected) in [
+            ("none", off, 42),
+            ("exact", off, 42),
+            ("exact", instructions_at_cpl0, 44),
+        ] {
+            let kernel = guest(
+                &format!("rdpmc-{rdpmc}-{backing}-{expected}"),
+                &rdpmc_guest(selector),
+            );
+            let path = kernel.to_str().unwrap();
+            let run = perfvisor(&[
+                "--kernel",
+                path,
+                "--pmu",
+                "intel-v1",
+                "--backing",
+                backing,
+                "--rdpmc",
+                rdpmc,
+                "--memory",
+                "32M",
+            ]);
+            let status = run.status.code();
+            assert_eq!(
+                status,
+                Some(expected << 1 | 1),
+                "{rdpmc} {backing}: {}",
+                text(&run.stderr)
+            );
+            std::fs::remove_file(kernel).unwrap();
+        }
+    }
+}
