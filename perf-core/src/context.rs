@@ -593,6 +593,14 @@ impl Context {
         }
     }
 
+    /// Who gets slots from now on.
+    pub fn set_policy(&mut self, policy: SharePolicy, now_ns: u64) {
+        self.policy = policy;
+        for pool in 0..self.pools.len() {
+            self.reschedule(pool, now_ns);
+        }
+    }
+
     /// When the next turn of groups that share slots is due.
     pub fn next_turn_ns(&self) -> Option<u64> {
         if !self.clock.is_active() {

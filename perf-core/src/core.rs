@@ -16,6 +16,7 @@ use crate::output::Locked;
 use crate::overflow::SampleRegs;
 use crate::pmu::{Capacity, Pmu, VcpuId};
 use crate::sample::Overflowed;
+use crate::schedule::SharePolicy;
 use crate::sideband::Wanted;
 use crate::software::{Gates, SoftwareId};
 
@@ -125,7 +126,7 @@ impl Core {
             return Err(OpenError::VcpuExists(vcpu));
         }
         let cell = Arc::new(ContextCell::new(
-            self.inner.config.share,
+            self.inner.limits.share(),
             self.inner.config.mux_config(u64::from(vcpu.0) + 1),
             Arc::clone(&self.inner.config.clock),
             Some((vcpu, tid)),
@@ -218,6 +219,26 @@ impl Core {
         }
         let now_ns = self.inner.vm.now_ns();
         self.inner.vm.lock().rotate(now_ns);
+    }
+
+    /// Changes who gets slots, at once and for vCPUs added later. Under [`crate::SharePolicy::Strict`] what is open stays
+    /// open; only new events are refused.
+    pub fn set_share(&self, share: SharePolicy) {
+        let _topology = self.inner.topology();
+        self.inner.limits.set_share(share);
+        for vcpu in self.inner.vcpus.load().iter() {
+            let cell = vcpu.cell.load();
+            let now_ns = cell.now_ns();
+            cell.lock().set_policy(share, now_ns);
+        }
+        let now_ns = self.inner.vm.now_ns();
+        self.inner.vm.lock().set_policy(share, now_ns);
+    }
+
+    /// Who gets slots now.
+    #[must_use]
+    pub fn share(&self) -> SharePolicy {
+        self.inner.limits.share()
     }
 
     /// What the VM context holds.

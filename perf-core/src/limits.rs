@@ -1,6 +1,6 @@
 //! Who may do what: configuration, operator sessions and their limits.
 
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::attr::{Attr, EventType, SampleType};
@@ -96,6 +96,8 @@ pub(crate) struct Limits {
     pub mlock_kb: AtomicU64,
     pub reserved_slots: AtomicUsize,
     pub overcommit: AtomicBool,
+    /// A [`SharePolicy`] as its number.
+    share: AtomicU8,
 }
 
 impl Limits {
@@ -106,7 +108,20 @@ impl Limits {
             mlock_kb: AtomicU64::new(config.mlock_kb),
             reserved_slots: AtomicUsize::new(config.reserved_slots),
             overcommit: AtomicBool::new(config.overcommit),
+            share: AtomicU8::new(config.share as u8),
         }
+    }
+
+    pub fn share(&self) -> SharePolicy {
+        match self.share.load(Ordering::Relaxed) {
+            n if n == SharePolicy::OperatorFirst as u8 => SharePolicy::OperatorFirst,
+            n if n == SharePolicy::Strict as u8 => SharePolicy::Strict,
+            _ => SharePolicy::GuestFirst,
+        }
+    }
+
+    pub fn set_share(&self, share: SharePolicy) {
+        self.share.store(share as u8, Ordering::Relaxed);
     }
 
     pub fn paranoid(&self) -> i32 {

@@ -449,7 +449,7 @@ impl CoreInner {
             return Err(OpenError::GroupTooLarge { needed, slots });
         }
         let strict =
-            self.config.share == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed);
+            self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed);
         if strict
             && context
                 .events

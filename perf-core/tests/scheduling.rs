@@ -143,6 +143,29 @@ fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
     }
 }
 
+/// The policy can change while the core runs: the plan follows at once, and strict sharing concerns new events only.
+#[test]
+fn the_policy_can_change_while_events_are_open() {
+    let m = Machine::new(1);
+    let _v = m.vcpu(0);
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let guest = m
+        .core
+        .open(&m.guest, pinned(), target, None, OpenFlags::default())
+        .unwrap();
+    let operator = m.open_vcpu(hw(), None);
+    assert_eq!(
+        (guest.state(), operator.state()),
+        (State::Active, State::Inactive)
+    );
+    m.core.set_share(SharePolicy::OperatorFirst);
+    assert_eq!(operator.state(), State::Active);
+    m.core.set_share(SharePolicy::Strict);
+    assert_eq!(m.core.share(), SharePolicy::Strict);
+    let refused = m.core.open(&m.admin, hw(), target, None, OpenFlags::default());
+    assert_eq!(refused.unwrap_err().errno(), libc::EBUSY);
+}
+
 #[test]
 fn strict_sharing_refuses_what_does_not_fit() {
     let m = Machine::with(2, |c| c.share = SharePolicy::Strict);

@@ -14,6 +14,11 @@ use vpmu::events::UnknownPolicy;
 use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
 
 use crate::boot::layout::MAX_CPUS;
+use crate::commands::ctl::CtlArgs;
+use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
+use crate::commands::ps::PsArgs;
+use crate::commands::record::RecordArgs;
+use crate::commands::stat::StatArgs;
 use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
 /// Memory of a guest when none is asked for, in bytes.
@@ -85,7 +90,26 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Say what this host can do.
     Check(CheckArgs),
+    /// List the running VMs.
+    Ps(PsArgs),
+    /// Pause, resume or stop a VM, change its sharing policy or its event filter.
+    Ctl(CtlArgs),
+    /// Count events of a VM's vCPUs, or show what its guest counts.
+    Stat(StatArgs),
+    /// Sample a VM's vCPUs, with guest call chains, into a perf.data file.
+    Record(RecordArgs),
+    /// Show where the samples of a file fell.
+    Report(ReportArgs),
+    /// Print every sample of a file.
+    Script(FileArgs),
+    /// Draw the samples of a file as a flame graph, or print folded stacks.
+    Flamegraph(FlamegraphArgs),
+    /// Write the samples of a file as a profile for pprof, Pyroscope or Parca.
+    Pprof(PprofArgs),
 }
+
+/// Names of the commands, for messages.
+const COMMANDS: &str = "run, check, ps, ctl, stat, record, report, script, flamegraph or pprof";
 
 /// `perfvisor check`.
 #[derive(Clone, Debug, Args)]
@@ -138,6 +162,9 @@ pub struct RunArgs {
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
     pub share: SharePolicy,
+    /// Name of the VM for ctl, stat and record; vm-PID if not given.
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]
     pub stats: bool,
@@ -185,14 +212,14 @@ fn explain(error: &clap::Error) -> CliExit {
             return CliExit::Text(error.render().to_string());
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-            format!("a command is missing: run or check; {see}")
+            format!("a command is missing: {COMMANDS}; {see}")
         }
         ErrorKind::UnknownArgument => {
             format!("unknown argument '{}'; {see}", context(ContextKind::InvalidArg))
         }
         ErrorKind::InvalidSubcommand => {
             format!(
-                "unknown command '{}': must be run or check; {see}",
+                "unknown command '{}': must be {COMMANDS}; {see}",
                 context(ContextKind::InvalidSubcommand)
             )
         }
@@ -296,7 +323,7 @@ fn parse_rdpmc(text: &str) -> Result<RdpmcMode, String> {
     })
 }
 
-fn parse_share(text: &str) -> Result<SharePolicy, String> {
+pub(crate) fn parse_share(text: &str) -> Result<SharePolicy, String> {
     Ok(match text {
         "guest-first" => SharePolicy::GuestFirst,
         "operator-first" => SharePolicy::OperatorFirst,
@@ -313,7 +340,7 @@ mod tests {
         let all = ["perfvisor", "run"].iter().chain(args);
         match parse(all)?.command {
             Command::Run(run) => Ok(*run),
-            Command::Check(_) => unreachable!("run was asked for"),
+            other => unreachable!("run was asked for, not {other:?}"),
         }
     }
 
@@ -421,7 +448,7 @@ mod tests {
     fn no_command_and_wrong_commands_are_one_line() {
         for args in [&["perfvisor"][..], &["perfvisor", "fly"]] {
             match parse(args) {
-                Err(CliExit::Error(line)) => assert!(line.contains("run or check"), "{line}"),
+                Err(CliExit::Error(line)) => assert!(line.contains("run, check, ps"), "{line}"),
                 other => panic!("{other:?}"),
             }
         }

@@ -2,7 +2,8 @@
 //!
 //! | module | story |
 //! |---|---|
-//! | [`cli`], [`run`], [`check`] | the commands |
+//! | [`cli`], [`run`], [`check`], [`commands`] | the commands |
+//! | [`control`] | the socket through which operators reach a running VM |
 //! | [`vm`] | a machine: made from a configuration, run until it ends |
 //! | [`vcpu`] | the thread around KVM_RUN, kicks, PMI delivery |
 //! | [`pmu`] | the register file joined to the perf core |
@@ -15,7 +16,9 @@
 pub mod boot;
 pub mod check;
 pub mod cli;
+pub mod commands;
 pub mod console;
+pub mod control;
 pub mod devices;
 pub mod events;
 pub mod export;

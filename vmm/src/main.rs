@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use perfvisor_vmm::cli::{self, CliExit, Command, ExitStatus};
+use perfvisor_vmm::commands::{ctl, files, ps, record, stat};
 use perfvisor_vmm::{check, run};
 
 fn main() -> ExitCode {
@@ -22,6 +23,14 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(args) => run::run(&args, start),
         Command::Check(args) => check::check(&args),
+        Command::Ps(args) => ps::ps(&args),
+        Command::Ctl(args) => ctl::ctl(&args),
+        Command::Stat(args) => stat::stat(&args),
+        Command::Record(args) => record::record(&args),
+        Command::Report(args) => files::report(&args),
+        Command::Script(args) => files::script(&args),
+        Command::Flamegraph(args) => files::flamegraph(&args),
+        Command::Pprof(args) => files::pprof(&args),
     };
     match result {
         Ok(status) => ExitCode::from(status.code()),

@@ -13,9 +13,12 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 use vpmu::{BackingPolicy, EventFilter, Generation, Model};
 
+use crate::boot::KernelKind;
 use crate::boot::KernelSource;
 use crate::cli::{ExitStatus, RdpmcMode, RunArgs};
 use crate::console::{ConsoleInput, ConsoleOutput, RawTerminal};
+use crate::control::place::{self, Socket};
+use crate::control::server::{ControlServer, Controlled};
 use crate::kvm::host;
 use crate::kvm::stepping::{self, Stepping};
 use crate::pmu::{PmuConfig, VmPmu, backing};
@@ -131,6 +134,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         rdpmc: args.rdpmc,
     };
 
+    let (name, socket) = control_socket(args.name.as_deref())?;
     let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
     let mut vm = Vm::new(&kvm, &config, &probe, output.writer()).map_err(|e| chain(&e))?;
     report_loaded(&vm, &config);
@@ -143,7 +147,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     }));
     let terminal = RawTerminal::enter().map_err(|e| format!("the terminal cannot be made raw: {e}"))?;
     let mut running = vm.start().map_err(|e| chain(&e))?;
-    let served = serve(&running, stop_signals);
+    let server = socket.map(|socket| {
+        let pmu_name = config.pmu.model.generation().to_string();
+        ControlServer::new(controlled(name, pmu_name, args, &running), socket)
+    });
+    let served = serve(&running, stop_signals, server);
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
     output.stop();
     running.stop_and_join();
@@ -157,6 +165,44 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     }
     served.map_err(|e| format!("the event loop failed: {e}"))?;
     Ok(exit_status(running.control()))
+}
+
+/// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need be.
+fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), String> {
+    let dir = place::directory();
+    match name {
+        Some(name) => {
+            let socket = Socket::bind(&dir, name).map_err(|e| e.to_string())?;
+            Ok((name.to_owned(), Some(socket)))
+        }
+        None => {
+            let name = format!("vm-{}", std::process::id());
+            let socket = Socket::bind(&dir, &name)
+                .inspect_err(|e| log::info!("no control socket, so no ctl, stat and record for this VM: {e}"))
+                .ok();
+            Ok((name, socket))
+        }
+    }
+}
+
+/// What operators may see of the VM and do to it.
+fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningVm) -> Controlled {
+    let loaded = running.loaded();
+    Controlled {
+        name,
+        pmu_name,
+        guest: match &args.kernel {
+            Some(path) => path.display().to_string(),
+            None => "built-in guest".into(),
+        },
+        started: Instant::now(),
+        control: running.control().clone(),
+        pmu: running.pmu().cloned(),
+        kicker: running.kicker().clone(),
+        mailboxes: running.mailboxes().to_vec(),
+        symbols: loaded.symbols.clone(),
+        flat: loaded.kind == KernelKind::Multiboot,
+    }
 }
 
 /// An error and its sources in one line.
@@ -211,8 +257,12 @@ fn exit_status(control: &RunControl) -> ExitStatus {
     }
 }
 
-/// The main thread's loop: console input, signals, the perf core's tick, the end of the VM.
-fn serve(running: &RunningVm, signals: StopSignals) -> Result<(), event_manager::Error> {
+/// The main thread's loop: console input, signals, operators, the perf core's tick, the end of the VM.
+fn serve(
+    running: &RunningVm,
+    signals: StopSignals,
+    server: Option<ControlServer>,
+) -> Result<(), event_manager::Error> {
     let quit = EventFd::new(EFD_NONBLOCK).map_err(io_error)?;
     let mut manager: EventManager<Arc<Mutex<dyn MutEventSubscriber>>> = EventManager::new()?;
     let input = ConsoleInput::stdin(
@@ -233,6 +283,9 @@ fn serve(running: &RunningVm, signals: StopSignals) -> Result<(), event_manager:
         tick,
         pace: TICK,
     })));
+    if let Some(server) = server {
+        manager.add_subscriber(Arc::new(Mutex::new(server)));
+    }
     while running.control().reason().is_none() {
         manager.run()?;
     }

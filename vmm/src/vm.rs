@@ -14,18 +14,19 @@ use vpmu::{Backability, BackingPolicy, Generation};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, layout};
 use crate::cli::RdpmcMode;
+use crate::control::mailbox::Mailbox;
 use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::host::{self, HostError};
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::stats_fd::stats_fd;
 use crate::memory::{GuestRam, MemoryError};
-use crate::pmu::{PmuConfig, VmPmu};
+use crate::pmu::{GuestProbe, PmuConfig, VmPmu};
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::stats::VcpuStats;
 use crate::vcpu::step::Stepper;
-use crate::vcpu::{Vcpu, VcpuError, VcpuThread};
+use crate::vcpu::{Kicker, Vcpu, VcpuError};
 
 /// Why a VM could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -164,7 +165,14 @@ impl Vm {
         })
         .map_err(call("KVM_CREATE_PIT2"))?;
         ram.register(&fd)?;
-        let pmu = has_pmu.then(|| Arc::new(VmPmu::new(config.pmu.clone(), probe, statistics(&*fd))));
+        let pmu = has_pmu.then(|| {
+            Arc::new(VmPmu::new(
+                config.pmu.clone(),
+                probe,
+                statistics(&*fd),
+                GuestProbe::new(ram.memory().clone()),
+            ))
+        });
         if has_pmu {
             msr_filter::install(&fd, &config.pmu.model.trapped_msrs())?;
             stop_halt_polling(&fd);
@@ -267,8 +275,10 @@ impl Vm {
     /// # Errors
     /// [`VmError::Vcpu`]; threads that were started are stopped again.
     pub fn start(self) -> Result<RunningVm, VmError> {
-        let mut running = RunningVm {
-            threads: Vec::with_capacity(self.vcpus.len()),
+        let running = RunningVm {
+            threads: Kicker::default(),
+            mailboxes: self.vcpus.iter().map(|v| v.mailbox().clone()).collect(),
+            loaded: self.loaded,
             control: self.control,
             bus: self.bus,
             pmu: self.pmu,
@@ -277,7 +287,7 @@ impl Vm {
             ram: self.ram,
         };
         for vcpu in self.vcpus {
-            running.threads.push(vcpu.spawn()?);
+            running.threads.add(vcpu.spawn()?);
         }
         Ok(running)
     }
@@ -285,7 +295,9 @@ impl Vm {
 
 /// A VM whose vCPU threads run. Dropping it stops them.
 pub struct RunningVm {
-    threads: Vec<VcpuThread>,
+    threads: Kicker,
+    mailboxes: Vec<Arc<Mailbox>>,
+    loaded: Loaded,
     control: Arc<RunControl>,
     bus: Arc<Bus>,
     pmu: Option<Arc<VmPmu>>,
@@ -320,11 +332,19 @@ impl RunningVm {
         &self.ram
     }
 
+    /// What was loaded.
+    pub fn loaded(&self) -> &Loaded {
+        &self.loaded
+    }
+
+    /// Where requests for vCPUs are put, one for each.
+    pub fn mailboxes(&self) -> &[Arc<Mailbox>] {
+        &self.mailboxes
+    }
+
     /// Makes every vCPU look at its run state.
-    pub fn kick(&self) {
-        for thread in &self.threads {
-            thread.kick();
-        }
+    pub fn kicker(&self) -> &Kicker {
+        &self.threads
     }
 
     /// Stops the vCPUs, unless they have ended, and waits for their threads.
@@ -335,9 +355,7 @@ impl RunningVm {
         if self.control.reason().is_none() {
             self.control.stop(crate::vcpu::control::StopReason::Operator);
         }
-        for thread in self.threads.drain(..) {
-            thread.join();
-        }
+        self.threads.join();
     }
 }
 

@@ -20,6 +20,7 @@ use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
@@ -118,7 +119,7 @@ pub struct Loaded {
     /// The executable text.
     pub text: Vec<TextRange>,
     /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
-    pub symbols: SymbolTable,
+    pub symbols: Arc<SymbolTable>,
     /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
     /// `patch_rdpmc` each of them is now an exit on [`rdpmc::TRAP_PORT`].
     pub rdpmc_sites: Vec<PatchedSite>,
@@ -476,7 +477,7 @@ fn load_linux(
         kernel,
         initrd,
         text: text_ranges(&image.code),
-        symbols,
+        symbols: Arc::new(symbols),
         rdpmc_sites,
     })
 }
@@ -567,7 +568,7 @@ fn load_multiboot(
         kernel,
         initrd,
         text: text_ranges(&code),
-        symbols,
+        symbols: Arc::new(symbols),
         rdpmc_sites,
     })
 }

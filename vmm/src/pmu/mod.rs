@@ -2,6 +2,7 @@
 //! vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
 
 pub mod backing;
+mod operator;
 mod regs;
 mod steal;
 
@@ -24,12 +25,14 @@ use vpmu::{
     PerfCoreEvents, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vpmu,
 };
 
+use crate::control::protocol::GuestCounter;
 use crate::kvm::cpuid;
 use crate::kvm::stepping::Stepping;
 use crate::vcpu::kick;
 use steal::StealClock;
 
-pub use regs::VcpuRegs;
+pub use operator::OperatorEvent;
+pub use regs::{GuestProbe, RAW_BYTES, RawSample, VcpuRegs};
 
 /// Why the PMU could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -69,13 +72,17 @@ pub struct VmPmu {
     kvm: Arc<KvmPmu>,
     hardware: bool,
     started: Instant,
+    /// What samples of the operator look into.
+    probe: GuestProbe,
 }
 
 impl VmPmu {
-    /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it keeps any.
-    pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>) -> Self {
+    /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it keeps any;
+    /// `guest`: what samples look into.
+    pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>, guest: GuestProbe) -> Self {
         let core = Core::new(CoreConfig {
             share: config.share,
+            owner_uid: crate::control::peer::own_uid(),
             ..CoreConfig::default()
         });
         let signal = Some(kick::overflow_signal());
@@ -98,6 +105,7 @@ impl VmPmu {
             kvm,
             hardware,
             started: Instant::now(),
+            probe: guest,
         }
     }
 
@@ -306,7 +314,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return 0;
         };
-        let mut regs = VcpuRegs::new(fd);
+        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe);
         if attached.clock.wants_ticks()
             && let Some(cpl) = regs.cpl()
         {
@@ -388,6 +396,21 @@ impl VcpuPmu {
     /// Nanoseconds from now until `time_ns` of the clock that [`VcpuPmu::pmi_ready`] speaks of.
     pub fn nanoseconds_until(&self, time_ns: u64) -> u64 {
         time_ns.saturating_sub(self.vm.now_ns())
+    }
+
+    /// Which events the guest may count from now on.
+    pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
+        self.vpmu.set_filter(filter);
+        self.changed = true;
+    }
+
+    /// What the guest has programmed, for the operator.
+    pub fn view(&mut self) -> Vec<GuestCounter> {
+        let Some(attached) = self.attached.as_mut() else {
+            return Vec::new();
+        };
+        let views = self.vpmu.counters_view(&mut attached.events);
+        views.iter().map(operator::guest_counter).collect()
     }
 
     /// The register file.

@@ -1,15 +1,114 @@
-//! The guest's registers for a sample, read from KVM only when someone looks, and then once.
+//! The guest's registers, stacks and task for a sample, read only when someone looks, and then once.
 
-use kvm_bindings::{kvm_regs, kvm_sregs};
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
+use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 use perf_core::{CpuMode, SampleRegs};
+use vm_memory::GuestMemoryMmap;
+
+use crate::profile::image::KernelImage;
+use crate::profile::task::{COMM_LEN, TaskLayout, TaskReader};
+use crate::profile::unwind::{self, KernelUnwind, Limits};
+use crate::profile::{Budget, GuestRegs};
+
+/// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
+const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
+/// Reads of guest memory that finding the current task may take.
+const TASK_READS: u32 = 64;
+
+/// The guest's kernel, as far as samples need it.
+#[derive(Debug)]
+pub struct GuestKernel {
+    /// Its tables and symbols.
+    pub image: KernelImage,
+    /// What running addresses have over the image's.
+    pub slide: u64,
+    /// Where its current task is found; `None` when the kernel does not tell.
+    pub tasks: Option<TaskLayout>,
+}
+
+/// What samples look into: the guest's memory, and its kernel once that is known.
+#[derive(Clone, Debug)]
+pub struct GuestProbe {
+    memory: GuestMemoryMmap,
+    kernel: Arc<ArcSwapOption<GuestKernel>>,
+}
+
+impl GuestProbe {
+    /// Of a guest whose kernel is not known yet.
+    pub fn new(memory: GuestMemoryMmap) -> Self {
+        Self {
+            memory,
+            kernel: Arc::default(),
+        }
+    }
+
+    /// The guest's memory.
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.memory
+    }
+
+    /// The guest's kernel, if it is known.
+    pub fn kernel(&self) -> Option<Arc<GuestKernel>> {
+        self.kernel.load_full()
+    }
+
+    /// Tells samples from now on about the kernel.
+    pub fn set_kernel(&self, kernel: GuestKernel) {
+        self.kernel.store(Some(Arc::new(kernel)));
+    }
+}
+
+/// Bytes of a sample's raw data: with its length word a multiple of 8.
+pub const RAW_BYTES: usize = 36;
+
+/// What a sample's raw data holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RawSample {
+    /// CR3.
+    pub cr3: u64,
+    /// Privilege level, 0 to 3.
+    pub cpl: u8,
+    /// The guest's task: process id, thread id, name; `None` when it was not found.
+    pub task: Option<(u32, u32, [u8; COMM_LEN])>,
+}
+
+impl RawSample {
+    fn encode(&self) -> [u8; RAW_BYTES] {
+        let mut out = [0; RAW_BYTES];
+        out[0..8].copy_from_slice(&self.cr3.to_le_bytes());
+        out[8] = self.cpl;
+        if let Some((pid, tid, comm)) = self.task {
+            out[9] = 1;
+            out[12..16].copy_from_slice(&pid.to_le_bytes());
+            out[16..20].copy_from_slice(&tid.to_le_bytes());
+            out[20..36].copy_from_slice(&comm);
+        }
+        out
+    }
+
+    /// Reads what is in a ring; `None` if it is no raw data of a sample of ours.
+    pub fn decode(raw: &[u8]) -> Option<Self> {
+        let word = |at: usize| Some(u32::from_le_bytes(raw.get(at..at + 4)?.try_into().ok()?));
+        let comm = raw.get(20..RAW_BYTES)?.try_into().ok()?;
+        Some(Self {
+            cr3: u64::from(word(0)?) | u64::from(word(4)?) << 32,
+            cpl: raw[8] & 3,
+            task: (raw[9] == 1).then_some((word(12)?, word(16)?, comm)),
+        })
+    }
+}
 
 /// Registers of a vCPU that is out of guest mode, on its own thread.
 #[derive(Debug)]
 pub struct VcpuRegs<'a> {
     fd: &'a VcpuFd,
+    guest: Option<&'a GuestProbe>,
     regs: Option<kvm_regs>,
     sregs: Option<kvm_sregs>,
+    raw: Option<[u8; RAW_BYTES]>,
 }
 
 impl<'a> VcpuRegs<'a> {
@@ -17,8 +116,18 @@ impl<'a> VcpuRegs<'a> {
     pub fn new(fd: &'a VcpuFd) -> Self {
         Self {
             fd,
+            guest: None,
             regs: None,
             sregs: None,
+            raw: None,
+        }
+    }
+
+    /// With the guest's stacks and tasks.
+    pub fn with_guest(fd: &'a VcpuFd, guest: &'a GuestProbe) -> Self {
+        Self {
+            guest: Some(guest),
+            ..Self::new(fd)
         }
     }
 
@@ -43,6 +152,46 @@ impl<'a> VcpuRegs<'a> {
     pub fn cpl(&mut self) -> Option<u8> {
         self.system().map(|s| s.ss.dpl & 3)
     }
+
+    /// What walks need; `kernel_gs` says whether the GS base that is swapped out is wanted too.
+    fn for_walk(&mut self, kernel_gs: bool) -> Option<GuestRegs> {
+        self.general()?;
+        self.system()?;
+        let base = if kernel_gs { self.kernel_gs_base() } else { 0 };
+        Some(GuestRegs::from_kvm(
+            self.regs.as_ref()?,
+            self.sregs.as_ref()?,
+            base,
+        ))
+    }
+
+    fn kernel_gs_base(&self) -> u64 {
+        let entry = kvm_msr_entry {
+            index: IA32_KERNEL_GS_BASE,
+            ..Default::default()
+        };
+        let Ok(mut msrs) = Msrs::from_entries(&[entry]) else {
+            return 0;
+        };
+        match self.fd.get_msrs(&mut msrs) {
+            Ok(1) => msrs.as_slice()[0].data,
+            _ => 0,
+        }
+    }
+
+    fn task(&mut self) -> Option<(u32, u32, [u8; COMM_LEN])> {
+        let guest = self.guest?;
+        let kernel = guest.kernel.load();
+        let layout = kernel.as_ref()?.tasks.as_ref()?;
+        let regs = self.for_walk(true)?;
+        let base = regs.kernel_per_cpu_base()?;
+        let mut budget = Budget::new(TASK_READS, None);
+        let task = TaskReader::new(layout, &guest.memory, &regs)?.current(base, &mut budget)?;
+        let mut comm = [0; COMM_LEN];
+        let name = task.comm_bytes();
+        comm[..name.len()].copy_from_slice(name);
+        Some((task.pid, task.tid, comm))
+    }
 }
 
 impl SampleRegs for VcpuRegs<'_> {
@@ -55,5 +204,44 @@ impl SampleRegs for VcpuRegs<'_> {
 
     fn ip(&mut self) -> u64 {
         self.general().map_or(0, |r| r.rip)
+    }
+
+    fn callchain(&mut self, out: &mut [u64]) -> usize {
+        let (Some(guest), Some(regs)) = (self.guest, self.for_walk(false)) else {
+            return 0;
+        };
+        let kernel = guest.kernel.load();
+        let unwind = kernel.as_ref().map(|k| KernelUnwind::new(&k.image, k.slide));
+        unwind::walk(&guest.memory, &regs, unwind, &Limits::default(), out).len
+    }
+
+    fn raw(&mut self) -> &[u8] {
+        if self.raw.is_none() {
+            let raw = RawSample {
+                cr3: self.system().map_or(0, |s| s.cr3),
+                cpl: self.cpl().unwrap_or(0),
+                task: self.task(),
+            };
+            self.raw = Some(raw.encode());
+        }
+        self.raw.as_ref().map_or(&[], |raw| raw.as_slice())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn raw_data_reads_back_what_was_written() {
+        for task in [None, Some((7, 8, *b"0123456789abcdef"))] {
+            let raw = RawSample {
+                cr3: 0x1234_5678_9abc_def0,
+                cpl: 3,
+                task,
+            };
+            assert_eq!(RawSample::decode(&raw.encode()), Some(raw));
+        }
+        assert_eq!(RawSample::decode(&[0; RAW_BYTES - 1]), None);
     }
 }

@@ -103,14 +103,22 @@ impl RunControl {
         true
     }
 
-    /// Blocks a vCPU thread while the VM is paused.
-    pub fn wait_until_not_paused(&self) {
+    /// Blocks a vCPU thread while the VM is paused and it has no `mail`. Who sends it some calls
+    /// [`RunControl::wake_parked`] after that.
+    pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
-        while self.state() == RunState::Paused {
+        while self.state() == RunState::Paused && !mail() {
             guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
         self.parked.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Has parked vCPU threads look for mail.
+    pub fn wake_parked(&self) {
+        // Under the lock no thread is between its look and its wait.
+        drop(self.lock());
+        self.changed.notify_all();
     }
 
     /// vCPU threads that are outside the guest because of a pause.
@@ -150,6 +158,25 @@ mod tests {
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
+    /// Mail gets a parked thread out without ending the pause.
+    #[test]
+    fn mail_wakes_a_parked_thread() {
+        use std::sync::atomic::AtomicBool;
+        let shared = std::sync::Arc::new((RunControl::new().unwrap(), AtomicBool::new(false)));
+        shared.0.set_paused(true);
+        let waiter = std::thread::spawn({
+            let shared = shared.clone();
+            move || shared.0.wait_until_not_paused(|| shared.1.load(Ordering::SeqCst))
+        });
+        while shared.0.parked() == 0 {
+            std::thread::yield_now();
+        }
+        shared.1.store(true, Ordering::SeqCst);
+        shared.0.wake_parked();
+        waiter.join().unwrap();
+        assert_eq!(shared.0.state(), RunState::Paused);
+    }
+
     /// A stop releases threads that wait in a pause.
     #[test]
     fn stop_releases_paused_threads() {
@@ -157,7 +184,7 @@ mod tests {
         control.set_paused(true);
         let waiter = std::thread::spawn({
             let control = control.clone();
-            move || control.wait_until_not_paused()
+            move || control.wait_until_not_paused(|| false)
         });
         while control.parked() == 0 {
             std::thread::yield_now();

@@ -16,7 +16,7 @@ pub mod stats;
 pub mod step;
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -25,6 +25,8 @@ use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
 use vpmu::PmiReady;
 
+use crate::control::mailbox::Mailbox;
+use crate::control::protocol::VcpuView;
 use crate::devices::{Bus, BusOutcome};
 use crate::pmu::VcpuPmu;
 use crate::rdpmc::{TRAP_PORT, hwbp};
@@ -87,6 +89,7 @@ pub struct Vcpu {
     debug: GuestDebug,
     /// With the exact backing.
     stepper: Option<Stepper>,
+    mailbox: Arc<Mailbox>,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -117,8 +120,14 @@ impl Vcpu {
             control,
             debug: GuestDebug::default(),
             stepper: None,
+            mailbox: Arc::default(),
             on_first_entry: None,
         })
+    }
+
+    /// Where requests for this vCPU's thread are put.
+    pub fn mailbox(&self) -> &Arc<Mailbox> {
+        &self.mailbox
     }
 
     /// Has `f` called right before the first entry into the guest.
@@ -178,13 +187,16 @@ impl Vcpu {
         }
         loop {
             armed.clear();
+            if self.mailbox.has_mail() {
+                self.read_mail();
+            }
             match self.control.state() {
                 RunState::Running => {}
                 RunState::Paused => {
                     if let Some(pmu) = &mut self.pmu {
                         pmu.pause();
                     }
-                    self.control.wait_until_not_paused();
+                    self.control.wait_until_not_paused(|| self.mailbox.has_mail());
                     if let Some(pmu) = &mut self.pmu {
                         pmu.resume();
                     }
@@ -219,6 +231,23 @@ impl Vcpu {
         }
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
+        }
+    }
+
+    /// Does what an operator asked of this thread.
+    fn read_mail(&mut self) {
+        let mail = self.mailbox.take();
+        let Some(pmu) = &mut self.pmu else { return };
+        if let Some(filter) = mail.filter {
+            pmu.set_filter(filter);
+        }
+        if let Some(generation) = mail.view {
+            let view = VcpuView {
+                vcpu: self.id.into(),
+                pmis: self.stats.pmi_nmi.get() + self.stats.pmi_fixed.get(),
+                counters: pmu.view(),
+            };
+            self.mailbox.answer(generation, view);
         }
     }
 
@@ -511,6 +540,37 @@ fn system_event(kind: u32) -> StopReason {
         kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN => StopReason::PowerOff,
         kvm_bindings::KVM_SYSTEM_EVENT_RESET => StopReason::Reset,
         _ => StopReason::Failed,
+    }
+}
+
+/// The running vCPU threads of a VM, to be kicked from anywhere.
+#[derive(Clone, Debug, Default)]
+pub struct Kicker(Arc<Mutex<Vec<VcpuThread>>>);
+
+impl Kicker {
+    /// Adds a thread.
+    pub fn add(&self, thread: VcpuThread) {
+        self.threads().push(thread);
+    }
+
+    /// Makes every vCPU leave KVM_RUN and look at what is asked of it.
+    pub fn kick(&self) {
+        self.threads().iter().for_each(VcpuThread::kick);
+    }
+
+    /// Waits for the end of all threads, which have been told to end.
+    pub fn join(&self) {
+        let threads = std::mem::take(&mut *self.threads());
+        threads.into_iter().for_each(VcpuThread::join);
+    }
+
+    /// Whether all threads were joined.
+    pub fn is_empty(&self) -> bool {
+        self.threads().is_empty()
+    }
+
+    fn threads(&self) -> std::sync::MutexGuard<'_, Vec<VcpuThread>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

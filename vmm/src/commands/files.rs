@@ -1,0 +1,236 @@
+//! `perfvisor report`, `script`, `flamegraph` and `pprof`: what is in a file that was recorded.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::{DONE, print, written};
+use crate::cli::ExitStatus;
+use crate::export::report::{ReportOptions, SortKey};
+use crate::export::symbolize::Symbolizer;
+use crate::export::{Profile, folded, pprof, reader, report, script};
+use crate::profile::image::KernelImage;
+use crate::profile::symbols::{GuestMount, KernelSymbols};
+
+/// Largest file of symbols that is read.
+const MAX_SYMBOL_FILE: u64 = 2 << 30;
+
+/// Which file, and where names come from.
+#[derive(Clone, Debug, Args)]
+pub struct FileArgs {
+    /// The file.
+    #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
+    pub input: PathBuf,
+    /// Kernel symbols: text in the form of the guest's /proc/kallsyms.
+    #[arg(long, value_name = "FILE", conflicts_with = "vmlinux")]
+    pub kallsyms: Option<PathBuf>,
+    /// Kernel symbols: the guest's vmlinux.
+    #[arg(long, value_name = "FILE")]
+    pub vmlinux: Option<PathBuf>,
+    /// The guest's root directory, for the symbols of its programs.
+    #[arg(long, value_name = "DIR")]
+    pub guestmount: Option<PathBuf>,
+}
+
+/// `perfvisor report`.
+#[derive(Clone, Debug, Args)]
+pub struct ReportArgs {
+    /// Which file.
+    #[command(flatten)]
+    pub file: FileArgs,
+    /// Columns to group by: comm, pid, vcpu, dso, sym.
+    #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
+    pub sort: SortKeys,
+    /// Leave out what is below this share, in percent.
+    #[arg(long, value_name = "PERCENT", default_value = "0")]
+    pub percent_limit: f64,
+}
+
+/// `perfvisor flamegraph`.
+#[derive(Clone, Debug, Args)]
+pub struct FlamegraphArgs {
+    /// Which file.
+    #[command(flatten)]
+    pub file: FileArgs,
+    /// Where to draw; - is standard output.
+    #[arg(short, long, value_name = "FILE", default_value = "flamegraph.svg")]
+    pub output: PathBuf,
+    /// Print folded stacks to standard output instead.
+    #[arg(long)]
+    pub folded: bool,
+    /// Title of the graph.
+    #[arg(long, value_name = "TEXT", default_value = "Flame Graph")]
+    pub title: String,
+}
+
+/// `perfvisor pprof`.
+#[derive(Clone, Debug, Args)]
+pub struct PprofArgs {
+    /// Which file.
+    #[command(flatten)]
+    pub file: FileArgs,
+    /// Where to write; - is standard output.
+    #[arg(short, long, value_name = "FILE", default_value = "profile.pb.gz")]
+    pub output: PathBuf,
+}
+
+/// Columns of a report.
+#[derive(Clone, Debug)]
+pub struct SortKeys(pub Vec<SortKey>);
+
+fn parse_sort(text: &str) -> Result<SortKeys, String> {
+    text.split(',')
+        .map(|key| {
+            SortKey::from_name(key.trim())
+                .ok_or_else(|| format!("'{key}' is no column; known are {}", SortKey::NAMES))
+        })
+        .collect::<Result<_, _>>()
+        .map(SortKeys)
+}
+
+/// Reads the file and runs `show` on it. An empty file is said to be so, and is no failure.
+fn with_profile(
+    args: &FileArgs,
+    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), String>,
+) -> Result<ExitStatus, String> {
+    let name = args.input.display();
+    let profile = match reader::read_file(&args.input) {
+        Ok(profile) => profile,
+        Err(e) if e.is_empty() => {
+            eprintln!("perfvisor: {name}: {e}");
+            return Ok(DONE);
+        }
+        Err(e) => return Err(format!("{name}: {}", with_source(&e))),
+    };
+    let kernel = kernel_symbols(args, &profile)?;
+    let mount = match &args.guestmount {
+        Some(dir) if dir.is_dir() => Some(GuestMount::new(dir)),
+        Some(dir) => return Err(format!("--guestmount {}: it is no directory", dir.display())),
+        None => None,
+    };
+    let mut symbols = Symbolizer::new(&profile, kernel, mount);
+    show(&profile, &mut symbols)?;
+    for problem in symbols.problems() {
+        log::warn!("{problem}");
+    }
+    if profile.lost > 0 {
+        log::warn!("{} samples were lost while recording", profile.lost);
+    }
+    Ok(DONE)
+}
+
+fn with_source(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error} ({source})"),
+        None => error.to_string(),
+    }
+}
+
+/// Symbols at running addresses from the file the user gave, if one.
+fn kernel_symbols(args: &FileArgs, profile: &Profile) -> Result<Option<KernelSymbols>, String> {
+    if let Some(path) = &args.kallsyms {
+        let symbols =
+            KernelSymbols::parse_text(&read(path)?).map_err(|e| format!("{}: {e}", path.display()))?;
+        return Ok(Some(symbols));
+    }
+    let Some(path) = &args.vmlinux else {
+        return Ok(None);
+    };
+    let name = path.display();
+    let image = KernelImage::parse(&read(path)?).map_err(|e| format!("{name}: {e}"))?;
+    let symbols = image
+        .symbols()
+        .ok_or_else(|| format!("{name}: it has no symbols"))?;
+    // The recording says where a symbol of the kernel was when it ran.
+    let slide = profile.kernel.as_ref().and_then(|k| {
+        let linked = symbols.by_name(&k.reference_symbol)?.address;
+        Some(k.reference_address.wrapping_sub(linked))
+    });
+    Ok(Some(symbols.slid(slide.unwrap_or(0))))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    let name = path.display();
+    let size = std::fs::metadata(path).map_err(|e| format!("{name}: {e}"))?.len();
+    if size > MAX_SYMBOL_FILE {
+        return Err(format!(
+            "{name}: files of symbols have at most {} MiB",
+            MAX_SYMBOL_FILE >> 20
+        ));
+    }
+    std::fs::read(path).map_err(|e| format!("{name}: {e}"))
+}
+
+/// Writes to a file that is complete or not there, or to standard output.
+fn write_to(output: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), String>) -> Result<(), String> {
+    if output == Path::new("-") {
+        let mut out = BufWriter::new(io::stdout().lock());
+        write(&mut out)?;
+        return written(out.flush());
+    }
+    let name = output.display();
+    let file = File::create(output).map_err(|e| format!("{name}: {e}"))?;
+    let mut out = BufWriter::new(file);
+    let result = write(&mut out).and_then(|()| out.flush().map_err(|e| format!("{name}: {e}")));
+    if result.is_err() {
+        let _ = std::fs::remove_file(output);
+    }
+    result
+}
+
+/// Shows where the samples fell.
+///
+/// # Errors
+/// One line for the user.
+pub fn report(args: &ReportArgs) -> Result<ExitStatus, String> {
+    let options = ReportOptions {
+        sort: args.sort.0.clone(),
+        min_percent: args.percent_limit,
+    };
+    with_profile(&args.file, |profile, symbols| {
+        print(&report::render(profile, symbols, &options))
+    })
+}
+
+/// Prints every sample.
+///
+/// # Errors
+/// One line for the user.
+pub fn script(args: &FileArgs) -> Result<ExitStatus, String> {
+    with_profile(args, |profile, symbols| {
+        let mut out = BufWriter::new(io::stdout().lock());
+        written(script::write(profile, symbols, &mut out).and_then(|()| out.flush()))
+    })
+}
+
+/// Draws a flame graph, or prints folded stacks.
+///
+/// # Errors
+/// One line for the user.
+pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, String> {
+    with_profile(&args.file, |profile, symbols| {
+        let stacks = folded::stacks(profile, symbols, None);
+        if args.folded {
+            let mut out = BufWriter::new(io::stdout().lock());
+            return written(folded::write(&stacks, &mut out).and_then(|()| out.flush()));
+        }
+        let unit = profile.events.first().map_or("samples", |e| e.name.as_str());
+        write_to(&args.output, |out| {
+            folded::flamegraph(&stacks, &args.title, unit, out).map_err(|e| with_source(&e))
+        })
+    })
+}
+
+/// Writes a pprof profile.
+///
+/// # Errors
+/// One line for the user.
+pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, String> {
+    with_profile(&args.file, |profile, symbols| {
+        write_to(&args.output, |out| {
+            pprof::write(profile, symbols, out).map_err(|e| format!("{}: {e}", args.output.display()))
+        })
+    })
+}

@@ -1,0 +1,81 @@
+//! `perfvisor ps`: the running VMs.
+
+use std::fmt::Write as _;
+
+use clap::Args;
+
+use super::{DONE, print};
+use crate::cli::ExitStatus;
+use crate::control::client::Client;
+use crate::control::place;
+use crate::control::protocol::VmInfo;
+
+/// `perfvisor ps`.
+#[derive(Clone, Debug, Args)]
+pub struct PsArgs {
+    /// Print one JSON object for each VM.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Lists the VMs of this user. Sockets of VMs that were killed are removed.
+///
+/// # Errors
+/// One line for the user.
+pub fn ps(args: &PsArgs) -> Result<ExitStatus, String> {
+    let dir = place::directory();
+    let names = place::names(&dir).map_err(|e| e.to_string())?;
+    let mut vms = Vec::new();
+    for name in names {
+        match Client::connect_in(&dir, Some(&name)) {
+            Ok(client) => vms.push(client.info().clone()),
+            // It ended meanwhile, or another version of Perfvisor runs it.
+            Err(e) => log::warn!("{name}: {e}"),
+        }
+    }
+    if args.json {
+        let mut out = String::new();
+        for vm in &vms {
+            let line = serde_json::to_string(vm).map_err(|e| e.to_string())?;
+            let _ = writeln!(out, "{line}");
+        }
+        print(&out)?;
+    } else {
+        print(&table(&vms))?;
+    }
+    Ok(DONE)
+}
+
+fn table(vms: &[VmInfo]) -> String {
+    let mut rows = vec![["NAME", "PID", "VCPUS", "STATE", "UPTIME", "PMU", "GUEST"].map(str::to_owned)];
+    rows.extend(vms.iter().map(|vm| {
+        [
+            vm.name.clone(),
+            vm.pid.to_string(),
+            vm.vcpus.to_string(),
+            vm.state.clone(),
+            uptime(vm.uptime_ms / 1000),
+            vm.pmu.clone(),
+            vm.guest.clone(),
+        ]
+    }));
+    let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..7).map(width).collect();
+    let mut out = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for (text, width) in row.iter().zip(&widths) {
+            let _ = write!(line, "{text:<width$}  ");
+        }
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    out
+}
+
+fn uptime(seconds: u64) -> String {
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match hours {
+        0 => format!("{minutes}:{seconds:02}"),
+        _ => format!("{hours}:{minutes:02}:{seconds:02}"),
+    }
+}

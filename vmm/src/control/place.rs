@@ -1,0 +1,280 @@
+//! Where control sockets are, and which VMs they lead to.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use super::peer;
+
+/// Longest name of a VM, in bytes.
+pub const MAX_NAME: usize = 64;
+/// Ending of a socket's file name.
+const SUFFIX: &str = ".sock";
+
+/// Why there is no socket.
+#[derive(Debug, thiserror::Error)]
+pub enum PlaceError {
+    /// A name that would be no good file name.
+    #[error(
+        "'{0}' is no name for a VM: use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores, a dot not first"
+    )]
+    Name(String),
+    /// The directory is somebody else's, or open to others.
+    #[error("{} must be a directory of user {owner} with mode 0700; remove it or set XDG_RUNTIME_DIR", .dir.display())]
+    NotPrivate {
+        /// The directory.
+        dir: PathBuf,
+        /// Whose it must be.
+        owner: u32,
+    },
+    /// A VM of that name runs.
+    #[error("a VM named '{0}' is running; choose another --name")]
+    Taken(String),
+    /// A system call failed.
+    #[error("{what} {}: {source}", .path.display())]
+    Os {
+        /// What was done.
+        what: &'static str,
+        /// To what.
+        path: PathBuf,
+        /// The error.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
+    let path = path.to_owned();
+    move |source| PlaceError::Os { what, path, source }
+}
+
+/// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else `/tmp/perfvisor-UID`.
+pub fn directory() -> PathBuf {
+    directory_for(
+        std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
+        peer::own_uid(),
+    )
+}
+
+fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
+    match runtime.filter(|dir| dir.is_absolute()) {
+        Some(dir) => dir.join("perfvisor"),
+        // A minimal system may have no /run.
+        None if uid == 0 && Path::new("/run").is_dir() => PathBuf::from("/run/perfvisor"),
+        None => PathBuf::from(format!("/tmp/perfvisor-{uid}")),
+    }
+}
+
+/// Whether a VM can have this name.
+///
+/// # Errors
+/// [`PlaceError::Name`].
+pub fn check_name(name: &str) -> Result<(), PlaceError> {
+    let good = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    if (1..=MAX_NAME).contains(&name.len()) && !name.starts_with(['.', '-']) && name.bytes().all(good) {
+        Ok(())
+    } else {
+        Err(PlaceError::Name(name.to_owned()))
+    }
+}
+
+/// The directory, made if it is not there, and only if it is ours alone.
+fn private(dir: &Path) -> Result<(), PlaceError> {
+    match fs::DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(os("cannot make", dir)(e)),
+    }
+    // No link is followed: in /tmp anybody could have put one there.
+    let meta = fs::symlink_metadata(dir).map_err(os("cannot look at", dir))?;
+    let owner = peer::own_uid();
+    if !meta.is_dir() || meta.uid() != owner || meta.permissions().mode() & 0o077 != 0 {
+        return Err(PlaceError::NotPrivate {
+            dir: dir.to_owned(),
+            owner,
+        });
+    }
+    Ok(())
+}
+
+/// A VM's listening socket. Its file goes when this is dropped.
+#[derive(Debug)]
+pub struct Socket {
+    /// The listener, nonblocking.
+    pub listener: UnixListener,
+    path: PathBuf,
+}
+
+impl Socket {
+    /// Listens for VM `name` in `dir`. A file that a dead VM of that name left behind is replaced.
+    ///
+    /// # Errors
+    /// [`PlaceError`].
+    pub fn bind(dir: &Path, name: &str) -> Result<Self, PlaceError> {
+        check_name(name)?;
+        private(dir)?;
+        let path = dir.join(format!("{name}{SUFFIX}"));
+        // Bound under another name and linked in place: at its own name it is never seen before it listens, and of
+        // two VMs that want one name the link decides.
+        let hidden = dir.join(format!(".{}-{name}", std::process::id()));
+        let _ = fs::remove_file(&hidden);
+        let listener = UnixListener::bind(&hidden).map_err(os("cannot listen at", &hidden))?;
+        let linked = link(&hidden, &path, name);
+        let _ = fs::remove_file(&hidden);
+        linked?;
+        let socket = Self { listener, path };
+        socket
+            .listener
+            .set_nonblocking(true)
+            .map_err(os("cannot make nonblocking", &socket.path))?;
+        Ok(socket)
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+fn link(hidden: &Path, path: &Path, name: &str) -> Result<(), PlaceError> {
+    for _ in 0..2 {
+        match fs::hard_link(hidden, path) {
+            Ok(()) => return Ok(()),
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(os("cannot make", path)(e)),
+            Err(_) if is_dead(path) => {
+                let _ = fs::remove_file(path);
+            }
+            Err(_) => break,
+        }
+    }
+    Err(PlaceError::Taken(name.to_owned()))
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Whether nobody listens any more: the VM was killed.
+fn is_dead(path: &Path) -> bool {
+    matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// Names of the VMs in `dir`, sorted. Sockets of dead ones are removed. A missing directory has none.
+///
+/// # Errors
+/// [`PlaceError::Os`] if the directory cannot be read.
+pub fn names(dir: &Path) -> Result<Vec<String>, PlaceError> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(os("cannot read", dir)(e)),
+    };
+    let mut names = Vec::new();
+    for entry in entries.flatten() {
+        let file = entry.file_name();
+        let Some(name) = file.to_str().and_then(|f| f.strip_suffix(SUFFIX)) else {
+            continue;
+        };
+        if check_name(name).is_err() {
+            continue;
+        }
+        if is_dead(&entry.path()) {
+            let _ = fs::remove_file(entry.path());
+        } else {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Connects to VM `name`.
+///
+/// # Errors
+/// That of `connect(2)`; a socket nobody listens at is removed.
+pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
+    let path = dir.join(format!("{name}{SUFFIX}"));
+    UnixStream::connect(&path).inspect_err(|e| {
+        if e.kind() == io::ErrorKind::ConnectionRefused {
+            let _ = fs::remove_file(&path);
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_directory_follows_the_environment() {
+        assert_eq!(
+            directory_for(Some("/run/user/7".into()), 7),
+            Path::new("/run/user/7/perfvisor")
+        );
+        assert_eq!(directory_for(None, 0), Path::new("/run/perfvisor"));
+        assert_eq!(directory_for(None, 7), Path::new("/tmp/perfvisor-7"));
+        assert_eq!(
+            directory_for(Some("relative".into()), 7),
+            Path::new("/tmp/perfvisor-7")
+        );
+    }
+
+    #[test]
+    fn names_that_are_no_file_names_are_refused() {
+        for bad in [
+            "",
+            ".",
+            "..",
+            ".x",
+            "-x",
+            "a/b",
+            "a b",
+            "ü",
+            "a\0",
+            &"x".repeat(65),
+        ] {
+            assert!(check_name(bad).is_err(), "{bad:?}");
+        }
+        for good in ["vm-12", "a", "A.b_c-9", &"x".repeat(64)] {
+            assert!(check_name(good).is_ok(), "{good:?}");
+        }
+    }
+
+    /// A live socket keeps its name, a dead one's is taken over and leaves the list.
+    #[test]
+    fn a_name_belongs_to_who_listens() {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("perfvisor");
+        let first = Socket::bind(&dir, "a").unwrap();
+        assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+        assert!(matches!(Socket::bind(&dir, "a"), Err(PlaceError::Taken(_))));
+        assert_eq!(names(&dir).unwrap(), ["a"]);
+        // A VM that is killed closes its listener and leaves its file.
+        let dead = UnixListener::bind(dir.join("b.sock")).unwrap();
+        drop(dead);
+        let second = Socket::bind(&dir, "b").unwrap();
+        assert_eq!(names(&dir).unwrap(), ["a", "b"]);
+        drop(second);
+        drop(UnixListener::bind(dir.join("c.sock")).unwrap());
+        assert_eq!(names(&dir).unwrap(), ["a"]);
+        assert!(!dir.join("c.sock").exists());
+        drop(first);
+        assert_eq!(names(&dir).unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_directory_open_to_others_is_refused() {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("perfvisor");
+        fs::create_dir(&dir).unwrap();
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(matches!(
+            Socket::bind(&dir, "a"),
+            Err(PlaceError::NotPrivate { .. })
+        ));
+    }
+}

@@ -1,0 +1,330 @@
+//! What is said over a control socket: JSON, one object in a line. `docs/control.md` describes it for other programs.
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the protocol. A client says which one it speaks in its first request.
+pub const PROTOCOL: u32 = 1;
+/// Longest request, its newline included, in bytes.
+pub const MAX_REQUEST: usize = 64 << 10;
+/// Most events of one connection.
+pub const MAX_EVENTS: usize = 1024;
+/// Most data pages of a ring.
+pub const MAX_RING_PAGES: u32 = 4096;
+
+/// A request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Request {
+    /// Comes back in the reply.
+    pub id: u64,
+    /// What is asked.
+    #[serde(flatten)]
+    pub call: Call,
+}
+
+/// What a client can ask.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "call", rename_all = "snake_case")]
+pub enum Call {
+    /// Has to be first. Reply: [`VmInfo`].
+    Hello {
+        /// The version the client speaks.
+        protocol: u32,
+    },
+    /// Reply: [`VmInfo`].
+    Status,
+    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] says how many have arrived.
+    Pause,
+    /// Lets them go on.
+    Resume,
+    /// Ends the VM.
+    Stop,
+    /// Who gets the host's counters from now on: guest-first, operator-first or strict.
+    Share {
+        /// Its name.
+        policy: String,
+    },
+    /// Replaces the filter of the events the guest may count.
+    Filter {
+        /// Its text, as in a file for `--pmu-filter`.
+        toml: String,
+    },
+    /// Opens events, disabled. Reply: a list of [`Opened`].
+    Open {
+        /// A list in perf's syntax.
+        events: String,
+        /// On which vCPUs; all when left out.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        vcpus: Option<Vec<u32>>,
+        /// To sample; counting only when left out.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        sampling: Option<Sampling>,
+    },
+    /// Enables all events of this connection.
+    Enable,
+    /// Disables them.
+    Disable,
+    /// Reads them all. Reply: a list of [`EventReading`].
+    Read,
+    /// Closes them all.
+    Close,
+    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with it.
+    Ring {
+        /// The vCPU.
+        vcpu: u32,
+        /// Data pages, a power of two.
+        pages: u32,
+    },
+    /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
+    RingLosses,
+    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
+    Symbols,
+    /// Has each vCPU look at what its guest has programmed. Reply: [`Generation`].
+    GuestView,
+    /// What the vCPUs saw. Reply: [`GuestViews`].
+    GuestViewResult {
+        /// Which look.
+        generation: u64,
+    },
+}
+
+/// How to sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Events for a sample, or samples a second.
+    pub rate: u64,
+    /// `rate` is a frequency in Hz.
+    pub frequency: bool,
+    /// With the guest's call chain.
+    pub callchain: bool,
+}
+
+/// A reply: `ok` or `error`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reply {
+    /// The request's.
+    pub id: u64,
+    /// What it came to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ok: Option<serde_json::Value>,
+    /// Why it came to nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<Failure>,
+}
+
+/// Why a request was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    /// For programs.
+    pub kind: FailureKind,
+    /// For people: one line.
+    pub message: String,
+}
+
+/// Kinds of failures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureKind {
+    /// No request of this protocol, or out of order. The connection is closed.
+    Protocol,
+    /// Too many requests. The connection is closed.
+    Rate,
+    /// A value that is not allowed.
+    Invalid,
+    /// Not allowed to this user.
+    Denied,
+    /// A limit on memory, events or slots.
+    Limit,
+    /// This VM or this host cannot do it.
+    Unsupported,
+    /// A system call failed.
+    Internal,
+}
+
+/// A VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmInfo {
+    /// Version of the protocol that is spoken.
+    pub protocol: u32,
+    /// Version of Perfvisor.
+    pub version: String,
+    /// The VM's name.
+    pub name: String,
+    /// Process that runs it.
+    pub pid: u32,
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// Its PMU model; "off" for none.
+    pub pmu: String,
+    /// What runs in it.
+    pub guest: String,
+    /// running, paused or stopped.
+    pub state: String,
+    /// vCPUs that are out of the guest because of a pause.
+    pub parked: u32,
+    /// Time since it was started, in milliseconds.
+    pub uptime_ms: u64,
+    /// What the client may do: admin or operator.
+    pub role: String,
+}
+
+/// An event that was opened, or could not be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opened {
+    /// Its number on this connection; `None` when it cannot be counted here.
+    pub handle: Option<u32>,
+    /// Why it cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unsupported: Option<String>,
+    /// As in the list.
+    pub name: String,
+    /// Its place in the list, from 0.
+    pub index: u32,
+    /// On which vCPU.
+    pub vcpu: u32,
+    /// Who counts: hardware, clock, software, kvm or vmm.
+    pub backing: String,
+    /// Its counts are nanoseconds.
+    pub nanoseconds: bool,
+    /// Its counts are an estimate even when it is on all the time.
+    pub estimate: bool,
+    /// The id that its samples carry.
+    pub id: u64,
+    /// `perf_event_attr.type`.
+    pub kind: u32,
+    /// `perf_event_attr.config`.
+    pub config: u64,
+}
+
+/// One reading.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EventReading {
+    /// The event's number.
+    pub handle: u32,
+    /// What was counted.
+    pub value: u64,
+    /// Time it was enabled, in ns.
+    pub enabled_ns: u64,
+    /// Time of that it counted, in ns.
+    pub running_ns: u64,
+    /// What it would have counted had it been on all the time; `None` if it was not counted.
+    pub estimate: Option<u64>,
+    /// Standard error of `estimate`; 0 when it was counted, `None` when not known.
+    pub standard_error: Option<f64>,
+    /// The event is in the error state: pinned, and no slot.
+    pub failed: bool,
+}
+
+/// A ring. Its memfd comes with the reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RingInfo {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// `sample_type` of its samples.
+    pub sample_type: u64,
+}
+
+/// Records that found no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RingLoss {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// How many.
+    pub lost: u64,
+}
+
+/// The guest kernel's symbols. The text comes as a memfd with the reply.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SymbolsInfo {
+    /// Bytes of text.
+    pub bytes: u64,
+    /// One address space for all: the guest has no user space of its own.
+    pub flat: bool,
+    /// Where they come from.
+    pub source: String,
+}
+
+/// Which look at the guest's counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Generation {
+    /// Counts up.
+    pub generation: u64,
+}
+
+/// What vCPUs saw.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestViews {
+    /// All vCPUs have looked.
+    pub complete: bool,
+    /// A list of counters for each vCPU that has.
+    pub vcpus: Vec<VcpuView>,
+}
+
+/// What one vCPU's guest has programmed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VcpuView {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// PMIs delivered so far.
+    pub pmis: u64,
+    /// Its counters.
+    pub counters: Vec<GuestCounter>,
+}
+
+/// A counter of the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestCounter {
+    /// Its name: gp0, fixed1.
+    pub counter: String,
+    /// The guest has it enabled.
+    pub enabled: bool,
+    /// What it is to count; `None` while it selects nothing.
+    pub event: Option<String>,
+    /// The filter lets it.
+    pub allowed: bool,
+    /// Who counts; `None` before it was enabled for the first time.
+    pub backing: Option<String>,
+    /// What the guest would read.
+    pub value: u64,
+    /// Time the present event was enabled, in ns.
+    pub enabled_ns: u64,
+    /// Time of that it counted, in ns.
+    pub running_ns: u64,
+    /// Overflows so far.
+    pub overflows: u64,
+    /// Overflows that asked for a PMI.
+    pub pmi_requests: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn requests_look_as_documented() {
+        let text = |call| serde_json::to_string(&Request { id: 3, call }).unwrap();
+        assert_eq!(text(Call::Status), r#"{"id":3,"call":"status"}"#);
+        assert_eq!(
+            text(Call::Hello { protocol: 1 }),
+            r#"{"id":3,"call":"hello","protocol":1}"#
+        );
+        let open = r#"{"id":1,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0]}"#;
+        let open: Request = serde_json::from_str(open).unwrap();
+        assert_eq!(
+            open.call,
+            Call::Open {
+                events: "{cycles,kvm:exits}".into(),
+                vcpus: Some(vec![0]),
+                sampling: None
+            }
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_makes_the_parser_panic(line in prop::collection::vec(any::<u8>(), 0..300)) {
+            let _ = serde_json::from_slice::<Request>(&line);
+        }
+    }
+}

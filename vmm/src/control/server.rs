@@ -1,0 +1,568 @@
+//! The VM's side of its control socket, a subscriber of the main loop.
+//!
+//! Nothing here waits for a client: sockets are nonblocking, a request is at most [`MAX_REQUEST`] bytes, a connection
+//! makes at most [`REQUESTS_PER_SECOND`] of them, and replies a client does not fetch are kept up to [`MAX_UNSENT`]
+//! bytes. Who goes beyond a bound loses the connection, and with it its events.
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use perf_core::{Role, SharePolicy};
+use serde::Serialize;
+use serde_json::Value;
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+use vpmu::EventFilter;
+
+use super::mailbox::Mailbox;
+use super::peer;
+use super::place::Socket;
+use super::protocol::{
+    Call, Failure, FailureKind, Generation, GuestViews, MAX_REQUEST, PROTOCOL, Reply, Request, SymbolsInfo,
+    VmInfo,
+};
+use super::session::{EventSession, fail, role};
+use crate::boot::SymbolTable;
+use crate::pmu::VmPmu;
+use crate::vcpu::Kicker;
+use crate::vcpu::control::{RunControl, RunState, StopReason};
+
+/// Most connections at a time.
+const MAX_CONNECTIONS: usize = 32;
+/// Requests a connection may make in the long run.
+const REQUESTS_PER_SECOND: f64 = 1000.0;
+/// And at once.
+const REQUEST_BURST: f64 = 200.0;
+/// Most bytes of replies that wait for a client.
+const MAX_UNSENT: usize = 1 << 20;
+/// Bytes taken from a connection before others get their turn.
+const READ_CHUNK: usize = 16 << 10;
+/// Epoll data of the listener; connections have smaller numbers.
+const LISTENER: u32 = u32::MAX;
+
+/// What a client may learn of and do to the VM.
+pub struct Controlled {
+    /// Its name.
+    pub name: String,
+    /// Its PMU model.
+    pub pmu_name: String,
+    /// What runs in it.
+    pub guest: String,
+    /// When it was started.
+    pub started: Instant,
+    /// Run state and end.
+    pub control: Arc<RunControl>,
+    /// The PMU, unless the guest has none.
+    pub pmu: Option<Arc<VmPmu>>,
+    /// Makes vCPUs look at what is asked of them.
+    pub kicker: Kicker,
+    /// One for each vCPU.
+    pub mailboxes: Vec<Arc<Mailbox>>,
+    /// The guest kernel's text symbols.
+    pub symbols: Arc<SymbolTable>,
+    /// The guest has one address space and no user programs of its own.
+    pub flat: bool,
+}
+
+impl Controlled {
+    fn info(&self, role: Role) -> VmInfo {
+        VmInfo {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").into(),
+            name: self.name.clone(),
+            pid: std::process::id(),
+            vcpus: self.mailboxes.len() as u32,
+            pmu: self.pmu_name.clone(),
+            guest: self.guest.clone(),
+            state: match self.control.state() {
+                RunState::Running => "running",
+                RunState::Paused => "paused",
+                RunState::Stopped => "stopped",
+            }
+            .into(),
+            parked: self.control.parked() as u32,
+            uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
+            role: match role {
+                Role::Operator => "operator",
+                Role::Admin | Role::Guest => "admin",
+            }
+            .into(),
+        }
+    }
+
+    /// Has the vCPUs look into their mailboxes.
+    fn deliver(&self) {
+        self.control.wake_parked();
+        self.kicker.kick();
+    }
+
+    fn symbol_text(&self) -> Vec<u8> {
+        let mut text = Vec::new();
+        for (address, _, name) in self.symbols.iter() {
+            // Writing to a Vec does not fail.
+            let _ = writeln!(text, "{address:016x} T {name}");
+        }
+        text
+    }
+}
+
+struct Connection {
+    stream: UnixStream,
+    uid: u32,
+    greeted: bool,
+    incoming: Vec<u8>,
+    outgoing: Vec<u8>,
+    waits_for_room: bool,
+    tokens: f64,
+    refilled: Instant,
+    events: Option<EventSession>,
+}
+
+/// Whether a connection stays.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Stays,
+    Ends,
+}
+
+/// What a request came to, with a descriptor to go with the reply.
+enum Done {
+    Value(Value),
+    WithFd(Value, FdSource),
+}
+
+enum FdSource {
+    Ring(Arc<perf_core::ring::Ring>),
+    File(std::fs::File),
+}
+
+impl FdSource {
+    fn fd(&self) -> BorrowedFd<'_> {
+        use std::os::fd::AsFd;
+        match self {
+            FdSource::Ring(ring) => ring.memfd(),
+            FdSource::File(file) => file.as_fd(),
+        }
+    }
+}
+
+/// The control socket of a VM.
+pub struct ControlServer {
+    vm: Controlled,
+    socket: Socket,
+    connections: HashMap<u32, Connection>,
+    next: u32,
+    /// The listener is out of the loop for want of descriptors.
+    deaf: bool,
+    views: u64,
+}
+
+impl ControlServer {
+    /// Serves `vm` at `socket`.
+    pub fn new(vm: Controlled, socket: Socket) -> Self {
+        Self {
+            vm,
+            socket,
+            connections: HashMap::new(),
+            next: 0,
+            deaf: false,
+            views: 0,
+        }
+    }
+
+    fn accept(&mut self, ops: &mut EventOps) {
+        loop {
+            match self.socket.listener.accept() {
+                Ok((stream, _)) => {
+                    if let Err(e) = self.admit(stream, ops) {
+                        log::warn!("control socket: {e}");
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    // Most likely no descriptors are left. The listener would stay ready, and the loop busy.
+                    log::warn!("control socket: accept: {e}; no new connections until one ends");
+                    self.deaf = true;
+                    let _ = ops.remove(Events::empty(&self.socket.listener));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn admit(&mut self, stream: UnixStream, ops: &mut EventOps) -> io::Result<()> {
+        let uid = peer::peer_uid(&stream)?;
+        if uid != 0 && uid != peer::own_uid() {
+            return Err(io::Error::other(format!("user {uid} is not the VM's owner")));
+        }
+        if self.connections.len() >= MAX_CONNECTIONS {
+            return Err(io::Error::other(format!(
+                "{MAX_CONNECTIONS} connections are open, one more is refused"
+            )));
+        }
+        stream.set_nonblocking(true)?;
+        while self.next == LISTENER || self.connections.contains_key(&self.next) {
+            self.next = self.next.wrapping_add(1);
+        }
+        let id = self.next;
+        self.next = self.next.wrapping_add(1);
+        ops.add(Events::with_data(&stream, id, EventSet::IN))
+            .map_err(|e| io::Error::other(e.to_string()))?;
+        self.connections.insert(
+            id,
+            Connection {
+                stream,
+                uid,
+                greeted: false,
+                incoming: Vec::new(),
+                outgoing: Vec::new(),
+                waits_for_room: false,
+                tokens: REQUEST_BURST,
+                refilled: Instant::now(),
+                events: None,
+            },
+        );
+        Ok(())
+    }
+
+    fn serve(&mut self, id: u32, set: EventSet, ops: &mut EventOps) {
+        let Some(mut connection) = self.connections.remove(&id) else {
+            return;
+        };
+        let mut fate = Fate::Stays;
+        if set.contains(EventSet::OUT) {
+            fate = connection.flush();
+        }
+        if fate == Fate::Stays && set.intersects(EventSet::IN | EventSet::HANG_UP | EventSet::ERROR) {
+            fate = self.receive(&mut connection);
+        }
+        if fate == Fate::Stays {
+            let waits = !connection.outgoing.is_empty();
+            if waits != connection.waits_for_room {
+                connection.waits_for_room = waits;
+                // Requests wait while replies do.
+                let wanted = if waits { EventSet::OUT } else { EventSet::IN };
+                if let Err(e) = ops.modify(Events::with_data(&connection.stream, id, wanted)) {
+                    log::warn!("control socket: {e}");
+                    fate = Fate::Ends;
+                }
+            }
+        }
+        match fate {
+            Fate::Stays => {
+                self.connections.insert(id, connection);
+            }
+            Fate::Ends => {
+                let _ = ops.remove(Events::empty(&connection.stream));
+                drop(connection);
+                if std::mem::take(&mut self.deaf)
+                    && let Err(e) = ops.add(Events::with_data(&self.socket.listener, LISTENER, EventSet::IN))
+                {
+                    log::error!("control socket: {e}");
+                }
+            }
+        }
+    }
+
+    fn receive(&mut self, connection: &mut Connection) -> Fate {
+        let mut chunk = [0; READ_CHUNK];
+        match connection.stream.read(&mut chunk) {
+            Ok(0) => return Fate::Ends,
+            Ok(n) => connection.incoming.extend_from_slice(&chunk[..n]),
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            Err(_) => return Fate::Ends,
+        }
+        while let Some(end) = memchr::memchr(b'\n', &connection.incoming) {
+            let rest = connection.incoming.split_off(end + 1);
+            let line = std::mem::replace(&mut connection.incoming, rest);
+            if self.request(connection, &line[..end]) == Fate::Ends {
+                return Fate::Ends;
+            }
+        }
+        if connection.incoming.len() >= MAX_REQUEST {
+            let message = format!("a request is longer than {MAX_REQUEST} bytes");
+            connection.refuse(0, FailureKind::Protocol, message);
+            return Fate::Ends;
+        }
+        Fate::Stays
+    }
+
+    fn request(&mut self, connection: &mut Connection, line: &[u8]) -> Fate {
+        if !connection.may_ask() {
+            let message = format!("more than {REQUESTS_PER_SECOND} requests a second");
+            connection.refuse(0, FailureKind::Rate, message);
+            return Fate::Ends;
+        }
+        let request: Request = match serde_json::from_slice(line) {
+            Ok(request) => request,
+            Err(e) => {
+                connection.refuse(0, FailureKind::Protocol, format!("no request: {e}"));
+                return Fate::Ends;
+            }
+        };
+        let first = matches!(request.call, Call::Hello { .. });
+        if !connection.greeted && !first {
+            let message = "the first request must be hello";
+            connection.refuse(request.id, FailureKind::Protocol, message.into());
+            return Fate::Ends;
+        }
+        match self.answer(connection, request.call) {
+            Ok(Done::Value(value)) => connection.reply(request.id, value),
+            Ok(Done::WithFd(value, fd)) => connection.reply_with(request.id, value, &fd),
+            Err(failure) => {
+                let fatal = failure.kind == FailureKind::Protocol;
+                let fate = connection.send(&Reply {
+                    id: request.id,
+                    ok: None,
+                    error: Some(failure),
+                });
+                if fatal { Fate::Ends } else { fate }
+            }
+        }
+    }
+
+    fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
+        let vm = &self.vm;
+        match call {
+            Call::Hello { protocol } if protocol == PROTOCOL => {
+                connection.greeted = true;
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Hello { protocol } => fail(
+                FailureKind::Protocol,
+                format!(
+                    "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
+                ),
+            ),
+            Call::Status => value(vm.info(role(connection.uid))),
+            Call::Pause | Call::Resume => {
+                if !vm.control.set_paused(call == Call::Pause) {
+                    return fail(FailureKind::Invalid, "the VM has ended");
+                }
+                vm.kicker.kick();
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Stop => {
+                vm.control.stop(StopReason::Operator);
+                vm.kicker.kick();
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Share { policy } => {
+                let policy = share_policy(&policy)?;
+                self.pmu()?.core().set_share(policy);
+                value(Value::Null)
+            }
+            Call::Filter { toml } => {
+                self.pmu()?;
+                let filter =
+                    EventFilter::from_toml(&toml).or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
+                let filter = Arc::new(filter);
+                for mailbox in &vm.mailboxes {
+                    mailbox.send_filter(filter.clone());
+                }
+                vm.deliver();
+                value(Value::Null)
+            }
+            Call::Open {
+                events,
+                vcpus,
+                sampling,
+            } => {
+                let pmu = self.pmu()?.clone();
+                let vcpu_count = vm.mailboxes.len() as u32;
+                let session = connection
+                    .events
+                    .get_or_insert_with(|| EventSession::new(pmu, connection.uid, vcpu_count));
+                value(session.open(&events, vcpus.as_deref(), sampling)?)
+            }
+            Call::Enable | Call::Disable => {
+                if let Some(events) = &connection.events {
+                    events.set_enabled(call == Call::Enable);
+                }
+                value(Value::Null)
+            }
+            Call::Read => value(
+                connection
+                    .events
+                    .as_ref()
+                    .map(EventSession::read)
+                    .unwrap_or_default(),
+            ),
+            Call::Close => {
+                connection.events = None;
+                value(Value::Null)
+            }
+            Call::Ring { vcpu, pages } => {
+                let Some(events) = &mut connection.events else {
+                    return fail(FailureKind::Invalid, "no event is open");
+                };
+                let (info, ring) = events.ring(vcpu, pages)?;
+                Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
+            }
+            Call::RingLosses => value(
+                connection
+                    .events
+                    .as_ref()
+                    .map(EventSession::losses)
+                    .unwrap_or_default(),
+            ),
+            Call::Symbols => self.symbols(),
+            Call::GuestView => {
+                self.pmu()?;
+                self.views += 1;
+                for mailbox in &vm.mailboxes {
+                    mailbox.ask_view(self.views);
+                }
+                vm.deliver();
+                value(Generation {
+                    generation: self.views,
+                })
+            }
+            Call::GuestViewResult { generation } => {
+                let vcpus: Vec<_> = vm.mailboxes.iter().filter_map(|m| m.view(generation)).collect();
+                value(GuestViews {
+                    complete: vcpus.len() == vm.mailboxes.len(),
+                    vcpus,
+                })
+            }
+        }
+    }
+
+    fn pmu(&self) -> Result<&Arc<VmPmu>, Failure> {
+        match &self.vm.pmu {
+            Some(pmu) => Ok(pmu),
+            None => fail(
+                FailureKind::Unsupported,
+                "this VM has no PMU and counts nothing; run it without --pmu off",
+            ),
+        }
+    }
+
+    fn symbols(&self) -> Result<Done, Failure> {
+        let text = self.vm.symbol_text();
+        let internal = |e: io::Error| Failure {
+            kind: FailureKind::Internal,
+            message: format!("symbols: {e}"),
+        };
+        let mut file = peer::memfd("symbols").map_err(internal)?;
+        file.write_all(&text).map_err(internal)?;
+        let info = SymbolsInfo {
+            bytes: text.len() as u64,
+            flat: self.vm.flat,
+            source: self.vm.guest.clone(),
+        };
+        Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
+    }
+}
+
+fn to_value(of: impl Serialize) -> Result<Value, Failure> {
+    serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, e.to_string()))
+}
+
+fn value(of: impl Serialize) -> Result<Done, Failure> {
+    to_value(of).map(Done::Value)
+}
+
+fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
+    crate::cli::parse_share(name).or_else(|why| fail(FailureKind::Invalid, format!("share: {why}")))
+}
+
+impl Connection {
+    /// Takes one request out of the rate.
+    fn may_ask(&mut self) -> bool {
+        let now = Instant::now();
+        let passed = now.duration_since(self.refilled).as_secs_f64();
+        self.refilled = now;
+        self.tokens = (self.tokens + passed * REQUESTS_PER_SECOND).min(REQUEST_BURST);
+        if self.tokens < 1.0 {
+            return false;
+        }
+        self.tokens -= 1.0;
+        true
+    }
+
+    fn refuse(&mut self, id: u64, kind: FailureKind, message: String) {
+        let error = Some(Failure { kind, message });
+        // The connection ends anyway.
+        let _ = self.send(&Reply { id, ok: None, error });
+    }
+
+    fn reply(&mut self, id: u64, ok: Value) -> Fate {
+        self.send(&Reply {
+            id,
+            ok: Some(ok),
+            error: None,
+        })
+    }
+
+    fn send(&mut self, reply: &Reply) -> Fate {
+        if serde_json::to_writer(&mut self.outgoing, reply).is_err() {
+            return Fate::Ends;
+        }
+        self.outgoing.push(b'\n');
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Fate {
+        while !self.outgoing.is_empty() {
+            match self.stream.write(&self.outgoing) {
+                Ok(0) => return Fate::Ends,
+                Ok(n) => {
+                    self.outgoing.drain(..n);
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return Fate::Ends,
+            }
+        }
+        if self.outgoing.len() > MAX_UNSENT {
+            Fate::Ends
+        } else {
+            Fate::Stays
+        }
+    }
+
+    /// A reply with a descriptor, which comes with its first byte.
+    fn reply_with(&mut self, id: u64, ok: Value, source: &FdSource) -> Fate {
+        if !self.outgoing.is_empty() {
+            // A client that waits for a descriptor has read what came before.
+            return Fate::Ends;
+        }
+        let reply = Reply {
+            id,
+            ok: Some(ok),
+            error: None,
+        };
+        let Ok(mut line) = serde_json::to_vec(&reply) else {
+            return Fate::Ends;
+        };
+        line.push(b'\n');
+        match self.stream.send_with_fd(line.as_slice(), source.fd().as_raw_fd()) {
+            Ok(sent) => {
+                self.outgoing.extend_from_slice(&line[sent.min(line.len())..]);
+                self.flush()
+            }
+            Err(_) => Fate::Ends,
+        }
+    }
+}
+
+impl MutEventSubscriber for ControlServer {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            LISTENER => self.accept(ops),
+            id => self.serve(id, events.event_set(), ops),
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(e) = ops.add(Events::with_data(&self.socket.listener, LISTENER, EventSet::IN)) {
+            log::error!("control socket: {e}; this VM cannot be controlled");
+        }
+    }
+}

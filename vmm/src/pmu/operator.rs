@@ -1,0 +1,152 @@
+//! An operator's events: from what was written after `-e` to what perf-core opens.
+
+use perf_core::Attr;
+use perf_core::EventType;
+use perf_core::pmu::clock::{self, ClockPmu};
+use vpmu::{CounterView, EventRequest, GuestEvent, ParavirtualEvent};
+
+use super::VmPmu;
+use crate::control::protocol::GuestCounter;
+use crate::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
+
+/// An operator's event as perf-core takes it, counting.
+#[derive(Clone, Debug)]
+pub struct OperatorEvent {
+    /// The attributes, disabled.
+    pub attr: Attr,
+    /// Who counts.
+    pub backing: &'static str,
+    /// Its counts are nanoseconds.
+    pub nanoseconds: bool,
+    /// Its counts are estimates even when it is on all the time.
+    pub estimate: bool,
+}
+
+impl VmPmu {
+    /// What counts `spec` here.
+    ///
+    /// # Errors
+    /// Why nothing does.
+    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, String> {
+        let m = &spec.modifiers;
+        if m.host && !m.guest {
+            return Err("events count the guest; for the host's side use perf on the VMM's threads".into());
+        }
+        if m.precise > 0 || m.precise_max {
+            return Err("there is no precise sampling of a guest".into());
+        }
+        let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
+            EventKind::Hardware(event) if self.hardware => {
+                (EventType::HARDWARE, *event as u64, 0, 0, "hardware", false)
+            }
+            EventKind::Hardware(HardwareEvent::Cycles) => {
+                (EventType::CLOCK, clock::CYCLES, 0, 0, "clock", false)
+            }
+            EventKind::Hardware(HardwareEvent::RefCycles) => {
+                (EventType::CLOCK, clock::REF_CYCLES, 0, 0, "clock", false)
+            }
+            EventKind::Cache(config) if self.hardware => {
+                (EventType::HW_CACHE, *config, 0, 0, "hardware", false)
+            }
+            EventKind::Raw {
+                config,
+                config1,
+                config2,
+            } if self.hardware => (EventType::RAW, *config, *config1, *config2, "hardware", false),
+            EventKind::Hardware(_) | EventKind::Cache(_) | EventKind::Raw { .. } => {
+                return Err("this host has no hardware PMU".into());
+            }
+            EventKind::Software(event) => {
+                let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
+                (EventType::SOFTWARE, *event as u64, 0, 0, "software", time)
+            }
+            EventKind::Kvm(name) => {
+                let config = self
+                    .kvm
+                    .config(name)
+                    .ok_or_else(|| format!("this host's KVM keeps no statistic '{name}'"))?;
+                (EventType::KVM, config, 0, 0, "kvm", false)
+            }
+            EventKind::Paravirtual(name) => {
+                let (ty, config, backing) = self
+                    .paravirtual(name)
+                    .ok_or_else(|| format!("this host cannot count '{name}' for an operator"))?;
+                (ty, config, 0, 0, backing, *name == "steal-ns")
+            }
+        };
+        let attr = Attr {
+            ty,
+            config,
+            config1,
+            config2,
+            disabled: true,
+            pinned: m.pinned,
+            exclusive: m.exclusive,
+            exclude_user: m.exclude_user(),
+            exclude_kernel: m.exclude_kernel(),
+            exclude_idle: m.exclude_idle,
+            // The side of the host's own events (page faults, switches) is the host; all others are the guest's.
+            exclude_host: ty != EventType::SOFTWARE,
+            ..Attr::default()
+        };
+        Ok(OperatorEvent {
+            estimate: ClockPmu::is_estimate(&attr),
+            attr,
+            backing,
+            nanoseconds,
+        })
+    }
+
+    /// What counts a paravirtual event on behalf of an operator: the same that does so for the guest.
+    fn paravirtual(&self, name: &str) -> Option<(EventType, u64, &'static str)> {
+        let kvm = |statistic| Some((EventType::KVM, self.kvm.config(statistic)?, "kvm"));
+        let software = |event: SoftwareEvent| Some((EventType::SOFTWARE, event as u64, "software"));
+        match ParavirtualEvent::ALL.into_iter().find(|e| e.name() == name)? {
+            ParavirtualEvent::VmExits => kvm("exits"),
+            ParavirtualEvent::IoExits => kvm("io_exits"),
+            ParavirtualEvent::MmioExits => kvm("mmio_exits"),
+            ParavirtualEvent::Halts => kvm("halt_exits"),
+            ParavirtualEvent::IrqInjections => kvm("irq_injections"),
+            ParavirtualEvent::NmiInjections => kvm("nmi_injections"),
+            ParavirtualEvent::HostPageFaults => software(SoftwareEvent::PageFaults),
+            ParavirtualEvent::HostContextSwitches => software(SoftwareEvent::ContextSwitches),
+            ParavirtualEvent::HostMigrations => software(SoftwareEvent::CpuMigrations),
+            ParavirtualEvent::MsrExits => Some((
+                EventType::FED,
+                vpmu::fed::paravirtual(ParavirtualEvent::MsrExits) as u64,
+                "vmm",
+            )),
+            // Fed only while a counter of the guest counts it.
+            ParavirtualEvent::StealNs => None,
+        }
+    }
+}
+
+/// A counter of the guest as it is shown.
+pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
+    GuestCounter {
+        counter: view.counter.to_string(),
+        enabled: view.enabled,
+        event: view.request.as_ref().map(request_name),
+        allowed: view.allowed,
+        backing: view.backing.map(|b| b.name().to_owned()),
+        value: view.value,
+        enabled_ns: view.times.time_enabled_ns,
+        running_ns: view.times.time_running_ns,
+        overflows: view.overflows,
+        pmi_requests: view.pmi_requests,
+    }
+}
+
+/// An event with the levels it counts, as perf writes them.
+fn request_name(request: &EventRequest) -> String {
+    let name = match (request.event, request.raw_config()) {
+        (GuestEvent::Raw, Some(config)) => format!("r{config:x}"),
+        (event, _) => event.to_string(),
+    };
+    match (request.user, request.kernel) {
+        (true, false) => name + ":u",
+        (false, true) => name + ":k",
+        _ => name,
+    }
+}

@@ -1,0 +1,479 @@
+//! A running VM as its operator sees it: the commands and the socket, against the real program and KVM.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use perfvisor_vmm::control::client::Client;
+use perfvisor_vmm::control::protocol::{Call, EventReading, Opened, RingInfo, Sampling, VmInfo};
+use perfvisor_vmm::export::symbolize::Symbolizer;
+use perfvisor_vmm::export::{Profile, folded, reader, report};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
+
+/// A VM with sockets of its own directory; killed when the test ends.
+struct TestVm {
+    child: Child,
+    runtime: tempfile::TempDir,
+    vcpus: u32,
+}
+
+impl TestVm {
+    /// The built-in guest, spinning. `None` where there is no KVM.
+    fn spinning(vcpus: u32) -> Option<Self> {
+        if !Path::new("/dev/kvm").exists() {
+            eprintln!("skipped: no /dev/kvm here");
+            return None;
+        }
+        let runtime = tempfile::tempdir().unwrap();
+        let mut child = Command::new(PROGRAM)
+            .args(["run", "--name", "test", "--memory", "32M", "--cmdline", "loop"])
+            .args(["--cpus", &vcpus.to_string()])
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let vm = Self {
+            child,
+            runtime,
+            vcpus,
+        };
+        // The socket was there before the guest started.
+        let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
+        assert!(spins, "the guest does not spin");
+        Some(vm)
+    }
+
+    fn sockets(&self) -> std::path::PathBuf {
+        self.runtime.path().join("perfvisor")
+    }
+
+    fn client(&self) -> Client {
+        Client::connect_in(&self.sockets(), Some("test")).unwrap()
+    }
+
+    fn raw(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.sockets().join("test.sock")).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        Command::new(PROGRAM)
+            .args(args)
+            .env("XDG_RUNTIME_DIR", self.runtime.path())
+            .output()
+            .unwrap()
+    }
+
+    /// Standard output of a command that must succeed.
+    fn say(&self, args: &[&str]) -> String {
+        let out = self.run(args);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(0), "{args:?}: {stderr}");
+        String::from_utf8(out.stdout).unwrap()
+    }
+
+    /// Descriptors the VM has open.
+    fn descriptors(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.child.id()))
+            .unwrap()
+            .count()
+    }
+
+    fn ps(&self) -> Vec<VmInfo> {
+        let text = self.say(&["ps", "--json"]);
+        text.lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
+    }
+}
+
+impl Drop for TestVm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for something that must come about; the bound only makes a failure end.
+fn eventually(what: &str, mut test: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !test() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn value_of(line: &str) -> serde_json::Value {
+    serde_json::from_str(line).unwrap()
+}
+
+/// ps, pause, resume, share, filter, guest view and stop do what they say.
+#[test]
+fn an_operator_controls_a_vm() {
+    let Some(mut vm) = TestVm::spinning(2) else { return };
+    let seen = vm.ps();
+    assert_eq!(seen.len(), 1);
+    assert_eq!(
+        (seen[0].name.as_str(), seen[0].pid, seen[0].vcpus),
+        ("test", vm.child.id(), 2)
+    );
+    assert_eq!(seen[0].state, "running");
+    assert!(vm.say(&["ps"]).lines().count() == 2);
+
+    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!((vm.ps()[0].state.as_str(), vm.ps()[0].parked), ("paused", 2));
+    // A paused vCPU counts nothing, and nothing is printed for it.
+    let line = vm.say(&["stat", "test", "-d", "0.1", "-j", "-e", "cycles"]);
+    assert_eq!(value_of(&line)["counter-value"], "<not counted>");
+    // It still answers what its guest has programmed.
+    let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
+    assert_eq!(view.lines().count(), 2);
+    assert!(
+        !value_of(view.lines().next().unwrap())["counters"]
+            .as_array()
+            .unwrap()
+            .is_empty()
+    );
+
+    assert_eq!(vm.say(&["ctl", "test", "resume"]), "test: running\n");
+    let line = vm.say(&["stat", "test", "-d", "0.2", "-j", "-e", "cycles"]);
+    let cycles = value_of(&line)["counter-value"].as_str().unwrap().parse::<u64>();
+    assert!(cycles.is_ok_and(|n| n > 0), "{line}");
+
+    assert!(
+        vm.say(&["ctl", "test", "share", "operator-first"])
+            .contains("changed")
+    );
+    let filter = vm.runtime.path().join("filter.toml");
+    std::fs::write(&filter, "action = \"deny\"\n").unwrap();
+    assert!(
+        vm.say(&["ctl", "test", "filter", filter.to_str().unwrap()])
+            .contains("changed")
+    );
+    std::fs::write(&filter, "= no filter").unwrap();
+    let out = vm.run(&["ctl", "test", "filter", filter.to_str().unwrap()]);
+    assert_eq!(out.status.code(), Some(2));
+
+    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
+    assert_eq!(vm.child.wait().unwrap().code(), Some(0));
+    assert!(vm.ps().is_empty());
+}
+
+/// Mistakes are one line that names them, and status 2.
+#[test]
+fn mistakes_of_an_operator_are_one_line() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    for (args, word) in [
+        (&["ctl", "nobody", "pause"][..], "running are test"),
+        (&["ctl", "../test", "pause"], "no name"),
+        (&["ctl", "test", "share", "mine"], "guest-first"),
+        (&["ctl", "test", "filter", "/nowhere"], "/nowhere"),
+        (&["stat", "test", "-e", "cyclez"], "unknown event"),
+        (&["stat", "test", "--vcpu", "7", "-d", "1"], "no vCPU 7"),
+        (&["stat", "test", "--vcpu", "x"], "0,2-3"),
+        (&["stat", "test", "-r", "3"], "--duration"),
+        (
+            &["record", "test", "-e", "kvm:exits", "-o", "/nowhere/x"],
+            "cannot be sampled",
+        ),
+        (&["record", "test", "-F", "99999999"], "limit"),
+        (&["record", "test", "-m", "3", "-o", "/nowhere/x"], "power of two"),
+        (&["record", "test", "-d", "1", "-o", "/nowhere/x"], "/nowhere/x"),
+        (&["report", "-i", "/nowhere/x"], "/nowhere/x"),
+        (&["report", "--sort", "colour"], "colour"),
+        (&["run", "--name", "a/b"], "a/b"),
+        (&["run", "--name", "test"], "is running"),
+    ] {
+        let out = vm.run(args);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {stderr}");
+        assert!(
+            stderr.contains(word) && stderr.trim_end().lines().count() == 1,
+            "{args:?}: {stderr}"
+        );
+    }
+}
+
+/// Clients that break the rules lose their connection. The VM, and others' events, go on.
+#[test]
+fn a_hostile_client_harms_nobody_else() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let mut honest = vm.client();
+    let open = |events: &str, sampling| Call::Open {
+        events: events.into(),
+        vcpus: None,
+        sampling,
+    };
+    let _: Vec<Opened> = honest.call(open("cycles", None)).unwrap();
+    let () = honest.call(Call::Enable).unwrap();
+
+    let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
+    for (name, bytes, kind) in [
+        ("garbage", b"\xff\xfe\0 no json\n".to_vec(), "protocol"),
+        (
+            "a request before hello",
+            b"{\"id\":1,\"call\":\"stop\"}\n".to_vec(),
+            "protocol",
+        ),
+        (
+            "another version",
+            hello.replace(":1}", ":99}").into_bytes(),
+            "protocol",
+        ),
+        ("an endless line", vec![b'['; 200_000], "protocol"),
+        (
+            "an unknown call",
+            format!("{hello}{{\"id\":2,\"call\":\"fly\"}}\n").into_bytes(),
+            "protocol",
+        ),
+        (
+            "a flood",
+            format!("{hello}{}", "{\"id\":2,\"call\":\"status\"}\n".repeat(20_000)).into_bytes(),
+            "rate",
+        ),
+    ] {
+        let stream = vm.raw();
+        let mut writer = stream.try_clone().unwrap();
+        // The VM may close before all is written.
+        let sender = std::thread::spawn(move || writer.write_all(&bytes));
+        let mut replies = String::new();
+        let ended = BufReader::new(stream).read_to_string(&mut replies);
+        let _ = sender.join().unwrap();
+        // A reset instead of an orderly end is one too.
+        assert!(
+            ended.is_err() || replies.contains(&format!("\"kind\":\"{kind}\"")),
+            "{name}: {replies}"
+        );
+    }
+    // One that asks and never reads.
+    let mut deaf = vm.raw();
+    deaf.write_all(hello.as_bytes()).unwrap();
+    deaf.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    let _ = deaf.write_all("{\"id\":2,\"call\":\"status\"}\n".repeat(20_000).as_bytes());
+    // And as many as there may be, and more.
+    let crowd: Vec<UnixStream> = (0..50).map(|_| vm.raw()).collect();
+    drop((deaf, crowd));
+
+    let () = honest.call(Call::Disable).unwrap();
+    let readings: Vec<EventReading> = honest.call(Call::Read).unwrap();
+    assert!(readings[0].estimate.is_some_and(|n| n > 0), "{readings:?}");
+    eventually("new clients are served again", || {
+        Client::connect_in(&vm.sockets(), Some("test")).is_ok()
+    });
+}
+
+/// What a client opened goes with it, whatever it was doing, and nothing else does.
+#[test]
+fn a_client_s_events_end_with_it() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    let mut keeps = vm.client();
+    let open = |events: &str, sampling| Call::Open {
+        events: events.into(),
+        vcpus: None,
+        sampling,
+    };
+    let _: Vec<Opened> = keeps.call(open("cycles,task-clock", None)).unwrap();
+    let () = keeps.call(Call::Enable).unwrap();
+    let before = vm.descriptors();
+    for _ in 0..3 {
+        let mut dies = vm.client();
+        let sampling = Sampling {
+            rate: 1000,
+            frequency: true,
+            callchain: true,
+        };
+        let opened: Vec<Opened> = dies
+            .call(open("cycles,cpu-clock,task-clock", Some(sampling)))
+            .unwrap();
+        assert_eq!(opened.len(), 6);
+        for vcpu in 0..vm.vcpus {
+            let (_, _memfd): (RingInfo, _) = dies.call_with_file(Call::Ring { vcpu, pages: 16 }).unwrap();
+        }
+        let () = dies.call(Call::Enable).unwrap();
+        assert!(vm.descriptors() > before);
+        drop(dies);
+        eventually("the descriptors are closed", || vm.descriptors() <= before);
+    }
+    let first: Vec<EventReading> = keeps.call(Call::Read).unwrap();
+    eventually("the other client's events count on", || {
+        let now: Vec<EventReading> = keeps.call(Call::Read).unwrap();
+        now.iter().zip(&first).all(|(now, first)| now.value > first.value)
+    });
+}
+
+/// The socket of a VM that was killed disappears from the list and from the directory.
+#[test]
+fn a_killed_vm_leaves_the_list() {
+    let Some(mut vm) = TestVm::spinning(1) else { return };
+    vm.child.kill().unwrap();
+    vm.child.wait().unwrap();
+    assert!(vm.sockets().join("test.sock").exists());
+    assert!(vm.ps().is_empty());
+    assert!(!vm.sockets().join("test.sock").exists());
+}
+
+/// `stat` prints perf's columns, intervals, separators and JSON, and no number for what cannot be counted.
+#[test]
+fn stat_prints_what_was_counted() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    let text = vm.say(&[
+        "stat",
+        "test",
+        "-d",
+        "0.2",
+        "-e",
+        "task-clock,cycles,kvm:no_such_statistic",
+    ]);
+    assert!(text.contains("Performance counter stats for VM 'test'"), "{text}");
+    assert!(
+        text.contains("msec task-clock") && text.contains("seconds time elapsed"),
+        "{text}"
+    );
+    assert!(
+        text.lines()
+            .any(|l| l.contains("<not supported>") && l.contains("no_such_statistic"))
+    );
+
+    let csv = vm.say(&["stat", "test", "-d", "0.2", "-x;", "-A", "-e", "cycles"]);
+    let rows: Vec<Vec<&str>> = csv.lines().map(|l| l.split(';').collect()).collect();
+    assert_eq!(rows.iter().map(|r| r[0]).collect::<Vec<_>>(), ["VCPU0", "VCPU1"]);
+    assert!(
+        rows.iter()
+            .all(|r| r[1].parse::<u64>().is_ok() && r[3] == "cycles"),
+        "{csv}"
+    );
+
+    let only = vm.say(&[
+        "stat", "test", "-d", "0.1", "-x,", "-A", "--vcpu", "1", "-e", "cycles",
+    ]);
+    assert!(only.starts_with("VCPU1,") && only.lines().count() == 1, "{only}");
+
+    let intervals = vm.say(&["stat", "test", "-d", "0.4", "-I", "100", "-j", "-e", "cycles"]);
+    assert!(intervals.lines().count() >= 2, "{intervals}");
+    let mean = vm.say(&["stat", "test", "-d", "0.1", "-r", "3", "-e", "cycles"]);
+    assert!(mean.contains("(3 runs)") && mean.contains("( +-"), "{mean}");
+}
+
+/// Functions that take 60, 30 and 10 % of the time are found to do so, with the chains that lead to them, and every
+/// output is made from the file.
+#[test]
+fn a_recording_attributes_time_to_functions_and_chains() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    let data = vm.runtime.path().join("perf.data");
+    let file = data.to_str().unwrap();
+    vm.say(&["record", "test", "-F", "1000", "-d", "3", "-q", "-o", file]);
+    let profile: Profile = reader::read_file(&data).unwrap();
+    let samples = profile.len();
+    assert!(samples > 200, "{samples} samples");
+    // Samples weigh as much as their periods, which differ where frequency was being adjusted: so many equal ones
+    // would be as certain (Kish's effective sample size).
+    let (sum, squares) = profile.samples().fold((0.0, 0.0), |(sum, squares), s| {
+        let w = s.period as f64;
+        (sum + w, squares + w * w)
+    });
+    let effective: f64 = sum * sum / squares;
+    let mut symbols = Symbolizer::new(&profile, None, None);
+    let table = report::tables(&profile, &mut symbols, &report::ReportOptions::default()).remove(0);
+    let share = |name: &str| -> f64 {
+        let rows = table
+            .rows
+            .iter()
+            .filter(|r| r.keys.iter().any(|k| k.ends_with(name)));
+        rows.map(|r| r.percent).sum()
+    };
+    let program = share("spin_hot") + share("spin_warm") + share("spin_cool");
+    for (name, percent) in [("spin_hot", 60.0), ("spin_warm", 30.0), ("spin_cool", 10.0f64)] {
+        let p = percent / 100.0;
+        // Three points, or four standard errors where a busy machine left few samples.
+        let tolerance = f64::max(3.0, 400.0 * (p * (1.0 - p) / effective).sqrt());
+        // Of the program's time: on a busy host the guest's kernel, which is emulated here, has some too.
+        let found = 100.0 * share(name) / program;
+        assert!(
+            (found - percent).abs() <= tolerance,
+            "{name}: {found:.2} % of {samples} samples"
+        );
+    }
+    let stacks = folded::stacks(&profile, &mut symbols, None);
+    let weight = |part: &str| -> u64 {
+        let found = stacks.iter().filter(|(stack, _)| stack.contains(part));
+        found.map(|(_, n)| n).sum()
+    };
+    // The caller is in the chain of all but the samples at the edges of a function.
+    for (function, chain) in [
+        ("spin_hot", "spin_chunk;spin_hot"),
+        ("spin_warm", "spin_chunk;spin_rest;spin_warm"),
+        ("spin_cool", "spin_chunk;spin_rest;spin_cool"),
+    ] {
+        let (all, with) = (weight(function), weight(chain));
+        assert!(with * 100 >= all * 97, "{chain}: {with} of {all}");
+    }
+
+    let text = vm.say(&["report", "-i", file, "--sort", "vcpu,sym"]);
+    assert!(text.contains("spin_hot") && text.contains("VCPU"), "{text}");
+    assert!(
+        vm.say(&["script", "-i", file])
+            .lines()
+            .any(|l| l.contains("spin_warm+"))
+    );
+    assert!(
+        vm.say(&["flamegraph", "-i", file, "--folded"])
+            .contains("spin_chunk;spin_hot ")
+    );
+    let svg = vm.say(&["flamegraph", "-i", file, "-o", "-"]);
+    assert!(svg.contains("<svg") && svg.contains("spin_hot"));
+    let packed = vm.runtime.path().join("profile.pb.gz");
+    vm.say(&["pprof", "-i", file, "-o", packed.to_str().unwrap()]);
+    assert!(std::fs::read(&packed).unwrap().starts_with(&[0x1f, 0x8b]));
+}
+
+/// A VM that ends while it is recorded leaves a whole file.
+#[test]
+fn a_recording_outlives_its_vm() {
+    let Some(mut vm) = TestVm::spinning(1) else { return };
+    let data = vm.runtime.path().join("perf.data");
+    let recorder = Command::new(PROGRAM)
+        .args(["record", "test", "-q", "-o", data.to_str().unwrap()])
+        .env("XDG_RUNTIME_DIR", vm.runtime.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    eventually("samples arrive", || {
+        std::fs::metadata(&data).is_ok_and(|m| m.len() > 8192)
+    });
+    vm.child.kill().unwrap();
+    vm.child.wait().unwrap();
+    let out = recorder.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(0));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("the VM ended"));
+    assert!(!reader::read_file(&data).unwrap().is_empty());
+}
+
+/// An empty file is no failure, a broken one is; neither is a panic.
+#[test]
+fn empty_and_broken_files_are_told_apart() {
+    let temp = tempfile::tempdir().unwrap();
+    let empty = temp.path().join("empty");
+    let broken = temp.path().join("broken");
+    std::fs::write(&empty, "").unwrap();
+    std::fs::write(&broken, "PERFILE2 and then nothing").unwrap();
+    for command in ["report", "script", "flamegraph", "pprof"] {
+        for (file, status) in [(&empty, 0), (&broken, 2)] {
+            let out = Command::new(PROGRAM)
+                .args([command, "-i", file.to_str().unwrap()])
+                .current_dir(temp.path())
+                .output()
+                .unwrap();
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(status), "{command}: {stderr}");
+            assert_eq!(stderr.trim_end().lines().count(), 1, "{command}: {stderr}");
+        }
+    }
+}
