@@ -262,9 +262,10 @@ fn a_hostile_client_harms_nobody_else() {
     let crowd: Vec<UnixStream> = (0..50).map(|_| vm.raw()).collect();
     drop((deaf, crowd));
 
-    let () = honest.call(Call::Disable).unwrap();
-    let readings: Vec<EventReading> = honest.call(Call::Read).unwrap();
-    assert!(readings[0].estimate.is_some_and(|n| n > 0), "{readings:?}");
+    eventually("the honest client's event counts", || {
+        let readings: Vec<EventReading> = honest.call(Call::Read).unwrap();
+        readings[0].estimate.is_some_and(|n| n > 0)
+    });
     eventually("new clients are served again", || {
         Client::connect_in(&vm.sockets(), Some("test")).is_ok()
     });
