@@ -48,17 +48,17 @@ impl Sources {
         let mut kvm = |name| kvm_statistic(name).map(|config| (EventType::KVM, config));
         let paravirtual = ParavirtualEvent::ALL.map(|event| match event {
             ParavirtualEvent::VmExits => kvm("exits"),
-            ParavirtualEvent::IoExits => kvm("io_exits"),
-            ParavirtualEvent::MmioExits => kvm("mmio_exits"),
             ParavirtualEvent::Halts => kvm("halt_exits"),
             ParavirtualEvent::HostPageFaults => Some((EventType::SOFTWARE, software::PAGE_FAULTS)),
             ParavirtualEvent::HostContextSwitches => Some((EventType::SOFTWARE, software::CONTEXT_SWITCHES)),
             ParavirtualEvent::HostMigrations => Some((EventType::SOFTWARE, software::CPU_MIGRATIONS)),
             ParavirtualEvent::IrqInjections => kvm("irq_injections"),
             ParavirtualEvent::NmiInjections => kvm("nmi_injections"),
-            ParavirtualEvent::MsrExits | ParavirtualEvent::StealNs => {
-                Some((EventType::FED, fed::paravirtual(event) as u64))
-            }
+            // KVM's own io_exits and mmio_exits miss the accesses of emulated code.
+            ParavirtualEvent::IoExits
+            | ParavirtualEvent::MmioExits
+            | ParavirtualEvent::MsrExits
+            | ParavirtualEvent::StealNs => Some((EventType::FED, fed::paravirtual(event) as u64)),
         });
         Self {
             policy,
@@ -530,7 +530,7 @@ mod tests {
         );
         // This host's KVM has no such statistic.
         assert_eq!(
-            chosen(BackingPolicy::Auto, None, &request(Vendor::Amd, 0xFFF, 2)),
+            chosen(BackingPolicy::Auto, None, &request(Vendor::Amd, 0xFFF, 4)),
             []
         );
     }

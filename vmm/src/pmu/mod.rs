@@ -208,7 +208,8 @@ impl VcpuPmu {
 
     /// The thread is about to end: the vCPU leaves the perf core.
     pub fn detach(&mut self) {
-        if let Some(attached) = self.attached.take() {
+        if let Some(mut attached) = self.attached.take() {
+            self.vpmu.detach(&mut attached.events);
             attached.context.sched_out();
             drop(attached.events);
             let vcpu = VcpuId(u32::from(self.id));
@@ -336,12 +337,17 @@ impl VcpuPmu {
         overflows
     }
 
-    /// An access to a PMU register left guest mode. The accesses of the guest's kernel are made at CPL 0.
-    fn count_msr_exit(&mut self) {
+    /// Something the guest's paravirtual events count has happened once. It has no privilege level of its own.
+    #[inline]
+    pub fn count_event(&mut self, event: ParavirtualEvent) {
         if let Some(attached) = &self.attached {
-            let selector = vpmu::fed::paravirtual(ParavirtualEvent::MsrExits);
-            self.fed_overflow |= attached.fed.add(selector, 0, 1);
+            self.fed_overflow |= attached.fed.add(vpmu::fed::paravirtual(event), 0, 1);
         }
+    }
+
+    /// An access to a PMU register left guest mode.
+    fn count_msr_exit(&mut self) {
+        self.count_event(ParavirtualEvent::MsrExits);
         self.feed_steal();
     }
 

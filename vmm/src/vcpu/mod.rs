@@ -23,7 +23,7 @@ use std::time::Duration;
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch};
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
-use vpmu::PmiReady;
+use vpmu::{ParavirtualEvent, PmiReady};
 
 use crate::control::mailbox::Mailbox;
 use crate::control::protocol::VcpuView;
@@ -419,20 +419,24 @@ impl Vcpu {
             Ok(VcpuExit::IoOut(TRAP_PORT, _)) if self.pmu.is_some() => Next::Rdpmc,
             Ok(VcpuExit::IoOut(port, data)) => {
                 stats.io_out.inc();
+                count(&mut self.pmu, ParavirtualEvent::IoExits);
                 after_io(self.bus.io_out_string(port, armed.io_width(), data))
             }
             Ok(VcpuExit::IoIn(port, data)) => {
                 stats.io_in.inc();
+                count(&mut self.pmu, ParavirtualEvent::IoExits);
                 self.bus.io_in_string(port, armed.io_width(), data);
                 Next::Continue
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
                 stats.mmio.inc();
+                count(&mut self.pmu, ParavirtualEvent::MmioExits);
                 self.bus.mmio_read(address, data);
                 Next::Continue
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 stats.mmio.inc();
+                count(&mut self.pmu, ParavirtualEvent::MmioExits);
                 self.bus.mmio_write(address, data);
                 Next::Continue
             }
@@ -523,6 +527,13 @@ impl Vcpu {
             );
         }
         Next::Stop(StopReason::Failed)
+    }
+}
+
+/// Counts an exit for the guest's paravirtual events.
+fn count(pmu: &mut Option<VcpuPmu>, event: ParavirtualEvent) {
+    if let Some(pmu) = pmu {
+        pmu.count_event(event);
     }
 }
 
