@@ -1,5 +1,6 @@
 //! The lab host for people: a shell in it, or one command.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use integration::lab::{Lab, LabOptions, interactive};
 use integration::process::Command;
 
 const USAGE: &str = "\
-usage: lab [--no-perf] [--cpus N] [--memory MIB] [COMMAND [ARGUMENT...]]
+usage: lab [--no-perf] [--cpus N] [--memory MIB] [--file PLACE=FILE]... [COMMAND [ARGUMENT...]]
        lab --build-only
 
 Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.
@@ -33,6 +34,19 @@ fn main() -> ExitCode {
                     Ok(_) => ExitCode::SUCCESS,
                     Err(error) => failure(&describe(&error)),
                 };
+            }
+            "--file" => {
+                let Some((place, file)) = arguments
+                    .next()
+                    .and_then(|a| a.split_once('=').map(|(p, f)| (p.to_owned(), PathBuf::from(f))))
+                else {
+                    return usage_error("--file: PATH-IN-THE-LAB=FILE");
+                };
+                if !file.is_file() {
+                    return usage_error(&format!("--file: {} is not a file", file.display()));
+                }
+                options.files.push((place, file));
+                continue;
             }
             "-h" | "--help" => {
                 println!("{USAGE}");
