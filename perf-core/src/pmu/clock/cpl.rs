@@ -15,6 +15,7 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
@@ -27,7 +28,10 @@ pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 const RING_LOG2_PAGES: u32 = 2;
 
 /// This many looks during guest time without once seeing the guest: the kernel's samples do not show it here.
-const BLIND_LOOKS: u64 = 64;
+const BLIND_LOOKS: u64 = 8;
+
+/// Found out once for all vCPUs: the kernel's samples do not show the guest on this host.
+static BLIND: AtomicBool = AtomicBool::new(false);
 
 /// How the privilege level is learnt on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +94,11 @@ impl CplSplit {
     pub(crate) fn new(tid: i32) -> Self {
         Self {
             tid,
-            source: LevelSource::of_host(),
+            source: if BLIND.load(Ordering::Relaxed) {
+                LevelSource::Kicks
+            } else {
+                LevelSource::of_host()
+            },
             signal: None,
             ticker: Ticker::Closed,
             users: 0,
@@ -246,6 +254,7 @@ impl CplSplit {
             Ok(()) => {
                 log::info!("the host's samples do not show the guest: privilege levels are learnt by kicks");
                 self.source = LevelSource::Kicks;
+                BLIND.store(true, Ordering::Relaxed);
             }
             Err(e) => log::warn!("cannot learn privilege levels by kicks: {e}"),
         }

@@ -30,9 +30,12 @@ pub(super) enum Unit {
     Nanoseconds,
 }
 
-/// Overflows a timer may make before it must be granted more. Real-time signals queue up while a thread blocks them, and
-/// the queue is one for all processes of a user: this is the most one timer can put there.
-const GRANT: i32 = 16;
+/// Overflows a timer may make before it must be granted more: it rings once for each time it is set.
+///
+/// A host clock event goes on ringing at its period until it is given another. At the shortest period the host needs longer
+/// for a ring than the period lasts; a handful of them in a row is enough for the host kernel to see its timer interrupt
+/// hang and to hold back *all* its timers, the scheduler's tick included, for milliseconds.
+const GRANT: i32 = 1;
 
 /// The host event whose signal announces an overflow. Opened once, then parked and given periods.
 #[derive(Debug)]
@@ -78,7 +81,7 @@ impl Timer {
         self.fired() != self.fired_before
     }
 
-    /// Sets the timer to `ns` of thread time from now. One system call, one in [`GRANT`] times a second one.
+    /// Sets the timer to `ns` of thread time from now. Two system calls.
     fn set(&mut self, ns: u64) -> Result<(), PmuError> {
         let ns = ns.clamp(MIN_TIMER_NS, PARKED_PERIOD);
         let failed = |source| PmuError::Os {
@@ -88,11 +91,16 @@ impl Timer {
         self.fired_before = self.fired();
         self.fd.set_period(ns).map_err(failed)?;
         self.parked = false;
-        if self.granted <= self.fired() + 1 {
-            // Maybe disabled by now, its grant used up. The ring has room for far more records than one grant.
+        if self.granted <= self.fired() {
+            // Its grant is used up. The ring has room for far more records than one grant.
             self.ring.discard();
             self.fd.refresh(GRANT).map_err(failed)?;
-            self.granted = self.granted.max(self.fired()) + GRANT as u64;
+            self.granted = self.fired() + GRANT as u64;
+        } else {
+            // The kernel disables an event whose grant is used up from an interrupt of its own, which may come after the
+            // thread has already granted more: then the event is off with a grant left. Enabling one that is on does
+            // nothing.
+            self.fd.enable().map_err(failed)?;
         }
         Ok(())
     }

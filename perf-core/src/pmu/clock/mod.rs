@@ -18,8 +18,8 @@
 //! Each armed event keeps a host `task-clock` event on the vCPU's thread, whose signal takes the vCPU out of the guest.
 //! Thread time passes at least as fast as guest time, so the signal can only be early.
 //! [`PmuEvent::take_overflows`] then arms it for the rest, no sooner than [`MIN_TIMER_NS`] ahead. That floor bounds
-//! the rate of signals, and it is the resolution of an overflow. A timer nobody serves makes sixteen signals and then
-//! falls silent until it is armed again, so a vCPU thread can never be kept busy by nothing but its own signals.
+//! the rate of signals, and it is the resolution of an overflow. A timer rings once each time it is armed,
+//! so neither the vCPU's thread nor the host's timer interrupt can be kept busy by nothing but rings.
 
 mod cpl;
 mod event;
