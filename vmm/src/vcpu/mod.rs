@@ -215,7 +215,15 @@ impl Vcpu {
             }
             match self.enter(&armed) {
                 Next::Continue => {}
-                Next::Rdpmc => self.rdpmc(&armed),
+                Next::Rdpmc => match self.breakpoint_on_gate() {
+                    Ok(true) => {}
+                    Ok(false) => self.rdpmc(&armed),
+                    Err(e) => {
+                        log::error!("vcpu{}: {e}", self.id);
+                        self.control.stop(StopReason::Failed);
+                        break;
+                    }
+                },
                 Next::Debug(stop) => {
                     if let Err(e) = self.debug_exit(&stop) {
                         log::error!("vcpu{}: {e}", self.id);
@@ -284,6 +292,17 @@ impl Vcpu {
                 Ok(false)
             }
         }
+    }
+
+    /// Whether a write to the trap port was the stepper's and not an RDPMC.
+    fn breakpoint_on_gate(&mut self) -> Result<bool, EntryError> {
+        if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
+            && let Some(step) = stepper.trapped(&mut self.fd)?
+        {
+            pmu.feed_step(&step);
+            return Ok(true);
+        }
+        Ok(false)
     }
 
     /// A stop at a breakpoint or behind a step.

@@ -2,7 +2,7 @@
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
-    KVM_GUESTDBG_USE_SW_BP, kvm_guest_debug,
+    kvm_guest_debug,
 };
 use kvm_ioctls::VcpuFd;
 
@@ -16,8 +16,6 @@ pub struct Want {
     pub step: bool,
     /// Hold interrupts back.
     pub block_interrupts: bool,
-    /// INT3 leaves to us.
-    pub software: bool,
     /// Any debug exception leaves to us.
     pub watch: bool,
     /// Stop at these addresses, for this entry only.
@@ -72,7 +70,6 @@ impl GuestDebug {
         let flags = [
             (want.step, KVM_GUESTDBG_SINGLESTEP),
             (want.block_interrupts, KVM_GUESTDBG_BLOCKIRQ),
-            (want.software, KVM_GUESTDBG_USE_SW_BP),
             (want.watch, KVM_GUESTDBG_USE_HW_BP),
         ];
         for (on, flag) in flags {

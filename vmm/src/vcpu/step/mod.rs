@@ -29,6 +29,7 @@ use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
 use vpmu::{SteppedLevels, Vendor};
 
 use crate::kvm::stepping::Stepping;
+use crate::rdpmc::TRAP;
 use debug::{BREAKPOINTS, GuestDebug, Want};
 use state::{Linear, Nothing, State};
 
@@ -39,7 +40,9 @@ const EFER_SCE: u64 = 1;
 const IA32_STAR: u32 = 0xc000_0081;
 const IA32_LSTAR: u32 = 0xc000_0082;
 const IA32_FMASK: u32 = 0xc000_0084;
-const INT3: u8 = 0xcc;
+const STI: u8 = 0xfb;
+/// KVM_X86_SHADOW_INT_STI.
+const SHADOW_STI: u8 = 2;
 /// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection, invalid
 /// opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment, bound, TSS.
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
@@ -89,6 +92,8 @@ pub struct Stepper {
     alone: bool,
     /// Stepping was on at the last entry.
     on: bool,
+    /// Only CPL 1 to 3 are counted, and can be.
+    user_only: bool,
     ahead: Ahead,
     /// Where the present step began.
     before: Option<CpuState>,
@@ -102,8 +107,8 @@ pub struct Stepper {
     walked: Option<u32>,
     /// Saved flags with our trap flag may be left in the guest.
     strays: bool,
-    /// Bytes replaced by INT3 for this entry.
-    planted: Vec<(GuestAddress, u8)>,
+    /// Code replaced by an exit for this entry.
+    planted: Vec<(GuestAddress, [u8; 2])>,
     /// Gates with a breakpoint for this entry: handler and vector.
     watched: Vec<(u64, u8)>,
     tally: Tally,
@@ -119,6 +124,7 @@ impl Stepper {
             host,
             alone,
             on: false,
+            user_only: false,
             ahead: Ahead::Plain,
             before: None,
             gap: false,
@@ -178,6 +184,7 @@ impl Stepper {
             return self.rest(fd, debug).map(|()| Prepared::Enter);
         }
         self.on = true;
+        self.user_only = !levels.kernel && !self.emulated();
         let state = self.read(fd)?;
         if self.emulated() {
             self.prepare_emulated(fd, debug, levels, &state)
@@ -280,6 +287,12 @@ impl Stepper {
                     self.halted = true;
                     return self.halt(fd, state).map(Prepared::Executed);
                 }
+                _ if state.cpl() == 0
+                    && state.regs.rflags & RFLAGS_IF == 0
+                    && self.first_byte(&state) == Some(STI) =>
+                {
+                    return self.set_interrupts(fd, state).map(Prepared::Executed);
+                }
                 _ => {}
             }
         }
@@ -372,10 +385,14 @@ impl Stepper {
     /// After every KVM_RUN, whatever it returned: guest memory is as the guest left it.
     #[inline]
     pub fn after_run(&mut self) {
-        for (at, byte) in self.planted.drain(..).rev() {
+        for (at, code) in self.planted.drain(..).rev() {
             // Still ours to replace only if nothing was written there meanwhile.
-            if self.memory.read_obj::<u8>(at).is_ok_and(|there| there == INT3) {
-                let _ = self.memory.write_obj(byte, at);
+            if self
+                .memory
+                .read_obj::<[u8; 2]>(at)
+                .is_ok_and(|there| there == TRAP)
+            {
+                let _ = self.memory.write_obj(code, at);
             }
         }
     }
@@ -395,8 +412,7 @@ impl Stepper {
             stop.dr6,
             self.ahead
         );
-        let breakpoint = stop.exception == 3;
-        if breakpoint && !self.watched.iter().any(|&(at, _)| at == state.regs.rip) {
+        if stop.exception == 3 {
             return Ok(None);
         }
         if !self.on {
@@ -415,13 +431,53 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
+    /// A write to the trap port. If it is a breakpoint on a gate, the vCPU is before the handler's first instruction again.
+    /// `None`: it is none.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub fn trapped(&mut self, fd: &mut VcpuFd) -> Result<Option<Step>, StepError> {
+        if !self.on || self.watched.is_empty() {
+            return Ok(None);
+        }
+        let mut state = self.read(fd)?;
+        let length = TRAP.len() as u64;
+        let handler = state.regs.rip;
+        if !self.watched.iter().any(|&(at, _)| at == handler) {
+            return Ok(None);
+        }
+        // KVM would step over the OUT on the next entry unless the vCPU has gone elsewhere.
+        state.regs.rip = handler.wrapping_add(length);
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        fd.set_kvm_immediate_exit(1);
+        match fd.run() {
+            Err(e) if e.errno() == libc::EINTR => {}
+            Err(e) => return Err(failed("KVM_RUN")(e)),
+            Ok(exit) => log::debug!("unexpected exit while leaving a breakpoint: {exit:?}"),
+        }
+        state = self.read(fd)?;
+        state.regs.rip = handler;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        self.hide_trap_flag(&state);
+        Ok(Some(self.end(&state)))
+    }
+
+    /// Executes STI at CPL 0: on some processors a step stops behind it, on others behind its shadow.
+    fn set_interrupts(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
+        state.regs.rip = state.regs.rip.wrapping_add(1);
+        state.regs.rflags |= RFLAGS_IF;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        events.flags = KVM_VCPUEVENT_VALID_SHADOW;
+        events.interrupt.shadow = SHADOW_STI;
+        fd.set_vcpu_events(&events)
+            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        Ok(self.end(&state))
+    }
+
     /// User code alone is counted and the guest is in its kernel.
     fn is_away(&self, state: &State) -> bool {
-        !self.emulated()
-            && self.walked.is_none()
-            && state.cpl() == 0
-            && self.before.is_some_and(|before| before.cpl != 0)
-            && self.watched.is_empty()
+        self.user_only && state.cpl() == 0 && self.before.is_some_and(|before| before.cpl != 0)
     }
 
     fn read(&self, fd: &VcpuFd) -> Result<State, StepError> {
@@ -433,6 +489,13 @@ impl Stepper {
         self.before = Some(cpu);
         self.ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
         self.ahead
+    }
+
+    fn first_byte(&self, state: &State) -> Option<u8> {
+        let cpu = state.cpu();
+        let mut byte = [0];
+        let at = cpu.rip.wrapping_add(cpu.segment_bases[1]);
+        (Linear::new(&self.memory, state).read(at, &mut byte) == 1).then_some(byte[0])
     }
 
     fn drop_step(&mut self) {
@@ -544,14 +607,14 @@ impl Stepper {
             }
             return;
         }
-        want.software = true;
-        for &(at, _) in &self.watched {
+        // Both bytes in one page; a handler that begins with an RDPMC trap needs none.
+        for &(at, _) in self.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
             if let Some(gpa) = memory.physical(at).map(GuestAddress)
-                && let Ok(byte) = self.memory.read_obj::<u8>(gpa)
-                && byte != INT3
-                && self.memory.write_obj(INT3, gpa).is_ok()
+                && let Ok(code) = self.memory.read_obj::<[u8; 2]>(gpa)
+                && code != TRAP
+                && self.memory.write_obj(TRAP, gpa).is_ok()
             {
-                self.planted.push((gpa, byte));
+                self.planted.push((gpa, code));
             }
         }
     }
