@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use perf_event_open_sys::bindings as b;
-
 use super::cpl::Level;
+use super::timer::Timer;
 use super::vcpu::VcpuClock;
-use crate::pmu::host::fd::{PARKED_PERIOD, PerfFd, PerfMap, new_attr};
 use crate::pmu::{PmuError, PmuEvent};
 
-/// The shortest time an overflow timer is set to, ns. The kernel's own floor for clock events is the same.
+/// The shortest time an overflow timer is set to, ns.
 pub const MIN_TIMER_NS: u64 = 10_000;
 
 /// The longest a timer is set to for the sake of a slow VMM, ns.
@@ -28,92 +26,6 @@ pub(super) enum Share {
 pub(super) enum Unit {
     Cycles,
     Nanoseconds,
-}
-
-/// Overflows a timer may make before it must be granted more: it rings once for each time it is set.
-///
-/// A host clock event goes on ringing at its period until it is given another. At the shortest period the host needs longer
-/// for a ring than the period lasts; a handful of them in a row is enough for the host kernel to see its timer interrupt
-/// hang and to hold back *all* its timers, the scheduler's tick included, for milliseconds.
-const GRANT: i32 = 1;
-
-/// The host event whose signal announces an overflow. Opened once, then parked and given periods.
-#[derive(Debug)]
-struct Timer {
-    fd: PerfFd,
-    /// Each overflow writes one record of eight bytes here, which is how we know how many there were.
-    ring: PerfMap,
-    /// Overflows the kernel was allowed to make so far.
-    granted: u64,
-    /// Overflows there had been when it was set last.
-    fired_before: u64,
-    parked: bool,
-}
-
-impl Timer {
-    fn open(tid: i32, signal: i32) -> Result<Self, PmuError> {
-        let failed = |what| move |source| PmuError::Os { what, source };
-        let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_TASK_CLOCK));
-        attr.__bindgen_anon_1.sample_period = PARKED_PERIOD;
-        attr.set_disabled(1);
-        let fd = PerfFd::open(&mut attr, tid).map_err(failed("opening the vCPU's overflow timer"))?;
-        let ring = fd
-            .map(Some(0))
-            .map_err(failed("mapping the ring of the vCPU's overflow timer"))?;
-        fd.signal_thread(tid, signal)
-            .map_err(failed("directing the overflow signal to the vCPU"))?;
-        Ok(Self {
-            fd,
-            ring,
-            granted: 0,
-            fired_before: 0,
-            parked: true,
-        })
-    }
-
-    /// Overflows so far.
-    fn fired(&self) -> u64 {
-        self.ring.written() / size_of::<b::perf_event_header>() as u64
-    }
-
-    /// Whether it has rung since it was set.
-    fn rang(&self) -> bool {
-        self.fired() != self.fired_before
-    }
-
-    /// Sets the timer to `ns` of thread time from now. Two system calls.
-    fn set(&mut self, ns: u64) -> Result<(), PmuError> {
-        let ns = ns.clamp(MIN_TIMER_NS, PARKED_PERIOD);
-        let failed = |source| PmuError::Os {
-            what: "setting the vCPU's overflow timer",
-            source,
-        };
-        self.fired_before = self.fired();
-        self.fd.set_period(ns).map_err(failed)?;
-        self.parked = false;
-        if self.granted <= self.fired() {
-            // Its grant is used up. The ring has room for far more records than one grant.
-            self.ring.discard();
-            self.fd.refresh(GRANT).map_err(failed)?;
-            self.granted = self.fired() + GRANT as u64;
-        } else {
-            // The kernel disables an event whose grant is used up from an interrupt of its own, which may come after the
-            // thread has already granted more: then the event is off with a grant left. Enabling one that is on does
-            // nothing.
-            self.fd.enable().map_err(failed)?;
-        }
-        Ok(())
-    }
-
-    fn park(&mut self) {
-        if !self.parked {
-            match self.fd.set_period(PARKED_PERIOD) {
-                Ok(()) => self.parked = true,
-                // The thread is gone, and its timer with it.
-                Err(e) => log::debug!("cannot park an overflow timer: {e}"),
-            }
-        }
-    }
 }
 
 #[derive(Debug)]
@@ -187,11 +99,15 @@ impl ClockEvent {
 
     /// Sets the timer to `wait_ns`; the count is `now`.
     fn set_timer(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
+        let wait_ns = wait_ns.max(MIN_TIMER_NS);
         if let Some(timer) = &mut self.timer {
-            timer.set(wait_ns)?;
+            timer.set(wait_ns).map_err(|source| PmuError::Os {
+                what: "setting the vCPU's overflow timer",
+                source,
+            })?;
         }
         self.set_at = now;
-        self.wait_ns = wait_ns.max(MIN_TIMER_NS);
+        self.wait_ns = wait_ns;
         Ok(())
     }
 
@@ -268,7 +184,11 @@ impl PmuEvent for ClockEvent {
             ));
         };
         if self.timer.is_none() {
-            self.timer = Some(Timer::open(self.clock.tid(), signal)?);
+            let timer = Timer::open(self.clock.tid(), signal).map_err(|source| PmuError::Os {
+                what: "making the vCPU's overflow timer",
+                source,
+            })?;
+            self.timer = Some(timer);
         }
         let now = self.read();
         self.set_timer(now, self.ns_for(overflow_in))?;

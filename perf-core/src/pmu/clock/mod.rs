@@ -15,14 +15,15 @@
 //! [`LevelSource`]. With both it counts nothing.
 //!
 //! # Overflow
-//! Each armed event keeps a host `task-clock` event on the vCPU's thread, whose signal takes the vCPU out of the guest.
-//! Thread time passes at least as fast as guest time, so the signal can only be early.
-//! [`PmuEvent::take_overflows`] then arms it for the rest, no sooner than [`MIN_TIMER_NS`] ahead. That floor bounds
-//! the rate of signals, and it is the resolution of an overflow. A timer rings once each time it is armed,
-//! so neither the vCPU's thread nor the host's timer interrupt can be kept busy by nothing but rings.
+//! Each armed event has a timer (see `timer.rs`), whose signal takes the vCPU out of the guest. Time on the wall passes at
+//! least as fast as guest time, so the signal can only be early. [`PmuEvent::take_overflows`] then sets it for the rest,
+//! no sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no headway
+//! (it is halted, or waits for a host CPU). The timer rings once each time it is set, so nothing can be kept busy by
+//! rings alone.
 
 mod cpl;
 mod event;
+mod timer;
 mod vcpu;
 
 use std::collections::BTreeMap;

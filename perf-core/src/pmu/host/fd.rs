@@ -115,12 +115,6 @@ impl PerfFd {
         check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
-    /// Lets `n` more overflows happen and enables the event; when they are used up the kernel disables it.
-    pub(crate) fn refresh(&self, n: i32) -> io::Result<()> {
-        // SAFETY: REFRESH takes a number by value.
-        check(unsafe { sys::ioctls::REFRESH(self.fd.as_raw_fd(), n) }).map(drop)
-    }
-
     /// Gives a sampling event the period `period` (1 to 2^63 - 1), counted from now: the kernel restarts a
     /// running event with it at once.
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
@@ -283,19 +277,6 @@ impl PerfMap {
             }
         }
         None
-    }
-
-    /// Bytes the kernel has written to the ring since it was mapped, read or not.
-    pub(crate) fn written(&self) -> u64 {
-        // Nothing else in the ring depends on it, so no ordering is needed.
-        self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_head))
-            .load(Ordering::Relaxed)
-    }
-
-    /// Frees the space of everything written so far, unread.
-    pub(crate) fn discard(&self) {
-        let tail_field = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_tail));
-        tail_field.store(self.written(), Ordering::Release);
     }
 
     /// Passes every unread record to `each` and frees its space. Reads at most one ring's length.

@@ -1,0 +1,94 @@
+//! The timer whose signal announces an overflow of a clock event.
+//!
+//! A POSIX timer, not a host perf event. A perf event's signal is sent by an interrupt of its own that follows the timer's
+//! (`irq_work`), and which may come as late as the next scheduler tick on an emulated host; and a perf clock event goes on
+//! ringing at its period until it is given another, which at short periods is enough for the host kernel to see its timer
+//! interrupt hang. A POSIX timer signals from the timer's interrupt itself, rings once, and takes one system call to
+//! set. Its time is the wall's, which passes at least as fast as the guest's, so it too can only be early.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr;
+
+/// A one-shot timer that signals one thread of this process.
+#[derive(Debug)]
+pub(super) struct Timer {
+    id: libc::timer_t,
+    /// Not set, as far as we know: the call to stop it can be saved.
+    parked: bool,
+}
+
+// SAFETY: a POSIX timer id is a number of the process; its calls may come from any thread.
+unsafe impl Send for Timer {}
+
+impl Timer {
+    /// A timer that sends `signal` to thread `tid`, not set.
+    pub(super) fn open(tid: i32, signal: i32) -> io::Result<Self> {
+        // SAFETY: an all-zero sigevent is a valid value of that plain C struct.
+        let mut event: libc::sigevent = unsafe { MaybeUninit::zeroed().assume_init() };
+        event.sigev_notify = libc::SIGEV_THREAD_ID;
+        event.sigev_signo = signal;
+        event.sigev_notify_thread_id = tid;
+        let mut id = ptr::null_mut();
+        // SAFETY: both pointers are to live locals of the right types.
+        match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut id) } {
+            0 => Ok(Self { id, parked: true }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Rings once, `ns` from now (at least 1), instead of when it was to ring before. One system call.
+    pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
+        self.settime(ns.max(1))?;
+        self.parked = false;
+        Ok(())
+    }
+
+    /// Does not ring any more.
+    pub(super) fn park(&mut self) {
+        if !self.parked {
+            match self.settime(0) {
+                Ok(()) => self.parked = true,
+                Err(e) => log::debug!("cannot park an overflow timer: {e}"),
+            }
+        }
+    }
+
+    /// Whether it has rung since it was set. One system call.
+    pub(super) fn rang(&self) -> bool {
+        let mut left = MaybeUninit::<libc::itimerspec>::zeroed();
+        // SAFETY: the timer lives as long as `self`; `left` is writable and, zeroed, a valid itimerspec already.
+        let left = unsafe {
+            libc::timer_gettime(self.id, left.as_mut_ptr());
+            left.assume_init()
+        };
+        left.it_value.tv_sec == 0 && left.it_value.tv_nsec == 0
+    }
+
+    fn settime(&self, ns: u64) -> io::Result<()> {
+        let spec = libc::itimerspec {
+            it_interval: libc::timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            },
+            it_value: libc::timespec {
+                // At most 2^64 ns are 585 years: both parts fit.
+                tv_sec: (ns / 1_000_000_000) as libc::time_t,
+                tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+            },
+        };
+        // SAFETY: the timer lives as long as `self`, and `spec` is a live local.
+        match unsafe { libc::timer_settime(self.id, 0, &spec, ptr::null_mut()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        // SAFETY: the timer was made by `open` and is deleted only here.
+        unsafe { libc::timer_delete(self.id) };
+    }
+}
