@@ -16,7 +16,7 @@ use perf_core::ring::RingReader;
 use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, wait_until};
 use crate::cli::ExitStatus;
 use crate::control::client::Client;
-use crate::control::protocol::{Call, Opened, RingInfo, RingLoss, Sampling};
+use crate::control::protocol::{Call, KernelInfo, KernelState, Opened, RingInfo, RingLoss, Sampling};
 use crate::events::list;
 use crate::export::perfdata::PerfDataWriter;
 use crate::export::{EventInfo, KernelMap, Meta, NO_PID, Rate, Sample, SavedSymbol, TaskName};
@@ -28,6 +28,8 @@ use crate::signals::StopSignals;
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
 /// Between two looks into the rings.
 const LOOK: Duration = Duration::from_millis(50);
+/// How long the VM may look for its guest's kernel.
+const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// Most different addresses whose names are kept in the file.
 const MAX_ADDRESSES: usize = 1 << 20;
 /// Most different tasks.
@@ -96,6 +98,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     if let Some((event, why)) = opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
         return Err(format!("'{}' cannot be sampled here: {why}", event.name));
     }
+    find_kernel(&mut client, args, &signals)?;
     let symbols = Names::of(&mut client)?;
     let mut rings = Vec::new();
     let mut vcpus: Vec<u32> = opened.iter().map(|o| o.vcpu).collect();
@@ -148,6 +151,33 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     }
     recording.finish(args, gone)?;
     Ok(DONE)
+}
+
+/// Has the VM look for the guest's kernel, and waits until it has: the first samples are to have chains too.
+fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), String> {
+    let until = Instant::now() + KERNEL_PATIENCE;
+    loop {
+        let info: KernelInfo = client.call(Call::Kernel).map_err(|e| e.to_string())?;
+        match info.state {
+            KernelState::Looking if Instant::now() < until => {}
+            KernelState::Looking => {
+                log::warn!("the guest's kernel is still looked for; the first samples have no kernel chains");
+                return Ok(());
+            }
+            KernelState::NotFound => {
+                log::warn!("no kernel chains and no task names: {}", info.detail);
+                return Ok(());
+            }
+            KernelState::Found if !args.quiet => {
+                log::info!("guest kernel: {}", info.detail);
+                return Ok(());
+            }
+            KernelState::Found | KernelState::Unknown => return Ok(()),
+        }
+        if wait_until(Instant::now() + LOOK, signals) == Woken::Signal {
+            return Err("interrupted before the first sample".into());
+        }
+    }
 }
 
 /// Names of the guest's addresses, as the VM knows them.

@@ -14,6 +14,8 @@ pub struct Mail {
     pub view: Option<u64>,
     /// Use this filter from now on.
     pub filter: Option<Arc<EventFilter>>,
+    /// Look for the guest's kernel, from this vCPU's registers.
+    pub find_kernel: bool,
 }
 
 #[derive(Debug, Default)]
@@ -52,6 +54,12 @@ impl Mailbox {
     /// Asks for a look.
     pub fn ask_view(&self, generation: u64) {
         self.lock().mail.view = Some(generation);
+        self.waiting.store(true, Ordering::SeqCst);
+    }
+
+    /// Asks for a search for the guest's kernel.
+    pub fn ask_kernel(&self) {
+        self.lock().mail.find_kernel = true;
         self.waiting.store(true, Ordering::SeqCst);
     }
 

@@ -76,6 +76,9 @@ pub enum Call {
     },
     /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
     RingLosses,
+    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again while it is
+    /// looked for.
+    Kernel,
     /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
     Symbols,
     /// Has each vCPU look at what its guest has programmed. Reply: [`Generation`].
@@ -222,6 +225,29 @@ pub struct RingInfo {
     pub vcpu: u32,
     /// `sample_type` of its samples.
     pub sample_type: u64,
+}
+
+/// How the search for the guest's kernel is going.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelInfo {
+    /// Where it is.
+    pub state: KernelState,
+    /// What was found, or why nothing was.
+    pub detail: String,
+}
+
+/// States of the search for the guest's kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KernelState {
+    /// Nobody looked.
+    Unknown,
+    /// It is looked for.
+    Looking,
+    /// Samples have kernel call chains and tasks.
+    Found,
+    /// It was not found.
+    NotFound,
 }
 
 /// Records that found no room.

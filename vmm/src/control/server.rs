@@ -411,6 +411,17 @@ impl ControlServer {
                     .map(EventSession::losses)
                     .unwrap_or_default(),
             ),
+            Call::Kernel => {
+                let probe = self.pmu()?.probe();
+                if !vm.flat
+                    && let Some(first) = vm.mailboxes.first()
+                    && probe.begin_search()
+                {
+                    first.ask_kernel();
+                    vm.deliver();
+                }
+                value(probe.kernel_info())
+            }
             Call::Symbols => self.symbols(),
             Call::GuestView => {
                 self.pmu()?;
@@ -444,7 +455,17 @@ impl ControlServer {
     }
 
     fn symbols(&self) -> Result<Done, Failure> {
-        let text = self.vm.symbol_text();
+        let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
+        let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
+        let (text, source) = match running {
+            Some((symbols, slide)) => {
+                let mut text = Vec::new();
+                // Writing to a Vec does not fail.
+                let _ = symbols.slid(slide).write_text(&mut text);
+                (text, "guest memory".to_owned())
+            }
+            None => (self.vm.symbol_text(), self.vm.guest.clone()),
+        };
         let internal = |e: io::Error| Failure {
             kind: FailureKind::Internal,
             message: format!("symbols: {e}"),
@@ -454,7 +475,7 @@ impl ControlServer {
         let info = SymbolsInfo {
             bytes: text.len() as u64,
             flat: self.vm.flat,
-            source: self.vm.guest.clone(),
+            source,
         };
         Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
     }

@@ -109,6 +109,11 @@ impl VmPmu {
         }
     }
 
+    /// What samples look into.
+    pub fn probe(&self) -> &GuestProbe {
+        &self.probe
+    }
+
     /// The perf core.
     pub fn core(&self) -> &Core {
         &self.core
@@ -131,6 +136,7 @@ impl VmPmu {
             attached: None,
             changed: false,
             fed_overflow: false,
+            per_cpu_base: None,
         }
     }
 
@@ -169,6 +175,8 @@ pub struct VcpuPmu {
     changed: bool,
     /// A count we feed ourselves has reached an armed overflow.
     fed_overflow: bool,
+    /// Where the guest kernel's data of this CPU are, once a sample found out.
+    per_cpu_base: Option<u64>,
 }
 
 impl VcpuPmu {
@@ -315,7 +323,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return 0;
         };
-        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe);
+        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.per_cpu_base);
         if attached.clock.wants_ticks()
             && let Some(cpl) = regs.cpl()
         {
@@ -408,6 +416,11 @@ impl VcpuPmu {
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.vpmu.set_filter(filter);
         self.changed = true;
+    }
+
+    /// Starts a search for the guest's kernel; [`GuestProbe::begin_search`] said so.
+    pub fn find_kernel(&mut self, fd: &VcpuFd) {
+        VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.per_cpu_base).find_kernel();
     }
 
     /// What the guest has programmed, for the operator.

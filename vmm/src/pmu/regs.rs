@@ -1,6 +1,7 @@
 //! The guest's registers, stacks and task for a sample, read only when someone looks, and then once.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
@@ -8,13 +9,19 @@ use kvm_ioctls::VcpuFd;
 use perf_core::{CpuMode, SampleRegs};
 use vm_memory::GuestMemoryMmap;
 
+use crate::control::protocol::{KernelInfo, KernelState};
 use crate::profile::image::KernelImage;
+use crate::profile::locate::{self, Anchors};
 use crate::profile::task::{COMM_LEN, TaskLayout, TaskReader};
 use crate::profile::unwind::{self, KernelUnwind, Limits};
 use crate::profile::{Budget, GuestRegs};
 
 /// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
+/// Where SYSCALL goes in 64-bit mode (SDM vol. 4, IA32_LSTAR).
+const IA32_LSTAR: u32 = 0xC000_0082;
+/// Time between two searches for the guest's kernel: each copies all of it.
+const SEARCH_AGAIN: Duration = Duration::from_secs(1);
 /// Reads of guest memory that finding the current task may take.
 const TASK_READS: u32 = 64;
 
@@ -34,6 +41,17 @@ pub struct GuestKernel {
 pub struct GuestProbe {
     memory: GuestMemoryMmap,
     kernel: Arc<ArcSwapOption<GuestKernel>>,
+    search: Arc<Mutex<Search>>,
+}
+
+/// The search for the guest's kernel.
+#[derive(Debug, Default)]
+enum Search {
+    #[default]
+    NotYet,
+    Looking,
+    Found(String),
+    Failed(String, Instant),
 }
 
 impl GuestProbe {
@@ -42,6 +60,7 @@ impl GuestProbe {
         Self {
             memory,
             kernel: Arc::default(),
+            search: Arc::default(),
         }
     }
 
@@ -55,9 +74,85 @@ impl GuestProbe {
         self.kernel.load_full()
     }
 
-    /// Tells samples from now on about the kernel.
-    pub fn set_kernel(&self, kernel: GuestKernel) {
-        self.kernel.store(Some(Arc::new(kernel)));
+    /// Whether the kernel is to be looked for now: it is not known, nobody is looking, and the last look was not just
+    /// now. Who gets `true` has to start one.
+    pub fn begin_search(&self) -> bool {
+        let mut search = self.search();
+        let begin = match &*search {
+            Search::NotYet => true,
+            Search::Failed(_, at) => at.elapsed() >= SEARCH_AGAIN,
+            Search::Looking | Search::Found(_) => false,
+        };
+        if begin {
+            *search = Search::Looking;
+        }
+        begin
+    }
+
+    /// How the search is going.
+    pub fn kernel_info(&self) -> KernelInfo {
+        let (state, detail) = match &*self.search() {
+            Search::NotYet => (KernelState::Unknown, String::new()),
+            Search::Looking => (KernelState::Looking, String::new()),
+            Search::Found(what) => (KernelState::Found, what.clone()),
+            Search::Failed(why, _) => (KernelState::NotFound, why.clone()),
+        };
+        KernelInfo { state, detail }
+    }
+
+    /// Reads the running kernel out of guest memory, on a thread of its own; samples know it from then on.
+    fn search_from(&self, regs: Option<(GuestRegs, Anchors)>) {
+        let probe = self.clone();
+        let spawned = std::thread::Builder::new()
+            .name("find-kernel".into())
+            .spawn(move || {
+                let found = match regs {
+                    Some((regs, anchors)) => {
+                        locate::read_kernel(&probe.memory, &regs, &anchors).map_err(|e| e.to_string())
+                    }
+                    None => Err("KVM does not give the vCPU's registers".to_owned()),
+                };
+                probe.end_search(found);
+            });
+        if let Err(e) = spawned {
+            self.end_search(Err(format!("no thread to look for it: {e}")));
+        }
+    }
+
+    fn end_search(&self, found: Result<KernelImage, String>) {
+        let result = match found {
+            Ok(image) => {
+                // Read at its running addresses.
+                let tasks = TaskLayout::new(&image, 0)
+                    .inspect_err(|e| log::info!("guest tasks have no names: {e}"))
+                    .ok();
+                let what = format!(
+                    "Linux {}, {} symbols, kernel stacks by {}, tasks {}",
+                    image.release().unwrap_or("of unknown version"),
+                    image.symbols().map_or(0, |s| s.len()),
+                    if image.orc().is_some() {
+                        "ORC"
+                    } else {
+                        "frame pointers"
+                    },
+                    if tasks.is_some() { "named" } else { "not named" },
+                );
+                log::info!("guest kernel: {what}");
+                let kernel = GuestKernel {
+                    image,
+                    slide: 0,
+                    tasks,
+                };
+                self.kernel.store(Some(Arc::new(kernel)));
+                Search::Found(what)
+            }
+            Err(why) => Search::Failed(why, Instant::now()),
+        };
+        *self.search() = result;
+    }
+
+    fn search(&self) -> MutexGuard<'_, Search> {
+        self.search.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -105,7 +200,7 @@ impl RawSample {
 #[derive(Debug)]
 pub struct VcpuRegs<'a> {
     fd: &'a VcpuFd,
-    guest: Option<&'a GuestProbe>,
+    guest: Option<(&'a GuestProbe, &'a mut Option<u64>)>,
     regs: Option<kvm_regs>,
     sregs: Option<kvm_sregs>,
     raw: Option<[u8; RAW_BYTES]>,
@@ -123,10 +218,11 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
-    /// With the guest's stacks and tasks.
-    pub fn with_guest(fd: &'a VcpuFd, guest: &'a GuestProbe) -> Self {
+    /// With the guest's stacks and tasks. `per_cpu_base` keeps where this CPU's kernel data are, once that is known: a
+    /// running kernel does not change it.
+    pub fn with_guest(fd: &'a VcpuFd, guest: &'a GuestProbe, per_cpu_base: &'a mut Option<u64>) -> Self {
         Self {
-            guest: Some(guest),
+            guest: Some((guest, per_cpu_base)),
             ..Self::new(fd)
         }
     }
@@ -157,7 +253,11 @@ impl<'a> VcpuRegs<'a> {
     fn for_walk(&mut self, kernel_gs: bool) -> Option<GuestRegs> {
         self.general()?;
         self.system()?;
-        let base = if kernel_gs { self.kernel_gs_base() } else { 0 };
+        let base = if kernel_gs {
+            self.msr(IA32_KERNEL_GS_BASE)
+        } else {
+            0
+        };
         Some(GuestRegs::from_kvm(
             self.regs.as_ref()?,
             self.sregs.as_ref()?,
@@ -165,9 +265,22 @@ impl<'a> VcpuRegs<'a> {
         ))
     }
 
-    fn kernel_gs_base(&self) -> u64 {
+    /// Has the guest's kernel looked for, beginning with what the registers point to.
+    pub fn find_kernel(&mut self) {
+        let anchors = Anchors {
+            lstar: self.msr(IA32_LSTAR),
+            idt_base: self.system().map_or(0, |s| s.idt.base),
+        };
+        let regs = self.for_walk(true).map(|regs| (regs, anchors));
+        if let Some((guest, _)) = &self.guest {
+            guest.search_from(regs);
+        }
+    }
+
+    /// An MSR's value; 0 when KVM does not give it.
+    fn msr(&self, index: u32) -> u64 {
         let entry = kvm_msr_entry {
-            index: IA32_KERNEL_GS_BASE,
+            index,
             ..Default::default()
         };
         let Ok(mut msrs) = Msrs::from_entries(&[entry]) else {
@@ -180,11 +293,18 @@ impl<'a> VcpuRegs<'a> {
     }
 
     fn task(&mut self) -> Option<(u32, u32, [u8; COMM_LEN])> {
-        let guest = self.guest?;
+        let (guest, known) = self.guest.as_ref()?;
+        let (guest, known) = (*guest, **known);
         let kernel = guest.kernel.load();
         let layout = kernel.as_ref()?.tasks.as_ref()?;
-        let regs = self.for_walk(true)?;
-        let base = regs.kernel_per_cpu_base()?;
+        let regs = self.for_walk(known.is_none())?;
+        let base = match known {
+            Some(base) => base,
+            None => regs.kernel_per_cpu_base()?,
+        };
+        if let Some((_, known)) = &mut self.guest {
+            **known = Some(base);
+        }
         let mut budget = Budget::new(TASK_READS, None);
         let task = TaskReader::new(layout, &guest.memory, &regs)?.current(base, &mut budget)?;
         let mut comm = [0; COMM_LEN];
@@ -207,7 +327,10 @@ impl SampleRegs for VcpuRegs<'_> {
     }
 
     fn callchain(&mut self, out: &mut [u64]) -> usize {
-        let (Some(guest), Some(regs)) = (self.guest, self.for_walk(false)) else {
+        let Some(regs) = self.for_walk(false) else {
+            return 0;
+        };
+        let Some((guest, _)) = &self.guest else {
             return 0;
         };
         let kernel = guest.kernel.load();

@@ -249,6 +249,9 @@ impl Vcpu {
         if let Some(filter) = mail.filter {
             pmu.set_filter(filter);
         }
+        if mail.find_kernel {
+            pmu.find_kernel(&self.fd);
+        }
         if let Some(generation) = mail.view {
             let view = VcpuView {
                 vcpu: self.id.into(),
