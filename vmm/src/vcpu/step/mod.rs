@@ -41,6 +41,9 @@ const IA32_STAR: u32 = 0xc000_0081;
 const IA32_LSTAR: u32 = 0xc000_0082;
 const IA32_FMASK: u32 = 0xc000_0084;
 const STI: u8 = 0xfb;
+const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
+/// The flags that SYSRET loads from R11.
+const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 /// KVM_X86_SHADOW_INT_STI.
 const SHADOW_STI: u8 = 2;
 /// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection, invalid
@@ -288,8 +291,15 @@ impl Stepper {
                     return self.halt(fd, state).map(Prepared::Executed);
                 }
                 _ if state.cpl() == 0
+                    && self.code(&state) == Some(SYSRETQ)
+                    && self.system_return(fd, state)? =>
+                {
+                    let step = self.end(&self.read(fd)?);
+                    return Ok(Prepared::Executed(step));
+                }
+                _ if state.cpl() == 0
                     && state.regs.rflags & RFLAGS_IF == 0
-                    && self.first_byte(&state) == Some(STI) =>
+                    && self.code(&state).is_some_and(|code| code[0] == STI) =>
                 {
                     return self.set_interrupts(fd, state).map(Prepared::Executed);
                 }
@@ -491,11 +501,13 @@ impl Stepper {
         self.ahead
     }
 
-    fn first_byte(&self, state: &State) -> Option<u8> {
+    /// The first bytes of the next instruction, if that many can be read.
+    fn code(&self, state: &State) -> Option<[u8; 3]> {
         let cpu = state.cpu();
-        let mut byte = [0];
+        let mut code = [0; 3];
         let at = cpu.rip.wrapping_add(cpu.segment_bases[1]);
-        (Linear::new(&self.memory, state).read(at, &mut byte) == 1).then_some(byte[0])
+        let read = Linear::new(&self.memory, state).read(at, &mut code);
+        (read == code.len()).then_some(code)
     }
 
     fn drop_step(&mut self) {
@@ -668,44 +680,39 @@ impl Stepper {
         Ok(self.end(&state))
     }
 
+    /// Executes SYSRET to 64-bit code, after which some processors do not stop: the flags it loads have no trap flag. False
+    /// when it would fault.
+    fn system_return(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
+        let target = state.regs.rcx;
+        let user_half = target >> 47 == 0;
+        if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 || !user_half {
+            return Ok(false);
+        }
+        let [star, ..] = system_call_registers(fd)?;
+        let selector = (star >> 48) as u16;
+        state.regs.rip = target;
+        state.regs.rflags = state.regs.r11 & SYSRET_FLAGS & !RFLAGS_TF | 2;
+        state.sregs.cs = flat_segment(selector.wrapping_add(16) | 3, 0xb, 3);
+        state.sregs.ss = flat_segment(selector.wrapping_add(8) | 3, 3, 3);
+        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        Ok(true)
+    }
+
     /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. False when it would fault.
     fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
             return Ok(false);
         }
-        let entry = |index| kvm_bindings::kvm_msr_entry {
-            index,
-            ..Default::default()
-        };
-        let none = || failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::EINVAL));
-        let mut msrs =
-            kvm_bindings::Msrs::from_entries(&[entry(IA32_STAR), entry(IA32_LSTAR), entry(IA32_FMASK)])
-                .map_err(|_| none())?;
-        fd.get_msrs(&mut msrs).map_err(failed("KVM_GET_MSRS"))?;
-        let &[star, lstar, mask] = msrs.as_slice() else {
-            return Err(none());
-        };
+        let [star, lstar, mask] = system_call_registers(fd)?;
         let flags = state.regs.rflags & !RFLAGS_RF;
         state.regs.rcx = state.regs.rip.wrapping_add(2);
         state.regs.r11 = flags;
-        state.regs.rip = lstar.data;
-        state.regs.rflags = flags & !mask.data | 2;
-        let selector = (star.data >> 32) as u16 & 0xfffc;
-        let segment = |selector, type_, l| kvm_bindings::kvm_segment {
-            base: 0,
-            limit: u32::MAX,
-            selector,
-            type_,
-            present: 1,
-            dpl: 0,
-            db: 1 - l,
-            s: 1,
-            l,
-            g: 1,
-            ..Default::default()
-        };
-        state.sregs.cs = segment(selector, 0xb, 1);
-        state.sregs.ss = segment(selector.wrapping_add(8), 3, 0);
+        state.regs.rip = lstar;
+        state.regs.rflags = flags & !mask | 2;
+        let selector = (star >> 32) as u16 & 0xfffc;
+        state.sregs.cs = flat_segment(selector, 0xb, 0);
+        state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
         fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
         fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
         Ok(true)
@@ -743,6 +750,41 @@ fn came_back(meter: &mut StepMeter, called: &CpuState, cpu: &CpuState, memory: &
         }
     }
     step
+}
+
+/// STAR, LSTAR and FMASK.
+fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
+    let none = || failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::EINVAL));
+    let entry = |index| kvm_bindings::kvm_msr_entry {
+        index,
+        ..Default::default()
+    };
+    let mut msrs =
+        kvm_bindings::Msrs::from_entries(&[entry(IA32_STAR), entry(IA32_LSTAR), entry(IA32_FMASK)])
+            .map_err(|_| none())?;
+    match (fd.get_msrs(&mut msrs), msrs.as_slice()) {
+        (Ok(3), [star, lstar, mask]) => Ok([star.data, lstar.data, mask.data]),
+        (Err(e), _) => Err(failed("KVM_GET_MSRS")(e)),
+        _ => Err(none()),
+    }
+}
+
+/// A segment as SYSCALL and SYSRET load it: code (type 11, 64-bit) or data (type 3).
+fn flat_segment(selector: u16, type_: u8, dpl: u8) -> kvm_bindings::kvm_segment {
+    let l = u8::from(type_ == 0xb);
+    kvm_bindings::kvm_segment {
+        base: 0,
+        limit: u32::MAX,
+        selector,
+        type_,
+        present: 1,
+        dpl,
+        db: 1 - l,
+        s: 1,
+        l,
+        g: 1,
+        ..Default::default()
+    }
 }
 
 fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: Want) -> Result<(), StepError> {
