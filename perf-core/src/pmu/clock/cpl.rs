@@ -19,7 +19,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
-use super::timer::Timer;
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
 /// Thread time between looks. Not a whole part of a millisecond: the guest's own timers are.
@@ -51,10 +50,6 @@ impl LevelSource {
     pub fn of_host() -> Self {
         if Path::new("/sys/module/kvm_pvm").exists() {
             Self::KernelRingInterpreted
-        } else if Path::new("/sys/module/kvm_amd").exists() {
-            // Samples under kvm_amd have been seen not to show the guest (Linux 6.1); by the time that is found out, short
-            // measurements are over. Kicks cost more and are right from the start.
-            Self::Kicks
         } else {
             Self::KernelRing
         }
@@ -72,8 +67,7 @@ pub(crate) enum Level {
 enum Ticker {
     Closed,
     Ring(PerfFd, PerfMap),
-    /// Rings once; each report of the vCPU's thread sets it again.
-    Signal(Timer),
+    Signal(PerfFd),
 }
 
 /// The split of one vCPU's guest time.
@@ -138,16 +132,12 @@ impl CplSplit {
         self.users = self.users.saturating_sub(1);
         if self.users == 0 {
             self.carry_ns += now_ns.saturating_sub(self.mark_ns);
-            match &mut self.ticker {
-                // The kernel keeps what is left of the tick's period, so that short spans are looked at as often, for
-                // their length, as long ones.
-                Ticker::Ring(fd, _) => {
-                    if let Err(e) = fd.disable() {
-                        log::warn!("cannot stop the privilege level ticks: {e}");
-                    }
-                }
-                Ticker::Signal(timer) => timer.park(),
-                Ticker::Closed => {}
+            // The kernel keeps what is left of the tick's period, so that short spans are looked at as often, for
+            // their length, as long ones.
+            if let Ticker::Ring(fd, _) | Ticker::Signal(fd) = &self.ticker
+                && let Err(e) = fd.disable()
+            {
+                log::warn!("cannot stop the privilege level ticks: {e}");
             }
         }
     }
@@ -166,11 +156,6 @@ impl CplSplit {
         if self.users > 0 {
             let user = u64::from(cpl == 3);
             self.settle(user, 1 - user, now_ns);
-            if let Ticker::Signal(timer) = &mut self.ticker
-                && let Err(e) = timer.set(TICK_PERIOD_NS)
-            {
-                log::warn!("cannot go on with the privilege level ticks: {e}");
-            }
         }
     }
 
@@ -180,13 +165,12 @@ impl CplSplit {
     }
 
     fn switch_on(&mut self) -> io::Result<()> {
-        match &mut self.ticker {
-            Ticker::Ring(fd, _) => return fd.enable(),
-            Ticker::Signal(timer) => return timer.set(TICK_PERIOD_NS),
+        match &self.ticker {
+            Ticker::Ring(fd, _) | Ticker::Signal(fd) => return fd.enable(),
             Ticker::Closed => {}
         }
+        let fd = open_ticks(self.tid)?;
         if self.source != LevelSource::Kicks {
-            let fd = open_ticks(self.tid)?;
             match fd.map(Some(RING_LOG2_PAGES)) {
                 Ok(map) => {
                     fd.enable()?;
@@ -197,16 +181,16 @@ impl CplSplit {
             }
             self.source = LevelSource::Kicks;
         }
-        self.by_signal()
+        self.by_signal(fd)
     }
 
-    fn by_signal(&mut self) -> io::Result<()> {
+    fn by_signal(&mut self, fd: PerfFd) -> io::Result<()> {
         let signal = self
             .signal
             .ok_or_else(|| io::Error::other("no signal to kick the vCPU with"))?;
-        let mut timer = Timer::open(self.tid, signal)?;
-        timer.set(TICK_PERIOD_NS)?;
-        self.ticker = Ticker::Signal(timer);
+        fd.signal_thread(self.tid, signal)?;
+        fd.enable()?;
+        self.ticker = Ticker::Signal(fd);
         Ok(())
     }
 
@@ -265,7 +249,8 @@ impl CplSplit {
         if self.signal.is_none() {
             return;
         }
-        match self.by_signal() {
+        let reopened = open_ticks(self.tid).and_then(|fd| self.by_signal(fd));
+        match reopened {
             Ok(()) => {
                 log::info!("the host's samples do not show the guest: privilege levels are learnt by kicks");
                 self.source = LevelSource::Kicks;
