@@ -60,7 +60,9 @@ fn the_built_in_guest_sees_what_it_expects(place: &Place) {
             place.describe(),
             output.elapsed
         );
-        assert!(matches!(output.code(), Some(0 | 3)), "{}", shown(&output));
+        // Status 3: the guest found a row wrong. Only in the lab may that be one of the rows left out below.
+        let wrong_row_in_lab = matches!(place, Place::Lab(_)) && output.code() == Some(3);
+        assert!(output.success() || wrong_row_in_lab, "{}", shown(&output));
         let results: Vec<_> = text.lines().filter(|line| line.starts_with("result ")).collect();
         assert!(!results.is_empty(), "{}", shown(&output));
         for line in &results {
