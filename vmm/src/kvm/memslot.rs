@@ -32,27 +32,3 @@ pub fn set(
     // that no Rust reference points into: guest accesses only race with vm-memory's volatile ones.
     unsafe { vm.set_user_memory_region(region) }
 }
-
-/// Maps all of `memory`, one slot per region.
-///
-/// # Errors
-/// KVM's error.
-pub fn set_all(vm: &VmFd, memory: &GuestMemoryMmap) -> Result<(), kvm_ioctls::Error> {
-    for (slot, region) in memory.iter().enumerate() {
-        let host = memory
-            .get_host_address(region.start_addr())
-            .map_err(|_| kvm_ioctls::Error::new(libc::EFAULT))?;
-        set(
-            vm,
-            kvm_userspace_memory_region {
-                slot: slot as u32,
-                flags: 0,
-                guest_phys_addr: region.start_addr().0,
-                memory_size: region.len(),
-                userspace_addr: host as u64,
-            },
-            memory,
-        )?;
-    }
-    Ok(())
-}
