@@ -1,7 +1,7 @@
 //! The VM's side of its control socket, a subscriber of the main loop.
 //!
 //! Nothing here waits for a client: sockets are nonblocking, a request is at most [`MAX_REQUEST`] bytes, a connection
-//! makes at most [`REQUESTS_PER_SECOND`] of them, and replies a client does not fetch are kept up to [`MAX_UNSENT`]
+//! makes at most `REQUESTS_PER_SECOND` of them, and replies a client does not fetch are kept up to `MAX_UNSENT`
 //! bytes. Who goes beyond a bound loses the connection, and with it its events.
 
 use std::collections::HashMap;

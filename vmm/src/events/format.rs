@@ -102,7 +102,7 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
     (running_ns < enabled_ns).then(|| 100.0 * running_ns as f64 / enabled_ns as f64)
 }
 
-/// One line for programs, in the fields of `perf stat -x`: value, unit, event, [error], time running, share
+/// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (if there is one), time running, share
 /// running. `separator` stands within no field: where it would, the field is quoted.
 pub fn csv_line(
     event: &str,
