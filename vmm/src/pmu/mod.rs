@@ -277,6 +277,9 @@ impl VcpuPmu {
 
     /// WRMSR; false: #GP.
     pub fn write_msr(&mut self, msr: u32, value: u64) -> bool {
+        // Before the write: what was counted until now belongs to the registers as they were.
+        self.count_msr_exit();
+        self.changed = true;
         let Some(attached) = self.attached.as_mut() else {
             return false;
         };
@@ -435,5 +438,75 @@ impl VcpuPmu {
     /// The register file.
     pub fn registers(&mut self) -> &mut Vpmu {
         &mut self.vpmu
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use perf_core::pmu::host::HostProbe;
+    use vm_memory::{GuestAddress, GuestMemoryMmap};
+    use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
+
+    use super::*;
+
+    /// Select 0xFF with ENABLE, OS and USR.
+    fn selector(event: ParavirtualEvent) -> u64 {
+        const SELECT: u64 = 0xff | 1 << 16 | 1 << 17 | 1 << 22;
+        SELECT | u64::from(event.umask().0) << 8
+    }
+
+    /// A vCPU's PMU on this thread, with nothing behind it but what the VMM counts itself.
+    fn pmu() -> VcpuPmu {
+        let name = "intel-v2".parse().unwrap();
+        let config = PmuConfig {
+            model: Model::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
+            policy: BackingPolicy::Auto,
+            filter: Arc::new(EventFilter::allow_all()),
+            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
+            stepping: Stepping::default(),
+            share: SharePolicy::default(),
+        };
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        let vm = VmPmu::new(config, &HostProbe::run(), None, GuestProbe::new(memory));
+        let mut pmu = Arc::new(vm).vcpu(0, 1_000_000, None);
+        pmu.attach_to_current_thread().unwrap();
+        pmu
+    }
+
+    /// Programs counter 0 for `event` and reconciles, as before an entry.
+    fn program(pmu: &mut VcpuPmu, event: ParavirtualEvent) {
+        assert!(pmu.write_msr(IA32_PERFEVTSEL0, selector(event)));
+        assert!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1));
+        pmu.reconcile();
+    }
+
+    #[test]
+    fn reads_and_writes_of_pmu_registers_are_both_msr_exits() {
+        let mut pmu = pmu();
+        program(&mut pmu, ParavirtualEvent::MsrExits);
+        assert_eq!(pmu.rdpmc(0), Some(0));
+        for _ in 0..5 {
+            assert!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1));
+            pmu.reconcile();
+        }
+        assert_eq!(pmu.rdpmc(0), Some(5));
+        // The exit of the RDMSR itself is counted, and one that faults is an exit too.
+        assert_eq!(pmu.read_msr(IA32_PMC0), Some(6));
+        assert!(!pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63));
+        assert_eq!(pmu.rdpmc(0), Some(7));
+        pmu.detach();
+    }
+
+    /// A thread that shares one CPU with a busy one waits; the guest's counter of that must not stand still, and must
+    /// stop when the guest asks for something else.
+    #[test]
+    fn a_guest_that_programs_stolen_time_by_wrmsr_has_it_counted() {
+        let mut pmu = pmu();
+        assert!(pmu.attached.as_mut().unwrap().steal.advance().is_none());
+        program(&mut pmu, ParavirtualEvent::StealNs);
+        assert!(pmu.attached.as_mut().unwrap().steal.advance().is_some());
+        program(&mut pmu, ParavirtualEvent::MsrExits);
+        assert!(pmu.attached.as_mut().unwrap().steal.advance().is_none());
+        pmu.detach();
     }
 }

@@ -1,0 +1,127 @@
+//! Every PMU model in front of an unmodified Debian kernel: the right driver with the right version and counter numbers,
+//! no complaint about the hardware, and a counter that counts. One short boot each.
+
+use std::time::Duration;
+
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::parse::{parse_stat_csv, pmu_driver_lines};
+use integration::place::Place;
+
+/// For one guest; it takes about eight seconds in the lab.
+const LIMIT: Duration = Duration::from_secs(90);
+
+const SCRIPT: &str = r#"
+section dmesg dmesg
+section stat perf stat -x, -e cycles spin 0.3
+"#;
+
+/// What the guest's kernel must find out about a model.
+struct Expected {
+    /// For `--pmu`.
+    pmu: &'static str,
+    /// For `--pmu-counters`, to have other numbers than the model's own.
+    counters: Option<&'static str>,
+    /// In the line about the driver.
+    driver: &'static str,
+    /// "... version:": on Intel that of the architectural PMU, on AMD 2 for PerfMonV2, else 0.
+    version: u32,
+    general: u32,
+    fixed: u32,
+}
+
+impl Expected {
+    fn check(&self) {
+        let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+        let run = self.run(&place);
+        let dmesg = run.section("dmesg");
+        let drivers = pmu_driver_lines(dmesg);
+        assert!(
+            drivers.iter().any(|line| line.contains(self.driver)),
+            "no \"{}\" in {drivers:?}\n{run}",
+            self.driver
+        );
+        for (what, expected) in [
+            ("version", self.version),
+            ("bit width", 48),
+            ("generic registers", self.general),
+            ("fixed-purpose events", self.fixed),
+        ] {
+            assert_eq!(number(dmesg, what), Some(expected), "{what}\n{run}");
+        }
+        // The event mask has a one for each counter: general from bit 0, fixed from bit 32.
+        let mask = ones(self.general) | ones(self.fixed) << 32;
+        let text = format!("... event mask:             {mask:016x}");
+        assert!(dmesg.contains(&text), "no \"{text}\"\n{run}");
+        for complaint in ["Broken PMU", "[Firmware Bug]: the BIOS", "unchecked MSR access"] {
+            assert!(!dmesg.contains(complaint), "{complaint}\n{run}");
+        }
+        let cycles = parse_stat_csv(run.section("stat"))
+            .value("cycles")
+            .unwrap_or_else(|error| panic!("{error}\n{run}"));
+        assert!(cycles > 1e8, "{cycles} cycles in 0.3 s\n{run}");
+        run.expect_success();
+        eprintln!(
+            "{}{}: {}; version {}, {}+{} counters; {:.1?}",
+            self.pmu,
+            self.counters.map(|n| format!(" {n}")).unwrap_or_default(),
+            self.driver,
+            self.version,
+            self.general,
+            self.fixed,
+            run.elapsed
+        );
+    }
+
+    fn run(&self, place: &Place) -> GuestRun {
+        let numbers = self.counters.map(|n| ["--pmu-counters", n]);
+        LinuxGuest::new(format!("model-{}-{}", self.pmu, self.general), self.pmu)
+            .script(SCRIPT)
+            .limit(LIMIT)
+            .args(numbers.into_iter().flatten())
+            .run(place)
+            .unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+fn ones(count: u32) -> u64 {
+    (1 << count) - 1
+}
+
+/// From "... generic registers:      4".
+fn number(dmesg: &str, what: &str) -> Option<u32> {
+    let before = format!("... {what}:");
+    let line = dmesg.lines().find(|line| line.contains(&before))?;
+    line.split_once(&before)?.1.trim().parse().ok()
+}
+
+macro_rules! models {
+    ($($name:ident: $pmu:literal $counters:expr => $driver:literal, $version:literal, $general:literal + $fixed:literal;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                Expected {
+                    pmu: $pmu,
+                    counters: $counters,
+                    driver: $driver,
+                    version: $version,
+                    general: $general,
+                    fixed: $fixed,
+                }
+                .check();
+            }
+        )*
+    };
+}
+
+models! {
+    intel_v1: "intel-v1" None => "Intel PMU driver", 1, 4 + 0;
+    intel_v2: "intel-v2" None => "Intel PMU driver", 2, 4 + 3;
+    intel_v3: "intel-v3" None => "Intel PMU driver", 3, 4 + 3;
+    intel_v4: "intel-v4" None => "Intel PMU driver", 4, 4 + 3;
+    intel_v5: "intel-v5" None => "Intel PMU driver", 5, 4 + 3;
+    intel_v5_with_eight_and_four: "intel-v5" Some("8+4") => "Intel PMU driver", 5, 8 + 4;
+    amd_k7: "amd-k7" None => "AMD PMU driver", 0, 4 + 0;
+    amd_core: "amd" None => "core perfctr, AMD PMU driver", 0, 6 + 0;
+    amd_v2: "amd-v2" None => "core perfctr, AMD PMU driver", 2, 6 + 0;
+    amd_v2_with_fifteen: "amd-v2" Some("15") => "core perfctr, AMD PMU driver", 2, 15 + 0;
+}
