@@ -94,6 +94,7 @@ fn number(dmesg: &str, what: &str) -> Option<u32> {
     line.split_once(&before)?.1.trim().parse().ok()
 }
 
+// Linux calls its driver for version 1, which lacks the global registers, "core PMU driver".
 macro_rules! models {
     ($($name:ident: $pmu:literal $counters:expr => $driver:literal, $version:literal, $general:literal + $fixed:literal;)*) => {
         $(
@@ -114,14 +115,12 @@ macro_rules! models {
 }
 
 models! {
-    intel_v1: "intel-v1" None => "Intel PMU driver", 1, 4 + 0;
+    intel_v1: "intel-v1" None => "core PMU driver", 1, 4 + 0;
     intel_v2: "intel-v2" None => "Intel PMU driver", 2, 4 + 3;
     intel_v3: "intel-v3" None => "Intel PMU driver", 3, 4 + 3;
     intel_v4: "intel-v4" None => "Intel PMU driver", 4, 4 + 3;
-    intel_v5: "intel-v5" None => "Intel PMU driver", 5, 4 + 3;
-    intel_v5_with_eight_and_four: "intel-v5" Some("8+4") => "Intel PMU driver", 5, 8 + 4;
+    intel_v5: "intel-v5" Some("8+4") => "Intel PMU driver", 5, 8 + 4;
     amd_k7: "amd-k7" None => "AMD PMU driver", 0, 4 + 0;
     amd_core: "amd" None => "core perfctr, AMD PMU driver", 0, 6 + 0;
-    amd_v2: "amd-v2" None => "core perfctr, AMD PMU driver", 2, 6 + 0;
-    amd_v2_with_fifteen: "amd-v2" Some("15") => "core perfctr, AMD PMU driver", 2, 15 + 0;
+    amd_v2: "amd-v2" Some("15") => "core perfctr, AMD PMU driver", 2, 15 + 0;
 }
