@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak}
 
 use arc_swap::ArcSwap;
 
-use crate::attr::EventType;
+use crate::attr::{Attr, EventType};
 use crate::context::{ContextCell, ContextStats};
 use crate::event::{Event, EventShared, Source, State};
 use crate::inherit::Child;
@@ -100,6 +100,23 @@ impl Core {
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .push(Driver { pmu, capacity });
+    }
+
+    /// The time that records carry, now, in ns of the core's clock.
+    #[must_use]
+    pub fn now_ns(&self) -> u64 {
+        self.inner.config.clock.now_ns()
+    }
+
+    /// Whether `session` may sample what `attr` asks for at its rate: what [`Core::open`] checks of it first. For
+    /// samples that the host's kernel takes without an event of the core.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn may_sample(&self, session: &Session, attr: &Attr) -> Result<(), OpenError> {
+        let limits = &self.inner.limits;
+        limits.check_attr(attr, session.inner.is_admin())?;
+        limits.check_rate(attr)
     }
 
     /// A session for user `uid`.

@@ -141,6 +141,18 @@ impl Limits {
         Ok(())
     }
 
+    /// Whether events may be sampled at the frequency `attr` asks for.
+    pub fn check_rate(&self, attr: &Attr) -> Result<(), OpenError> {
+        let limit = self.sample_rate_hz();
+        if attr.freq && attr.sample_period > limit {
+            return Err(OpenError::FrequencyTooHigh {
+                asked: attr.sample_period,
+                limit,
+            });
+        }
+        Ok(())
+    }
+
     /// Whether raw samples may be taken.
     pub fn check_raw(&self, attr: &Attr, admin: bool) -> Result<(), OpenError> {
         let raw = attr.sample_type.contains(SampleType::RAW)

@@ -256,13 +256,7 @@ impl Core {
 
 impl CoreInner {
     fn check_combinations(&self, attr: &Attr) -> Result<(), OpenError> {
-        let limit = self.limits.sample_rate_hz();
-        if attr.freq && attr.sample_period > limit {
-            return Err(OpenError::FrequencyTooHigh {
-                asked: attr.sample_period,
-                limit,
-            });
-        }
+        self.limits.check_rate(attr)?;
         if !attr.freq && attr.sample_period >> 63 != 0 {
             return Err(OpenError::Combination("a sample period must be below 2^63"));
         }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read};
 
-use perfvisor_vmm::export::symbolize::{Symbolizer, symbols_to_save};
+use perfvisor_vmm::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
 use perfvisor_vmm::export::{
     EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName, folded, perfdata,
     pprof, reader,
@@ -108,6 +108,43 @@ fn stacks_fold_by_task_with_the_outermost_first() {
     let mut text = Vec::new();
     folded::write(&stacks, &mut text).unwrap();
     assert!(String::from_utf8(text).unwrap().starts_with("a:b;main;hot 20\n"));
+}
+
+/// Samples the vCPU was not stopped for get the chains of those it was, by function, in turn.
+#[test]
+fn samples_without_a_chain_share_those_of_their_function() {
+    let mut p = profile();
+    let light = |time_ns, ip, cpl| Sample {
+        time_ns,
+        vcpu: 0,
+        pid: 42,
+        tid: 42,
+        cpl,
+        ip,
+        cr3: 0x5000,
+        period: 10,
+        event_id: 3,
+        chain: &[],
+    };
+    p.push(&light(500, 0x40_0120, 3));
+    p.push(&light(600, KERNEL + 0x180, 0));
+    // Nothing is known of the callers of this one.
+    p.push(&light(700, 0x40_0250, 3));
+    let mut symbols = Symbolizer::new(&p, Some(kernel()), None);
+    let full = complete_chains(&p, &mut symbols);
+    assert_eq!(full.len(), p.len());
+    assert!(
+        full.samples()
+            .any(|s| s.chain == [CONTEXT_GUEST_USER, 0x40_0120, 0x40_0210])
+    );
+    let stacks = folded::stacks(&full, &mut symbols, None);
+    let want = [
+        ("a:b;main;hot", 30),
+        ("a:b;main", 10),
+        ("a:b;main;three;entry_[k];vfs_read_[k]", 20),
+        ("cr3:5000;[guest user]", 10),
+    ];
+    assert_eq!(stacks, BTreeMap::from(want.map(|(s, n)| (s.to_owned(), n))));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use clap::Args;
 use super::{DONE, print, written};
 use crate::cli::ExitStatus;
 use crate::export::report::{ReportOptions, SortKey};
-use crate::export::symbolize::Symbolizer;
+use crate::export::symbolize::{Symbolizer, complete_chains};
 use crate::export::{Profile, folded, pprof, reader, report, script};
 use crate::profile::image::KernelImage;
 use crate::profile::symbols::{GuestMount, KernelSymbols};
@@ -17,12 +17,9 @@ use crate::profile::symbols::{GuestMount, KernelSymbols};
 /// Largest file of symbols that is read.
 const MAX_SYMBOL_FILE: u64 = 2 << 30;
 
-/// Which file, and where names come from.
-#[derive(Clone, Debug, Args)]
-pub struct FileArgs {
-    /// The file.
-    #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
-    pub input: PathBuf,
+/// Where names come from.
+#[derive(Clone, Debug, Default, Args)]
+pub struct SymbolArgs {
     /// Kernel symbols: text in the form of the guest's /proc/kallsyms.
     #[arg(long, value_name = "FILE", conflicts_with = "vmlinux")]
     pub kallsyms: Option<PathBuf>,
@@ -32,6 +29,17 @@ pub struct FileArgs {
     /// The guest's root directory, for the symbols of its programs.
     #[arg(long, value_name = "DIR")]
     pub guestmount: Option<PathBuf>,
+}
+
+/// Which file, and where names come from.
+#[derive(Clone, Debug, Args)]
+pub struct FileArgs {
+    /// The file.
+    #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
+    pub input: PathBuf,
+    /// Where names come from.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
 }
 
 /// `perfvisor report`.
@@ -104,12 +112,10 @@ fn with_profile(
         }
         Err(e) => return Err(format!("{name}: {}", with_source(&e))),
     };
-    let kernel = kernel_symbols(args, &profile)?;
-    let mount = match &args.guestmount {
-        Some(dir) if dir.is_dir() => Some(GuestMount::new(dir)),
-        Some(dir) => return Err(format!("--guestmount {}: it is no directory", dir.display())),
-        None => None,
-    };
+    let reference = profile.kernel.as_ref();
+    let reference = reference.map(|k| (k.reference_symbol.as_str(), k.reference_address));
+    let kernel = kernel_symbols(&args.symbols, reference)?;
+    let mount = guest_mount(&args.symbols)?;
     let mut symbols = Symbolizer::new(&profile, kernel, mount);
     show(&profile, &mut symbols)?;
     for problem in symbols.problems() {
@@ -128,8 +134,27 @@ fn with_source(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Symbols at running addresses from the file the user gave, if one.
-fn kernel_symbols(args: &FileArgs, profile: &Profile) -> Result<Option<KernelSymbols>, String> {
+/// The guest's files, if the user told where they are.
+///
+/// # Errors
+/// One line for the user.
+pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, String> {
+    match &args.guestmount {
+        Some(dir) if dir.is_dir() => Ok(Some(GuestMount::new(dir))),
+        Some(dir) => Err(format!("--guestmount {}: it is no directory", dir.display())),
+        None => Ok(None),
+    }
+}
+
+/// Symbols at running addresses from the file the user gave, if one. `reference`: a symbol of the running kernel and its
+/// address.
+///
+/// # Errors
+/// One line for the user.
+pub(super) fn kernel_symbols(
+    args: &SymbolArgs,
+    reference: Option<(&str, u64)>,
+) -> Result<Option<KernelSymbols>, String> {
     if let Some(path) = &args.kallsyms {
         let symbols =
             KernelSymbols::parse_text(&read(path)?).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -143,10 +168,10 @@ fn kernel_symbols(args: &FileArgs, profile: &Profile) -> Result<Option<KernelSym
     let symbols = image
         .symbols()
         .ok_or_else(|| format!("{name}: it has no symbols"))?;
-    // The recording says where a symbol of the kernel was when it ran.
-    let slide = profile.kernel.as_ref().and_then(|k| {
-        let linked = symbols.by_name(&k.reference_symbol)?.address;
-        Some(k.reference_address.wrapping_sub(linked))
+    // The recording, or the VM, says where a symbol of the kernel is when it runs.
+    let slide = reference.and_then(|(name, running)| {
+        let linked = symbols.by_name(name)?.address;
+        Some(running.wrapping_sub(linked))
     });
     Ok(Some(symbols.slid(slide.unwrap_or(0))))
 }
@@ -211,7 +236,7 @@ pub fn script(args: &FileArgs) -> Result<ExitStatus, String> {
 /// One line for the user.
 pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, String> {
     with_profile(&args.file, |profile, symbols| {
-        let stacks = folded::stacks(profile, symbols, None);
+        let stacks = folded::stacks(&complete_chains(profile, symbols), symbols, None);
         if args.folded {
             let mut out = BufWriter::new(io::stdout().lock());
             return written(folded::write(&stacks, &mut out).and_then(|()| out.flush()));
@@ -230,7 +255,8 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, String> {
 pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, String> {
     with_profile(&args.file, |profile, symbols| {
         write_to(&args.output, |out| {
-            pprof::write(profile, symbols, out).map_err(|e| format!("{}: {e}", args.output.display()))
+            pprof::write(&complete_chains(profile, symbols), symbols, out)
+                .map_err(|e| format!("{}: {e}", args.output.display()))
         })
     })
 }

@@ -586,6 +586,8 @@ mod tests {
             id: 0,
             kind: 0,
             config: 0,
+            ring: false,
+            no_ring: None,
         }
     }
 

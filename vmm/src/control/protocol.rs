@@ -74,6 +74,19 @@ pub enum Call {
         /// Data pages, a power of two.
         pages: u32,
     },
+    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction pointers, taken without
+    /// leaving the guest. Reply: [`HostRingInfo`], and the perf event's descriptor with it, which the client maps.
+    HostRing {
+        /// The event.
+        handle: u32,
+    },
+    /// Has an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
+    Chains {
+        /// The event.
+        handle: u32,
+        /// 1: all of them.
+        every: u32,
+    },
     /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
     RingLosses,
     /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again while it is
@@ -99,6 +112,18 @@ pub struct Sampling {
     pub frequency: bool,
     /// With the guest's call chain.
     pub callchain: bool,
+    /// Take the vCPU out of the guest for every so-many-th sample only, and have the host's kernel sample the instruction
+    /// pointer, where it can ([`Opened::ring`]). 1, which is what it means to leave it out: for every sample.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub chain_every: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(n: &u32) -> bool {
+    *n == 1
 }
 
 /// A reply: `ok` or `error`.
@@ -197,6 +222,13 @@ pub struct Opened {
     pub kind: u32,
     /// `perf_event_attr.config`.
     pub config: u64,
+    /// The host's kernel samples it too: see [`Call::HostRing`]. The event itself then takes only every
+    /// [`Sampling::chain_every`]-th sample.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ring: bool,
+    /// Why it does not, where that was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub no_ring: Option<String>,
 }
 
 /// One reading.
@@ -225,6 +257,17 @@ pub struct RingInfo {
     pub vcpu: u32,
     /// `sample_type` of its samples.
     pub sample_type: u64,
+}
+
+/// The host kernel's ring of one event. The perf event's descriptor comes with the reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostRingInfo {
+    /// Events that each sample stands for; `None`: as the sample says.
+    pub period: Option<u64>,
+    /// What to take off the samples' time, `CLOCK_MONOTONIC`, for the time that the VM's own samples carry, in ns.
+    pub clock_offset_ns: u64,
+    /// KVM interprets the guest's kernel here. The ring shows such time as the host kernel's.
+    pub interpreted: bool,
 }
 
 /// How the search for the guest's kernel is going.

@@ -138,6 +138,7 @@ enum Done {
 enum FdSource {
     Ring(Arc<perf_core::ring::Ring>),
     File(std::fs::File),
+    Event(std::os::fd::OwnedFd),
 }
 
 impl FdSource {
@@ -146,6 +147,7 @@ impl FdSource {
         match self {
             FdSource::Ring(ring) => ring.memfd(),
             FdSource::File(file) => file.as_fd(),
+            FdSource::Event(event) => event.as_fd(),
         }
     }
 }
@@ -404,6 +406,14 @@ impl ControlServer {
                 let (info, ring) = events.ring(vcpu, pages)?;
                 Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
             }
+            Call::HostRing { handle } => {
+                let (info, fd) = connection.opened()?.give_host_ring(handle)?;
+                Ok(Done::WithFd(to_value(info)?, FdSource::Event(fd)))
+            }
+            Call::Chains { handle, every } => {
+                connection.opened()?.take_chains(handle, every)?;
+                value(Value::Null)
+            }
             Call::RingLosses => value(
                 connection
                     .events
@@ -505,6 +515,13 @@ impl Connection {
         }
         self.tokens -= 1.0;
         true
+    }
+
+    fn opened(&self) -> Result<&EventSession, Failure> {
+        match &self.events {
+            Some(events) => Ok(events),
+            None => fail(FailureKind::Invalid, "no event is open"),
+        }
     }
 
     fn refuse(&mut self, id: u64, kind: FailureKind, message: String) {

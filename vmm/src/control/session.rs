@@ -1,17 +1,19 @@
 //! One connection's events: opened, read and sampled through perf-core, closed with the connection.
 
 use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use perf_core::pmu::{PmuError, VcpuId};
+use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, State};
 
 use super::protocol::{
-    EventReading, Failure, FailureKind, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo, RingLoss, Sampling,
+    EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo, RingLoss,
+    Sampling,
 };
 use crate::events::list::{self, EventGroup, EventSpec};
-use crate::pmu::VmPmu;
+use crate::pmu::{HostSampling, OperatorEvent, VmPmu};
 
 /// What samples hold, the call chain apart.
 const SAMPLE: SampleType = SampleType::IP
@@ -45,6 +47,15 @@ pub struct EventSession {
 struct OpenEvent {
     handle: Handle,
     vcpu: u32,
+    ring: Option<HostRing>,
+}
+
+/// The samples of an event that the host's kernel takes.
+#[derive(Debug)]
+struct HostRing {
+    sampling: HostSampling,
+    /// Of the event itself, were it to take every sample: its period, or its frequency in Hz.
+    rate: u64,
 }
 
 /// How an event that is not opened is told of: not possible here, or refused.
@@ -146,10 +157,14 @@ impl EventSession {
                 id: 0,
                 kind: 0,
                 config: 0,
+                ring: false,
+                no_ring: None,
             };
             *index += 1;
             match result {
-                Ok((at, event)) => {
+                Ok((at, event, no_ring)) => {
+                    said.ring = self.events[at].ring.is_some();
+                    said.no_ring = no_ring;
                     leader = leader.or(Some(at));
                     said.handle = u32::try_from(at).ok();
                     said.backing = event.backing.into();
@@ -173,10 +188,23 @@ impl EventSession {
         vcpu: u32,
         sampling: Option<Sampling>,
         leader: Option<usize>,
-    ) -> Result<(usize, crate::pmu::OperatorEvent), NotOpened> {
+    ) -> Result<(usize, OperatorEvent, Option<String>), NotOpened> {
         let mut event = self.pmu.operator_event(spec).map_err(NotOpened::Unsupported)?;
+        let (mut ring, mut no_ring) = (None, None);
         if let Some(sampling) = sampling {
             sample_with(&mut event.attr, sampling, spec);
+            let allowed = self.pmu.core().may_sample(&self.session, &event.attr);
+            allowed.map_err(not_opened)?;
+            self.pmu.clock_period(VcpuId(vcpu), &mut event.attr);
+            if sampling.chain_every > 1 {
+                match self.host_ring(VcpuId(vcpu), &event.attr) {
+                    Ok(found) => {
+                        event.attr.sample_period = rate_for(&event.attr, found.rate, sampling.chain_every);
+                        ring = Some(found);
+                    }
+                    Err(why) => no_ring = Some(why),
+                }
+            }
         }
         if leader.is_some() {
             // A group is pinned, and switched on, by its leader.
@@ -196,8 +224,74 @@ impl EventSession {
                 OpenFlags::default(),
             )
             .map_err(not_opened)?;
-        self.events.push(OpenEvent { handle, vcpu });
-        Ok((self.events.len() - 1, event))
+        self.events.push(OpenEvent { handle, vcpu, ring });
+        Ok((self.events.len() - 1, event, no_ring))
+    }
+
+    /// Has the host's kernel sample what `attr` describes, if it can and the user may.
+    fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, String> {
+        let sampling = self.pmu.host_sampling(vcpu, attr)?;
+        if sampling.sees_host {
+            let host = Attr {
+                exclude_host: false,
+                exclude_kernel: false,
+                ..attr.clone()
+            };
+            self.pmu
+                .core()
+                .may_sample(&self.session, &host)
+                .map_err(|e| e.to_string())?;
+        }
+        Ok(HostRing {
+            sampling,
+            rate: attr.sample_period,
+        })
+    }
+
+    fn ring_of(&self, handle: u32) -> Result<(&OpenEvent, &HostRing), Failure> {
+        let event = usize::try_from(handle).ok().and_then(|at| self.events.get(at));
+        match event.and_then(|event| Some((event, event.ring.as_ref()?))) {
+            Some(found) => Ok(found),
+            None => fail(
+                FailureKind::Invalid,
+                format!("event {handle} has no ring of the host's kernel"),
+            ),
+        }
+    }
+
+    /// What the host's kernel samples for the event `handle`, and a descriptor of it to give away.
+    ///
+    /// # Errors
+    /// No such event, or it has none; no descriptor left.
+    pub fn give_host_ring(&self, handle: u32) -> Result<(HostRingInfo, OwnedFd), Failure> {
+        let (_, ring) = self.ring_of(handle)?;
+        let internal = |e: std::io::Error| Failure {
+            kind: FailureKind::Internal,
+            message: format!("the host kernel's ring: {e}"),
+        };
+        let fd = ring.sampling.sampler.as_fd().try_clone_to_owned();
+        let info = HostRingInfo {
+            period: ring.sampling.period,
+            clock_offset_ns: host::monotonic_ns().saturating_sub(self.pmu.core().now_ns()),
+            interpreted: ring.sampling.interpreted,
+        };
+        Ok((info, fd.map_err(internal)?))
+    }
+
+    /// Has the event `handle` take every `every`-th sample itself.
+    ///
+    /// # Errors
+    /// No such event, or it has no ring of the host's kernel; a number that is none.
+    pub fn take_chains(&self, handle: u32, every: u32) -> Result<(), Failure> {
+        let (event, ring) = self.ring_of(handle)?;
+        if every == 0 {
+            return fail(FailureKind::Invalid, "chains on every 0th sample");
+        }
+        let rate = rate_for(event.handle.attr(), ring.rate, every);
+        event
+            .handle
+            .set_period(rate)
+            .or_else(|e| fail(FailureKind::Invalid, e.to_string()))
     }
 
     /// Enables or disables all events.
@@ -206,6 +300,11 @@ impl EventSession {
             self.session.enable_all();
         } else {
             self.session.disable_all();
+        }
+        for ring in self.events.iter().filter_map(|e| e.ring.as_ref()) {
+            if let Err(e) = ring.sampling.sampler.set_enabled(on) {
+                log::warn!("the host kernel's ring: {e}");
+            }
         }
     }
 
@@ -291,6 +390,7 @@ impl EventSession {
             }
         }
         self.rings.insert(vcpu, ring.clone());
+        self.pmu.probe().add_listener();
         Ok((RingInfo { vcpu, sample_type }, ring))
     }
 }
@@ -312,6 +412,15 @@ fn sample_with(attr: &mut Attr, sampling: Sampling, spec: &EventSpec) {
     attr.sample_type = SAMPLE;
     if sampling.callchain {
         attr.sample_type |= SampleType::CALLCHAIN;
+    }
+}
+
+/// The period or frequency of an event that is to take every `every`-th sample of those that `rate` means.
+fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
+    if attr.freq {
+        (rate / u64::from(every)).max(1)
+    } else {
+        rate.saturating_mul(every.into()).min(i64::MAX as u64)
     }
 }
 

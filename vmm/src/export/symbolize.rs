@@ -14,7 +14,7 @@ pub const USER_OBJECT: &str = "[guest user]";
 /// A named frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {
-    /// Function name, or the address in hex.
+    /// Function name; without one the file and the offset into it, or the address in hex.
     pub name: String,
     /// Offset into the function; 0 when it has no name.
     pub offset: u64,
@@ -63,12 +63,13 @@ impl<'p> Symbolizer<'p> {
         if let Some(found) = self.cache.get(&key) {
             return Rc::clone(found);
         }
-        let (object, found) = if frame.kernel {
+        let (object, found, place) = if frame.kernel {
             let own = self.kernel.as_ref().and_then(|k| k.resolve(lookup));
             let own = own.map(|(s, _)| (s.name.to_owned(), s.address));
             (
                 KERNEL_OBJECT.to_owned(),
                 own.or_else(|| self.saved_name(None, lookup)),
+                None,
             )
         } else {
             self.user(lookup, pid)
@@ -87,7 +88,7 @@ impl<'p> Symbolizer<'p> {
                 kernel: frame.kernel,
             },
             None => Named {
-                name: format!("{:#018x}", frame.address),
+                name: place.unwrap_or_else(|| format!("{:#018x}", frame.address)),
                 offset: 0,
                 known: false,
                 object,
@@ -103,7 +104,8 @@ impl<'p> Symbolizer<'p> {
         self.mount.as_ref().map_or(&[], |m| m.problems())
     }
 
-    fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>) {
+    /// The object, the function and its address, and what to call the address if there is no function.
+    fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>, Option<String>) {
         let mapping = self
             .profile
             .mappings
@@ -112,15 +114,17 @@ impl<'p> Symbolizer<'p> {
             .find(|m| m.pid == pid && address.checked_sub(m.start).is_some_and(|off| off < m.len));
         let saved = self.saved_name(Some(pid), address);
         let Some(m) = mapping else {
-            return (USER_OBJECT.into(), saved);
+            return (USER_OBJECT.into(), saved, None);
         };
+        let file = m.path.rsplit('/').next().unwrap_or(&m.path);
+        let place = format!("{file}+{:#x}", (address - m.start).wrapping_add(m.file_offset));
         let by_object = self.mount.as_mut().and_then(|mount| {
             let object = mount.object(&m.path)?;
             let linked = object.address_of_file_offset((address - m.start).checked_add(m.file_offset)?)?;
             let symbol = object.resolve(linked)?;
             Some((symbol.name, address.wrapping_sub(symbol.offset)))
         });
-        (m.path.clone(), by_object.or(saved))
+        (m.path.clone(), by_object.or(saved), Some(place))
     }
 
     fn saved_name(&self, pid: Option<u32>, address: u64) -> Option<(String, u64)> {
@@ -175,6 +179,58 @@ pub fn symbols_to_save(
     let mut list: Vec<_> = found.into_values().collect();
     list.sort_by_key(|s| (s.pid, s.start));
     list
+}
+
+/// The profile with a call chain for each sample that has none because the vCPU was not stopped for it: those of the
+/// samples in the same function of the same process, in turn. So the callers of a function have the shares that the samples
+/// with chains show. Samples in functions that no chain begins with stay as they are.
+pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
+    /// Event, process, side, object, function.
+    type Place = (u64, u32, bool, Rc<str>, Option<String>);
+    let mut place = |sample: &super::Sample<'_>| -> Option<Place> {
+        let frame = super::frames(sample).next()?;
+        let named = symbols.name(frame, sample.pid);
+        let function = named.known.then(|| named.name.clone());
+        Some((
+            sample.event_id,
+            sample.pid,
+            frame.kernel,
+            named.object.clone(),
+            function,
+        ))
+    };
+    let mut donors: HashMap<Place, (Vec<&[u64]>, usize)> = HashMap::new();
+    for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
+        if let Some(place) = place(&sample) {
+            donors.entry(place).or_default().0.push(sample.chain);
+        }
+    }
+    let mut full = Profile::new(profile.meta.clone(), profile.events.clone());
+    full.kernel = profile.kernel.clone();
+    full.tasks = profile.tasks.clone();
+    full.mappings = profile.mappings.clone();
+    full.symbols = profile.symbols.clone();
+    full.lost = profile.lost;
+    let mut chain = Vec::new();
+    for sample in profile.samples() {
+        chain.clear();
+        chain.extend_from_slice(sample.chain);
+        if sample.chain.is_empty()
+            && let Some((chains, next)) = place(&sample).and_then(|place| donors.get_mut(&place))
+        {
+            chain.extend_from_slice(chains[*next % chains.len()]);
+            *next += 1;
+            // It begins with a marker; the sample keeps its own address.
+            if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64) as u64) {
+                *own = sample.ip;
+            }
+        }
+        full.push(&super::Sample {
+            chain: &chain,
+            ..sample
+        });
+    }
+    full
 }
 
 /// What a task is called where its name is not known: by its address space.

@@ -2,6 +2,7 @@
 //! vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
 
 pub mod backing;
+pub mod mappings;
 mod operator;
 mod regs;
 mod steal;
@@ -31,8 +32,8 @@ use crate::kvm::stepping::Stepping;
 use crate::vcpu::kick;
 use steal::StealClock;
 
-pub use operator::OperatorEvent;
-pub use regs::{GuestProbe, RAW_BYTES, RawSample, VcpuRegs};
+pub use operator::{HostSampling, OperatorEvent};
+pub use regs::{GuestProbe, RAW_BYTES, RawSample, SampleMemory, VcpuRegs};
 
 /// Why the PMU could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -136,7 +137,7 @@ impl VmPmu {
             attached: None,
             changed: false,
             fed_overflow: false,
-            per_cpu_base: None,
+            samples: SampleMemory::default(),
         }
     }
 
@@ -175,8 +176,8 @@ pub struct VcpuPmu {
     changed: bool,
     /// A count we feed ourselves has reached an armed overflow.
     fed_overflow: bool,
-    /// Where the guest kernel's data of this CPU are, once a sample found out.
-    per_cpu_base: Option<u64>,
+    /// What samples keep for the next.
+    samples: SampleMemory,
 }
 
 impl VcpuPmu {
@@ -326,7 +327,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return 0;
         };
-        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.per_cpu_base);
+        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples);
         if attached.clock.wants_ticks()
             && let Some(cpl) = regs.cpl()
         {
@@ -423,7 +424,7 @@ impl VcpuPmu {
 
     /// Starts a search for the guest's kernel; [`GuestProbe::begin_search`] said so.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
-        VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.per_cpu_base).find_kernel();
+        VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples).find_kernel();
     }
 
     /// What the guest has programmed, for the operator.

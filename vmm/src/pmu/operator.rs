@@ -2,7 +2,9 @@
 
 use perf_core::Attr;
 use perf_core::EventType;
-use perf_core::pmu::clock::{self, ClockPmu};
+use perf_core::pmu::VcpuId;
+use perf_core::pmu::clock::{self, ClockPmu, LevelSource};
+use perf_core::pmu::host::GuestSampler;
 use vpmu::{CounterView, EventRequest, GuestEvent, ParavirtualEvent};
 
 use super::VmPmu;
@@ -22,7 +24,63 @@ pub struct OperatorEvent {
     pub estimate: bool,
 }
 
+/// Samples that the host's kernel takes for an operator's event.
+#[derive(Debug)]
+pub struct HostSampling {
+    /// The host's event, stopped.
+    pub sampler: GuestSampler,
+    /// Events each sample stands for; `None`: as the sample says.
+    pub period: Option<u64>,
+    /// The samples show where the host's kernel was, too.
+    pub sees_host: bool,
+    /// KVM interprets the guest's kernel here, which the samples do not show.
+    pub interpreted: bool,
+}
+
 impl VmPmu {
+    /// The vCPU clock runs at a known rate: a frequency becomes the period it means, as it does in Linux.
+    pub fn clock_period(&self, vcpu: VcpuId, attr: &mut Attr) {
+        if attr.ty == EventType::CLOCK
+            && attr.freq
+            && let Some(clock) = self.clock.clock_of(vcpu)
+        {
+            let hz = attr.sample_period.max(1);
+            attr.sample_period = (u64::from(clock.tsc_khz()) * 1000 / hz).max(1);
+            attr.freq = false;
+        }
+    }
+
+    /// Has the host's kernel sample, on the thread of `vcpu`, what `attr` describes.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, String> {
+        let clock = self
+            .clock
+            .clock_of(vcpu)
+            .ok_or_else(|| format!("vCPU {} does not run yet", vcpu.0))?;
+        if attr.ty == EventType::CLOCK {
+            let cycles = u128::from(attr.sample_period);
+            let period_ns = cycles * 1_000_000 / u128::from(clock.tsc_khz().max(1));
+            let period_ns = u64::try_from(period_ns).unwrap_or(u64::MAX);
+            return Ok(HostSampling {
+                sampler: GuestSampler::clock(clock.tid(), period_ns).map_err(with_source)?,
+                period: Some(attr.sample_period),
+                sees_host: true,
+                interpreted: LevelSource::of_host() == LevelSource::KernelRingInterpreted,
+            });
+        }
+        if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
+            return Ok(HostSampling {
+                sampler: GuestSampler::hardware(clock.tid(), attr).map_err(with_source)?,
+                period: None,
+                sees_host: !attr.exclude_host,
+                interpreted: false,
+            });
+        }
+        Err("only the host's PMU and the vCPU's clock are sampled in the host's kernel".into())
+    }
+
     /// What counts `spec` here.
     ///
     /// # Errors
@@ -119,6 +177,13 @@ impl VmPmu {
             // Fed only while a counter of the guest counts it.
             ParavirtualEvent::StealNs => None,
         }
+    }
+}
+
+fn with_source(e: perf_core::pmu::PmuError) -> String {
+    match std::error::Error::source(&e) {
+        Some(source) => format!("{e}: {source}"),
+        None => e.to_string(),
     }
 }
 

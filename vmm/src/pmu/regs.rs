@@ -7,13 +7,15 @@ use arc_swap::ArcSwapOption;
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 use perf_core::{CpuMode, SampleRegs};
+use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 
+use super::mappings::{self, Listeners, TellOnce, ToldMapping};
 use crate::control::protocol::{KernelInfo, KernelState};
 use crate::profile::image::KernelImage;
 use crate::profile::locate::{self, Anchors};
 use crate::profile::task::{COMM_LEN, TaskLayout, TaskReader};
-use crate::profile::unwind::{self, KernelUnwind, Limits};
+use crate::profile::unwind::{self, CONTEXT_GUEST_USER, KernelUnwind, Limits};
 use crate::profile::{Budget, GuestRegs};
 
 /// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
@@ -42,6 +44,7 @@ pub struct GuestProbe {
     memory: GuestMemoryMmap,
     kernel: Arc<ArcSwapOption<GuestKernel>>,
     search: Arc<Mutex<Search>>,
+    listeners: Arc<Listeners>,
 }
 
 /// The search for the guest's kernel.
@@ -61,7 +64,13 @@ impl GuestProbe {
             memory,
             kernel: Arc::default(),
             search: Arc::default(),
+            listeners: Arc::default(),
         }
+    }
+
+    /// Somebody begins to read samples: they are told again what is told once only.
+    pub fn add_listener(&self) {
+        self.listeners.add();
     }
 
     /// The guest's memory.
@@ -156,8 +165,10 @@ impl GuestProbe {
     }
 }
 
-/// Bytes of a sample's raw data: with its length word a multiple of 8.
+/// Bytes of a sample's raw data before the mappings told with it: with its length word a multiple of 8.
 pub const RAW_BYTES: usize = 36;
+/// User addresses of a sample whose mappings are told.
+const MAX_USER_FRAMES: usize = 32;
 
 /// What a sample's raw data holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -194,16 +205,40 @@ impl RawSample {
             task: (raw[9] == 1).then_some((word(12)?, word(16)?, comm)),
         })
     }
+
+    /// The mappings of the task that were told with the sample.
+    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+        mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
+    }
+}
+
+/// What a vCPU keeps from one sample to the next.
+#[derive(Debug)]
+pub struct SampleMemory {
+    /// Where the guest kernel's data of this CPU are, once that is known: a running kernel does not change it.
+    per_cpu_base: Option<u64>,
+    /// Mappings that were told.
+    told: TellOnce,
+}
+
+impl Default for SampleMemory {
+    fn default() -> Self {
+        Self {
+            per_cpu_base: None,
+            told: TellOnce::new(),
+        }
+    }
 }
 
 /// Registers of a vCPU that is out of guest mode, on its own thread.
 #[derive(Debug)]
 pub struct VcpuRegs<'a> {
     fd: &'a VcpuFd,
-    guest: Option<(&'a GuestProbe, &'a mut Option<u64>)>,
+    guest: Option<(&'a GuestProbe, &'a mut SampleMemory)>,
     regs: Option<kvm_regs>,
     sregs: Option<kvm_sregs>,
-    raw: Option<[u8; RAW_BYTES]>,
+    user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
+    raw: Option<([u8; RAW_BYTES + mappings::MAX_BYTES], usize)>,
 }
 
 impl<'a> VcpuRegs<'a> {
@@ -214,15 +249,15 @@ impl<'a> VcpuRegs<'a> {
             guest: None,
             regs: None,
             sregs: None,
+            user_frames: SmallVec::new(),
             raw: None,
         }
     }
 
-    /// With the guest's stacks and tasks. `per_cpu_base` keeps where this CPU's kernel data are, once that is known: a
-    /// running kernel does not change it.
-    pub fn with_guest(fd: &'a VcpuFd, guest: &'a GuestProbe, per_cpu_base: &'a mut Option<u64>) -> Self {
+    /// With the guest's stacks and tasks. `memory` is the vCPU's.
+    pub fn with_guest(fd: &'a VcpuFd, guest: &'a GuestProbe, memory: &'a mut SampleMemory) -> Self {
         Self {
-            guest: Some((guest, per_cpu_base)),
+            guest: Some((guest, memory)),
             ..Self::new(fd)
         }
     }
@@ -292,9 +327,10 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
-    fn task(&mut self) -> Option<(u32, u32, [u8; COMM_LEN])> {
-        let (guest, known) = self.guest.as_ref()?;
-        let (guest, known) = (*guest, **known);
+    /// The task that runs; the mappings of its user frames go to `out`, and how many bytes they are to `told`.
+    fn task(&mut self, out: &mut [u8], told: &mut usize) -> Option<(u32, u32, [u8; COMM_LEN])> {
+        let (guest, memory) = self.guest.as_ref()?;
+        let (guest, known) = (*guest, memory.per_cpu_base);
         let kernel = guest.kernel.load();
         let layout = kernel.as_ref()?.tasks.as_ref()?;
         let regs = self.for_walk(known.is_none())?;
@@ -302,15 +338,30 @@ impl<'a> VcpuRegs<'a> {
             Some(base) => base,
             None => regs.kernel_per_cpu_base()?,
         };
-        if let Some((_, known)) = &mut self.guest {
-            **known = Some(base);
-        }
+        let (_, memory) = self.guest.as_mut()?;
+        memory.per_cpu_base = Some(base);
         let mut budget = Budget::new(TASK_READS, None);
-        let task = TaskReader::new(layout, &guest.memory, &regs)?.current(base, &mut budget)?;
+        let mut reader = TaskReader::new(layout, &guest.memory, &regs)?;
+        let task = reader.current(base, &mut budget)?;
+        if task.mm != 0 {
+            let frames = &self.user_frames;
+            *told = memory
+                .told
+                .tell(&mut reader, task.mm, frames, &guest.listeners, out);
+        }
         let mut comm = [0; COMM_LEN];
         let name = task.comm_bytes();
         comm[..name.len()].copy_from_slice(name);
         Some((task.pid, task.tid, comm))
+    }
+
+    /// Keeps the user frames of a chain, for their mappings.
+    fn keep_user_frames(&mut self, chain: &[u64]) {
+        let user = chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
+        let frames = user.map_or(&[][..], |at| &chain[at + 1..]);
+        let frames = frames.iter().take_while(|&&frame| frame >> 63 == 0);
+        self.user_frames.clear();
+        self.user_frames.extend(frames.take(MAX_USER_FRAMES).copied());
     }
 }
 
@@ -335,19 +386,28 @@ impl SampleRegs for VcpuRegs<'_> {
         };
         let kernel = guest.kernel.load();
         let unwind = kernel.as_ref().map(|k| KernelUnwind::new(&k.image, k.slide));
-        unwind::walk(&guest.memory, &regs, unwind, &Limits::default(), out).len
+        let len = unwind::walk(&guest.memory, &regs, unwind, &Limits::default(), out).len;
+        self.keep_user_frames(&out[..len]);
+        len
     }
 
     fn raw(&mut self) -> &[u8] {
         if self.raw.is_none() {
+            if self.user_frames.is_empty() && self.cpl() == Some(3) {
+                let ip = self.ip();
+                self.user_frames.push(ip);
+            }
+            let mut out = [0; RAW_BYTES + mappings::MAX_BYTES];
+            let mut told = 0;
             let raw = RawSample {
                 cr3: self.system().map_or(0, |s| s.cr3),
                 cpl: self.cpl().unwrap_or(0),
-                task: self.task(),
+                task: self.task(&mut out[RAW_BYTES..], &mut told),
             };
-            self.raw = Some(raw.encode());
+            out[..RAW_BYTES].copy_from_slice(&raw.encode());
+            self.raw = Some((out, RAW_BYTES + told));
         }
-        self.raw.as_ref().map_or(&[], |raw| raw.as_slice())
+        self.raw.as_ref().map_or(&[], |(raw, len)| &raw[..*len])
     }
 }
 

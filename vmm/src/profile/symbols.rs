@@ -137,9 +137,12 @@ impl KernelSymbols {
 
     /// The text symbol that `address` is in, and the offset into it.
     pub fn resolve(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
-        if address < UPPER_HALF {
-            return None;
-        }
+        let (symbol, offset) = self.resolve_flat(address)?;
+        (symbol.address >= UPPER_HALF).then_some((symbol, offset))
+    }
+
+    /// As [`Self::resolve`], in the lower half too: for guests with one address space for everything.
+    pub fn resolve_flat(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let symbol = self.symbol(self.entries.get(after.checked_sub(1)?)?);
         // Past the last symbol anything may follow: modules, the next kernel's. One page is granted.
@@ -147,8 +150,7 @@ impl KernelSymbols {
             .entries
             .get(after)
             .map_or(symbol.address.saturating_add(4096), |next| next.address);
-        (symbol.is_text() && symbol.address >= UPPER_HALF && address < reaches)
-            .then(|| (symbol, address - symbol.address))
+        (symbol.is_text() && address < reaches).then(|| (symbol, address - symbol.address))
     }
 
     /// The end of the symbol that starts at `address`: where the next one starts.

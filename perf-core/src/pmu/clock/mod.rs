@@ -75,6 +75,12 @@ impl ClockPmu {
         self.lock().remove(&vcpu);
     }
 
+    /// The clock of `vcpu`, if it has one.
+    #[must_use]
+    pub fn clock_of(&self, vcpu: VcpuId) -> Option<Arc<VcpuClock>> {
+        self.lock().get(&vcpu).cloned()
+    }
+
     /// Whether what an event with `attr` counts is an estimate, because it wants one privilege level only.
     #[must_use]
     pub fn is_estimate(attr: &Attr) -> bool {

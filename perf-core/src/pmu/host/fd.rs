@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::io;
 use std::mem::size_of;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -42,6 +42,18 @@ pub(crate) fn current_tid() -> i32 {
     })
 }
 
+/// `CLOCK_MONOTONIC` now, in ns: the time that [`super::GuestSample`]s carry.
+#[must_use]
+pub fn monotonic_ns() -> u64 {
+    let mut ts = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `ts` is a writable timespec; this clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut ts) };
+    ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+}
+
 /// A zeroed attribute block with its size filled in.
 pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
     perf_event_attr {
@@ -56,6 +68,18 @@ pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
 #[derive(Debug)]
 pub(crate) struct PerfFd {
     fd: OwnedFd,
+}
+
+impl From<OwnedFd> for PerfFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self { fd }
+    }
+}
+
+impl AsFd for PerfFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
 }
 
 impl PerfFd {
@@ -196,7 +220,10 @@ impl Drop for PerfMap {
     }
 }
 
-/// A record of the ring: its type and the `misc` word of its header. Payloads are not needed by any driver.
+/// Words of a record's payload that are handed on; longer records are cut.
+const MOST_WORDS: usize = 4;
+
+/// A record of the ring: its type and the `misc` word of its header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordHead {
     /// `PERF_RECORD_*`.
@@ -281,6 +308,11 @@ impl PerfMap {
 
     /// Passes every unread record to `each` and frees its space. Reads at most one ring's length.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(RecordHead)) {
+        self.drain_words(|head, _| each(head));
+    }
+
+    /// As [`PerfMap::drain`], with the first words of each record's payload.
+    pub(crate) fn drain_words(&mut self, mut each: impl FnMut(RecordHead, &[u64])) {
         if self.data_len == 0 {
             return;
         }
@@ -306,10 +338,18 @@ impl PerfMap {
             if size < header || size % 8 != 0 {
                 break;
             }
-            each(RecordHead {
+            let mut words = [0u64; MOST_WORDS];
+            let count = MOST_WORDS.min(((size - header) / 8) as usize);
+            for (i, word) in words[..count].iter_mut().enumerate() {
+                let at = (at + 8 + 8 * i) & (self.data_len - 1);
+                // SAFETY: as above; whole aligned words, so none wraps, and those past `head` would only be stale.
+                *word = unsafe { self.base.as_ptr().add(self.data_offset + at).cast::<u64>().read() };
+            }
+            let head_of = RecordHead {
                 type_: h.type_,
                 misc: h.misc,
-            });
+            };
+            each(head_of, &words[..count]);
             tail = tail.wrapping_add(size);
         }
         // Whatever could not be parsed is skipped, so that a damaged ring cannot wedge its reader.

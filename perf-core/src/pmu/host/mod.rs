@@ -21,6 +21,7 @@
 //! ends the process by default, see [`ignore_sigio`], and the overflow goes unnoticed until the next exit.
 
 pub(crate) mod fd;
+mod guest_ring;
 mod probe;
 
 use std::io;
@@ -28,7 +29,9 @@ use std::io;
 use crate::attr::{Attr, EventType};
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
+pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, current_tid, new_attr};
+pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, ignore_sigio};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,11 +130,7 @@ impl Pmu for HostPmu {
             raw.set_pinned(1);
             raw.__bindgen_anon_3.config1 = attr.config1;
             raw.__bindgen_anon_4.config2 = attr.config2;
-            raw.set_exclude_hv(attr.exclude_hv.into());
-            raw.set_exclude_host(attr.exclude_host.into());
-            raw.set_exclude_guest(attr.exclude_guest.into());
-            raw.set_exclude_user(attr.exclude_user.into());
-            raw.set_exclude_kernel(attr.exclude_kernel.into());
+            Self::set_sides(&mut raw, attr);
         } else if attr.exclude_user || attr.exclude_kernel {
             return Err(PmuError::Unsupported(
                 "a host software event has no guest privilege level",

@@ -1,0 +1,229 @@
+//! Samples of a guest that the host's kernel takes by itself, without the vCPU leaving `KVM_RUN`.
+//!
+//! A perf event on the vCPU's thread that does not exclude the guest writes the guest's instruction pointer and side into
+//! its ring. That costs an interrupt, a fraction of what an exit to user space does. What the kernel does not know
+//! are the guest's stack, address space and task.
+//!
+//! [`GuestSampler`] is opened in the VMM. Its descriptor may go to another process, which maps the ring with
+//! [`GuestSamples`] and reads it there, so that nothing passes through the VMM.
+//!
+//! # What the ring does not show
+//! - A clock samples the thread wherever it is: samples in the host's kernel and in the VMM are among them, marked so.
+//!   A hardware event that excludes the host has none of these.
+//! - Some KVMs interpret parts of the guest, or run in a host that does not mark its guests. Such time looks like the host
+//!   kernel's. A reader has to compare, see [`Side`].
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use perf_event_open_sys::bindings as b;
+
+use super::HostPmu;
+use super::fd::{PerfFd, PerfMap, new_attr};
+use crate::attr::{Attr, EventType};
+use crate::pmu::PmuError;
+
+/// A host perf event that samples a vCPU's thread, its guest included.
+#[derive(Debug)]
+pub struct GuestSampler {
+    fd: PerfFd,
+}
+
+impl GuestSampler {
+    /// A clock that samples thread `tid` once in `period_ns` of its CPU time. Stopped.
+    ///
+    /// # Errors
+    /// [`PmuError`], such as `EACCES` where `perf_event_paranoid` denies it.
+    pub fn clock(tid: i32, period_ns: u64) -> Result<Self, PmuError> {
+        let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_CPU_CLOCK));
+        attr.__bindgen_anon_1.sample_period = period_ns.clamp(1, 1 << 60);
+        Self::open(attr, tid, false)
+    }
+
+    /// A hardware event of the guest, as `attr` describes it and with its period or frequency. Stopped.
+    ///
+    /// # Errors
+    /// [`PmuError`].
+    pub fn hardware(tid: i32, attr: &Attr) -> Result<Self, PmuError> {
+        if ![EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
+            return Err(PmuError::NoSuchEvent);
+        }
+        let mut raw = new_attr(attr.ty.0, attr.config);
+        raw.__bindgen_anon_1.sample_period = attr.sample_period;
+        raw.set_freq(attr.freq.into());
+        raw.__bindgen_anon_3.config1 = attr.config1;
+        raw.__bindgen_anon_4.config2 = attr.config2;
+        HostPmu::set_sides(&mut raw, attr);
+        Self::open(raw, tid, !attr.exclude_guest)
+    }
+
+    fn open(mut attr: b::perf_event_attr, tid: i32, guest: bool) -> Result<Self, PmuError> {
+        attr.sample_type = u64::from(b::PERF_SAMPLE_IP | b::PERF_SAMPLE_TIME | b::PERF_SAMPLE_PERIOD);
+        attr.set_disabled(1);
+        attr.set_use_clockid(1);
+        attr.clockid = libc::CLOCK_MONOTONIC;
+        let fd = PerfFd::open(&mut attr, tid).map_err(|e| HostPmu::refused(e, guest))?;
+        Ok(Self { fd })
+    }
+
+    /// Starts or stops it.
+    ///
+    /// # Errors
+    /// The error of `ioctl(2)`.
+    pub fn set_enabled(&self, on: bool) -> io::Result<()> {
+        if on { self.fd.enable() } else { self.fd.disable() }
+    }
+}
+
+impl AsFd for GuestSampler {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// What ran when a sample was taken, as far as the host's kernel knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The guest at privilege level 3.
+    GuestUser,
+    /// The guest at another level.
+    GuestKernel,
+    /// The host's kernel: KVM's own work, or a guest that this host does not show.
+    HostKernel,
+    /// The VMM.
+    HostUser,
+}
+
+/// One sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestSample {
+    /// `CLOCK_MONOTONIC`, ns.
+    pub time_ns: u64,
+    /// What ran.
+    pub side: Side,
+    /// Its instruction pointer: the guest's on the guest's sides.
+    pub ip: u64,
+    /// Events it stands for: nanoseconds for a clock.
+    pub period: u64,
+}
+
+/// What a drain found besides samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drained {
+    /// Samples for which there was no room.
+    pub lost: u64,
+    /// Times the kernel held back sampling.
+    pub throttled: u64,
+}
+
+/// The ring of a [`GuestSampler`], in this process or another.
+#[derive(Debug)]
+pub struct GuestSamples {
+    fd: PerfFd,
+    map: PerfMap,
+}
+
+impl GuestSamples {
+    /// Maps the ring behind `fd`, with `2^log2_pages` data pages. They count against the user's perf memory
+    /// (`perf_event_mlock_kb`).
+    ///
+    /// # Errors
+    /// The error of `mmap(2)`.
+    pub fn map(fd: OwnedFd, log2_pages: u32) -> io::Result<Self> {
+        let fd = PerfFd::from(fd);
+        let map = fd.map(Some(log2_pages))?;
+        Ok(Self { fd, map })
+    }
+
+    /// Stops or starts the event.
+    ///
+    /// # Errors
+    /// The error of `ioctl(2)`.
+    pub fn set_enabled(&self, on: bool) -> io::Result<()> {
+        if on { self.fd.enable() } else { self.fd.disable() }
+    }
+
+    /// Passes each unread sample to `each`, oldest first. Reads at most one ring's length.
+    pub fn drain(&mut self, mut each: impl FnMut(GuestSample)) -> Drained {
+        let mut drained = Drained::default();
+        self.map.drain_words(|head, words| match (head.type_, words) {
+            (b::PERF_RECORD_SAMPLE, &[ip, time_ns, period, ..]) => {
+                let side = match u32::from(head.misc) & b::PERF_RECORD_MISC_CPUMODE_MASK {
+                    b::PERF_RECORD_MISC_GUEST_USER => Side::GuestUser,
+                    b::PERF_RECORD_MISC_GUEST_KERNEL => Side::GuestKernel,
+                    b::PERF_RECORD_MISC_USER => Side::HostUser,
+                    _ => Side::HostKernel,
+                };
+                each(GuestSample {
+                    time_ns,
+                    side,
+                    ip,
+                    period,
+                });
+            }
+            (b::PERF_RECORD_LOST, &[_, lost, ..]) => drained.lost += lost,
+            (b::PERF_RECORD_THROTTLE, _) => drained.throttled += 1,
+            _ => {}
+        });
+        drained
+    }
+}
+
+impl HostPmu {
+    /// Which sides `attr` leaves out, for a hardware event.
+    pub(super) fn set_sides(raw: &mut b::perf_event_attr, attr: &Attr) {
+        raw.set_exclude_hv(attr.exclude_hv.into());
+        raw.set_exclude_host(attr.exclude_host.into());
+        raw.set_exclude_guest(attr.exclude_guest.into());
+        raw.set_exclude_user(attr.exclude_user.into());
+        raw.set_exclude_kernel(attr.exclude_kernel.into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pmu::host::fd::current_tid;
+
+    /// A thread that runs no guest shows up as the host, with times that grow and the period asked for.
+    #[test]
+    fn a_clock_samples_its_thread_and_says_which_side_ran() {
+        const PERIOD_NS: u64 = 500_000;
+        let sampler = match GuestSampler::clock(current_tid(), PERIOD_NS) {
+            Ok(sampler) => sampler,
+            Err(e) => return eprintln!("skipped: no clock events here: {e}"),
+        };
+        let fd = sampler.as_fd().try_clone_to_owned().unwrap();
+        let mut samples = GuestSamples::map(fd, 3).unwrap();
+        sampler.set_enabled(true).unwrap();
+        let mut seen = Vec::new();
+        let mut work = 0u64;
+        while seen.len() < 20 {
+            for i in 0..1_000_000u64 {
+                work = std::hint::black_box(work.wrapping_mul(31).wrapping_add(i));
+            }
+            assert_eq!(samples.drain(|s| seen.push(s)), Drained::default());
+        }
+        samples.set_enabled(false).unwrap();
+        assert!(seen.iter().any(|s| s.side == Side::HostUser));
+        for s in &seen {
+            assert!(matches!(s.side, Side::HostUser | Side::HostKernel), "{s:?}");
+            assert_eq!(s.period, PERIOD_NS);
+        }
+        assert!(seen.is_sorted_by_key(|s| s.time_ns));
+        samples.drain(|_| {});
+        for _ in 0..1_000_000u64 {
+            work = std::hint::black_box(work.wrapping_mul(31));
+        }
+        samples.drain(|s| panic!("a stopped event sampled: {s:?}"));
+    }
+
+    #[test]
+    fn only_hardware_events_are_taken_for_the_hardware() {
+        let attr = Attr::sampling(EventType::SOFTWARE, 0, 1000);
+        assert!(matches!(
+            GuestSampler::hardware(0, &attr),
+            Err(PmuError::NoSuchEvent)
+        ));
+    }
+}

@@ -1,0 +1,443 @@
+//! One profile out of two streams of samples of the same event on the same vCPU.
+//!
+//! The host's kernel samples the guest's instruction pointer without leaving the guest: *light* samples. The VM samples a
+//! fraction as often, taking the vCPU out of the guest each time: *full* samples, with registers, task and call chain. The
+//! two are taken independently of each other.
+//!
+//! - A full sample takes the place of the light one that is nearest in time, and its weight. So a profile has as many
+//!   samples, of the same weight, as it would have with full ones only.
+//! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time.
+//! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every sample, and only
+//!   full ones count, until the guest shows again.
+
+use std::collections::VecDeque;
+
+use perf_core::pmu::host::{GuestSample, Side};
+
+/// Light samples between two decisions.
+const WINDOW: u64 = 40;
+/// Full samples after which going back to light ones is considered.
+const FULL_WINDOW: u32 = 100;
+/// Where KVM interprets the guest's kernel: the share of time unseen from which on every sample is taken full. Below it the
+/// few full samples in the guest's kernel stand for all of the unseen time: how much that was is known, and where, to a
+/// point or two after some seconds.
+const UNSEEN_LIMIT: f64 = 0.20;
+/// The share of full samples in the guest's kernel below which light ones are enough again.
+const KERNEL_LIMIT: f64 = 0.15;
+/// How far the unseen share must be above one that turned out not to be the guest's.
+const MARGIN: f64 = 0.05;
+/// A light sample waits for the next full one at most for so long, ns.
+const PATIENCE_NS: u64 = 500_000_000;
+/// Most light samples that wait.
+const MOST_PENDING: usize = 1 << 16;
+
+/// A sample of the host's kernel in the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Light {
+    /// Time of the VM's own samples, ns.
+    pub time_ns: u64,
+    /// Instruction pointer.
+    pub ip: u64,
+    /// At privilege level 3.
+    pub user: bool,
+    /// Events it stands for.
+    pub period: u64,
+}
+
+/// Whose a full sample was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Whose {
+    /// Time, ns.
+    pub time_ns: u64,
+    /// Process, thread, address space.
+    pub pid: u32,
+    /// Thread.
+    pub tid: u32,
+    /// CR3.
+    pub cr3: u64,
+}
+
+/// What has become of the samples, for the user.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Light samples in the profile.
+    pub light: u64,
+    /// Full samples in the profile.
+    pub full: u64,
+    /// Of these, taken because the light ones did not show the guest.
+    pub instead: u64,
+    /// Light samples that fell into the host's kernel or the VMM and stand for no guest code.
+    pub host: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    /// Light samples with a full one now and then.
+    Light,
+    /// Full samples only.
+    Full,
+}
+
+/// How the host's ring is to be read.
+#[derive(Clone, Copy, Debug)]
+pub struct RingTerms {
+    /// Events of each light sample; `None`: as the sample says.
+    pub period: Option<u64>,
+    /// What to take off its time, ns.
+    pub clock_offset_ns: u64,
+    /// KVM interprets the guest's kernel here.
+    pub interpreted: bool,
+    /// A full sample for so many.
+    pub chain_every: u32,
+}
+
+/// The streams of one event on one vCPU.
+#[derive(Debug)]
+pub struct Merge {
+    terms: RingTerms,
+    mode: Mode,
+    /// Since when, in the samples' time.
+    since_ns: u64,
+    pending: VecDeque<Light>,
+    whose: VecDeque<Whose>,
+    /// Events of time that was not seen, for the next full sample in the guest's kernel.
+    unseen: u64,
+    /// Since the last decision.
+    guest: u64,
+    host: u64,
+    full: u32,
+    full_kernel: u32,
+    /// The guest was seen at least once.
+    ever_seen: bool,
+    /// The unseen share beyond which to change over, and the one that led to the last change.
+    limit: f64,
+    share: f64,
+    totals: Totals,
+}
+
+impl Merge {
+    /// Nothing sampled yet.
+    pub fn new(terms: RingTerms) -> Self {
+        Self {
+            terms,
+            mode: Mode::Light,
+            since_ns: 0,
+            pending: VecDeque::new(),
+            whose: VecDeque::new(),
+            unseen: 0,
+            guest: 0,
+            host: 0,
+            full: 0,
+            full_kernel: 0,
+            ever_seen: false,
+            limit: UNSEEN_LIMIT,
+            share: 0.0,
+            totals: Totals::default(),
+        }
+    }
+
+    /// What has become of the samples so far.
+    pub fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    /// Whether the host's ring has never shown the guest.
+    pub fn is_blind(&self) -> bool {
+        !self.terms.interpreted && !self.ever_seen && self.mode == Mode::Full
+    }
+
+    fn mode_at(&self, time_ns: u64) -> Mode {
+        match (self.mode, time_ns >= self.since_ns) {
+            (mode, true) => mode,
+            (Mode::Light, false) => Mode::Full,
+            (Mode::Full, false) => Mode::Light,
+        }
+    }
+
+    /// A sample of the host's kernel. To be called for all of a drain before the full samples of the same time.
+    pub fn light(&mut self, sample: GuestSample) {
+        let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
+        let period = self.terms.period.unwrap_or(sample.period);
+        match sample.side {
+            Side::GuestUser | Side::GuestKernel => {
+                self.guest += 1;
+                self.ever_seen = true;
+                if self.mode_at(time_ns) == Mode::Light && self.pending.len() < MOST_PENDING {
+                    self.pending.push_back(Light {
+                        time_ns,
+                        ip: sample.ip,
+                        user: sample.side == Side::GuestUser,
+                        period,
+                    });
+                }
+            }
+            Side::HostKernel => {
+                self.host += 1;
+                if self.mode_at(time_ns) == Mode::Light {
+                    if self.terms.interpreted {
+                        self.unseen = self.unseen.saturating_add(period);
+                    }
+                    self.totals.host += 1;
+                }
+            }
+            Side::HostUser => self.totals.host += u64::from(self.mode_at(time_ns) == Mode::Light),
+        }
+    }
+
+    /// A full sample at privilege level `cpl` that stands for `period` events by itself. The events it is to stand for in
+    /// the profile.
+    pub fn full(&mut self, whose: Whose, cpl: u8, period: u64) -> u64 {
+        self.full = self.full.saturating_add(1);
+        self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
+        // Rings are in order of time; a doubtful clock must not make a mess of it.
+        if self.whose.back().is_none_or(|last| last.time_ns <= whose.time_ns) {
+            self.whose.push_back(whose);
+        }
+        self.totals.full += 1;
+        let hidden = self.terms.interpreted && cpl != 3;
+        if self.mode_at(whose.time_ns) == Mode::Full {
+            self.totals.instead += 1;
+            let unseen = if hidden {
+                std::mem::take(&mut self.unseen)
+            } else {
+                0
+            };
+            return period.saturating_add(unseen);
+        }
+        if hidden {
+            let light = self.terms.period.unwrap_or(period);
+            return std::mem::take(&mut self.unseen).max(light);
+        }
+        let replaced = self.take_nearest(whose.time_ns).map(|light| light.period);
+        replaced.or(self.terms.period).unwrap_or(period)
+    }
+
+    fn take_nearest(&mut self, time_ns: u64) -> Option<Light> {
+        let after = self.pending.partition_point(|l| l.time_ns < time_ns);
+        let distance = |at: usize| self.pending.get(at).map(|l| l.time_ns.abs_diff(time_ns));
+        let before = after.checked_sub(1);
+        let nearest = match (before.and_then(distance), distance(after)) {
+            (Some(b), Some(a)) if b < a => before,
+            (_, Some(_)) => Some(after),
+            (_, None) => before,
+        };
+        self.pending.remove(nearest?)
+    }
+
+    /// Passes on the light samples whose task is known by now, with it.
+    pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(Light, Option<Whose>)) {
+        let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
+        let due = newest_ns.max(now_ns.saturating_sub(PATIENCE_NS));
+        while let Some(light) = self.pending.front().copied()
+            && light.time_ns <= due
+        {
+            self.pending.pop_front();
+            // The list ends with the first one after the sample, or with the last there is.
+            while self.whose.len() > 1 && self.whose[1].time_ns <= light.time_ns {
+                self.whose.pop_front();
+            }
+            let before = self.whose.front().copied();
+            let after = self.whose.get(1).copied();
+            let nearest = match (before, after) {
+                (Some(b), Some(a)) => {
+                    let late = a.time_ns.abs_diff(light.time_ns) < b.time_ns.abs_diff(light.time_ns);
+                    Some(if late { a } else { b })
+                }
+                (before, after) => before.or(after),
+            };
+            self.totals.light += 1;
+            emit(light, nearest);
+        }
+        if self.pending.is_empty() {
+            while self.whose.len() > 1 {
+                self.whose.pop_front();
+            }
+        }
+    }
+
+    /// Whether the VM is to take full samples at another rate from now on: one for so many.
+    pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
+        let to = match self.mode {
+            Mode::Light => self.shows_too_little()?.then_some(Mode::Full),
+            Mode::Full => self.shows_enough()?.then_some(Mode::Light),
+        };
+        (self.guest, self.host, self.full, self.full_kernel) = (0, 0, 0, 0);
+        self.mode = to?;
+        self.since_ns = now_ns;
+        Some(match self.mode {
+            Mode::Light => self.terms.chain_every,
+            Mode::Full => 1,
+        })
+    }
+
+    /// `None`: not enough seen to tell.
+    fn shows_too_little(&mut self) -> Option<bool> {
+        let seen = self.guest + self.host;
+        if seen < WINDOW {
+            return None;
+        }
+        if !self.terms.interpreted {
+            // Time in the host's kernel is KVM's own, unless it is all there is.
+            return Some(!self.ever_seen);
+        }
+        self.share = self.host as f64 / seen as f64;
+        Some(self.share > self.limit)
+    }
+
+    fn shows_enough(&mut self) -> Option<bool> {
+        if !self.terms.interpreted {
+            return (self.guest > 0).then_some(true);
+        }
+        if self.full < FULL_WINDOW {
+            return None;
+        }
+        let enough = f64::from(self.full_kernel) < KERNEL_LIMIT * f64::from(self.full);
+        if enough {
+            // What was not seen then was no guest code.
+            self.limit = self.limit.max(self.share + MARGIN);
+        }
+        Some(enough)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const PERIOD: u64 = 1000;
+
+    fn merge(interpreted: bool) -> Merge {
+        Merge::new(RingTerms {
+            period: Some(PERIOD),
+            clock_offset_ns: 0,
+            interpreted,
+            chain_every: 20,
+        })
+    }
+
+    fn sample(time_ns: u64, side: Side) -> GuestSample {
+        GuestSample {
+            time_ns,
+            side,
+            ip: time_ns,
+            period: 7,
+        }
+    }
+
+    fn whose(time_ns: u64, pid: u32) -> Whose {
+        Whose {
+            time_ns,
+            pid,
+            tid: pid,
+            cr3: 0,
+        }
+    }
+
+    fn settled(merge: &mut Merge, now_ns: u64) -> Vec<(u64, Option<u32>)> {
+        let mut out = Vec::new();
+        merge.settle(now_ns, |light, whose| {
+            out.push((light.time_ns, whose.map(|w| w.pid)))
+        });
+        out
+    }
+
+    #[test]
+    fn light_samples_get_the_task_that_is_nearest_in_time() {
+        let mut m = merge(false);
+        for t in [10, 40, 60, 90, 130] {
+            m.light(sample(t, Side::GuestUser));
+        }
+        // Each takes the place of one light sample.
+        assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), PERIOD);
+        assert_eq!(m.full(whose(91, 2), 3, 20 * PERIOD), PERIOD);
+        assert_eq!(settled(&mut m, 100), [(10, Some(1)), (60, Some(1))]);
+        // The last one waits for what comes after it.
+        assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), PERIOD);
+        assert_eq!(settled(&mut m, 141), []);
+        m.light(sample(150, Side::GuestUser));
+        assert_eq!(settled(&mut m, 150 + PATIENCE_NS), [(150, Some(3))]);
+    }
+
+    #[test]
+    fn without_any_full_sample_there_is_no_task() {
+        let mut m = merge(false);
+        m.light(sample(10, Side::GuestKernel));
+        assert_eq!(settled(&mut m, 20), []);
+        assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
+    }
+
+    /// A host that never shows the guest: every sample is taken full, and counts by itself.
+    #[test]
+    fn a_blind_ring_is_noticed_and_a_seeing_one_is_not() {
+        let mut m = merge(false);
+        for t in 0..WINDOW {
+            m.light(sample(t, Side::HostKernel));
+        }
+        assert_eq!(m.decide(100), Some(1));
+        assert!(m.is_blind());
+        assert_eq!(m.full(whose(101, 1), 0, PERIOD), PERIOD);
+        assert_eq!(m.decide(102), None);
+        // It shows after all.
+        m.light(sample(200, Side::GuestUser));
+        assert_eq!(m.decide(201), Some(20));
+        assert!(!m.is_blind());
+        // A host that works a lot for its guest is none.
+        for t in 300..300 + 10 * WINDOW {
+            m.light(sample(t, Side::HostKernel));
+        }
+        assert_eq!(m.decide(1000), None);
+    }
+
+    /// Where the guest's kernel is interpreted, time that is not seen is the kernel's.
+    #[test]
+    fn hidden_kernel_time_is_kept_and_then_sampled() {
+        let mut m = merge(true);
+        for t in 0..WINDOW {
+            let side = if t % 2 == 0 {
+                Side::HostKernel
+            } else {
+                Side::GuestUser
+            };
+            m.light(sample(t, side));
+        }
+        // Half of it was hidden, and the next sample of the kernel stands for it.
+        assert_eq!(m.full(whose(WINDOW, 1), 0, 20 * PERIOD), WINDOW / 2 * PERIOD);
+        assert_eq!(m.decide(WINDOW + 1), Some(1));
+        for t in 0..u64::from(FULL_WINDOW) {
+            assert_eq!(m.full(whose(100 + t, 1), 0, PERIOD), PERIOD);
+        }
+        assert_eq!(m.decide(1000), None, "the kernel still runs");
+        for t in 0..u64::from(FULL_WINDOW) {
+            m.full(whose(2000 + t, 1), 3, PERIOD);
+        }
+        assert_eq!(m.decide(3000), Some(20), "only programs run");
+    }
+
+    proptest! {
+        /// Whatever comes: every light sample of the guest is passed on once or replaced by a full one, in order.
+        #[test]
+        fn nothing_is_lost_or_doubled(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {
+            let mut m = merge(false);
+            m.ever_seen = true;
+            let (mut now, mut guest, mut full, mut out) = (0, 0u64, 0u64, Vec::new());
+            for (step, what) in steps {
+                now += step;
+                match what {
+                    0..=2 => { m.light(sample(now, Side::GuestUser)); guest += 1; }
+                    3 => m.light(sample(now, Side::HostKernel)),
+                    4 => {
+                        full += u64::from(!m.pending.is_empty());
+                        m.full(whose(now, 1), 3, 1);
+                    }
+                    _ => m.settle(now, |l, _| out.push(l.time_ns)),
+                }
+                let _ = m.decide(now);
+            }
+            m.settle(u64::MAX, |l, _| out.push(l.time_ns));
+            prop_assert!(out.is_sorted());
+            prop_assert_eq!(out.len() as u64 + full, guest);
+            prop_assert_eq!(m.totals().light, out.len() as u64);
+        }
+    }
+}

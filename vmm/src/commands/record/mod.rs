@@ -1,0 +1,402 @@
+//! `perfvisor record`: samples of a VM's vCPUs into a `perf.data` file.
+
+mod merge;
+mod names;
+mod recording;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::IsTerminal;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use perf_core::ReadFormat;
+use perf_core::SampleType;
+use perf_core::pmu::host::{GuestSamples, monotonic_ns};
+use perf_core::record::{Format, Record, Sample as RingSample};
+use perf_core::ring::RingReader;
+
+use super::files::SymbolArgs;
+use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, wait_until};
+use crate::cli::ExitStatus;
+use crate::control::client::Client;
+use crate::control::protocol::{
+    Call, HostRingInfo, KernelInfo, KernelState, Opened, RingInfo, RingLoss, Sampling,
+};
+use crate::events::list;
+use crate::export::NO_PID;
+use crate::pmu::RawSample;
+use crate::signals::StopSignals;
+use merge::{Merge, RingTerms, Totals, Whose};
+use names::Names;
+use recording::Recording;
+
+/// Samples a second when nothing is asked for.
+const DEFAULT_FREQUENCY_HZ: u64 = 1000;
+/// Between two looks into the rings.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long the VM may look for its guest's kernel.
+const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
+/// Samples a second that stop the vCPU when nothing is asked for: at 65 µs each, about 0.3 % of its time.
+const DEFAULT_CHAINS_HZ: u64 = 50;
+/// One sample of so many stops the vCPU when nothing is asked for and samples are taken by period.
+const DEFAULT_CHAIN_EVERY: u32 = 20;
+/// Pages of the ring of the host's kernel, as a power of two: 6000 samples, and within what an ordinary user may have
+/// (`perf_event_mlock_kb`).
+const HOST_RING_LOG2_PAGES: u32 = 6;
+
+/// `perfvisor record`.
+#[derive(Clone, Debug, Args)]
+pub struct RecordArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// Events in perf's syntax.
+    #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
+    pub events: String,
+    /// A sample every so many events.
+    #[arg(short = 'c', long = "count", value_name = "N", value_parser = clap::value_parser!(u64).range(1..1 << 62))]
+    pub period: Option<u64>,
+    /// So many samples a second on each vCPU [default: 1000]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = clap::value_parser!(u64).range(1..1 << 32))]
+    pub frequency: Option<u64>,
+    /// The guest's call chain with each sample: fp (the kernel's by its unwind tables or frame pointers, the program's by
+    /// frame pointers) or none.
+    #[arg(long, value_name = "HOW", default_value = "fp", value_parser = ["fp", "none"])]
+    pub call_graph: String,
+    /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken by the host's
+    /// kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50 chains a second, or every 20th
+    /// sample with -c]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub chain_every: Option<u32>,
+    /// Where names come from; without, from the guest's memory.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+    /// Only these vCPUs, as in 0,2-3.
+    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    pub vcpu: Option<VcpuList>,
+    /// The file to write. One that is there is kept as FILE.old.
+    #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
+    pub output: PathBuf,
+    /// How long to record; until Ctrl-C if not given.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub duration: Option<Duration>,
+    /// Pages of each vCPU's ring, a power of two.
+    #[arg(short, long, value_name = "PAGES", default_value = "256")]
+    pub mmap_pages: u32,
+    /// Say nothing but errors.
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+impl RecordArgs {
+    fn sampling(&self) -> Sampling {
+        let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
+        let by_default = match self.period {
+            Some(_) => DEFAULT_CHAIN_EVERY,
+            None => u32::try_from(rate / DEFAULT_CHAINS_HZ).unwrap_or(u32::MAX).max(1),
+        };
+        Sampling {
+            rate,
+            frequency: self.period.is_none(),
+            callchain: self.call_graph == "fp",
+            chain_every: self.chain_every.unwrap_or(by_default),
+        }
+    }
+}
+
+/// Records.
+///
+/// # Errors
+/// One line for the user.
+pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
+    list::parse(&args.events).map_err(|e| e.to_string())?;
+    let signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
+    let said = |e: crate::control::client::ClientError| e.to_string();
+    let sampling = args.sampling();
+    let opened: Vec<Opened> = client
+        .call(Call::Open {
+            events: args.events.clone(),
+            vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+            sampling: Some(sampling),
+        })
+        .map_err(said)?;
+    if let Some((event, why)) = opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
+        return Err(format!("'{}' cannot be sampled here: {why}", event.name));
+    }
+    find_kernel(&mut client, args, &signals)?;
+    let names = Names::of(&mut client, &args.symbols)?;
+    let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
+    let mut recording = Recording::start(args, &client, &opened, sampling, names)?;
+    let () = client.call(Call::Enable).map_err(said)?;
+    let start = Instant::now();
+    let end = args.duration.map(|d| start + d);
+    let mut gone = false;
+    let progress = !args.quiet && std::io::stderr().is_terminal();
+    loop {
+        let look = Instant::now() + LOOK;
+        let woken = wait_until(end.map_or(look, |end| end.min(look)), &signals);
+        let over = woken == Woken::Signal || end.is_some_and(|end| Instant::now() >= end);
+        if over {
+            gone = matches!(client.call::<()>(Call::Disable), Err(e) if e.is_gone());
+        }
+        streams.drain(&mut recording)?;
+        if over {
+            break;
+        }
+        // The rings outlive the VM, so what it wrote last is read after it has gone.
+        if let Err(e) = streams.steer(&mut client) {
+            if !e.is_gone() {
+                return Err(e.to_string());
+            }
+            gone = true;
+            streams.drain(&mut recording)?;
+            break;
+        }
+        if progress {
+            recording.show_progress(start.elapsed());
+        }
+    }
+    streams.settle(u64::MAX, &mut recording)?;
+    if !gone && let Ok(losses) = client.call::<Vec<RingLoss>>(Call::RingLosses) {
+        recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
+    }
+    if progress {
+        eprint!("\r\x1b[K");
+    }
+    recording.finish(args, gone, streams.totals())?;
+    Ok(DONE)
+}
+
+/// An event on one vCPU that the host's kernel samples too.
+struct Lane {
+    handle: u32,
+    vcpu: u32,
+    /// What its samples carry.
+    stream_id: u64,
+    ring: GuestSamples,
+    clock_offset_ns: u64,
+    merge: Merge,
+    /// It was said that the host's kernel does not see the guest.
+    said_blind: bool,
+}
+
+/// Where samples come from.
+struct Streams {
+    rings: Vec<(RingReader, RingInfo)>,
+    lanes: Vec<Lane>,
+    /// Lanes by the id their samples carry.
+    by_stream: HashMap<u64, usize>,
+}
+
+impl Streams {
+    fn open(
+        client: &mut Client,
+        args: &RecordArgs,
+        opened: &[Opened],
+        sampling: Sampling,
+    ) -> Result<Self, String> {
+        let said = |e: crate::control::client::ClientError| e.to_string();
+        let mut vcpus: Vec<u32> = opened.iter().map(|o| o.vcpu).collect();
+        vcpus.sort_unstable();
+        vcpus.dedup();
+        let mut rings = Vec::new();
+        for vcpu in vcpus {
+            let call = Call::Ring {
+                vcpu,
+                pages: args.mmap_pages,
+            };
+            let (info, memfd): (RingInfo, File) = client.call_with_file(call).map_err(said)?;
+            let reader =
+                RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
+            rings.push((reader, info));
+        }
+        let mut lanes = Vec::new();
+        let mut why_not: Option<String> = None;
+        for o in opened {
+            let (Some(handle), true) = (o.handle, o.ring) else {
+                why_not = why_not.or_else(|| o.no_ring.clone());
+                continue;
+            };
+            let (info, fd): (HostRingInfo, File) =
+                client.call_with_file(Call::HostRing { handle }).map_err(said)?;
+            let ring = match GuestSamples::map(fd.into(), HOST_RING_LOG2_PAGES) {
+                Ok(ring) => ring,
+                Err(e) => {
+                    why_not = Some(format!("mapping its ring: {e}"));
+                    let () = client.call(Call::Chains { handle, every: 1 }).map_err(said)?;
+                    continue;
+                }
+            };
+            lanes.push(Lane {
+                handle,
+                vcpu: o.vcpu,
+                stream_id: o.id,
+                ring,
+                clock_offset_ns: info.clock_offset_ns,
+                merge: Merge::new(RingTerms {
+                    period: info.period,
+                    clock_offset_ns: info.clock_offset_ns,
+                    interpreted: info.interpreted,
+                    chain_every: sampling.chain_every,
+                }),
+                said_blind: false,
+            });
+        }
+        if let Some(why) = why_not {
+            let every = "every sample stops the vCPU";
+            match args.chain_every {
+                Some(_) => {
+                    log::warn!("--chain-every: the host's kernel cannot sample this guest ({why}); {every}")
+                }
+                None => log::info!("the host's kernel cannot sample this guest ({why}); {every}"),
+            }
+        }
+        let by_stream = lanes.iter().enumerate().map(|(i, l)| (l.stream_id, i)).collect();
+        Ok(Self {
+            rings,
+            lanes,
+            by_stream,
+        })
+    }
+
+    /// Takes what is in the rings.
+    fn drain(&mut self, recording: &mut Recording) -> Result<(), String> {
+        // The light samples first: full ones take the place of some.
+        for lane in &mut self.lanes {
+            let drained = lane.ring.drain(|sample| lane.merge.light(sample));
+            recording.add_losses(drained.lost)?;
+            recording.add_throttled(drained.throttled);
+        }
+        for at in 0..self.rings.len() {
+            self.drain_ring(at, recording)?;
+        }
+        self.settle(monotonic_ns(), recording)
+    }
+
+    fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), String> {
+        let (reader, info) = &mut self.rings[at];
+        let format = Format {
+            sample_type: SampleType::from_bits_truncate(info.sample_type),
+            read_format: ReadFormat::empty(),
+        };
+        // A vCPU that samples as fast as this reads must not hold up the others.
+        for _ in 0..100_000 {
+            let record = match reader.next_record() {
+                Ok(Some(raw)) => Record::decode(raw, format),
+                Ok(None) => break,
+                Err(e) => {
+                    log::warn!("the ring of vCPU {}: {e}", info.vcpu);
+                    recording.add_damaged();
+                    break;
+                }
+            };
+            match record {
+                Ok(Record::Sample(sample)) => {
+                    let lane = self.by_stream.get(&sample.stream_id);
+                    let merge = lane.map(|&at| &mut self.lanes[at].merge);
+                    full(&sample, merge, recording)?;
+                }
+                Ok(Record::Lost(lost)) => recording.add_losses(lost.lost)?,
+                Ok(Record::Throttle(_)) => recording.add_throttled(1),
+                Ok(_) => {}
+                Err(e) => {
+                    log::debug!("a record of vCPU {}: {e}", info.vcpu);
+                    recording.add_damaged();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the light samples that wait no longer at `now_ns` of the host's monotonic clock.
+    fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), String> {
+        for lane in &mut self.lanes {
+            let mut written = Ok(());
+            let now_ns = now_ns.saturating_sub(lane.clock_offset_ns);
+            lane.merge.settle(now_ns, |light, whose| {
+                if written.is_ok() {
+                    written = recording.light(lane.vcpu, lane.stream_id, light, whose);
+                }
+            });
+            written?;
+        }
+        Ok(())
+    }
+
+    /// Has the VM take more or fewer full samples, as the light ones show enough of the guest or not. Fails when the VM
+    /// has gone.
+    fn steer(&mut self, client: &mut Client) -> Result<(), crate::control::client::ClientError> {
+        let _: serde_json::Value = client.call(Call::Status)?;
+        for lane in &mut self.lanes {
+            let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
+            if let Some(every) = lane.merge.decide(now_ns) {
+                let handle = lane.handle;
+                let () = client.call(Call::Chains { handle, every })?;
+                log::debug!("vCPU {}: a chain on every {every}. sample", lane.vcpu);
+            }
+            if lane.merge.is_blind() && !std::mem::replace(&mut lane.said_blind, true) {
+                log::info!(
+                    "vCPU {}: the host's kernel does not see the guest; every sample stops the vCPU",
+                    lane.vcpu
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// What has become of all samples that the host's kernel could have had a part in.
+    fn totals(&self) -> Option<Totals> {
+        let add = |a: Totals, b: Totals| Totals {
+            light: a.light + b.light,
+            full: a.full + b.full,
+            instead: a.instead + b.instead,
+            host: a.host + b.host,
+        };
+        self.lanes.iter().map(|lane| lane.merge.totals()).reduce(add)
+    }
+}
+
+/// Writes a sample of the VM.
+fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Recording) -> Result<(), String> {
+    let raw = RawSample::decode(sample.raw).unwrap_or_default();
+    let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
+    let whose = Whose {
+        time_ns: sample.time_ns,
+        pid,
+        tid,
+        cr3: raw.cr3,
+    };
+    let period = merge.map_or(sample.period, |m| m.full(whose, raw.cpl, sample.period));
+    recording.full(sample, &raw, period)
+}
+
+/// Has the VM look for the guest's kernel, and waits until it has: the first samples are to have chains too.
+fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), String> {
+    let until = Instant::now() + KERNEL_PATIENCE;
+    loop {
+        let info: KernelInfo = client.call(Call::Kernel).map_err(|e| e.to_string())?;
+        match info.state {
+            KernelState::Looking if Instant::now() < until => {}
+            KernelState::Looking => {
+                log::warn!("the guest's kernel is still looked for; the first samples have no kernel chains");
+                return Ok(());
+            }
+            KernelState::NotFound => {
+                log::warn!("no kernel chains and no task names: {}", info.detail);
+                return Ok(());
+            }
+            KernelState::Found if !args.quiet => {
+                log::info!("guest kernel: {}", info.detail);
+                return Ok(());
+            }
+            KernelState::Found | KernelState::Unknown => return Ok(()),
+        }
+        if wait_until(Instant::now() + LOOK, signals) == Woken::Signal {
+            return Err("interrupted before the first sample".into());
+        }
+    }
+}

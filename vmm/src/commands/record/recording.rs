@@ -1,0 +1,341 @@
+//! The file of a recording while it is written.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use perf_core::record::Sample as RingSample;
+
+use super::RecordArgs;
+use super::merge::{Light, Totals, Whose};
+use super::names::Names;
+use crate::control::client::Client;
+use crate::control::protocol::{Opened, Sampling};
+use crate::export::perfdata::PerfDataWriter;
+use crate::export::{EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, TaskName};
+use crate::pmu::RawSample;
+use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+
+/// Most different tasks.
+const MAX_TASKS: usize = 1 << 16;
+/// Most different mappings.
+const MAX_MAPPINGS: usize = 1 << 16;
+/// Values from here up in a chain are markers.
+const CONTEXT_MAX: u64 = (-4095i64) as u64;
+
+/// The file that is being written.
+pub(super) struct Recording {
+    writer: PerfDataWriter<BufWriter<File>>,
+    names: Names,
+    /// The file's id of an event by that of its samples, which differs on each vCPU.
+    ids: HashMap<u64, u64>,
+    first_id: u64,
+    tasks: HashMap<u32, [u8; 16]>,
+    /// Mappings written, in order, to name addresses by; and the same to be found.
+    mapped: Profile,
+    known: HashSet<(u32, u64, u64, u64)>,
+    chain: Vec<u64>,
+    last_ns: u64,
+    with_chain: u64,
+    lost: u64,
+    throttled: u64,
+    damaged: u64,
+}
+
+impl Recording {
+    pub(super) fn start(
+        args: &RecordArgs,
+        client: &Client,
+        opened: &[Opened],
+        sampling: Sampling,
+        names: Names,
+    ) -> Result<Self, String> {
+        let mut events: Vec<(u32, EventInfo)> = Vec::new();
+        let mut ids = HashMap::new();
+        for o in opened {
+            let id = match events.iter().find(|(index, _)| *index == o.index) {
+                Some((_, event)) => event.id,
+                None => {
+                    let rate = if sampling.frequency {
+                        Rate::FrequencyHz(sampling.rate)
+                    } else {
+                        Rate::Period(sampling.rate)
+                    };
+                    let event = EventInfo {
+                        name: o.name.clone(),
+                        type_: o.kind,
+                        config: o.config,
+                        rate,
+                        id: o.id,
+                    };
+                    events.push((o.index, event));
+                    o.id
+                }
+            };
+            ids.insert(o.id, id);
+        }
+        let meta = Meta {
+            hostname: client.info().name.clone(),
+            os_release: String::new(),
+            vcpus: client.info().vcpus,
+            command: std::env::args().collect(),
+        };
+        keep_old(&args.output)?;
+        let name = args.output.display();
+        let file = File::create(&args.output).map_err(|e| format!("{name}: {e}"))?;
+        let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
+        let first_id = events.first().map_or(0, |e| e.id);
+        let mut writer =
+            PerfDataWriter::new(BufWriter::new(file), meta, events).map_err(|e| format!("{name}: {e}"))?;
+        if let Some(kernel) = names.kernel_map() {
+            writer.kernel(&kernel).map_err(|e| format!("{name}: {e}"))?;
+        }
+        Ok(Self {
+            writer,
+            names,
+            ids,
+            first_id,
+            tasks: HashMap::new(),
+            mapped: Profile::default(),
+            known: HashSet::new(),
+            chain: Vec::new(),
+            last_ns: 0,
+            with_chain: 0,
+            lost: 0,
+            throttled: 0,
+            damaged: 0,
+        })
+    }
+
+    fn event_id(&self, stream_id: u64) -> u64 {
+        self.ids.get(&stream_id).copied().unwrap_or(self.first_id)
+    }
+
+    /// A sample of the VM, with all it knows. It stands for `period` events.
+    pub(super) fn full(
+        &mut self,
+        sample: &RingSample<'_>,
+        raw: &RawSample,
+        period: u64,
+    ) -> Result<(), String> {
+        let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
+        if let Some((pid, tid, comm)) = raw.task
+            && self.tasks.len() < MAX_TASKS
+            && self.tasks.insert(tid, comm) != Some(comm)
+        {
+            let task = TaskName {
+                time_ns: sample.time_ns,
+                pid,
+                tid,
+                comm: printable(&comm),
+            };
+            self.writer.task(&task).map_err(failed)?;
+        }
+        for mapping in RawSample::mappings(sample.raw) {
+            self.mapping(FileMapping {
+                time_ns: sample.time_ns,
+                pid,
+                start: mapping.start,
+                len: mapping.len,
+                file_offset: mapping.file_offset,
+                path: mapping.path.to_owned(),
+            })?;
+        }
+        self.chain.clear();
+        self.chain.extend(sample.callchain.iter());
+        self.with_chain += u64::from(!self.chain.is_empty());
+        let kernel = raw.cpl != 3;
+        self.names.note((!kernel).then_some(pid), sample.ip);
+        self.note_chain(kernel, pid);
+        self.last_ns = self.last_ns.max(sample.time_ns);
+        let event_id = self.event_id(sample.stream_id);
+        self.writer
+            .sample(&Sample {
+                time_ns: sample.time_ns,
+                vcpu: sample.cpu,
+                pid,
+                tid,
+                cpl: raw.cpl,
+                ip: sample.ip,
+                cr3: raw.cr3,
+                period,
+                event_id,
+                chain: &self.chain,
+            })
+            .map_err(failed)
+    }
+
+    /// A sample of the host's kernel, and whose it was.
+    pub(super) fn light(
+        &mut self,
+        vcpu: u32,
+        stream_id: u64,
+        light: Light,
+        whose: Option<Whose>,
+    ) -> Result<(), String> {
+        let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
+        self.names.note(light.user.then_some(pid), light.ip);
+        self.last_ns = self.last_ns.max(light.time_ns);
+        let event_id = self.event_id(stream_id);
+        self.writer
+            .sample(&Sample {
+                time_ns: light.time_ns,
+                vcpu,
+                pid,
+                tid,
+                cpl: if light.user { 3 } else { 0 },
+                ip: light.ip,
+                cr3,
+                period: light.period,
+                event_id,
+                chain: &[],
+            })
+            .map_err(failed)
+    }
+
+    fn mapping(&mut self, mapping: FileMapping) -> Result<(), String> {
+        let key = (mapping.pid, mapping.start, mapping.len, mapping.file_offset);
+        if self.known.len() >= MAX_MAPPINGS || !self.known.insert(key) {
+            return Ok(());
+        }
+        self.writer.mapping(&mapping).map_err(failed)?;
+        self.mapped.mappings.push(mapping);
+        Ok(())
+    }
+
+    /// Has the chain's addresses named. A caller's frame is looked up just before its address.
+    fn note_chain(&mut self, mut kernel: bool, pid: u32) {
+        let mut first = true;
+        for &frame in &self.chain {
+            match frame {
+                CONTEXT_GUEST_KERNEL => kernel = true,
+                CONTEXT_GUEST_USER => kernel = false,
+                marker if marker >= CONTEXT_MAX => {}
+                address => {
+                    let caller = !std::mem::take(&mut first);
+                    let address = address.wrapping_sub(u64::from(caller));
+                    self.names.note((!kernel).then_some(pid), address);
+                }
+            }
+        }
+    }
+
+    pub(super) fn add_losses(&mut self, lost: u64) -> Result<(), String> {
+        if lost == 0 {
+            return Ok(());
+        }
+        self.lost += lost;
+        self.writer
+            .lost(self.first_id, lost, self.last_ns)
+            .map_err(failed)
+    }
+
+    pub(super) fn add_throttled(&mut self, times: u64) {
+        self.throttled += times;
+    }
+
+    pub(super) fn add_damaged(&mut self) {
+        self.damaged += 1;
+    }
+
+    pub(super) fn show_progress(&self, elapsed: Duration) {
+        eprint!(
+            "\r[ perfvisor record: {} samples, {:.3} MB, {} lost, {} s ]\x1b[K",
+            self.writer.samples(),
+            self.writer.bytes() as f64 / 1e6,
+            self.lost,
+            elapsed.as_secs()
+        );
+        let _ = std::io::stderr().flush();
+    }
+
+    /// Ends the file. `totals`: of the samples that the host's kernel took a part in, if any was.
+    pub(super) fn finish(self, args: &RecordArgs, gone: bool, totals: Option<Totals>) -> Result<(), String> {
+        let symbols = self.names.saved(&self.mapped);
+        let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
+        self.writer.finish(&symbols).map_err(failed)?;
+        let name = args.output.display();
+        if !args.quiet {
+            let mb = bytes as f64 / 1e6;
+            let chains = if args.call_graph == "fp" {
+                format!(", {} with call chains", self.with_chain)
+            } else {
+                String::new()
+            };
+            eprintln!("[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]");
+        }
+        if let Some(totals) = totals {
+            say_totals(args, &totals);
+        }
+        if gone {
+            log::warn!("the VM ended; {name} has what it wrote until then");
+        }
+        if self.lost > 0 {
+            log::warn!(
+                "{} samples were lost; use larger rings (-m) or a lower frequency",
+                self.lost
+            );
+        }
+        if self.throttled > 0 {
+            log::warn!(
+                "sampling was throttled {} times; use a lower frequency",
+                self.throttled
+            );
+        }
+        if self.damaged > 0 {
+            log::warn!("{} records were damaged and left out", self.damaged);
+        }
+        Ok(())
+    }
+}
+
+/// Who took the samples.
+fn say_totals(args: &RecordArgs, totals: &Totals) {
+    let all = totals.light + totals.full;
+    if args.quiet || all == 0 {
+        return;
+    }
+    let percent = |n: u64, of: u64| 100.0 * n as f64 / of.max(1) as f64;
+    let light = percent(totals.light, all);
+    let mut line = format!(
+        "{light:.1} % of the samples were taken by the host's kernel, the others by stopping the vCPU"
+    );
+    if totals.instead > 0 {
+        let instead = percent(totals.instead, all);
+        line += &format!(" ({instead:.1} % because the host's kernel did not see the guest)");
+    }
+    if totals.host > 0 {
+        let host = percent(totals.host, all + totals.host);
+        line += &format!("; {host:.1} % of the vCPU's time was the host's own or not seen");
+    }
+    eprintln!("[ {line} ]");
+}
+
+fn failed(e: std::io::Error) -> String {
+    format!("writing the samples: {e}")
+}
+
+fn printable(comm: &[u8; 16]) -> String {
+    comm.iter()
+        .take_while(|&&b| b != 0)
+        .map(|&b| {
+            if b == b' ' || b.is_ascii_graphic() {
+                b as char
+            } else {
+                '?'
+            }
+        })
+        .collect()
+}
+
+/// A file that is there becomes `FILE.old`, as with perf.
+fn keep_old(path: &Path) -> Result<(), String> {
+    if !std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() > 0) {
+        return Ok(());
+    }
+    let mut old = path.as_os_str().to_owned();
+    old.push(".old");
+    std::fs::rename(path, &old).map_err(|e| format!("{}: {e}", path.display()))
+}

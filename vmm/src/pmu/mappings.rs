@@ -1,0 +1,240 @@
+//! The files that guest programs have mapped, told once with the samples that need them.
+//!
+//! A sample's user addresses lie in mappings of the task's memory. Looking one up walks the guest kernel's data, which is
+//! too much for every sample; so each vCPU remembers what it told of late. It tells it again after a while, because
+//! programs map other files at the same place, because records get lost, and because a recording may begin at
+//! any time.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::profile::task::{Mapping, TaskReader};
+use crate::profile::{Budget, GuestPhys};
+
+/// Mappings a vCPU remembers.
+const REMEMBERED: usize = 64;
+/// How long it does.
+const MEMORY: Duration = Duration::from_secs(2);
+/// Most mappings told with one sample.
+const PER_SAMPLE: usize = 4;
+/// Longest path told; of a longer one the end.
+const MAX_PATH: usize = 240;
+/// Reads of guest memory for one sample's mappings.
+const READS: u32 = 1500;
+/// Time for them.
+const TIME: Duration = Duration::from_micros(200);
+
+/// Bytes of a mapping before its path.
+const HEAD: usize = 32;
+/// Most bytes that one sample's mappings take.
+pub const MAX_BYTES: usize = PER_SAMPLE * (HEAD + MAX_PATH);
+
+/// Counts up whenever somebody begins to listen: what was told before must be told again.
+#[derive(Debug, Default)]
+pub struct Listeners(AtomicU64);
+
+impl Listeners {
+    /// Somebody listens from now on.
+    pub fn add(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn generation(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A mapping as it is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ToldMapping<'a> {
+    /// First address.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Offset of `start` in the file.
+    pub file_offset: u64,
+    /// The file's path in the guest; its claim, printable.
+    pub path: &'a str,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    mm: u64,
+    start: u64,
+    end: u64,
+    at: Instant,
+}
+
+/// What a vCPU has told of late.
+#[derive(Debug, Default)]
+pub struct TellOnce {
+    told: Vec<Told>,
+    next: usize,
+    generation: u64,
+}
+
+impl TellOnce {
+    /// Nothing told yet. Allocates all it will need.
+    pub fn new() -> Self {
+        Self {
+            told: Vec::with_capacity(REMEMBERED),
+            next: 0,
+            generation: 0,
+        }
+    }
+
+    /// Writes the mappings of `mm` that `addresses` are in, as far as they were not told of late, to `out`; returns how many
+    /// bytes. Allocates nothing.
+    pub fn tell<M: GuestPhys + ?Sized>(
+        &mut self,
+        reader: &mut TaskReader<'_, '_, M>,
+        mm: u64,
+        addresses: &[u64],
+        listeners: &Listeners,
+        out: &mut [u8],
+    ) -> usize {
+        let generation = listeners.generation();
+        if self.generation != generation {
+            self.generation = generation;
+            self.told.clear();
+        }
+        let now = Instant::now();
+        let mut budget = Budget::new(READS, Some(TIME));
+        let (mut at, mut count) = (0, 0);
+        for &address in addresses {
+            if count == PER_SAMPLE || self.knows(mm, address, now) {
+                continue;
+            }
+            let Some(mapping) = reader.mapping(mm, address, &mut budget) else {
+                // Not to be asked again for every sample, if it can be helped: the page is taken for a mapping of no file.
+                let page = address & !0xfff;
+                self.remember(mm, page, page.saturating_add(0x1000), now);
+                continue;
+            };
+            self.remember(mm, mapping.start, mapping.end, now);
+            let mut path = [0; MAX_PATH];
+            let path = match mapping.file {
+                0 => ANONYMOUS,
+                file => match reader.file_path(file, &mut path, &mut budget) {
+                    Some(path) => path,
+                    None => continue,
+                },
+            };
+            at += put(&mut out[at..], &mapping, path);
+            count += 1;
+        }
+        at
+    }
+
+    fn knows(&self, mm: u64, address: u64, now: Instant) -> bool {
+        self.told
+            .iter()
+            .any(|t| t.mm == mm && (t.start..t.end).contains(&address) && now.duration_since(t.at) < MEMORY)
+    }
+
+    fn remember(&mut self, mm: u64, start: u64, end: u64, at: Instant) {
+        let told = Told { mm, start, end, at };
+        if let Some(old) = self.told.iter_mut().find(|t| t.mm == mm && t.start == start) {
+            *old = told;
+        } else if self.told.len() < REMEMBERED {
+            self.told.push(told);
+        } else {
+            self.told[self.next] = told;
+            self.next = (self.next + 1) % REMEMBERED;
+        }
+    }
+}
+
+/// What perf calls memory without a file.
+const ANONYMOUS: &str = "//anon";
+
+fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
+    let len = HEAD + path.len().next_multiple_of(8);
+    let Some(out) = out.get_mut(..len) else { return 0 };
+    out.fill(0);
+    out[0..8].copy_from_slice(&mapping.start.to_le_bytes());
+    out[8..16].copy_from_slice(&(mapping.end - mapping.start).to_le_bytes());
+    out[16..24].copy_from_slice(&mapping.file_offset.to_le_bytes());
+    // At most MAX_PATH.
+    out[24..26].copy_from_slice(&(path.len() as u16).to_le_bytes());
+    out[HEAD..HEAD + path.len()].copy_from_slice(path.as_bytes());
+    len
+}
+
+/// The mappings in what [`TellOnce::tell`] wrote. Ends at the first that is none.
+pub fn read(mut bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+    std::iter::from_fn(move || {
+        let word = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+        let (start, len, file_offset) = (word(0)?, word(8)?, word(16)?);
+        let path_len = usize::from(word(24)? as u16);
+        let path = std::str::from_utf8(bytes.get(HEAD..HEAD.checked_add(path_len)?)?).ok()?;
+        bytes = bytes.get(HEAD + path_len.next_multiple_of(8)..).unwrap_or(&[]);
+        (len > 0 && !path.is_empty()).then_some(ToldMapping {
+            start,
+            len,
+            file_offset,
+            path,
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_is_told_reads_back() {
+        let mapping = |start| Mapping {
+            start,
+            end: start + 0x5000,
+            file_offset: 0x2000,
+            executable: true,
+            file: 1,
+        };
+        let mut out = [0; MAX_BYTES];
+        let first = put(&mut out, &mapping(0x40_0000), "/bin/three");
+        let second = put(
+            &mut out[first..],
+            &mapping(0x7f00_0000_0000),
+            &"x".repeat(MAX_PATH),
+        );
+        let told: Vec<_> = read(&out[..first + second]).collect();
+        assert_eq!(told.len(), 2);
+        assert_eq!(
+            told[0],
+            ToldMapping {
+                start: 0x40_0000,
+                len: 0x5000,
+                file_offset: 0x2000,
+                path: "/bin/three"
+            }
+        );
+        assert_eq!(told[1].path.len(), MAX_PATH);
+        // What does not fit is not begun.
+        assert_eq!(put(&mut [0; 40], &mapping(0), "/a/long/path"), 0);
+    }
+
+    #[test]
+    fn what_was_told_is_told_again_only_later() {
+        let mut once = TellOnce::new();
+        let now = Instant::now();
+        once.remember(1, 0x1000, 0x2000, now);
+        assert!(once.knows(1, 0x1fff, now));
+        assert!(!once.knows(1, 0x2000, now) && !once.knows(2, 0x1fff, now));
+        assert!(!once.knows(1, 0x1fff, now + MEMORY));
+        for i in 0..200 {
+            once.remember(i, 0x1000, 0x2000, now);
+        }
+        assert!(once.told.len() == REMEMBERED && once.knows(199, 0x1000, now));
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            for mapping in read(&bytes).take(100) {
+                prop_assert!(mapping.len > 0);
+            }
+        }
+    }
+}
