@@ -44,6 +44,12 @@ bench:
 	$(CARGO) bench --workspace --benches
 	$(CARGO) run -q -p integration --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
+## overhead: what ways of sampling cost a guest, side by side (ROUNDS=12)
+.PHONY: overhead
+overhead: setup
+	$(CARGO) build --release -p vmm -p integration --bin perfvisor --bin overhead
+	$(TARGET_DIR)/release/overhead $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/overhead.json
+
 ## build: the perfvisor binary, target/release/perfvisor
 .PHONY: build
 build: setup

@@ -3,7 +3,8 @@
  * overflow interrupts, and prints what it saw next to what it expected.
  *
  * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
- * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside).
+ * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), dots (with these, a
+ * dot for each chunk of work).
  */
 #include "selftest.h"
 

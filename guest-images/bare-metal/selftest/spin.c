@@ -4,12 +4,13 @@
 static u64 deadline; /* TSC; 0 for never */
 static u64 chunk;
 
-static void spin_cpu(u64 unused)
+static void spin_cpu(u64 dots)
 {
-    (void)unused;
-    do
+    do {
         run_user(spin_chunk, chunk);
-    while (!deadline || (s64)(deadline - rdtsc()) > 0);
+        if (dots)
+            putchar_raw('.');
+    } while (!deadline || (s64)(deadline - rdtsc()) > 0);
 }
 
 void spin(u64 seconds)
@@ -32,7 +33,8 @@ void spin(u64 seconds)
     deadline = seconds ? rdtsc() + seconds * tsc_hz : 0;
     for (u32 i = 1; i < cpus; i++)
         smp_run(i, spin_cpu, 0);
-    spin_cpu(0);
+    /* A dot for each chunk of the first CPU: equal work, to be timed from outside. */
+    spin_cpu(option("dots"));
     for (u32 i = 1; i < cpus; i++)
         smp_wait(i);
     if (lines)

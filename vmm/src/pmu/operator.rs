@@ -60,6 +60,9 @@ impl VmPmu {
             .clock_of(vcpu)
             .ok_or_else(|| format!("vCPU {} does not run yet", vcpu.0))?;
         if attr.ty == EventType::CLOCK {
+            if attr.exclude_user || attr.exclude_kernel {
+                return Err("the vCPU's clock is of one privilege level only".into());
+            }
             let cycles = u128::from(attr.sample_period);
             let period_ns = cycles * 1_000_000 / u128::from(clock.tsc_khz().max(1));
             let period_ns = u64::try_from(period_ns).unwrap_or(u64::MAX);

@@ -74,6 +74,9 @@ pub struct RecordArgs {
     /// Where names come from; without, from the guest's memory.
     #[command(flatten)]
     pub symbols: SymbolArgs,
+    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with --guestkallsyms.
+    #[arg(long, value_name = "FILE")]
+    pub save_kallsyms: Option<PathBuf>,
     /// Only these vCPUs, as in 0,2-3.
     #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
     pub vcpu: Option<VcpuList>,
@@ -128,7 +131,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
         return Err(format!("'{}' cannot be sampled here: {why}", event.name));
     }
     find_kernel(&mut client, args, &signals)?;
-    let names = Names::of(&mut client, &args.symbols)?;
+    let names = Names::of(&mut client, args)?;
     let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
     let mut recording = Recording::start(args, &client, &opened, sampling, names)?;
     let () = client.call(Call::Enable).map_err(said)?;

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use crate::commands::files::{self, SymbolArgs};
+use super::RecordArgs;
+use crate::commands::files;
 use crate::control::client::Client;
 use crate::export::symbolize::Symbolizer;
 use crate::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
@@ -22,8 +23,12 @@ pub(super) struct Names {
 }
 
 impl Names {
-    pub(super) fn of(client: &mut Client, args: &SymbolArgs) -> Result<Self, String> {
+    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, String> {
         let (info, text) = client.symbols().map_err(|e| e.to_string())?;
+        if let Some(path) = &args.save_kallsyms {
+            std::fs::write(path, &text).map_err(|e| format!("{}: {e}", path.display()))?;
+        }
+        let args = &args.symbols;
         // A VM may have none to give.
         let running = KernelSymbols::parse_text(&text).ok();
         let reference = running.as_ref().and_then(reference_symbol);

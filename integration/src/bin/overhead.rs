@@ -1,0 +1,434 @@
+//! What sampling costs a guest, the ways to do it side by side.
+//!
+//! One guest loops at CPL3 and prints a dot for each of equal chunks of work. In turn, round after round, its vCPU is
+//! sampled in one of these ways, and the vCPU thread's CPU time for a chunk is compared with that of the same round without
+//! sampling:
+//!
+//! - a: no sampling
+//! - b: `perf record` on the vCPU's thread: the kernel's samples, without call chains
+//! - c: a signal for each sample that takes the vCPU out of `KVM_RUN`, and nothing else: the floor of what is taken from user
+//!   space
+//! - d: `perfvisor record --chain-every 1`: a call chain with every sample
+//! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
+//!
+//! The thread's CPU time holds everything that is done on its behalf, interrupts and signals included, and, other than
+//! the time on the wall, no time of other programs on a busy machine. The medians of all rounds are printed.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use perf_core::pmu::host::{GuestSampler, GuestSamples};
+
+const USAGE: &str = "\
+usage: overhead [--perfvisor FILE] [--rounds N] [--seconds S] [--hz N] [--json FILE]
+Compares what ways of sampling cost a guest. Wants root, for perf on another process.";
+
+const WAYS: [Way; 5] = [Way::None, Way::Perf, Way::Signal, Way::EveryChain, Way::Default];
+/// What the project promises of d against c, and of e against b.
+const MOST_D_TO_C: f64 = 1.2;
+const MOST_E_TO_B: f64 = 1.5;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    None,
+    Perf,
+    Signal,
+    EveryChain,
+    Default,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::None => "a  no sampling",
+            Way::Perf => "b  perf record on the vCPU thread, no chains",
+            Way::Signal => "c  a signal for each sample, nothing else",
+            Way::EveryChain => "d  perfvisor record --chain-every 1",
+            Way::Default => "e  perfvisor record",
+        }
+    }
+}
+
+struct Options {
+    perfvisor: PathBuf,
+    rounds: usize,
+    window: Duration,
+    hz: u64,
+    json: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    let options = match parse(std::env::args().skip(1)) {
+        Ok(options) => options,
+        Err(message) => {
+            eprintln!("overhead: {message}\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match measure(&options) {
+        Ok(met) => ExitCode::from(u8::from(!met)),
+        Err(message) => {
+            eprintln!("overhead: {message}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
+    let beside = std::env::current_exe()
+        .ok()
+        .and_then(|exe| Some(exe.parent()?.join("perfvisor")));
+    let mut options = Options {
+        perfvisor: beside
+            .filter(|path| path.exists())
+            .unwrap_or_else(|| "perfvisor".into()),
+        rounds: 12,
+        window: Duration::from_secs(1),
+        hz: 1000,
+        json: None,
+    };
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or(format!("{word} wants a value"));
+        match word.as_str() {
+            "--perfvisor" => options.perfvisor = value()?.into(),
+            "--json" => options.json = Some(value()?.into()),
+            "--rounds" => options.rounds = number(&value()?, 1, 1000)?,
+            "--hz" => options.hz = number(&value()?, 10, 20_000)? as u64,
+            "--seconds" => options.window = Duration::from_secs(number(&value()?, 1, 60)? as u64),
+            other => return Err(format!("unknown option {other}")),
+        }
+    }
+    Ok(options)
+}
+
+fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if (least..=most).contains(&n) => Ok(n),
+        _ => Err(format!("'{text}' is no number from {least} to {most}")),
+    }
+}
+
+/// A dot of the guest's console: when it came, and the vCPU thread's CPU time then.
+#[derive(Clone, Copy)]
+struct Dot {
+    at: Instant,
+    cpu_ns: u64,
+}
+
+struct Guest {
+    child: Child,
+    name: String,
+    runtime: tempfile::TempDir,
+    tid: i32,
+    dots: Arc<Mutex<Vec<Dot>>>,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Guest {
+    fn start(options: &Options) -> Result<Self, String> {
+        let runtime = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let name = "overhead".to_owned();
+        let mut child = Command::new(&options.perfvisor)
+            .args([
+                "run",
+                "--name",
+                &name,
+                "--memory",
+                "32M",
+                "--cmdline",
+                "loop dots",
+            ])
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .map_err(|e| format!("{}: {e}", options.perfvisor.display()))?;
+        let stdout = child.stdout.take().ok_or("no console")?;
+        let mut console = BufReader::new(stdout);
+        let mut guest = Self {
+            child,
+            name,
+            runtime,
+            tid: 0,
+            dots: Arc::default(),
+        };
+        loop {
+            let mut line = String::new();
+            match console.read_line(&mut line) {
+                Ok(n) if n > 0 && line.contains("spinning") => break,
+                Ok(n) if n > 0 => {}
+                _ => return Err("the guest does not start".into()),
+            }
+        }
+        guest.tid = vcpu_thread(guest.child.id()).ok_or("the VM has no vCPU thread")?;
+        let (tid, dots) = (guest.tid, guest.dots.clone());
+        std::thread::spawn(move || {
+            let mut byte = [0; 64];
+            while let Ok(n @ 1..) = console.read(&mut byte) {
+                let Some(cpu_ns) = cpu_time_ns(tid) else { break };
+                let at = Instant::now();
+                let mut dots = dots.lock().unwrap_or_else(PoisonError::into_inner);
+                // Dots that came together: the last one was just now, when the others were is not known.
+                let together = byte[..n].iter().filter(|&&b| b == b'.').count();
+                dots.extend(std::iter::repeat_n(Dot { at, cpu_ns }, together));
+            }
+        });
+        Ok(guest)
+    }
+
+    fn command(&self, options: &Options) -> Command {
+        let mut command = Command::new(&options.perfvisor);
+        command.env("XDG_RUNTIME_DIR", self.runtime.path());
+        command
+    }
+
+    /// CPU time and time on the wall for one chunk of work, ns, over the window that begins now.
+    fn pace(&self, window: Duration) -> Result<Pace, String> {
+        self.dots.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        std::thread::sleep(window);
+        let dots = self.dots.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (Some(first), Some(last)) = (dots.first(), dots.last()) else {
+            return Err("the guest stands still".into());
+        };
+        // Of dots that came together with the first one, only the last counts as it.
+        let first_at = dots.iter().take_while(|d| d.cpu_ns == first.cpu_ns).count() - 1;
+        let chunks = dots.len() - 1 - first_at;
+        if chunks < 5 {
+            return Err("the guest makes too few dots; a longer --seconds may do".into());
+        }
+        Ok(Pace {
+            cpu_ns: (last.cpu_ns - first.cpu_ns) as f64 / chunks as f64,
+            wall_ns: (last.at - first.at).as_nanos() as f64 / chunks as f64,
+        })
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Pace {
+    cpu_ns: f64,
+    wall_ns: f64,
+}
+
+fn vcpu_thread(pid: u32) -> Option<i32> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    tasks.flatten().find_map(|task| {
+        let comm = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        (comm.trim() == "vcpu0").then(|| task.file_name().to_str()?.parse().ok())?
+    })
+}
+
+/// CPU time of a thread, ns: the first field of its schedstat.
+fn cpu_time_ns(tid: i32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{tid}/schedstat")).ok()?;
+    text.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// A way of sampling that goes on.
+enum Running {
+    Nothing,
+    Event(GuestSampler),
+    Drained(Arc<std::sync::atomic::AtomicBool>),
+    Process(Child),
+}
+
+impl Running {
+    fn start(way: Way, guest: &Guest, options: &Options) -> Result<Self, String> {
+        let period_ns = 1_000_000_000 / options.hz;
+        let hz = options.hz.to_string();
+        let quiet = |command: &mut Command| {
+            command
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null());
+            command.spawn().map(Running::Process).map_err(|e| e.to_string())
+        };
+        let clock = || GuestSampler::clock(guest.tid, period_ns).map_err(|e| format!("perf event: {e}"));
+        let data = guest.runtime.path().join("data");
+        match way {
+            Way::None => Ok(Running::Nothing),
+            Way::Perf if has_perf() => {
+                let mut perf = Command::new("perf");
+                perf.args([
+                    "record",
+                    "-q",
+                    "-e",
+                    "cpu-clock:GH",
+                    "-F",
+                    &hz,
+                    "-t",
+                    &guest.tid.to_string(),
+                ]);
+                perf.arg("-o").arg(&data);
+                quiet(&mut perf)
+            }
+            // The same event, read in the same way.
+            Way::Perf => {
+                let sampler = clock()?;
+                let fd = sampler.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
+                let mut samples = GuestSamples::map(fd, 6).map_err(|e| e.to_string())?;
+                sampler.set_enabled(true).map_err(|e| e.to_string())?;
+                let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+                let stopped = stop.clone();
+                std::thread::spawn(move || {
+                    while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
+                        samples.drain(|_| {});
+                        std::thread::sleep(Duration::from_millis(50));
+                    }
+                    let _ = sampler.set_enabled(false);
+                });
+                Ok(Running::Drained(stop))
+            }
+            Way::Signal => {
+                let sampler = clock()?;
+                // What the VMM takes for "look at your run state".
+                sampler
+                    .also_signal(guest.tid, libc::SIGUSR1)
+                    .and_then(|()| sampler.set_enabled(true))
+                    .map_err(|e| e.to_string())?;
+                Ok(Running::Event(sampler))
+            }
+            Way::EveryChain | Way::Default => {
+                let mut record = guest.command(options);
+                record
+                    .args(["record", &guest.name, "-q", "-F", &hz])
+                    .arg("-o")
+                    .arg(&data);
+                if way == Way::EveryChain {
+                    record.args(["--chain-every", "1"]);
+                }
+                quiet(&mut record)
+            }
+        }
+    }
+
+    fn stop(self) -> Result<(), String> {
+        match self {
+            Running::Nothing => {}
+            Running::Event(sampler) => sampler.set_enabled(false).map_err(|e| e.to_string())?,
+            Running::Drained(stop) => stop.store(true, std::sync::atomic::Ordering::Relaxed),
+            Running::Process(mut child) => {
+                if let Ok(Some(status)) = child.try_wait() {
+                    return Err(format!("it ended by itself: {status}"));
+                }
+                let pid = child.id().to_string();
+                let sent = Command::new("kill").args(["-INT", &pid]).status();
+                if !sent.is_ok_and(|s| s.success()) {
+                    let _ = child.kill();
+                }
+                child.wait().map_err(|e| e.to_string())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn has_perf() -> bool {
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&paths).any(|dir| dir.join("perf").exists())
+}
+
+/// Keeps the vCPU on one CPU and everything else on the others, where there are others.
+fn pin(guest: &Guest) {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    if cpus < 2 || !Path::new("/usr/bin/taskset").exists() {
+        return;
+    }
+    let set = |list: &str, args: &[&str]| {
+        let mut taskset = Command::new("taskset");
+        taskset.args(["-c", "-p", list]).args(args).stdout(Stdio::null());
+        taskset.status().is_ok_and(|s| s.success())
+    };
+    let others = format!("1-{}", cpus - 1);
+    let own = std::process::id().to_string();
+    if !(set("0", &[&guest.tid.to_string()]) && set(&others, &[&own])) {
+        eprintln!("overhead: the vCPU could not be kept on a CPU of its own");
+    }
+}
+
+/// What sampling adds to the time of a chunk, in percent.
+struct Cost {
+    cpu: f64,
+    wall: f64,
+}
+
+fn measure(options: &Options) -> Result<bool, String> {
+    let guest = Guest::start(options)?;
+    pin(&guest);
+    let mut costs: Vec<Vec<Cost>> = WAYS.iter().map(|_| Vec::new()).collect();
+    // Something to warm up on.
+    guest.pace(options.window)?;
+    for round in 0..options.rounds {
+        let mut paces = [None; WAYS.len()];
+        for turn in 0..WAYS.len() {
+            // Each way comes in each place of a round.
+            let at = (turn + round) % WAYS.len();
+            let failed = |e: String| format!("{}: {e}", WAYS[at].name());
+            let running = Running::start(WAYS[at], &guest, options).map_err(failed)?;
+            // Programs start, frequencies settle.
+            std::thread::sleep(Duration::from_millis(400));
+            let pace = guest.pace(options.window);
+            running.stop().map_err(failed)?;
+            paces[at] = Some(pace.map_err(failed)?);
+        }
+        if let Some(base) = paces[0] {
+            for (costs, pace) in costs.iter_mut().zip(paces.into_iter().flatten()) {
+                costs.push(Cost {
+                    cpu: 100.0 * (pace.cpu_ns / base.cpu_ns - 1.0),
+                    wall: 100.0 * (pace.wall_ns / base.wall_ns - 1.0),
+                });
+            }
+        }
+    }
+    report(options, &costs)
+}
+
+fn report(options: &Options, costs: &[Vec<Cost>]) -> Result<bool, String> {
+    let median = |values: &[Cost], of: fn(&Cost) -> f64| {
+        let mut sorted: Vec<f64> = values.iter().map(of).collect();
+        sorted.sort_by(f64::total_cmp);
+        let at = |share: f64| sorted[((sorted.len() - 1) as f64 * share).round() as usize];
+        (at(0.5), at(0.25), at(0.75))
+    };
+    println!(
+        "Slowdown of a CPL3 loop sampled at {} Hz, medians of {} rounds of {} s (quartiles):\n",
+        options.hz,
+        options.rounds,
+        options.window.as_secs()
+    );
+    println!("{:<46} {:>24} {:>10}", "", "CPU time", "wall");
+    let mut medians = Vec::new();
+    for (way, costs) in WAYS.iter().zip(costs) {
+        let (middle, low, high) = median(costs, |c| c.cpu);
+        let (wall, ..) = median(costs, |c| c.wall);
+        medians.push(middle);
+        if *way == Way::None {
+            println!("{:<46} {:>24} {:>10}", way.name(), "-", "-");
+        } else {
+            let range = format!("{middle:.2} % ({low:.2} to {high:.2})");
+            println!("{:<46} {range:>24} {wall:>8.2} %", way.name());
+        }
+    }
+    let (d_to_c, e_to_b) = (medians[3] / medians[2], medians[4] / medians[1]);
+    println!("\nd / c = {d_to_c:.2} (at most {MOST_D_TO_C})   e / b = {e_to_b:.2} (at most {MOST_E_TO_B})");
+    if let Some(path) = &options.json {
+        let json = serde_json::json!({
+            "hz": options.hz, "rounds": options.rounds,
+            "slowdown_percent": { "b": medians[1], "c": medians[2], "d": medians[3], "e": medians[4] },
+            "d_to_c": d_to_c, "e_to_b": e_to_b,
+        });
+        let text = serde_json::to_vec_pretty(&json).map_err(|e| e.to_string())?;
+        std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(d_to_c <= MOST_D_TO_C && e_to_b <= MOST_E_TO_B)
+}
