@@ -26,8 +26,11 @@ pub static VPMU_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/vpmu.el
 /// The test kernel whose hand-counted blocks must be counted to the last instruction, in TAP.
 pub static EXACT_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exact.elf"));
 
+/// The guest that `perfvisor validate` asks for measurements over its console.
+pub static VALIDATE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/validate.elf"));
+
 /// All bare-metal guests.
-pub static GUESTS: [Guest; 3] = [
+pub static GUESTS: [Guest; 4] = [
     Guest {
         name: "selftest",
         purpose: "the built-in guest: counts known work and shows it",
@@ -42,6 +45,11 @@ pub static GUESTS: [Guest; 3] = [
         name: "exact",
         purpose: "hand-counted code for exact counting, in TAP",
         image: EXACT_TESTS,
+    },
+    Guest {
+        name: "validate",
+        purpose: "measures what perfvisor validate asks for",
+        image: VALIDATE,
     },
 ];
 

@@ -4,6 +4,7 @@
 #define COM1 0x3f8
 #define LINE_STATUS 5
 #define TRANSMIT_EMPTY 0x20
+#define DATA_READY 0x01
 
 void console_setup(void)
 {
@@ -22,6 +23,9 @@ void putchar_raw(char c)
         pause();
     outb(COM1, c);
 }
+
+bool getchar_ready(void) { return inb(COM1 + LINE_STATUS) & DATA_READY; }
+char getchar_raw(void) { return inb(COM1); }
 
 static void pad(char c, int n)
 {

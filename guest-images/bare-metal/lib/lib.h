@@ -48,9 +48,15 @@ u64 known_loop(u64 rounds);
 #define KNOWN_INSTRUCTIONS(rounds) (2 * (rounds) + 5)
 #define KNOWN_BRANCHES(rounds) ((rounds) + 1)
 
+/* --- spinning.S --- */
+u64 spin_chunk(u64 rounds);
+extern u8 spin_hot[], spin_warm[], spin_cool[], spin_end[];
+
 /* --- console.c --- */
 void console_setup(void);
 void putchar_raw(char c);
+bool getchar_ready(void);
+char getchar_raw(void);                                 /* what was received; garbage unless it is ready */
 /* %c %s %d %u %x %p, with l; flags - 0 and ' (digits grouped by thousands), width, * for width. */
 void kprintf(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 void kvprintf(const char *fmt, __builtin_va_list ap);

@@ -4,10 +4,6 @@
 
 #include "pmu.h"
 
-/* --- spinning.S --- */
-u64 spin_chunk(u64 rounds);
-extern u8 spin_hot[], spin_warm[], spin_cool[], spin_end[];
-
 /* --- selftest.c --- */
 enum verdict { V_OK, V_FAILED, V_UNSUPPORTED };
 /* Prints the end of a table row and the machine-readable line, and keeps the score. */
