@@ -19,6 +19,7 @@ use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
 use crate::commands::ps::PsArgs;
 use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
+use crate::commands::validate::ValidateArgs;
 use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
 /// Memory of a guest when none is asked for, in bytes.
@@ -32,6 +33,8 @@ pub enum ExitStatus {
     PoweredOff,
     /// The guest wrote to the debug-exit port: (value << 1) | 1.
     Guest(u8),
+    /// `perfvisor validate` found something wrong.
+    CheckFailed,
     /// Bad input: an option, a file, the host.
     BadInput,
     /// The guest asked for a reset.
@@ -50,6 +53,7 @@ impl ExitStatus {
         match self {
             ExitStatus::PoweredOff => 0,
             ExitStatus::Guest(status) => status,
+            ExitStatus::CheckFailed => 1,
             ExitStatus::BadInput => 2,
             ExitStatus::Reset => 4,
             ExitStatus::TripleFault => 6,
@@ -90,6 +94,8 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Say what this host can do.
     Check(CheckArgs),
+    /// Prove on this host that what guests count is true.
+    Validate(ValidateArgs),
     /// List the running VMs.
     Ps(PsArgs),
     /// Pause, resume or stop a VM, change its sharing policy or its event filter.
@@ -109,7 +115,7 @@ pub enum Command {
 }
 
 /// Names of the commands, for messages.
-const COMMANDS: &str = "run, check, ps, ctl, stat, record, report, script, flamegraph or pprof";
+const COMMANDS: &str = "run, check, validate, ps, ctl, stat, record, report, script, flamegraph or pprof";
 
 /// `perfvisor check`.
 #[derive(Clone, Debug, Args)]
@@ -126,6 +132,9 @@ pub struct RunArgs {
     /// Kernel: an x86-64 ELF vmlinux, a bzImage or a multiboot v1 image. Without it the built-in guest runs.
     #[arg(long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
+    /// Another built-in guest instead, by its name.
+    #[arg(long, value_name = "NAME", hide = true, conflicts_with = "kernel", value_parser = parse_builtin)]
+    pub builtin: Option<&'static guest_images::bare_metal::Guest>,
     /// Initial RAM disk; a multiboot kernel gets it as its module.
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub initrd: Option<PathBuf>,
@@ -253,6 +262,15 @@ pub fn one_line(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })
         .collect()
+}
+
+fn parse_builtin(text: &str) -> Result<&'static guest_images::bare_metal::Guest, String> {
+    use guest_images::bare_metal::GUESTS;
+    let names = || GUESTS.map(|guest| guest.name).join(", ");
+    GUESTS
+        .iter()
+        .find(|guest| guest.name == text)
+        .ok_or_else(|| format!("must be one of {}", names()))
 }
 
 fn parse_cpus(text: &str) -> Result<u8, String> {

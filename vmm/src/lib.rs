@@ -11,6 +11,7 @@
 //! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
 //! | [`devices`], [`console`] | the rest of the machine |
 //! | [`profile`] | guest stacks, symbols and tasks, from outside |
+//! | [`validate`] | guests with known counts, and the judge of what was counted |
 //! | [`events`], [`export`] | event lists and numbers; perf.data, tables, graphs |
 
 pub mod boot;
@@ -29,5 +30,6 @@ pub mod profile;
 pub mod rdpmc;
 pub mod run;
 pub mod signals;
+pub mod validate;
 pub mod vcpu;
 pub mod vm;

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use perfvisor_vmm::cli::{self, CliExit, Command, ExitStatus};
-use perfvisor_vmm::commands::{ctl, files, ps, record, stat};
+use perfvisor_vmm::commands::{ctl, files, ps, record, stat, validate};
 use perfvisor_vmm::{check, run};
 
 fn main() -> ExitCode {
@@ -23,6 +23,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(args) => run::run(&args, start),
         Command::Check(args) => check::check(&args),
+        Command::Validate(args) => validate::validate(&args),
         Command::Ps(args) => ps::ps(&args),
         Command::Ctl(args) => ctl::ctl(&args),
         Command::Stat(args) => stat::stat(&args),

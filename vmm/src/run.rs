@@ -108,7 +108,10 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     let config = VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
-            None => KernelSource::Builtin(guest_images::bare_metal::BUILTIN),
+            None => KernelSource::Builtin(
+                args.builtin
+                    .map_or(guest_images::bare_metal::BUILTIN, |guest| guest.image),
+            ),
         },
         initrd: args.initrd.clone(),
         cmdline: match (&args.cmdline, &args.kernel) {

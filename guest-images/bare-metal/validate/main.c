@@ -11,6 +11,7 @@
 #include "validate.h"
 
 #define LINE 256
+#define PATIENCE_SECONDS 120
 
 static char line[LINE];
 static struct job job;
@@ -21,11 +22,17 @@ static u32 started = 1;
 /* One line of the console. In between this halts: waiting must not be counted as running. */
 static void read_line(void)
 {
+    u64 deadline = rdtsc() + PATIENCE_SECONDS * tsc_hz;
     u32 n = 0;
 
     for (;;) {
-        while (!getchar_ready())
+        while (!getchar_ready()) {
             halt_us(500);
+            if ((s64)(deadline - rdtsc()) < 0) {
+                kprintf("{\"at\":\"gave up\"}\n");
+                power_off(); /* whoever asked has gone */
+            }
+        }
         char c = getchar_raw();
         if (c == '\n')
             break;

@@ -1,0 +1,157 @@
+//! `perfvisor validate`: the command around [`crate::validate`].
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use vpmu::{Generation, Model, ModelName};
+
+use super::print;
+use crate::cli::ExitStatus;
+use crate::kvm::cpuid;
+use crate::signals::StopSignals;
+use crate::validate::child::ChildError;
+use crate::validate::{self, Host, LinuxFiles, Options};
+
+const EXIT_STATUS_HELP: &str = "\
+Exit status:
+  0  nothing failed
+  1  something failed
+  2  bad input: an option, a file, or a host that cannot run guests";
+
+/// `perfvisor validate`.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = EXIT_STATUS_HELP)]
+pub struct ValidateArgs {
+    /// Kernel of the Linux guest. Without it that of `make guest` is taken, if there is one.
+    #[arg(long, value_name = "FILE", requires = "initrd")]
+    pub kernel: Option<PathBuf>,
+    /// Initial RAM disk of the Linux guest, as `make guest` makes it.
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub initrd: Option<PathBuf>,
+    /// The built-in guest only.
+    #[arg(long, conflicts_with = "kernel")]
+    pub no_linux: bool,
+    /// Virtual PMU of the guests: as for perfvisor run, but not off.
+    #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
+    pub pmu: String,
+    /// How far counts of time may be off.
+    #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
+    pub tolerance: f64,
+    /// Print one JSON object instead of text.
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn parse_pmu(text: &str) -> Result<String, String> {
+    let name: ModelName = text.parse().map_err(|e: vpmu::ModelError| e.to_string())?;
+    let model = Model::resolve(name, None, None, &mut cpuid::read_host).map_err(|e| e.to_string())?;
+    match model.generation() {
+        Generation::Off(_) => Err("there is nothing to validate without a PMU; choose intel or amd".into()),
+        _ => Ok(text.to_owned()),
+    }
+}
+
+fn parse_tolerance(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(percent) if (0.0..=50.0).contains(&percent) => Ok(percent),
+        _ => Err("must be a number of percent, 0 to 50".into()),
+    }
+}
+
+/// Validates.
+///
+/// # Errors
+/// One line for the user: bad input, or a guest that could not be measured.
+pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
+    let signals = Arc::new(StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?);
+    for file in [&args.kernel, &args.initrd].into_iter().flatten() {
+        std::fs::File::open(file).map_err(|e| format!("{}: {e}", file.display()))?;
+    }
+    let host = Host::probe()?;
+    let (linux, linux_skipped) = linux_guest(args, &host)?;
+    let options = Options {
+        pmu: args.pmu.clone(),
+        tolerance_percent: args.tolerance,
+        linux,
+        linux_skipped,
+    };
+    let report = match validate::run(&options, &host, &signals) {
+        Ok(report) => report,
+        Err(ChildError::Interrupted) => return Ok(ExitStatus::Terminated),
+        Err(e) => return Err(e.to_string()),
+    };
+    if args.json {
+        let text = serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?;
+        print(&(text + "\n"))?;
+    } else {
+        print(&report.text())?;
+    }
+    Ok(if report.is_good() {
+        ExitStatus::PoweredOff
+    } else {
+        ExitStatus::CheckFailed
+    })
+}
+
+/// The Linux guest that is to run, or why none does.
+fn linux_guest(args: &ValidateArgs, host: &Host) -> Result<(Option<LinuxFiles>, Option<String>), String> {
+    if args.no_linux {
+        return Ok((None, Some("--no-linux".into())));
+    }
+    if let (Some(kernel), Some(initrd)) = (&args.kernel, &args.initrd) {
+        if !host.kvm.runs_linux {
+            return Err(
+                "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
+                    .into(),
+            );
+        }
+        let (kernel, initrd) = (kernel.clone(), initrd.clone());
+        return Ok((Some(LinuxFiles { kernel, initrd }), None));
+    }
+    if !host.kvm.runs_linux {
+        return Ok((None, Some("this host's KVM cannot run Linux".into())));
+    }
+    Ok(match found_images() {
+        Some(files) => (Some(files), None),
+        None => (
+            None,
+            Some("no images: make guest, or --kernel and --initrd".into()),
+        ),
+    })
+}
+
+/// The images of `make guest`: below the directory of the build this program is from, or below the current one.
+fn found_images() -> Option<LinuxFiles> {
+    let program = std::env::current_exe().ok();
+    let build = program.as_deref().and_then(Path::parent).and_then(Path::parent);
+    let places = [build.map(Path::to_owned), Some(PathBuf::from("target"))];
+    places.into_iter().flatten().find_map(|target| {
+        let dir = target.join("guest/cloud");
+        let files = LinuxFiles {
+            kernel: dir.join("vmlinux"),
+            initrd: dir.join("initrd"),
+        };
+        (files.kernel.is_file() && files.initrd.is_file()).then_some(files)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tolerance_is_a_percentage() {
+        assert_eq!(parse_tolerance("0.5"), Ok(0.5));
+        for bad in ["", "-1", "51", "x", "NaN", "inf"] {
+            assert!(parse_tolerance(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_pmu_that_is_none_cannot_be_validated() {
+        assert!(parse_pmu("intel").is_ok() && parse_pmu("amd-v2").is_ok());
+        assert!(parse_pmu("off").unwrap_err().contains("intel or amd"));
+        assert!(parse_pmu("sparc").is_err());
+    }
+}

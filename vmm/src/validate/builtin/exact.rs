@@ -1,0 +1,82 @@
+//! The exact backing: every instruction stepped, and each count known.
+
+use vpmu::ArchEvent;
+
+use super::{Builtin, Counter, KNOWN, OS, USR, judged, known, selector, unbacked};
+use crate::validate::child::ChildError;
+use crate::validate::guest::Job;
+use crate::validate::judge::{Expected, Tolerance};
+use crate::validate::report::{Check, Row};
+
+/// Rounds of the loops: some thousand steps.
+const ROUNDS: u64 = 1000;
+const EXACT: &str = "exact";
+
+impl Builtin<'_> {
+    pub(super) fn exact(&self) -> Result<Vec<Row>, ChildError> {
+        if let Some(why) = &self.host.no_exact {
+            let row = Row::new(Check::Counting, "instructions, branches", EXACT, "-");
+            return Ok(vec![row.unsupported(why.clone())]);
+        }
+        let mut guest = self.start(EXACT, "1")?;
+        let amd = guest.hello.amd;
+        let mut rows = Vec::new();
+        for event in ArchEvent::ALL {
+            let Some(select) = selector(event, amd) else {
+                continue;
+            };
+            // Each instruction takes one cycle here.
+            let counted_as = match event {
+                ArchEvent::CoreCycles | ArchEvent::RefCycles => ArchEvent::Instructions,
+                other => other,
+            };
+            for work in ["busy", "chase"] {
+                let Some(value) = known(counted_as, work, ROUNDS) else {
+                    let row = Row::new(Check::Counting, event.name(), EXACT, format!("{work}, CPL0"));
+                    let job = Job::new(work, ROUNDS).counter(select | OS);
+                    let why = "not a property of instructions, which is what stepping sees";
+                    rows.push(unbacked(&mut guest, row, &job, why)?);
+                    break;
+                };
+                let expected = Expected {
+                    value,
+                    tolerance: Tolerance::Exact,
+                };
+                let row = Row::new(Check::Counting, event.name(), EXACT, format!("{work}, CPL0"));
+                let outcome = guest.measure(&Job::new(work, ROUNDS).counter(select | OS), None)?;
+                rows.push(judged(row, &outcome, 0, Counter::General(0), expected, KNOWN));
+            }
+        }
+        for event in [ArchEvent::Instructions, ArchEvent::Branches] {
+            let (Some(select), Some(all)) = (selector(event, amd), known(event, "busy", ROUNDS)) else {
+                continue;
+            };
+            let row = Row::new(
+                Check::Counting,
+                format!("{}:u", event.name()),
+                EXACT,
+                "busy, CPL3",
+            );
+            let job = Job::new("busy", ROUNDS).at(3).counter(select | USR);
+            if !self.host.steps_user {
+                let why = "this KVM cannot single-step CPL 3";
+                rows.push(unbacked(&mut guest, row, &job, why)?);
+                continue;
+            }
+            // What is around the work runs at CPL 0.
+            let around = if event == ArchEvent::Instructions {
+                super::AROUND
+            } else {
+                1
+            };
+            let expected = Expected {
+                value: all - around,
+                tolerance: Tolerance::Exact,
+            };
+            let outcome = guest.measure(&job, None)?;
+            rows.push(judged(row, &outcome, 0, Counter::General(0), expected, KNOWN));
+        }
+        guest.end()?;
+        Ok(rows)
+    }
+}

@@ -1,0 +1,281 @@
+//! The built-in guest's part: every event and backing this host has, on any KVM, in seconds.
+
+mod exact;
+mod paravirtual;
+mod sampling;
+mod sharing;
+mod time;
+
+use std::sync::Arc;
+
+use vpmu::ArchEvent;
+
+use super::child::ChildError;
+use super::guest::{Job, MeasuringGuest, OS, Outcome, USR};
+use super::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
+use super::report::{Check, Row};
+use super::{Host, Options};
+use crate::signals::StopSignals;
+
+/// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
+const TRIES: u32 = 3;
+/// Both levels.
+const BOTH: u64 = USR | OS;
+/// Instructions around the work that count: see `counted` in the guest.
+const AROUND: u64 = 5;
+
+/// What the built-in guest needs to know.
+pub(super) struct Builtin<'a> {
+    pub options: &'a Options,
+    pub host: &'a Host,
+    pub signals: &'a Arc<StopSignals>,
+    /// The guest's TSC.
+    pub tsc_hz: u64,
+}
+
+impl Builtin<'_> {
+    /// All of it.
+    pub(super) fn rows(&mut self) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        if let Some(why) = &self.host.no_hardware {
+            rows.push(
+                Row::new(Check::Counting, "all hardware events", "hardware", "-").unsupported(why.clone()),
+            );
+        } else {
+            rows.extend(self.backed_by("hardware")?);
+        }
+        match &self.host.no_clock {
+            Some(why) => {
+                rows.push(
+                    Row::new(Check::Counting, "cycles, ref-cycles", "clock", "-").unsupported(why.clone()),
+                );
+            }
+            None => rows.extend(self.backed_by("clock")?),
+        }
+        rows.extend(self.exact()?);
+        Ok(rows)
+    }
+
+    /// What one of the backings that follow time counts; and, once, the paravirtual events.
+    fn backed_by(&mut self, backing: &'static str) -> Result<Vec<Row>, ChildError> {
+        let mut guest = self.start(backing, "1")?;
+        self.tsc_hz = guest.hello.tsc_hz;
+        let mut rows = self.time_rows(&mut guest, backing)?;
+        if backing == "clock" || self.host.no_clock.is_some() {
+            rows.extend(self.paravirtual_rows(&mut guest)?);
+        }
+        rows.extend(self.multiplexing_rows(&mut guest, backing)?);
+        rows.extend(self.contention_rows(&mut guest, backing)?);
+        rows.extend(self.sampling_rows(&mut guest, backing)?);
+        guest.end()?;
+        let mut guest = self.start(backing, "2")?;
+        rows.extend(self.smp_rows(&mut guest, backing)?);
+        guest.end()?;
+        Ok(rows)
+    }
+
+    fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, ChildError> {
+        log::info!("built-in guest, {cpus} CPUs, backing {backing}");
+        let arguments = ["--pmu", &self.options.pmu, "--backing", backing, "--cpus", cpus];
+        MeasuringGuest::start(&arguments, self.signals)
+    }
+
+    /// How much of `work` takes about `ms` of CPU time.
+    fn amount(
+        &self,
+        guest: &mut MeasuringGuest,
+        work: &'static str,
+        cpl: u32,
+        ms: u64,
+    ) -> Result<u64, ChildError> {
+        let mut n = 500;
+        loop {
+            let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
+            let used_ns = outcome.facts.first().map_or(0, |f| f.cpu_ns).max(1);
+            let target_ns = ms * 1_000_000;
+            // What is around the work takes about a millisecond.
+            if used_ns > 8_000_000 || n > 1 << 40 {
+                return Ok((u128::from(n) * u128::from(target_ns) / u128::from(used_ns)).max(1) as u64);
+            }
+            n *= 8;
+        }
+    }
+
+    /// CPU time of vCPU `cpu` in TSC ticks, as the host's kernel accounts it.
+    fn cpu_ticks(&self, outcome: &Outcome, cpu: usize) -> u64 {
+        let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
+        (u128::from(ns) * u128::from(self.tsc_hz) / 1_000_000_000) as u64
+    }
+}
+
+/// Where an expectation of ticks comes from.
+const CPU_TIME: &str =
+    "CPU time of the vCPU's thread, as the host's kernel accounts it, times the TSC frequency";
+/// Where a known count comes from.
+const KNOWN: &str = "counted by hand";
+
+/// Measures until it passes, at most [`TRIES`] times.
+fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
+    let mut tries = 1;
+    loop {
+        let row = measure()?;
+        if row.verdict != Verdict::Fail || tries == TRIES {
+            return Ok(Row { tries, ..row });
+        }
+        log::info!(
+            "{} by {}, {}: guest {:?}, host {:?}, expected {:?}; once more",
+            row.event,
+            row.backing,
+            row.workload,
+            row.guest,
+            row.host,
+            row.expected
+        );
+        tries += 1;
+    }
+}
+
+/// A counter of the guest.
+#[derive(Clone, Copy, Debug)]
+enum Counter {
+    General(usize),
+    Fixed(usize),
+}
+
+impl Counter {
+    /// Its name in the host's view.
+    fn name(self) -> String {
+        match self {
+            Self::General(n) => format!("gp{n}"),
+            Self::Fixed(n) => format!("fixed{n}"),
+        }
+    }
+}
+
+/// What a counter of CPU `cpu` of the guest has, with the host's view of the same counter, which is at rest: the two are equal.
+fn evidence(outcome: &Outcome, cpu: usize, counter: Counter, expected: Option<Expected>) -> Evidence {
+    let seen = outcome.cpus.get(cpu);
+    let guest = seen.and_then(|seen| match counter {
+        Counter::General(n) => seen.c.get(n).copied(),
+        Counter::Fixed(n) => seen.f.get(n).copied(),
+    });
+    Evidence {
+        guest,
+        host: outcome.host(cpu, &counter.name()).map(|counter| Expected {
+            value: counter.value,
+            tolerance: Tolerance::Exact,
+        }),
+        expected,
+    }
+}
+
+/// Judges counter 0 of CPU 0, with the time it was on.
+fn judged(
+    row: Row,
+    outcome: &Outcome,
+    cpu: usize,
+    counter: Counter,
+    expected: Expected,
+    basis: &'static str,
+) -> Row {
+    let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
+    match outcome.host(cpu, &counter.name()) {
+        Some(counter) => row.running(counter.running_ns, counter.enabled_ns),
+        None => row,
+    }
+}
+
+/// A row for an event nothing counts here: tried all the same, and it must not move.
+fn unbacked(guest: &mut MeasuringGuest, row: Row, job: &Job, why: &str) -> Result<Row, ChildError> {
+    let outcome = guest.measure(job, None)?;
+    let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
+    let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
+    let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
+    let shown = (verdict == Verdict::Fail).then_some(count).flatten();
+    Ok(Row {
+        verdict,
+        reason,
+        guest: shown,
+        ..row
+    })
+}
+
+/// How many of `event` a hand-counted piece of work is, `counted` around it included.
+fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
+    use ArchEvent::*;
+    // known_loop(n) and chase(n) in the guest's sources say these numbers.
+    Some(match (work, event) {
+        ("busy", Instructions) => 2 * n + 5 + AROUND,
+        ("busy", Branches) => n + 1 + 1,
+        ("busy", TakenBranches) => n + 1,
+        ("busy", Loads) => 2,
+        ("busy", Stores) => 1 + 1,
+        ("chase", Instructions) => 3 * n + 5 + AROUND,
+        ("chase", Branches) => n + 1 + 1,
+        ("chase", TakenBranches) => n + 1,
+        ("chase", Loads) => n + 3,
+        ("chase", Stores) => 1 + 1,
+        _ => return None,
+    })
+}
+
+/// The numbers a guest writes into a selector for `event`, without levels and the enable bit; `None` where the vendor
+/// has no such event.
+fn selector(event: ArchEvent, amd: bool) -> Option<u64> {
+    use ArchEvent::*;
+    // A selector has the unit mask in bits 15:8 and AMD's upper event bits in 35:32.
+    Some(match (event, amd) {
+        (CoreCycles, false) => 0x003C,
+        (CoreCycles, true) => 0x0076,
+        (RefCycles, false) => 0x013C,
+        (RefCycles, true) => 0x1_0000_0120,
+        (Instructions, _) => 0x00C0,
+        (CacheReferences, false) => 0x4F2E,
+        (CacheMisses, false) => 0x412E,
+        (Branches, false) => 0x00C4,
+        (Branches, true) => 0x00C2,
+        (BranchMisses, false) => 0x00C5,
+        (BranchMisses, true) => 0x00C3,
+        (TakenBranches, false) => 0x20C4,
+        (TakenBranches, true) => 0x00C4,
+        (Loads, false) => 0x81D0,
+        (Loads, true) => 0x0129,
+        (Stores, false) => 0x82D0,
+        (Stores, true) => 0x0229,
+        (TopdownSlots, false) => 0x01A4,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vpmu::Vendor;
+    use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
+
+    /// The numbers here are those the virtual PMU knows.
+    #[test]
+    fn selectors_mean_their_events() {
+        for event in ArchEvent::ALL {
+            for (vendor, amd) in [(Vendor::Intel, false), (Vendor::Amd, true)] {
+                let Some(bits) = selector(event, amd) else {
+                    continue;
+                };
+                let select = EventSelect((bits & 0xFF | bits >> 32 << 8) as u16);
+                let umask = UnitMask((bits >> 8) as u8);
+                assert_eq!(
+                    decode(vendor, select, umask),
+                    GuestEvent::Architectural(event),
+                    "{event:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn known_work_has_known_counts() {
+        assert_eq!(known(ArchEvent::Instructions, "busy", 1000), Some(2010));
+        assert_eq!(known(ArchEvent::Loads, "chase", 1000), Some(1003));
+        assert_eq!(known(ArchEvent::CoreCycles, "busy", 1000), None);
+    }
+}

@@ -1,0 +1,122 @@
+//! The paravirtual events: what the host did to the vCPU, next to what the guest made it do.
+
+use vpmu::events::paravirtual_select;
+use vpmu::{ParavirtualEvent, Vendor};
+
+use super::{BOTH, Builtin, Counter, judged, settled};
+use crate::validate::child::ChildError;
+use crate::validate::guest::{Job, MeasuringGuest, Operator, Outcome};
+use crate::validate::judge::{Expected, Tolerance};
+use crate::validate::report::{Check, Row};
+
+/// How often the guest does what is counted.
+const TIMES: u64 = 200;
+/// Halts, of 5 ms each.
+const HALTS: u64 = 20;
+/// CPU time of a busy loop, in ms.
+const BUSY_MS: u64 = 100;
+/// How far stolen time may be off, in percent and ns: the kernel's account is read a little before and after.
+const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
+
+/// What a paravirtual event must count over the work that provokes it.
+fn expectation(event: ParavirtualEvent, n: u64, outcome: &Outcome) -> (Expected, &'static str) {
+    use ParavirtualEvent::*;
+    let facts = outcome.facts.first().copied().unwrap_or_default();
+    let known = |value, tolerance| (Expected { value, tolerance }, "as often as the guest did it");
+    let kernel = |value, tolerance| {
+        (
+            Expected { value, tolerance },
+            "the host kernel's account of the vCPU's thread",
+        )
+    };
+    match event {
+        VmExits => known(n, Tolerance::AtLeast),
+        IoExits | MmioExits | Halts | IrqInjections | NmiInjections | MsrExits => known(n, Tolerance::Exact),
+        HostPageFaults => kernel(facts.page_faults, Tolerance::PercentAnd(0.0, 2)),
+        // The account's window is a little longer, and waiting at its ends is sleeping.
+        HostContextSwitches => kernel(
+            facts.context_switches,
+            Tolerance::Range(n, facts.context_switches),
+        ),
+        HostMigrations => {
+            let moves = facts.migrations.unwrap_or(0);
+            kernel(moves, Tolerance::Range(moves.saturating_sub(3), moves))
+        }
+        StealNs => kernel(facts.wait_ns, STEAL),
+    }
+}
+
+fn work(event: ParavirtualEvent) -> (&'static str, u64, &'static str) {
+    use ParavirtualEvent::*;
+    match event {
+        VmExits | IoExits => ("ports", TIMES, "200 port writes"),
+        MmioExits => ("mmio", TIMES, "200 reads of no device"),
+        Halts => ("sleep", HALTS, "20 halts"),
+        HostPageFaults => ("touch", TIMES, "200 fresh pages"),
+        HostContextSwitches | HostMigrations => ("sleep", HALTS, "20 halts"),
+        IrqInjections => ("irqs", TIMES, "200 interrupts"),
+        NmiInjections => ("nmis", TIMES, "200 NMIs"),
+        MsrExits => ("msrs", TIMES, "200 reads of a counter"),
+        StealNs => ("busy", 0, "busy, CPL3"),
+    }
+}
+
+impl Builtin<'_> {
+    pub(super) fn paravirtual_rows(&self, guest: &mut MeasuringGuest) -> Result<Vec<Row>, ChildError> {
+        let vendor = if guest.hello.amd {
+            Vendor::Amd
+        } else {
+            Vendor::Intel
+        };
+        let select = u64::from(paravirtual_select(vendor).0);
+        let select = select & 0xFF | select >> 8 << 32;
+        let mut rows = Vec::new();
+        for event in ParavirtualEvent::ALL {
+            let (work, mut n, name) = work(event);
+            let mut cpl = 0;
+            if event == ParavirtualEvent::StealNs {
+                cpl = 3;
+                n = self.amount(guest, work, cpl, BUSY_MS)?;
+            }
+            let selector = select | u64::from(event.umask().0) << 8 | BOTH;
+            let job = Job::new(work, n).at(cpl).counter(selector);
+            rows.push(settled(|| {
+                let row = Row::new(Check::Counting, event.name(), "paravirtual", name);
+                one(guest, event, &job, row)
+            })?);
+        }
+        Ok(rows)
+    }
+}
+
+fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row) -> Result<Row, ChildError> {
+    // The statistic itself, by the operator's way to it.
+    let spec = format!("pv/{}/", event.name());
+    let operator = Operator {
+        events: &spec,
+        period: None,
+    };
+    let outcome = guest.measure(job, Some(operator))?;
+    let statistic = outcome
+        .operator
+        .as_ref()
+        .and_then(|saw| saw.reading(0, 0))
+        .map(|r| r.value);
+    if event == ParavirtualEvent::HostMigrations
+        && outcome.facts.first().is_none_or(|f| f.migrations.is_none())
+    {
+        return Ok(row.unsupported(
+            "this kernel does not say how often a thread moved, so there is nothing to compare with",
+        ));
+    }
+    let (expected, basis) = expectation(event, job.n, &outcome);
+    let row = judged(row, &outcome, 0, Counter::General(0), expected, basis);
+    // KVM does not keep every statistic on every host. Told from a counter of ours that is broken by KVM's own number.
+    if row.guest == Some(0) && statistic == Some(0) && expected.value > 0 {
+        let backing = outcome.host(0, "gp0").and_then(|c| c.backing.as_deref());
+        if backing == Some("kvm") {
+            return Ok(row.unsupported("KVM's own statistic of it stood still meanwhile on this host"));
+        }
+    }
+    Ok(row)
+}

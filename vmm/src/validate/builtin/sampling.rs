@@ -1,0 +1,217 @@
+//! Overflow interrupts in the guest, and the operator's samples of it: their number, and where they fall.
+
+use vpmu::ArchEvent;
+
+use super::{BOTH, Builtin, CPU_TIME, selector, settled};
+use crate::validate::child::ChildError;
+use crate::validate::guest::{Job, MeasuringGuest, Operator, Outcome};
+use crate::validate::judge::{Evidence, Expected, Tolerance};
+use crate::validate::report::{Check, Row};
+
+/// CPU time of the profiled work, in ms.
+const LENGTH_MS: u64 = 500;
+/// Samples for each second of CPU time.
+const SAMPLES_PER_SECOND: u64 = 1000;
+/// Their number may be off by 5 % and the one at the end.
+const NUMBER: Tolerance = Tolerance::PercentAnd(5.0, 1);
+/// The profiled functions and their share of the work, in percent.
+const SHARES: [(&str, u64); 3] = [("spin_hot", 60), ("spin_warm", 30), ("spin_cool", 10)];
+
+/// Around its share of `all` samples, how many a function may have: five points, and what chance does.
+fn by_chance(all: u64, percent: u64) -> (Expected, &'static str) {
+    let (all, share) = (all as f64, percent as f64 / 100.0);
+    let slack = (0.05 * all).max(3.0 * (all * share * (1.0 - share)).sqrt());
+    let expected = all * share;
+    let range = Tolerance::Range(
+        (expected - slack).max(0.0) as u64,
+        (expected + slack).ceil() as u64,
+    );
+    (
+        Expected {
+            value: expected.round() as u64,
+            tolerance: range,
+        },
+        "the function's share of the work, within 5 points or three standard deviations",
+    )
+}
+
+impl Builtin<'_> {
+    pub(super) fn sampling_rows(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+    ) -> Result<Vec<Row>, ChildError> {
+        let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
+            return Ok(Vec::new());
+        };
+        let n = self.amount(guest, "spin", 3, LENGTH_MS)?;
+        let period = self.tsc_hz / SAMPLES_PER_SECOND;
+        let mut rows = Vec::new();
+        let mut last = None;
+        rows.push(settled(|| {
+            let job = Job {
+                period,
+                ..Job::new("spin", n)
+                    .at(3)
+                    .counter(select | BOTH)
+                    .counter(select | BOTH)
+            };
+            let outcome = guest.measure(&job, None)?;
+            let row = Row::new(Check::Sampling, "cycles", backing, "PMIs, one a period");
+            let row = interrupts(row, &outcome, period);
+            last = Some(outcome);
+            Ok(row)
+        })?);
+        if let Some(cpu) = last.as_ref().and_then(|outcome| outcome.cpus.first()) {
+            let all: u64 = cpu.struck.iter().take(SHARES.len()).sum();
+            for ((name, percent), struck) in SHARES.iter().zip(&cpu.struck) {
+                let row = Row::new(Check::Sampling, "cycles", backing, format!("PMIs in {name}"));
+                rows.push(share(row, *struck, all, *percent));
+            }
+        }
+        rows.extend(self.operator_samples(guest, backing, select, n, period)?);
+        Ok(rows)
+    }
+
+    /// The operator samples the vCPU; the guest only counts.
+    fn operator_samples(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+        select: u64,
+        n: u64,
+        period: u64,
+    ) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        let mut last = Vec::new();
+        rows.push(settled(|| {
+            let row = Row::new(Check::Sampling, "cycles", backing, "operator's samples");
+            let job = Job::new("spin", n).at(3).counter(select | BOTH);
+            let operator = Operator {
+                events: "cycles",
+                period: Some(period),
+            };
+            let outcome = guest.measure(&job, Some(operator))?;
+            let counted = outcome
+                .cpus
+                .first()
+                .and_then(|cpu| cpu.c.first())
+                .copied()
+                .unwrap_or(0);
+            let ticks = self.cpu_ticks(&outcome, 0);
+            let Some(saw) = outcome.operator else {
+                return Ok(row.failed("nobody sampled"));
+            };
+            if let Err(why) = &saw.opened {
+                return Ok(row.failed(format!("the operator's event was refused: {why}")));
+            }
+            let seen = Evidence {
+                guest: Some(counted / period),
+                host: Some(Expected {
+                    value: saw.samples.len() as u64 + saw.lost,
+                    tolerance: Tolerance::PercentAnd(5.0, 2),
+                }),
+                expected: (backing == "clock").then_some(Expected {
+                    value: ticks / period,
+                    tolerance: Tolerance::PercentAnd(5.0, 2),
+                }),
+            };
+            last = saw.samples;
+            Ok(row.judged(&seen, CPU_TIME))
+        })?);
+        let (_, text) = guest.vm.client()?.symbols()?;
+        let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
+        let hits =
+            SHARES.map(|(name, _)| last.iter().filter(|ip| symbols.find(**ip) == Some(name)).count() as u64);
+        let all = hits.iter().sum();
+        for ((name, percent), hits) in SHARES.iter().zip(hits) {
+            let row = Row::new(
+                Check::Sampling,
+                "cycles",
+                backing,
+                format!("operator's, in {name}"),
+            );
+            rows.push(share(row, hits, all, *percent));
+        }
+        Ok(rows)
+    }
+}
+
+/// PMIs against the count of a second counter that ran along.
+fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
+    let Some(cpu) = outcome.cpus.first() else {
+        return row;
+    };
+    let counted = cpu.c.get(1).copied().unwrap_or(0);
+    let seen = Evidence {
+        guest: Some(cpu.pmis + cpu.late),
+        host: outcome.overflows(0, "gp0").map(|overflows| Expected {
+            value: overflows + cpu.late,
+            tolerance: NUMBER,
+        }),
+        expected: Some(Expected {
+            value: counted / period,
+            tolerance: NUMBER,
+        }),
+    };
+    row.judged(&seen, "a second counter's count over the period")
+}
+
+fn share(row: Row, hits: u64, all: u64, percent: u64) -> Row {
+    if all < 50 {
+        return row.failed("too few samples to tell");
+    }
+    let (expected, basis) = by_chance(all, percent);
+    let seen = Evidence {
+        guest: Some(hits),
+        host: None,
+        expected: Some(expected),
+    };
+    row.judged(&seen, basis)
+}
+
+/// Functions by address.
+struct Symbols(Vec<(u64, String)>);
+
+impl Symbols {
+    fn parse(text: &str) -> Self {
+        let line = |line: &str| {
+            let mut words = line.split_ascii_whitespace();
+            let address = u64::from_str_radix(words.next()?, 16).ok()?;
+            Some((address, words.nth(1)?.to_owned()))
+        };
+        let mut list: Vec<_> = text.lines().filter_map(line).collect();
+        list.sort();
+        Self(list)
+    }
+
+    fn find(&self, address: u64) -> Option<&str> {
+        let after = self.0.partition_point(|(start, _)| *start <= address);
+        Some(&self.0.get(after.checked_sub(1)?)?.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::validate::judge::Verdict;
+
+    /// A profile that is off by more than chance allows is found.
+    #[test]
+    fn a_skewed_profile_fails() {
+        let row = || Row::new(Check::Sampling, "cycles", "clock", "x");
+        assert_eq!(share(row(), 600, 1000, 60).verdict, Verdict::Pass);
+        assert_eq!(share(row(), 645, 1000, 60).verdict, Verdict::Pass);
+        assert_eq!(share(row(), 700, 1000, 60).verdict, Verdict::Fail);
+        assert_eq!(share(row(), 500, 1000, 60).verdict, Verdict::Fail);
+        assert_eq!(share(row(), 6, 10, 60).verdict, Verdict::Fail);
+    }
+
+    #[test]
+    fn an_address_belongs_to_the_function_before_it() {
+        let symbols = Symbols::parse("0000000000100010 T b\n0000000000100000 T a\nnonsense\n");
+        assert_eq!(symbols.find(0x10_000F), Some("a"));
+        assert_eq!(symbols.find(0x10_0010), Some("b"));
+        assert_eq!(symbols.find(0xF_FFFF), None);
+    }
+}

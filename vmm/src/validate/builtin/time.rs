@@ -1,0 +1,270 @@
+//! Backings that count at full speed: the clock, and the host's PMU.
+
+use vpmu::ArchEvent;
+
+use super::{BOTH, Builtin, CPU_TIME, Counter, KNOWN, evidence, judged, known, selector, settled, unbacked};
+use crate::validate::child::ChildError;
+use crate::validate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
+use crate::validate::judge::{Expected, Tolerance};
+use crate::validate::report::{Check, Row};
+
+/// CPU time of a measurement, in ms.
+const LENGTH_MS: u64 = 200;
+/// Halts of 5 ms of the idle guest.
+const HALTS: u64 = 60;
+/// Most of the TSC an idle guest's cycles may be, in percent: its wake-ups.
+const IDLE_PERCENT: u64 = 10;
+/// How far a count of one privilege level may be off under the clock backing, in percent: it is an estimate.
+const LEVEL_PERCENT: f64 = 5.0;
+
+/// Counts of known code on hardware: interrupts and faults add a little.
+const KNOWN_PERCENT: f64 = 1.0;
+
+impl Builtin<'_> {
+    pub(super) fn time_rows(
+        &mut self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+    ) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        let amd = guest.hello.amd;
+        for event in ArchEvent::ALL {
+            let Some(select) = selector(event, amd) else {
+                continue;
+            };
+            let follows_time = matches!(event, ArchEvent::CoreCycles | ArchEvent::RefCycles);
+            let counts = match backing {
+                "hardware" => self.host.hardware_events.contains(&event),
+                _ => follows_time,
+            };
+            if !counts {
+                let row = Row::new(Check::Counting, event.name(), backing, "busy, CPL0");
+                let job = Job::new("busy", 500).counter(select | BOTH);
+                let why = match backing {
+                    "hardware" => "the host's PMU does not open this event",
+                    _ => "a clock counts time only",
+                };
+                rows.push(unbacked(guest, row, &job, why)?);
+                continue;
+            }
+            let mut works = vec![("busy", 0), ("busy", 3), ("chase", 3)];
+            if event == ArchEvent::CoreCycles {
+                works.extend([("to-user", 0), ("faults", 0)]);
+            }
+            for (work, cpl) in works {
+                let n = self.amount(guest, work, cpl, LENGTH_MS)?;
+                rows.push(settled(|| {
+                    self.general(guest, backing, event, select, work, cpl, n)
+                })?);
+            }
+        }
+        rows.extend(self.fixed_rows(guest, backing)?);
+        if let Some(select) = selector(ArchEvent::CoreCycles, amd) {
+            rows.push(settled(|| self.idle(guest, backing, select))?);
+            for cpl in [0, 3] {
+                let n = self.amount(guest, "busy", cpl, LENGTH_MS)?;
+                rows.push(settled(|| self.level(guest, backing, select, cpl, n))?);
+            }
+        }
+        Ok(rows)
+    }
+
+    /// What `event` must be over this work, and how that is known.
+    fn expectation(
+        &self,
+        backing: &str,
+        event: ArchEvent,
+        outcome: &Outcome,
+        work: &str,
+        n: u64,
+        cpu: usize,
+    ) -> Option<(Expected, &'static str)> {
+        let percent = self.options.tolerance_percent;
+        if let Some(value) = known(event, work, n) {
+            let tolerance = Tolerance::PercentAnd(KNOWN_PERCENT, 250);
+            return Some((Expected { value, tolerance }, KNOWN));
+        }
+        if backing == "hardware" && event != ArchEvent::RefCycles {
+            // The processor's clock is not the TSC: the host's own count of the same vCPU, enabled and disabled around.
+            let saw = outcome.operator.as_ref()?;
+            let reading = saw.reading(0, cpu as u32)?;
+            let tolerance = Tolerance::PercentAnd(percent, 20_000);
+            let value = reading.estimate?;
+            return Some((Expected { value, tolerance }, "the host's own event on the vCPU"));
+        }
+        let value = self.cpu_ticks(outcome, cpu);
+        let tolerance = Tolerance::Percent(percent);
+        Some((Expected { value, tolerance }, CPU_TIME))
+    }
+
+    #[allow(clippy::too_many_arguments)] // each is one thing that is varied
+    fn general(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+        event: ArchEvent,
+        select: u64,
+        work: &'static str,
+        cpl: u32,
+        n: u64,
+    ) -> Result<Row, ChildError> {
+        let name = match work {
+            "to-user" => "CPL0 to 3 and back".to_owned(),
+            "faults" => "faults at CPL0".to_owned(),
+            _ => format!("{work}, CPL{cpl}"),
+        };
+        let row = Row::new(Check::Counting, event.name(), backing, name);
+        let job = Job::new(work, n).at(cpl).counter(select | BOTH);
+        let operator = (backing == "hardware").then_some(Operator {
+            events: event.name(),
+            period: None,
+        });
+        let outcome = guest.measure(&job, operator)?;
+        Ok(match self.expectation(backing, event, &outcome, work, n, 0) {
+            Some((expected, basis)) => judged(row, &outcome, 0, Counter::General(0), expected, basis),
+            None => row.failed("the host's own event was not counted"),
+        })
+    }
+
+    /// Intel's fixed counters.
+    fn fixed_rows(&self, guest: &mut MeasuringGuest, backing: &'static str) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
+        for (index, event) in [
+            (1, ArchEvent::CoreCycles),
+            (2, ArchEvent::RefCycles),
+            (0, ArchEvent::Instructions),
+        ] {
+            let counts = event != ArchEvent::Instructions || backing == "hardware";
+            if guest.hello.fixed & 1 << index == 0 || !counts {
+                continue;
+            }
+            rows.push(settled(|| {
+                let row = Row::new(
+                    Check::Counting,
+                    format!("{} (fixed {index})", event.name()),
+                    backing,
+                    "busy, CPL3",
+                );
+                let job = Job {
+                    fixed_control: 3 << (4 * index),
+                    ..Job::new("busy", n).at(3)
+                };
+                let operator = (backing == "hardware").then_some(Operator {
+                    events: event.name(),
+                    period: None,
+                });
+                let outcome = guest.measure(&job, operator)?;
+                let expected = self.expectation(backing, event, &outcome, "busy", n, 0);
+                Ok(match expected {
+                    Some((expected, basis)) => {
+                        judged(row, &outcome, 0, Counter::Fixed(index), expected, basis)
+                    }
+                    None => row.failed("the host's own event was not counted"),
+                })
+            })?);
+        }
+        Ok(rows)
+    }
+
+    /// A guest that sleeps uses hardly any cycles.
+    fn idle(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+        select: u64,
+    ) -> Result<Row, ChildError> {
+        let row = Row::new(Check::Counting, "cycles", backing, "idle (sleeps of 5 ms)");
+        let outcome = guest.measure(&Job::new("sleep", HALTS).counter(select | BOTH), None)?;
+        let tsc = outcome.cpus.first().map_or(0, |cpu| cpu.tsc);
+        let expected = Expected {
+            value: tsc * IDLE_PERCENT / 100,
+            tolerance: Tolerance::AtMost,
+        };
+        let basis = "a tenth of the TSC ticks that passed";
+        Ok(judged(row, &outcome, 0, Counter::General(0), expected, basis))
+    }
+
+    /// `cycles:u` over work at one level, beside a counter for both.
+    fn level(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+        select: u64,
+        cpl: u32,
+        n: u64,
+    ) -> Result<Row, ChildError> {
+        let row = Row::new(Check::Counting, "cycles:u", backing, format!("busy, CPL{cpl}"));
+        let job = Job::new("busy", n)
+            .at(cpl)
+            .counter(select | USR)
+            .counter(select | OS)
+            .counter(select | BOTH);
+        let outcome = guest.measure(&job, None)?;
+        let Some([user, kernel, both]) = outcome.cpus.first().and_then(|cpu| cpu.c.get(..3)) else {
+            return Ok(row.failed("the guest did not count it"));
+        };
+        let slack = (*both as f64 * LEVEL_PERCENT / 100.0) as u64;
+        let expected = Expected {
+            value: if cpl == 3 { *both } else { 0 },
+            tolerance: if backing == "hardware" {
+                Tolerance::PercentAnd(1.0, 100_000)
+            } else {
+                Tolerance::PercentAnd(0.0, slack)
+            },
+        };
+        let seen = evidence(&outcome, 0, Counter::General(0), Some(expected));
+        let basis = "the level the work ran at, and a counter for both levels";
+        let row = row.judged(&seen, basis);
+        log::debug!("cycles:u {user}, cycles:k {kernel}, both {both}");
+        // The parts make the whole, whatever the split.
+        if (user + kernel).abs_diff(*both) > both / 100 {
+            return Ok(row.failed("the two levels do not add up to the count of both"));
+        }
+        Ok(row)
+    }
+
+    /// Each CPU counts for itself.
+    pub(super) fn smp_rows(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+    ) -> Result<Vec<Row>, ChildError> {
+        let event = ArchEvent::CoreCycles;
+        let Some(select) = selector(event, guest.hello.amd) else {
+            return Ok(Vec::new());
+        };
+        if guest.hello.cpus < 2 {
+            let row = Row::new(Check::Counting, "cycles", backing, "two CPUs");
+            return Ok(vec![row.failed("the guest's second CPU did not start")]);
+        }
+        let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
+        let mut rows = Vec::new();
+        for cpu in 0..2 {
+            rows.push(settled(|| {
+                let row = Row::new(
+                    Check::Counting,
+                    "cycles",
+                    backing,
+                    format!("two CPUs busy, CPU {cpu}"),
+                );
+                let job = Job {
+                    cpus: 2,
+                    ..Job::new("busy", n).at(3).counter(select | BOTH)
+                };
+                let operator = (backing == "hardware").then_some(Operator {
+                    events: event.name(),
+                    period: None,
+                });
+                let outcome = guest.measure(&job, operator)?;
+                Ok(match self.expectation(backing, event, &outcome, "busy", n, cpu) {
+                    Some((expected, basis)) => {
+                        judged(row, &outcome, cpu, Counter::General(0), expected, basis)
+                    }
+                    None => row.failed("the host's own event was not counted"),
+                })
+            })?);
+        }
+        Ok(rows)
+    }
+}

@@ -1,0 +1,319 @@
+//! A VM of our own in a process of its own: its console, its control socket, its threads.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::procfs::{ThreadFacts, vcpu_threads};
+use crate::control::client::{Client, ClientError};
+use crate::control::protocol::{Call, Generation, GuestViews, VcpuView};
+use crate::signals::StopSignals;
+
+/// Longest line taken from a guest's console; the rest of a longer one is dropped.
+const MAX_LINE: u64 = 64 << 10;
+/// Lines that may wait to be looked at.
+const MAX_LINES: usize = 4096;
+/// Lines of the VMM's own messages that are kept.
+const MAX_MESSAGES: usize = 50;
+/// How long the VM's socket may take to appear.
+const SOCKET_PATIENCE: Duration = Duration::from_secs(20);
+/// How long the vCPUs may take to show their counters.
+const VIEW_PATIENCE: Duration = Duration::from_secs(10);
+/// Between two looks for Ctrl-C.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long a VM whose guest has ended may take to end.
+const END_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Why a VM could not be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum ChildError {
+    /// It could not be started, or was spoken to in vain.
+    #[error("{0}: {1}")]
+    Io(&'static str, #[source] std::io::Error),
+    /// Its control socket.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The VM ended before it should.
+    #[error("the VM ended (status {status}){}", told(.messages))]
+    Ended {
+        /// Its exit status, -1 for a signal.
+        status: i32,
+        /// What it said.
+        messages: Vec<String>,
+    },
+    /// Nothing came in time.
+    #[error("the guest said nothing for {0} s while {1}")]
+    Silent(u64, String),
+    /// Ctrl-C, or another signal to end.
+    #[error("interrupted")]
+    Interrupted,
+    /// Something else came.
+    #[error("the guest's answer is not understood: {0}")]
+    Answer(String),
+}
+
+fn told(messages: &[String]) -> String {
+    messages
+        .last()
+        .map(|line| format!(": {}", line.trim_start_matches("perfvisor: ")))
+        .unwrap_or_default()
+}
+
+/// A running VM. It is killed when dropped.
+pub struct ChildVm {
+    child: Child,
+    stdin: ChildStdin,
+    lines: Receiver<String>,
+    messages: Arc<Mutex<VecDeque<String>>>,
+    name: String,
+    client: Option<Client>,
+    threads: Vec<u32>,
+    signals: Arc<StopSignals>,
+}
+
+impl ChildVm {
+    /// Starts `perfvisor run` with these arguments and a name of its own.
+    ///
+    /// # Errors
+    /// [`ChildError::Io`].
+    pub fn start(arguments: &[String], signals: &Arc<StopSignals>) -> Result<Self, ChildError> {
+        static STARTED: AtomicU32 = AtomicU32::new(0);
+        let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
+        let nth = STARTED.fetch_add(1, Ordering::Relaxed);
+        let name = format!("validate-{}-{nth}", std::process::id());
+        log::debug!("starting perfvisor run {}", arguments.join(" "));
+        let mut child = Command::new(program)
+            .args(["run", "--name", &name])
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|e| ChildError::Io("starting perfvisor run", e))?;
+        let missing = || ChildError::Io("starting perfvisor run", std::io::ErrorKind::BrokenPipe.into());
+        let stdin = child.stdin.take().ok_or_else(missing)?;
+        let stdout = child.stdout.take().ok_or_else(missing)?;
+        let stderr = child.stderr.take().ok_or_else(missing)?;
+        let (sender, lines) = sync_channel(MAX_LINES);
+        let messages = Arc::new(Mutex::new(VecDeque::new()));
+        let kept = messages.clone();
+        let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
+            thread::Builder::new()
+                .name(name.into())
+                .spawn(work)
+                .map_err(|e| ChildError::Io("starting a thread", e))
+        };
+        let mut vm = Self {
+            child,
+            stdin,
+            lines,
+            messages,
+            name,
+            client: None,
+            threads: Vec::new(),
+            signals: signals.clone(),
+        };
+        let started = spawn("console", Box::new(move || read_lines(stdout, &sender)))
+            .and_then(|_| spawn("messages", Box::new(move || keep_messages(stderr, &kept))));
+        if let Err(e) = started {
+            vm.kill();
+            return Err(e);
+        }
+        Ok(vm)
+    }
+
+    /// The next line of the console that `wanted` makes something of.
+    ///
+    /// # Errors
+    /// [`ChildError::Ended`], [`ChildError::Silent`].
+    pub fn wait_for<T>(
+        &mut self,
+        limit: Duration,
+        what: &str,
+        mut wanted: impl FnMut(&str) -> Option<T>,
+    ) -> Result<T, ChildError> {
+        let until = Instant::now() + limit;
+        loop {
+            if self.signals.take().is_some() {
+                return Err(ChildError::Interrupted);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left.min(LOOK)) {
+                Ok(line) => {
+                    log::trace!("{}: {line}", self.name);
+                    if let Some(found) = wanted(&line) {
+                        return Ok(found);
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) if left > LOOK => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(ChildError::Silent(limit.as_secs(), what.to_owned()));
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
+            }
+        }
+    }
+
+    /// The console is closed: the VM has ended, or is about to.
+    fn ended(&mut self) -> ChildError {
+        let status = self.wait(END_PATIENCE).unwrap_or(-1);
+        let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
+        ChildError::Ended {
+            status,
+            messages: messages.iter().cloned().collect(),
+        }
+    }
+
+    /// Types a line on the guest's console.
+    ///
+    /// # Errors
+    /// [`ChildError::Io`], [`ChildError::Ended`].
+    pub fn type_line(&mut self, line: &str) -> Result<(), ChildError> {
+        let sent = self
+            .stdin
+            .write_all(format!("{line}\n").as_bytes())
+            .and_then(|()| self.stdin.flush());
+        match sent {
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(self.ended()),
+            other => other.map_err(|e| ChildError::Io("writing to the guest's console", e)),
+        }
+    }
+
+    /// The VM's control socket.
+    ///
+    /// # Errors
+    /// [`ChildError::Client`].
+    pub fn client(&mut self) -> Result<&mut Client, ChildError> {
+        if self.client.is_none() {
+            self.client = Some(self.connect()?);
+        }
+        match &mut self.client {
+            Some(client) => Ok(client),
+            None => unreachable!("it was just made"),
+        }
+    }
+
+    /// One more connection to its control socket.
+    ///
+    /// # Errors
+    /// [`ChildError::Client`].
+    pub fn connect(&mut self) -> Result<Client, ChildError> {
+        let until = Instant::now() + SOCKET_PATIENCE;
+        loop {
+            match Client::connect(Some(&self.name)) {
+                Err(ClientError::NoSuchVm { .. }) if Instant::now() < until => {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                other => return Ok(other?),
+            }
+        }
+    }
+
+    /// What the host's kernel says of each vCPU's thread.
+    ///
+    /// # Errors
+    /// [`ChildError::Io`] where it says nothing.
+    pub fn facts(&mut self) -> Result<Vec<ThreadFacts>, ChildError> {
+        let pid = self.child.id();
+        if self.threads.is_empty() {
+            self.threads = vcpu_threads(pid);
+        }
+        let unknown = || {
+            let e = std::io::Error::other("no schedstat of the vCPU's thread");
+            ChildError::Io("reading /proc", e)
+        };
+        self.threads
+            .iter()
+            .map(|tid| ThreadFacts::read(pid, *tid).ok_or_else(unknown))
+            .collect()
+    }
+
+    /// What the host says of the guest's counters, in the order of the vCPUs.
+    ///
+    /// # Errors
+    /// [`ChildError`].
+    pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
+        let until = Instant::now() + VIEW_PATIENCE;
+        let client = self.client()?;
+        let asked: Generation = client.call(Call::GuestView)?;
+        loop {
+            let mut seen: GuestViews = client.call(Call::GuestViewResult {
+                generation: asked.generation,
+            })?;
+            if seen.complete {
+                seen.vcpus.sort_by_key(|view| view.vcpu);
+                return Ok(seen.vcpus);
+            }
+            if Instant::now() > until {
+                let what = "its vCPUs were asked for their counters".to_owned();
+                return Err(ChildError::Silent(VIEW_PATIENCE.as_secs(), what));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits for the VM's end and returns its exit status; -1 for a signal.
+    pub fn wait(&mut self, limit: Duration) -> Option<i32> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return Some(status.code().unwrap_or(-1)),
+                Ok(None) if Instant::now() < until => thread::sleep(Duration::from_millis(5)),
+                _ => return None,
+            }
+        }
+    }
+
+    fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for ChildVm {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Passes the guest's lines on; ends with the console or with whom they are for.
+fn read_lines(stream: impl Read, sender: &SyncSender<String>) {
+    let mut reader = BufReader::new(stream);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut reader).take(MAX_LINE).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        let text = String::from_utf8_lossy(&line);
+        if sender.send(text.trim_end().to_owned()).is_err() {
+            return;
+        }
+    }
+}
+
+fn keep_messages(stream: impl Read, kept: &Mutex<VecDeque<String>>) {
+    let mut reader = BufReader::new(stream);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut reader).take(MAX_LINE).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        log::debug!("the VM says: {text}");
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.push_back(text);
+        if kept.len() > MAX_MESSAGES {
+            kept.pop_front();
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! `perfvisor validate`: proves on this host that what guests count is true.
+//!
+//! Guests run in processes of their own and do work whose counts are known, or are measured apart. Each count is read three
+//! ways: by the guest, by the host of the same counter, and as what it must be. The judge compares them.
+//!
+//! | module | story |
+//! |---|---|
+//! | [`judge`] | from numbers to a verdict |
+//! | [`report`] | rows, their table, the summary |
+//! | [`child`] | a VM in a process of its own |
+//! | [`procfs`] | what the host's kernel says of vCPU threads |
+//! | [`guest`] | the built-in guest that measures |
+//! | `builtin` | what is measured with it |
+
+mod builtin;
+pub mod child;
+pub mod guest;
+pub mod judge;
+pub mod procfs;
+pub mod report;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use perf_core::pmu::host::HostProbe;
+use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
+
+use crate::kvm::cpuid;
+use crate::kvm::host::{self, KvmFacts};
+use crate::kvm::stepping;
+use crate::pmu::backing;
+use crate::signals::StopSignals;
+use child::ChildError;
+use report::{Report, Summary};
+
+/// What is to be validated.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The guest's PMU, as for `--pmu`.
+    pub pmu: String,
+    /// How far counts of time may be off, in percent.
+    pub tolerance_percent: f64,
+    /// A Linux kernel and its initrd, if the Linux guest is to run.
+    pub linux: Option<LinuxFiles>,
+    /// Why it is not.
+    pub linux_skipped: Option<String>,
+}
+
+/// The Linux guest's files.
+#[derive(Clone, Debug)]
+pub struct LinuxFiles {
+    /// vmlinux or bzImage.
+    pub kernel: PathBuf,
+    /// An initrd of `make guest`.
+    pub initrd: PathBuf,
+}
+
+/// What this host has.
+#[derive(Debug)]
+pub struct Host {
+    /// KVM.
+    pub kvm: KvmFacts,
+    /// perf events.
+    pub probe: HostProbe,
+    /// Why there is no hardware backing.
+    pub no_hardware: Option<String>,
+    /// Why there is no clock backing.
+    pub no_clock: Option<String>,
+    /// Why there is no exact backing.
+    pub no_exact: Option<String>,
+    /// CPL 3 can be stepped.
+    pub steps_user: bool,
+    /// What the host's PMU counts.
+    pub hardware_events: Vec<ArchEvent>,
+}
+
+impl Host {
+    /// Found out by trying.
+    ///
+    /// # Errors
+    /// One line when no guest can run.
+    pub fn probe() -> Result<Self, String> {
+        let kvm = host::open().map_err(|e| e.to_string())?;
+        let facts = host::facts(&kvm).map_err(|e| e.to_string())?;
+        let probe = HostProbe::run();
+        let stepping = stepping::probe(&kvm).map_err(|e| e.to_string())?;
+        let refused = |policy| backing::check_policy(policy, &probe).err().map(|e| e.to_string());
+        let hardware = backing::backability(BackingPolicy::Hardware, &probe);
+        Ok(Self {
+            kvm: facts,
+            no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),
+            no_clock: refused(BackingPolicy::Clock),
+            no_exact: backing::check_stepping(stepping, 1).err().map(|e| e.to_string()),
+            steps_user: stepping.user,
+            hardware_events: ArchEvent::ALL.into_iter().filter(|e| hardware.has(*e)).collect(),
+            probe,
+        })
+    }
+}
+
+/// Measures everything.
+///
+/// # Errors
+/// When a guest could not be measured at all.
+pub fn run(options: &Options, host: &Host, signals: &Arc<StopSignals>) -> Result<Report, ChildError> {
+    let start = Instant::now();
+    let mut builtin = builtin::Builtin {
+        options,
+        host,
+        signals,
+        tsc_hz: 0,
+    };
+    let rows = builtin.rows()?;
+    let tsc_hz = builtin.tsc_hz;
+    let mut summary = summary(options, host);
+    summary.guest_tsc_hz = tsc_hz;
+    summary.linux_guest_skipped = options.linux_skipped.clone();
+    summary.seconds = start.elapsed().as_secs_f64();
+    Ok(Report::new(rows, summary))
+}
+
+fn summary(options: &Options, host: &Host) -> Summary {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let cpuinfo = read("/proc/cpuinfo");
+    let field = |name: &str| {
+        let line = cpuinfo.lines().find(|line| line.starts_with(name))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    let pmu = options
+        .pmu
+        .parse::<ModelName>()
+        .and_then(|name| Model::resolve(name, None, None, &mut cpuid::read_host))
+        .map_or_else(|_| options.pmu.clone(), |model| model.to_string());
+    Summary {
+        perfvisor: env!("CARGO_PKG_VERSION").into(),
+        host_kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+        host_cpu: field("model name").unwrap_or_else(|| "unknown processor".into()),
+        host_cpus: std::thread::available_parallelism().map_or(1, usize::from),
+        host_is_virtual: field("flags")
+            .is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor")),
+        kvm: Some(host.kvm),
+        host_pmu: match &host.no_hardware {
+            Some(why) => format!("none ({why})"),
+            None => format!("{} slots per vCPU", host.probe.slots),
+        },
+        perf_event_paranoid: host.probe.paranoid,
+        pmu,
+        ..Summary::default()
+    }
+}

@@ -1,0 +1,392 @@
+//! What `perfvisor validate` says: rows, the host they are from, and the score.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::judge::{Evidence, Tolerance, Verdict, judge};
+use crate::events::format::thousands;
+use crate::kvm::host::KvmFacts;
+
+/// One measurement, or one thing that cannot be measured here.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// What kind of check it is.
+    pub check: Check,
+    /// The event.
+    pub event: String,
+    /// Who counts: hardware, clock, exact, paravirtual.
+    pub backing: &'static str,
+    /// What the guest did.
+    pub workload: String,
+    /// Which guest: built-in or Linux.
+    pub guest_kind: GuestKind,
+    /// What the guest read.
+    pub guest: Option<u64>,
+    /// What the host says.
+    pub host: Option<u64>,
+    /// What it must be.
+    pub expected: Option<u64>,
+    /// Where the expectation comes from.
+    pub basis: &'static str,
+    /// Guest over expected.
+    pub ratio: Option<f64>,
+    /// How far the guest may be from the expectation.
+    pub tolerance: Option<Tolerance>,
+    /// Share of its enabled time the event was on, in percent.
+    pub running_percent: Option<f64>,
+    /// How often it was measured until it was right; the last one is shown.
+    pub tries: u32,
+    /// What it comes to.
+    pub verdict: Verdict,
+    /// Why it failed, or why it is not supported.
+    pub reason: Option<String>,
+}
+
+/// Kinds of checks: the parts of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Check {
+    /// Events that are counted.
+    Counting,
+    /// More events than counters.
+    Multiplexing,
+    /// An operator counts at the same time.
+    Contention,
+    /// Overflows and samples.
+    Sampling,
+}
+
+/// Which guest measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestKind {
+    /// The one that ships in the binary.
+    BuiltIn,
+    /// Linux, with its perf.
+    Linux,
+}
+
+impl Row {
+    /// A row with nothing in it yet, failed until judged.
+    pub fn new(
+        check: Check,
+        event: impl Into<String>,
+        backing: &'static str,
+        workload: impl Into<String>,
+    ) -> Self {
+        Self {
+            check,
+            event: event.into(),
+            backing,
+            workload: workload.into(),
+            guest_kind: GuestKind::BuiltIn,
+            guest: None,
+            host: None,
+            expected: None,
+            basis: "",
+            ratio: None,
+            tolerance: None,
+            running_percent: None,
+            tries: 1,
+            verdict: Verdict::Fail,
+            reason: Some("it was not measured".into()),
+        }
+    }
+
+    /// Of the Linux guest.
+    #[must_use]
+    pub fn linux(mut self) -> Self {
+        self.guest_kind = GuestKind::Linux;
+        self
+    }
+
+    /// Judges `seen` and keeps it. `basis` says where the expectation comes from.
+    #[must_use]
+    pub fn judged(mut self, seen: &Evidence, basis: &'static str) -> Self {
+        (self.verdict, self.reason) = judge(seen);
+        self.guest = seen.guest;
+        self.host = seen.host.map(|host| host.value);
+        self.expected = seen.expected.map(|expected| expected.value);
+        self.tolerance = seen
+            .expected
+            .map(|e| e.tolerance)
+            .or(seen.host.map(|h| h.tolerance));
+        self.ratio = self
+            .guest
+            .zip(self.expected.or(self.host))
+            .filter(|(_, expected)| *expected > 0)
+            .map(|(guest, expected)| guest as f64 / expected as f64);
+        self.basis = basis;
+        self
+    }
+
+    /// With the share of its time it was on.
+    #[must_use]
+    pub fn running(mut self, running_ns: u64, enabled_ns: u64) -> Self {
+        self.running_percent = (enabled_ns > 0).then(|| 100.0 * running_ns as f64 / enabled_ns as f64);
+        self
+    }
+
+    /// Not supported here, because of `why`. What that is said on must have been looked at.
+    #[must_use]
+    pub fn unsupported(mut self, why: impl Into<String>) -> Self {
+        self.verdict = Verdict::NotSupported;
+        self.reason = Some(why.into());
+        self
+    }
+
+    /// Failed, because of `why`.
+    #[must_use]
+    pub fn failed(mut self, why: impl Into<String>) -> Self {
+        self.verdict = Verdict::Fail;
+        self.reason = Some(why.into());
+        self
+    }
+}
+
+/// Where the numbers are from; all a bug report needs and no secrets.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Summary {
+    /// Version of Perfvisor.
+    pub perfvisor: String,
+    /// Kernel release of the host.
+    pub host_kernel: String,
+    /// The host's processor, as the kernel names it.
+    pub host_cpu: String,
+    /// CPUs of the host.
+    pub host_cpus: usize,
+    /// The host is a virtual machine itself.
+    pub host_is_virtual: bool,
+    /// KVM.
+    pub kvm: Option<KvmFacts>,
+    /// Counters of the host's PMU a vCPU can have, or why there are none.
+    pub host_pmu: String,
+    /// `perf_event_paranoid`.
+    pub perf_event_paranoid: Option<i32>,
+    /// The guest's PMU.
+    pub pmu: String,
+    /// The guest's TSC in Hz, as it measured it.
+    pub guest_tsc_hz: u64,
+    /// Release of the Linux guest's kernel, or why none ran.
+    pub guest_kernel: Option<String>,
+    /// Version of its perf.
+    pub guest_perf: Option<String>,
+    /// Why the Linux guest did not run.
+    pub linux_guest_skipped: Option<String>,
+    /// How long it all took, in seconds.
+    pub seconds: f64,
+}
+
+/// The whole report.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Version of this format.
+    pub format: u32,
+    /// What was measured.
+    pub rows: Vec<Row>,
+    /// How many passed.
+    pub passed: usize,
+    /// How many failed.
+    pub failed: usize,
+    /// How many are not supported here.
+    pub not_supported: usize,
+    /// Where.
+    pub summary: Summary,
+}
+
+impl Report {
+    /// Of these rows.
+    pub fn new(rows: Vec<Row>, summary: Summary) -> Self {
+        let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
+        Self {
+            format: 1,
+            passed: count(Verdict::Pass),
+            failed: count(Verdict::Fail),
+            not_supported: count(Verdict::NotSupported),
+            rows,
+            summary,
+        }
+    }
+
+    /// Nothing failed, and something was measured.
+    pub fn is_good(&self) -> bool {
+        self.failed == 0 && self.passed > 0
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let mut out = String::new();
+        let mut notes: BTreeMap<String, usize> = BTreeMap::new();
+        for (kind, name) in [
+            (GuestKind::BuiltIn, "built-in guest"),
+            (GuestKind::Linux, "Linux guest"),
+        ] {
+            for (check, title) in [
+                (Check::Counting, "counting"),
+                (Check::Multiplexing, "more events than counters"),
+                (Check::Contention, "an operator counts at the same time"),
+                (Check::Sampling, "sampling"),
+            ] {
+                let rows: Vec<&Row> = self
+                    .rows
+                    .iter()
+                    .filter(|row| row.guest_kind == kind && row.check == check)
+                    .collect();
+                if !rows.is_empty() {
+                    section(&mut out, &format!("{name}: {title}"), &rows, &mut notes);
+                }
+            }
+        }
+        if !notes.is_empty() {
+            let mut numbered: Vec<_> = notes.iter().collect();
+            numbered.sort_by_key(|(_, number)| **number);
+            for (note, number) in numbered {
+                let _ = writeln!(out, "[{number}] {note}");
+            }
+            out.push('\n');
+        }
+        self.summarize(&mut out);
+        out
+    }
+
+    fn summarize(&self, out: &mut String) {
+        let s = &self.summary;
+        let mut line = |name: &str, value: &str| {
+            let _ = writeln!(out, "{name:<16}{value}");
+        };
+        line("perfvisor", &s.perfvisor);
+        line(
+            "host",
+            &format!(
+                "Linux {}, {}, {} CPUs{}",
+                s.host_kernel,
+                s.host_cpu,
+                s.host_cpus,
+                if s.host_is_virtual { ", itself virtual" } else { "" }
+            ),
+        );
+        if let Some(kvm) = &s.kvm {
+            line("KVM", &kvm.flavour.to_string());
+        }
+        line("host PMU", &s.host_pmu);
+        if let Some(level) = s.perf_event_paranoid {
+            line("paranoid", &level.to_string());
+        }
+        line(
+            "guest",
+            &format!("PMU {}, TSC {:.3} GHz", s.pmu, s.guest_tsc_hz as f64 / 1e9),
+        );
+        if let Some(kernel) = &s.guest_kernel {
+            line(
+                "Linux guest",
+                &format!(
+                    "{kernel}, {}",
+                    s.guest_perf.as_deref().unwrap_or("perf of unknown version")
+                ),
+            );
+        }
+        if let Some(why) = &s.linux_guest_skipped {
+            line("Linux guest", &format!("not run: {why}"));
+        }
+        let _ = writeln!(
+            out,
+            "\n{} passed, {} failed, {} not supported here, in {:.1} s: {}",
+            self.passed,
+            self.failed,
+            self.not_supported,
+            s.seconds,
+            if self.is_good() { "PASS" } else { "FAIL" }
+        );
+    }
+}
+
+fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<String, usize>) {
+    let _ = writeln!(
+        out,
+        "{title}\n  {:<20} {:<11} {:<26} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  verdict",
+        "event", "backing", "workload", "guest", "host", "expected", "ratio", "tolerance", "on"
+    );
+    for row in rows {
+        let number = |n: Option<u64>| n.map_or_else(|| "-".to_owned(), thousands);
+        let note = match &row.reason {
+            Some(why) => {
+                let next = notes.len() + 1;
+                format!(" [{}]", notes.entry(why.clone()).or_insert(next))
+            }
+            None => String::new(),
+        };
+        let tries = if row.tries > 1 {
+            format!(" (try {})", row.tries)
+        } else {
+            String::new()
+        };
+        let _ = writeln!(
+            out,
+            "  {:<20} {:<11} {:<26} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  {}{note}{tries}",
+            row.event,
+            row.backing,
+            row.workload,
+            number(row.guest),
+            number(row.host),
+            number(row.expected),
+            row.ratio.map_or_else(|| "-".into(), |r| format!("{r:.3}")),
+            row.tolerance.map_or_else(|| "-".into(), |t| t.to_string()),
+            row.running_percent
+                .map_or_else(|| "-".into(), |p| format!("{p:.0}%")),
+            row.verdict,
+        );
+    }
+    out.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::validate::judge::Expected;
+
+    fn row(guest: u64, expected: u64) -> Row {
+        let seen = Evidence {
+            guest: Some(guest),
+            host: None,
+            expected: Some(Expected {
+                value: expected,
+                tolerance: Tolerance::Exact,
+            }),
+        };
+        Row::new(Check::Counting, "instructions", "exact", "busy").judged(&seen, "known")
+    }
+
+    /// One wrong number makes the whole report fail, in words and for programs.
+    #[test]
+    fn one_failure_fails_the_report() {
+        let good = Report::new(vec![row(5, 5), row(7, 7)], Summary::default());
+        assert!(good.is_good() && good.text().contains("2 passed, 0 failed"));
+        let bad = Report::new(vec![row(5, 5), row(7, 8)], Summary::default());
+        assert!(!bad.is_good());
+        assert!(bad.text().contains("FAIL [1]") && bad.text().contains("[1] off the expectation"));
+        let json: serde_json::Value = serde_json::to_value(&bad).unwrap();
+        assert_eq!(json["failed"], 1);
+        assert_eq!(json["rows"][1]["verdict"], "FAIL");
+        assert_eq!(json["rows"][1]["guest"], 7);
+    }
+
+    /// A run that measured nothing proved nothing.
+    #[test]
+    fn nothing_measured_is_no_success() {
+        assert!(!Report::new(vec![], Summary::default()).is_good());
+        let only = Row::new(Check::Counting, "cycles", "hardware", "-").unsupported("no PMU");
+        assert!(!Report::new(vec![only], Summary::default()).is_good());
+    }
+
+    #[test]
+    fn reasons_are_footnotes_said_once() {
+        let why = "no PMU";
+        let rows = ["cycles", "branches"]
+            .map(|event| Row::new(Check::Counting, event, "hardware", "-").unsupported(why));
+        let text = Report::new(rows.to_vec(), Summary::default()).text();
+        assert_eq!(text.matches("not supported here [1]").count(), 2, "{text}");
+        assert_eq!(text.matches("[1] no PMU").count(), 1, "{text}");
+    }
+}
