@@ -27,7 +27,7 @@ static void read_line(void)
 
     for (;;) {
         while (!getchar_ready()) {
-            halt_us(500);
+            halt_us(2000);
             if ((s64)(deadline - rdtsc()) < 0) {
                 kprintf("{\"at\":\"gave up\"}\n");
                 power_off(); /* whoever asked has gone */
@@ -69,10 +69,13 @@ static u64 number_of(const char *name, u64 otherwise)
 static void serve_cpu(u64 index)
 {
     for (;;) {
-        while (!go[index])
-            halt_us(200);
+        while (!go[index]) {
+            sti_hlt(); /* until the interrupt that comes with its turn */
+            cli();
+        }
         measure(&job, &results[index]);
         go[index] = 0;
+        apic_command(cpu_at(0)->apic_id, 0x4000 | VEC_IPI);
     }
 }
 
@@ -128,12 +131,16 @@ static void serve(void)
     }
     kprintf("{\"at\":\"ready\"}\n");
     read_line();
-    for (u32 i = 1; i < cpus; i++)
+    for (u32 i = 1; i < cpus; i++) {
         go[i] = 1;
+        apic_command(cpu_at(i)->apic_id, 0x4000 | VEC_IPI);
+    }
     measure(&job, &results[0]);
     for (u32 i = 1; i < cpus; i++)
-        while (go[i])
-            halt_us(200);
+        while (go[i]) {
+            sti_hlt(); /* until the interrupt of the last to finish; looking now and then would use time that counts */
+            cli();
+        }
     kprintf("{\"at\":\"done\"}\n");
     read_line();
     put_results(cpus);

@@ -2,8 +2,9 @@
 #include "validate.h"
 
 struct sampler {
+    const struct job *job;
     u64 period, on, off, pmis, late, spurious, struck[4];
-    u32 msr;
+    u32 msr, others; /* counters beside 0 that are switched one by one: without global control */
 };
 static struct sampler samplers[MAX_CPUS];
 static struct {
@@ -12,7 +13,10 @@ static struct {
 
 static u64 at_user(u64 n) { return run_user(user_work[this_cpu()->index].fn, n); }
 
-/* Long work is done in pieces of different lengths, or the interrupts would strike each at the same place. */
+/*
+ * Work to be profiled is done in pieces: the host's processor does not keep its pace for long. They are of different lengths, or the
+ * samples would fall on each at the same place.
+ */
 static u64 pieces(u64 n)
 {
     u64 (*fn)(u64) = user_work[this_cpu()->index].fn;
@@ -39,6 +43,8 @@ static void on_pmi(struct trap_frame *f)
     u64 v;
 
     wrmsr(s->msr, s->off);
+    for (u32 i = 1; i < s->others; i++)
+        sel_write(i, s->job->select[i]);
     v = ctr_read(0);
     status_clear(BIT(0));
     if (counter_wrapped(0)) {
@@ -53,7 +59,10 @@ static void on_pmi(struct trap_frame *f)
         s->spurious++;
     }
     apic_write(APIC_LVTPC, LVT_NMI); /* Intel has masked it */
+    /* In the same order as off, so that all run equally long. */
     wrmsr(s->msr, s->on);
+    for (u32 i = 1; i < s->others; i++)
+        sel_write(i, s->job->select[i] | SEL_EN);
 }
 
 void measure(const struct job *job, struct result *r)
@@ -65,7 +74,7 @@ void measure(const struct job *job, struct result *r)
 
     *r = (struct result){ 0 };
     pmu_reset();
-    *s = (struct sampler){ .period = job->period };
+    *s = (struct sampler){ .job = job, .period = job->period, .others = pmu.global ? 0 : job->selectors };
     for (u32 i = 0; i < 4; i++)
         if (job->fixed_control >> 4 * i & 3)
             fixed |= BIT(i);
@@ -91,7 +100,7 @@ void measure(const struct job *job, struct result *r)
     }
     if (job->work->any_cpl && (job->cpl || job->period)) {
         user_work[self].fn = fn;
-        fn = job->period ? pieces : at_user;
+        fn = job->period || fn == spin_chunk ? pieces : at_user;
     }
     if (job->period) {
         this_cpu()->pmi_hook = on_pmi;
@@ -111,6 +120,8 @@ void measure(const struct job *job, struct result *r)
         apic_write(APIC_LVTPC, LVT_MASKED);
         delay_us(200);
         wrmsr(s->msr, s->off);
+        for (u32 i = 1; i < s->others; i++)
+            sel_write(i, job->select[i]);
         this_cpu()->pmi_hook = NULL;
     }
     for (u32 i = 0; i < job->selectors; i++)

@@ -3,6 +3,7 @@
 //! Its lines are JSON (`guest-images/bare-metal/validate/main.c`). A measurement goes in three steps with a halt after
 //! each, so that the host can look at the same counters at rest: ready, done, result.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -35,8 +36,6 @@ pub const OS: u64 = 1 << 17;
 /// What the guest found.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Hello {
-    /// Its TSC, measured against the PIT.
-    pub tsc_hz: u64,
     /// CPUs that run.
     pub cpus: u32,
     /// Its CPUID says AuthenticAMD.
@@ -218,6 +217,8 @@ pub struct MeasuringGuest {
     pub vm: ChildVm,
     /// What the guest found.
     pub hello: Hello,
+    /// How much of each kind of work, at each level, is done in a millisecond.
+    pub pace: HashMap<(&'static str, u32), f64>,
 }
 
 impl MeasuringGuest {
@@ -234,7 +235,8 @@ impl MeasuringGuest {
             Some(Said::Hello(hello)) => Some(hello),
             _ => None,
         })?;
-        Ok(Self { vm, hello })
+        let pace = HashMap::new();
+        Ok(Self { vm, hello, pace })
     }
 
     fn step(&mut self, what: &str) -> Result<Said, ChildError> {

@@ -23,6 +23,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvm_ioctls::Kvm;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
 
@@ -69,6 +70,8 @@ pub struct Host {
     pub no_clock: Option<String>,
     /// Why there is no exact backing.
     pub no_exact: Option<String>,
+    /// Frequency of a guest's TSC, as KVM gives it.
+    pub tsc_hz: u64,
     /// CPL 3 can be stepped.
     pub steps_user: bool,
     /// What the host's PMU counts.
@@ -83,6 +86,7 @@ impl Host {
     pub fn probe() -> Result<Self, String> {
         let kvm = host::open().map_err(|e| e.to_string())?;
         let facts = host::facts(&kvm).map_err(|e| e.to_string())?;
+        let tsc_hz = tsc_hz(&kvm).map_err(|e| format!("KVM does not tell the TSC's frequency: {e}"))?;
         let probe = HostProbe::run();
         let stepping = stepping::probe(&kvm).map_err(|e| e.to_string())?;
         let refused = |policy| backing::check_policy(policy, &probe).err().map(|e| e.to_string());
@@ -92,6 +96,7 @@ impl Host {
             no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),
             no_clock: refused(BackingPolicy::Clock),
             no_exact: backing::check_stepping(stepping, 1).err().map(|e| e.to_string()),
+            tsc_hz,
             steps_user: stepping.user,
             hardware_events: ArchEvent::ALL.into_iter().filter(|e| hardware.has(*e)).collect(),
             probe,
@@ -105,19 +110,23 @@ impl Host {
 /// When a guest could not be measured at all.
 pub fn run(options: &Options, host: &Host, signals: &Arc<StopSignals>) -> Result<Report, ChildError> {
     let start = Instant::now();
-    let mut builtin = builtin::Builtin {
+    let builtin = builtin::Builtin {
         options,
         host,
         signals,
-        tsc_hz: 0,
     };
     let rows = builtin.rows()?;
-    let tsc_hz = builtin.tsc_hz;
     let mut summary = summary(options, host);
-    summary.guest_tsc_hz = tsc_hz;
+    summary.guest_tsc_hz = host.tsc_hz;
     summary.linux_guest_skipped = options.linux_skipped.clone();
     summary.seconds = start.elapsed().as_secs_f64();
     Ok(Report::new(rows, summary))
+}
+
+/// What KVM_GET_TSC_KHZ says.
+fn tsc_hz(kvm: &Kvm) -> Result<u64, kvm_ioctls::Error> {
+    let khz = kvm.create_vm()?.create_vcpu(0)?.get_tsc_khz()?;
+    Ok(u64::from(khz) * 1000)
 }
 
 fn summary(options: &Options, host: &Host) -> Summary {

@@ -305,7 +305,7 @@ impl Report {
 fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<String, usize>) {
     let _ = writeln!(
         out,
-        "{title}\n  {:<20} {:<11} {:<26} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  verdict",
+        "{title}\n  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  verdict",
         "event", "backing", "workload", "guest", "host", "expected", "ratio", "tolerance", "on"
     );
     for row in rows {
@@ -324,7 +324,7 @@ fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<St
         };
         let _ = writeln!(
             out,
-            "  {:<20} {:<11} {:<26} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  {}{note}{tries}",
+            "  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  {}{note}{tries}",
             row.event,
             row.backing,
             row.workload,

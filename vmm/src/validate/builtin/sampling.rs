@@ -2,7 +2,7 @@
 
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, selector, settled};
+use super::{BOTH, Builtin, CPU_TIME, all_settled, selector};
 use crate::validate::child::ChildError;
 use crate::validate::guest::{Job, MeasuringGuest, Operator, Outcome};
 use crate::validate::judge::{Evidence, Expected, Tolerance};
@@ -45,84 +45,91 @@ impl Builtin<'_> {
             return Ok(Vec::new());
         };
         let n = self.amount(guest, "spin", 3, LENGTH_MS)?;
-        let period = self.tsc_hz / SAMPLES_PER_SECOND;
-        let mut rows = Vec::new();
-        let mut last = None;
-        rows.push(settled(|| {
-            let job = Job {
-                period,
-                ..Job::new("spin", n)
-                    .at(3)
-                    .counter(select | BOTH)
-                    .counter(select | BOTH)
-            };
-            let outcome = guest.measure(&job, None)?;
-            let row = Row::new(Check::Sampling, "cycles", backing, "PMIs, one a period");
-            let row = interrupts(row, &outcome, period);
-            last = Some(outcome);
-            Ok(row)
+        let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
+        let mut rows = all_settled(|| Self::interrupt_rows(guest, backing, select, n, period))?;
+        let (_, text) = guest.vm.client()?.symbols()?;
+        let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
+        rows.extend(all_settled(|| {
+            self.operator_rows(guest, backing, select, n, period, &symbols)
         })?);
-        if let Some(cpu) = last.as_ref().and_then(|outcome| outcome.cpus.first()) {
-            let all: u64 = cpu.struck.iter().take(SHARES.len()).sum();
-            for ((name, percent), struck) in SHARES.iter().zip(&cpu.struck) {
-                let row = Row::new(Check::Sampling, "cycles", backing, format!("PMIs in {name}"));
-                rows.push(share(row, *struck, all, *percent));
-            }
-        }
-        rows.extend(self.operator_samples(guest, backing, select, n, period)?);
         Ok(rows)
     }
 
-    /// The operator samples the vCPU; the guest only counts.
-    fn operator_samples(
-        &self,
+    /// The guest's own samples.
+    fn interrupt_rows(
         guest: &mut MeasuringGuest,
         backing: &'static str,
         select: u64,
         n: u64,
         period: u64,
     ) -> Result<Vec<Row>, ChildError> {
-        let mut rows = Vec::new();
-        let mut last = Vec::new();
-        rows.push(settled(|| {
-            let row = Row::new(Check::Sampling, "cycles", backing, "operator's samples");
-            let job = Job::new("spin", n).at(3).counter(select | BOTH);
-            let operator = Operator {
-                events: "cycles",
-                period: Some(period),
-            };
-            let outcome = guest.measure(&job, Some(operator))?;
-            let counted = outcome
-                .cpus
-                .first()
-                .and_then(|cpu| cpu.c.first())
-                .copied()
-                .unwrap_or(0);
-            let ticks = self.cpu_ticks(&outcome, 0);
-            let Some(saw) = outcome.operator else {
-                return Ok(row.failed("nobody sampled"));
-            };
-            if let Err(why) = &saw.opened {
-                return Ok(row.failed(format!("the operator's event was refused: {why}")));
+        let job = Job {
+            period,
+            ..Job::new("spin", n)
+                .at(3)
+                .counter(select | BOTH)
+                .counter(select | BOTH)
+        };
+        let outcome = guest.measure(&job, None)?;
+        let row = Row::new(Check::Sampling, "cycles", backing, "PMIs, one a period");
+        let mut rows = vec![interrupts(row, &outcome, period)];
+        if let Some(cpu) = outcome.cpus.first() {
+            let all: u64 = cpu.struck.iter().take(SHARES.len()).sum();
+            for ((name, percent), struck) in SHARES.iter().zip(&cpu.struck) {
+                let row = Row::new(Check::Sampling, "cycles", backing, format!("PMIs in {name}"));
+                rows.push(share(row, *struck, all, *percent));
             }
-            let seen = Evidence {
-                guest: Some(counted / period),
-                host: Some(Expected {
-                    value: saw.samples.len() as u64 + saw.lost,
-                    tolerance: Tolerance::PercentAnd(5.0, 2),
-                }),
-                expected: (backing == "clock").then_some(Expected {
-                    value: ticks / period,
-                    tolerance: Tolerance::PercentAnd(5.0, 2),
-                }),
-            };
-            last = saw.samples;
-            Ok(row.judged(&seen, CPU_TIME))
-        })?);
-        let (_, text) = guest.vm.client()?.symbols()?;
-        let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
-        let hits =
-            SHARES.map(|(name, _)| last.iter().filter(|ip| symbols.find(**ip) == Some(name)).count() as u64);
+        }
+        Ok(rows)
+    }
+
+    /// The operator samples the vCPU; the guest only counts.
+    fn operator_rows(
+        &self,
+        guest: &mut MeasuringGuest,
+        backing: &'static str,
+        select: u64,
+        n: u64,
+        period: u64,
+        symbols: &Symbols,
+    ) -> Result<Vec<Row>, ChildError> {
+        let row = Row::new(Check::Sampling, "cycles", backing, "operator's samples");
+        let job = Job::new("spin", n).at(3).counter(select | BOTH);
+        let operator = Operator {
+            events: "cycles",
+            period: Some(period),
+        };
+        let outcome = guest.measure(&job, Some(operator))?;
+        let counted = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
+        let ticks = self.cpu_ticks(&outcome, 0);
+        let Some(saw) = outcome.operator else {
+            return Ok(vec![row.failed("nobody sampled")]);
+        };
+        if let Err(why) = &saw.opened {
+            return Ok(vec![
+                row.failed(format!("the operator's event was refused: {why}")),
+            ]);
+        }
+        let number = Tolerance::PercentAnd(5.0, 2);
+        let seen = Evidence {
+            guest: counted.map(|counted| counted / period),
+            host: Some(Expected {
+                value: saw.samples.len() as u64 + saw.lost,
+                tolerance: number,
+            }),
+            expected: (backing == "clock").then_some(Expected {
+                value: ticks / period,
+                tolerance: number,
+            }),
+        };
+        let mut rows = vec![row.judged(&seen, CPU_TIME)];
+        let hits = |name| {
+            saw.samples
+                .iter()
+                .filter(|ip| symbols.find(**ip) == Some(name))
+                .count() as u64
+        };
+        let hits = SHARES.map(|(name, _)| hits(name));
         let all = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
             let row = Row::new(

@@ -61,7 +61,8 @@ impl Builtin<'_> {
                 return Ok(Row::new(Check::Multiplexing, "cycles", backing, "turns")
                     .failed("the guest did not count it"));
             };
-            let length_ns = (u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.tsc_hz.max(1))) as u64;
+            let length_ns =
+                (u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1))) as u64;
             for (event, count) in on.iter().zip(&cpu.c) {
                 estimators[*event as usize].slice(now_ns, now_ns + length_ns, *count);
                 running[*event as usize] += length_ns;

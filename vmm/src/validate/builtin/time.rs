@@ -22,7 +22,7 @@ const KNOWN_PERCENT: f64 = 1.0;
 
 impl Builtin<'_> {
     pub(super) fn time_rows(
-        &mut self,
+        &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
     ) -> Result<Vec<Row>, ChildError> {
