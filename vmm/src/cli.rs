@@ -466,7 +466,7 @@ mod tests {
     fn no_command_and_wrong_commands_are_one_line() {
         for args in [&["perfvisor"][..], &["perfvisor", "fly"]] {
             match parse(args) {
-                Err(CliExit::Error(line)) => assert!(line.contains("run, check, ps"), "{line}"),
+                Err(CliExit::Error(line)) => assert!(line.contains("run, check, validate, ps"), "{line}"),
                 other => panic!("{other:?}"),
             }
         }
