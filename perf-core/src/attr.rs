@@ -31,6 +31,8 @@ impl EventType {
     pub const FED: Self = Self(0x103);
     /// Perfvisor: software events the VMM raises (`SoftwareId`); served by the core itself.
     pub const VMM: Self = Self(0x104);
+    /// Perfvisor: what the host's scheduler keeps for a vCPU's thread.
+    pub const SCHED: Self = Self(0x105);
 }
 
 bitflags! {

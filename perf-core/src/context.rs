@@ -33,6 +33,12 @@ pub struct ContextStats {
     pub active_hardware: usize,
     /// Groups waiting for a slot.
     pub waiting_groups: usize,
+    /// Samples written to rings so far.
+    pub samples: u64,
+    /// Samples that found no room in their ring so far.
+    pub lost_samples: u64,
+    /// How often an event's overflows were switched off until the next tick because they came too fast.
+    pub throttles: u64,
 }
 
 pub(crate) struct Context {
@@ -59,6 +65,9 @@ pub(crate) struct Context {
     active: usize,
     /// Counts up whenever an event goes to the error state.
     pub errors: u64,
+    pub samples: u64,
+    pub lost_samples: u64,
+    pub throttles: u64,
     /// Its vCPU is gone; nothing goes on any more.
     pub dead: bool,
 }
@@ -81,6 +90,9 @@ impl Context {
             mux,
             active: 0,
             errors: 0,
+            samples: 0,
+            lost_samples: 0,
+            throttles: 0,
             dead: false,
         }
     }
@@ -95,6 +107,9 @@ impl Context {
                 .iter()
                 .map(|p| p.queued() + p.parked.len() - p.on.len())
                 .sum(),
+            samples: self.samples,
+            lost_samples: self.lost_samples,
+            throttles: self.throttles,
         }
     }
 

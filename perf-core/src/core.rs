@@ -258,6 +258,13 @@ impl Core {
         self.inner.limits.share()
     }
 
+    /// What a vCPU's context holds; `None` when there is no such vCPU.
+    #[must_use]
+    pub fn vcpu_stats(&self, vcpu: VcpuId) -> Option<ContextStats> {
+        let vcpus = self.inner.vcpus.load();
+        vcpus.iter().find(|v| v.id() == vcpu).map(|v| v.stats())
+    }
+
     /// What the VM context holds.
     #[must_use]
     pub fn vm_stats(&self) -> ContextStats {

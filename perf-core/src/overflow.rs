@@ -213,6 +213,7 @@ impl Context {
         let over = event.sampling.interrupt(tick_hz, core.limits.sample_rate_hz());
         // The guest's own rate is limited where its PMIs are.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
+        self.throttles += u64::from(throttle && !event.sampling.throttled);
         match &event.output {
             None => event.shared.notify.signal(Poll::IN),
             Some(output) => {
@@ -291,13 +292,14 @@ impl Context {
             sample.raw = regs.raw();
         }
         // A ring without room counts what it lost; one that can never take the record has none for it.
-        if let Err(error @ (RingError::TooLarge { .. } | RingError::Size { .. })) =
-            sample.write(format, &output.ring)
-        {
-            log::debug!(
+        match sample.write(format, &output.ring) {
+            Ok(()) => self.samples += 1,
+            Err(RingError::Full) => self.lost_samples += 1,
+            Err(error @ (RingError::TooLarge { .. } | RingError::Size { .. })) => log::debug!(
                 "a sample of event {} does not fit its ring: {error}",
                 sample.stream_id
-            );
+            ),
+            Err(_) => {}
         }
         self.entries = entries;
     }

@@ -21,6 +21,8 @@ use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+use crate::metrics::DEFAULT_EVENTS;
+use crate::metrics::address::MetricsAddress;
 
 /// Memory of a guest when none is asked for, in bytes.
 pub const DEFAULT_RAM_BYTES: u64 = 512 << 20;
@@ -174,6 +176,12 @@ pub struct RunArgs {
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
+    /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT or unix:PATH.
+    #[arg(long, value_name = "ADDR")]
+    pub metrics: Option<MetricsAddress>,
+    /// Events to count for the metrics, in perf's syntax.
+    #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS, requires = "metrics")]
+    pub metrics_events: String,
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]
     pub stats: bool,

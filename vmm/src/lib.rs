@@ -25,6 +25,7 @@ pub mod events;
 pub mod export;
 pub mod kvm;
 pub mod memory;
+pub mod metrics;
 pub mod pmu;
 pub mod profile;
 pub mod rdpmc;

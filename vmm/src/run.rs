@@ -4,6 +4,7 @@
 use std::error::Error;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -19,8 +20,11 @@ use crate::cli::{ExitStatus, RdpmcMode, RunArgs};
 use crate::console::{ConsoleInput, ConsoleOutput, RawTerminal};
 use crate::control::place::{self, Socket};
 use crate::control::server::{ControlServer, Controlled};
+use crate::events::list;
 use crate::kvm::host;
 use crate::kvm::stepping::{self, Stepping};
+use crate::metrics::address::Listener;
+use crate::metrics::server::MetricsServer;
 use crate::pmu::{PmuConfig, VmPmu, backing};
 use crate::signals::StopSignals;
 use crate::vcpu::control::{RunControl, StopReason};
@@ -35,6 +39,9 @@ const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(4);
 /// Time between looks whether ticks are needed, while they are not.
 const IDLE_TICK: Duration = Duration::from_millis(100);
+
+/// A part of the main loop.
+type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
 
 /// When the program started.
 #[derive(Clone, Copy, Debug)]
@@ -137,6 +144,10 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         rdpmc: args.rdpmc,
     };
 
+    // Mistakes in what is asked for end it before anything runs.
+    list::parse(&args.metrics_events).map_err(|e| format!("--metrics-events: {e}"))?;
+    let metrics = args.metrics.as_ref().map(Listener::bind).transpose();
+    let metrics = metrics.map_err(|e| e.to_string())?;
     let (name, socket) = control_socket(args.name.as_deref())?;
     let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
     let mut vm = Vm::new(&kvm, &config, &probe, output.writer()).map_err(|e| chain(&e))?;
@@ -150,11 +161,22 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     }));
     let terminal = RawTerminal::enter().map_err(|e| format!("the terminal cannot be made raw: {e}"))?;
     let mut running = vm.start().map_err(|e| chain(&e))?;
-    let server = socket.map(|socket| {
-        let pmu_name = config.pmu.model.generation().to_string();
-        ControlServer::new(controlled(name, pmu_name, args, &running), socket)
-    });
-    let served = serve(&running, stop_signals, server);
+    let pmu_name = config.pmu.model.generation().to_string();
+    let controlled = Arc::new(controlled(name, pmu_name, args, &running));
+    let mut servers: Vec<Subscriber> = Vec::new();
+    if let Some(socket) = socket {
+        servers.push(Arc::new(Mutex::new(ControlServer::new(
+            controlled.clone(),
+            socket,
+        ))));
+    }
+    if let Some(listener) = metrics {
+        let server = MetricsServer::new(controlled, listener, args.metrics_events.clone())
+            .map_err(|e| format!("timerfd_create failed: {e}"))?;
+        log::info!("metrics at {}", server.address());
+        servers.push(Arc::new(Mutex::new(server)));
+    }
+    let served = serve(&running, stop_signals, servers);
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
     output.stop();
     running.stop_and_join();
@@ -203,6 +225,8 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
         pmu: running.pmu().cloned(),
         kicker: running.kicker().clone(),
         mailboxes: running.mailboxes().to_vec(),
+        stats: running.stats().to_vec(),
+        looks: AtomicU64::new(0),
         symbols: loaded.symbols.clone(),
         flat: loaded.kind == KernelKind::Multiboot,
     }
@@ -264,10 +288,10 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 fn serve(
     running: &RunningVm,
     signals: StopSignals,
-    server: Option<ControlServer>,
+    servers: Vec<Subscriber>,
 ) -> Result<(), event_manager::Error> {
     let quit = EventFd::new(EFD_NONBLOCK).map_err(io_error)?;
-    let mut manager: EventManager<Arc<Mutex<dyn MutEventSubscriber>>> = EventManager::new()?;
+    let mut manager: EventManager<Subscriber> = EventManager::new()?;
     let input = ConsoleInput::stdin(
         running.bus().serial().clone(),
         quit.try_clone().map_err(io_error)?,
@@ -286,8 +310,8 @@ fn serve(
         tick,
         pace: TICK,
     })));
-    if let Some(server) = server {
-        manager.add_subscriber(Arc::new(Mutex::new(server)));
+    for server in servers {
+        manager.add_subscriber(server);
     }
     while running.control().reason().is_none() {
         manager.run()?;

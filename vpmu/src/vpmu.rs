@@ -76,6 +76,9 @@ pub struct CounterView {
     pub backing: Option<Backing>,
     /// The value the guest would read.
     pub value: u64,
+    /// What the present event has counted since the counter was programmed for it, whatever the guest wrote into the
+    /// counter meanwhile. Never decreases while the event is the same.
+    pub counted: u64,
     /// How long the present event was enabled and counted.
     pub times: CounterTimes,
     /// Overflows so far.
@@ -90,6 +93,8 @@ pub(crate) struct Counter {
     /// Value when the event's count was `base`.
     pub(crate) value: u64,
     base: u64,
+    /// What was counted since the event was programmed.
+    counted: u64,
     /// The event's request and who counts it.
     programmed: Option<(EventRequest, Backing)>,
     pub(crate) overflows: u64,
@@ -390,6 +395,7 @@ impl Vpmu {
                     allowed: request.is_none_or(|request| self.filter.allows(request.selection)),
                     backing: held.programmed.map(|(_, backing)| backing),
                     value,
+                    counted: held.counted,
                     times: if held.programmed.is_some() {
                         events.times(counter)
                     } else {
@@ -455,10 +461,9 @@ impl Vpmu {
         }
         let count = events.count(counter);
         let held = &mut self.counters[counter.slot()];
-        let advanced = self
-            .model
-            .width()
-            .advance(held.value, count.saturating_sub(held.base));
+        let more = count.saturating_sub(held.base);
+        let advanced = self.model.width().advance(held.value, more);
+        held.counted = held.counted.saturating_add(more);
         held.base = held.base.max(count);
         held.value = advanced.value;
         if advanced.overflows > 0 {
@@ -518,6 +523,7 @@ impl Vpmu {
             }
             let held = &mut self.counters[slot];
             held.programmed = Some((request, backing));
+            held.counted = 0;
             held.base = if backing == Backing::None {
                 0
             } else {

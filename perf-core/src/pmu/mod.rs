@@ -8,6 +8,7 @@ pub mod clock;
 pub mod fed;
 pub mod host;
 pub mod kvm;
+pub mod sched;
 pub mod sim;
 
 use std::fmt::Debug;

@@ -355,6 +355,9 @@ pub struct GuestCounter {
     pub backing: Option<String>,
     /// What the guest would read.
     pub value: u64,
+    /// What the present event has counted, whatever the guest wrote into the counter meanwhile.
+    #[serde(default)]
+    pub counted: u64,
     /// Time the present event was enabled, in ns.
     pub enabled_ns: u64,
     /// Time of that it counted, in ns.

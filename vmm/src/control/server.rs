@@ -9,6 +9,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
@@ -30,6 +31,7 @@ use crate::boot::SymbolTable;
 use crate::pmu::VmPmu;
 use crate::vcpu::Kicker;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
+use crate::vcpu::stats::VcpuStats;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -66,10 +68,15 @@ pub struct Controlled {
     pub symbols: Arc<SymbolTable>,
     /// The guest has one address space and no user programs of its own.
     pub flat: bool,
+    /// Counters of each vCPU's loop.
+    pub stats: Vec<Arc<VcpuStats>>,
+    /// Looks at the guest's counters asked for so far.
+    pub looks: AtomicU64,
 }
 
 impl Controlled {
-    fn info(&self, role: Role) -> VmInfo {
+    /// What a client with that role is told of it.
+    pub fn info(&self, role: Role) -> VmInfo {
         VmInfo {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
@@ -98,6 +105,16 @@ impl Controlled {
     fn deliver(&self) {
         self.control.wake_parked();
         self.kicker.kick();
+    }
+
+    /// Has every vCPU look at what its guest has programmed; the mailboxes have the answers, under the number returned.
+    pub fn ask_views(&self) -> u64 {
+        let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
+        for mailbox in &self.mailboxes {
+            mailbox.ask_view(generation);
+        }
+        self.deliver();
+        generation
     }
 
     fn symbol_text(&self) -> Vec<u8> {
@@ -154,25 +171,23 @@ impl FdSource {
 
 /// The control socket of a VM.
 pub struct ControlServer {
-    vm: Controlled,
+    vm: Arc<Controlled>,
     socket: Socket,
     connections: HashMap<u32, Connection>,
     next: u32,
     /// The listener is out of the loop for want of descriptors.
     deaf: bool,
-    views: u64,
 }
 
 impl ControlServer {
     /// Serves `vm` at `socket`.
-    pub fn new(vm: Controlled, socket: Socket) -> Self {
+    pub fn new(vm: Arc<Controlled>, socket: Socket) -> Self {
         Self {
             vm,
             socket,
             connections: HashMap::new(),
             next: 0,
             deaf: false,
-            views: 0,
         }
     }
 
@@ -435,13 +450,8 @@ impl ControlServer {
             Call::Symbols => self.symbols(),
             Call::GuestView => {
                 self.pmu()?;
-                self.views += 1;
-                for mailbox in &vm.mailboxes {
-                    mailbox.ask_view(self.views);
-                }
-                vm.deliver();
                 value(Generation {
-                    generation: self.views,
+                    generation: vm.ask_views(),
                 })
             }
             Call::GuestViewResult { generation } => {

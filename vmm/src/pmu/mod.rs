@@ -18,6 +18,7 @@ use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
+use perf_core::pmu::sched::SchedPmu;
 use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext};
 use smallvec::SmallVec;
 use vpmu::exact::Step;
@@ -91,6 +92,7 @@ impl VmPmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
         }
         core.register(Arc::new(HostPmu::software(signal)));
+        core.register(Arc::new(SchedPmu));
         let clock = Arc::new(ClockPmu::new(signal));
         core.register(clock.clone());
         let fed = Arc::new(FedPmu::new());
@@ -403,6 +405,11 @@ impl VcpuPmu {
     pub fn pmi_ready(&mut self) -> PmiReady {
         let now_ns = self.vm.now_ns();
         self.vpmu.pmi_ready(now_ns)
+    }
+
+    /// PMIs that the rate limit held back so far.
+    pub fn pmis_throttled(&self) -> u64 {
+        self.vpmu.pmi_counts().throttled
     }
 
     /// The due PMI went to the guest.

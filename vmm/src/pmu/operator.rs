@@ -5,6 +5,7 @@ use perf_core::EventType;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{self, ClockPmu, LevelSource};
 use perf_core::pmu::host::GuestSampler;
+use perf_core::pmu::sched;
 use vpmu::{CounterView, EventRequest, GuestEvent, ParavirtualEvent};
 
 use super::VmPmu;
@@ -164,21 +165,19 @@ impl VmPmu {
         let software = |event: SoftwareEvent| Some((EventType::SOFTWARE, event as u64, "software"));
         match ParavirtualEvent::ALL.into_iter().find(|e| e.name() == name)? {
             ParavirtualEvent::VmExits => kvm("exits"),
-            ParavirtualEvent::IoExits => kvm("io_exits"),
-            ParavirtualEvent::MmioExits => kvm("mmio_exits"),
             ParavirtualEvent::Halts => kvm("halt_exits"),
             ParavirtualEvent::IrqInjections => kvm("irq_injections"),
             ParavirtualEvent::NmiInjections => kvm("nmi_injections"),
             ParavirtualEvent::HostPageFaults => software(SoftwareEvent::PageFaults),
             ParavirtualEvent::HostContextSwitches => software(SoftwareEvent::ContextSwitches),
             ParavirtualEvent::HostMigrations => software(SoftwareEvent::CpuMigrations),
-            ParavirtualEvent::MsrExits => Some((
-                EventType::FED,
-                vpmu::fed::paravirtual(ParavirtualEvent::MsrExits) as u64,
-                "vmm",
-            )),
-            // Fed only while a counter of the guest counts it.
-            ParavirtualEvent::StealNs => None,
+            // KVM's own io_exits and mmio_exits miss the accesses of emulated code.
+            event
+            @ (ParavirtualEvent::IoExits | ParavirtualEvent::MmioExits | ParavirtualEvent::MsrExits) => {
+                Some((EventType::FED, vpmu::fed::paravirtual(event) as u64, "vmm"))
+            }
+            // The guest's is fed in steps; an operator asks the host directly.
+            ParavirtualEvent::StealNs => Some((EventType::SCHED, sched::WAIT_NS, "software")),
         }
     }
 }
@@ -199,6 +198,7 @@ pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
         allowed: view.allowed,
         backing: view.backing.map(|b| b.name().to_owned()),
         value: view.value,
+        counted: view.counted,
         enabled_ns: view.times.time_enabled_ns,
         running_ns: view.times.time_running_ns,
         overflows: view.overflows,

@@ -1,14 +1,14 @@
-//! How long the vCPU thread was ready to run and waited for a host CPU, from its `schedstat` (Linux
-//! Documentation/scheduler/sched-stats.rst: time on CPU, time waiting on a run queue, time slices).
+//! How long the vCPU thread was ready to run and waited for a host CPU, fed to the guest's counters step by step. An
+//! operator's event reads the same time by itself ([`perf_core::pmu::sched`]).
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+
+use perf_core::pmu::sched::WaitTime;
 
 /// The waiting time of the thread that made it, in steps.
 #[derive(Debug)]
 pub struct StealClock {
-    file: File,
+    time: WaitTime,
     /// Waiting time at the last step, ns; `None` while nobody counts it.
     last_ns: Option<u64>,
 }
@@ -17,10 +17,10 @@ impl StealClock {
     /// The calling thread's clock, off.
     ///
     /// # Errors
-    /// The error of opening `/proc/thread-self/schedstat`.
+    /// The error of opening its `schedstat`.
     pub fn for_current_thread() -> io::Result<Self> {
         Ok(Self {
-            file: File::open("/proc/thread-self/schedstat")?,
+            time: WaitTime::of_this_thread()?,
             last_ns: None,
         })
     }
@@ -43,10 +43,7 @@ impl StealClock {
     }
 
     fn read(&self) -> Option<u64> {
-        let mut text = [0u8; 64];
-        let len = self.file.read_at(&mut text, 0).ok()?;
-        let text = std::str::from_utf8(text.get(..len)?).ok()?;
-        text.split_ascii_whitespace().nth(1)?.parse().ok()
+        self.time.read_ns()
     }
 }
 

@@ -378,6 +378,7 @@ impl Vcpu {
             PmiReady::No => return Ok(()),
             PmiReady::Now => {}
             PmiReady::NotBefore { time_ns } => {
+                self.stats.pmi_throttled.set(pmu.pmis_throttled());
                 timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
                 return Ok(());
             }
@@ -462,7 +463,10 @@ impl Vcpu {
                 self.bus.mmio_write(address, data);
                 Next::Continue
             }
-            Ok(VcpuExit::Debug(stop)) => Next::Debug(stop),
+            Ok(VcpuExit::Debug(stop)) => {
+                stats.debug.inc();
+                Next::Debug(stop)
+            }
             Ok(VcpuExit::Intr) => Next::Continue,
             Ok(VcpuExit::Hlt) => {
                 stats.hlt.inc();

@@ -38,6 +38,8 @@ counters! {
     pmi_nmi: "PMIs delivered as NMI",
     /// PMIs delivered as a fixed vector.
     pmi_fixed: "PMIs delivered as a vector",
+    /// PMIs that the rate limit held back before they were delivered.
+    pmi_throttled: "PMIs held back by the rate limit",
     /// PMIs whose LVTPC delivery mode delivers nothing here.
     pmi_dropped: "PMIs with no usable LVTPC mode",
     /// Entries at which a due PMI had to wait because LVTPC was masked.
@@ -52,6 +54,8 @@ counters! {
     io_out: "port writes",
     /// MMIO accesses.
     mmio: "MMIO accesses",
+    /// Stops at breakpoints and behind single steps.
+    debug: "debug stops",
     /// Instructions stepped for the exact backing.
     steps: "single steps",
     /// Steps whose outcome is not known: nothing was counted for them.

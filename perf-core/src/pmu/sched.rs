@@ -1,0 +1,235 @@
+//! The `sched` driver: how long a vCPU's thread was ready to run and waited for a host CPU.
+//!
+//! The host's scheduler keeps that time for each thread, in nanoseconds, in its `schedstat` (Linux,
+//! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time slices). `config` 0 is that
+//! time; there are no others. It has no guest privilege level and never overflows. The kernel adds a wait when it ends,
+//! so a thread that is waiting now has its present wait still to come.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use crate::attr::{Attr, EventType};
+use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
+
+/// `config` of the time spent waiting for a host CPU, in ns.
+pub const WAIT_NS: u64 = 0;
+
+/// The waiting time of one thread of this process.
+#[derive(Debug)]
+pub struct WaitTime {
+    file: File,
+}
+
+impl WaitTime {
+    /// That of thread `tid`.
+    ///
+    /// # Errors
+    /// The error of opening its `schedstat`: not found where the host keeps no such time.
+    pub fn of_thread(tid: i32) -> io::Result<Self> {
+        File::open(format!("/proc/self/task/{tid}/schedstat")).map(|file| Self { file })
+    }
+
+    /// That of the calling thread.
+    ///
+    /// # Errors
+    /// As [`WaitTime::of_thread`].
+    pub fn of_this_thread() -> io::Result<Self> {
+        File::open("/proc/thread-self/schedstat").map(|file| Self { file })
+    }
+
+    /// Nanoseconds since the thread began; `None` when it has gone. One `pread(2)`.
+    #[must_use]
+    pub fn read_ns(&self) -> Option<u64> {
+        let mut text = [0u8; 80];
+        let len = self.file.read_at(&mut text, 0).ok()?;
+        parse(text.get(..len)?)
+    }
+}
+
+fn parse(text: &[u8]) -> Option<u64> {
+    let text = std::str::from_utf8(text).ok()?;
+    text.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// The `sched` driver.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SchedPmu;
+
+impl Pmu for SchedPmu {
+    fn name(&self) -> &'static str {
+        "sched"
+    }
+
+    fn serves(&self, ty: EventType) -> bool {
+        ty == EventType::SCHED
+    }
+
+    fn capacity(&self) -> Capacity {
+        Capacity::Unlimited
+    }
+
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        if attr.config != WAIT_NS {
+            return Err(PmuError::NoSuchEvent);
+        }
+        if attr.exclude_user || attr.exclude_kernel {
+            return Err(PmuError::Unsupported("waiting for a CPU has no privilege level"));
+        }
+        if attr.sample_period != 0 {
+            return Err(NO_OVERFLOW);
+        }
+        let Target::Vcpu { tid, .. } = target else {
+            return Err(PmuError::Unsupported("a wait is that of one vCPU"));
+        };
+        let time = WaitTime::of_thread(tid).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => PmuError::NoSuchEvent,
+            _ => PmuError::Os {
+                what: "opening the thread's schedstat",
+                source,
+            },
+        })?;
+        Ok(Box::new(WaitEvent {
+            time,
+            span_start: None,
+            spans: 0,
+            last_count: 0,
+        }))
+    }
+}
+
+const NO_OVERFLOW: PmuError = PmuError::Unsupported("waiting times do not overflow");
+
+/// Waiting time, counted while started.
+#[derive(Debug)]
+struct WaitEvent {
+    time: WaitTime,
+    /// The thread's time when the current span began.
+    span_start: Option<u64>,
+    spans: u64,
+    last_count: u64,
+}
+
+impl PmuEvent for WaitEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if overflow_in.is_some() {
+            return Err(NO_OVERFLOW);
+        }
+        if self.span_start.is_none() {
+            let now = self.time.read_ns().ok_or_else(|| PmuError::Os {
+                what: "reading the thread's schedstat",
+                source: io::Error::from_raw_os_error(libc::ESRCH),
+            })?;
+            self.span_start = Some(now);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        self.spans = self.read();
+        self.span_start = None;
+    }
+
+    fn read(&mut self) -> u64 {
+        // A thread that has ended waits no more: the count stands still.
+        if let (Some(start), Some(now)) = (self.span_start, self.time.read_ns()) {
+            let count = self.spans + now.saturating_sub(start);
+            self.last_count = self.last_count.max(count);
+        }
+        self.last_count
+    }
+
+    fn arm(&mut self, _overflow_in: u64) -> Result<(), PmuError> {
+        Err(NO_OVERFLOW)
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pmu::VcpuId;
+
+    fn this_thread() -> Target {
+        Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: crate::pmu::host::fd::current_tid(),
+        }
+    }
+
+    #[test]
+    fn the_second_number_is_the_waiting_time() {
+        assert_eq!(parse(b"123 456 7\n"), Some(456));
+        for bad in [&b""[..], b"1", b"1 x 2", b"1 -2 3", b"\xff \xff"] {
+            assert_eq!(parse(bad), None, "{bad:?}");
+        }
+    }
+
+    /// Only what passes while the event is on counts, and the count is the thread's own.
+    #[test]
+    fn waits_count_while_the_event_is_on() {
+        let mut event = SchedPmu
+            .open(&Attr::counting(EventType::SCHED, WAIT_NS), this_thread())
+            .unwrap();
+        let own = WaitTime::of_this_thread().unwrap();
+        assert_eq!(event.read(), 0);
+        let before = own.read_ns().unwrap();
+        event.start(None).unwrap();
+        // Giving the CPU away makes the thread wait for it, if only for a moment.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+        }
+        let first = event.read();
+        event.stop();
+        let after = own.read_ns().unwrap();
+        assert!(first <= after - before, "{first} of {}", after - before);
+        let stopped = event.read();
+        assert!(stopped >= first);
+        std::thread::yield_now();
+        assert_eq!(event.read(), stopped);
+    }
+
+    #[test]
+    fn what_has_no_meaning_is_refused() {
+        let attr = Attr::counting(EventType::SCHED, WAIT_NS);
+        let refused = |attr: Attr, target| SchedPmu.open(&attr, target).err().unwrap();
+        assert!(matches!(
+            refused(
+                Attr {
+                    config: 1,
+                    ..attr.clone()
+                },
+                this_thread()
+            ),
+            PmuError::NoSuchEvent
+        ));
+        for attr in [
+            Attr {
+                exclude_user: true,
+                ..attr.clone()
+            },
+            Attr {
+                exclude_kernel: true,
+                ..attr.clone()
+            },
+            Attr {
+                sample_period: 5,
+                ..attr.clone()
+            },
+        ] {
+            assert!(matches!(refused(attr, this_thread()), PmuError::Unsupported(_)));
+        }
+        assert!(matches!(
+            refused(attr.clone(), Target::Vm),
+            PmuError::Unsupported(_)
+        ));
+        let nobody = Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: i32::MAX,
+        };
+        assert!(matches!(refused(attr, nobody), PmuError::NoSuchEvent));
+    }
+}

@@ -1,0 +1,291 @@
+//! Where metrics are served: a loopback port, or a Unix socket.
+
+use std::fmt;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
+const MAX_PATH: usize = 107;
+
+/// What was written behind `--metrics`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// A port of a loopback address; port 0 lets the host choose.
+    Tcp(SocketAddr),
+    /// A Unix socket.
+    Unix(PathBuf),
+}
+
+impl FromStr for MetricsAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return match path.len() {
+                0 => Err("a path is missing behind unix:".into()),
+                1..=MAX_PATH if !path.contains('\0') => Ok(Self::Unix(path.into())),
+                _ => Err(format!("the path of a Unix socket has at most {MAX_PATH} bytes")),
+            };
+        }
+        let address: SocketAddr = text
+            .parse()
+            .map_err(|_| "must be 127.0.0.1:PORT or unix:PATH".to_owned())?;
+        if !address.ip().is_loopback() {
+            // Whoever can connect can read, and there is no encryption.
+            return Err(
+                "must be a loopback address, because anybody who reaches it can read it; put a proxy before it".into(),
+            );
+        }
+        Ok(Self::Tcp(address))
+    }
+}
+
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => write!(f, "{address}"),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// Why nothing can be served there.
+#[derive(Debug, thiserror::Error)]
+#[error("--metrics {address}: {source}{}", remedy(.source))]
+pub struct ListenError {
+    address: MetricsAddress,
+    #[source]
+    source: io::Error,
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => "; choose another, or end what listens there",
+        io::ErrorKind::PermissionDenied => "; choose a place that this user may use, a port above 1023 say",
+        _ => "",
+    }
+}
+
+/// The listening socket, nonblocking. A Unix socket's file goes with it.
+#[derive(Debug)]
+pub enum Listener {
+    /// At a port.
+    Tcp(TcpListener),
+    /// At a path.
+    Unix(UnixListener, PathBuf),
+}
+
+impl Listener {
+    /// Listens at `address`. The file of a Unix socket that nobody listens at any more is replaced.
+    ///
+    /// # Errors
+    /// [`ListenError`], one line.
+    pub fn bind(address: &MetricsAddress) -> Result<Self, ListenError> {
+        let bound = match address {
+            MetricsAddress::Tcp(at) => {
+                TcpListener::bind(at).and_then(|l| l.set_nonblocking(true).map(|()| Self::Tcp(l)))
+            }
+            MetricsAddress::Unix(path) => bind_unix(path),
+        };
+        bound.map_err(|source| ListenError {
+            address: address.clone(),
+            source,
+        })
+    }
+
+    /// Where it listens, with the port that the host chose.
+    pub fn address(&self) -> MetricsAddress {
+        match self {
+            Self::Tcp(listener) => MetricsAddress::Tcp(
+                listener
+                    .local_addr()
+                    .unwrap_or_else(|_| SocketAddr::from(([127, 0, 0, 1], 0))),
+            ),
+            Self::Unix(_, path) => MetricsAddress::Unix(path.clone()),
+        }
+    }
+
+    /// Takes a connection, nonblocking.
+    ///
+    /// # Errors
+    /// That of `accept(2)`.
+    pub fn accept(&self) -> io::Result<Stream> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Ok(Stream::Tcp(stream))
+            }
+            Self::Unix(listener, _) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Ok(Stream::Unix(stream))
+            }
+        }
+    }
+}
+
+fn bind_unix(path: &Path) -> io::Result<Listener> {
+    let listener = match UnixListener::bind(path) {
+        Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
+            fs::remove_file(path)?;
+            UnixListener::bind(path)?
+        }
+        other => other?,
+    };
+    let listener = Listener::Unix(listener, path.to_owned());
+    if let Listener::Unix(socket, _) = &listener {
+        socket.set_nonblocking(true)?;
+    }
+    Ok(listener)
+}
+
+/// Whether a killed process left this socket behind. Other files are never taken for one.
+fn is_dead_socket(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket())
+        && matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+impl AsRawFd for Listener {
+    fn as_raw_fd(&self) -> RawFd {
+        match self {
+            Self::Tcp(listener) => listener.as_raw_fd(),
+            Self::Unix(listener, _) => listener.as_raw_fd(),
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Self::Unix(_, path) = self {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A connection.
+#[derive(Debug)]
+pub enum Stream {
+    /// To a port.
+    Tcp(TcpStream),
+    /// To a path.
+    Unix(UnixStream),
+}
+
+impl Stream {
+    /// Says that nothing more will be written.
+    pub fn end_writing(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
+            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
+        }
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.read(into),
+            Self::Unix(stream) => stream.read(into),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.write(from),
+            Self::Unix(stream) => stream.write(from),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsRawFd for Stream {
+    fn as_raw_fd(&self) -> RawFd {
+        match self {
+            Self::Tcp(stream) => stream.as_raw_fd(),
+            Self::Unix(stream) => stream.as_raw_fd(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_loopback_ports_or_paths() {
+        let parse = MetricsAddress::from_str;
+        assert_eq!(
+            parse("127.0.0.1:9464").unwrap(),
+            MetricsAddress::Tcp(SocketAddr::from(([127, 0, 0, 1], 9464)))
+        );
+        assert!(parse("[::1]:0").is_ok());
+        assert_eq!(
+            parse("unix:/run/m").unwrap(),
+            MetricsAddress::Unix("/run/m".into())
+        );
+        for (bad, why) in [
+            ("", "127.0.0.1:PORT"),
+            ("9464", "127.0.0.1:PORT"),
+            ("127.0.0.1", "127.0.0.1:PORT"),
+            ("127.0.0.1:65536", "127.0.0.1:PORT"),
+            ("localhost:1", "127.0.0.1:PORT"),
+            ("0.0.0.0:9464", "loopback"),
+            ("[::]:9464", "loopback"),
+            ("192.0.2.1:80", "loopback"),
+            ("unix:", "path"),
+        ] {
+            assert!(parse(bad).unwrap_err().contains(why), "{bad}");
+        }
+        assert!(
+            parse(&format!("unix:/{}", "x".repeat(200)))
+                .unwrap_err()
+                .contains("107")
+        );
+    }
+
+    #[test]
+    fn an_address_in_use_is_said_in_one_line() {
+        let first = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        let line = Listener::bind(&first.address()).unwrap_err().to_string();
+        assert!(
+            line.starts_with(&format!("--metrics {}: ", first.address())) && line.contains("choose another"),
+            "{line}"
+        );
+        assert!(!line.contains('\n'));
+    }
+
+    /// A socket somebody listens at, and a file that is none, are left alone; a dead one's is taken over.
+    #[test]
+    fn a_unix_socket_replaces_only_a_dead_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.sock");
+        let address = MetricsAddress::Unix(path.clone());
+        let first = Listener::bind(&address).unwrap();
+        assert!(
+            Listener::bind(&address)
+                .unwrap_err()
+                .to_string()
+                .contains("choose another")
+        );
+        drop(first);
+        assert!(!path.exists());
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        drop(Listener::bind(&address).unwrap());
+        fs::write(&path, "data").unwrap();
+        assert!(Listener::bind(&address).is_err());
+        assert_eq!(fs::read(&path).unwrap(), b"data");
+    }
+}

@@ -1,0 +1,487 @@
+//! The values of one scrape, and their names.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use perf_core::ContextStats;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::control::protocol::{EventReading, Opened, VcpuView, VmInfo};
+use crate::vcpu::stats::VcpuStats;
+
+/// Everything that is served at one moment.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// The VM.
+    pub vm: VmInfo,
+    /// Its vCPUs, in order.
+    pub vcpus: Vec<VcpuSnapshot>,
+    /// Operator events with their readings.
+    pub events: Vec<(Opened, EventReading)>,
+    /// Time each vCPU waited for a host CPU, in ns; those alone that know.
+    pub steal_ns: Vec<(u32, u64)>,
+    /// Replies with metrics so far, this one included.
+    pub scrapes: u64,
+    /// Connections that were refused or got no metrics.
+    pub refused: u64,
+}
+
+/// One vCPU's part.
+#[derive(Clone, Debug)]
+pub struct VcpuSnapshot {
+    /// Exits by kind, in the words of the label.
+    pub exits: Vec<(&'static str, u64)>,
+    /// The other counts of its loop.
+    pub counts: VcpuCounts,
+    /// What its perf-core context holds; `None` without a PMU.
+    pub context: Option<ContextStats>,
+    /// What its guest has programmed; `None` if the vCPU did not answer in time.
+    pub view: Option<VcpuView>,
+}
+
+/// Counts of a vCPU's loop, apart from the exits by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // the fields of [`VcpuStats`]
+pub struct VcpuCounts {
+    pub exits: u64,
+    pub gp_injected: u64,
+    pub pmi_nmi: u64,
+    pub pmi_fixed: u64,
+    pub pmi_dropped: u64,
+    pub pmi_throttled: u64,
+    pub pmi_masked_waits: u64,
+    pub steps: u64,
+    pub steps_lost: u64,
+    pub unstepped: u64,
+}
+
+impl VcpuSnapshot {
+    /// Of what a vCPU counted.
+    pub fn new(stats: &VcpuStats, context: Option<ContextStats>, view: Option<VcpuView>) -> Self {
+        Self {
+            exits: vec![
+                ("rdmsr", stats.rdmsr.get()),
+                ("wrmsr", stats.wrmsr.get()),
+                ("rdpmc", stats.rdpmc.get()),
+                ("io_read", stats.io_in.get()),
+                ("io_write", stats.io_out.get()),
+                ("mmio", stats.mmio.get()),
+                ("overflow", stats.overflow_signals.get()),
+                ("kick", stats.interrupted.get()),
+                ("debug", stats.debug.get()),
+                ("halt", stats.hlt.get()),
+            ],
+            counts: VcpuCounts {
+                exits: stats.exits.get(),
+                gp_injected: stats.gp_injected.get(),
+                pmi_nmi: stats.pmi_nmi.get(),
+                pmi_fixed: stats.pmi_fixed.get(),
+                pmi_dropped: stats.pmi_dropped.get(),
+                pmi_throttled: stats.pmi_throttled.get(),
+                pmi_masked_waits: stats.pmi_masked_waits.get(),
+                steps: stats.steps.get(),
+                steps_lost: stats.steps_lost.get(),
+                unstepped: stats.unstepped.get(),
+            },
+            context,
+            view,
+        }
+    }
+}
+
+impl Snapshot {
+    /// In OpenMetrics' text format.
+    pub fn encode(self) -> String {
+        let name = Cow::Owned(self.vm.name.clone());
+        let mut registry =
+            Registry::with_prefix_and_labels("perfvisor", std::iter::once((Cow::Borrowed("vm"), name)));
+        registry.register_collector(Box::new(self));
+        let mut out = String::new();
+        // Writing to a string fails only if an encoder says so, and none of these does.
+        if let Err(e) = text::encode(&mut out, &registry) {
+            log::error!("metrics: {e}");
+        }
+        out
+    }
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+/// Writes families one after the other; one without series is left out.
+struct Families<'e>(DescriptorEncoder<'e>);
+
+impl Families<'_> {
+    fn counts(&mut self, name: &str, help: &str, series: Vec<(Labels, u64)>) -> fmt::Result {
+        if series.is_empty() {
+            return Ok(());
+        }
+        let mut family = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (labels, value) in &series {
+            family
+                .encode_family(labels)?
+                .encode_counter::<NoLabelSet, _, u64>(value, None)?;
+        }
+        Ok(())
+    }
+
+    /// Counters of nanoseconds, served as seconds.
+    fn seconds(&mut self, name: &str, help: &str, series: Vec<(Labels, u64)>) -> fmt::Result {
+        if series.is_empty() {
+            return Ok(());
+        }
+        let unit = Some(&Unit::Seconds);
+        let mut family = self.0.encode_descriptor(name, help, unit, MetricType::Counter)?;
+        for (labels, ns) in &series {
+            family
+                .encode_family(labels)?
+                .encode_counter::<NoLabelSet, _, u64>(&in_seconds(*ns), None)?;
+        }
+        Ok(())
+    }
+
+    fn gauges(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<&Unit>,
+        series: Vec<(Labels, f64)>,
+    ) -> fmt::Result {
+        if series.is_empty() {
+            return Ok(());
+        }
+        let mut family = self.0.encode_descriptor(name, help, unit, MetricType::Gauge)?;
+        for (labels, value) in &series {
+            family.encode_family(labels)?.encode_gauge(value)?;
+        }
+        Ok(())
+    }
+}
+
+fn in_seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
+/// Share of its enabled time that something counted; `None` if it was never enabled.
+fn share(enabled_ns: u64, running_ns: u64) -> Option<f64> {
+    (enabled_ns > 0).then(|| (running_ns as f64 / enabled_ns as f64).min(1.0))
+}
+
+fn vcpu_label(vcpu: impl fmt::Display) -> (&'static str, String) {
+    ("vcpu", vcpu.to_string())
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut out = Families(encoder);
+        self.encode_vm(&mut out)?;
+        self.encode_loop(&mut out)?;
+        self.encode_guest_counters(&mut out)?;
+        self.encode_events(&mut out)?;
+        self.encode_contexts(&mut out)
+    }
+}
+
+impl Snapshot {
+    fn encode_vm(&self, out: &mut Families<'_>) -> fmt::Result {
+        let vm = &self.vm;
+        let info: Labels = vec![
+            ("version", vm.version.clone()),
+            ("pmu", vm.pmu.clone()),
+            ("guest", vm.guest.clone()),
+        ];
+        out.0
+            .encode_descriptor("vm", "The VM and what runs in it.", None, MetricType::Info)?
+            .encode_info(&info)?;
+        let one = |value| vec![(Labels::new(), value)];
+        out.gauges(
+            "vm_uptime",
+            "Time since the VM was started.",
+            Some(&Unit::Seconds),
+            one(vm.uptime_ms as f64 / 1e3),
+        )?;
+        let paused = if vm.state == "paused" { 1.0 } else { 0.0 };
+        out.gauges(
+            "vm_paused",
+            "1 while an operator has the VM paused.",
+            None,
+            one(paused),
+        )?;
+        out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)))?;
+        let one = |value| vec![(Labels::new(), value)];
+        out.counts("metrics_scrapes", "Replies with metrics.", one(self.scrapes))?;
+        let help = "Connections to the metrics that were refused, or ended without a valid request.";
+        out.counts("metrics_refused", help, one(self.refused))
+    }
+
+    /// A series for each vCPU.
+    fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(Labels, u64)> {
+        let series = |(i, vcpu): (usize, &VcpuSnapshot)| (vec![vcpu_label(i)], of(&vcpu.counts));
+        self.vcpus.iter().enumerate().map(series).collect()
+    }
+
+    fn encode_loop(&self, out: &mut Families<'_>) -> fmt::Result {
+        let help = "Returns of KVM_RUN to Perfvisor, for whatever reason.";
+        out.counts("vcpu_exits", help, self.each(|c| c.exits))?;
+        let mut kinds = Vec::new();
+        for (i, vcpu) in self.vcpus.iter().enumerate() {
+            let series = vcpu
+                .exits
+                .iter()
+                .map(|(kind, n)| (vec![vcpu_label(i), ("kind", (*kind).to_owned())], *n));
+            kinds.extend(series);
+        }
+        out.counts(
+            "vcpu_exits_by_kind",
+            "Exits to Perfvisor by what caused them.",
+            kinds,
+        )?;
+        let help = "Accesses to PMU registers that were answered with a general protection fault.";
+        out.counts("vcpu_register_faults", help, self.each(|c| c.gp_injected))?;
+        let mut pmis = Vec::new();
+        for (i, vcpu) in self.vcpus.iter().enumerate() {
+            let c = &vcpu.counts;
+            for (how, n) in [
+                ("nmi", c.pmi_nmi),
+                ("vector", c.pmi_fixed),
+                ("none", c.pmi_dropped),
+            ] {
+                pmis.push((vec![vcpu_label(i), ("delivery", how.to_owned())], n));
+            }
+        }
+        let help = "Performance monitoring interrupts by how they were delivered; none: the guest's LVTPC names no mode that delivers.";
+        out.counts("vcpu_pmis", help, pmis)?;
+        let help =
+            "Performance monitoring interrupts that the rate limit held back before they were delivered.";
+        out.counts("vcpu_pmis_throttled", help, self.each(|c| c.pmi_throttled))?;
+        let help =
+            "Entries to the guest at which a due interrupt had to wait because the guest had masked LVTPC.";
+        out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits))?;
+        let help = "Instructions that were single-stepped for the exact backing.";
+        out.counts("vcpu_steps", help, self.each(|c| c.steps))?;
+        let help = "Single steps whose outcome is not known; nothing was counted for them.";
+        out.counts("vcpu_steps_lost", help, self.each(|c| c.steps_lost))?;
+        let help = "Stretches of user code that could not be stepped.";
+        out.counts("vcpu_unstepped_stretches", help, self.each(|c| c.unstepped))?;
+        let steal = self
+            .steal_ns
+            .iter()
+            .map(|(vcpu, ns)| (vec![vcpu_label(vcpu)], *ns))
+            .collect();
+        let help = "Time the vCPU was ready to run and waited for a host CPU, since its metrics began.";
+        out.seconds("vcpu_steal", help, steal)
+    }
+
+    fn encode_guest_counters(&self, out: &mut Families<'_>) -> fmt::Result {
+        let (mut counted, mut enabled, mut running, mut shares) = (vec![], vec![], vec![], vec![]);
+        let (mut on, mut overflows, mut requests) = (vec![], vec![], vec![]);
+        for view in self.vcpus.iter().filter_map(|v| v.view.as_ref()) {
+            for c in &view.counters {
+                let place: Labels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
+                let is_on = c.enabled && c.allowed;
+                on.push((place.clone(), if is_on { 1.0 } else { 0.0 }));
+                overflows.push((place.clone(), c.overflows));
+                requests.push((place.clone(), c.pmi_requests));
+                // What nobody counts for has no count and no times.
+                let (Some(event), Some(backing)) =
+                    (&c.event, c.backing.as_ref().filter(|b| b.as_str() != "none"))
+                else {
+                    continue;
+                };
+                let mut labels = place;
+                labels.push(("event", event.clone()));
+                labels.push(("backing", backing.clone()));
+                counted.push((labels.clone(), c.counted));
+                enabled.push((labels.clone(), c.enabled_ns));
+                running.push((labels.clone(), c.running_ns));
+                shares.extend(share(c.enabled_ns, c.running_ns).map(|share| (labels, share)));
+            }
+        }
+        out.gauges(
+            "guest_counter_on",
+            "1 while the guest has the counter enabled and the event filter allows its event.",
+            None,
+            on,
+        )?;
+        let help = "What a counter of the guest counted since the guest programmed this event.";
+        out.counts("guest_counter_events", help, counted)?;
+        let help = "Time the counter's event was enabled.";
+        out.seconds("guest_counter_enabled", help, enabled)?;
+        let help = "Time of that during which it counted.";
+        out.seconds("guest_counter_running", help, running)?;
+        let help = "Share of its enabled time that the counter's event counted: below 1 it had to share.";
+        let unit = Unit::Other("ratio".into());
+        out.gauges("guest_counter_running", help, Some(&unit), shares)?;
+        out.counts("guest_counter_overflows", "Overflows of the counter.", overflows)?;
+        let help = "Overflows of the counter that asked for an interrupt.";
+        out.counts("guest_counter_pmi_requests", help, requests)
+    }
+
+    fn encode_events(&self, out: &mut Families<'_>) -> fmt::Result {
+        let (mut counts, mut times) = (vec![], vec![]);
+        let (mut enabled, mut running, mut shares) = (vec![], vec![], vec![]);
+        for (event, reading) in &self.events {
+            let mut labels: Labels = vec![
+                vcpu_label(event.vcpu),
+                ("event", event.name.clone()),
+                ("backing", event.backing.clone()),
+            ];
+            if event.estimate {
+                labels.push(("estimate", "true".to_owned()));
+            }
+            let values = if event.nanoseconds {
+                &mut times
+            } else {
+                &mut counts
+            };
+            values.push((labels.clone(), reading.value));
+            enabled.push((labels.clone(), reading.enabled_ns));
+            running.push((labels.clone(), reading.running_ns));
+            shares.extend(share(reading.enabled_ns, reading.running_ns).map(|s| (labels, s)));
+        }
+        let help =
+            "Events of the operator (--metrics-events), as counted: not scaled up for time they were off.";
+        out.counts("event_count", help, counts)?;
+        out.seconds(
+            "event_time",
+            "Events of the operator that measure time, likewise.",
+            times,
+        )?;
+        let help = "Time the operator's event was enabled.";
+        out.seconds("event_enabled", help, enabled)?;
+        out.seconds("event_running", "Time of that during which it counted.", running)?;
+        let help = "Share of its enabled time that the operator's event counted: below 1 it had to share.";
+        let unit = Unit::Other("ratio".into());
+        out.gauges("event_running", help, Some(&unit), shares)
+    }
+
+    fn encode_contexts(&self, out: &mut Families<'_>) -> fmt::Result {
+        let contexts: Vec<_> = self
+            .vcpus
+            .iter()
+            .enumerate()
+            .filter_map(|(i, v)| Some((i, v.context?)))
+            .collect();
+        let each = |of: fn(&ContextStats) -> u64| -> Vec<(Labels, u64)> {
+            contexts
+                .iter()
+                .map(|(i, c)| (vec![vcpu_label(i)], of(c)))
+                .collect()
+        };
+        let help = "Samples written for operators.";
+        out.counts("vcpu_samples", help, each(|c| c.samples))?;
+        let help = "Samples that found no room in their ring.";
+        out.counts("vcpu_lost_samples", help, each(|c| c.lost_samples))?;
+        let help = "How often an event that sampled too fast was held back until the next tick.";
+        out.counts("vcpu_sampling_throttles", help, each(|c| c.throttles))?;
+        let mut open = Vec::new();
+        for (i, c) in &contexts {
+            for (state, n) in [("open", c.events), ("on", c.active)] {
+                open.push((vec![vcpu_label(i), ("state", state.to_owned())], n as f64));
+            }
+        }
+        let help = "Events on the vCPU, the guest's and all operators': open ones, and those that count now.";
+        out.gauges("vcpu_events", help, None, open)?;
+        let waiting = contexts
+            .iter()
+            .map(|(i, c)| (vec![vcpu_label(i)], c.waiting_groups as f64))
+            .collect();
+        let help = "Groups of events that wait for a counter of the host's PMU.";
+        out.gauges("vcpu_waiting_groups", help, None, waiting)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::protocol::GuestCounter;
+
+    fn snapshot() -> Snapshot {
+        let counter = |counter: &str, event: Option<&str>, backing: Option<&str>| GuestCounter {
+            counter: counter.into(),
+            enabled: event.is_some(),
+            event: event.map(Into::into),
+            allowed: true,
+            backing: backing.map(Into::into),
+            value: 0xffff_ffff_0000,
+            counted: 1234,
+            enabled_ns: 4_000_000_000,
+            running_ns: 1_000_000_000,
+            overflows: 5,
+            pmi_requests: 4,
+        };
+        let stats = VcpuStats::default();
+        stats.exits.add(9);
+        stats.pmi_nmi.add(3);
+        stats.pmi_throttled.add(2);
+        let view = VcpuView {
+            vcpu: 0,
+            pmis: 3,
+            counters: vec![
+                counter("gp0", Some("cycles:u"), Some("clock")),
+                counter("gp1", Some("cache-misses"), Some("none")),
+                counter("fixed0", None, None),
+            ],
+        };
+        let context = ContextStats {
+            events: 3,
+            active: 2,
+            lost_samples: 7,
+            ..ContextStats::default()
+        };
+        Snapshot {
+            vm: VmInfo {
+                protocol: 1,
+                version: "0".into(),
+                name: "a".into(),
+                pid: 1,
+                vcpus: 1,
+                pmu: "amd".into(),
+                guest: "a \"b\\c\"\nd".into(),
+                state: "paused".into(),
+                parked: 1,
+                uptime_ms: 1500,
+                role: "admin".into(),
+            },
+            vcpus: vec![VcpuSnapshot::new(&stats, Some(context), Some(view))],
+            events: Vec::new(),
+            steal_ns: vec![(0, 2_500_000_000)],
+            scrapes: 1,
+            refused: 0,
+        }
+    }
+
+    /// Counts are told with how long they were enabled and counted; what nobody counts for has none, and the value
+    /// the guest wrote is not taken for one.
+    #[test]
+    fn guest_counters_come_with_their_times() {
+        let text = snapshot().encode();
+        let gp0 = "{vm=\"a\",vcpu=\"0\",counter=\"gp0\",event=\"cycles:u\",backing=\"clock\"}";
+        for line in [
+            format!("perfvisor_guest_counter_events_total{gp0} 1234"),
+            format!("perfvisor_guest_counter_enabled_seconds_total{gp0} 4.0"),
+            format!("perfvisor_guest_counter_running_seconds_total{gp0} 1.0"),
+            format!("perfvisor_guest_counter_running_ratio{gp0} 0.25"),
+            "perfvisor_guest_counter_pmi_requests_total{vm=\"a\",vcpu=\"0\",counter=\"gp1\"} 4".into(),
+            "perfvisor_vcpu_pmis_throttled_total{vm=\"a\",vcpu=\"0\"} 2".into(),
+            "perfvisor_vcpu_pmis_total{vm=\"a\",vcpu=\"0\",delivery=\"nmi\"} 3".into(),
+            "perfvisor_vcpu_steal_seconds_total{vm=\"a\",vcpu=\"0\"} 2.5".into(),
+            "perfvisor_vcpu_lost_samples_total{vm=\"a\",vcpu=\"0\"} 7".into(),
+            "perfvisor_vm_paused{vm=\"a\"} 1.0".into(),
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("cache-misses") && !text.contains(&0xffff_ffff_0000u64.to_string()));
+        assert!(text.ends_with("# EOF\n"));
+    }
+
+    /// A name with quotes or a line's end stays one label.
+    #[test]
+    fn labels_are_escaped() {
+        let text = snapshot().encode();
+        let line = text.lines().find(|l| l.starts_with("perfvisor_vm_info")).unwrap();
+        assert!(line.contains(r#"guest="a \"b\\c\"\nd""#), "{line}");
+    }
+}
