@@ -7,11 +7,15 @@
  *   faults PAGES               touches PAGES fresh pages: one minor fault each
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS          N threads that spin
+ *   idle SECONDS               sleeps
+ *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
+ *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
  *
  * Each prints one line "NAME: key=value ..." that says what it did. Built with frame pointers,
  * without inlining of the functions that profiles are expected to show.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -174,7 +178,68 @@ static int threads(const char *count, const char *seconds)
 	return 0;
 }
 
+static int idle(const char *seconds)
+{
+	double length = atof(seconds);
+	struct timespec t = { (time_t)length, (long)((length - (time_t)length) * 1e9) };
+	nanosleep(&t, NULL);
+	printf("idle: seconds=%.3f\n", length);
+	return 0;
+}
+
+static int run(int argc, char **argv);
+
+/* Says something on the console and waits for a line there. */
+static int wait_for_line(int console, const char *text)
+{
+	char c = 0;
+	printf("@@pv gate %s\n", text);
+	fflush(stdout);
+	while (c != '\n')
+		if (read(console, &c, 1) != 1)
+			return -1;
+	return 0;
+}
+
+/* Tells a perf that was started with --control and --delay=-1 to count or to stop, and waits until it has. */
+static void control(int ctl, int ack, const char *word)
+{
+	char answer[64];
+	if (ctl < 0 || ack < 0)
+		return;
+	if (write(ctl, word, strlen(word)) < 0 || read(ack, answer, sizeof(answer)) <= 0)
+		perror("gate: perf");
+}
+
+static int gate(int argc, char **argv)
+{
+	char text[96];
+	int console = open("/dev/console", O_RDONLY), status;
+	/* Opened both ways, so that it does not wait for a perf that is not there; without one, reading would wait for ever. */
+	int perf = getenv("GATE_PERF") != NULL;
+	int ctl = perf ? open("/tmp/ctl", O_RDWR) : -1, ack = perf ? open("/tmp/ack", O_RDWR) : -1;
+	double cpu;
+
+	if (console < 0 || wait_for_line(console, "begin"))
+		return 3;
+	control(ctl, ack, "enable\n");
+	cpu = now(CLOCK_PROCESS_CPUTIME_ID);
+	status = run(argc, argv);
+	cpu = now(CLOCK_PROCESS_CPUTIME_ID) - cpu;
+	control(ctl, ack, "disable\n");
+	snprintf(text, sizeof(text), "end cpu_ns=%.0f", cpu * 1e9);
+	return wait_for_line(console, text) ? 3 : status;
+}
+
 int main(int argc, char **argv)
+{
+	const char *name = strrchr(argv[0], '/');
+	if (!strcmp(name ? name + 1 : argv[0], "gate") && argc > 1)
+		return gate(argc - 1, argv + 1);
+	return run(argc, argv);
+}
+
+static int run(int argc, char **argv)
 {
 	const char *name = strrchr(argv[0], '/');
 	name = name ? name + 1 : argv[0];
@@ -190,7 +255,9 @@ int main(int argc, char **argv)
 		return chase(argv[1]);
 	if (!strcmp(name, "threads") && argc == 3)
 		return threads(argv[1], argv[2]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS\n",
+	if (!strcmp(name, "idle") && argc == 2)
+		return idle(argv[1]);
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, gate ...\n",
 	      stderr);
 	return 2;
 }

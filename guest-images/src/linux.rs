@@ -21,13 +21,16 @@ const GUEST_INIT: &str = include_str!("../init/guest");
 const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
 /// Scripts that the guest finds by name.
-const SCRIPTS: [(&str, &str); 2] = [
+const SCRIPTS: [(&str, &str); 3] = [
     ("demo", include_str!("../scripts/demo")),
     ("smoke", include_str!("../scripts/smoke")),
+    ("validate", include_str!("../scripts/validate")),
 ];
 
 /// Names under which `pvload` is called.
-const PROGRAMS: [&str; 6] = ["spin", "three", "syscalls", "faults", "chase", "threads"];
+const PROGRAMS: [&str; 8] = [
+    "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "gate",
+];
 
 /// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, and a serial
 /// port over virtio to talk to the test runner.
@@ -44,6 +47,9 @@ const PVLOAD_FLAGS: [&str; 8] = [
     "-Wall",
     "-Wextra",
 ];
+
+/// Flags for the program whose every instruction is known.
+const KNOWN_FLAGS: [&str; 3] = ["-nostdlib", "-static", "-no-pie"];
 
 /// Why images could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -194,6 +200,8 @@ fn recipe() -> String {
         GUEST_INIT,
         LAB_INIT,
         PVLOAD_SOURCE,
+        KNOWN_SOURCE,
+        KNOWN_FLAGS,
         SCRIPTS,
         PROGRAMS,
         LAB_MODULES,
@@ -255,13 +263,15 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     progress.step("unpacking the kernel");
     let release = unpack_kernel(&root, &package, images)?;
 
-    progress.step("compiling the test program");
-    compile_pvload(directory, &images.pvload)?;
+    progress.step("compiling the test programs");
+    compile(directory, "pvload.c", PVLOAD_SOURCE, &PVLOAD_FLAGS, &images.pvload)?;
+    let known = directory.join("known");
+    compile(directory, "known.S", KNOWN_SOURCE, &KNOWN_FLAGS, &known)?;
 
     progress.step("writing the guest's initrd");
     let perf = perf_archive(&root, &libraries)?;
     write(&images.perf_cpio, &perf)?;
-    let mut initrd = guest_archive(&root, &images.pvload)?;
+    let mut initrd = guest_archive(&root, &images.pvload, &known)?;
     initrd.extend_from_slice(&perf);
     write(&images.initrd, &initrd)?;
 
@@ -340,12 +350,18 @@ fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, 
     Ok(release)
 }
 
-fn compile_pvload(directory: &Path, program: &Path) -> Result<(), BuildError> {
-    let source = directory.join("pvload.c");
-    write(&source, PVLOAD_SOURCE.as_bytes())?;
+fn compile(
+    directory: &Path,
+    file: &str,
+    text: &str,
+    flags: &[&str],
+    program: &Path,
+) -> Result<(), BuildError> {
+    let source = directory.join(file);
+    write(&source, text.as_bytes())?;
     let compiler = std::env::var("CC").unwrap_or_else(|_| "gcc".to_owned());
     let output = Command::new(&compiler)
-        .args(PVLOAD_FLAGS)
+        .args(flags)
         .arg("-o")
         .arg(program)
         .arg(&source)
@@ -363,9 +379,10 @@ fn compile_pvload(directory: &Path, program: &Path) -> Result<(), BuildError> {
 }
 
 /// Busybox, init, scripts and test programs.
-fn guest_archive(root: &Path, pvload: &Path) -> Result<Vec<u8>, BuildError> {
+fn guest_archive(root: &Path, pvload: &Path, known: &Path) -> Result<Vec<u8>, BuildError> {
     let busybox = read(&root.join("bin/busybox"))?;
     let pvload = read(pvload)?;
+    let known = read(known)?;
     archive_in_memory(|archive| {
         for directory in ["dev", "bin", "scripts", "root"] {
             archive.directory(directory)?;
@@ -375,6 +392,7 @@ fn guest_archive(root: &Path, pvload: &Path) -> Result<Vec<u8>, BuildError> {
         archive.file("init", 0o755, GUEST_INIT.as_bytes())?;
         archive.file("bin/busybox", 0o755, &busybox)?;
         archive.file("bin/pvload", 0o755, &pvload)?;
+        archive.file("bin/known", 0o755, &known)?;
         for program in PROGRAMS {
             archive.symlink(&format!("bin/{program}"), "pvload")?;
         }
