@@ -264,7 +264,13 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     let release = unpack_kernel(&root, &package, images)?;
 
     progress.step("compiling the test programs");
-    compile(directory, "pvload.c", PVLOAD_SOURCE, &PVLOAD_FLAGS, &images.pvload)?;
+    compile(
+        directory,
+        "pvload.c",
+        PVLOAD_SOURCE,
+        &PVLOAD_FLAGS,
+        &images.pvload,
+    )?;
     let known = directory.join("known");
     compile(directory, "known.S", KNOWN_SOURCE, &KNOWN_FLAGS, &known)?;
 

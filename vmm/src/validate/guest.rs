@@ -327,6 +327,7 @@ impl Watch {
                 rate: period,
                 frequency: false,
                 callchain: false,
+                chain_every: 1,
             }),
         });
         let opened = match opened {
