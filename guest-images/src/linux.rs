@@ -20,6 +20,7 @@ use crate::progress::Progress;
 const GUEST_INIT: &str = include_str!("../init/guest");
 const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
+const KNOWN_SOURCE: &str = include_str!("../programs/known.S");
 /// Scripts that the guest finds by name.
 const SCRIPTS: [(&str, &str); 3] = [
     ("demo", include_str!("../scripts/demo")),
