@@ -97,33 +97,65 @@ pub struct Lab {
     log: PathBuf,
     kernel_release: String,
     boot_time: Duration,
-    stopped: Arc<Flag>,
+    ending: Arc<Ending>,
 }
 
-/// A condition another thread reports.
+/// The end of QEMU, which another thread waits for.
 #[derive(Default)]
-struct Flag {
-    set: Mutex<bool>,
+struct Ending {
+    how: Mutex<Option<String>>,
     changed: Condvar,
 }
 
-impl Flag {
-    fn raise(&self) {
-        *self.set.lock().unwrap_or_else(PoisonError::into_inner) = true;
+impl Ending {
+    fn report(&self, how: String) {
+        *self.how.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
         self.changed.notify_all();
     }
 
-    fn is_raised(&self) -> bool {
-        *self.set.lock().unwrap_or_else(PoisonError::into_inner)
+    fn has_come(&self) -> bool {
+        self.how.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    fn wait(&self, limit: Duration) -> bool {
-        let set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
-        let (set, _) = self
+    /// How QEMU ended, if it does so within `limit`.
+    fn wait(&self, limit: Duration) -> Option<String> {
+        let how = self.how.lock().unwrap_or_else(PoisonError::into_inner);
+        let (how, _) = self
             .changed
-            .wait_timeout_while(set, limit, |set| !*set)
+            .wait_timeout_while(how, limit, |how| how.is_none())
             .unwrap_or_else(PoisonError::into_inner);
-        *set
+        how.clone()
+    }
+}
+
+/// What is left to read after a lab has gone.
+struct Remains {
+    ending: Arc<Ending>,
+    console: PathBuf,
+    qemu_log: PathBuf,
+}
+
+impl Remains {
+    /// The ends of the console and of what QEMU printed.
+    fn tail(&self) -> String {
+        let console = fs::read(&self.console).unwrap_or_default();
+        let said = fs::read(&self.qemu_log).unwrap_or_default();
+        let mut tail = last_lines(&String::from_utf8_lossy(&console), 15);
+        tail.push_str(&last_lines(&String::from_utf8_lossy(&said), 5));
+        tail
+    }
+
+    /// All that is known about the death of a lab whose connection ended for `reason`.
+    fn obituary(&self, reason: &str) -> String {
+        let how = self
+            .ending
+            .wait(Duration::from_secs(3))
+            .unwrap_or_else(|| "still runs".to_owned());
+        format!(
+            "{reason}; QEMU: {how}; its console is in {}, and ends with:\n{}",
+            self.console.display(),
+            self.tail()
+        )
     }
 }
 
@@ -163,7 +195,7 @@ impl Link {
     }
 
     /// Delivers what the agent sends until it hangs up.
-    fn receive(&self, mut stream: UnixStream) {
+    fn receive(&self, mut stream: UnixStream, remains: &Remains) {
         let reason = loop {
             match read_frame(&mut stream) {
                 Ok(Some(frame)) => self.deliver(frame),
@@ -171,6 +203,7 @@ impl Link {
                 Err(error) => break error.to_string(),
             }
         };
+        let reason = remains.obituary(&reason);
         let mut waiting = self.waiting();
         for (_, progress) in waiting.processes.drain() {
             progress.lab_gone(reason.clone());
@@ -294,7 +327,7 @@ impl Lab {
         let log = artefacts::log_dir()?.join(log_name());
         let _ = fs::remove_file(&log);
 
-        let stopped = Arc::new(Flag::default());
+        let ending = Arc::new(Ending::default());
         let mut command = qemu(images, &initrd, options, "lab.mode=agent");
         command
             .args(["-display", "none"])
@@ -313,15 +346,17 @@ impl Lab {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(qemu_output);
-        let stop_flag = Arc::clone(&stopped);
+        let reporter = Arc::clone(&ending);
         let (spawned, spawn_result) = std::sync::mpsc::channel();
         // The parent-death signal is tied to the thread that starts QEMU, so that thread stays
         // until QEMU has ended.
         thread::spawn(move || match command.spawn() {
             Ok(mut child) => {
                 let _ = spawned.send(Ok(()));
-                let _ = child.wait();
-                stop_flag.raise();
+                reporter.report(match child.wait() {
+                    Ok(status) => status.to_string(),
+                    Err(error) => error.to_string(),
+                });
             }
             Err(error) => {
                 let _ = spawned.send(Err(error));
@@ -330,19 +365,18 @@ impl Lab {
         if let Ok(Err(_)) | Err(_) = spawn_result.recv() {
             return Err(LabError::NoQemu);
         }
-        let boot_error = |reason: String| {
-            let console = fs::read(&log).unwrap_or_default();
-            let said = fs::read(&qemu_log).unwrap_or_default();
-            let mut tail = last_lines(&String::from_utf8_lossy(&console), 15);
-            tail.push_str(&last_lines(&String::from_utf8_lossy(&said), 5));
-            LabError::Boot {
-                reason,
-                log: log.clone(),
-                tail,
-            }
+        let remains = Remains {
+            ending: Arc::clone(&ending),
+            console: log.clone(),
+            qemu_log,
+        };
+        let boot_error = |reason: String| LabError::Boot {
+            reason,
+            log: log.clone(),
+            tail: remains.tail(),
         };
         let deadline = started + BOOT_LIMIT;
-        let stream = accept(&listener, deadline, &stopped).map_err(&boot_error)?;
+        let stream = accept(&listener, deadline, &ending).map_err(&boot_error)?;
         let hello = greeting(&stream, deadline).map_err(&boot_error)?;
 
         let reader = stream
@@ -355,14 +389,19 @@ impl Lab {
             answered: Condvar::new(),
         });
         let receiver = Arc::clone(&link);
-        thread::spawn(move || receiver.receive(reader));
+        thread::spawn(move || receiver.receive(reader, &remains));
         Ok(Self {
             link,
             log,
             kernel_release: hello,
             boot_time: started.elapsed(),
-            stopped,
+            ending,
         })
+    }
+
+    /// Whether it has ended, by itself or not; nothing can be run in it any more.
+    pub fn is_gone(&self) -> bool {
+        self.ending.has_come() || self.link.waiting().gone.is_some()
     }
 
     /// The console of the lab host.
@@ -387,22 +426,20 @@ impl Lab {
     pub fn start(&self, command: &Command) -> Result<Process, ProcessError> {
         let id = self.link.new_id();
         let progress = Arc::new(Progress::default());
+        let gone = |message: String| ProcessError::LabGone {
+            command: command.line(),
+            message,
+        };
         {
             let mut waiting = self.link.waiting();
-            match &waiting.gone {
-                Some(reason) => progress.lab_gone(reason.clone()),
-                None => {
-                    waiting.processes.insert(id, Arc::clone(&progress));
-                }
+            if let Some(reason) = &waiting.gone {
+                return Err(gone(reason.clone()));
             }
+            waiting.processes.insert(id, Arc::clone(&progress));
         }
         let start = Start {
             argv: command.argv.clone(),
             env: command.env.clone(),
-        };
-        let gone = |message: String| ProcessError::LabGone {
-            command: command.line(),
-            message,
         };
         let payload = serde_json::to_vec(&start).map_err(|error| gone(error.to_string()))?;
         self.link
@@ -461,7 +498,7 @@ impl Drop for Lab {
         let stream = self.link.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = stream.shutdown(Shutdown::Both);
         drop(stream);
-        self.stopped.wait(Duration::from_secs(10));
+        self.ending.wait(Duration::from_secs(10));
     }
 }
 
@@ -569,7 +606,7 @@ fn add<W: io::Write>(archive: &mut Archive<W>, name: &str, mode: u32, file: &Pat
 }
 
 /// Waits for QEMU to connect.
-fn accept(listener: &UnixListener, deadline: Instant, stopped: &Flag) -> Result<UnixStream, String> {
+fn accept(listener: &UnixListener, deadline: Instant, ending: &Ending) -> Result<UnixStream, String> {
     listener
         .set_nonblocking(true)
         .map_err(|error| error.to_string())?;
@@ -582,13 +619,13 @@ fn accept(listener: &UnixListener, deadline: Instant, stopped: &Flag) -> Result<
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error.to_string()),
         }
-        if stopped.is_raised() {
-            return Err("QEMU ended at once".to_owned());
+        if let Some(how) = ending.wait(Duration::ZERO) {
+            return Err(format!("QEMU ended at once ({how})"));
         }
         if Instant::now() >= deadline {
             return Err("QEMU did not connect".to_owned());
         }
-        stopped.wait(Duration::from_millis(20));
+        ending.wait(Duration::from_millis(20));
     }
 }
 

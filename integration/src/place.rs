@@ -72,9 +72,9 @@ pub enum Place {
 }
 
 impl Place {
-    /// The place for Linux guests, shared by all tests of this process; the lab is booted at most
-    /// once. Only one test at a time holds it, because timings suffer when two guests share the
-    /// processor.
+    /// The place for Linux guests, shared by all tests of this process; the lab is booted
+    /// once, and again only if it dies. Only one test at a time holds it, because timings suffer when two
+    /// guests share the processor.
     ///
     /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice.
     ///
@@ -87,8 +87,16 @@ impl Place {
                 .map(Mutex::new)
                 .map_err(|error| artefacts::describe(&error))
         }) {
-            // A test that failed while it held the place did not harm the place.
-            Ok(place) => Ok(place.lock().unwrap_or_else(PoisonError::into_inner)),
+            Ok(place) => {
+                // A test that failed while it held the place did not harm the place.
+                let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+                if matches!(&*place, Place::Lab(lab) if lab.is_gone()) {
+                    eprintln!("the lab host is gone; booting another one");
+                    *place =
+                        Self::choose(&LabOptions::default()).map_err(|error| artefacts::describe(&error))?;
+                }
+                Ok(place)
+            }
             Err(message) => Err(message.clone()),
         }
     }
