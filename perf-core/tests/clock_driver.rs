@@ -372,7 +372,7 @@ fn one_privilege_level_is_a_part_of_the_whole() {
         burn(500_000);
         clock.guest_exit();
         if clock.wants_ticks() {
-            clock.tick(if i % 2 == 0 { 0 } else { 3 });
+            clock.tick(Some(if i % 2 == 0 { 0 } else { 3 }));
         }
         let now = (user.read(), kernel.read());
         assert!(now.0 >= last.0 && now.1 >= last.1);

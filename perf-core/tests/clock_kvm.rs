@@ -94,7 +94,7 @@ fn time_goes_to_the_level_the_guest_is_at() {
         clock.guest_exit();
         assert!(left);
         if clock.wants_ticks() {
-            clock.tick(0);
+            clock.tick(Some(0));
         }
         if all.take_overflows() == 1 {
             all.arm(PERIOD).unwrap();

@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvm_bindings::KVM_MP_STATE_HALTED;
 use kvm_ioctls::VcpuFd;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
@@ -330,10 +331,11 @@ impl VcpuPmu {
             return 0;
         };
         let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples);
-        if attached.clock.wants_ticks()
-            && let Some(cpl) = regs.cpl()
-        {
-            attached.clock.tick(cpl);
+        if attached.clock.wants_ticks() {
+            let halted = fd
+                .get_mp_state()
+                .is_ok_and(|state| state.mp_state == KVM_MP_STATE_HALTED);
+            attached.clock.tick(if halted { None } else { regs.cpl() });
         }
         let mut counters: SmallVec<[CounterIndex; vpmu::MAX_COUNTERS]> = SmallVec::new();
         attached

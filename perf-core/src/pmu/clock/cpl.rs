@@ -1,7 +1,7 @@
 //! Which privilege level the guest's time belongs to.
 //!
 //! A clock cannot see the guest's privilege level at every instant. It is sampled instead, a little more than a
-//! thousand times a second of thread time, while an event asks for one level. At each look the guest time since the look
+//! thousand times a second, while an event asks for one level. At each look the guest time since the look
 //! before goes to the level seen. That is an estimate: right on average, off by up to one tick at each end, and
 //! blind to a guest that keeps in step with the ticks. It never goes back.
 //!
@@ -10,14 +10,22 @@
 //!   says guest user or guest kernel. Nothing leaves the guest for it, and reading the ring is no system call.
 //!   On a software-only KVM that interprets the guest's kernel, such time looks like host kernel time; there it
 //!   is taken as level 0.
-//! - Where the ring never shows the guest, the ticks are signals that kick the vCPU, and its thread reports the
-//!   level it finds ([`super::VcpuClock::tick`]).
+//! - Kicks: a timer's signal takes the vCPU out of the guest, and its thread reports the level it finds
+//!   ([`super::VcpuClock::tick`]). It rings once and is set again by that report, so that a slow VMM is never rung out
+//!   of the guest before the guest has got anywhere. While no event is on it keeps what is left of its time: a guest that
+//!   switches its events off and on many times per tick is still looked at as often as one that leaves them on.
+//!
+//! Not every host's samples show the guest. Until they have once, the kicks are what counts, and the ring is only
+//! watched; then one of the two is given up, for all vCPUs.
 
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
+
+use super::event::MIN_TIMER_NS;
+use super::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
@@ -30,8 +38,14 @@ const RING_LOG2_PAGES: u32 = 2;
 /// This many looks during guest time without once seeing the guest: the kernel's samples do not show it here.
 const BLIND_LOOKS: u64 = 8;
 
-/// Found out once for all vCPUs: the kernel's samples do not show the guest on this host.
-static BLIND: AtomicBool = AtomicBool::new(false);
+/// The longest a kick is put off when the guest makes no headway, ns.
+const MOST_PATIENCE_NS: u64 = 10_000_000;
+
+/// Found out once for all vCPUs: whether the kernel's samples show the guest on this host.
+static SAMPLES: AtomicU8 = AtomicU8::new(UNPROVEN);
+const UNPROVEN: u8 = 0;
+const SHOW_GUEST: u8 = 1;
+const BLIND: u8 = 2;
 
 /// How the privilege level is learnt on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,13 +59,15 @@ pub enum LevelSource {
 }
 
 impl LevelSource {
-    /// The source tried first on this host.
+    /// The source to begin with on this host.
     #[must_use]
     pub fn of_host() -> Self {
         if Path::new("/sys/module/kvm_pvm").exists() {
-            Self::KernelRingInterpreted
-        } else {
-            Self::KernelRing
+            return Self::KernelRingInterpreted;
+        }
+        match SAMPLES.load(Ordering::Relaxed) {
+            SHOW_GUEST => Self::KernelRing,
+            _ => Self::Kicks,
         }
     }
 }
@@ -63,11 +79,52 @@ pub(crate) enum Level {
     Kernel,
 }
 
+/// Kicks of the vCPU at the pace of the looks.
 #[derive(Debug)]
-enum Ticker {
-    Closed,
-    Ring(PerfFd, PerfMap),
-    Signal(PerfFd),
+struct Kicks {
+    timer: Timer,
+    /// What it was set to last, ns.
+    wait_ns: u64,
+    /// Guest time when it was set for a whole wait.
+    set_at_ns: u64,
+    /// What was left of the wait when the last event stopped, ns.
+    left_ns: u64,
+}
+
+impl Kicks {
+    fn open(tid: i32, signal: Option<i32>) -> io::Result<Self> {
+        let signal = signal.ok_or_else(|| io::Error::other("no signal to kick the vCPU with"))?;
+        Ok(Self {
+            timer: Timer::open(tid, signal)?,
+            wait_ns: TICK_PERIOD_NS,
+            set_at_ns: 0,
+            left_ns: TICK_PERIOD_NS,
+        })
+    }
+
+    fn go_on(&mut self) -> io::Result<()> {
+        self.timer.set(self.left_ns.max(MIN_TIMER_NS))
+    }
+
+    fn hold(&mut self) {
+        match self.timer.take() {
+            Ok(left_ns) => self.left_ns = left_ns,
+            Err(e) => log::debug!("cannot hold the privilege level ticks: {e}"),
+        }
+    }
+
+    /// It has rung; the guest's time is `now_ns`.
+    fn again(&mut self, now_ns: u64) -> io::Result<()> {
+        let had_ns = now_ns.saturating_sub(self.set_at_ns);
+        self.wait_ns = if had_ns >= self.wait_ns / 8 {
+            TICK_PERIOD_NS
+        } else {
+            // The guest is halted, waits for a processor, or the VMM needs longer than a tick to get back into it.
+            (self.wait_ns * 2).min(MOST_PATIENCE_NS)
+        };
+        self.set_at_ns = now_ns;
+        self.timer.set(self.wait_ns)
+    }
 }
 
 /// The split of one vCPU's guest time.
@@ -76,7 +133,8 @@ pub(crate) struct CplSplit {
     tid: i32,
     source: LevelSource,
     signal: Option<i32>,
-    ticker: Ticker,
+    ring: Option<(PerfFd, PerfMap)>,
+    kicks: Option<Kicks>,
     /// Started events that want one level.
     users: u32,
     user_ns: u64,
@@ -85,8 +143,10 @@ pub(crate) struct CplSplit {
     mark_ns: u64,
     /// Unattributed time of earlier spans.
     carry_ns: u64,
-    /// Looks that saw the guest, and looks that saw only the host, since the source was chosen.
-    seen_guest: u64,
+    /// Guest time of the spans in which the ring was watched, and when the present one began.
+    watched_ns: u64,
+    watched_from_ns: u64,
+    /// Looks that saw only the host.
     seen_host: u64,
 }
 
@@ -94,19 +154,17 @@ impl CplSplit {
     pub(crate) fn new(tid: i32) -> Self {
         Self {
             tid,
-            source: if BLIND.load(Ordering::Relaxed) {
-                LevelSource::Kicks
-            } else {
-                LevelSource::of_host()
-            },
+            source: LevelSource::of_host(),
             signal: None,
-            ticker: Ticker::Closed,
+            ring: None,
+            kicks: None,
             users: 0,
             user_ns: 0,
             kernel_ns: 0,
             mark_ns: 0,
             carry_ns: 0,
-            seen_guest: 0,
+            watched_ns: 0,
+            watched_from_ns: 0,
             seen_host: 0,
         }
     }
@@ -121,6 +179,7 @@ impl CplSplit {
             self.signal = signal;
             self.switch_on()?;
             self.mark_ns = now_ns;
+            self.watched_from_ns = now_ns;
         }
         self.users += 1;
         Ok(())
@@ -130,15 +189,20 @@ impl CplSplit {
     pub(crate) fn stop(&mut self, now_ns: u64) {
         self.look(now_ns);
         self.users = self.users.saturating_sub(1);
-        if self.users == 0 {
-            self.carry_ns += now_ns.saturating_sub(self.mark_ns);
-            // The kernel keeps what is left of the tick's period, so that short spans are looked at as often, for
-            // their length, as long ones.
-            if let Ticker::Ring(fd, _) | Ticker::Signal(fd) = &self.ticker
-                && let Err(e) = fd.disable()
-            {
-                log::warn!("cannot stop the privilege level ticks: {e}");
-            }
+        if self.users > 0 {
+            return;
+        }
+        self.carry_ns += now_ns.saturating_sub(self.mark_ns);
+        self.watched_ns += now_ns.saturating_sub(self.watched_from_ns);
+        // The kernel keeps what is left of a tick's period, so that short spans are looked at as often, for
+        // their length, as long ones.
+        if let Some((fd, _)) = &self.ring
+            && let Err(e) = fd.disable()
+        {
+            log::warn!("cannot stop the privilege level samples: {e}");
+        }
+        if let Some(kicks) = &mut self.kicks {
+            kicks.hold();
         }
     }
 
@@ -151,9 +215,22 @@ impl CplSplit {
         }
     }
 
-    /// The vCPU's thread saw the guest at `cpl`.
-    pub(crate) fn tick(&mut self, cpl: u8, now_ns: u64) {
-        if self.users > 0 {
+    /// The vCPU's thread is out of the guest and saw it at this level; `None`: it was halted there.
+    pub(crate) fn tick(&mut self, cpl: Option<u8>, now_ns: u64) {
+        if self.users == 0 {
+            return;
+        }
+        let Some(kicks) = &mut self.kicks else { return };
+        // Any overflow brings the thread here, and those of an event that counts one level come at that level: only the
+        // timer's own rings are fair looks.
+        if !kicks.timer.rang() {
+            return;
+        }
+        if let Err(e) = kicks.again(now_ns) {
+            log::warn!("the next privilege level tick could not be set: {e}");
+        }
+        // A halted guest uses no time: what is pending was used before, at a level the next look tells.
+        if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
             self.settle(user, 1 - user, now_ns);
         }
@@ -161,36 +238,42 @@ impl CplSplit {
 
     /// Whether the vCPU's thread must report levels at kicks.
     pub(crate) fn by_kicks(&self) -> bool {
-        self.users > 0 && matches!(self.ticker, Ticker::Signal(_))
+        self.users > 0 && self.kicks.is_some()
     }
 
     fn switch_on(&mut self) -> io::Result<()> {
-        match &self.ticker {
-            Ticker::Ring(fd, _) | Ticker::Signal(fd) => return fd.enable(),
-            Ticker::Closed => {}
-        }
-        let fd = open_ticks(self.tid)?;
-        if self.source != LevelSource::Kicks {
-            match fd.map(Some(RING_LOG2_PAGES)) {
-                Ok(map) => {
-                    fd.enable()?;
-                    self.ticker = Ticker::Ring(fd, map);
-                    return Ok(());
+        let found = SAMPLES.load(Ordering::Relaxed);
+        let wants_ring = self.source != LevelSource::Kicks || found != BLIND;
+        if !wants_ring {
+            self.ring = None;
+        } else if self.ring.is_none() {
+            self.ring = match open_ring(self.tid) {
+                Ok(ring) => Some(ring),
+                Err(e) => {
+                    log::debug!("no ring for privilege level samples ({e}): kicks instead");
+                    self.source = LevelSource::Kicks;
+                    None
                 }
-                Err(e) => log::debug!("no ring for privilege level ticks ({e}): kicks instead"),
-            }
-            self.source = LevelSource::Kicks;
+            };
         }
-        self.by_signal(fd)
-    }
-
-    fn by_signal(&mut self, fd: PerfFd) -> io::Result<()> {
-        let signal = self
-            .signal
-            .ok_or_else(|| io::Error::other("no signal to kick the vCPU with"))?;
-        fd.signal_thread(self.tid, signal)?;
-        fd.enable()?;
-        self.ticker = Ticker::Signal(fd);
+        // With no signal to kick with, the ring is all there is.
+        if (found == SHOW_GUEST || self.signal.is_none())
+            && self.ring.is_some()
+            && self.source == LevelSource::Kicks
+        {
+            self.source = LevelSource::KernelRing;
+        }
+        if self.source != LevelSource::Kicks {
+            self.kicks = None;
+        } else if self.kicks.is_none() {
+            self.kicks = Some(Kicks::open(self.tid, self.signal)?);
+        }
+        if let Some((fd, _)) = &self.ring {
+            fd.enable()?;
+        }
+        if let Some(kicks) = &mut self.kicks {
+            kicks.go_on()?;
+        }
         Ok(())
     }
 
@@ -199,7 +282,7 @@ impl CplSplit {
         if self.users == 0 {
             return;
         }
-        let Ticker::Ring(_, map) = &mut self.ticker else {
+        let Some((_, map)) = &mut self.ring else {
             return;
         };
         let (mut user, mut kernel, mut host) = (0u64, 0u64, 0u64);
@@ -213,13 +296,14 @@ impl CplSplit {
                 }
             }
         });
-        if self.source == LevelSource::KernelRingInterpreted {
-            kernel += std::mem::take(&mut host);
+        match self.source {
+            LevelSource::KernelRing => self.settle(user, kernel, now_ns),
+            LevelSource::KernelRingInterpreted => self.settle(user, kernel + host, now_ns),
+            LevelSource::Kicks => {
+                self.seen_host += host;
+                self.judge_ring(user + kernel > 0, now_ns);
+            }
         }
-        self.settle(user, kernel, now_ns);
-        self.seen_guest += user + kernel;
-        self.seen_host += host;
-        self.leave_blind_ring(now_ns);
     }
 
     /// Gives the pending time to the levels in the proportion they were seen.
@@ -236,36 +320,29 @@ impl CplSplit {
         self.mark_ns = self.mark_ns.max(now_ns);
     }
 
-    /// Goes over to kicks when the ring has shown only the host although the guest ran for most of that time.
-    fn leave_blind_ring(&mut self, now_ns: u64) {
-        let pending = self.carry_ns + now_ns.saturating_sub(self.mark_ns);
-        if self.seen_guest > 0
-            || self.seen_host < BLIND_LOOKS
-            || pending < self.seen_host * TICK_PERIOD_NS / 2
-        {
-            return;
-        }
-        self.seen_host = 0;
-        if self.signal.is_none() {
-            return;
-        }
-        let reopened = open_ticks(self.tid).and_then(|fd| self.by_signal(fd));
-        match reopened {
-            Ok(()) => {
-                log::info!("the host's samples do not show the guest: privilege levels are learnt by kicks");
-                self.source = LevelSource::Kicks;
-                BLIND.store(true, Ordering::Relaxed);
-            }
-            Err(e) => log::warn!("cannot learn privilege levels by kicks: {e}"),
+    /// Decides between the ring and the kicks, once the ring has told enough.
+    fn judge_ring(&mut self, saw_guest: bool, now_ns: u64) {
+        let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
+        if saw_guest {
+            log::debug!("the host's samples show the guest: privilege levels are learnt from them");
+            SAMPLES.store(SHOW_GUEST, Ordering::Relaxed);
+            self.source = LevelSource::KernelRing;
+            self.kicks = None;
+        } else if self.seen_host >= BLIND_LOOKS && watched_ns >= self.seen_host * TICK_PERIOD_NS / 2 {
+            log::info!("the host's samples do not show the guest: privilege levels are learnt by kicks");
+            SAMPLES.store(BLIND, Ordering::Relaxed);
+            self.ring = None;
         }
     }
 }
 
-fn open_ticks(tid: i32) -> io::Result<PerfFd> {
+fn open_ring(tid: i32) -> io::Result<(PerfFd, PerfMap)> {
     let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_CPU_CLOCK));
     attr.__bindgen_anon_1.sample_period = TICK_PERIOD_NS;
     attr.set_disabled(1);
-    PerfFd::open(&mut attr, tid)
+    let fd = PerfFd::open(&mut attr, tid)?;
+    let map = fd.map(Some(RING_LOG2_PAGES))?;
+    Ok((fd, map))
 }
 
 #[cfg(test)]
@@ -273,22 +350,28 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn running(source: LevelSource) -> CplSplit {
+    /// A split with an event on, that is told levels as if its timer had rung.
+    fn running() -> CplSplit {
         let mut split = CplSplit::new(0);
-        split.source = source;
+        split.source = LevelSource::Kicks;
         split.users = 1;
         split
+    }
+
+    fn see(split: &mut CplSplit, cpl: u8, now_ns: u64) {
+        let user = u64::from(cpl == 3);
+        split.settle(user, 1 - user, now_ns);
     }
 
     proptest! {
         /// Whatever the ticks say, attributed time never goes back and never exceeds the guest's time.
         #[test]
         fn attribution_is_monotonic_and_bounded(steps in prop::collection::vec((0u64..5_000_000, 0u8..4), 0..200)) {
-            let mut split = running(LevelSource::Kicks);
+            let mut split = running();
             let (mut now, mut last_user, mut last_kernel) = (0u64, 0, 0);
             for (step, cpl) in steps {
                 now += step;
-                split.tick(cpl, now);
+                see(&mut split, cpl, now);
                 let (user, kernel) = (split.read(Level::User, now), split.read(Level::Kernel, now));
                 prop_assert!(user >= last_user && kernel >= last_kernel);
                 prop_assert_eq!(user + kernel, now);
@@ -299,13 +382,13 @@ mod tests {
 
     #[test]
     fn time_between_spans_is_not_attributed() {
-        let mut split = running(LevelSource::Kicks);
-        split.tick(3, 1_000);
+        let mut split = running();
+        see(&mut split, 3, 1_000);
         // Off from 1,500 to 9,000: only the 500 before and the 300 after belong to the next look.
         split.stop(1_500);
         split.users = 1;
         split.mark_ns = 9_000;
-        split.tick(0, 9_300);
+        see(&mut split, 0, 9_300);
         assert_eq!(split.read(Level::User, 9_300), 1_000);
         assert_eq!(split.read(Level::Kernel, 9_300), 800);
     }
@@ -313,7 +396,31 @@ mod tests {
     #[test]
     fn ticks_without_an_event_that_wants_them_change_nothing() {
         let mut split = CplSplit::new(0);
-        split.tick(3, 1_000);
+        split.tick(Some(3), 1_000);
         assert_eq!(split.read(Level::User, 2_000), 0);
+    }
+
+    /// Spans shorter than a tick add up to looks: what was left when one ended is where the next begins.
+    #[test]
+    fn short_spans_do_not_put_the_kick_off_for_ever() {
+        let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
+        let before = kicks.left_ns;
+        kicks.go_on().unwrap();
+        std::thread::sleep(std::time::Duration::from_micros(50));
+        kicks.hold();
+        assert!(kicks.left_ns < before);
+        assert!(kicks.left_ns == 0 || !kicks.timer.rang() || kicks.timer.take().unwrap() == 0);
+    }
+
+    /// A guest that gets nowhere is kicked less and less often, and at the usual pace once it runs again.
+    #[test]
+    fn kicks_wait_for_a_guest_without_headway() {
+        let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
+        for _ in 0..10 {
+            kicks.again(0).unwrap();
+        }
+        assert_eq!(kicks.wait_ns, MOST_PATIENCE_NS);
+        kicks.again(MOST_PATIENCE_NS).unwrap();
+        assert_eq!(kicks.wait_ns, TICK_PERIOD_NS);
     }
 }

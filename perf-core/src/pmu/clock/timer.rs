@@ -1,4 +1,4 @@
-//! The timer whose signal announces an overflow of a clock event.
+//! The timer whose signal announces an overflow of a clock event, or asks for the guest's privilege level.
 //!
 //! A POSIX timer, not a host perf event. A perf event's signal is sent by an interrupt of its own that follows the timer's
 //! (`irq_work`), and which may come as late as the next scheduler tick on an emulated host; and a perf clock event goes on
@@ -49,7 +49,7 @@ impl Timer {
     pub(super) fn park(&mut self) {
         if !self.parked {
             match self.settime(0) {
-                Ok(()) => self.parked = true,
+                Ok(_) => self.parked = true,
                 Err(e) => log::debug!("cannot park an overflow timer: {e}"),
             }
         }
@@ -66,7 +66,15 @@ impl Timer {
         left.it_value.tv_sec == 0 && left.it_value.tv_nsec == 0
     }
 
-    fn settime(&self, ns: u64) -> io::Result<()> {
+    /// Does not ring any more; what was left of its time, ns, 0 if it has rung. One system call.
+    pub(super) fn take(&mut self) -> io::Result<u64> {
+        let left_ns = self.settime(0)?;
+        self.parked = true;
+        Ok(left_ns)
+    }
+
+    /// Sets it, or stops it with 0; what was left of the former time, ns.
+    fn settime(&self, ns: u64) -> io::Result<u64> {
         let spec = libc::itimerspec {
             it_interval: libc::timespec {
                 tv_sec: 0,
@@ -78,9 +86,15 @@ impl Timer {
                 tv_nsec: (ns % 1_000_000_000) as libc::c_long,
             },
         };
-        // SAFETY: the timer lives as long as `self`, and `spec` is a live local.
-        match unsafe { libc::timer_settime(self.id, 0, &spec, ptr::null_mut()) } {
-            0 => Ok(()),
+        let mut former = libc::itimerspec {
+            it_interval: spec.it_interval,
+            it_value: spec.it_interval,
+        };
+        // SAFETY: the timer lives as long as `self`, and both structs are live locals.
+        match unsafe { libc::timer_settime(self.id, 0, &spec, &mut former) } {
+            0 => Ok((former.it_value.tv_sec as u64)
+                .saturating_mul(1_000_000_000)
+                .saturating_add(former.it_value.tv_nsec as u64)),
             _ => Err(io::Error::last_os_error()),
         }
     }

@@ -290,10 +290,11 @@ impl VcpuClock {
         self.wants_ticks.store(wanted, Ordering::Relaxed);
     }
 
-    /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3).
+    /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3), or halted: `None`.
     ///
-    /// Cheap when no event needs it; see [`VcpuClock::wants_ticks`].
-    pub fn tick(&self, cpl: u8) {
+    /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is found out here,
+    /// with one system call, and another one sets the next. Cheap when no event needs it.
+    pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
             self.cpl_split().tick(cpl, now);
