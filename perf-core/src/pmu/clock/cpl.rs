@@ -15,8 +15,9 @@
 //!   of the guest before the guest has got anywhere. While no event is on it keeps what is left of its time: a guest that
 //!   switches its events off and on many times per tick is still looked at as often as one that leaves them on.
 //!
-//! Not every host's samples show the guest. Until they have once, the kicks are what counts, and the ring is only
-//! watched; then one of the two is given up, for all vCPUs.
+//! Not every host's samples show the guest, and some show it now and then only. Until they have shown it for most of a
+//! stretch of guest time, the kicks are what counts, and the ring is only watched; then one of the two is given
+//! up, for all vCPUs.
 
 use std::io;
 use std::path::Path;
@@ -35,8 +36,8 @@ pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 /// 16 KiB of 8-byte records: two seconds of ticks between two drains.
 const RING_LOG2_PAGES: u32 = 2;
 
-/// This many looks during guest time without once seeing the guest: the kernel's samples do not show it here.
-const BLIND_LOOKS: u64 = 8;
+/// Guest time after which the ring is judged, in ticks.
+const JUDGED_TICKS: u64 = 32;
 
 /// The longest a kick is put off when the guest makes no headway, ns.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
@@ -146,8 +147,8 @@ pub(crate) struct CplSplit {
     /// Guest time of the spans in which the ring was watched, and when the present one began.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// Looks that saw only the host.
-    seen_host: u64,
+    /// Samples of the guest in the watched ring.
+    seen_guest: u64,
 }
 
 impl CplSplit {
@@ -165,7 +166,7 @@ impl CplSplit {
             carry_ns: 0,
             watched_ns: 0,
             watched_from_ns: 0,
-            seen_host: 0,
+            seen_guest: 0,
         }
     }
 
@@ -300,8 +301,8 @@ impl CplSplit {
             LevelSource::KernelRing => self.settle(user, kernel, now_ns),
             LevelSource::KernelRingInterpreted => self.settle(user, kernel + host, now_ns),
             LevelSource::Kicks => {
-                self.seen_host += host;
-                self.judge_ring(user + kernel > 0, now_ns);
+                self.seen_guest += user + kernel;
+                self.judge_ring(now_ns);
             }
         }
     }
@@ -320,16 +321,24 @@ impl CplSplit {
         self.mark_ns = self.mark_ns.max(now_ns);
     }
 
-    /// Decides between the ring and the kicks, once the ring has told enough.
-    fn judge_ring(&mut self, saw_guest: bool, now_ns: u64) {
+    /// Decides between the ring and the kicks, once the ring has been watched for long enough. An emulated host shows
+    /// part of the guest, and not a fair part: that is not good enough, where kicks are merely dearer.
+    fn judge_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
-        if saw_guest {
+        if watched_ns < JUDGED_TICKS * TICK_PERIOD_NS {
+            return;
+        }
+        let expected = watched_ns / TICK_PERIOD_NS;
+        if self.seen_guest * 4 >= expected * 3 {
             log::debug!("the host's samples show the guest: privilege levels are learnt from them");
             SAMPLES.store(SHOW_GUEST, Ordering::Relaxed);
             self.source = LevelSource::KernelRing;
             self.kicks = None;
-        } else if self.seen_host >= BLIND_LOOKS && watched_ns >= self.seen_host * TICK_PERIOD_NS / 2 {
-            log::info!("the host's samples do not show the guest: privilege levels are learnt by kicks");
+        } else {
+            log::info!(
+                "the host's samples show the guest for {} of {expected} ms: privilege levels are learnt by kicks",
+                self.seen_guest
+            );
             SAMPLES.store(BLIND, Ordering::Relaxed);
             self.ring = None;
         }
