@@ -181,13 +181,13 @@ impl LinuxGuest {
     /// When it cannot be started or takes longer than its limit. That the guest's script failed
     /// is no error here.
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
-        let command = self.command(place)?;
-        match place.run(&command, self.limit) {
+        // The command is made anew each time: it may put files into the lab.
+        match place.survive_lab(|| Ok(place.start(&self.command(place)?)?.wait(self.limit)?)) {
             Ok(output) => self.finish(&output),
             Err(PlaceError::Process(ProcessError::TimedOut { command, limit, tail })) => {
                 let mut tail = tail;
-                if let Place::Lab(lab) = place {
-                    tail.push_str(&format!("(the lab's console: {})\n", lab.log().display()));
+                if let Place::Lab(host) = place {
+                    tail.push_str(&format!("(the lab's console: {})\n", host.last().log().display()));
                 }
                 Err(ProcessError::TimedOut { command, limit, tail }.into())
             }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::artefacts::{self, ArtefactError};
@@ -68,12 +68,49 @@ pub enum Place {
     /// This machine; the directory is for files of scenarios.
     Direct(PathBuf),
     /// The lab host.
-    Lab(Box<Lab>),
+    Lab(LabHost),
+}
+
+/// A lab, and another one like it should it die: an emulated machine that emulates a machine is not beyond that.
+pub struct LabHost {
+    options: LabOptions,
+    lab: Mutex<Arc<Lab>>,
+}
+
+impl LabHost {
+    /// Boots the first.
+    ///
+    /// # Errors
+    /// As [`Lab::boot`].
+    pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
+        Ok(Self {
+            options: options.clone(),
+            lab: Mutex::new(Arc::new(Lab::boot(options)?)),
+        })
+    }
+
+    /// The lab that lives. Files put into a former one are gone.
+    ///
+    /// # Errors
+    /// As [`Lab::boot`].
+    pub fn current(&self) -> Result<Arc<Lab>, LabError> {
+        let mut lab = self.lab.lock().unwrap_or_else(PoisonError::into_inner);
+        if lab.is_gone() {
+            eprintln!("the lab host is gone; booting another one");
+            *lab = Arc::new(Lab::boot(&self.options)?);
+        }
+        Ok(Arc::clone(&lab))
+    }
+
+    /// The lab, dead or alive.
+    pub fn last(&self) -> Arc<Lab> {
+        Arc::clone(&self.lab.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 impl Place {
     /// The place for Linux guests, shared by all tests of this process; the lab is booted
-    /// once, and again only if it dies. Only one test at a time holds it, because timings suffer when two
+    /// once. Only one test at a time holds it, because timings suffer when two
     /// guests share the processor.
     ///
     /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice.
@@ -87,16 +124,8 @@ impl Place {
                 .map(Mutex::new)
                 .map_err(|error| artefacts::describe(&error))
         }) {
-            Ok(place) => {
-                // A test that failed while it held the place did not harm the place.
-                let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
-                if matches!(&*place, Place::Lab(lab) if lab.is_gone()) {
-                    eprintln!("the lab host is gone; booting another one");
-                    *place =
-                        Self::choose(&LabOptions::default()).map_err(|error| artefacts::describe(&error))?;
-                }
-                Ok(place)
-            }
+            // A test that failed while it held the place did not harm the place.
+            Ok(place) => Ok(place.lock().unwrap_or_else(PoisonError::into_inner)),
             Err(message) => Err(message.clone()),
         }
     }
@@ -107,7 +136,7 @@ impl Place {
     /// When the place cannot be prepared.
     pub fn for_bare_metal() -> Result<Place, PlaceError> {
         match probe_kvm() {
-            Kvm::None => Ok(Place::Lab(Box::new(Lab::boot(&LabOptions::default())?))),
+            Kvm::None => Ok(Place::Lab(LabHost::boot(&LabOptions::default())?)),
             Kvm::Hardware | Kvm::SoftwareOnly => Self::direct(),
         }
     }
@@ -126,7 +155,7 @@ impl Place {
         if direct {
             Self::direct()
         } else {
-            Ok(Place::Lab(Box::new(Lab::boot(options)?)))
+            Ok(Place::Lab(LabHost::boot(options)?))
         }
     }
 
@@ -144,11 +173,14 @@ impl Place {
     pub fn describe(&self) -> String {
         match self {
             Place::Direct(_) => "directly on this machine's /dev/kvm".to_owned(),
-            Place::Lab(lab) => format!(
-                "in the lab host (QEMU, Linux {}), up after {:.1} s",
-                lab.kernel_release(),
-                lab.boot_time().as_secs_f64()
-            ),
+            Place::Lab(host) => {
+                let lab = host.last();
+                format!(
+                    "in the lab host (QEMU, Linux {}), up after {:.1} s",
+                    lab.kernel_release(),
+                    lab.boot_time().as_secs_f64()
+                )
+            }
         }
     }
 
@@ -201,16 +233,30 @@ impl Place {
     pub fn start(&self, command: &Command) -> Result<Process, PlaceError> {
         Ok(match self {
             Place::Direct(_) => Process::start_here(command)?,
-            Place::Lab(lab) => lab.start(command)?,
+            Place::Lab(host) => host.current()?.start(command)?,
         })
     }
 
-    /// Runs a process there to its end, at most for `limit`.
+    /// Runs a process there to its end, at most for `limit`; a second time if the lab died under it.
     ///
     /// # Errors
     /// When it cannot be started or takes longer.
     pub fn run(&self, command: &Command, limit: Duration) -> Result<Output, PlaceError> {
-        Ok(self.start(command)?.wait(limit)?)
+        self.survive_lab(|| Ok(self.start(command)?.wait(limit)?))
+    }
+
+    /// Does `what`, and once more if the lab host died under it.
+    ///
+    /// # Errors
+    /// Those of `what`.
+    pub fn survive_lab<T>(&self, what: impl Fn() -> Result<T, PlaceError>) -> Result<T, PlaceError> {
+        match what() {
+            Err(error @ PlaceError::Process(ProcessError::LabGone { .. })) => {
+                eprintln!("{error}\nonce more, in another lab");
+                what()
+            }
+            result => result,
+        }
     }
 
     /// Writes a file there.
@@ -219,7 +265,7 @@ impl Place {
     /// When that fails.
     pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), PlaceError> {
         match self {
-            Place::Lab(lab) => Ok(lab.put(path, mode, data)?),
+            Place::Lab(host) => Ok(host.current()?.put(path, mode, data)?),
             Place::Direct(_) => fs::write(path, data)
                 .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(mode)))
                 .map_err(|error| file_error(Path::new(path), &error)),
@@ -232,7 +278,7 @@ impl Place {
     /// When that fails.
     pub fn get(&self, path: &str) -> Result<Vec<u8>, PlaceError> {
         match self {
-            Place::Lab(lab) => Ok(lab.get(path)?),
+            Place::Lab(host) => Ok(host.current()?.get(path)?),
             Place::Direct(_) => fs::read(path).map_err(|error| file_error(Path::new(path), &error)),
         }
     }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use integration::lab::{Lab, LabOptions};
+use integration::place::{LabHost, Place};
 use integration::process::{Command, ProcessError};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -14,7 +15,8 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
         memory_mib: 2048,
         ..LabOptions::default()
     };
-    let lab = Lab::boot(&options).unwrap_or_else(|error| panic!("{error}"));
+    let host = LabHost::boot(&options).unwrap_or_else(|error| panic!("{error}"));
+    let lab: &Lab = &host.last();
     eprintln!(
         "lab: Linux {} up after {:?}",
         lab.kernel_release(),
@@ -71,4 +73,18 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let missing = lab.start(&Command::new("/no/such/program")).unwrap();
     let error = missing.wait(LIMIT).unwrap_err();
     assert!(matches!(error, ProcessError::Start { .. }), "{error}");
+
+    // A lab that dies says so with the end of its console, and another one takes its place.
+    let death = Command::shell("echo last words >/dev/console; echo o >/proc/sysrq-trigger; sleep 60");
+    let error = lab.start(&death).unwrap().wait(LIMIT).unwrap_err();
+    assert!(matches!(error, ProcessError::LabGone { .. }), "{error}");
+    let error = error.to_string();
+    assert!(
+        error.contains("last words") && error.contains("exit status: 0"),
+        "{error}"
+    );
+    assert!(lab.is_gone());
+    let place = Place::Lab(host);
+    let output = place.run(&Command::shell("echo alive"), LIMIT).unwrap();
+    assert_eq!(output.stdout_text(), "alive\n");
 }
