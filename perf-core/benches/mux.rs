@@ -17,7 +17,7 @@ fn turns(c: &mut Criterion) {
     let mut group = c.benchmark_group("mux/turn");
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         for groups in [10, 1_000, 100_000] {
-            let mut queue = MuxQueue::new(policy, 1_000, 1);
+            let mut queue = MuxQueue::new(policy, 1_000);
             (0..groups).for_each(|key| queue.insert(key));
             let mut step = 0.1;
             let mut turn = move || {

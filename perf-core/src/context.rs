@@ -414,15 +414,22 @@ impl Context {
     /// Puts the members of a group on that are not on yet, all or none.
     fn put_on(&mut self, group: usize, now_ns: u64) -> Result<(), PmuError> {
         let time = self.clock.advance(now_ns);
+        let mut closed = false;
         for i in 0..self.groups[group].members.len() {
             let key = self.groups[group].members[i];
             if self.events[key].state != State::Inactive {
                 continue;
             }
-            if let Err(error) = self.start_event(key, time) {
-                self.take_off(group, now_ns);
-                return Err(error);
+            match self.start_event(key, time) {
+                Ok(known) => closed |= known,
+                Err(error) => {
+                    self.take_off(group, now_ns);
+                    return Err(error);
+                }
             }
+        }
+        if closed {
+            self.tell_step(group);
         }
         let on = &mut self.groups[group].on;
         if !*on {
@@ -439,7 +446,6 @@ impl Context {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
-        self.tell_step(group);
         if std::mem::take(&mut self.groups[group].on)
             && let Some(pool) = self.groups[group].pool
         {
@@ -458,17 +464,18 @@ impl Context {
             .members
             .iter()
             .filter_map(|m| self.events[*m].slices.as_ref()?.last_step())
-            .max_by(f64::total_cmp);
+            .max_by(|a: &f64, b| a.abs().total_cmp(&b.abs()));
         if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
             queue.slice_ended(group, most);
         }
     }
 
-    fn start_event(&mut self, key: usize, time: u64) -> Result<(), PmuError> {
+    /// Returns whether what the event counted in its last slice is known now.
+    fn start_event(&mut self, key: usize, time: u64) -> Result<bool, PmuError> {
         let leader = self.leader_state(key);
         let event = &mut self.events[key];
         event.start(time)?;
-        event.note_on(leader, time);
+        let closed = event.note_on(leader, time);
         self.active += 1;
         if let Some(pool) = event.pool {
             self.pools[pool].used += 1;
@@ -477,7 +484,7 @@ impl Context {
             event.armed_at = Some(self.armed.len());
             self.armed.push(key);
         }
-        Ok(())
+        Ok(closed)
     }
 
     fn stop_event(&mut self, key: usize, now_ns: u64) {

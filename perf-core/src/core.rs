@@ -70,7 +70,7 @@ impl Core {
     pub fn new(config: CoreConfig) -> Self {
         let vm = Arc::new(ContextCell::new(
             config.share,
-            config.mux_config(0),
+            config.mux_config(),
             Arc::clone(&config.clock),
             None,
         ));
@@ -144,7 +144,7 @@ impl Core {
         }
         let cell = Arc::new(ContextCell::new(
             self.inner.limits.share(),
-            self.inner.config.mux_config(u64::from(vcpu.0) + 1),
+            self.inner.config.mux_config(),
             Arc::clone(&self.inner.config.clock),
             Some((vcpu, tid)),
         ));

@@ -182,12 +182,12 @@ impl Estimator {
         }
     }
 
-    /// By how much the rate of the last slice differs from the one before, relative to the mean rate: 1 means by as much
-    /// as the mean. `None` with fewer than two slices or nothing counted.
+    /// By how much the rate of the last slice is higher than the one before, relative to the mean rate: 1 means by as much
+    /// as the mean, a negative number that it is lower. `None` with fewer than two slices or nothing counted.
     #[must_use]
     pub fn last_step(&self) -> Option<f64> {
         let mean = self.rates.mean();
-        (self.steps > 0 && mean > 0.0).then(|| self.last_step.abs() / mean)
+        (self.steps > 0 && mean > 0.0).then(|| self.last_step / mean)
     }
 
     /// How much a slice's rate says about the next one's, 0 (nothing) to 1 (everything).

@@ -284,16 +284,16 @@ impl Event {
         self.state = State::Inactive;
     }
 
-    /// It went on at `time` of its context.
-    pub fn note_on(&mut self, leader: State, time: u64) {
+    /// It went on at `time` of its context. Returns whether what it counted in its last slice is known now.
+    pub fn note_on(&mut self, leader: State, time: u64) -> bool {
         if self.slices.is_none() {
-            return;
+            return false;
         }
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw_at_start().wrapping_sub(self.base);
-        if let Some(slices) = &mut self.slices {
-            slices.on(enabled_ns, count);
-        }
+        self.slices
+            .as_mut()
+            .is_some_and(|slices| slices.on(enabled_ns, count))
     }
 
     /// It goes off at `time` of its context. Its count need not be known yet.

@@ -21,8 +21,6 @@ pub struct CoreConfig {
     pub share: SharePolicy,
     /// How events that wait for slots take turns.
     pub mux: MuxPolicy,
-    /// Seed of what [`MuxPolicy::Adaptive`] draws.
-    pub mux_seed: u64,
     /// How many ticks per second the VMM's timer makes; the unit of throttling.
     pub tick_hz: u64,
     /// -1: anyone may do anything; 0: raw samples need the admin role; 1: VM-wide events too; 2: counting the host
@@ -52,7 +50,6 @@ impl Default for CoreConfig {
             clock: Arc::new(MonotonicClock::new()),
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),
-            mux_seed: 0,
             tick_hz: 250,
             paranoid: 1,
             sample_rate_hz: 100_000,
@@ -68,12 +65,11 @@ impl Default for CoreConfig {
 }
 
 impl CoreConfig {
-    pub(crate) fn mux_config(&self, context: u64) -> MuxConfig {
+    pub(crate) fn mux_config(&self) -> MuxConfig {
         let turn_ns = 1_000_000_000 / self.tick_hz.max(1);
         MuxConfig {
             policy: self.mux,
             turn_ns,
-            seed: self.mux_seed.wrapping_add(context << 32),
         }
     }
 }

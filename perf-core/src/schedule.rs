@@ -62,7 +62,7 @@ impl Pool {
             reserved: reserved.min(slots),
             used: 0,
             pinned: [Queue::default(); Class::PINNED],
-            flexible: std::array::from_fn(|i| mux.queue((driver + 1) as u64 * 2 + i as u64)),
+            flexible: std::array::from_fn(|_| mux.queue()),
             parked: Vec::new(),
             left: [Left::default(); Class::FLEXIBLE],
             on: SmallVec::new(),
@@ -144,16 +144,15 @@ pub(crate) struct MuxConfig {
     pub policy: MuxPolicy,
     /// Length of a turn; under rotation every tick is one.
     pub turn_ns: u64,
-    pub seed: u64,
 }
 
 impl MuxConfig {
-    fn queue(self, number: u64) -> MuxQueue {
+    fn queue(self) -> MuxQueue {
         let turn_ns = match self.policy {
             MuxPolicy::Rotate => 1,
             MuxPolicy::Adaptive => self.turn_ns,
         };
-        MuxQueue::new(self.policy, turn_ns, self.seed.wrapping_add(number))
+        MuxQueue::new(self.policy, turn_ns)
     }
 }
 

@@ -19,15 +19,15 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// The event goes on with `enabled_ns` on its clock and `count` counted so far.
-    pub fn on(&mut self, enabled_ns: u64, count: u64) {
+    /// The event goes on with `enabled_ns` on its clock and `count` counted so far. Returns whether that closed a slice.
+    pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {
-                return;
+                return false;
             }
             self.close(from_ns, count.wrapping_sub(at));
         }
-        self.open = Some((enabled_ns, count));
+        self.open.replace((enabled_ns, count)).is_some()
     }
 
     fn close(&mut self, from_ns: u64, counted: u64) {

@@ -31,7 +31,7 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn turns_slices_and_estimates_allocate_nothing() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
-        let mut queue = MuxQueue::new(policy, 1_000, 1);
+        let mut queue = MuxQueue::new(policy, 1_000);
         (0..1_000).for_each(|key| queue.insert(key));
         let mut estimator = Estimator::new();
         let before = ALLOCATIONS.with(Cell::get);

@@ -1,6 +1,9 @@
-//! The promise of the adaptive policy and the interpolating estimator, on the fixed traces and seeds of the `mux_quality`
-//! example: a third of the error of linear scaling under round robin, and no worse on any trace.
+//! The promise of the adaptive policy and the interpolating estimator, on the traces and seeds of the `mux_quality` example: a
+//! third of the error of linear scaling under round robin, and no worse on any trace.
 
+#[allow(dead_code)]
+#[path = "../examples/mux_quality/family.rs"]
+mod family;
 #[allow(dead_code)]
 #[path = "../examples/mux_quality/measure.rs"]
 mod measure;
@@ -8,40 +11,25 @@ mod measure;
 #[path = "../examples/mux_quality/traces.rs"]
 mod traces;
 
-use measure::{Run, run, summarise};
+use measure::{Comparison, runs, summarise};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
-/// Errors below this are not told apart: half a percent of a count.
-const NEGLIGIBLE: f64 = 0.005;
-
-fn runs(trace: &Trace, policy: MuxPolicy, grid_ns: u64) -> Vec<Run> {
-    SEEDS
-        .iter()
-        .map(|&seed| run(trace, policy, TICK_NS, grid_ns, seed))
-        .collect()
-}
-
-/// Compares on all traces; `grid_ns` is the resolution of the adaptive policy's timer.
-fn compare(grid_ns: u64, negligible: f64) {
+/// Compares on `traces`; `grid_ns` is the resolution of the adaptive policy's timer. No trace may be worse by more than the
+/// noise of repeated seeds and `tolerance`.
+fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tolerance: f64) {
     let (mut reference, mut ours) = (0.0, 0.0);
-    for trace in traces::all() {
-        let rotate = runs(&trace, MuxPolicy::Rotate, 1);
-        let adaptive = runs(&trace, MuxPolicy::Adaptive, grid_ns);
-        let base = summarise(&rotate, |r| r.linear_error);
-        let best = summarise(&adaptive, |r| r.error);
-        // Noise of the comparison of two means over the seeds, twice over.
-        let n = SEEDS.len() as f64;
-        let noise = 2.0 * ((base.deviation.powi(2) + best.deviation.powi(2)) / n).sqrt();
+    for trace in traces {
+        let c = Comparison::new(&trace, grid_ns, seeds);
         assert!(
-            best.mean <= base.mean + noise.max(negligible),
-            "{}: {:.4} against {:.4}, noise {noise:.4}",
+            c.excess() <= tolerance,
+            "{}: {:?} against {:?}",
             trace.name,
-            best.mean,
-            base.mean,
+            c.ours,
+            c.base
         );
-        reference += base.mean;
-        ours += best.mean;
+        reference += c.base.mean;
+        ours += c.ours.mean;
     }
     assert!(
         ours <= reference / 3.0,
@@ -51,25 +39,37 @@ fn compare(grid_ns: u64, negligible: f64) {
 
 #[test]
 fn a_third_of_the_error_and_never_worse() {
-    compare(1, NEGLIGIBLE);
+    compare(traces::all().into_iter(), 1, SEEDS.len(), 0.0);
 }
 
-/// The same with a timer that only rings on whole milliseconds, within twice the tolerance.
+/// The same with a timer that only rings on whole milliseconds: rounding makes turns irregular, which costs up to half a
+/// percent of a count.
 #[test]
 fn a_coarse_timer_is_enough() {
-    compare(1_000_000, 2.0 * NEGLIGIBLE);
+    compare(traces::all().into_iter(), 1_000_000, SEEDS.len(), 0.005);
+}
+
+/// And on traces nobody chose. A rhythm that rotation happens to see all sides of may be seen a little worse.
+#[test]
+fn a_third_of_the_error_on_random_traces() {
+    compare(family::HOLD_OUT.step_by(2).map(family::trace), 1, 4, 0.003);
 }
 
 /// The standard error means something: the truth lies within two of them nine times in ten.
 #[test]
 fn the_standard_error_covers_the_truth() {
-    for trace in traces::all() {
-        let covered = summarise(&runs(&trace, MuxPolicy::Adaptive, 1), |r| r.covered).mean;
+    let mut all = 0.0;
+    let traces = traces::all();
+    for trace in &traces {
+        let runs = runs(trace, MuxPolicy::Adaptive, TICK_NS, 1, SEEDS.len());
+        let covered = summarise(&runs, |r| r.covered).mean;
         assert!(
-            covered >= 0.85,
+            covered >= 0.8,
             "{}: {:.0} % within two standard errors",
             trace.name,
             100.0 * covered
         );
+        all += covered;
     }
+    assert!(all / traces.len() as f64 >= 0.9);
 }

@@ -512,23 +512,29 @@ fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
 }
 
 #[test]
-fn adaptive_turns_come_at_irregular_times_and_starve_nobody() {
+fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
     let m = Machine::with(1, |c| c.mux = perf_core::mux::MuxPolicy::Adaptive);
     let _v = m.vcpu(0);
     let events: Vec<_> = (0..5).map(|_| m.open_vcpu(hw(), None)).collect();
-    let mut gaps = std::collections::BTreeSet::new();
+    let mut gaps = std::collections::BTreeMap::<u64, u32>::new();
     for _ in 0..500 {
         let now = perf_core::time::Clock::now_ns(&*m.clock);
         let due = m.core.next_turn_ns().unwrap();
-        gaps.insert(due - now);
+        *gaps.entry(due - now).or_default() += 1;
         m.run(0, due - now);
         m.core.rotate();
     }
-    assert!(gaps.len() > 100, "no rhythm");
+    // Turns of one length, and a few longer ones that shift the rhythm once the steady rates are known. (The first is due at
+    // once: it only sets the time of the next.)
+    gaps.remove(&0);
+    let [(short, often), (long, seldom)] = gaps.into_iter().collect::<Vec<_>>()[..] else {
+        panic!("two lengths of turns");
+    };
+    assert!(long > short && long < 2 * short && often > 10 * seldom);
     for event in &events {
         let r = event.read().unwrap();
         assert_eq!(r.value, r.time_running_ns);
-        assert!(r.time_running_ns * 20 > r.time_enabled_ns, "{r:?}");
+        assert!(r.time_running_ns * 6 > r.time_enabled_ns, "{r:?}");
     }
 }
 

@@ -4,10 +4,7 @@ use fastrand::Rng;
 use perf_core::estimate::{Estimator, linear};
 use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
 
-use crate::traces::{TICK_NS, Trace};
-
-/// Slots the events of a trace share.
-pub const SLOTS: usize = 2;
+use crate::traces::{SEEDS, TICK_NS, Trace};
 
 /// One run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,7 +43,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         })
         .collect();
     let counts = |e: usize, from: u64, to: u64| trace.events[e].until(to) - trace.events[e].until(from);
-    let mut queue = MuxQueue::new(policy, turn_ns, seed);
+    let mut queue = MuxQueue::new(policy, turn_ns);
     (0..n).for_each(|key| queue.insert(key));
 
     // The run sees the trace from `start` to its end; times below are the trace's.
@@ -55,9 +52,9 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     let mut left = None;
     loop {
         let mut used = 0;
-        let mut on = [usize::MAX; SLOTS];
+        let mut on = vec![usize::MAX; trace.slots];
         queue.fill(|key| {
-            if used == SLOTS {
+            if used == trace.slots {
                 return Turn::NoRoom;
             }
             on[used] = key;
@@ -117,6 +114,45 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         }
     }
     result
+}
+
+/// The runs of one policy on one trace, one for each of the first `seeds` seeds.
+pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds: usize) -> Vec<Run> {
+    SEEDS
+        .iter()
+        .take(seeds)
+        .map(|&seed| run(trace, policy, turn_ns, grid_ns, seed))
+        .collect()
+}
+
+/// The adaptive policy and the interpolating estimator beside linear scaling under rotation.
+#[derive(Clone, Debug)]
+pub struct Comparison {
+    pub rotate: Vec<Run>,
+    pub adaptive: Vec<Run>,
+    pub base: Summary,
+    pub ours: Summary,
+}
+
+impl Comparison {
+    /// Compares on `trace`; the adaptive policy's timer rings on a grid of `grid_ns`.
+    pub fn new(trace: &Trace, grid_ns: u64, seeds: usize) -> Self {
+        let rotate = runs(trace, MuxPolicy::Rotate, TICK_NS, 1, seeds);
+        let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, grid_ns, seeds);
+        Self {
+            base: summarise(&rotate, |r| r.linear_error),
+            ours: summarise(&adaptive, |r| r.error),
+            rotate,
+            adaptive,
+        }
+    }
+
+    /// By how much ours is worse than one may expect of two runs that are equally good: what is beyond two standard
+    /// deviations, over the seeds, of their difference.
+    pub fn excess(&self) -> f64 {
+        let noise = 2.0 * self.base.deviation.hypot(self.ours.deviation);
+        (self.ours.mean - self.base.mean - noise).max(0.0)
+    }
 }
 
 /// Mean and standard deviation over seeds.

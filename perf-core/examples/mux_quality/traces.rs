@@ -7,11 +7,14 @@ use fastrand::Rng;
 
 /// Resolution of a trace.
 pub const STEP_NS: u64 = 100_000;
-const MS: u64 = 1_000_000;
+/// Nanoseconds of a millisecond.
+pub const MS: u64 = 1_000_000;
 /// Length of the synthetic traces.
 const LENGTH_NS: u64 = 10_000 * MS;
 /// Events of a synthetic trace; the recorded ones have as many.
 pub const EVENTS: usize = 8;
+/// Slots they share.
+pub const SLOTS: usize = 2;
 /// What the policies are compared at: the reference rotates every `TICK_NS`.
 pub const TICK_NS: u64 = 4 * MS;
 /// Every trace is measured with each of these seeds. They move the start of the trace against the tick, the order of
@@ -57,9 +60,23 @@ const COUNTS_PER_STEP: f64 = 10_000.0;
 /// Some events of one program.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    pub name: &'static str,
+    pub name: String,
     pub events: Vec<Curve>,
     pub length_ns: u64,
+    /// Slots the events share.
+    pub slots: usize,
+}
+
+impl Trace {
+    /// A trace of events with these rates per step.
+    pub fn from_rates(name: String, rates: Vec<Vec<f64>>, slots: usize) -> Self {
+        Self {
+            name: name.to_owned(),
+            length_ns: rates.first().map_or(0, |r| r.len() as u64 * STEP_NS),
+            events: rates.into_iter().map(|r| Curve::new(r.into_iter())).collect(),
+            slots,
+        }
+    }
 }
 
 fn steps() -> u64 {
@@ -70,22 +87,24 @@ fn steps() -> u64 {
 fn formula(name: &'static str, rate: impl Fn(usize, f64) -> f64) -> Trace {
     let ms_of = |step: u64| step as f64 * STEP_NS as f64 / MS as f64;
     Trace {
-        name,
+        name: name.to_owned(),
         events: (0..EVENTS)
             .map(|e| Curve::new((0..steps()).map(|s| rate(e, ms_of(s)))))
             .collect(),
         length_ns: LENGTH_NS,
+        slots: SLOTS,
     }
 }
 
 /// A trace whose events draw: `rates(e, rng)` gives the rate of each step.
 fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f64>) -> Trace {
     Trace {
-        name,
+        name: name.to_owned(),
         events: (0..EVENTS)
             .map(|e| Curve::new(rates(e, &mut Rng::with_seed(seed + e as u64)).into_iter()))
             .collect(),
         length_ns: LENGTH_NS,
+        slots: SLOTS,
     }
 }
 
@@ -210,7 +229,7 @@ fn recorded(name: &'static str, csv: &str) -> Trace {
         .collect();
     let per_row = (MS / STEP_NS) as usize;
     Trace {
-        name,
+        name: name.to_owned(),
         events: (0..EVENTS)
             .map(|e| {
                 Curve::new(
@@ -220,6 +239,7 @@ fn recorded(name: &'static str, csv: &str) -> Trace {
             })
             .collect(),
         length_ns: rows.len() as u64 * MS,
+        slots: SLOTS,
     }
 }
 

@@ -4,18 +4,20 @@
 //! queue says which waiting group comes next and how long until the next turn. Two policies:
 //!
 //! - [`MuxPolicy::Rotate`]: first come, first served, turns of equal length. What Linux does.
-//! - [`MuxPolicy::Adaptive`]: groups whose rate varies much have their turn more often. Turns are of random length, so that
-//!   no rhythm of the guest keeps step with them, and of the mean length that gives the smallest error, as far as the counts
-//!   show. Nobody starves: the longer a group waits, the more it is due.
+//! - [`MuxPolicy::Adaptive`]: turns are shorter, groups whose rate varies have their turn more often, and a rhythm of the guest
+//!   that keeps step with the turns is found out and avoided. Nobody starves: a steady group is passed over every other time.
+//!
+//! Turns stay regular on purpose. Irregular ones see every rhythm about equally badly; regular ones see all but a few
+//! exactly, and those few can be told: to them a group looks calm until the turns shift.
 //!
 //! Every call does the same small work whether ten groups wait or a hundred thousand: groups are linked through their own
-//! entries, by age and by weight class. Nothing is allocated after [`MuxQueue::insert`].
+//! entries, by age. Nothing is allocated after [`MuxQueue::insert`].
 //!
 //! # Use
 //! ```
 //! use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
 //!
-//! let mut queue = MuxQueue::new(MuxPolicy::Adaptive, 4_000_000, 1);
+//! let mut queue = MuxQueue::new(MuxPolicy::Adaptive, 4_000_000);
 //! (0..3).for_each(|group| queue.insert(group));
 //! // One slot, and every group needs one.
 //! let mut on = None;
@@ -44,6 +46,6 @@ pub enum MuxPolicy {
     /// Everyone in turn, for the same time.
     #[default]
     Rotate,
-    /// More to those whose rate varies, at irregular times.
+    /// Shorter turns, more to those whose rate varies, and no turns in step with a rhythm of the guest.
     Adaptive,
 }
