@@ -309,7 +309,7 @@ impl MuxQueue {
         } else {
             entry.told = 0;
             // Half of the steady ones are passed over in each rotation, so that all rotations are equally long.
-            entry.passed = key % 2 == 0;
+            entry.passed = key.is_multiple_of(2);
             self.trust(key, Trust::Cleared);
         }
     }
