@@ -311,7 +311,7 @@ impl Event {
             && self.state == State::Active
         {
             let _ = driver.take_overflows();
-            driver.arm(overflow_in)?;
+            driver.rearm(raw, overflow_in)?;
             self.sampling.disarm_at(raw);
         }
         self.sampling.set_left(overflow_in, raw);

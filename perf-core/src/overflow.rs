@@ -90,13 +90,12 @@ impl Context {
             let event = &mut self.events[key];
             let mut times = std::mem::take(&mut event.sampling.pending);
             if let Source::Driver(driver) = &mut event.source
-                && driver.take_overflows() > 0
+                && let Some(raw) = driver.overflowed()
                 && !event.sampling.throttled
             {
-                let raw = driver.read();
                 times = times.saturating_add(event.sampling.passed(raw));
                 if event.sampling.is_on()
-                    && let Err(error) = driver.arm(event.sampling.remaining(raw))
+                    && let Err(error) = driver.rearm(raw, event.sampling.remaining(raw))
                 {
                     log::warn!("event {} could not be armed again: {error}", event.shared.id);
                 }

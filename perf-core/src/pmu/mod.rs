@@ -115,6 +115,24 @@ pub trait PmuEvent: Send {
     /// re-arm for the rest themselves).
     fn take_overflows(&mut self) -> u32;
 
+    /// [`PmuEvent::take_overflows`] and, if there was one, [`PmuEvent::read`] in one go: the count when the armed overflow
+    /// was noticed, `None` if there was none. This is the hot path; a driver that learns the count together with the
+    /// overflow answers both without a system call.
+    fn overflowed(&mut self) -> Option<u64> {
+        (self.take_overflows() > 0).then(|| self.read())
+    }
+
+    /// [`PmuEvent::arm`] for a caller that knows the count, because it was just told `count`: the next overflow comes when
+    /// `overflow_in` more have been counted than that. A driver whose host goes on from overflow to overflow by itself
+    /// has nothing to do while the distance stays the same.
+    ///
+    /// # Errors
+    /// As [`PmuEvent::arm`].
+    fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
+        let _ = count;
+        self.arm(overflow_in)
+    }
+
     /// For counts that belong to a package (the whole VM): the total, which *replaces* the event's own count and
     /// its children's in every reading. `None` for ordinary events.
     fn count(&mut self) -> Option<u64> {

@@ -306,6 +306,11 @@ impl PerfMap {
         None
     }
 
+    /// Whether there are data pages.
+    pub(crate) fn has_ring(&self) -> bool {
+        self.data_len > 0
+    }
+
     /// Passes every unread record to `each` and frees its space. Reads at most one ring's length.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(RecordHead)) {
         self.drain_words(|head, _| each(head));

@@ -29,10 +29,15 @@ use std::io;
 use crate::attr::{Attr, EventType};
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
+use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
+
 pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, current_tid, new_attr};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, ignore_sigio};
+
+/// `PERF_COUNT_SW_TASK_CLOCK`, the last of the clocks.
+const TASK_CLOCK: u64 = 1;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
@@ -124,6 +129,7 @@ impl Pmu for HostPmu {
         let mut raw = new_attr(attr.ty.0, attr.config);
         // A sampling event from the start: the kernel refuses to give a period to a counting event later.
         raw.__bindgen_anon_1.sample_period = PARKED_PERIOD;
+        raw.sample_type = u64::from(PERF_SAMPLE_READ);
         raw.set_disabled(1);
         let hardware = self.class == Class::Hardware;
         if hardware {
@@ -144,24 +150,40 @@ impl Pmu for HostPmu {
                 source,
             })?;
         }
-        let map = if hardware && self.user_read {
-            fd.map(None)
-                .inspect_err(|e| log::debug!("reads of a host event need a system call: {e}"))
-                .ok()
-        } else {
-            None
-        };
+        let map = self.map(&fd, hardware);
         Ok(Box::new(HostEvent {
             fd,
             map,
             tid,
             can_arm: self.signal.is_some(),
             hardware,
+            one_by_one: !hardware && attr.config > TASK_CLOCK,
             on: false,
-            parked: true,
+            kernel_period: PARKED_PERIOD,
+            kernel_due: PARKED_PERIOD,
             last_count: 0,
+            stale: false,
             armed_at: None,
         }))
+    }
+}
+
+impl HostPmu {
+    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the control page, with
+    /// which the counter is read where the host offers it. Without either it works too.
+    fn map(&self, fd: &PerfFd, hardware: bool) -> Option<PerfMap> {
+        let ring = || {
+            fd.map(Some(0))
+                .inspect_err(|e| log::debug!("overflows of a host event need a system call more: {e}"))
+                .ok()
+        };
+        let page = || {
+            fd.map(None)
+                .inspect_err(|e| log::debug!("reads of a host event need a system call: {e}"))
+                .ok()
+        };
+        let map = if self.signal.is_some() { ring() } else { None };
+        map.or_else(|| if hardware && self.user_read { page() } else { None })
     }
 }
 
@@ -169,25 +191,39 @@ impl Pmu for HostPmu {
 #[derive(Debug)]
 struct HostEvent {
     fd: PerfFd,
-    /// The control page, where the host lets us read counters from user space.
+    /// The control page, and the ring if it can be armed.
     map: Option<PerfMap>,
     tid: i32,
     can_arm: bool,
     hardware: bool,
+    /// The kernel counts it one by one: neither a counter nor a clock.
+    one_by_one: bool,
     on: bool,
-    /// The kernel's period is the one that never elapses.
-    parked: bool,
+    /// The period the kernel goes through again and again, [`PARKED_PERIOD`] when it is not to overflow.
+    kernel_period: u64,
+    /// A count at which one of these periods ends.
+    kernel_due: u64,
     last_count: u64,
+    /// It was on since `last_count` was read.
+    stale: bool,
     armed_at: Option<u64>,
 }
 
 impl HostEvent {
-    /// Has the next overflow come `period` counts from now.
-    fn set_period(&mut self, period: u64) -> Result<(), PmuError> {
-        // A hardware event, and a clock, takes a new period over at once. The kernel's counting software events
-        // do not: they overflow at the very next count and then go through the old period once more. Taken off and put
-        // on again they start afresh.
-        let restart = self.on && !self.hardware;
+    /// Has the kernel end a period `period` counts after `count`, which is now, and go on with that period. If it would do
+    /// so anyway nothing is done.
+    fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
+        let due = count.saturating_add(period);
+        if self.next_due(count) == due {
+            return Ok(());
+        }
+        if let Some(map) = &mut self.map {
+            // Overflows so far were those of the old period.
+            map.drain(|_| {});
+        }
+        // A hardware event, and a clock, takes a new period over at once. What the kernel counts one by one overflows at the
+        // very next count and then goes through the old period once more. Taken off and put on again it starts afresh.
+        let restart = self.on && self.one_by_one;
         let set = || {
             if restart {
                 self.fd.disable()?;
@@ -202,16 +238,38 @@ impl HostEvent {
             what: "setting the period of a host event",
             source,
         })?;
-        self.parked = period == PARKED_PERIOD;
+        (self.kernel_period, self.kernel_due) = (period, due);
         Ok(())
     }
 
-    fn park(&mut self) {
-        if !self.parked
-            && let Err(e) = self.set_period(PARKED_PERIOD)
-        {
-            log::debug!("cannot park a host event: {e}");
+    /// Where the kernel's period ends that is going on at `count`.
+    fn next_due(&self, count: u64) -> u64 {
+        match count.checked_sub(self.kernel_due) {
+            None => self.kernel_due,
+            Some(past) => count - past % self.kernel_period + self.kernel_period,
         }
+    }
+
+    /// Has the kernel not overflow: costs nothing when that is so already.
+    fn park(&mut self) {
+        if self.kernel_period != PARKED_PERIOD {
+            self.kernel_due = u64::MAX;
+            if let Err(e) = self.set_period(0, PARKED_PERIOD) {
+                log::debug!("cannot park a host event: {e}");
+            }
+        }
+    }
+
+    /// The newest count the ring holds, if there is a ring. It holds one for each overflow.
+    fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
+        let map = self.map.as_mut().filter(|map| map.has_ring())?;
+        let mut newest = None;
+        map.drain_words(|record, words| {
+            if record.type_ == PERF_RECORD_SAMPLE {
+                newest = words.first().copied();
+            }
+        });
+        Some(newest)
     }
 
     /// The count, or `None` when the kernel put the event into the error state.
@@ -243,6 +301,7 @@ impl PmuEvent for HostEvent {
             source,
         })?;
         self.on = true;
+        self.stale = true;
         // A pinned event that finds no counter is in the error state at once, and reads as end of file.
         if self.hardware && matches!(self.count_now(), Ok(None)) {
             self.stop();
@@ -263,8 +322,14 @@ impl PmuEvent for HostEvent {
     }
 
     fn read(&mut self) -> u64 {
+        if !self.stale {
+            return self.last_count;
+        }
         match self.count_now() {
-            Ok(Some(count)) => self.last_count = self.last_count.max(count),
+            Ok(Some(count)) => {
+                self.last_count = self.last_count.max(count);
+                self.stale = self.on;
+            }
             Ok(None) => log::debug!("a host event lost its counter; its count stands still"),
             Err(e) => log::debug!("reading a host event failed: {e}"),
         }
@@ -272,33 +337,51 @@ impl PmuEvent for HostEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        // Read before the kernel restarts the period, so that the overflow never comes before the count it is armed for.
+        let count = self.read();
+        self.rearm(count, overflow_in)
+    }
+
+    fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         if !self.can_arm {
             return Err(PmuError::Unsupported(
                 "the host driver was made without an overflow signal",
             ));
         }
-        let n = overflow_in.clamp(1, PARKED_PERIOD - 1);
-        self.set_period(n)?;
-        // Read after the kernel restarted the period: an overflow is then never taken for one that is yet to come.
-        let at = self.read().saturating_add(overflow_in.max(1));
-        self.armed_at = Some(at);
+        self.set_period(count, overflow_in.clamp(1, PARKED_PERIOD - 1))?;
+        self.armed_at = Some(count.saturating_add(overflow_in.max(1)));
         Ok(())
     }
 
-    fn take_overflows(&mut self) -> u32 {
+    fn overflowed(&mut self) -> Option<u64> {
         let Some(at) = self.armed_at else {
             // The kernel reloads the period by itself after an overflow nobody re-armed.
             if self.on {
                 self.park();
             }
-            return 0;
+            return None;
         };
-        if self.read() >= at {
+        let count = match self.overflow_in_ring() {
+            Some(in_ring) => in_ring?,
+            None => self.read(),
+        };
+        self.last_count = self.last_count.max(count);
+        if count >= at {
             self.armed_at = None;
-            1
-        } else {
-            0
+            return Some(count);
         }
+        // The kernel times clocks by another clock than it counts them with: a little early at times. And a period it can
+        // hold may be shorter than what was asked for.
+        if self.next_due(count) != at
+            && let Err(e) = self.set_period(count, (at - count).min(PARKED_PERIOD - 1))
+        {
+            log::warn!("a host event that overflowed early could not be armed again: {e}");
+        }
+        None
+    }
+
+    fn take_overflows(&mut self) -> u32 {
+        u32::from(self.overflowed().is_some())
     }
 
     fn user_index(&self) -> u32 {
