@@ -37,7 +37,7 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     while overflows < 10 {
         let (before, signals) = (thread_cpu_ns(), signals_of_this_thread());
         clock.guest_enter();
-        let exit = guest.vcpus[0].run().map(|exit| format!("{exit:?}"));
+        let exit = guest.run_until_signal(signals).map(|exit| format!("{exit:?}"));
         clock.guest_exit();
         outer += thread_cpu_ns() - before;
         match exit {
@@ -88,9 +88,10 @@ fn time_goes_to_the_level_the_guest_is_at() {
     const PERIOD: u64 = 5_000_000;
     all.start(Some(PERIOD)).unwrap();
     for _ in 0..400 {
+        let signals = signals_of_this_thread();
         clock.guest_enter();
         // It only ever leaves by a signal.
-        let left = guest.vcpus[0].run().is_err();
+        let left = guest.run_until_signal(signals).is_err();
         clock.guest_exit();
         assert!(left);
         if clock.wants_ticks() {

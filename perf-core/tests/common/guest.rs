@@ -1,7 +1,9 @@
 //! A tiny guest for driver tests that need a real `KVM_RUN`.
 
 use kvm_bindings::kvm_userspace_memory_region;
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+
+use super::{raise_on_signals, signals_of_this_thread};
 
 const PAGE: usize = 4096;
 const CODE_AT: u64 = 0x1000;
@@ -62,6 +64,24 @@ impl Guest {
             })
             .collect();
         Some(Self { vcpus, vm, memory })
+    }
+}
+
+impl Guest {
+    /// Runs vCPU 0 until a signal of this thread that came after it had counted `signals`.
+    pub fn run_until_signal(&mut self, signals: u64) -> Result<VcpuExit<'_>, kvm_ioctls::Error> {
+        let vcpu = &mut self.vcpus[0];
+        let flag = &raw mut vcpu.get_kvm_run().immediate_exit;
+        vcpu.set_kvm_immediate_exit(0);
+        // SAFETY: the run page is mapped as long as the vCPU exists, and the flag is put back below.
+        unsafe { raise_on_signals(flag) };
+        if signals_of_this_thread() > signals {
+            vcpu.set_kvm_immediate_exit(1);
+        }
+        let exit = vcpu.run();
+        // SAFETY: nothing is written through a null pointer.
+        unsafe { raise_on_signals(std::ptr::null_mut()) };
+        exit
     }
 }
 

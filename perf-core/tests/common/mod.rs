@@ -4,13 +4,30 @@
 pub mod guest;
 
 use std::cell::Cell;
+use std::ptr;
 
 use perf_core::attr::{Attr, EventType};
 
-thread_local!(static SIGNALS: Cell<u64> = const { Cell::new(0) });
+thread_local! {
+    static SIGNALS: Cell<u64> = const { Cell::new(0) };
+    static FLAG: Cell<*mut u8> = const { Cell::new(ptr::null_mut()) };
+}
 
 extern "C" fn on_signal(_: libc::c_int) {
     SIGNALS.with(|n| n.set(n.get() + 1));
+    let flag = FLAG.with(Cell::get);
+    if !flag.is_null() {
+        // SAFETY: `raise_on_signals` was promised that it stays writable.
+        unsafe { flag.write_volatile(1) };
+    }
+}
+
+/// Signals of this thread set `flag` to 1 from now on: `immediate_exit`, so that none gets lost just before `KVM_RUN`.
+///
+/// # Safety
+/// The byte stays writable while this thread gets signals, or until the next call.
+pub unsafe fn raise_on_signals(flag: *mut u8) {
+    FLAG.with(|f| f.set(flag));
 }
 
 /// Counts `signal` from now on, per thread. System calls it interrupts are not restarted.
