@@ -38,6 +38,32 @@ check:
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
 
+## loom: the ring's protocol and the fold of exited children, in every order threads can take
+.PHONY: loom
+loom:
+	CARGO_TARGET_DIR=$(TARGET_DIR)/loom RUSTFLAGS="--cfg loom" \
+		$(CARGO) test -p perf-core --release --lib model
+
+# Where the sanitizers' own builds go, and what both run: rings and their control pages, in threads, signals, processes.
+SANITIZE = CARGO_TARGET_DIR=$(TARGET_DIR)/sanitize-$(1) \
+	RUSTFLAGS="-Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer" \
+	$(CARGO) +nightly test --target x86_64-unknown-linux-gnu -p perf-core --test ring_threads --test ring_signals
+
+## sanitize: rings and control pages under the thread and address sanitizers (needs a nightly toolchain; says so without)
+.PHONY: sanitize
+sanitize:
+	@if $(CARGO) +nightly --version >/dev/null 2>&1; then \
+		$(MAKE) --no-print-directory sanitize-thread sanitize-address; \
+	else \
+		echo "sanitize: SKIPPED, nothing was checked: it needs a nightly toolchain (rustup toolchain install nightly)"; \
+	fi
+
+.PHONY: sanitize-thread sanitize-address
+sanitize-thread:
+	TSAN_OPTIONS=suppressions=$(CURDIR)/perf-core/tests/tsan.supp $(call SANITIZE,thread)
+sanitize-address:
+	$(call SANITIZE,address) --test ring_process
+
 ## bench: criterion benchmarks, and their medians as JSON in target/bench.json
 .PHONY: bench
 bench:

@@ -570,3 +570,76 @@ impl VcpuContext {
         crate::overflow::service(&core, &self.cell.load(), regs, sink)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+    use crate::open::{OpenFlags, OpenTarget};
+    use crate::pmu::sim::SimPmu;
+    use crate::record::CpuMode;
+
+    struct Regs;
+
+    impl SampleRegs for Regs {
+        fn mode(&mut self) -> CpuMode {
+            CpuMode::GuestUser
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
+
+    /// Tick, read, overflow, ring write and switching of one vCPU go on while somebody else holds every lock that
+    /// vCPUs share, and those of all other contexts.
+    #[test]
+    fn hot_paths_take_no_shared_lock() {
+        let core = Core::new(CoreConfig::default());
+        let pmu = Arc::new(SimPmu::with_slots(2));
+        core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);
+        let [hot, other] = [0, 1].map(|id| core.add_vcpu(VcpuId(id), 1 + id as i32).unwrap());
+        let session = core.session(0, Role::Admin);
+        let open = |attr| {
+            let flags = OpenFlags {
+                cookie: Some(7),
+                ..OpenFlags::default()
+            };
+            core.open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+                .unwrap()
+        };
+        let sampled = open(Attr::sampling(EventType::SIM, 1, 10));
+        let _ring = sampled.map(1, false).unwrap();
+        // More than there are slots, so that a tick rotates.
+        let _others: Vec<_> = (2..6).map(|n| open(Attr::counting(EventType::SIM, n))).collect();
+        let (done, finished) = mpsc::channel();
+        let shared = (
+            core.inner.topology(),
+            core.inner.drivers.write().unwrap(),
+            core.inner.vm.lock(),
+        );
+        let cell = other.cell.load_full();
+        let neighbour = cell.lock();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut overflows = 0;
+                for _ in 0..20 {
+                    hot.sched_in();
+                    hot.tick();
+                    pmu.advance(VcpuId(0), |_| 25);
+                    hot.service_overflows(&mut Regs, &mut |o| overflows += o.times);
+                    sampled.read().unwrap();
+                    sampled.count().unwrap();
+                    hot.sched_out();
+                }
+                done.send(overflows).unwrap();
+            });
+            let overflows = finished.recv_timeout(std::time::Duration::from_secs(60));
+            // Before the assertion, which would leave the scope waiting for the thread for ever.
+            drop((shared, neighbour));
+            assert!(overflows.is_ok_and(|n| n > 0), "a hot path waits for a shared lock");
+        });
+        assert!(hot.stats().samples > 0, "rings were written to");
+    }
+}

@@ -1,36 +1,9 @@
 //! A chain is walked at every sample on a vCPU's thread: it must not allocate.
-#![allow(unsafe_code)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use perfvisor_vmm::profile::orc::OrcTable;
 use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
 use perfvisor_vmm::profile::{Budget, GuestRegs};
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-struct Counting;
-
-// SAFETY: every call is passed on to the system's allocator unchanged; the counter is a plain thread-local
-// without a destructor, so touching it allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.with(|n| n.set(n.get() + 1));
-        // SAFETY: the caller's promises about `layout` are the ones `System` asks for.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: `at` came from `System.alloc` with this layout.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 /// The lower and the upper half both map guest-physical 0 with one 1 GiB page.
 const UPPER: u64 = 0xffff_8000_0000_0000;
@@ -86,20 +59,22 @@ fn a_whole_chain_is_walked_without_allocating() {
         ..Default::default()
     };
     let mut out = [0; 32];
-    let before = ALLOCATIONS.with(Cell::get);
-    let chain = walk(
-        &ram[..],
-        &regs,
-        Some(KernelUnwind {
-            orc: Some(&orc),
-            slide: 0,
-        }),
-        &Limits::default(),
-        &mut out,
-    );
-    let budget = Budget::new(10, None);
-    let after = ALLOCATIONS.with(Cell::get);
-    assert_eq!(after - before, 0);
+    let (mut chain, mut budget) = (None, None);
+    let made = measure(|| {
+        chain = Some(walk(
+            &ram[..],
+            &regs,
+            Some(KernelUnwind {
+                orc: Some(&orc),
+                slide: 0,
+            }),
+            &Limits::default(),
+            &mut out,
+        ));
+        budget = Some(Budget::new(10, None));
+    });
+    let (chain, budget) = (chain.unwrap(), budget.unwrap());
+    assert_eq!(made.count_total, 0);
     assert_eq!(budget.reads_used(), 0);
     assert_eq!(
         (chain.kernel_frames, chain.user_frames),

@@ -1,10 +1,5 @@
 //! Nothing a guest can do makes the PMU allocate.
 
-#![allow(unsafe_code)] // A global allocator that counts cannot be had without.
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
 use std::sync::Arc;
 
 use perf_core::pmu::VcpuId;
@@ -14,38 +9,13 @@ use vpmu::registers::*;
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-struct Counting;
-
-// SAFETY: every call is passed on to the system's allocator unchanged; the count beside it touches no memory of theirs.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.with(|n| n.set(n.get() + 1));
-        // SAFETY: the caller keeps `alloc`'s contract, which is the system allocator's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the block came from `alloc` above, that is from the system allocator, with this layout.
-        unsafe { System.dealloc(block, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
-
-fn allocations() -> u64 {
-    ALLOCATIONS.with(Cell::get)
+fn allocations(work: impl FnOnce()) -> u64 {
+    allocation_counter::measure(work).count_total
 }
 
 #[test]
 fn the_counter_counts() {
-    let before = allocations();
-    drop(std::hint::black_box(vec![1u8; 100]));
-    assert_eq!(allocations(), before + 1);
+    assert_eq!(allocations(|| drop(std::hint::black_box(vec![1u8; 100]))), 1);
 }
 
 #[test]
@@ -73,9 +43,8 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
         let mut events = SimEvents::default();
         let addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         let mut pmis = 0;
-        let before = allocations();
         let mut state = 1u64;
-        for n in 0..200_000u64 {
+        let walk = |n: u64| {
             state = state
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
@@ -105,8 +74,8 @@ fn reads_writes_reconciliation_and_overflows_allocate_nothing() {
                 pmis += 1;
                 vpmu.pmi_delivered(n * 100_000);
             }
-        }
-        assert_eq!(allocations() - before, 0, "{model}");
+        };
+        assert_eq!(allocations(|| (0..200_000).for_each(walk)), 0, "{model}");
         assert!(
             pmis > 100,
             "{model}: only {pmis} PMIs, so the paths were not walked"
@@ -171,8 +140,6 @@ fn sampling_on_perf_core_allocates_nothing() {
     };
     // Opens the two events.
     (0..4).for_each(|n| round(&mut vpmu, n));
-    let before = allocations();
-    (4..2_004).for_each(|n| round(&mut vpmu, n));
-    assert_eq!(allocations() - before, 0);
+    assert_eq!(allocations(|| (4..2_004).for_each(|n| round(&mut vpmu, n))), 0);
     assert_eq!(sampled, 2_004);
 }
