@@ -67,7 +67,7 @@ sanitize-address:
 ## bench: criterion benchmarks, and their medians as JSON in target/bench.json
 .PHONY: bench
 bench:
-	$(CARGO) bench --workspace --benches
+	$(CARGO) bench --workspace --bench '*'
 	$(CARGO) run -q -p integration --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
 ## overhead: what ways of sampling cost a guest, side by side (ROUNDS=12)

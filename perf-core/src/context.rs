@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use slab::Slab;
 use smallvec::SmallVec;
 
-use crate::estimate::Estimate;
+use crate::estimate::{Estimate, linear};
 use crate::event::{Event, EventShared, Owner, Source, State, Totals};
 use crate::group::{Class, Group, Queue};
 use crate::mux::MuxPolicy;
@@ -20,7 +20,7 @@ use crate::record::ReadEntry;
 use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy, plan};
 use crate::slices::EstimateSum;
 use crate::software::{Deferred, IDS};
-use crate::time::{Clock, ContextClock, scale};
+use crate::time::{Clock, ContextClock};
 
 /// What a context holds, for statistics and tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -668,11 +668,13 @@ impl Context {
         let estimate = match &event.slices {
             _ if totals.times.enabled_ns == totals.times.running_ns => None,
             Some(slices) => slices.estimate(totals.times.enabled_ns, event.state, totals.count),
-            None => scale(totals.count, totals.times).map(|value| Estimate {
-                value,
-                standard_error: None,
-                exact: false,
-            }),
+            None => {
+                linear(totals.count, totals.times.enabled_ns, totals.times.running_ns).map(|value| Estimate {
+                    value,
+                    standard_error: None,
+                    exact: false,
+                })
+            }
         };
         EstimateSum::of(totals, estimate)
     }

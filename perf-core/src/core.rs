@@ -638,7 +638,10 @@ mod tests {
             let overflows = finished.recv_timeout(std::time::Duration::from_secs(60));
             // Before the assertion, which would leave the scope waiting for the thread for ever.
             drop((shared, neighbour));
-            assert!(overflows.is_ok_and(|n| n > 0), "a hot path waits for a shared lock");
+            assert!(
+                overflows.is_ok_and(|n| n > 0),
+                "a hot path waits for a shared lock"
+            );
         });
         assert!(hot.stats().samples > 0, "rings were written to");
     }

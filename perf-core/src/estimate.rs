@@ -14,11 +14,14 @@
 
 /// `count × enabled_ns / running_ns`; `None` if the event never was on: it was not counted, and no number may be shown.
 ///
-/// Exactly `count` when the two times are equal.
+/// Exactly `count` when the two times are equal. Saturates at `u64::MAX`.
 #[must_use]
 pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
     if running_ns == 0 {
         return None;
+    }
+    if running_ns >= enabled_ns {
+        return Some(count);
     }
     let scaled = u128::from(count) * u128::from(enabled_ns) / u128::from(running_ns);
     Some(u64::try_from(scaled).unwrap_or(u64::MAX))
@@ -332,6 +335,20 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn p9_scaling_is_exact_when_always_on_and_undefined_when_never(count: u64, enabled in 1u64.., running: u64) {
+            let running = running % (enabled + 1);
+            match linear(count, enabled, running) {
+                None => prop_assert_eq!(running, 0),
+                Some(estimate) => {
+                    prop_assert!(estimate >= count);
+                    if running == enabled {
+                        prop_assert_eq!(estimate, count);
+                    }
+                }
+            }
+        }
+
         /// P9: on all the time, in however many slices, is what was counted, and exact.
         #[test]
         fn p9_always_on_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {

@@ -4,11 +4,11 @@ use smallvec::SmallVec;
 
 use crate::attr::ReadFormat;
 use crate::control::ControlError;
-use crate::estimate::Estimate;
+use crate::estimate::{Estimate, linear};
 use crate::event::{State, Totals};
 use crate::handle::{EventRef, Handle};
 use crate::output::write_page;
-use crate::time::{Times, scale};
+use crate::time::Times;
 
 /// One reading: the value with the times that belong to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,7 +28,7 @@ impl Reading {
     /// it was not counted, and no number may be shown.
     #[must_use]
     pub fn estimate(&self) -> Option<u64> {
-        scale(self.value, self.times())
+        linear(self.value, self.time_enabled_ns, self.time_running_ns)
     }
 
     /// The two times.

@@ -211,21 +211,6 @@ impl EventTimes {
     }
 }
 
-/// The linear estimate of what an event would have counted had it been on all the time it was enabled.
-///
-/// `None` when it was never on: then nothing is known, and nothing may be printed but "not counted".
-#[must_use]
-pub fn scale(count: u64, times: Times) -> Option<u64> {
-    match times.running_ns {
-        0 => None,
-        running if running >= times.enabled_ns => Some(count),
-        running => {
-            let scaled = u128::from(count) * u128::from(times.enabled_ns) / u128::from(running);
-            Some(u64::try_from(scaled).unwrap_or(u64::MAX))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -305,21 +290,6 @@ mod tests {
     }
 
     proptest! {
-        #[test]
-        fn p9_scaling_is_exact_when_always_on_and_undefined_when_never(count: u64, enabled in 1u64.., running: u64) {
-            let running = running % (enabled + 1);
-            let times = Times { enabled_ns: enabled, running_ns: running };
-            match scale(count, times) {
-                None => prop_assert_eq!(running, 0),
-                Some(estimate) => {
-                    prop_assert!(estimate >= count);
-                    if running == enabled {
-                        prop_assert_eq!(estimate, count);
-                    }
-                }
-            }
-        }
-
         #[test]
         fn set_times_survive_the_next_derivation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
             let mut times = EventTimes::attach(0);
