@@ -28,6 +28,11 @@ demo: lab-files
 test: lab-files
 	$(CARGO) test --workspace
 
+## kernels: the whole matrix of guest kernels, images, KASLR and vCPUs; a table in target/integration/kernels.md
+.PHONY: kernels
+kernels: lab-files
+	PERFVISOR_KERNELS=all $(CARGO) test -p integration --test kernels -- --nocapture
+
 ## check: format, clippy, docs and licences, without a warning
 .PHONY: check
 check:

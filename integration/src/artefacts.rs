@@ -121,25 +121,34 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
         return Ok(in_directory(Path::new(&directory)));
     }
     Progress::new("lab").step("building static binaries (a few minutes the first time)");
+    build_static(&[
+        "build",
+        "-p",
+        "vmm",
+        "-p",
+        "integration",
+        "--bin",
+        "perfvisor",
+        "--bin",
+        "lab-agent",
+    ])?;
     let target_dir = target_dir().join("static");
+    Ok(in_directory(&target_dir.join(STATIC_TARGET).join("release")))
+}
+
+/// Runs `cargo` with `arguments` so that what it builds is static, and returns what it prints.
+fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
+    let (verb, rest) = arguments.split_at(1);
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let output = Command::new(cargo)
         .current_dir(workspace())
-        .args(["build", "--quiet", "--release", "--target", STATIC_TARGET])
-        .args([
-            "-p",
-            "vmm",
-            "-p",
-            "integration",
-            "--bin",
-            "perfvisor",
-            "--bin",
-            "lab-agent",
-        ])
+        .args(verb)
+        .args(["--quiet", "--release", "--target", STATIC_TARGET])
+        .args(rest)
         // Line tables would triple what has to be unpacked at each boot of the lab.
         .args(["--config", "profile.release.debug=false"])
         .arg("--target-dir")
-        .arg(&target_dir)
+        .arg(target_dir().join("static"))
         // Flags of the surrounding build, such as sanitizers, are not for the lab.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
@@ -151,7 +160,33 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
             String::from_utf8_lossy(&output.stderr)
         )));
     }
-    Ok(in_directory(&target_dir.join(STATIC_TARGET).join("release")))
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Builds the integration tests `names` of `package` as static programs, to be run inside a guest. In their order.
+///
+/// # Errors
+/// When the build fails.
+pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, ArtefactError> {
+    Progress::new("lab").step("building test programs for the guest");
+    let mut arguments = vec!["test", "--no-run", "--message-format=json", "-p", package];
+    for name in names {
+        arguments.extend(["--test", name]);
+    }
+    let messages = build_static(&arguments)?;
+    let executable = |name: &str| {
+        messages.lines().find_map(|line| {
+            let message: serde_json::Value = serde_json::from_str(line).ok()?;
+            let wanted = message["target"]["name"] == name && message["profile"]["test"] == true;
+            wanted.then(|| message["executable"].as_str().map(PathBuf::from))?
+        })
+    };
+    names
+        .iter()
+        .map(|name| {
+            executable(name).ok_or_else(|| ArtefactError(format!("cargo built no test program {name}")))
+        })
+        .collect()
 }
 
 /// An error with its causes on one line.

@@ -1,6 +1,6 @@
 //! Starting a Linux guest with a script in it, and taking its console apart.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,7 +18,7 @@ use crate::process::{Command, Output, ProcessError, last_lines};
 const MAX_CMDLINE_BYTES: usize = 2048 - 256;
 
 /// What every Linux guest gets on its command line.
-const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check nokaslr quiet";
+const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check quiet";
 
 /// What a guest does.
 #[derive(Debug, Clone)]
@@ -40,9 +40,20 @@ pub struct LinuxGuest {
     cpus: u32,
     memory_mib: u32,
     cmdline: String,
+    kaslr: bool,
     script: Script,
+    below: Vec<u8>,
+    files: Vec<GuestFile>,
     arguments: Vec<String>,
     limit: Duration,
+}
+
+/// A file that a guest gets in its initrd.
+#[derive(Debug, Clone)]
+struct GuestFile {
+    path: String,
+    mode: u32,
+    data: Vec<u8>,
 }
 
 impl LinuxGuest {
@@ -57,7 +68,10 @@ impl LinuxGuest {
             cpus: 1,
             memory_mib: 512,
             cmdline: String::new(),
+            kaslr: false,
             script: Script::Text(String::new()),
+            below: Vec::new(),
+            files: Vec::new(),
             arguments: Vec::new(),
             limit: Duration::from_secs(90),
         }
@@ -94,6 +108,12 @@ impl LinuxGuest {
         self
     }
 
+    /// Lets the kernel randomise its addresses.
+    pub fn kaslr(mut self, kaslr: bool) -> Self {
+        self.kaslr = kaslr;
+        self
+    }
+
     /// The shell script the guest runs. `section NAME COMMAND...` marks output to be found by
     /// [`GuestRun::section`], `send FILE` passes a file out.
     pub fn script(mut self, script: impl Into<String>) -> Self {
@@ -104,6 +124,22 @@ impl LinuxGuest {
     /// Runs one of the scripts in the guest's initrd, such as `demo`, instead.
     pub fn named_script(mut self, name: &str) -> Self {
         self.script = Script::Named(name.to_owned());
+        self
+    }
+
+    /// Puts a file into the guest, `path` without the leading slash. Its directory is made.
+    pub fn file(mut self, path: &str, mode: u32, data: Vec<u8>) -> Self {
+        self.files.push(GuestFile {
+            path: path.to_owned(),
+            mode,
+            data,
+        });
+        self
+    }
+
+    /// Unpacks another initrd first, for what is in it besides; the guest's own files replace those of equal names.
+    pub fn laid_over(mut self, archive: Vec<u8>) -> Self {
+        self.below = archive;
         self
     }
 
@@ -119,13 +155,16 @@ impl LinuxGuest {
         self
     }
 
-    /// The command that runs this guest. A script too long for the command line is put into an
-    /// initrd of its own there.
+    /// The command that runs this guest. Files, and a script too long for the command line, are put into an initrd of its
+    /// own there.
     ///
     /// # Errors
     /// When the files it needs cannot be built or moved.
     pub fn command(&self, place: &Place) -> Result<Command, PlaceError> {
         let mut cmdline = BASE_CMDLINE.to_owned();
+        if !self.kaslr {
+            cmdline.push_str(" nokaslr");
+        }
         if !self.cmdline.is_empty() {
             cmdline.push(' ');
             cmdline.push_str(&self.cmdline);
@@ -142,14 +181,17 @@ impl LinuxGuest {
             Script::Named(name) => name.clone(),
             Script::Text(text) => format!("b64:{}", STANDARD.encode(text)),
         };
-        match &self.script {
-            Script::Text(text) if cmdline.len() + word.len() > MAX_CMDLINE_BYTES => {
-                initrd = initrd_with_script(place, &initrd, text)?;
-            }
+        let too_long = cmdline.len() + word.len() > MAX_CMDLINE_BYTES;
+        let script = match &self.script {
+            Script::Text(text) if too_long => Some(text),
             _ => {
                 cmdline.push_str(" pv.script=");
                 cmdline.push_str(&word);
+                None
             }
+        };
+        if script.is_some() || !self.files.is_empty() || !self.below.is_empty() {
+            initrd = self.joined_initrd(place, &initrd, script)?;
         }
         Ok(Command::new(place.perfvisor()?)
             .arg("run")
@@ -160,6 +202,58 @@ impl LinuxGuest {
             .args(["--memory", &format!("{}M", self.memory_mib)])
             .args(["--pmu", &self.pmu])
             .args(self.arguments.iter().cloned()))
+    }
+
+    /// Puts `initrd` with this guest's files and a script appended at a scratch place, and returns its path.
+    fn joined_initrd(
+        &self,
+        place: &Place,
+        initrd: &str,
+        script: Option<&String>,
+    ) -> Result<String, PlaceError> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let extra = place.scratch(&format!("extra-{number}.cpio"));
+        let below = place.scratch(&format!("below-{number}.cpio"));
+        // One file, overwritten by the next guest's: the lab's memory is not endless.
+        let joined = place.scratch("initrd-joined");
+        let archive = self.archive(script).map_err(|error| PlaceError::File {
+            path: extra.clone().into(),
+            message: error.to_string(),
+        })?;
+        place.put(&below, 0o644, &self.below)?;
+        place.put(&extra, 0o644, &archive)?;
+        let join = Command::shell(format!(
+            "cat '{below}' '{initrd}' '{extra}' >'{joined}' && rm '{below}' '{extra}'"
+        ));
+        let output = place.run(&join, Duration::from_secs(60))?;
+        if output.success() {
+            Ok(joined)
+        } else {
+            Err(PlaceError::File {
+                path: joined.into(),
+                message: output.stderr_text(),
+            })
+        }
+    }
+
+    /// This guest's files and the script.
+    fn archive(&self, script: Option<&String>) -> std::io::Result<Vec<u8>> {
+        let mut archive = Archive::new(Vec::new());
+        let mut made = BTreeSet::new();
+        for file in &self.files {
+            // Parents from the top: the kernel makes none by itself.
+            for (at, _) in file.path.match_indices('/') {
+                if made.insert(&file.path[..at]) {
+                    archive.directory(&file.path[..at])?;
+                }
+            }
+            archive.file(&file.path, file.mode, &file.data)?;
+        }
+        if let Some(script) = script {
+            archive.file("script", 0o644, script.as_bytes())?;
+        }
+        archive.finish()
     }
 
     /// The time limit from start to end.
@@ -193,34 +287,6 @@ impl LinuxGuest {
             }
             Err(error) => Err(error),
         }
-    }
-}
-
-/// Puts `initrd` with the script appended at a scratch place, and returns its path.
-fn initrd_with_script(place: &Place, initrd: &str, script: &str) -> Result<String, PlaceError> {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
-    let mut archive = Archive::new(Vec::new());
-    let bytes = archive
-        .file("script", 0o644, script.as_bytes())
-        .and_then(|()| archive.finish())
-        .map_err(|error| PlaceError::File {
-            path: "script".into(),
-            message: error.to_string(),
-        })?;
-    let extra = place.scratch(&format!("script-{number}.cpio"));
-    // One file, overwritten by the next long script: the lab's memory is not endless.
-    let joined = place.scratch("initrd-with-script");
-    place.put(&extra, 0o644, &bytes)?;
-    let join = Command::shell(format!("cat '{initrd}' '{extra}' >'{joined}' && rm '{extra}'"));
-    let output = place.run(&join, Duration::from_secs(60))?;
-    if output.success() {
-        Ok(joined)
-    } else {
-        Err(PlaceError::File {
-            path: joined.into(),
-            message: output.stderr_text(),
-        })
     }
 }
 

@@ -173,6 +173,9 @@ pub struct RunArgs {
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
     pub share: SharePolicy,
+    /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
+    #[arg(long)]
+    pub nested: bool,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,

@@ -142,6 +142,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
             stepping,
         },
         rdpmc: args.rdpmc,
+        nested: args.nested,
     };
 
     // Mistakes in what is asked for end it before anything runs.

@@ -92,6 +92,8 @@ pub struct VmConfig {
     pub backability: Backability,
     /// How RDPMC in the kernel's text is served.
     pub rdpmc: RdpmcMode,
+    /// Whether the guest may run guests of its own.
+    pub nested: bool,
 }
 
 /// A VM that is ready to start.
@@ -191,6 +193,7 @@ impl Vm {
             backability: config.backability,
             cpus: config.cpus,
             tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
+            nested: config.nested,
         };
         let mut vcpus = Vec::with_capacity(config.cpus.into());
         let mut stats = Vec::with_capacity(config.cpus.into());

@@ -16,6 +16,18 @@ pub enum CpuidError {
     /// The table grew beyond what KVM takes.
     #[error("the guest's CPUID needs {0} entries, more than KVM takes")]
     TooMany(usize),
+    /// `--nested` with a PMU of another vendor than the host's.
+    #[error(
+        "--nested: the guest's processor is of another vendor than the host's and has no virtualisation of its own; \
+         choose a --pmu of the host's vendor"
+    )]
+    NestedVendor,
+    /// `--nested` where KVM offers no virtualisation to guests.
+    #[error(
+        "--nested: this host's KVM offers guests no VT-x or AMD-V; load kvm_intel or kvm_amd with nested=1, or leave \
+         --nested out"
+    )]
+    NestedRefused,
 }
 
 /// Leaf 1 EAX of the processor shown when an Intel PMU is asked for on a host of another vendor: family 6 with a
@@ -32,6 +44,12 @@ const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
 const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
 /// CPUID.1:EDX.HTT (the package has more than one logical processor).
 const LEAF1_EDX_HTT: u32 = 1 << 28;
+/// CPUID.1:ECX.VMX: the guest can use VT-x.
+const LEAF1_ECX_VMX: u32 = 1 << 5;
+/// CPUID.80000001:ECX.SVM: the guest can use AMD-V.
+const EXT1_ECX_SVM: u32 = 1 << 2;
+/// AMD-V's revision and features.
+const SVM_LEAF: u32 = 0x8000_000a;
 /// CPUID.80000001:ECX.CMP_LEGACY.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
@@ -46,6 +64,8 @@ pub struct GuestCpu<'a> {
     pub cpus: u8,
     /// Whether the in-kernel local APIC offers TSC-deadline mode.
     pub tsc_deadline: bool,
+    /// Whether the guest may run guests of its own.
+    pub nested: bool,
 }
 
 /// Executes CPUID on this processor; the reader that [`Model::resolve`] takes.
@@ -71,12 +91,20 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
 /// The CPUID of vCPU `id`.
 ///
 /// # Errors
-/// [`CpuidError::TooMany`] when the leaves of the PMU do not fit any more.
+/// [`CpuidError::TooMany`] when the leaves of the PMU do not fit any more, and the errors of `--nested`.
 pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId, CpuidError> {
     let mut entries: Vec<kvm_cpuid_entry2> = supported.as_slice().to_vec();
     let vendor = guest.pmu.vendor();
-    if HostPmu::vendor(&mut read_host) != vendor {
+    let foreign = HostPmu::vendor(&mut read_host) != vendor;
+    if foreign {
         set_identity(&mut entries, vendor);
+    }
+    if !guest.nested {
+        hide_virtualisation(&mut entries);
+    } else if foreign {
+        return Err(CpuidError::NestedVendor);
+    } else if !has_virtualisation(&entries) {
+        return Err(CpuidError::NestedRefused);
     }
     for entry in &mut entries {
         set_topology(entry, guest, id);
@@ -88,6 +116,26 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     apply_pmu(&mut entries, guest.pmu, guest.backability);
     let count = entries.len();
     CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany(count))
+}
+
+/// What KVM supports includes AMD-V and VT-x where its `nested` parameter is on, asked for or not.
+fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
+    for entry in entries {
+        match entry.function {
+            1 => entry.ecx &= !LEAF1_ECX_VMX,
+            0x8000_0001 => entry.ecx &= !EXT1_ECX_SVM,
+            SVM_LEAF => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
+            _ => {}
+        }
+    }
+}
+
+fn has_virtualisation(entries: &[kvm_cpuid_entry2]) -> bool {
+    entries.iter().any(|entry| match entry.function {
+        1 => entry.ecx & LEAF1_ECX_VMX != 0,
+        0x8000_0001 => entry.ecx & EXT1_ECX_SVM != 0,
+        _ => false,
+    })
 }
 
 fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
@@ -179,5 +227,71 @@ fn set_bit(word: &mut u32, bit: u32, on: bool) {
         *word |= bit;
     } else {
         *word &= !bit;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host_model() -> Model {
+        match HostPmu::vendor(&mut read_host) {
+            Vendor::Intel => Model::INTEL,
+            Vendor::Amd => Model::AMD,
+        }
+    }
+
+    fn other_model() -> Model {
+        match HostPmu::vendor(&mut read_host) {
+            Vendor::Intel => Model::AMD,
+            Vendor::Amd => Model::INTEL,
+        }
+    }
+
+    fn guest(pmu: &Model, nested: bool) -> GuestCpu<'_> {
+        GuestCpu {
+            pmu,
+            backability: Backability::NONE,
+            cpus: 1,
+            tsc_deadline: true,
+            nested,
+        }
+    }
+
+    fn supported(virtualisation: bool) -> CpuId {
+        let leaf = |function, ecx: u32, eax| kvm_cpuid_entry2 {
+            function,
+            ecx: if virtualisation { ecx } else { 0 },
+            eax,
+            ..Default::default()
+        };
+        let svm = u32::from(virtualisation);
+        CpuId::from_entries(&[
+            leaf(0, 0, 0xd),
+            leaf(1, LEAF1_ECX_VMX, 0),
+            leaf(0x8000_0001, EXT1_ECX_SVM, 0),
+            leaf(SVM_LEAF, 0, svm),
+        ])
+        .unwrap()
+    }
+
+    /// A guest can run guests only if the operator asked for it, whatever KVM would allow.
+    #[test]
+    fn virtualisation_is_shown_only_when_asked_for() {
+        let model = host_model();
+        let shown = for_vcpu(&supported(true), guest(&model, true), 0).unwrap();
+        assert!(has_virtualisation(shown.as_slice()));
+        let hidden = for_vcpu(&supported(true), guest(&model, false), 0).unwrap();
+        assert!(!has_virtualisation(hidden.as_slice()));
+        let svm = hidden.as_slice().iter().find(|e| e.function == SVM_LEAF).unwrap();
+        assert_eq!(svm.eax, 0);
+    }
+
+    #[test]
+    fn nested_is_refused_with_the_reason() {
+        let error = for_vcpu(&supported(false), guest(&host_model(), true), 0).unwrap_err();
+        assert!(matches!(error, CpuidError::NestedRefused), "{error}");
+        let error = for_vcpu(&supported(true), guest(&other_model(), true), 0).unwrap_err();
+        assert!(matches!(error, CpuidError::NestedVendor), "{error}");
     }
 }

@@ -29,7 +29,7 @@ use crate::control::mailbox::Mailbox;
 use crate::control::protocol::VcpuView;
 use crate::devices::{Bus, BusOutcome};
 use crate::pmu::VcpuPmu;
-use crate::rdpmc::{TRAP_PORT, hwbp};
+use crate::rdpmc::{TRAP, TRAP_PORT, hwbp};
 use control::{RunControl, RunState, StopReason};
 use pmi::{Delivery, Lvtpc};
 use stats::VcpuStats;
@@ -59,6 +59,8 @@ enum EntryError {
     Step(#[from] StepError),
     #[error("serving a breakpoint failed: {0}")]
     Debug(#[source] kvm_ioctls::Error),
+    #[error("doing an RDPMC again failed: {0}")]
+    Read(#[source] kvm_ioctls::Error),
 }
 
 /// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
@@ -90,6 +92,10 @@ pub struct Vcpu {
     /// With the exact backing.
     stepper: Option<Stepper>,
     mailbox: Arc<Mailbox>,
+    /// Address of the RDPMC that the guest executed last, as long as it may not have gone on from there.
+    just_read: Option<u64>,
+    /// How many PMIs in a row had an RDPMC done again.
+    reads_again: u32,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -121,6 +127,8 @@ impl Vcpu {
             debug: GuestDebug::default(),
             stepper: None,
             mailbox: Arc::default(),
+            just_read: None,
+            reads_again: 0,
             on_first_entry: None,
         })
     }
@@ -340,6 +348,7 @@ impl Vcpu {
             Some(value) => {
                 regs.rax = value & 0xffff_ffff;
                 regs.rdx = value >> 32;
+                self.just_read = Some(regs.rip);
                 regs.rip = regs.rip.wrapping_add(hwbp::LENGTH);
                 self.fd.set_regs(&regs)
             }
@@ -362,7 +371,7 @@ impl Vcpu {
     }
 
     /// Overflows, what the guest wrote into its registers, and a PMI that is due.
-    fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), pmi::PmiError> {
+    fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), EntryError> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
         self.stats.overflow_signals.add(signalled.into());
@@ -384,8 +393,14 @@ impl Vcpu {
             }
         }
         match self.lvtpc.deliver(&self.vm, &mut self.fd)? {
-            Delivery::Nmi => self.stats.pmi_nmi.inc(),
-            Delivery::Fixed => self.stats.pmi_fixed.inc(),
+            Delivery::Nmi => {
+                self.stats.pmi_nmi.inc();
+                self.interrupt_before_read().map_err(EntryError::Read)?;
+            }
+            Delivery::Fixed => {
+                self.stats.pmi_fixed.inc();
+                self.interrupt_before_read().map_err(EntryError::Read)?;
+            }
             Delivery::Dropped => self.stats.pmi_dropped.inc(),
             Delivery::Masked => {
                 // The guest unmasks LVTPC without telling us; look again at every exit, and soon without one.
@@ -394,7 +409,47 @@ impl Vcpu {
                 return Ok(());
             }
         }
-        pmu.pmi_delivered();
+        if let Some(pmu) = &mut self.pmu {
+            pmu.pmi_delivered();
+        }
+        Ok(())
+    }
+
+    /// A PMI is about to interrupt the guest. If the guest has just executed RDPMC and not gone on, the PMI comes before
+    /// it: it is executed again after the handler.
+    ///
+    /// Linux brings an event up to date by reading its last value, RDPMC, and a compare-and-exchange of that last
+    /// value. A handler that comes right behind the RDPMC restarts the period, after which the last value can be what it was
+    /// before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and its PMI that is a
+    /// matter of nanoseconds; here the exit for RDPMC is where overflows are found, and PMIs would come behind it as a
+    /// rule.
+    fn interrupt_before_read(&mut self) -> Result<(), kvm_ioctls::Error> {
+        /// PMIs in a row after which an RDPMC is let through: a guest whose counters overflow all the time must get on.
+        const MOST: u32 = 16;
+        let in_a_row = std::mem::take(&mut self.reads_again);
+        let Some(at) = self.just_read.take() else {
+            return Ok(());
+        };
+        // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its end.
+        if in_a_row == MOST || self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
+            return Ok(());
+        }
+        let mut regs = self.fd.get_regs()?;
+        if regs.rip == at {
+            // KVM has yet to step over the OUT that stands for RDPMC. This request stays: the next entry is made twice.
+            self.fd.set_kvm_immediate_exit(1);
+            match self.fd.run() {
+                Err(e) if e.errno() == libc::EINTR => {}
+                Err(e) => return Err(e),
+                Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
+            }
+            regs = self.fd.get_regs()?;
+        }
+        if regs.rip == at.wrapping_add(TRAP.len() as u64) {
+            regs.rip = at;
+            self.fd.set_regs(&regs)?;
+            self.reads_again = in_a_row + 1;
+        }
         Ok(())
     }
 
@@ -409,6 +464,9 @@ impl Vcpu {
         }
         if let Some(stepper) = &mut self.stepper {
             stepper.after_run();
+        }
+        if !matches!(&exit, Ok(VcpuExit::Intr)) && !matches!(&exit, Err(e) if e.errno() == libc::EINTR) {
+            self.just_read = None;
         }
         let stats = &*self.stats;
         stats.exits.inc();
@@ -506,6 +564,7 @@ impl Vcpu {
         };
         match pmu.rdpmc(regs.rcx as u32) {
             Some(value) => {
+                self.just_read = Some(regs.rip);
                 regs.rax = value & 0xffff_ffff;
                 regs.rdx = value >> 32;
                 if let Err(e) = self.fd.set_regs(&regs) {

@@ -30,6 +30,21 @@ struct FOwnerEx {
 /// its place in the kernel and costs nothing until an ioctl gives it a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
 
+/// The read format of an event that [`PerfFd::read_timed`] reads.
+pub(crate) const READ_TIMES: u64 =
+    (sys::bindings::PERF_FORMAT_TOTAL_TIME_ENABLED | sys::bindings::PERF_FORMAT_TOTAL_TIME_RUNNING) as u64;
+
+/// A count with the times the kernel keeps for the event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Timed {
+    /// The count.
+    pub(crate) count: u64,
+    /// How long the event was enabled while its thread ran, ns.
+    pub(crate) enabled_ns: u64,
+    /// How long of that it was on a counter, ns.
+    pub(crate) running_ns: u64,
+}
+
 /// The calling thread's id, asked from the kernel once per thread.
 pub(crate) fn current_tid() -> i32 {
     thread_local!(static TID: Cell<i32> = const { Cell::new(0) });
@@ -160,6 +175,23 @@ impl PerfFd {
             n if n < 0 => Err(io::Error::last_os_error()),
             _ => Ok(None),
         }
+    }
+
+    /// As [`PerfFd::read_count`], for an event opened with [`READ_TIMES`]: the count with the kernel's own times of it.
+    pub(crate) fn read_timed(&self) -> io::Result<Option<Timed>> {
+        let mut words = [0u64; 3];
+        let len = size_of_val(&words);
+        // SAFETY: the buffer is `len` writable bytes, and the kernel writes at most that many.
+        let n = unsafe { libc::read(self.fd.as_raw_fd(), words.as_mut_ptr().cast(), len) };
+        if n < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let [count, enabled_ns, running_ns] = words;
+        Ok((n as usize == len).then_some(Timed {
+            count,
+            enabled_ns,
+            running_ns,
+        }))
     }
 
     /// Maps the control page and `2^log2_pages` data pages (none for `None`).

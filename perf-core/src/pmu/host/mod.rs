@@ -5,7 +5,8 @@
 //! [`HostPmu::software`] serves [`EventType::SOFTWARE`] and has no limit.
 //!
 //! Events are opened pinned and never more of them are on than there are slots, so the kernel never multiplexes them
-//! behind our back. They are opened once and then enabled, disabled and given periods.
+//! behind our back; should it do so all the same, its own times of the event show it, and it is logged. They are opened
+//! once and then enabled, disabled and given periods.
 //!
 //! # Which counts
 //! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`, the last two by the
@@ -32,7 +33,7 @@ use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
 pub use fd::monotonic_ns;
-use fd::{PARKED_PERIOD, PerfFd, PerfMap, current_tid, new_attr};
+use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, current_tid, new_attr};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, ignore_sigio};
 
@@ -130,6 +131,7 @@ impl Pmu for HostPmu {
         // A sampling event from the start: the kernel refuses to give a period to a counting event later.
         raw.__bindgen_anon_1.sample_period = PARKED_PERIOD;
         raw.sample_type = u64::from(PERF_SAMPLE_READ);
+        raw.read_format = READ_TIMES;
         raw.set_disabled(1);
         let hardware = self.class == Class::Hardware;
         if hardware {
@@ -157,10 +159,12 @@ impl Pmu for HostPmu {
             tid,
             can_arm: self.signal.is_some(),
             hardware,
+            user_read: hardware && self.user_read,
             one_by_one: !hardware && attr.config > TASK_CLOCK,
             on: false,
             kernel_period: PARKED_PERIOD,
             kernel_due: PARKED_PERIOD,
+            short_told: false,
             last_count: 0,
             stale: false,
             armed_at: None,
@@ -196,6 +200,8 @@ struct HostEvent {
     tid: i32,
     can_arm: bool,
     hardware: bool,
+    /// Reads in user space were tried and are right. That the control page offers them does not say so.
+    user_read: bool,
     /// The kernel counts it one by one: neither a counter nor a clock.
     one_by_one: bool,
     on: bool,
@@ -203,6 +209,8 @@ struct HostEvent {
     kernel_period: u64,
     /// A count at which one of these periods ends.
     kernel_due: u64,
+    /// That the kernel took the counter away for a time has been said.
+    short_told: bool,
     last_count: u64,
     /// It was on since `last_count` was read.
     stale: bool,
@@ -273,14 +281,25 @@ impl HostEvent {
     }
 
     /// The count, or `None` when the kernel put the event into the error state.
-    fn count_now(&self) -> io::Result<Option<u64>> {
+    fn count_now(&mut self) -> io::Result<Option<u64>> {
         if self.on
             && current_tid() == self.tid
+            && self.user_read
             && let Some(count) = self.map.as_ref().and_then(PerfMap::user_read)
         {
             return Ok(Some(count));
         }
-        self.fd.read_count()
+        let Some(read) = self.fd.read_timed()? else {
+            return Ok(None);
+        };
+        if read.running_ns < read.enabled_ns && !std::mem::replace(&mut self.short_told, true) {
+            log::warn!(
+                "the host's kernel took the counter of a pinned event away: it was on for {} of {} ns; its count is short",
+                read.running_ns,
+                read.enabled_ns
+            );
+        }
+        Ok(Some(read.count))
     }
 }
 
@@ -386,7 +405,7 @@ impl PmuEvent for HostEvent {
 
     fn user_index(&self) -> u32 {
         match &self.map {
-            Some(map) if self.on && map.user_read_offered() => map.index(),
+            Some(map) if self.on && self.user_read && map.user_read_offered() => map.index(),
             _ => 0,
         }
     }

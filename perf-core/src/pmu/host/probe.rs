@@ -31,6 +31,15 @@ const GENERIC: [(&str, u32); 10] = [
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
 ];
 
+/// Events that running any code at all counts.
+const INEVITABLE: [u32; 5] = [
+    b::PERF_COUNT_HW_CPU_CYCLES,
+    b::PERF_COUNT_HW_INSTRUCTIONS,
+    b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS,
+    b::PERF_COUNT_HW_BUS_CYCLES,
+    b::PERF_COUNT_HW_REF_CPU_CYCLES,
+];
+
 /// Whether one generic hardware event can be opened to count a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GenericEvent {
@@ -38,7 +47,8 @@ pub struct GenericEvent {
     pub name: String,
     /// Its `config`.
     pub config: u64,
-    /// It opens.
+    /// It opens, and counts: a kernel that is a guest itself may open events that its virtual PMU never counts, which shows
+    /// for those that running any code counts.
     pub opens: bool,
 }
 
@@ -86,7 +96,7 @@ impl HostProbe {
             .map(|(name, config, r)| GenericEvent {
                 name: name.to_owned(),
                 config: u64::from(config),
-                opens: r.is_ok(),
+                opens: r.is_ok() && (!INEVITABLE.contains(&config) || counts(config)),
             })
             .collect();
         let nmi_watchdog = read_number::<i32>("/proc/sys/kernel/nmi_watchdog").unwrap_or(0) > 0;
@@ -159,6 +169,19 @@ fn open_host(config: u32) -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
+/// Whether `config` counts anything while this thread runs. The kernel is counted with it where that is allowed, because
+/// a counter of one privilege level may be slow to notice.
+fn counts(config: u32) -> bool {
+    let mut attr = host_attr(config);
+    attr.set_exclude_kernel(0);
+    let opened = PerfFd::open(&mut attr, 0).or_else(|_| open_host(config));
+    let Ok(fd) = opened else { return false };
+    for _ in 0..10_000 {
+        std::hint::spin_loop();
+    }
+    matches!(fd.read_count(), Ok(Some(1..)))
+}
+
 fn host_attr(config: u32) -> b::perf_event_attr {
     let mut attr = new_attr(b::PERF_TYPE_HARDWARE, u64::from(config));
     attr.set_exclude_guest(1);
@@ -219,9 +242,12 @@ fn group_size(config: u32) -> usize {
 }
 
 /// Whether user space can really read a counter. The control page alone does not tell: a kernel that is itself a guest
-/// may offer it where the instruction faults. So a child process tries, and may die of it.
+/// may offer it where the instruction faults, or reads something else. So a child process tries, may die of it,
+/// and compares what it reads with what the kernel says before and after.
 fn rdpmc_works() -> bool {
-    let mut attr = host_attr(b::PERF_COUNT_HW_INSTRUCTIONS);
+    /// A wrong value may be right by chance, but hardly so often.
+    const TRIES: usize = 64;
+    let mut attr = host_attr(b::PERF_COUNT_HW_CPU_CYCLES);
     attr.set_pinned(1);
     survives_in_child(|| {
         let Ok(fd) = PerfFd::open(&mut attr, 0) else {
@@ -230,7 +256,16 @@ fn rdpmc_works() -> bool {
         let Ok(map) = fd.map(None) else {
             return false;
         };
-        map.user_read().is_some()
+        let kernel = || fd.read_count().ok().flatten();
+        let mut last = 0;
+        (0..TRIES).all(|_| {
+            let (Some(before), Some(here), Some(after)) = (kernel(), map.user_read(), kernel()) else {
+                return false;
+            };
+            let right = before <= here && here <= after && last <= before;
+            last = after;
+            right
+        }) && last > 0
     })
 }
 

@@ -1,0 +1,135 @@
+//! Exact counting: hand-counted code on every PMU model, and user-mode counts of a Linux guest that do not vary.
+//!
+//! On this machine's KVM of whatever kind first; where that cannot step CPL 3, the rest is done in the lab.
+//! `PERFVISOR_EXACT=all` takes every model there too.
+
+use std::time::Duration;
+
+use integration::guest::LinuxGuest;
+use integration::parse::{Tap, parse_stat_csv, parse_tap};
+use integration::place::{Kvm, Place, probe_kvm};
+use integration::process::Command;
+
+const LIMIT: Duration = Duration::from_secs(150);
+
+const MODELS: [&str; 8] = [
+    "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
+];
+
+/// Runs `exact.elf` and requires that its tests were run: a kernel that cannot count prints a plan of none and ends with
+/// success.
+fn hand_counted_code(place: &Place, model: &str, cpus: u32, words: &str) -> Tap {
+    let kernel = place
+        .bare_metal_guest("exact")
+        .unwrap_or_else(|error| panic!("{error}"));
+    let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
+    let command = Command::new(perfvisor)
+        .args(["run", "--kernel", &kernel, "--pmu", model, "--backing", "exact"])
+        .args(["--cpus", &cpus.to_string(), "--cmdline", words, "--stats"]);
+    let output = place
+        .run(&command, LIMIT)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let (text, log) = (output.stdout_text(), output.stderr_text());
+    let tap = parse_tap(&text);
+    let figure = |name: &str| {
+        let line = log.lines().find(|line| line.starts_with(name))?;
+        line.split_whitespace().last()?.parse::<u64>().ok()
+    };
+    let steps = figure("single steps").unwrap_or(0);
+    eprintln!(
+        "exact.elf, {model}, {cpus} vCPUs, {}: {} passed, {} skipped, {steps} steps, {:.1?}",
+        place.describe(),
+        tap.passed.len(),
+        tap.skipped.len(),
+        output.elapsed
+    );
+    assert!(
+        tap.all_passed() && output.success(),
+        "{model}: failed {:?}\n{text}\n{log}",
+        tap.failed
+    );
+    assert_eq!(tap.skipped_all, None, "{model}\n{log}");
+    assert!(steps > 50, "{model}: {steps} steps\n{log}");
+    tap
+}
+
+/// A KVM without hardware help steps CPL 0 only.
+fn words_here() -> &'static str {
+    match probe_kvm() {
+        Kvm::SoftwareOnly => "no-user",
+        Kvm::Hardware | Kvm::None => "",
+    }
+}
+
+#[test]
+fn hand_counted_code_is_exact_here_on_every_model() {
+    let place = Place::for_bare_metal().unwrap_or_else(|error| panic!("{error}"));
+    for model in MODELS {
+        let tap = hand_counted_code(&place, model, 1, words_here());
+        assert!(tap.passed.len() >= 15, "{model}: {tap:?}");
+    }
+}
+
+/// CPL 0 and CPL 3 on a KVM that runs guest code on the processor, where interrupts, faults and SYSCALL clear the trap
+/// flag.
+#[test]
+fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let models: &[&str] = match std::env::var("PERFVISOR_EXACT").as_deref() {
+        Ok("all") => &MODELS,
+        _ => &["amd"],
+    };
+    for model in models {
+        let tap = hand_counted_code(&place, model, 1, "");
+        assert!(tap.passed.len() >= 20, "{model}: {tap:?}");
+        let skipped: Vec<_> = tap.skipped.iter().filter(|why| why.contains("CPL3")).collect();
+        assert!(skipped.is_empty(), "{model}: {skipped:?}");
+    }
+}
+
+/// With several vCPUs the gates are watched by hardware breakpoints instead, which do not fire on every KVM: code
+/// that takes no interrupt and no fault is exact all the same at CPL 0, while the other vCPU is there.
+#[test]
+fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    for only in ["a-block-of-1000", "a-loop", "each-general-counter", "branches"] {
+        hand_counted_code(&place, "amd", 2, &format!("only=exact:-{only}"));
+    }
+}
+
+/// What `perf stat` counts of a static program's user code is the same each time.
+#[test]
+fn user_mode_counts_of_a_linux_guest_do_not_vary() {
+    const RUNS: usize = 5;
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let mut script = String::new();
+    for run in 0..RUNS {
+        script.push_str(&format!(
+            "section run{run} perf stat -x, -e instructions:u,branches:u busybox true\n"
+        ));
+    }
+    let run = LinuxGuest::new("exact-user", "amd")
+        // The NMI watchdog would count, and so step, the kernel for ever; addresses decide how long start-up code takes.
+        .cmdline("nowatchdog norandmaps")
+        .script(script)
+        .args(["--backing", "exact", "--stats"])
+        .limit(LIMIT)
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let counts: Vec<_> = (0..RUNS)
+        .map(|n| {
+            let stat = parse_stat_csv(run.section(&format!("run{n}")));
+            ["instructions:u", "branches:u"].map(|event| {
+                let count = stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"));
+                assert!(count > 1000.0, "{event}: {count}\n{run}");
+                count
+            })
+        })
+        .collect();
+    eprintln!(
+        "instructions:u and branches:u of five runs: {counts:?}; {:.1?}",
+        run.elapsed
+    );
+    assert!(counts.iter().all(|pair| *pair == counts[0]), "{counts:?}\n{run}");
+    run.expect_success();
+}

@@ -1,0 +1,324 @@
+//! Other stock kernels than the usual one: Debian's general kernel and the newest it offers, as bzImage and as ELF, with
+//! and without KASLR, on one, two and four vCPUs. Each must find its PMU, count with it on every CPU, and sample.
+//!
+//! A few combinations are tested by default; `PERFVISOR_KERNELS=all` (`make kernels`) takes all of them.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use guest_images::linux::KernelChoice;
+use integration::artefacts;
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::lab::LabOptions;
+use integration::parse::{parse_stat_csv, pmu_driver_lines, tsc_hz};
+use integration::place::Place;
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Period of `perf record -c`.
+const PERIOD: f64 = 25_000_000.0;
+
+/// How far counts may be from the clock.
+const TOLERANCE: f64 = 0.10;
+
+/// Runs of a combination before it counts as failed: guests share the machine with whatever else runs.
+const TRIES: usize = 2;
+
+/// One combination.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Case {
+    kernel: &'static str,
+    image: &'static str,
+    kaslr: bool,
+    cpus: u32,
+    pmu: &'static str,
+}
+
+/// What was found, for the table.
+struct Found {
+    release: String,
+    text: String,
+    cycles: f64,
+    samples: f64,
+    boot_seconds: f64,
+}
+
+/// Each kernel once, and each of the other choices at least once.
+const FEW: [Case; 3] = [
+    Case {
+        kernel: "cloud",
+        image: "bzImage",
+        kaslr: true,
+        cpus: 4,
+        pmu: "intel",
+    },
+    Case {
+        kernel: "generic",
+        image: "bzImage",
+        kaslr: true,
+        cpus: 2,
+        pmu: "amd",
+    },
+    Case {
+        kernel: "newest",
+        image: "vmlinux",
+        kaslr: false,
+        cpus: 1,
+        pmu: "amd-v2",
+    },
+];
+
+fn all() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for kernel in ["cloud", "generic", "newest"] {
+        for image in ["bzImage", "vmlinux"] {
+            for kaslr in [false, true] {
+                for cpus in [1, 2, 4] {
+                    // The vendors take turns, so that each of the other choices meets both.
+                    let pmu = ["intel", "amd"][cases.len() % 2];
+                    cases.push(Case {
+                        kernel,
+                        image,
+                        kaslr,
+                        cpus,
+                        pmu,
+                    });
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// A place with the kernels that `cases` need.
+fn place_with(cases: &[Case]) -> Place {
+    let mut files = Vec::new();
+    for case in cases {
+        let name = case.file_in_lab();
+        if !files.iter().any(|(known, _)| *known == name) {
+            files.push((name, image_file(case.kernel, case.image)));
+        }
+    }
+    let options = LabOptions {
+        // Guests with four vCPUs run on two processors, as in real life.
+        cpus: 2,
+        files,
+        ..LabOptions::default()
+    };
+    Place::choose(&options).unwrap_or_else(|error| panic!("{}", artefacts::describe(&error)))
+}
+
+/// A kernel's file on this side; built if need be.
+fn image_file(kernel: &str, image: &str) -> PathBuf {
+    artefacts::images_of(&KernelChoice::parse(kernel))
+        .unwrap_or_else(|error| panic!("{error}"))
+        .directory
+        .join(image)
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let kaslr = if self.kaslr { "kaslr" } else { "nokaslr" };
+        format!(
+            "{}-{}-{kaslr}-{}cpu-{}",
+            self.kernel, self.image, self.cpus, self.pmu
+        )
+    }
+
+    fn file_in_lab(&self) -> String {
+        format!("guest/{}-{}", self.kernel, self.image)
+    }
+
+    fn run(&self, place: &Place) -> Result<Found, String> {
+        let path = match place {
+            Place::Direct(_) => image_file(self.kernel, self.image).to_string_lossy().into_owned(),
+            Place::Lab(_) => format!("/{}", self.file_in_lab()),
+        };
+        let run = LinuxGuest::new(format!("kernel-{}", self.name()), self.pmu)
+            .kernel(path)
+            .kaslr(self.kaslr)
+            .cpus(self.cpus)
+            .script(format!(
+                "section release uname -r\n\
+                 section dmesg dmesg\n\
+                 section online cat /sys/devices/system/cpu/online\n\
+                 section text sh -c \"grep -E ' (_text|page_offset_base)$' /proc/kallsyms\"\n\
+                 section stat perf stat -x, -e task-clock,cycles spin 0.5\n\
+                 section each perf stat -a -A -x, -e cpu-clock,cycles threads {} 0.5\n\
+                 section record perf record -q -B -N -c 25000000 -e cycles -o /tmp/period spin 1\n\
+                 section samples sh -c 'perf script -i /tmp/period -F comm | grep -c spin'\n",
+                self.cpus
+            ))
+            .args(["-v"])
+            .limit(LIMIT)
+            .run(place)
+            .map_err(|error| error.to_string())?;
+        self.check(&run).map_err(|what| format!("{what}\n{run}"))
+    }
+
+    fn check(&self, run: &GuestRun) -> Result<Found, String> {
+        let text = |name: &str| -> Result<&str, String> {
+            match run.console.sections.get(name) {
+                Some(section) if section.status == Some(0) => Ok(&section.text),
+                Some(section) => Err(format!("section {name}: status {:?}", section.status)),
+                None => Err(format!("no section {name}")),
+            }
+        };
+        let dmesg = text("dmesg")?;
+        let vendor = if self.pmu.starts_with("amd") {
+            "AMD"
+        } else {
+            "Intel"
+        };
+        let driver = format!("{vendor} PMU driver");
+        if !pmu_driver_lines(dmesg).iter().any(|line| line.contains(&driver)) {
+            return Err(format!("no {driver}: {:?}", pmu_driver_lines(dmesg)));
+        }
+        for complaint in ["Broken PMU", "unchecked MSR access", "86/events/", "BUG:"] {
+            if let Some(line) = dmesg.lines().find(|line| line.contains(complaint)) {
+                return Err(format!("the kernel complains: {line}"));
+            }
+        }
+        let online = match self.cpus {
+            1 => "0".to_owned(),
+            n => format!("0-{}", n - 1),
+        };
+        if text("online")?.trim() != online {
+            return Err(format!("CPUs online: {}, not {online}", text("online")?.trim()));
+        }
+        let tsc_hz = tsc_hz(dmesg).ok_or("no TSC frequency in dmesg")?;
+        let stat = parse_stat_csv(text("stat")?);
+        let value = |event| stat.value(event).map_err(|error| error.to_string());
+        let cycles = value("cycles")? / (value("task-clock")? / 1e3 * tsc_hz);
+        near("cycles / (time x TSC)", cycles)?;
+        let each = parse_stat_csv(text("each")?);
+        for cpu in 0..self.cpus {
+            let on = |event| {
+                each.value_on(event, cpu)
+                    .map_err(|error| format!("CPU {cpu}: {error}"))
+            };
+            if on("cycles")? < 1e7 {
+                return Err(format!(
+                    "CPU {cpu} counted {} cycles while it was busy",
+                    on("cycles")?
+                ));
+            }
+        }
+        let spin = text("record")?;
+        let cpu_seconds: f64 = spin
+            .split_whitespace()
+            .find_map(|word| word.strip_prefix("cpu_seconds=")?.parse().ok())
+            .ok_or_else(|| format!("no cpu_seconds in {spin:?}"))?;
+        let count: f64 = text("samples")?
+            .trim()
+            .parse()
+            .map_err(|_| "no number of samples")?;
+        let samples = count / (cpu_seconds * tsc_hz / PERIOD);
+        near("samples / (count / period)", samples)?;
+        if run.console.done != Some(0) || run.status != Some(0) {
+            return Err(format!(
+                "script {:?}, perfvisor {:?}",
+                run.console.done, run.status
+            ));
+        }
+        let symbol = |name: &str| {
+            let line = text("text").ok()?.lines().find(|line| line.ends_with(name))?;
+            line.split_whitespace().next().map(str::to_owned)
+        };
+        Ok(Found {
+            release: text("release")?.trim().to_owned(),
+            text: symbol(" _text").ok_or("no _text in kallsyms")?,
+            cycles,
+            samples,
+            boot_seconds: run.console.boot_seconds.unwrap_or_default(),
+        })
+    }
+}
+
+fn near(what: &str, ratio: f64) -> Result<(), String> {
+    if (ratio - 1.0).abs() < TOLERANCE {
+        Ok(())
+    } else {
+        Err(format!("{what} = {ratio:.3}"))
+    }
+}
+
+#[test]
+fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
+    let cases = match std::env::var("PERFVISOR_KERNELS").as_deref() {
+        Ok("all") => all(),
+        Ok("") | Err(_) => FEW.to_vec(),
+        // One kernel's part of the matrix.
+        Ok(kernel) => all().into_iter().filter(|case| case.kernel == kernel).collect(),
+    };
+    assert!(
+        !cases.is_empty(),
+        "PERFVISOR_KERNELS: all, cloud, generic or newest"
+    );
+    let mut table = String::from(
+        "| kernel | image | KASLR | vCPUs | PMU | cycles / (time × TSC) | samples / (count / period) | _text | user space after |\n\
+         |---|---|---|---|---|---|---|---|---|\n",
+    );
+    let mut failures = Vec::new();
+    // Kernels are large and the lab keeps them in memory: many cases come in a lab for each kernel.
+    let many = cases.len() > FEW.len();
+    let mut place = None;
+    let mut kernel = "";
+    for case in &cases {
+        if place.is_none() || many && case.kernel != kernel {
+            kernel = case.kernel;
+            // Never two labs at a time.
+            drop(place.take());
+            let together = |other: &&Case| !many || other.kernel == kernel;
+            let same: Vec<_> = cases.iter().filter(together).copied().collect();
+            place = Some(place_with(&same));
+        }
+        let Some(place) = &place else { continue };
+        let mut result = case.run(place);
+        for _ in 1..TRIES {
+            if let Err(why) = &result {
+                eprintln!("{}: {why}; once more", case.name());
+                result = case.run(place);
+            }
+        }
+        let kaslr = if case.kaslr { "yes" } else { "no" };
+        let row = match &result {
+            Ok(found) => format!(
+                "| {} | {} | {kaslr} | {} | {} | {:.3} | {:.3} | {} | {:.1} s |",
+                found.release,
+                case.image,
+                case.cpus,
+                case.pmu,
+                found.cycles,
+                found.samples,
+                found.text,
+                found.boot_seconds
+            ),
+            Err(_) => format!(
+                "| {} | {} | {kaslr} | {} | {} | failed | | | |",
+                case.kernel, case.image, case.cpus, case.pmu
+            ),
+        };
+        eprintln!("{row}");
+        let _ = writeln!(table, "{row}");
+        if let Err(why) = result {
+            failures.push(format!("{}: {why}", case.name()));
+        }
+    }
+    let file = artefacts::log_dir()
+        .unwrap_or_else(|error| panic!("{error}"))
+        .join("kernels.md");
+    std::fs::write(&file, table).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+}
+
+#[test]
+fn the_few_are_among_all_kinds() {
+    for choice in ["cloud", "generic", "newest"] {
+        assert!(FEW.iter().any(|case| case.kernel == choice));
+    }
+    assert!(FEW.iter().any(|case| case.image == "vmlinux") && FEW.iter().any(|case| case.image == "bzImage"));
+    assert!(FEW.iter().any(|case| case.kaslr) && FEW.iter().any(|case| !case.kaslr));
+    assert_eq!(all().len(), 36);
+}

@@ -1,0 +1,565 @@
+//! The `host` driver and the core above it on real hardware events of the kernel that runs this test. Where that kernel
+//! has no PMU the tests say so and pass; they are also run inside a Linux guest, whose PMU is ours.
+//!
+//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted: every PMU counts them, also
+//! one that is backed by a clock. Bounds allow for a real PMU, and for a machine that does other things
+//! besides.
+#![allow(unsafe_code)]
+
+mod common;
+
+use std::fs;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target};
+use perf_core::time::Clock;
+use perf_core::*;
+
+const CYCLES: u64 = 0;
+const MS: u64 = 1_000_000;
+
+/// What the kernel offers; `None`, with a message, where there is no hardware PMU.
+fn pmu() -> Option<&'static HostProbe> {
+    static PROBE: OnceLock<HostProbe> = OnceLock::new();
+    let probe = PROBE.get_or_init(|| {
+        log::set_logger(&Said).unwrap();
+        log::set_max_level(log::LevelFilter::Debug);
+        let probe = HostProbe::run();
+        eprintln!("{probe:?}");
+        probe
+    });
+    if probe.slots == 0 {
+        let why = probe.no_slots_because.as_deref().unwrap_or_default();
+        assert!(
+            std::env::var_os("PERFVISOR_EXPECT_PMU").is_none(),
+            "a PMU was expected: {why}"
+        );
+        eprintln!("skipped: {why}");
+        return None;
+    }
+    Some(probe)
+}
+
+fn cycles() -> Attr {
+    Attr::counting(EventType::HARDWARE, CYCLES)
+}
+
+fn here() -> Target {
+    Target::Vcpu {
+        vcpu: VcpuId(0),
+        tid: this_tid(),
+    }
+}
+
+/// A core whose only vCPU is this thread, with the hardware driver.
+struct Thread {
+    core: Core,
+    session: Session,
+    vcpu: Arc<VcpuContext>,
+    signal: i32,
+}
+
+/// A thread's CPU time, readable from any thread: what the thread does not run is neither enabled nor running time then, as
+/// for the kernel's own times of its events.
+struct CpuTime(libc::clockid_t);
+
+impl CpuTime {
+    fn of_this_thread() -> Self {
+        let mut id = 0;
+        // SAFETY: the calling thread exists, and `id` is writable.
+        let rc = unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &mut id) };
+        assert_eq!(rc, 0);
+        Self(id)
+    }
+}
+
+impl Clock for CpuTime {
+    fn now_ns(&self) -> u64 {
+        let mut ts = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the timespec is writable.
+        assert_eq!(unsafe { libc::clock_gettime(self.0, &mut ts) }, 0);
+        ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+    }
+}
+
+/// What the driver and the core have to say belongs into the test's output.
+struct Said;
+
+impl log::Log for Said {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::Level::Debug
+    }
+
+    fn log(&self, record: &log::Record) {
+        eprintln!("{}: {}", record.level(), record.args());
+    }
+
+    fn flush(&self) {}
+}
+
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::User
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+impl Thread {
+    fn new(probe: &HostProbe) -> Self {
+        let signal = catch_signals();
+        let core = Core::new(CoreConfig {
+            clock: Arc::new(CpuTime::of_this_thread()),
+            ..CoreConfig::default()
+        });
+        core.register(Arc::new(HostPmu::hardware(Some(signal), probe)));
+        let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        Self {
+            core,
+            session,
+            vcpu,
+            signal,
+        }
+    }
+
+    fn try_open(&self, attr: Attr, group: Option<&Handle>, cookie: Option<u64>) -> Result<Handle, OpenError> {
+        let flags = OpenFlags {
+            cookie,
+            ..OpenFlags::default()
+        };
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        self.core.open(&self.session, attr, target, group, flags)
+    }
+
+    fn open(&self, attr: Attr) -> Handle {
+        self.try_open(attr, None, None).unwrap()
+    }
+
+    /// Burns `ns` of CPU time and serves overflows as a vCPU's thread does: when a signal came, and once more at the end.
+    /// Returns how many periods passed under each cookie.
+    fn serve(&self, ns: u64) -> [u64; 4] {
+        let mut passed = [0; 4];
+        let mut serve = || {
+            self.vcpu.service_overflows(&mut NoRegs, &mut |o| {
+                passed[o.cookie as usize] += u64::from(o.times);
+            });
+        };
+        let mut seen = signals_of_this_thread();
+        let end = thread_cpu_ns() + ns;
+        while thread_cpu_ns() < end {
+            for _ in 0..1000 {
+                std::hint::spin_loop();
+            }
+            let now = signals_of_this_thread();
+            if now != std::mem::replace(&mut seen, now) {
+                serve();
+            }
+        }
+        serve();
+        passed
+    }
+}
+
+/// Cycles in a nanosecond of this thread's time, by one event alone.
+fn rate(probe: &HostProbe) -> f64 {
+    let mut ev = HostPmu::hardware(None, probe).open(&cycles(), here()).unwrap();
+    let from = thread_cpu_ns();
+    ev.start(None).unwrap();
+    burn(50 * MS);
+    ev.stop();
+    ev.read() as f64 / (thread_cpu_ns() - from) as f64
+}
+
+/// The descriptors of all perf events that this process holds and that can be read with times.
+fn kernel_events() -> Vec<RawFd> {
+    fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .flatten()
+        .filter(|entry| {
+            fs::read_link(entry.path()).is_ok_and(|to| to.as_os_str() == "anon_inode:[perf_event]")
+        })
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+/// Count, time enabled and time running of a kernel event; `None` for one in the error state.
+fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
+    let mut words = [0u64; 3];
+    // SAFETY: 24 writable bytes.
+    let n = unsafe { libc::read(fd, words.as_mut_ptr().cast(), 24) };
+    match n {
+        24 => Some(words),
+        0 => None,
+        _ => panic!("reading a perf event: {}", std::io::Error::last_os_error()),
+    }
+}
+
+/// Two events on two counters see the same cycles, only while they are started, and never run backwards.
+#[test]
+fn hardware_events_count_while_started_only() {
+    let Some(probe) = pmu() else { return };
+    let driver = HostPmu::hardware(None, probe);
+    let mut pair = [0, 1].map(|_| driver.open(&cycles(), here()).unwrap());
+    burn(5 * MS);
+    assert_eq!(pair[0].read(), 0, "counted before it was started");
+    for ev in &mut pair {
+        ev.start(None).unwrap();
+    }
+    let mut last = 0;
+    let end = thread_cpu_ns() + 100 * MS;
+    while thread_cpu_ns() < end {
+        let now = pair[0].read();
+        assert!(now >= last, "{now} after {last}");
+        last = now;
+    }
+    for ev in &mut pair {
+        ev.stop();
+    }
+    let [a, b] = [pair[0].read(), pair[1].read()];
+    burn(20 * MS);
+    assert_eq!([pair[0].read(), pair[1].read()], [a, b], "counted while stopped");
+    let ratio = a as f64 / b as f64;
+    eprintln!("{a} and {b} cycles in 100 ms");
+    // The second is started and stopped a system call later.
+    assert!((0.8..1.25).contains(&ratio), "{a} and {b}");
+    // 10 MHz to 10 GHz.
+    assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
+}
+
+/// All slots that were probed can be on at once; one more is refused, stays stopped, and goes on when a slot is free.
+#[test]
+fn one_event_more_than_slots_is_refused_until_one_is_free() {
+    let Some(probe) = pmu() else { return };
+    let driver = HostPmu::hardware(None, probe);
+    let mut events: Vec<Box<dyn PmuEvent>> = Vec::new();
+    // Fixed counters take some of the events on top of the slots.
+    while events.len() < 64 {
+        let mut ev = driver.open(&cycles(), here()).unwrap();
+        match ev.start(None) {
+            Ok(()) => events.push(ev),
+            Err(PmuError::Busy) => {
+                assert!(events.len() >= probe.slots, "{} of {}", events.len(), probe.slots);
+                burn(5 * MS);
+                assert_eq!(ev.read(), 0);
+                events[0].stop();
+                ev.start(None).unwrap();
+                burn(5 * MS);
+                assert!(ev.read() > 0);
+                return;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+    panic!("64 events are on at once");
+}
+
+#[test]
+fn a_group_larger_than_the_counters_is_refused_whole_ones_count_together() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let leader = t.open(Attr {
+        disabled: true,
+        ..cycles()
+    });
+    let mut members = Vec::new();
+    for _ in 1..probe.slots {
+        members.push(t.try_open(cycles(), Some(&leader), None).unwrap());
+    }
+    let refused = t.try_open(cycles(), Some(&leader), None).unwrap_err();
+    assert!(
+        matches!(refused, OpenError::GroupTooLarge { needed, slots } if needed == slots + 1),
+        "{refused}"
+    );
+    assert_eq!(refused.errno(), libc::EINVAL);
+    leader.enable(Scope::Event).unwrap();
+    burn(200 * MS);
+    leader.disable(Scope::Event).unwrap();
+    let readings = leader.read_group().unwrap();
+    assert_eq!(readings.len(), probe.slots);
+    for reading in &readings {
+        assert_eq!(reading.time_running_ns, reading.time_enabled_ns);
+        // They are started one after the other.
+        let ratio = reading.value as f64 / readings[0].value as f64;
+        assert!((0.75..1.33).contains(&ratio), "{readings:?}");
+    }
+}
+
+#[test]
+fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let pinned = || Attr {
+        pinned: true,
+        ..cycles()
+    };
+    let mut held: Vec<_> = (0..probe.slots).map(|_| t.open(pinned())).collect();
+    assert!(held.iter().all(|e| e.state() == State::Active));
+    let late = t.open(pinned());
+    assert_eq!(late.state(), State::Error);
+    burn(5 * MS);
+    let mut bytes = [0; 64];
+    assert_eq!(
+        late.read_bytes(&mut bytes).unwrap(),
+        0,
+        "end of file, not a count"
+    );
+    held.pop();
+    assert_eq!(late.state(), State::Error, "it does not come back by itself");
+    late.enable(Scope::Event).unwrap();
+    assert_eq!(late.state(), State::Active);
+    burn(5 * MS);
+    assert!(late.read().unwrap().value > 0);
+}
+
+#[test]
+fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let alone = t.open(Attr {
+        exclusive: true,
+        ..cycles()
+    });
+    let other = t.open(cycles());
+    for _ in 0..200 {
+        burn(MS);
+        t.core.rotate();
+        assert!(
+            !(alone.state() == State::Active && other.state() == State::Active),
+            "both are on"
+        );
+    }
+    for event in [&alone, &other] {
+        let reading = event.read().unwrap();
+        assert!(
+            reading.value > 0 && reading.time_running_ns < reading.time_enabled_ns,
+            "{reading:?}"
+        );
+    }
+}
+
+/// However often the period changes, and however an overflow falls among reads, the count goes on at the rate of the
+/// counter. A kernel that brings an event up to date from a counter that does not move as it should is off by half the counter's
+/// range or all of it.
+#[test]
+fn a_count_never_jumps_when_its_period_changes() {
+    const JUMP: u64 = 1 << 46;
+    let Some(probe) = pmu() else { return };
+    let signal = catch_signals();
+    let mut ev = HostPmu::hardware(Some(signal), probe)
+        .open(&cycles(), here())
+        .unwrap();
+    let periods = [
+        20_000_000,
+        5_000_000,
+        1 << 50,
+        3_000_000,
+        1 << 47,
+        (1 << 47) - 1,
+        8_000_000,
+        4_000_000,
+    ];
+    ev.start(None).unwrap();
+    let mut last = ev.read();
+    for n in 0..400 {
+        let period = periods[n % periods.len()];
+        ev.arm(period).unwrap();
+        // Many reads, so that some of them meet the overflow.
+        for _ in 0..8 * (n % 7) {
+            let now = ev.read();
+            assert!(now >= last, "{now} after {last}");
+            let signals = signals_of_this_thread();
+            assert!(
+                now - last < JUMP,
+                "from {last} to {now}, round {n}, period {period}, {signals} signals"
+            );
+            last = now;
+        }
+        if n % 3 == 0 {
+            // Parks it, if the overflow is reported.
+            ev.take_overflows();
+            ev.take_overflows();
+        }
+        if n % 11 == 0 {
+            ev.stop();
+            ev.start((n % 2 == 0).then_some(period)).unwrap();
+        }
+    }
+}
+
+/// `passed` periods were reported while `counted` was counted.
+fn agree(passed: u64, counted: u64, period: u64) {
+    let expected = counted / period;
+    eprintln!("period {period}: {passed} reported, count / period = {expected}");
+    assert!(expected >= 5, "only {counted} counts of {period}");
+    // What overflowed last may be found with the next one.
+    assert!(
+        passed.abs_diff(expected) <= 1 + expected / 50,
+        "{passed}, {expected}"
+    );
+}
+
+/// Overflows are reported where the period says, by a signal to this thread, and a new period takes effect while the event
+/// runs.
+#[test]
+fn overflows_follow_the_period_also_after_it_changed() {
+    let Some(probe) = pmu() else { return };
+    let period = (rate(probe) * 60.0 * MS as f64) as u64;
+    let t = Thread::new(probe);
+    let attr = Attr::sampling(EventType::HARDWARE, CYCLES, period);
+    let event = t.try_open(attr, None, Some(1)).unwrap();
+    let before = signals_of_this_thread();
+    let slow = t.serve(700 * MS)[1];
+    agree(slow, event.read().unwrap().value, period);
+    let signals = signals_of_this_thread() - before;
+    assert!(
+        signals >= slow / 4,
+        "signal {}: {signals} for {slow} overflows",
+        t.signal
+    );
+
+    event.set_period(period / 3).unwrap();
+    // The old period ends first: that far, nothing is asserted.
+    t.serve(70 * MS);
+    let from = event.read().unwrap().value;
+    let fast = t.serve(700 * MS)[1];
+    agree(fast, event.read().unwrap().value - from, period / 3);
+
+    // Armed by hand, later and sooner than the period.
+    event.arm(u64::from(u32::MAX) << 10).unwrap();
+    // What passed before is reported first.
+    t.serve(0);
+    assert_eq!(t.serve(70 * MS)[1], 0, "armed for later, it came at once");
+    event.arm(1000).unwrap();
+    assert!(t.serve(20 * MS)[1] > 0, "armed for now, it did not come");
+}
+
+/// Two sampling events and a counting one do not take each other's overflows.
+#[test]
+fn each_event_gets_its_own_overflows() {
+    let Some(probe) = pmu() else { return };
+    if probe.slots < 3 {
+        eprintln!("skipped: {} slots", probe.slots);
+        return;
+    }
+    let period = (rate(probe) * 60.0 * MS as f64) as u64;
+    let t = Thread::new(probe);
+    let sampling = |period, cookie| {
+        let attr = Attr {
+            pinned: true,
+            ..Attr::sampling(EventType::HARDWARE, CYCLES, period)
+        };
+        t.try_open(attr, None, Some(cookie)).unwrap()
+    };
+    let _counting = t.open(cycles());
+    let slow = sampling(period, 1);
+    let fast = sampling(period / 3, 2);
+    let passed = t.serve(700 * MS);
+    agree(passed[1], slow.read().unwrap().value, period);
+    agree(passed[2], fast.read().unwrap().value, period / 3);
+}
+
+/// Where the kernel offers user-space reads but RDPMC faults (a kernel that is a guest of ours), nobody tries: reads go
+/// through read(2), and the process lives.
+#[test]
+fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
+    let Some(probe) = pmu() else { return };
+    let driver = HostPmu::hardware(None, probe);
+    let mut ev = driver.open(&cycles(), here()).unwrap();
+    ev.start(None).unwrap();
+    let mut last = ev.read();
+    for _ in 0..1000 {
+        let now = ev.read();
+        assert!(now >= last);
+        last = now;
+    }
+    assert!(last > 0);
+    if !probe.user_read {
+        assert_eq!(ev.user_index(), 0, "an index offered that cannot be read");
+    }
+    if std::env::var("PERFVISOR_EXPECT_PMU").is_ok_and(|v| v == "guest") {
+        assert!(!probe.user_read, "RDPMC at CPL3 works in this guest?");
+    }
+}
+
+/// More events than counters: the core shares the slots over time, and says so in its times. The kernel below never
+/// takes a counter away from an event we started: its own times of each of them are equal.
+#[test]
+fn multiplexing_is_the_cores_and_never_the_kernels() {
+    let Some(probe) = pmu() else { return };
+    if probe.slots < 2 {
+        eprintln!("skipped: {} slots", probe.slots);
+        return;
+    }
+    let before = kernel_events();
+    let t = Thread::new(probe);
+    let reference = t.open(Attr {
+        pinned: true,
+        ..cycles()
+    });
+    let shared: Vec<_> = (0..2 * probe.slots + 1).map(|_| t.open(cycles())).collect();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                thread::sleep(Duration::from_millis(4));
+                t.core.rotate();
+            }
+        });
+        let from = Instant::now();
+        // Every event needs some turns.
+        while from.elapsed() < Duration::from_millis(1500) {
+            burn(20 * MS);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let opened: Vec<_> = kernel_events()
+        .into_iter()
+        .filter(|fd| !before.contains(fd))
+        .collect();
+    assert_eq!(
+        opened.len(),
+        shared.len() + 1,
+        "one kernel event for each of ours"
+    );
+    for &fd in &opened {
+        let [count, enabled, running] = kernel_times(fd).expect("a kernel event in the error state");
+        assert_eq!(
+            enabled, running,
+            "the kernel multiplexed an event ({count} counts)"
+        );
+        assert!(count > 0 && running > 0);
+    }
+    let all = reference.read().unwrap();
+    assert_eq!(all.time_enabled_ns, all.time_running_ns, "pinned");
+    let mut sum = 0.0;
+    for event in &shared {
+        let reading = event.read().unwrap();
+        assert!(reading.time_running_ns < reading.time_enabled_ns, "{reading:?}");
+        let ratio = reading.estimate().unwrap() as f64 / all.value as f64;
+        eprintln!(
+            "on for {:.0} % of the time, estimate {ratio:.3} of the true count",
+            100.0 * reading.time_running_ns as f64 / reading.time_enabled_ns as f64
+        );
+        sum += ratio;
+    }
+    // On a busy machine slices are of very different lengths, so no single estimate is held to anything.
+    let mean = sum / shared.len() as f64;
+    assert!((0.6..1.67).contains(&mean), "{mean}");
+    assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
+}
