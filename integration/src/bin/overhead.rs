@@ -12,7 +12,8 @@
 //! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
 //!
 //! The thread's CPU time holds everything that is done on its behalf, interrupts and signals included, and, other than
-//! the time on the wall, no time of other programs on a busy machine. The medians of all rounds are printed.
+//! the time on the wall, no time of other programs on a busy machine. Of each window the median chunk is taken, and of all
+//! rounds the median is printed.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::AsFd;
@@ -179,7 +180,7 @@ impl Guest {
                 let Some(cpu_ns) = cpu_time_ns(tid) else { break };
                 let at = Instant::now();
                 let mut dots = dots.lock().unwrap_or_else(PoisonError::into_inner);
-                // Dots that came together: the last one was just now, when the others were is not known.
+                // Dots that came together make chunks of no length and a long one, which do not move the median.
                 let together = byte[..n].iter().filter(|&&b| b == b'.').count();
                 dots.extend(std::iter::repeat_n(Dot { at, cpu_ns }, together));
             }
@@ -198,20 +199,25 @@ impl Guest {
         self.dots.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(window);
         let dots = self.dots.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let (Some(first), Some(last)) = (dots.first(), dots.last()) else {
-            return Err("the guest stands still".into());
-        };
-        // Of dots that came together with the first one, only the last counts as it.
-        let first_at = dots.iter().take_while(|d| d.cpu_ns == first.cpu_ns).count() - 1;
-        let chunks = dots.len() - 1 - first_at;
-        if chunks < 5 {
+        if dots.len() < 8 {
             return Err("the guest makes too few dots; a longer --seconds may do".into());
         }
+        // The median of the chunks is not moved by those that something else got in the way of.
+        let chunks = || dots.windows(2);
         Ok(Pace {
-            cpu_ns: (last.cpu_ns - first.cpu_ns) as f64 / chunks as f64,
-            wall_ns: (last.at - first.at).as_nanos() as f64 / chunks as f64,
+            cpu_ns: median(chunks().map(|d| (d[1].cpu_ns - d[0].cpu_ns) as f64).collect()),
+            wall_ns: median(chunks().map(|d| (d[1].at - d[0].at).as_nanos() as f64).collect()),
         })
     }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    quantile(&mut values, 0.5)
+}
+
+fn quantile(values: &mut [f64], share: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[((values.len() - 1) as f64 * share).round() as usize]
 }
 
 #[derive(Clone, Copy)]
@@ -394,14 +400,12 @@ fn measure(options: &Options) -> Result<bool, String> {
 }
 
 fn report(options: &Options, costs: &[Vec<Cost>]) -> Result<bool, String> {
-    let median = |values: &[Cost], of: fn(&Cost) -> f64| {
+    let spread = |values: &[Cost], of: fn(&Cost) -> f64| {
         let mut sorted: Vec<f64> = values.iter().map(of).collect();
-        sorted.sort_by(f64::total_cmp);
-        let at = |share: f64| sorted[((sorted.len() - 1) as f64 * share).round() as usize];
-        (at(0.5), at(0.25), at(0.75))
+        [0.5, 0.25, 0.75].map(|share| quantile(&mut sorted, share))
     };
     println!(
-        "Slowdown of a CPL3 loop sampled at {} Hz, medians of {} rounds of {} s (quartiles):\n",
+        "Slowdown of a CPL3 loop sampled at {} Hz, medians of {} rounds (quartiles), in each of them the median chunk of {} s:\n",
         options.hz,
         options.rounds,
         options.window.as_secs()
@@ -409,8 +413,8 @@ fn report(options: &Options, costs: &[Vec<Cost>]) -> Result<bool, String> {
     println!("{:<46} {:>24} {:>10}", "", "CPU time", "wall");
     let mut medians = Vec::new();
     for (way, costs) in WAYS.iter().zip(costs) {
-        let (middle, low, high) = median(costs, |c| c.cpu);
-        let (wall, ..) = median(costs, |c| c.wall);
+        let [middle, low, high] = spread(costs, |c| c.cpu);
+        let [wall, ..] = spread(costs, |c| c.wall);
         medians.push(middle);
         if *way == Way::None {
             println!("{:<46} {:>24} {:>10}", way.name(), "-", "-");

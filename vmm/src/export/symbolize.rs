@@ -118,12 +118,19 @@ impl<'p> Symbolizer<'p> {
         };
         let file = m.path.rsplit('/').next().unwrap_or(&m.path);
         let place = format!("{file}+{:#x}", (address - m.start).wrapping_add(m.file_offset));
-        let by_object = self.mount.as_mut().and_then(|mount| {
-            let object = mount.object(&m.path)?;
-            let linked = object.address_of_file_offset((address - m.start).checked_add(m.file_offset)?)?;
-            let symbol = object.resolve(linked)?;
-            Some((symbol.name, address.wrapping_sub(symbol.offset)))
-        });
+        // What is no file is named in brackets, or begins with two slashes.
+        let file_of = |path: &str| path.starts_with('/') && !path.starts_with("//");
+        let by_object = self
+            .mount
+            .as_mut()
+            .filter(|_| file_of(&m.path))
+            .and_then(|mount| {
+                let object = mount.object(&m.path)?;
+                let linked =
+                    object.address_of_file_offset((address - m.start).checked_add(m.file_offset)?)?;
+                let symbol = object.resolve(linked)?;
+                Some((symbol.name, address.wrapping_sub(symbol.offset)))
+            });
         (m.path.clone(), by_object.or(saved), Some(place))
     }
 

@@ -57,9 +57,13 @@ pub struct ToldMapping<'a> {
     pub path: &'a str,
 }
 
+/// Whose memory: the process, and its memory descriptor, which changes when the process executes another program and is
+/// used again for another process.
+pub type Memory = (u32, u64);
+
 #[derive(Clone, Copy, Debug)]
 struct Told {
-    mm: u64,
+    whose: Memory,
     start: u64,
     end: u64,
     at: Instant,
@@ -83,12 +87,12 @@ impl TellOnce {
         }
     }
 
-    /// Writes the mappings of `mm` that `addresses` are in, as far as they were not told of late, to `out`; returns how many
+    /// Writes the mappings of the process `whose` that `addresses` are in, as far as they were not told of late, to `out`; returns how many
     /// bytes. Allocates nothing.
     pub fn tell<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,
-        mm: u64,
+        whose: Memory,
         addresses: &[u64],
         listeners: &Listeners,
         out: &mut [u8],
@@ -102,18 +106,19 @@ impl TellOnce {
         let mut budget = Budget::new(READS, Some(TIME));
         let (mut at, mut count) = (0, 0);
         for &address in addresses {
-            if count == PER_SAMPLE || self.knows(mm, address, now) {
+            if count == PER_SAMPLE || self.knows(whose, address, now) {
                 continue;
             }
-            let Some(mapping) = reader.mapping(mm, address, &mut budget) else {
+            let Some(mapping) = reader.mapping(whose.1, address, &mut budget) else {
                 // Not to be asked again for every sample, if it can be helped: the page is taken for a mapping of no file.
                 let page = address & !0xfff;
-                self.remember(mm, page, page.saturating_add(0x1000), now);
+                self.remember(whose, page, page.saturating_add(0x1000), now);
                 continue;
             };
-            self.remember(mm, mapping.start, mapping.end, now);
+            self.remember(whose, mapping.start, mapping.end, now);
             let mut path = [0; MAX_PATH];
             let path = match mapping.file {
+                0 if reader.vdso(whose.1, &mut budget) == Some(mapping.start) => VDSO,
                 0 => ANONYMOUS,
                 file => match reader.file_path(file, &mut path, &mut budget) {
                     Some(path) => path,
@@ -126,15 +131,24 @@ impl TellOnce {
         at
     }
 
-    fn knows(&self, mm: u64, address: u64, now: Instant) -> bool {
-        self.told
-            .iter()
-            .any(|t| t.mm == mm && (t.start..t.end).contains(&address) && now.duration_since(t.at) < MEMORY)
+    fn knows(&self, whose: Memory, address: u64, now: Instant) -> bool {
+        self.told.iter().any(|t| {
+            t.whose == whose && (t.start..t.end).contains(&address) && now.duration_since(t.at) < MEMORY
+        })
     }
 
-    fn remember(&mut self, mm: u64, start: u64, end: u64, at: Instant) {
-        let told = Told { mm, start, end, at };
-        if let Some(old) = self.told.iter_mut().find(|t| t.mm == mm && t.start == start) {
+    fn remember(&mut self, whose: Memory, start: u64, end: u64, at: Instant) {
+        let told = Told {
+            whose,
+            start,
+            end,
+            at,
+        };
+        if let Some(old) = self
+            .told
+            .iter_mut()
+            .find(|t| t.whose == whose && t.start == start)
+        {
             *old = told;
         } else if self.told.len() < REMEMBERED {
             self.told.push(told);
@@ -145,7 +159,8 @@ impl TellOnce {
     }
 }
 
-/// What perf calls memory without a file.
+/// What perf calls the kernel's code for programs, and memory without a file.
+const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
 fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
@@ -219,14 +234,16 @@ mod tests {
     fn what_was_told_is_told_again_only_later() {
         let mut once = TellOnce::new();
         let now = Instant::now();
-        once.remember(1, 0x1000, 0x2000, now);
-        assert!(once.knows(1, 0x1fff, now));
-        assert!(!once.knows(1, 0x2000, now) && !once.knows(2, 0x1fff, now));
-        assert!(!once.knows(1, 0x1fff, now + MEMORY));
+        once.remember((7, 1), 0x1000, 0x2000, now);
+        assert!(once.knows((7, 1), 0x1fff, now));
+        assert!(!once.knows((7, 1), 0x2000, now) && !once.knows((7, 2), 0x1fff, now));
+        // A descriptor that serves another process.
+        assert!(!once.knows((8, 1), 0x1fff, now));
+        assert!(!once.knows((7, 1), 0x1fff, now + MEMORY));
         for i in 0..200 {
-            once.remember(i, 0x1000, 0x2000, now);
+            once.remember((7, i), 0x1000, 0x2000, now);
         }
-        assert!(once.told.len() == REMEMBERED && once.knows(199, 0x1000, now));
+        assert!(once.told.len() == REMEMBERED && once.knows((7, 199), 0x1000, now));
     }
 
     proptest! {

@@ -347,7 +347,7 @@ impl<'a> VcpuRegs<'a> {
             let frames = &self.user_frames;
             *told = memory
                 .told
-                .tell(&mut reader, task.mm, frames, &guest.listeners, out);
+                .tell(&mut reader, (task.pid, task.mm), frames, &guest.listeners, out);
         }
         let mut comm = [0; COMM_LEN];
         let name = task.comm_bytes();

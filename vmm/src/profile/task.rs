@@ -30,6 +30,8 @@ struct MapsLayout {
     vm_pgoff: u64,
     vm_flags: u64,
     vm_file: u64,
+    /// In `mm_struct`: where the vDSO is.
+    vdso: Option<u64>,
     files: Option<FilesLayout>,
 }
 
@@ -147,6 +149,7 @@ impl MapsLayout {
             vm_pgoff: vma("vm_pgoff")?,
             vm_flags: vma("vm_flags")?,
             vm_file: vma("vm_file")?,
+            vdso: btf.offset_of("mm_struct", "context.vdso"),
             files: files(),
         })
     }
@@ -259,6 +262,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             mm: self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?,
             comm,
         })
+    }
+
+    /// Where the vDSO, code of the kernel for its programs, is in process memory `mm`.
+    pub fn vdso(&mut self, mm: u64, budget: &mut Budget) -> Option<u64> {
+        let at = self.layout.maps.as_ref()?.vdso?;
+        self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
     /// The mapping of process memory `mm` that `address` is in.

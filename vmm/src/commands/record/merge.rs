@@ -38,7 +38,7 @@ pub struct Light {
     pub time_ns: u64,
     /// Instruction pointer.
     pub ip: u64,
-    /// At privilege level 3.
+    /// At privilege level 3, as the host's kernel says.
     pub user: bool,
     /// Events it stands for.
     pub period: u64,

@@ -45,6 +45,16 @@ impl Names {
         })
     }
 
+    /// Whether code at `address` is a program's. `user`: what the host's kernel says of the privilege level. It is not always
+    /// right (an emulated AMD-V tells the level of another moment); in a kernel that is known the address tells.
+    pub(super) fn is_user(&self, address: u64, user: bool) -> bool {
+        if self.flat || self.kernel.is_none() {
+            user
+        } else {
+            address >> 63 == 0
+        }
+    }
+
     /// The kernel's place, for perf.
     pub(super) fn kernel_map(&self) -> Option<KernelMap> {
         let symbols = self.kernel.as_ref()?;

@@ -176,7 +176,8 @@ impl Recording {
         whose: Option<Whose>,
     ) -> Result<(), String> {
         let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
-        self.names.note(light.user.then_some(pid), light.ip);
+        let user = self.names.is_user(light.ip, light.user);
+        self.names.note(user.then_some(pid), light.ip);
         self.last_ns = self.last_ns.max(light.time_ns);
         let event_id = self.event_id(stream_id);
         self.writer
@@ -185,7 +186,7 @@ impl Recording {
                 vcpu,
                 pid,
                 tid,
-                cpl: if light.user { 3 } else { 0 },
+                cpl: if user { 3 } else { 0 },
                 ip: light.ip,
                 cr3,
                 period: light.period,
