@@ -202,21 +202,23 @@ fn perf_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     eprintln!("linux-perf-data: {samples} samples, {chains} with chains");
     assert!(samples > 1000 && chains > 100);
 
-    let there = Command::shell("command -v perf");
+    // The lab has it outside of its path.
+    let shell = |line: String| Command::shell(format!("PATH=$PATH:/usr/bin; {line}"));
+    let there = shell("command -v perf".to_owned());
     if !place.run(&there, LIMIT).unwrap().success() {
         eprintln!("skipped: no perf at this place");
         return;
     }
     let symbols = format!("--guestkallsyms={kallsyms}");
     let script = format!("perf script -i {data} {symbols} -F comm,ip,sym 2>/dev/null");
-    let (text, _) = run(place, &Command::shell(format!("{script} | head -n 4000")));
+    let (text, _) = run(place, &shell(format!("{script} | head -n 4000")));
     assert!(
         text.contains("three") && text.contains("syscalls"),
         "{text:.2000}"
     );
     assert!(text.contains("do_syscall_64"), "{text:.2000}");
     let count = format!("perf script -i {data} {symbols} -F comm 2>/dev/null | wc -l");
-    let (count, _) = run(place, &Command::shell(count));
+    let (count, _) = run(place, &shell(count));
     assert_eq!(
         count.trim().parse::<i32>().ok(),
         Some(samples),
@@ -225,7 +227,7 @@ fn perf_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     let report = format!(
         "perf kvm --host --guest --guestkallsyms={kallsyms} --guestmount={root} -i {data} report --stdio -g none --sort comm,sym 2>/dev/null"
     );
-    let (text, _) = run(place, &Command::shell(report));
+    let (text, _) = run(place, &shell(report));
     eprintln!("{}", text.lines().take(30).collect::<Vec<_>>().join("\n"));
     assert!(text.contains("[g]") && text.contains("three"), "{text}");
 }

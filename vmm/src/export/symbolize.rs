@@ -190,26 +190,13 @@ pub fn symbols_to_save(
 
 /// The profile with a call chain for each sample that has none because the vCPU was not stopped for it: those of the
 /// samples in the same function of the same process, in turn. So the callers of a function have the shares that the samples
-/// with chains show. Samples in functions that no chain begins with stay as they are.
+/// with chains show. In the kernel another process of the same name will do, whose the sample then is. Samples in functions
+/// that no chain begins with stay as they are.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
-    /// Event, process, side, object, function.
-    type Place = (u64, u32, bool, Rc<str>, Option<String>);
-    let mut place = |sample: &super::Sample<'_>| -> Option<Place> {
-        let frame = super::frames(sample).next()?;
-        let named = symbols.name(frame, sample.pid);
-        let function = named.known.then(|| named.name.clone());
-        Some((
-            sample.event_id,
-            sample.pid,
-            frame.kernel,
-            named.object.clone(),
-            function,
-        ))
-    };
-    let mut donors: HashMap<Place, (Vec<&[u64]>, usize)> = HashMap::new();
+    let mut donors: HashMap<Place, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
-        if let Some(place) = place(&sample) {
-            donors.entry(place).or_default().0.push(sample.chain);
+        for place in places(profile, symbols, &sample).into_iter().flatten() {
+            donors.entry(place).or_default().0.push(sample);
         }
     }
     let mut full = Profile::new(profile.meta.clone(), profile.events.clone());
@@ -219,14 +206,20 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full.symbols = profile.symbols.clone();
     full.lost = profile.lost;
     let mut chain = Vec::new();
-    for sample in profile.samples() {
+    for mut sample in profile.samples() {
+        if !sample.chain.is_empty() {
+            full.push(&sample);
+            continue;
+        }
+        let mut found = places(profile, symbols, &sample).into_iter().flatten();
         chain.clear();
-        chain.extend_from_slice(sample.chain);
-        if sample.chain.is_empty()
-            && let Some((chains, next)) = place(&sample).and_then(|place| donors.get_mut(&place))
+        if let Some(place) = found.find(|place| donors.contains_key(place))
+            && let Some((samples, next)) = donors.get_mut(&place)
         {
-            chain.extend_from_slice(chains[*next % chains.len()]);
+            let donor = samples[*next % samples.len()];
             *next += 1;
+            (sample.pid, sample.tid, sample.cr3) = (donor.pid, donor.tid, donor.cr3);
+            chain.extend_from_slice(donor.chain);
             // It begins with a marker; the sample keeps its own address.
             if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64) as u64) {
                 *own = sample.ip;
@@ -238,6 +231,23 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
         });
     }
     full
+}
+
+/// Where chains are looked for: event, task, object, function.
+type Place = (u64, Result<u32, String>, Rc<str>, Option<String>);
+
+/// The function a sample is in: of its process, and in the kernel of any process of that name.
+fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sample<'_>) -> [Option<Place>; 2] {
+    let Some(frame) = super::frames(sample).next() else {
+        return [None, None];
+    };
+    let named = symbols.name(frame, sample.pid);
+    let function = named.known.then(|| named.name.clone());
+    let task = frame
+        .kernel
+        .then(|| task_label(profile, sample.tid, sample.cr3, sample.time_ns));
+    let place = |task| (sample.event_id, task, named.object.clone(), function.clone());
+    [Some(place(Ok(sample.pid))), task.map(|task| place(Err(task)))]
 }
 
 /// What a task is called where its name is not known: by its address space.

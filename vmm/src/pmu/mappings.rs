@@ -22,7 +22,7 @@ const MAX_PATH: usize = 240;
 /// Reads of guest memory for one sample's mappings.
 const READS: u32 = 1500;
 /// Time for them.
-const TIME: Duration = Duration::from_micros(200);
+const TIME: Duration = Duration::from_micros(500);
 
 /// Bytes of a mapping before its path.
 const HEAD: usize = 32;
@@ -110,21 +110,25 @@ impl TellOnce {
                 continue;
             }
             let Some(mapping) = reader.mapping(whose.1, address, &mut budget) else {
+                if budget.is_spent() {
+                    break;
+                }
                 // Not to be asked again for every sample, if it can be helped: the page is taken for a mapping of no file.
                 let page = address & !0xfff;
                 self.remember(whose, page, page.saturating_add(0x1000), now);
                 continue;
             };
-            self.remember(whose, mapping.start, mapping.end, now);
             let mut path = [0; MAX_PATH];
             let path = match mapping.file {
                 0 if reader.vdso(whose.1, &mut budget) == Some(mapping.start) => VDSO,
                 0 => ANONYMOUS,
                 file => match reader.file_path(file, &mut path, &mut budget) {
                     Some(path) => path,
-                    None => continue,
+                    None if budget.is_spent() => break,
+                    None => ANONYMOUS,
                 },
             };
+            self.remember(whose, mapping.start, mapping.end, now);
             at += put(&mut out[at..], &mapping, path);
             count += 1;
         }
