@@ -152,12 +152,12 @@ fn a_flame_graph_has_each_function_and_none_is_drawn_of_nothing() {
     let p = profile();
     let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), Some(3));
     let mut svg = Vec::new();
-    folded::flamegraph(&stacks, "guest", "cycles", &mut svg).unwrap();
+    folded::flamegraph(&stacks, "guest", "cycles", 0.01, &mut svg).unwrap();
     let svg = String::from_utf8(svg).unwrap();
     for name in ["hot (20 cycles, 50.00%)", "vfs_read", "main (30 cycles, 75.00%)"] {
         assert!(svg.contains(name), "{name}");
     }
-    assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", Vec::new()).is_err());
+    assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", 0.01, Vec::new()).is_err());
 }
 
 /// A decoder of protobuf's wire format, apart from the encoder under test: (field, number or bytes) pairs.

@@ -71,6 +71,9 @@ pub struct FlamegraphArgs {
     /// Title of the graph.
     #[arg(long, value_name = "TEXT", default_value = "Flame Graph")]
     pub title: String,
+    /// Leave out what is narrower than this share, in percent.
+    #[arg(long, value_name = "PERCENT", default_value = "0.01", value_parser = parse_percent)]
+    pub min_width: f64,
 }
 
 /// `perfvisor pprof`.
@@ -96,6 +99,13 @@ fn parse_sort(text: &str) -> Result<SortKeys, String> {
         })
         .collect::<Result<_, _>>()
         .map(SortKeys)
+}
+
+fn parse_percent(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
+        _ => Err("must be a share from 0 to 100".into()),
+    }
 }
 
 /// Reads the file and runs `show` on it. An empty file is said to be so, and is no failure.
@@ -243,7 +253,7 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, String> {
         }
         let unit = profile.events.first().map_or("samples", |e| e.name.as_str());
         write_to(&args.output, |out| {
-            folded::flamegraph(&stacks, &args.title, unit, out).map_err(|e| with_source(&e))
+            folded::flamegraph(&stacks, &args.title, unit, args.min_width, out).map_err(|e| with_source(&e))
         })
     })
 }

@@ -70,11 +70,12 @@ pub fn write(stacks: &BTreeMap<String, u64>, mut out: impl Write) -> io::Result<
         .try_for_each(|(stack, n)| writeln!(out, "{stack} {n}"))
 }
 
-/// Draws a flame graph.
+/// Draws a flame graph. What is narrower than `min_percent` of it is left out.
 pub fn flamegraph(
     stacks: &BTreeMap<String, u64>,
     title: &str,
     unit: &str,
+    min_percent: f64,
     out: impl Write,
 ) -> Result<(), FlameError> {
     if stacks.values().all(|&n| n == 0) {
@@ -83,6 +84,7 @@ pub fn flamegraph(
     let mut options = inferno::flamegraph::Options::default();
     options.title = title.to_owned();
     options.count_name = unit.to_owned();
+    options.min_width = min_percent;
     // By kind of code: the suffix of kernel functions is what this palette goes by.
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
