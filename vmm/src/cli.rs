@@ -19,6 +19,7 @@ use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
 use crate::commands::ps::PsArgs;
 use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
+use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 use crate::metrics::DEFAULT_EVENTS;
@@ -106,6 +107,8 @@ pub enum Command {
     Stat(StatArgs),
     /// Sample a VM's vCPUs, with guest call chains, into a perf.data file.
     Record(RecordArgs),
+    /// Show live where a VM's vCPUs spend their time, and what its guest counts.
+    Top(TopArgs),
     /// Show where the samples of a file fell.
     Report(ReportArgs),
     /// Print every sample of a file.
@@ -117,7 +120,8 @@ pub enum Command {
 }
 
 /// Names of the commands, for messages.
-const COMMANDS: &str = "run, check, validate, ps, ctl, stat, record, report, script, flamegraph or pprof";
+const COMMANDS: &str =
+    "run, check, validate, ps, ctl, stat, record, top, report, script, flamegraph or pprof";
 
 /// `perfvisor check`.
 #[derive(Clone, Debug, Args)]

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use perfvisor_vmm::cli::{self, CliExit, Command, ExitStatus};
-use perfvisor_vmm::commands::{ctl, files, ps, record, stat, validate};
+use perfvisor_vmm::commands::{ctl, files, ps, record, stat, top, validate};
 use perfvisor_vmm::{check, run};
 
 fn main() -> ExitCode {
@@ -28,6 +28,7 @@ fn main() -> ExitCode {
         Command::Ctl(args) => ctl::ctl(&args),
         Command::Stat(args) => stat::stat(&args),
         Command::Record(args) => record::record(&args),
+        Command::Top(args) => top::top(&args),
         Command::Report(args) => files::report(&args),
         Command::Script(args) => files::script(&args),
         Command::Flamegraph(args) => files::flamegraph(&args),

@@ -5,6 +5,7 @@ pub mod files;
 pub mod ps;
 pub mod record;
 pub mod stat;
+pub mod top;
 pub mod validate;
 
 use std::io::{self, Write};

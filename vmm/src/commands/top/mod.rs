@@ -1,0 +1,202 @@
+//! `perfvisor top`: where a VM's vCPUs spend their time, now.
+//!
+//! | module | story |
+//! |---|---|
+//! | `collect` | the connection: samples, counts and the guest's counters, turned into a [`screen::Screen`] |
+//! | [`screen`] | what is shown, as text and on a terminal |
+
+mod collect;
+pub mod screen;
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use ratatui::DefaultTerminal;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+use super::files::SymbolArgs;
+use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
+use crate::cli::ExitStatus;
+use crate::events::list;
+use crate::signals::StopSignals;
+use collect::{Collector, Took};
+use screen::{Screen, Ui};
+
+/// How long a key may wait.
+const KEY_WAIT: Duration = Duration::from_millis(50);
+
+/// `perfvisor top`.
+#[derive(Clone, Debug, Args)]
+pub struct TopArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// The event to sample, in perf's syntax.
+    #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
+    pub event: String,
+    /// So many samples a second on each vCPU; each takes it out of the guest.
+    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = clap::value_parser!(u64).range(1..1 << 32))]
+    pub frequency: u64,
+    /// Between two screens.
+    #[arg(short, long, value_name = "SECONDS", default_value = "2", value_parser = parse_seconds)]
+    pub delay: Duration,
+    /// Only these vCPUs, as in 0,2-3.
+    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    pub vcpu: Option<VcpuList>,
+    /// Print one screen as text after one delay. So it is too when the output is no terminal.
+    #[arg(long, visible_alias = "plain")]
+    pub once: bool,
+    /// Where names come from; without, from the guest's memory.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+}
+
+/// Shows.
+///
+/// # Errors
+/// One line for the user. The terminal is as it was before.
+pub fn top(args: &TopArgs) -> Result<ExitStatus, String> {
+    list::parse(&args.event).map_err(|e| e.to_string())?;
+    let signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    let mut collector = Collector::open(args, &signals)?;
+    let live = !args.once && std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
+    if !live {
+        if wait_until(Instant::now() + args.delay, &signals) == Woken::Signal {
+            return Ok(DONE);
+        }
+        return match collector.take(Instant::now())? {
+            Took::Screen(screen) => print(&screen.text()).map(|()| DONE),
+            Took::Gone => Err("the VM ended".into()),
+        };
+    }
+    let mut terminal = Terminal::enter()?;
+    let ended = watch(&mut terminal.0, &mut collector, args, &signals);
+    drop(terminal);
+    if ended? == End::VmGone {
+        println!("the VM ended");
+    }
+    Ok(DONE)
+}
+
+/// Why the live view ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Asked,
+    VmGone,
+}
+
+/// The terminal in its own screen; back as it was when dropped, whatever ends the view. A panic restores it too, before
+/// its message (ratatui's hook).
+struct Terminal(DefaultTerminal);
+
+impl Terminal {
+    fn enter() -> Result<Self, String> {
+        ratatui::try_init().map(Self).map_err(|e| {
+            ratatui::restore();
+            format!("the terminal cannot be used ({e}); try --once")
+        })
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        ratatui::restore();
+    }
+}
+
+fn watch(
+    terminal: &mut DefaultTerminal,
+    collector: &mut Collector,
+    args: &TopArgs,
+    signals: &StopSignals,
+) -> Result<End, String> {
+    let failed = |e: std::io::Error| format!("the terminal: {e}");
+    let mut ui = Ui::default();
+    let mut screen = Screen::waiting(collector.vm(), &args.event);
+    let mut next = Instant::now() + args.delay;
+    let mut changed = true;
+    loop {
+        if std::mem::take(&mut changed) {
+            terminal
+                .draw(|frame| screen.draw(frame, &mut ui))
+                .map_err(failed)?;
+        }
+        if signals.take().is_some() {
+            return Ok(End::Asked);
+        }
+        let now = Instant::now();
+        if now >= next {
+            match collector.take(now)? {
+                Took::Screen(new) => screen = new,
+                Took::Gone => return Ok(End::VmGone),
+            }
+            changed = true;
+            next = now + args.delay;
+        } else if event::poll(KEY_WAIT.min(next - now)).map_err(failed)? {
+            match event::read().map_err(failed)? {
+                Event::Key(key) if key.kind != KeyEventKind::Release => match act(key, &mut ui) {
+                    Act::Quit => return Ok(End::Asked),
+                    Act::Reset => collector.reset(),
+                    Act::Draw => {}
+                },
+                _ => {}
+            }
+            // A changed size is drawn too.
+            changed = true;
+        }
+    }
+}
+
+/// What a key asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Act {
+    Quit,
+    Reset,
+    Draw,
+}
+
+fn act(key: KeyEvent, ui: &mut Ui) -> Act {
+    let control = key.modifiers.contains(KeyModifiers::CONTROL);
+    match key.code {
+        KeyCode::Char('c') if control => return Act::Quit,
+        KeyCode::Char('q') | KeyCode::Esc => return Act::Quit,
+        KeyCode::Char('z') => return Act::Reset,
+        KeyCode::Char('s') => ui.next_sort(),
+        KeyCode::Char('r') => ui.reverse = !ui.reverse,
+        KeyCode::Char('1') => ui.show(0),
+        KeyCode::Char('2') => ui.show(1),
+        KeyCode::Char('3') => ui.show(2),
+        KeyCode::Tab => ui.next_view(),
+        KeyCode::Down | KeyCode::Char('j') => ui.scroll(1),
+        KeyCode::Up | KeyCode::Char('k') => ui.scroll(-1),
+        KeyCode::PageDown | KeyCode::Char(' ') => ui.scroll(20),
+        KeyCode::PageUp => ui.scroll(-20),
+        KeyCode::Home => ui.scroll(isize::MIN),
+        _ => {}
+    }
+    Act::Draw
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_do_what_the_last_line_says() {
+        let mut ui = Ui::default();
+        let press = |code| KeyEvent::new(code, KeyModifiers::NONE);
+        assert_eq!(act(press(KeyCode::Char('q')), &mut ui), Act::Quit);
+        let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+        assert_eq!(act(control_c, &mut ui), Act::Quit);
+        assert_eq!(act(press(KeyCode::Char('c')), &mut ui), Act::Draw);
+        assert_eq!(act(press(KeyCode::Char('z')), &mut ui), Act::Reset);
+        let before = ui.clone();
+        act(press(KeyCode::Tab), &mut ui);
+        act(press(KeyCode::Tab), &mut ui);
+        act(press(KeyCode::Tab), &mut ui);
+        assert_eq!(ui, before, "there are three views");
+        act(press(KeyCode::Char('s')), &mut ui);
+        assert_ne!(ui, before);
+    }
+}
