@@ -81,6 +81,24 @@ overhead: setup
 	$(CARGO) build --release -p vmm -p integration --bin perfvisor --bin overhead
 	$(TARGET_DIR)/release/overhead $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/overhead.json
 
+## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
+FUZZ_SECONDS ?= 60
+# address finds more and is slower; the code is safe Rust but for system calls and rings.
+FUZZ_SANITIZER ?= none
+.PHONY: fuzz
+fuzz:
+	@if ! $(CARGO) +nightly --version >/dev/null 2>&1; then \
+		echo "fuzz: skipped: no nightly toolchain; type: rustup toolchain install nightly"; exit 0; fi; \
+	if ! $(CARGO) +nightly fuzz --version >/dev/null 2>&1; then \
+		echo "fuzz: skipped: no cargo-fuzz; type: $(CARGO) install cargo-fuzz"; exit 0; fi; \
+	for crate in vpmu vmm; do \
+		for target in $$(cd $$crate && $(CARGO) +nightly fuzz list); do \
+			echo "fuzz: $$crate $$target, $(FUZZ_SECONDS) s"; \
+			(cd $$crate && $(CARGO) +nightly fuzz run -s $(FUZZ_SANITIZER) $$target -- \
+				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=4096 -print_final_stats=1) || exit 1; \
+		done; \
+	done
+
 ## build: the perfvisor binary, target/release/perfvisor
 .PHONY: build
 build: setup

@@ -3,7 +3,7 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::UnixStream;
@@ -42,24 +42,58 @@ pub fn own_uid() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// An empty memory file to hand over to a client.
+/// A memory file with this text that nobody can change any more, whoever it is handed to.
 ///
 /// # Errors
-/// The error of `memfd_create(2)`.
-pub fn memfd(name: &str) -> io::Result<File> {
+/// The error of `memfd_create(2)`, of writing, or of sealing it.
+pub fn sealed_text(name: &str, text: &[u8]) -> io::Result<File> {
     let name = CString::new(name)?;
     // SAFETY: `name` is a live C string.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the descriptor was just made, and nothing else owns it.
-    Ok(unsafe { File::from_raw_fd(fd) })
+    let mut file = unsafe { File::from_raw_fd(fd) };
+    file.write_all(text)?;
+    let seals = libc::F_SEAL_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
+    // SAFETY: the descriptor is open, and F_ADD_SEALS takes an integer.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(file)
+}
+
+/// The same file under a descriptor with a position of its own, read-only.
+///
+/// # Errors
+/// The error of opening it again.
+pub fn opened_again(file: &File) -> io::Result<File> {
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
+
+    /// Clients that share a text neither change it nor move each other's place in it.
+    #[test]
+    fn a_sealed_text_is_shared_without_harm() {
+        let file = sealed_text("t", b"abc").unwrap();
+        let (mut a, mut b) = (opened_again(&file).unwrap(), opened_again(&file).unwrap());
+        let mut text = String::new();
+        a.read_to_string(&mut text).unwrap();
+        b.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "abcabc");
+        let path = format!("/proc/self/fd/{}", a.as_raw_fd());
+        let written = File::options()
+            .write(true)
+            .open(path)
+            .and_then(|mut f| f.write_all(b"x"));
+        assert!(written.is_err());
+    }
 
     /// Both ends of a pair made here are ours.
     #[test]

@@ -5,6 +5,7 @@
 //! bytes. Who goes beyond a bound loses the connection, and with it its events.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -154,7 +155,7 @@ enum Done {
 
 enum FdSource {
     Ring(Arc<perf_core::ring::Ring>),
-    File(std::fs::File),
+    File(File),
     Event(std::os::fd::OwnedFd),
 }
 
@@ -177,6 +178,10 @@ pub struct ControlServer {
     next: u32,
     /// The listener is out of the loop for want of descriptors.
     deaf: bool,
+    /// A descriptor to give up when there is none left for a connection that is to be refused.
+    spare: Option<File>,
+    /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the running kernel's.
+    symbols: Option<(bool, SymbolsInfo, File)>,
 }
 
 impl ControlServer {
@@ -188,6 +193,8 @@ impl ControlServer {
             connections: HashMap::new(),
             next: 0,
             deaf: false,
+            spare: File::open("/dev/null").ok(),
+            symbols: None,
         }
     }
 
@@ -201,8 +208,15 @@ impl ControlServer {
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
+                    // The place of the spare one takes the connection, which is closed at once.
+                    let refused = self.socket.listener.accept();
+                    log::warn!("control socket: {e}; a connection is refused");
+                    drop(refused);
+                    self.spare = File::open("/dev/null").ok();
+                }
                 Err(e) => {
-                    // Most likely no descriptors are left. The listener would stay ready, and the loop busy.
+                    // The listener would stay ready, and the loop busy.
                     log::warn!("control socket: accept: {e}; no new connections until one ends");
                     self.deaf = true;
                     let _ = ops.remove(Events::empty(&self.socket.listener));
@@ -216,6 +230,15 @@ impl ControlServer {
         let uid = peer::peer_uid(&stream)?;
         if uid != 0 && uid != peer::own_uid() {
             return Err(io::Error::other(format!("user {uid} is not the VM's owner")));
+        }
+        if self.connections.len() >= MAX_CONNECTIONS {
+            // Who has not even said hello makes room.
+            let silent = self.connections.iter().filter(|(_, c)| !c.greeted);
+            if let Some(id) = silent.min_by_key(|(_, c)| c.refilled).map(|(id, _)| *id)
+                && let Some(connection) = self.connections.remove(&id)
+            {
+                let _ = ops.remove(Events::empty(&connection.stream));
+            }
         }
         if self.connections.len() >= MAX_CONNECTIONS {
             return Err(io::Error::other(format!(
@@ -474,31 +497,48 @@ impl ControlServer {
         }
     }
 
-    fn symbols(&self) -> Result<Done, Failure> {
+    fn symbols(&mut self) -> Result<Done, Failure> {
         let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
         let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
-        let (text, source) = match running {
-            Some((symbols, slide)) => {
-                let mut text = Vec::new();
-                // Writing to a Vec does not fail.
-                let _ = symbols.slid(slide).write_text(&mut text);
-                (text, "guest memory".to_owned())
-            }
-            None => (self.vm.symbol_text(), self.vm.guest.clone()),
-        };
         let internal = |e: io::Error| Failure {
             kind: FailureKind::Internal,
             message: format!("symbols: {e}"),
         };
-        let mut file = peer::memfd("symbols").map_err(internal)?;
-        file.write_all(&text).map_err(internal)?;
-        let info = SymbolsInfo {
-            bytes: text.len() as u64,
-            flat: self.vm.flat,
-            source,
+        let kept = self
+            .symbols
+            .take()
+            .filter(|(of_running, ..)| *of_running == running.is_some());
+        let (of_running, info, text) = match kept {
+            Some(kept) => kept,
+            None => {
+                let (text, source) = match running {
+                    Some((symbols, slide)) => {
+                        let mut text = Vec::new();
+                        // Writing to a Vec does not fail.
+                        let _ = symbols.slid(slide).write_text(&mut text);
+                        (text, "guest memory".to_owned())
+                    }
+                    None => (self.vm.symbol_text(), self.vm.guest.clone()),
+                };
+                let info = SymbolsInfo {
+                    bytes: text.len() as u64,
+                    flat: self.vm.flat,
+                    source,
+                };
+                let file = peer::sealed_text("symbols", &text).map_err(internal)?;
+                (running.is_some(), info, file)
+            }
         };
-        Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
+        let file = peer::opened_again(&text).map_err(internal)?;
+        let value = to_value(&info)?;
+        self.symbols = Some((of_running, info, text));
+        Ok(Done::WithFd(value, FdSource::File(file)))
     }
+}
+
+/// Whether a call failed because this process, or the host, has no more descriptors.
+fn no_descriptors(e: &io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 fn to_value(of: impl Serialize) -> Result<Value, Failure> {

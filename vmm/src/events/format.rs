@@ -21,7 +21,9 @@ pub enum Counted {
 /// Width of perf stat's column of values.
 const VALUE_WIDTH: usize = 18;
 /// Width of its column of events.
-const EVENT_WIDTH: usize = 25;
+const EVENT_WIDTH: usize = 32;
+/// Width of what it says behind `#`.
+const NOTE_WIDTH: usize = 32;
 
 /// 1234567 as `1,234,567`.
 pub fn thousands(n: u64) -> String {
@@ -72,9 +74,9 @@ pub fn stat_line(
             Unit::Nanoseconds => milliseconds(*count),
         },
     };
-    let unit_text = match (unit, counted) {
-        (Unit::Nanoseconds, Counted::Value { .. }) => "msec ",
-        _ => "     ",
+    let unit_text = match unit {
+        Unit::Nanoseconds => "msec ",
+        Unit::Count => "     ",
     };
     let mut line = format!("{value:>VALUE_WIDTH$} {unit_text}{event:<EVENT_WIDTH$}");
     if let Counted::Value {
@@ -83,8 +85,9 @@ pub fn stat_line(
         ..
     } = counted
     {
-        if let Some(note) = note {
-            line.push_str(&format!(" # {note:<28}"));
+        match note {
+            Some(note) => line.push_str(&format!(" # {note:<NOTE_WIDTH$}")),
+            None => line.push_str(&" ".repeat(NOTE_WIDTH + 3)),
         }
         if let Some(percent) = stderr_percent {
             line.push_str(&format!("  ( +-{percent:6.2}% )"));
@@ -102,13 +105,15 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
     (running_ns < enabled_ns).then(|| 100.0 * running_ns as f64 / enabled_ns as f64)
 }
 
-/// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (if there is one), time running, share
-/// running. `separator` stands within no field: where it would, the field is quoted.
+/// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (of repeated runs), time running,
+/// share running, and what is derived with its unit. `separator` stands within no field: where it would, the field
+/// is quoted.
 pub fn csv_line(
     event: &str,
     counted: &Counted,
     unit: Unit,
     stderr_percent: Option<f64>,
+    derived: Option<(f64, &str)>,
     separator: &str,
 ) -> String {
     let field = |text: &str| {
@@ -142,6 +147,10 @@ pub fn csv_line(
     fields.extend(stderr_percent.map(|p| format!("{p:.2}%")));
     fields.push(running.to_string());
     fields.push(format!("{share:.2}"));
+    match derived {
+        Some((value, unit)) => fields.extend([format!("{value:.3}"), field(unit)]),
+        None => fields.extend([String::new(), String::new()]),
+    }
     fields.join(separator)
 }
 
@@ -204,7 +213,7 @@ mod tests {
                 Some("0.5 CPUs utilized"),
                 None
             ),
-            "              2.00 msec task-clock                # 0.5 CPUs utilized"
+            "              2.00 msec task-clock                       # 0.5 CPUs utilized"
         );
         let scaled = Counted::Value {
             count: 500,
@@ -213,7 +222,10 @@ mod tests {
         };
         assert_eq!(
             stat_line("branches", &scaled, Unit::Count, None, Some(1.5)),
-            "               500      branches                   ( +-  1.50% )  (25.00%)"
+            format!(
+                "               500      {:<67}  ( +-  1.50% )  (25.00%)",
+                "branches"
+            )
         );
     }
 
@@ -232,8 +244,8 @@ mod tests {
     #[test]
     fn csv_has_one_field_for_each_value_even_if_a_name_holds_the_separator() {
         assert_eq!(
-            csv_line("cycles", &FULL, Unit::Count, None, ","),
-            "1234567890,,cycles,1000,100.00"
+            csv_line("cycles", &FULL, Unit::Count, None, None, ","),
+            "1234567890,,cycles,1000,100.00,,"
         );
         assert_eq!(
             csv_line(
@@ -241,13 +253,14 @@ mod tests {
                 &Counted::NotCounted,
                 Unit::Count,
                 None,
+                None,
                 ","
             ),
-            "<not counted>,,\"cpu/event=1,umask=2/\",0,0.00"
+            "<not counted>,,\"cpu/event=1,umask=2/\",0,0.00,,"
         );
         assert_eq!(
-            csv_line("cycles", &FULL, Unit::Count, Some(2.0), ";"),
-            "1234567890;;cycles;2.00%;1000;100.00"
+            csv_line("cycles", &FULL, Unit::Count, Some(2.0), Some((2.5, "GHz")), ";"),
+            "1234567890;;cycles;2.00%;1000;100.00;2.500;GHz"
         );
     }
 
