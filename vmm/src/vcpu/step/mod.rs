@@ -18,11 +18,11 @@
 //! A KVM that emulates CPL 0 stops after each instruction there whatever the flag says; CPL 3 cannot be stepped on it.
 
 pub mod debug;
+mod interrupts;
 mod state;
+mod system_calls;
 
-use kvm_bindings::{
-    KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_debug_exit_arch, kvm_mp_state, kvm_vcpu_events,
-};
+use kvm_bindings::kvm_debug_exit_arch;
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
@@ -30,22 +30,16 @@ use vpmu::{SteppedLevels, Vendor};
 
 use crate::kvm::stepping::Stepping;
 use crate::rdpmc::TRAP;
-use debug::{BREAKPOINTS, GuestDebug, Want};
+use debug::{GuestDebug, Want};
+use interrupts::is_halted;
 use state::{Linear, Nothing, State};
+use system_calls::came_back;
 
 const RFLAGS_IF: u64 = 1 << 9;
 const RFLAGS_TF: u64 = 1 << 8;
 const RFLAGS_RF: u64 = 1 << 16;
-const EFER_SCE: u64 = 1;
-const IA32_STAR: u32 = 0xc000_0081;
-const IA32_LSTAR: u32 = 0xc000_0082;
-const IA32_FMASK: u32 = 0xc000_0084;
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
-/// The flags that SYSRET loads from R11.
-const SYSRET_FLAGS: u64 = 0x3c_7fd7;
-/// KVM_X86_SHADOW_INT_STI.
-const SHADOW_STI: u8 = 2;
 /// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection, invalid
 /// opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment, bound, TSS.
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
@@ -472,19 +466,6 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// Executes STI at CPL 0: on some processors a step stops behind it, on others behind its shadow.
-    fn set_interrupts(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
-        state.regs.rip = state.regs.rip.wrapping_add(1);
-        state.regs.rflags |= RFLAGS_IF;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
-        events.flags = KVM_VCPUEVENT_VALID_SHADOW;
-        events.interrupt.shadow = SHADOW_STI;
-        fd.set_vcpu_events(&events)
-            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
-        Ok(self.end(&state))
-    }
-
     /// User code alone is counted and the guest is in its kernel.
     fn is_away(&self, state: &State) -> bool {
         self.user_only && state.cpl() == 0 && self.before.is_some_and(|before| before.cpl != 0)
@@ -590,254 +571,8 @@ impl Stepper {
             memory.clear_bits(rsp.wrapping_add(1), bit);
         }
     }
-
-    /// Breakpoints on the gates of `vectors`, for one entry.
-    fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
-        self.watched.clear();
-        let mut memory = Linear::new(&self.memory, state);
-        let room = if self.alone {
-            usize::MAX
-        } else if self.host.breakpoints {
-            debug.free().min(BREAKPOINTS)
-        } else {
-            0
-        };
-        for &vector in vectors {
-            if self.watched.len() >= room {
-                break;
-            }
-            if let Some(handler) = memory.gate(vector)
-                && handler != state.regs.rip
-                && !self.watched.iter().any(|&(at, _)| at == handler)
-            {
-                self.watched.push((handler, vector));
-            }
-        }
-        if !self.alone {
-            for (slot, &(at, _)) in want.at.iter_mut().zip(&self.watched) {
-                *slot = Some(at);
-            }
-            return;
-        }
-        // Both bytes in one page; a handler that begins with an RDPMC trap needs none.
-        for &(at, _) in self.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
-            if let Some(gpa) = memory.physical(at).map(GuestAddress)
-                && let Ok(code) = self.memory.read_obj::<[u8; 2]>(gpa)
-                && code != TRAP
-                && self.memory.write_obj(TRAP, gpa).is_ok()
-            {
-                self.planted.push((gpa, code));
-            }
-        }
-    }
-
-    /// The event that the next entry would let in.
-    fn deliverable(
-        &self,
-        fd: &VcpuFd,
-        state: &State,
-        events: &kvm_vcpu_events,
-        between: bool,
-    ) -> Result<Option<u8>, StepError> {
-        if events.exception.injected != 0 || events.exception.pending != 0 {
-            return Ok(Some(events.exception.nr));
-        }
-        if events.nmi.injected != 0 {
-            return Ok(Some(NMI));
-        }
-        if events.interrupt.injected != 0 {
-            return Ok(Some(events.interrupt.nr));
-        }
-        // An exit in the middle of an instruction has yet to complete it; and MOV SS and STI hold events off.
-        if !between || events.interrupt.shadow != 0 {
-            return Ok(None);
-        }
-        if events.nmi.pending != 0 && events.nmi.masked == 0 {
-            return Ok(Some(NMI));
-        }
-        if state.regs.rflags & RFLAGS_IF == 0 {
-            return Ok(None);
-        }
-        let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
-        Ok(highest_request(&lapic.regs))
-    }
-
-    /// Executes HLT at CPL 0: KVM, asked to stop behind it, would forget to halt or halt later. The next entry waits for
-    /// an event.
-    fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
-        state.regs.rip = state.regs.rip.wrapping_add(1);
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
-        // HLT ends the shadow of an STI before it. NMIs that others send meanwhile are not touched.
-        events.flags = KVM_VCPUEVENT_VALID_SHADOW;
-        events.interrupt.shadow = 0;
-        fd.set_vcpu_events(&events)
-            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
-        let halted = kvm_mp_state {
-            mp_state: KVM_MP_STATE_HALTED,
-        };
-        fd.set_mp_state(halted).map_err(failed("KVM_SET_MP_STATE"))?;
-        Ok(self.end(&state))
-    }
-
-    /// Executes SYSRET to 64-bit code, after which some processors do not stop: the flags it loads have no trap flag. False
-    /// when it would fault.
-    fn system_return(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
-        let target = state.regs.rcx;
-        let user_half = target >> 47 == 0;
-        if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 || !user_half {
-            return Ok(false);
-        }
-        let [star, ..] = system_call_registers(fd)?;
-        let selector = (star >> 48) as u16;
-        state.regs.rip = target;
-        state.regs.rflags = state.regs.r11 & SYSRET_FLAGS & !RFLAGS_TF | 2;
-        state.sregs.cs = flat_segment(selector.wrapping_add(16) | 3, 0xb, 3);
-        state.sregs.ss = flat_segment(selector.wrapping_add(8) | 3, 3, 3);
-        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        Ok(true)
-    }
-
-    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. False when it would fault.
-    fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
-        if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
-            return Ok(false);
-        }
-        let [star, lstar, mask] = system_call_registers(fd)?;
-        let flags = state.regs.rflags & !RFLAGS_RF;
-        state.regs.rcx = state.regs.rip.wrapping_add(2);
-        state.regs.r11 = flags;
-        state.regs.rip = lstar;
-        state.regs.rflags = flags & !mask | 2;
-        let selector = (star >> 32) as u16 & 0xfffc;
-        state.sregs.cs = flat_segment(selector, 0xb, 0);
-        state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
-        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        Ok(true)
-    }
-}
-
-/// User code called its kernel and is back. The trap flag came back with its flags, so the instruction behind the
-/// SYSCALL was executed too.
-fn came_back(meter: &mut StepMeter, called: &CpuState, cpu: &CpuState, memory: &mut Linear<'_>) -> Step {
-    let behind = called.rip.wrapping_add(2);
-    let mut step = meter.end(
-        &CpuState {
-            rip: 0,
-            cpl: 0,
-            ..*cpu
-        },
-        &mut Nothing,
-    );
-    if cpu.rip != behind {
-        let from = CpuState {
-            rip: behind,
-            rflags: cpu.rflags,
-            ..*called
-        };
-        meter.begin(&from, memory);
-        let next = meter.end(cpu, memory);
-        if next.event || next.lost {
-            step.lost = true;
-        } else {
-            step.user.instructions += next.user.instructions;
-            step.user.branches += next.user.branches;
-            step.user.taken_branches += next.user.taken_branches;
-            step.user.loads += next.user.loads;
-            step.user.stores += next.user.stores;
-        }
-    }
-    step
-}
-
-/// STAR, LSTAR and FMASK.
-fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
-    let none = || failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::EINVAL));
-    let entry = |index| kvm_bindings::kvm_msr_entry {
-        index,
-        ..Default::default()
-    };
-    let mut msrs =
-        kvm_bindings::Msrs::from_entries(&[entry(IA32_STAR), entry(IA32_LSTAR), entry(IA32_FMASK)])
-            .map_err(|_| none())?;
-    match (fd.get_msrs(&mut msrs), msrs.as_slice()) {
-        (Ok(3), [star, lstar, mask]) => Ok([star.data, lstar.data, mask.data]),
-        (Err(e), _) => Err(failed("KVM_GET_MSRS")(e)),
-        _ => Err(none()),
-    }
-}
-
-/// A segment as SYSCALL and SYSRET load it: code (type 11, 64-bit) or data (type 3).
-fn flat_segment(selector: u16, type_: u8, dpl: u8) -> kvm_bindings::kvm_segment {
-    let l = u8::from(type_ == 0xb);
-    kvm_bindings::kvm_segment {
-        base: 0,
-        limit: u32::MAX,
-        selector,
-        type_,
-        present: 1,
-        dpl,
-        db: 1 - l,
-        s: 1,
-        l,
-        g: 1,
-        ..Default::default()
-    }
 }
 
 fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: Want) -> Result<(), StepError> {
     debug.apply(fd, want).map_err(failed("KVM_SET_GUEST_DEBUG"))
-}
-
-fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
-    let state = fd.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?;
-    Ok(state.mp_state == KVM_MP_STATE_HALTED)
-}
-
-/// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that of the
-/// priorities in TPR and ISR (SDM vol. 3 §11.8.3).
-fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
-    let bit_in = |base: usize, vector: usize| {
-        page.get(base + vector / 32 * 16 + vector % 32 / 8)
-            .is_some_and(|&byte| byte as u8 >> (vector % 8) & 1 != 0)
-    };
-    let highest = |base| (16..256usize).rev().find(|&vector| bit_in(base, vector));
-    const TPR: usize = 0x80;
-    const ISR: usize = 0x100;
-    const IRR: usize = 0x200;
-    let request = highest(IRR)?;
-    let task = usize::from(page.get(TPR).map_or(0, |&byte| byte as u8));
-    let priority = highest(ISR).unwrap_or(0).max(task) >> 4;
-    (request >> 4 > priority).then_some(request as u8)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn page(irr: &[usize], isr: &[usize], tpr: u8) -> Vec<std::ffi::c_char> {
-        let mut page = vec![0; 1024];
-        for (base, vectors) in [(0x200, irr), (0x100, isr)] {
-            for vector in vectors {
-                page[base + vector / 32 * 16 + vector % 32 / 8] |=
-                    1u8.wrapping_shl(*vector as u32 % 8) as std::ffi::c_char;
-            }
-        }
-        page[0x80] = tpr as std::ffi::c_char;
-        page
-    }
-
-    /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority and what is
-    /// in service.
-    #[test]
-    fn a_request_is_deliverable_above_the_priority_in_force() {
-        assert_eq!(highest_request(&page(&[], &[], 0)), None);
-        assert_eq!(highest_request(&page(&[0x31, 0xec, 0x40], &[], 0)), Some(0xec));
-        assert_eq!(highest_request(&page(&[0x45], &[0x41], 0)), None);
-        assert_eq!(highest_request(&page(&[0x51], &[0x41], 0)), Some(0x51));
-        assert_eq!(highest_request(&page(&[0x51], &[], 0x50)), None);
-        assert_eq!(highest_request(&page(&[0x60], &[], 0x5f)), Some(0x60));
-    }
 }

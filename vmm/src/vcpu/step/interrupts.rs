@@ -1,0 +1,170 @@
+//! Interrupts and faults under stepping: which one the next entry would let in, breakpoints on their gates, and the two
+//! instructions that wait for them or let them in, HLT and STI.
+
+use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
+use kvm_ioctls::VcpuFd;
+use vm_memory::{Bytes, GuestAddress};
+use vpmu::exact::{GuestMemory, Step};
+
+use super::debug::{BREAKPOINTS, GuestDebug, Want};
+use super::state::{Linear, State};
+use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
+use crate::rdpmc::TRAP;
+
+/// KVM_X86_SHADOW_INT_STI.
+const SHADOW_STI: u8 = 2;
+
+impl Stepper {
+    /// Breakpoints on the gates of `vectors`, for one entry.
+    pub(super) fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
+        self.watched.clear();
+        let mut memory = Linear::new(&self.memory, state);
+        let room = if self.alone {
+            usize::MAX
+        } else if self.host.breakpoints {
+            debug.free().min(BREAKPOINTS)
+        } else {
+            0
+        };
+        for &vector in vectors {
+            if self.watched.len() >= room {
+                break;
+            }
+            if let Some(handler) = memory.gate(vector)
+                && handler != state.regs.rip
+                && !self.watched.iter().any(|&(at, _)| at == handler)
+            {
+                self.watched.push((handler, vector));
+            }
+        }
+        if !self.alone {
+            for (slot, &(at, _)) in want.at.iter_mut().zip(&self.watched) {
+                *slot = Some(at);
+            }
+            return;
+        }
+        // Both bytes in one page; a handler that begins with an RDPMC trap needs none.
+        for &(at, _) in self.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
+            if let Some(gpa) = memory.physical(at).map(GuestAddress)
+                && let Ok(code) = self.memory.read_obj::<[u8; 2]>(gpa)
+                && code != TRAP
+                && self.memory.write_obj(TRAP, gpa).is_ok()
+            {
+                self.planted.push((gpa, code));
+            }
+        }
+    }
+
+    /// The event that the next entry would let in.
+    pub(super) fn deliverable(
+        &self,
+        fd: &VcpuFd,
+        state: &State,
+        events: &kvm_vcpu_events,
+        between: bool,
+    ) -> Result<Option<u8>, StepError> {
+        if events.exception.injected != 0 || events.exception.pending != 0 {
+            return Ok(Some(events.exception.nr));
+        }
+        if events.nmi.injected != 0 {
+            return Ok(Some(NMI));
+        }
+        if events.interrupt.injected != 0 {
+            return Ok(Some(events.interrupt.nr));
+        }
+        // An exit in the middle of an instruction has yet to complete it; and MOV SS and STI hold events off.
+        if !between || events.interrupt.shadow != 0 {
+            return Ok(None);
+        }
+        if events.nmi.pending != 0 && events.nmi.masked == 0 {
+            return Ok(Some(NMI));
+        }
+        if state.regs.rflags & RFLAGS_IF == 0 {
+            return Ok(None);
+        }
+        let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
+        Ok(highest_request(&lapic.regs))
+    }
+
+    /// Executes STI at CPL 0: on some processors a step stops behind it, on others behind its shadow.
+    pub(super) fn set_interrupts(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
+        state.regs.rip = state.regs.rip.wrapping_add(1);
+        state.regs.rflags |= RFLAGS_IF;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        events.flags = KVM_VCPUEVENT_VALID_SHADOW;
+        events.interrupt.shadow = SHADOW_STI;
+        fd.set_vcpu_events(&events)
+            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        Ok(self.end(&state))
+    }
+
+    /// Executes HLT at CPL 0: KVM, asked to stop behind it, would forget to halt or halt later. The next entry waits for
+    /// an event.
+    pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
+        state.regs.rip = state.regs.rip.wrapping_add(1);
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        // HLT ends the shadow of an STI before it. NMIs that others send meanwhile are not touched.
+        events.flags = KVM_VCPUEVENT_VALID_SHADOW;
+        events.interrupt.shadow = 0;
+        fd.set_vcpu_events(&events)
+            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        let halted = kvm_mp_state {
+            mp_state: KVM_MP_STATE_HALTED,
+        };
+        fd.set_mp_state(halted).map_err(failed("KVM_SET_MP_STATE"))?;
+        Ok(self.end(&state))
+    }
+}
+
+pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
+    let state = fd.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?;
+    Ok(state.mp_state == KVM_MP_STATE_HALTED)
+}
+
+/// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that of the
+/// priorities in TPR and ISR (SDM vol. 3 §11.8.3).
+fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
+    let bit_in = |base: usize, vector: usize| {
+        page.get(base + vector / 32 * 16 + vector % 32 / 8)
+            .is_some_and(|&byte| byte as u8 >> (vector % 8) & 1 != 0)
+    };
+    let highest = |base| (16..256usize).rev().find(|&vector| bit_in(base, vector));
+    const TPR: usize = 0x80;
+    const ISR: usize = 0x100;
+    const IRR: usize = 0x200;
+    let request = highest(IRR)?;
+    let task = usize::from(page.get(TPR).map_or(0, |&byte| byte as u8));
+    let priority = highest(ISR).unwrap_or(0).max(task) >> 4;
+    (request >> 4 > priority).then_some(request as u8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(irr: &[usize], isr: &[usize], tpr: u8) -> Vec<std::ffi::c_char> {
+        let mut page = vec![0; 1024];
+        for (base, vectors) in [(0x200, irr), (0x100, isr)] {
+            for vector in vectors {
+                page[base + vector / 32 * 16 + vector % 32 / 8] |=
+                    1u8.wrapping_shl(*vector as u32 % 8) as std::ffi::c_char;
+            }
+        }
+        page[0x80] = tpr as std::ffi::c_char;
+        page
+    }
+
+    /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority and what is
+    /// in service.
+    #[test]
+    fn a_request_is_deliverable_above_the_priority_in_force() {
+        assert_eq!(highest_request(&page(&[], &[], 0)), None);
+        assert_eq!(highest_request(&page(&[0x31, 0xec, 0x40], &[], 0)), Some(0xec));
+        assert_eq!(highest_request(&page(&[0x45], &[0x41], 0)), None);
+        assert_eq!(highest_request(&page(&[0x51], &[0x41], 0)), Some(0x51));
+        assert_eq!(highest_request(&page(&[0x51], &[], 0x50)), None);
+        assert_eq!(highest_request(&page(&[0x60], &[], 0x5f)), Some(0x60));
+    }
+}

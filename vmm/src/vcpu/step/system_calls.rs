@@ -1,0 +1,128 @@
+//! SYSCALL and SYSRET under stepping: executed here, where the flags they save and load carry no trap flag.
+
+use kvm_ioctls::VcpuFd;
+use vpmu::exact::{CpuState, Step, StepMeter};
+
+use super::state::{Linear, Nothing, State};
+use super::{RFLAGS_RF, RFLAGS_TF, StepError, Stepper, failed};
+
+/// EFER.SCE: SYSCALL and SYSRET exist.
+const EFER_SCE: u64 = 1;
+const IA32_STAR: u32 = 0xc000_0081;
+const IA32_LSTAR: u32 = 0xc000_0082;
+const IA32_FMASK: u32 = 0xc000_0084;
+/// The flags that SYSRET loads from R11.
+const SYSRET_FLAGS: u64 = 0x3c_7fd7;
+
+impl Stepper {
+    /// Executes SYSRET to 64-bit code, after which some processors do not stop: the flags it loads have no trap flag. False
+    /// when it would fault.
+    pub(super) fn system_return(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
+        let target = state.regs.rcx;
+        let user_half = target >> 47 == 0;
+        if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 || !user_half {
+            return Ok(false);
+        }
+        let [star, ..] = system_call_registers(fd)?;
+        let selector = (star >> 48) as u16;
+        state.regs.rip = target;
+        state.regs.rflags = state.regs.r11 & SYSRET_FLAGS & !RFLAGS_TF | 2;
+        state.sregs.cs = flat_segment(selector.wrapping_add(16) | 3, 0xb, 3);
+        state.sregs.ss = flat_segment(selector.wrapping_add(8) | 3, 3, 3);
+        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        Ok(true)
+    }
+
+    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. False when it would fault.
+    pub(super) fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
+        if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
+            return Ok(false);
+        }
+        let [star, lstar, mask] = system_call_registers(fd)?;
+        let flags = state.regs.rflags & !RFLAGS_RF;
+        state.regs.rcx = state.regs.rip.wrapping_add(2);
+        state.regs.r11 = flags;
+        state.regs.rip = lstar;
+        state.regs.rflags = flags & !mask | 2;
+        let selector = (star >> 32) as u16 & 0xfffc;
+        state.sregs.cs = flat_segment(selector, 0xb, 0);
+        state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
+        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
+        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        Ok(true)
+    }
+}
+
+/// User code called its kernel and is back. The trap flag came back with its flags, so the instruction behind the
+/// SYSCALL was executed too.
+pub(super) fn came_back(
+    meter: &mut StepMeter,
+    called: &CpuState,
+    cpu: &CpuState,
+    memory: &mut Linear<'_>,
+) -> Step {
+    let behind = called.rip.wrapping_add(2);
+    let mut step = meter.end(
+        &CpuState {
+            rip: 0,
+            cpl: 0,
+            ..*cpu
+        },
+        &mut Nothing,
+    );
+    if cpu.rip != behind {
+        let from = CpuState {
+            rip: behind,
+            rflags: cpu.rflags,
+            ..*called
+        };
+        meter.begin(&from, memory);
+        let next = meter.end(cpu, memory);
+        if next.event || next.lost {
+            step.lost = true;
+        } else {
+            step.user.instructions += next.user.instructions;
+            step.user.branches += next.user.branches;
+            step.user.taken_branches += next.user.taken_branches;
+            step.user.loads += next.user.loads;
+            step.user.stores += next.user.stores;
+        }
+    }
+    step
+}
+
+/// STAR, LSTAR and FMASK.
+fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
+    let none = || failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::EINVAL));
+    let entry = |index| kvm_bindings::kvm_msr_entry {
+        index,
+        ..Default::default()
+    };
+    let mut msrs =
+        kvm_bindings::Msrs::from_entries(&[entry(IA32_STAR), entry(IA32_LSTAR), entry(IA32_FMASK)])
+            .map_err(|_| none())?;
+    match (fd.get_msrs(&mut msrs), msrs.as_slice()) {
+        (Ok(3), [star, lstar, mask]) => Ok([star.data, lstar.data, mask.data]),
+        (Err(e), _) => Err(failed("KVM_GET_MSRS")(e)),
+        _ => Err(none()),
+    }
+}
+
+/// A segment as SYSCALL and SYSRET load it: code (type 11, 64-bit) or data (type 3).
+fn flat_segment(selector: u16, type_: u8, dpl: u8) -> kvm_bindings::kvm_segment {
+    let l = u8::from(type_ == 0xb);
+    kvm_bindings::kvm_segment {
+        base: 0,
+        limit: u32::MAX,
+        selector,
+        type_,
+        present: 1,
+        dpl,
+        db: 1 - l,
+        s: 1,
+        l,
+        g: 1,
+        ..Default::default()
+    }
+}
