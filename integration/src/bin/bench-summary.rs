@@ -1,13 +1,15 @@
 //! Collects what criterion measured into one JSON file, for comparing runs.
 //!
 //! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry: the benchmark's name, the median and
-//! its 95 % confidence interval, in nanoseconds per iteration.
+//! its 95 % confidence interval, in nanoseconds per iteration. Ratios compare across machines, times do not: what a benchmark
+//! left in `*-ratios.json` is taken over, and where a group has an entry `perf-core` beside others, the best of those over
+//! `perf-core` is added. Ratios are printed as well.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::{fs, io};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 fn main() -> ExitCode {
     let arguments: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
@@ -36,11 +38,45 @@ fn summarise(criterion: &Path, output: &Path) -> io::Result<usize> {
     collect(criterion, &mut results)?;
     results.sort_by(|a, b| a["name"].as_str().cmp(&b["name"].as_str()));
     let count = results.len();
+    let mut ratios = peers(&results);
+    for entry in fs::read_dir(criterion)? {
+        let path = entry?.path();
+        let name = path.file_stem().map(|n| n.to_string_lossy().into_owned());
+        if let Some(name) = name.filter(|n| n.ends_with("-ratios")) {
+            ratios.insert(name, serde_json::from_slice(&fs::read(&path)?)?);
+        }
+    }
+    for (name, ratio) in &ratios {
+        println!("{name}: {ratio:#}");
+    }
     fs::write(
         output,
-        serde_json::to_vec_pretty(&json!({ "benchmarks": results }))?,
+        serde_json::to_vec_pretty(&json!({ "benchmarks": results, "ratios": ratios }))?,
     )?;
     Ok(count)
+}
+
+/// By group: how many times longer the best peer takes than `perf-core`.
+fn peers(results: &[Value]) -> Map<String, Value> {
+    let mut ratios = Map::new();
+    let named = |entry: &Value| {
+        let (group, name) = entry["name"].as_str()?.rsplit_once('/')?;
+        Some((group.to_owned(), name.to_owned(), entry["median_ns"].as_f64()?))
+    };
+    let entries: Vec<_> = results.iter().filter_map(named).collect();
+    for (group, _, ours) in entries.iter().filter(|(_, name, _)| name == "perf-core") {
+        let others = entries
+            .iter()
+            .filter(|(g, name, _)| g == group && name != "perf-core");
+        if let Some((_, peer, theirs)) = others.min_by(|a, b| a.2.total_cmp(&b.2)) {
+            let ratio = (theirs / ours * 100.0).round() / 100.0;
+            ratios.insert(
+                format!("{group}: best peer over perf-core"),
+                json!({ "peer": peer, "ratio": ratio }),
+            );
+        }
+    }
+    ratios
 }
 
 /// Finds `new/estimates.json` with the `benchmark.json` that names it.
