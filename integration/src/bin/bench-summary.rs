@@ -2,8 +2,8 @@
 //!
 //! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry: the benchmark's name, the median and
 //! its 95 % confidence interval, in nanoseconds per iteration. Ratios compare across machines, times do not: what a benchmark
-//! left in `*-ratios.json` is taken over, and where a group has an entry `perf-core` beside others, the best of those over
-//! `perf-core` is added. Ratios are printed as well.
+//! left in `*-ratios.json` is taken over, and where a group has entries that begin with `perf-core` beside others, the best of those
+//! over each is added. Ratios are printed as well.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -64,14 +64,17 @@ fn peers(results: &[Value]) -> Map<String, Value> {
         Some((group.to_owned(), name.to_owned(), entry["median_ns"].as_f64()?))
     };
     let entries: Vec<_> = results.iter().filter_map(named).collect();
-    for (group, _, ours) in entries.iter().filter(|(_, name, _)| name == "perf-core") {
+    for (group, name, ours) in entries
+        .iter()
+        .filter(|(_, name, _)| name.starts_with("perf-core"))
+    {
         let others = entries
             .iter()
-            .filter(|(g, name, _)| g == group && name != "perf-core");
+            .filter(|(g, name, _)| g == group && !name.starts_with("perf-core"));
         if let Some((_, peer, theirs)) = others.min_by(|a, b| a.2.total_cmp(&b.2)) {
             let ratio = (theirs / ours * 100.0).round() / 100.0;
             ratios.insert(
-                format!("{group}: best peer over perf-core"),
+                format!("{group}: best peer over {name}"),
                 json!({ "peer": peer, "ratio": ratio }),
             );
         }
