@@ -312,13 +312,13 @@ fn parse(line: &str) -> Option<Said> {
 }
 
 /// The operator's events while they are open.
-struct Watch {
+pub(super) struct Watch {
     opened: Result<Vec<Opened>, String>,
     ring: Option<(RingReader, RingInfo)>,
 }
 
 impl Watch {
-    fn open(vm: &mut ChildVm, operator: Operator<'_>) -> Result<Self, ChildError> {
+    pub(super) fn open(vm: &mut ChildVm, operator: Operator<'_>) -> Result<Self, ChildError> {
         let client = vm.client()?;
         let opened: Result<Vec<Opened>, _> = client.call(Call::Open {
             events: operator.events.to_owned(),
@@ -358,7 +358,7 @@ impl Watch {
         })
     }
 
-    fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorSaw, ChildError> {
+    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorSaw, ChildError> {
         let client = vm.client()?;
         let mut saw = OperatorSaw {
             opened: self.opened.clone(),

@@ -7,15 +7,19 @@
 //! |---|---|
 //! | [`judge`] | from numbers to a verdict |
 //! | [`report`] | rows, their table, the summary |
+//! | `levels` | counts of one privilege level, on hosts that hide it |
 //! | [`child`] | a VM in a process of its own |
 //! | [`procfs`] | what the host's kernel says of vCPU threads |
 //! | [`guest`] | the built-in guest that measures |
 //! | `builtin` | what is measured with it |
+//! | `linux` | what is measured with perf in a Linux guest |
 
 mod builtin;
 pub mod child;
 pub mod guest;
 pub mod judge;
+mod levels;
+mod linux;
 pub mod procfs;
 pub mod report;
 
@@ -115,8 +119,17 @@ pub fn run(options: &Options, host: &Host, signals: &Arc<StopSignals>) -> Result
         host,
         signals,
     };
-    let rows = builtin.rows()?;
+    let mut rows = builtin.rows()?;
     let mut summary = summary(options, host);
+    if let Some(files) = &options.linux {
+        let linux = linux::Linux {
+            options,
+            host,
+            signals,
+            files,
+        };
+        rows.extend(linux.rows(&mut summary)?);
+    }
     summary.guest_tsc_hz = host.tsc_hz;
     summary.linux_guest_skipped = options.linux_skipped.clone();
     summary.seconds = start.elapsed().as_secs_f64();

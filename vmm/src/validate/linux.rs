@@ -1,0 +1,313 @@
+//! The Linux guest's part: the real perf in an unmodified kernel.
+//!
+//! The guest runs the script `validate` of its initrd, which takes commands from the console. Programs run behind a *gate*:
+//! held at both ends, so that the host can look at the same counters, while perf counts exactly the program
+//! (`perf stat --control`).
+
+mod counting;
+mod sampling;
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::child::{ChildError, ChildVm};
+use super::guest::{Operator, OperatorSaw, Watch};
+use super::judge::Expected;
+use super::procfs::ThreadFacts;
+use super::report::{Row, Summary};
+use super::{Host, LinuxFiles, Options};
+use crate::control::protocol::VcpuView;
+use crate::signals::StopSignals;
+
+/// How long the guest may take to its first line.
+const START_PATIENCE: Duration = Duration::from_secs(180);
+/// How long a command may take.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Lines kept of a command's output.
+const MAX_OUTPUT_LINES: usize = 10_000;
+/// Linux arms a counter that is only read at this distance from its overflow: half the range of a counter of 48 bits.
+const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
+/// The gate's perf.
+const PERF_STAT: &str = "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x,";
+
+/// What the Linux guest needs to know.
+pub(super) struct Linux<'a> {
+    pub options: &'a Options,
+    pub host: &'a Host,
+    pub signals: &'a Arc<StopSignals>,
+    pub files: &'a LinuxFiles,
+}
+
+/// A running guest.
+struct LinuxGuest {
+    vm: ChildVm,
+}
+
+/// What a command came to.
+#[derive(Debug, Default)]
+struct Done {
+    text: String,
+    status: i32,
+    /// What was seen at its gate, if it has one.
+    gate: Option<Gate>,
+}
+
+/// What was seen between the two ends of a gate.
+#[derive(Debug)]
+struct Gate {
+    /// CPU time of the program in ns, by the guest's kernel.
+    cpu_ns: u64,
+    before: Vec<VcpuView>,
+    after: Vec<VcpuView>,
+    facts: Vec<ThreadFacts>,
+    operator: Option<OperatorSaw>,
+}
+
+impl Linux<'_> {
+    /// All of it.
+    pub(super) fn rows(&self, summary: &mut Summary) -> Result<Vec<Row>, ChildError> {
+        let backing = if self.host.no_hardware.is_none() {
+            "hardware"
+        } else {
+            "clock"
+        };
+        let mut rows = Vec::new();
+        let mut guest = self.start(backing, "1", "")?;
+        let first = |text: String| text.lines().next().unwrap_or_default().to_owned();
+        summary.guest_kernel = Some(first(guest.run("kernel", "uname -sr", None)?.text));
+        summary.guest_perf = Some(first(guest.run("perf", "perf --version", None)?.text));
+        let amd = guest
+            .run("vendor", "grep -m1 vendor_id /proc/cpuinfo", None)?
+            .text
+            .contains("AuthenticAMD");
+        rows.extend(self.counting(&mut guest, backing, amd)?);
+        rows.extend(self.sharing(&mut guest, backing)?);
+        rows.extend(self.sampling(&mut guest, backing)?);
+        guest.end()?;
+        let mut guest = self.start(backing, "2", "")?;
+        rows.extend(self.two_cpus(&mut guest, backing)?);
+        guest.end()?;
+        if self.host.no_exact.is_none() && self.host.steps_user {
+            // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another way.
+            let mut guest = self.start("exact", "1", "nowatchdog norandmaps")?;
+            rows.extend(self.exact(&mut guest)?);
+            guest.end()?;
+        }
+        Ok(rows.into_iter().map(Row::linux).collect())
+    }
+
+    fn start(&self, backing: &str, cpus: &str, words: &str) -> Result<LinuxGuest, ChildError> {
+        log::info!("Linux guest, {cpus} CPUs, backing {backing}");
+        let cmdline = format!(
+            "console=ttyS0 tsc=reliable no_timer_check nokaslr quiet nowatchdog pv.script=validate {words}"
+        );
+        let arguments = [
+            "--kernel",
+            &self.files.kernel.to_string_lossy(),
+            "--initrd",
+            &self.files.initrd.to_string_lossy(),
+            "--cmdline",
+            &cmdline,
+            "--cpus",
+            cpus,
+            "--memory",
+            "512M",
+            "--pmu",
+            &self.options.pmu,
+            "--backing",
+            backing,
+        ]
+        .map(str::to_owned);
+        let mut vm = ChildVm::start(&arguments, self.signals)?;
+        let ready = vm.wait_for(START_PATIENCE, "it was booted", |line| {
+            if line.contains("@@pv validate ready") {
+                Some(true)
+            } else {
+                // Whatever else the script or the lack of one leads to.
+                (line.contains("no such script") || line.starts_with("@@pv done")).then_some(false)
+            }
+        })?;
+        if !ready {
+            return Err(ChildError::Answer(
+                "its initrd has no script \"validate\"; make it anew with make guest".into(),
+            ));
+        }
+        Ok(LinuxGuest { vm })
+    }
+
+    fn percent(&self) -> f64 {
+        self.options.tolerance_percent
+    }
+
+    /// Nanoseconds as TSC ticks.
+    fn ticks(&self, ns: u64) -> u64 {
+        (u128::from(ns) * u128::from(self.host.tsc_hz) / 1_000_000_000) as u64
+    }
+}
+
+impl LinuxGuest {
+    /// Runs a shell command. At its gate, if it has one, the operator's events are switched on and off.
+    fn run(&mut self, name: &str, command: &str, operator: Option<Operator<'_>>) -> Result<Done, ChildError> {
+        self.vm.type_line(&format!("{name} {command}"))?;
+        let begin = format!("@@pv begin {name}");
+        let end = format!("@@pv end {name} ");
+        let what = format!("it ran \"{command}\"");
+        let mut done = Done::default();
+        let mut lines = 0;
+        let mut open: Option<(Vec<VcpuView>, Vec<ThreadFacts>, Option<Watch>)> = None;
+        self.vm
+            .wait_for(PATIENCE, &what, |line| line.contains(&begin).then_some(()))?;
+        loop {
+            let line = self.vm.wait_for(PATIENCE, &what, |line| Some(line.to_owned()))?;
+            if let Some(at) = line.find(&end) {
+                done.text.push_str(&line[..at]);
+                done.status = line[at + end.len()..].trim().parse().unwrap_or(-1);
+                return Ok(done);
+            } else if line.contains("@@pv gate begin") {
+                let before = self.vm.views()?;
+                let watch = operator.map(|o| Watch::open(&mut self.vm, o)).transpose()?;
+                open = Some((before, self.vm.facts()?, watch));
+                self.vm.type_line("")?;
+            } else if let Some((_, words)) = line.split_once("@@pv gate end ") {
+                let facts = self.vm.facts()?;
+                let Some((before, start, mut watch)) = open.take() else {
+                    return Err(ChildError::Answer(line));
+                };
+                let operator = watch.as_mut().map(|w| w.close(&mut self.vm)).transpose()?;
+                done.gate = Some(Gate {
+                    cpu_ns: field(words, "cpu_ns=").unwrap_or(0),
+                    before,
+                    after: self.vm.views()?,
+                    facts: facts
+                        .into_iter()
+                        .zip(start)
+                        .map(|(end, start)| end - start)
+                        .collect(),
+                    operator,
+                });
+                self.vm.type_line("")?;
+            } else if lines < MAX_OUTPUT_LINES {
+                lines += 1;
+                let _ = writeln!(done.text, "{line}");
+            }
+        }
+    }
+
+    /// Lets the guest end, and checks that the VM ended well.
+    fn end(mut self) -> Result<(), ChildError> {
+        self.vm.type_line("end")?;
+        match self.vm.wait(Duration::from_secs(30)) {
+            Some(0) => Ok(()),
+            status => Err(ChildError::Ended {
+                status: status.unwrap_or(-1),
+                messages: vec!["it was told to end".into()],
+            }),
+        }
+    }
+}
+
+impl Gate {
+    /// The host's view of the counter that counted on vCPU `cpu` meanwhile, as Linux used it; `None` unless it was one.
+    fn host(&self, cpu: usize) -> Option<u64> {
+        let after = &self.after.get(cpu)?.counters;
+        let before = &self.before.get(cpu)?.counters;
+        let mut moved = after
+            .iter()
+            .zip(before)
+            .filter(|(now, then)| now.value != then.value)
+            .map(|(now, _)| now.value);
+        let value = moved.next()?;
+        if moved.next().is_some() {
+            return None;
+        }
+        value.checked_sub(LINUX_START)
+    }
+
+    /// The same, as what the guest's count must be.
+    fn host_exactly(&self, cpu: usize) -> Option<Expected> {
+        self.host(cpu).map(|value| Expected {
+            value,
+            tolerance: super::judge::Tolerance::Exact,
+        })
+    }
+}
+
+/// The number after `key` among words.
+fn field(text: &str, key: &str) -> Option<u64> {
+    text.split_whitespace()
+        .find_map(|word| word.strip_prefix(key)?.parse().ok())
+}
+
+/// A line of `perf stat -x,`.
+#[derive(Debug, Clone, PartialEq)]
+struct Count {
+    /// `CPU0` with `-A`.
+    cpu: Option<u32>,
+    event: String,
+    /// `None`: `<not supported>` or `<not counted>`.
+    value: Option<u64>,
+    /// Share of its enabled time it was on.
+    running_percent: f64,
+}
+
+/// What `perf stat -x,` printed, times in ns.
+fn counts(text: &str) -> Vec<Count> {
+    text.lines().filter_map(count).collect()
+}
+
+fn count(line: &str) -> Option<Count> {
+    let mut fields: Vec<&str> = line.trim().split(',').collect();
+    let cpu = match fields.first()?.strip_prefix("CPU") {
+        Some(number) => {
+            let cpu = number.parse().ok()?;
+            fields.remove(0);
+            Some(cpu)
+        }
+        None => None,
+    };
+    let [value, unit, event, _, percent, ..] = fields[..] else {
+        return None;
+    };
+    let value = match value {
+        "<not supported>" | "<not counted>" => None,
+        number => {
+            let number: f64 = number.parse().ok()?;
+            Some((number * if unit == "msec" { 1e6 } else { 1.0 }) as u64)
+        }
+    };
+    Some(Count {
+        cpu,
+        event: event.to_owned(),
+        value,
+        running_percent: percent.parse().ok()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn fields_of_perf_stat_are_read() {
+        let text = "CPU1,2900,,cycles,1000,100.00,2.9,GHz\n\
+                    1500.25,msec,task-clock,1500250000,100.00,0.9,CPUs utilized\n\
+                    <not supported>,,instructions,0,100.00,,\nspin: iterations=5\n";
+        let counts = counts(text);
+        assert_eq!(counts.len(), 3);
+        assert_eq!((counts[0].cpu, counts[0].value), (Some(1), Some(2900)));
+        assert_eq!(counts[1].value, Some(1_500_250_000));
+        assert_eq!(
+            (counts[2].value, counts[2].event.as_str()),
+            (None, "instructions")
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_of_a_guest_makes_it_panic(line in ".{0,120}", commas in "[,0-9CPU.a-z<> ]{0,80}") {
+            let _ = (count(&line), count(&commas), field(&line, "cpu_ns="));
+        }
+    }
+}

@@ -1,0 +1,449 @@
+//! `perf stat` in the Linux guest.
+
+use super::{Count, Done, Linux, LinuxGuest, PERF_STAT, counts};
+use crate::control::protocol::Call;
+use crate::validate::child::ChildError;
+use crate::validate::guest::Operator;
+use crate::validate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
+use crate::validate::levels::{excused, hidden_levels};
+use crate::validate::report::{Check, Row};
+
+/// How often a measurement of time is taken before it counts as wrong.
+const TRIES: u32 = 3;
+/// Most of the TSC an idle guest's cycles may be, in percent: timer ticks.
+const IDLE_PERCENT: u64 = 10;
+/// How far a count of one privilege level may be off under the clock backing, in percent of both.
+const LEVEL_PERCENT: f64 = 5.0;
+/// How far a scaled count may be off, in percent. Perf states no error of it.
+const SCALED_PERCENT: f64 = 5.0;
+/// Events at a time: more than any model here has counters for `cycles`.
+const TOO_MANY: usize = 9;
+/// Rounds of the program of known length.
+const ROUNDS: u64 = 1000;
+
+const GUEST_CPU_TIME: &str = "CPU time of the program, by the guest's kernel, times the TSC frequency";
+const HOST_CPU_TIME: &str =
+    "CPU time of the vCPU's thread, as the host's kernel accounts it, times the TSC frequency";
+const KNOWN: &str = "counted by hand";
+
+/// The count of `event`, of all lines that are it the first.
+fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
+    counts.iter().find(|count| count.event == event)
+}
+
+fn with_share(row: Row, count: Option<&Count>) -> Row {
+    Row {
+        running_percent: count.map(|count| count.running_percent),
+        ..row
+    }
+}
+
+/// Measures until it passes, at most [`TRIES`] times.
+pub(super) fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
+    let mut tries = 1;
+    loop {
+        let row = measure()?;
+        if row.verdict != Verdict::Fail || tries == TRIES {
+            return Ok(Row { tries, ..row });
+        }
+        log::info!(
+            "{}, {}: guest {:?}, host {:?}, expected {:?}; once more",
+            row.event,
+            row.workload,
+            row.guest,
+            row.host,
+            row.expected
+        );
+        tries += 1;
+    }
+}
+
+impl Linux<'_> {
+    pub(super) fn counting(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+        amd: bool,
+    ) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        for (program, name) in [
+            ("spin 1.5", "busy loop"),
+            ("chase 1", "pointer chase"),
+            ("syscalls 1000000", "system calls"),
+            ("faults 20000", "page faults"),
+        ] {
+            rows.push(settled(|| {
+                self.ticks_of(guest, backing, "cycles", program, name)
+            })?);
+        }
+        if amd {
+            let row = Row::new(Check::Counting, "ref-cycles", backing, "busy loop");
+            let counted = counts(
+                &guest
+                    .run("ref", "perf stat -x, -e ref-cycles spin 0.1", None)?
+                    .text,
+            );
+            rows.push(match of(&counted, "ref-cycles") {
+                Some(Count { value: None, .. }) => {
+                    row.unsupported("the guest kernel's AMD driver has no such event")
+                }
+                Some(_) => row.failed("the guest kernel's AMD driver has no such event, but perf counted"),
+                None => row,
+            });
+        } else {
+            rows.push(settled(|| {
+                self.ticks_of(guest, backing, "ref-cycles", "spin 1.5", "busy loop")
+            })?);
+        }
+        rows.push(settled(|| self.idle(guest, backing))?);
+        rows.extend(self.numbers(guest, backing)?);
+        rows.extend(self.levels(guest, backing)?);
+        Ok(rows)
+    }
+
+    /// An event that follows time, over a program: the guest's perf, the host's view of the counter, the program's CPU time.
+    fn ticks_of(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+        event: &str,
+        program: &str,
+        name: &str,
+    ) -> Result<Row, ChildError> {
+        let row = Row::new(Check::Counting, event, backing, name);
+        let command = format!("{PERF_STAT} -a -e {event} gate {program}");
+        let operator = Operator {
+            events: event,
+            period: None,
+        };
+        let done = guest.run("count", &command, Some(operator))?;
+        let counted = counts(&done.text);
+        let count = of(&counted, event);
+        let Some(gate) = &done.gate else {
+            return Ok(row.failed(format!("perf did not run: status {}", done.status)));
+        };
+        let own = || {
+            let value = gate.operator.as_ref()?.reading(0, 0)?.estimate?;
+            let tolerance = Tolerance::PercentAnd(self.percent(), 5_000_000);
+            Some(Expected { value, tolerance })
+        };
+        let (expected, basis) = if backing == "hardware" && event == "cycles" {
+            (own(), "the host's own event on the vCPU")
+        } else {
+            let value = self.ticks(gate.cpu_ns);
+            let tolerance = Tolerance::Percent(self.percent());
+            (Some(Expected { value, tolerance }), GUEST_CPU_TIME)
+        };
+        let seen = Evidence {
+            guest: count.and_then(|count| count.value),
+            host: gate.host_exactly(0).or_else(own),
+            expected,
+        };
+        Ok(with_share(row.judged(&seen, basis), count))
+    }
+
+    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Row, ChildError> {
+        let row = Row::new(Check::Counting, "cycles", backing, "idle (sleep of 2 s)");
+        let done = guest.run("idle", &format!("{PERF_STAT} -a -e cycles gate idle 2"), None)?;
+        let counted = counts(&done.text);
+        let count = of(&counted, "cycles");
+        let Some(gate) = &done.gate else {
+            return Ok(row.failed(format!("perf did not run: status {}", done.status)));
+        };
+        let seen = Evidence {
+            guest: count.and_then(|count| count.value),
+            host: gate.host_exactly(0),
+            expected: Some(Expected {
+                value: self.ticks(2_000_000_000) * IDLE_PERCENT / 100,
+                tolerance: Tolerance::AtMost,
+            }),
+        };
+        let basis = "a tenth of the TSC ticks that passed";
+        Ok(with_share(row.judged(&seen, basis), count))
+    }
+
+    /// Events of which a program has a known number. A clock cannot count them, and must not seem to.
+    fn numbers(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Vec<Row>, ChildError> {
+        let events = [
+            "instructions",
+            "branches",
+            "branch-misses",
+            "cache-references",
+            "cache-misses",
+        ];
+        const LOOPS: u64 = 50_000_000;
+        let mut rows = Vec::new();
+        for event in events {
+            let known = match event {
+                "instructions" => Some(2 * LOOPS),
+                "branches" => Some(LOOPS),
+                _ => None,
+            };
+            let counts_here =
+                backing == "hardware" && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
+            let name = if counts_here { "busy loop" } else { "tried" };
+            let row = Row::new(Check::Counting, event, backing, name);
+            let loops = if counts_here { LOOPS } else { LOOPS / 10 };
+            let done = guest.run(
+                "number",
+                &format!("{PERF_STAT} -a -e {event} gate spin {loops}x"),
+                None,
+            )?;
+            let counted = counts(&done.text);
+            let Some(count) = of(&counted, event) else {
+                rows.push(row.failed(format!("perf printed no line for it (status {})", done.status)));
+                continue;
+            };
+            if !counts_here {
+                // Perf says "not supported" where CPUID does; on AMD, which has no bit for it, the count is 0.
+                let why = match backing {
+                    "hardware" => "the host's PMU does not open this event",
+                    _ => "a clock counts time only",
+                };
+                let (verdict, reason) = judge_unbacked(count.value, None, why);
+                rows.push(Row {
+                    verdict,
+                    reason,
+                    guest: count.value.filter(|_| verdict == Verdict::Fail),
+                    ..row
+                });
+                continue;
+            }
+            let seen = Evidence {
+                guest: count.value,
+                host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
+                expected: known.map(|value| Expected {
+                    value,
+                    tolerance: Tolerance::Percent(self.percent()),
+                }),
+            };
+            rows.push(with_share(row.judged(&seen, KNOWN), Some(count)));
+        }
+        Ok(rows)
+    }
+
+    /// `cycles:u` and `cycles:k` over a program that stays at one level.
+    fn levels(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        let mut tries = 1;
+        while tries <= TRIES {
+            rows.clear();
+            let command = format!("{PERF_STAT} -a -e cycles:u,cycles:k,cycles gate spin 1.5");
+            let done = guest.run("levels", &command, None)?;
+            let counted = counts(&done.text);
+            let value = |event| of(&counted, event).and_then(|count| count.value);
+            let both = value("cycles").unwrap_or(0);
+            let slack = (both as f64 * LEVEL_PERCENT / 100.0) as u64;
+            for (event, expected) in [("cycles:u", both), ("cycles:k", 0)] {
+                let seen = Evidence {
+                    guest: value(event),
+                    host: None,
+                    expected: Some(Expected {
+                        value: expected,
+                        tolerance: Tolerance::PercentAnd(0.0, slack),
+                    }),
+                };
+                let row = Row::new(Check::Counting, event, backing, "busy loop");
+                let row = row.judged(&seen, "a counter for both levels: the loop makes no system call");
+                rows.push(with_share(Row { tries, ..row }, of(&counted, event)));
+            }
+            if rows.iter().all(|row| row.verdict != Verdict::Fail) {
+                break;
+            }
+            tries += 1;
+        }
+        Ok(excused(rows, self.host_hides_levels(guest)?))
+    }
+
+    /// Each CPU counts for itself.
+    pub(super) fn two_cpus(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+    ) -> Result<Vec<Row>, ChildError> {
+        let mut rows = Vec::new();
+        let mut tries = 1;
+        while tries <= TRIES {
+            rows.clear();
+            let command = format!("{PERF_STAT} -a -A -e cycles gate threads 2 2");
+            let operator = Operator {
+                events: "cycles",
+                period: None,
+            };
+            let done = guest.run("smp", &command, Some(operator))?;
+            let counted = counts(&done.text);
+            for cpu in 0..2u32 {
+                let row = Row::new(
+                    Check::Counting,
+                    "cycles",
+                    backing,
+                    format!("two CPUs busy, CPU {cpu}"),
+                );
+                let count = counted.iter().find(|count| count.cpu == Some(cpu));
+                let Some(gate) = &done.gate else {
+                    rows.push(row.failed(format!("perf did not run: status {}", done.status)));
+                    continue;
+                };
+                let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
+                let expected = (backing != "hardware").then(|| Expected {
+                    value: self.ticks(ns),
+                    tolerance: Tolerance::Percent(self.percent()),
+                });
+                let operator = gate
+                    .operator
+                    .as_ref()
+                    .and_then(|saw| saw.reading(0, cpu)?.estimate);
+                let seen = Evidence {
+                    guest: count.and_then(|count| count.value),
+                    host: gate.host_exactly(cpu as usize).or(operator.map(|value| Expected {
+                        value,
+                        tolerance: Tolerance::Percent(2.0 * self.percent()),
+                    })),
+                    expected,
+                };
+                rows.push(with_share(
+                    Row {
+                        tries,
+                        ..row.judged(&seen, HOST_CPU_TIME)
+                    },
+                    count,
+                ));
+            }
+            if rows.iter().all(|row| row.verdict != Verdict::Fail) {
+                break;
+            }
+            tries += 1;
+        }
+        Ok(rows)
+    }
+
+    /// More events than counters, and an operator who counts at the same time.
+    pub(super) fn sharing(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+    ) -> Result<Vec<Row>, ChildError> {
+        let mut rows = vec![settled(|| self.scaled(guest, backing))?];
+        for policy in ["guest-first", "operator-first", "strict"] {
+            let () = guest.vm.client()?.call(Call::Share {
+                policy: policy.into(),
+            })?;
+            rows.push(settled(|| self.contended(guest, backing, policy))?);
+        }
+        let policy = "guest-first".into();
+        let () = guest.vm.client()?.call(Call::Share { policy })?;
+        Ok(rows)
+    }
+
+    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<Row, ChildError> {
+        let row = Row::new(
+            Check::Multiplexing,
+            "cycles",
+            backing,
+            format!("{TOO_MANY} events, the worst"),
+        );
+        let events = vec!["cycles"; TOO_MANY].join(",");
+        let done = guest.run("mux", &format!("{PERF_STAT} -a -e {events} gate spin 2"), None)?;
+        let counted = counts(&done.text);
+        let Some(gate) = &done.gate else {
+            return Ok(row.failed(format!("perf did not run: status {}", done.status)));
+        };
+        if counted.len() != TOO_MANY {
+            return Ok(row.failed(format!("perf printed {} counts", counted.len())));
+        }
+        let own = gate.cpu_ns;
+        let expected = self.ticks(own);
+        let worst = counted
+            .iter()
+            .max_by_key(|count| count.value.map_or(u64::MAX, |value| value.abs_diff(expected)));
+        if counted.iter().all(|count| count.running_percent > 99.0) {
+            return Ok(row.failed("there were counters for all of them"));
+        }
+        let seen = Evidence {
+            guest: worst.and_then(|count| count.value),
+            host: None,
+            expected: Some(Expected {
+                value: expected,
+                tolerance: Tolerance::Percent(SCALED_PERCENT),
+            }),
+        };
+        Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), worst))
+    }
+
+    fn contended(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+        policy: &str,
+    ) -> Result<Row, ChildError> {
+        let row = Row::new(Check::Contention, "cycles", backing, format!("--share {policy}"));
+        let operator = Operator {
+            events: "cycles,ref-cycles,task-clock,kvm:exits",
+            period: None,
+        };
+        let command = format!("{PERF_STAT} -a -e cycles gate spin 1.5");
+        let done = guest.run("shared", &command, Some(operator))?;
+        let counted = counts(&done.text);
+        let count = of(&counted, "cycles");
+        let Some(gate) = &done.gate else {
+            return Ok(row.failed(format!("perf did not run: status {}", done.status)));
+        };
+        let Some(saw) = &gate.operator else {
+            return Ok(row.failed("nobody counted"));
+        };
+        let own = saw.reading(0, 0).and_then(|reading| reading.estimate);
+        if own.is_none() && !(saw.opened.is_err() && policy == "strict") {
+            return Ok(row.failed("the operator's event was not counted"));
+        }
+        let seen = Evidence {
+            guest: count.and_then(|count| count.value),
+            // The operator's window is a little longer: the handshake.
+            host: own.map(|value| Expected {
+                value,
+                tolerance: Tolerance::Percent(2.0 * self.percent()),
+            }),
+            expected: (backing != "hardware").then(|| Expected {
+                value: self.ticks(gate.cpu_ns),
+                tolerance: Tolerance::Percent(self.percent()),
+            }),
+        };
+        Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), count))
+    }
+
+    /// The program that is nothing but instructions of its own, stepped.
+    pub(super) fn exact(&self, guest: &mut LinuxGuest) -> Result<Vec<Row>, ChildError> {
+        let digits = ROUNDS.to_string().len() as u64;
+        let command = format!("perf stat -x, -e instructions:u,branches:u known {ROUNDS}");
+        let Done { text, status, .. } = guest.run("exact", &command, None)?;
+        let counted = counts(&text);
+        // The numbers are in the head of known.S.
+        let rows = [
+            ("instructions:u", 2 * ROUNDS + 7 * digits + 8),
+            ("branches:u", ROUNDS + 2 * digits + 2),
+        ];
+        let rows = rows.map(|(event, value)| {
+            let row = Row::new(Check::Counting, event, "exact", "known program");
+            let Some(count) = of(&counted, event) else {
+                return row.failed(format!("perf printed no line for it (status {status})"));
+            };
+            let seen = Evidence {
+                guest: count.value,
+                host: None,
+                expected: Some(Expected {
+                    value,
+                    tolerance: Tolerance::Exact,
+                }),
+            };
+            with_share(row.judged(&seen, KNOWN), Some(count))
+        });
+        Ok(rows.to_vec())
+    }
+
+    /// Why counts of one level cannot be had on this host, if the driver found out that they cannot.
+    fn host_hides_levels(&self, guest: &mut LinuxGuest) -> Result<Option<String>, ChildError> {
+        let views = guest.vm.views()?;
+        Ok(views
+            .first()
+            .and_then(|view| hidden_levels(view.levels.as_deref())))
+    }
+}

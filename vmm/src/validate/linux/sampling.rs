@@ -1,0 +1,124 @@
+//! `perf record` in the Linux guest.
+
+use super::counting::settled;
+use super::{Linux, LinuxGuest};
+use crate::validate::child::ChildError;
+use crate::validate::judge::{Evidence, Expected, Tolerance};
+use crate::validate::report::{Check, Row};
+
+/// Samples for each second of CPU time.
+const SAMPLES_PER_SECOND: u64 = 250;
+/// The functions of `three` and their share of its time, in percent.
+const SHARES: [(&str, u64); 3] = [("heavy", 60), ("middle", 30), ("light", 10)];
+/// Around its share, what a function may have: so many points and what chance does.
+const POINTS: f64 = 5.0;
+
+impl Linux<'_> {
+    pub(super) fn sampling(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+    ) -> Result<Vec<Row>, ChildError> {
+        let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
+        let mut functions: Vec<(u64, String)> = Vec::new();
+        let mut rows = vec![settled(|| {
+            let row = Row::new(Check::Sampling, "cycles", backing, "perf record -c: samples");
+            let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 2");
+            let done = guest.run("record", &record, None)?;
+            let Some(gate) = &done.gate else {
+                return Ok(row.failed(format!("perf did not run: status {}", done.status)));
+            };
+            let report = "perf report -i /tmp/period --stdio --stdio-color=never --no-children -F sample,sym 2>/dev/null";
+            functions = samples(&guest.run("report", report, None)?.text);
+            let overflows: u64 = gate
+                .after
+                .iter()
+                .flat_map(|view| &view.counters)
+                .map(|counter| counter.overflows)
+                .sum::<u64>()
+                .saturating_sub(
+                    gate.before
+                        .iter()
+                        .flat_map(|view| &view.counters)
+                        .map(|counter| counter.overflows)
+                        .sum(),
+                );
+            // What perf itself does before the program starts is sampled too.
+            let tolerance = Tolerance::PercentAnd(5.0, 3);
+            let seen = Evidence {
+                guest: Some(functions.iter().map(|(n, _)| n).sum()),
+                host: Some(Expected {
+                    value: overflows,
+                    tolerance,
+                }),
+                expected: (backing != "hardware").then(|| Expected {
+                    value: self.ticks(gate.cpu_ns) / period,
+                    tolerance,
+                }),
+            };
+            Ok(row.judged(
+                &seen,
+                "CPU time of the program times the TSC frequency, over the period",
+            ))
+        })?];
+        let hits = SHARES.map(|(name, _)| {
+            functions
+                .iter()
+                .filter(|(_, f)| f == name)
+                .map(|(n, _)| n)
+                .sum::<u64>()
+        });
+        let all: u64 = hits.iter().sum();
+        for ((name, percent), hits) in SHARES.iter().zip(hits) {
+            let row = Row::new(Check::Sampling, "cycles", backing, format!("perf record: {name}"));
+            let (of, share) = (all as f64, *percent as f64 / 100.0);
+            let slack = (POINTS / 100.0 * of).max(3.0 * (of * share * (1.0 - share)).sqrt());
+            let seen = Evidence {
+                guest: Some(hits),
+                host: None,
+                expected: Some(Expected {
+                    value: (of * share).round() as u64,
+                    tolerance: Tolerance::PercentAnd(0.0, slack as u64),
+                }),
+            };
+            let row = row.judged(
+                &seen,
+                "the function's share of the work, within 5 points or three standard deviations",
+            );
+            rows.push(if all < 50 {
+                row.failed("too few samples to tell")
+            } else {
+                row
+            });
+        }
+        Ok(rows)
+    }
+}
+
+/// Number and function of each line of the report.
+fn samples(report: &str) -> Vec<(u64, String)> {
+    let line = |line: &str| {
+        let (count, symbol) = line.trim().split_once(char::is_whitespace)?;
+        let (_, name) = symbol.trim().split_once(']')?;
+        Some((count.parse().ok()?, name.trim().to_owned()))
+    };
+    report
+        .lines()
+        .filter(|text| !text.starts_with('#'))
+        .filter_map(line)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_is_read() {
+        let text = "# Samples: 7\n#\n     5  [.] heavy\n     1  [k] native_write_msr\n     1  [.] 0x00000000004015a5\n\n";
+        let read = samples(text);
+        assert_eq!(read.len(), 3);
+        assert_eq!(read[0], (5, "heavy".to_owned()));
+        assert_eq!(read.iter().map(|(n, _)| n).sum::<u64>(), 7);
+    }
+}
