@@ -29,11 +29,11 @@ void halt_us(u64 us)
 
 static u64 nothing(u64 n) { return n; }
 
-/* n halts of 5 ms each. */
+/* n halts of 20 ms each. */
 static u64 sleep(u64 n)
 {
     while (n--)
-        halt_us(5000);
+        halt_us(20000);
     return 0;
 }
 

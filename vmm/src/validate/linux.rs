@@ -28,8 +28,13 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const MAX_OUTPUT_LINES: usize = 10_000;
 /// Linux arms a counter that is only read at this distance from its overflow: half the range of a counter of 48 bits.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
-/// The gate's perf.
-const PERF_STAT: &str = "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x,";
+/// `perf stat` of a program behind the gate. What it prints goes to a file first: the console costs time.
+fn perf_stat(arguments: &str, program: &str) -> String {
+    format!(
+        "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat {arguments} gate {program} \
+         2>/dev/null; cat /tmp/stat"
+    )
+}
 
 /// What the Linux guest needs to know.
 pub(super) struct Linux<'a> {

@@ -89,7 +89,7 @@ impl Builtin<'_> {
         let per_ms = match known {
             Some(per_ms) => per_ms,
             None => {
-                let per_ms = pace(guest, work, cpl)?;
+                let per_ms = pace(guest, work, cpl, self.host.tsc_hz)?;
                 guest.pace.insert((work, cpl), per_ms);
                 per_ms
             }
@@ -104,16 +104,17 @@ impl Builtin<'_> {
     }
 }
 
-/// How much of `work` is done in a millisecond of CPU time.
-fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32) -> Result<f64, ChildError> {
+/// How much of `work` is done in a millisecond, or a little less where the host has other things to do.
+fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
     let mut n = 500;
     loop {
         let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
-        let used_ns = outcome.facts.first().map_or(0, |f| f.cpu_ns).max(1);
-        // What is around the work takes about a millisecond; work done in pieces has it around each.
-        let enough_ns = if work == "spin" { 100_000_000 } else { 8_000_000 };
-        if used_ns > enough_ns || n > 1 << 40 {
-            return Ok(n as f64 * 1e6 / used_ns as f64);
+        let ticks = outcome.cpus.first().map_or(0, |cpu| cpu.tsc).max(1);
+        let ms = ticks as f64 * 1e3 / tsc_hz as f64;
+        // Work done in pieces has something around each.
+        let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
+        if ms > enough_ms || n > 1 << 40 {
+            return Ok(n as f64 / ms);
         }
         n *= 8;
     }

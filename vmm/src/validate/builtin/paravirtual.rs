@@ -11,7 +11,7 @@ use crate::validate::report::{Check, Row};
 
 /// How often the guest does what is counted.
 const TIMES: u64 = 200;
-/// Halts, of 5 ms each.
+/// Halts, of 20 ms each.
 const HALTS: u64 = 20;
 /// CPU time of a busy loop, in ms.
 const BUSY_MS: u64 = 100;

@@ -11,8 +11,8 @@ use crate::validate::report::{Check, Row};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
-/// Halts of 5 ms of the idle guest.
-const HALTS: u64 = 60;
+/// Halts of 20 ms of the idle guest.
+const HALTS: u64 = 15;
 /// Most of the TSC an idle guest's cycles may be, in percent: its wake-ups.
 const IDLE_PERCENT: u64 = 10;
 /// How far a count of one privilege level may be off under the clock backing, in percent: it is an estimate.
@@ -180,7 +180,7 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
     ) -> Result<Row, ChildError> {
-        let row = Row::new(Check::Counting, "cycles", backing, "idle (sleeps of 5 ms)");
+        let row = Row::new(Check::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
         let outcome = guest.measure(&Job::new("sleep", HALTS).counter(select | BOTH), None)?;
         let tsc = outcome.cpus.first().map_or(0, |cpu| cpu.tsc);
         let expected = Expected {
