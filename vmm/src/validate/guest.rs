@@ -188,6 +188,8 @@ pub struct Outcome {
     pub after: Vec<VcpuView>,
     /// By the host's kernel, of each vCPU's thread.
     pub facts: Vec<ThreadFacts>,
+    /// CPU time of a measurement of nothing, in ns.
+    pub overhead_ns: u64,
     /// By the operator.
     pub operator: Option<OperatorSaw>,
 }
@@ -221,6 +223,8 @@ pub struct MeasuringGuest {
     pub hello: Hello,
     /// How much of each kind of work, at each level, is done in a millisecond.
     pub pace: HashMap<(&'static str, u32), f64>,
+    /// CPU time of a measurement of nothing, in ns; 0 before it was measured.
+    pub overhead_ns: u64,
 }
 
 impl MeasuringGuest {
@@ -238,7 +242,12 @@ impl MeasuringGuest {
             _ => None,
         })?;
         let pace = HashMap::new();
-        Ok(Self { vm, hello, pace })
+        Ok(Self {
+            vm,
+            hello,
+            pace,
+            overhead_ns: 0,
+        })
     }
 
     fn step(&mut self, what: &str) -> Result<Said, ChildError> {
@@ -287,6 +296,7 @@ impl MeasuringGuest {
                     .zip(start)
                     .map(|(end, start)| end - start)
                     .collect(),
+                overhead_ns: self.overhead_ns,
                 operator,
             }),
             said => wrong(&said),

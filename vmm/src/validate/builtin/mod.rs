@@ -19,6 +19,8 @@ use crate::signals::StopSignals;
 
 /// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
 const TRIES: u32 = 3;
+/// Measurements of nothing.
+const OVERHEAD_RUNS: u32 = 5;
 /// Both levels.
 const BOTH: u64 = USR | OS;
 /// Instructions around the work that count: see `counted` in the guest.
@@ -74,7 +76,19 @@ impl Builtin<'_> {
     fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, ChildError> {
         log::info!("built-in guest, {cpus} CPUs, backing {backing}");
         let arguments = ["--pmu", &self.options.pmu, "--backing", backing, "--cpus", cpus];
-        MeasuringGuest::start(&arguments, self.signals)
+        let mut guest = MeasuringGuest::start(&arguments, self.signals)?;
+        // The shortest: the host may do other things meanwhile.
+        let mut overhead_ns = u64::MAX;
+        for _ in 0..OVERHEAD_RUNS {
+            let outcome = guest.measure(&Job::new("nothing", 1), None)?;
+            overhead_ns = overhead_ns.min(outcome.facts.first().map_or(0, |facts| facts.cpu_ns));
+        }
+        log::info!(
+            "a measurement of nothing takes {:.1} ms",
+            overhead_ns as f64 / 1e6
+        );
+        guest.overhead_ns = overhead_ns;
+        Ok(guest)
     }
 
     /// How much of `work` takes about `ms` of CPU time. Measured once for each kind.
@@ -89,7 +103,7 @@ impl Builtin<'_> {
         let per_ms = match known {
             Some(per_ms) => per_ms,
             None => {
-                let per_ms = pace(guest, work, cpl, self.host.tsc_hz)?;
+                let per_ms = pace(guest, work, cpl)?;
                 guest.pace.insert((work, cpl), per_ms);
                 per_ms
             }
@@ -98,31 +112,32 @@ impl Builtin<'_> {
     }
 
     /// CPU time of vCPU `cpu` in TSC ticks, as the host's kernel accounts it.
+    /// Less what a measurement of nothing takes.
     fn cpu_ticks(&self, outcome: &Outcome, cpu: usize) -> u64 {
         let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
+        let ns = ns.saturating_sub(outcome.overhead_ns);
         (u128::from(ns) * u128::from(self.host.tsc_hz) / 1_000_000_000) as u64
     }
 }
 
-/// How much of `work` is done in a millisecond, or a little less where the host has other things to do.
-fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
+/// How much of `work` is done in a millisecond of CPU time.
+fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32) -> Result<f64, ChildError> {
     let mut n = 500;
     loop {
         let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
-        let ticks = outcome.cpus.first().map_or(0, |cpu| cpu.tsc).max(1);
-        let ms = ticks as f64 * 1e3 / tsc_hz as f64;
+        let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
+        let ms = used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6;
         // Work done in pieces has something around each.
         let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
         if ms > enough_ms || n > 1 << 40 {
-            return Ok(n as f64 / ms);
+            return Ok(n as f64 / ms.max(1e-3));
         }
         n *= 8;
     }
 }
 
 /// Where an expectation of ticks comes from.
-const CPU_TIME: &str =
-    "CPU time of the vCPU's thread, as the host's kernel accounts it, times the TSC frequency";
+const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
 /// Where a known count comes from.
 const KNOWN: &str = "counted by hand";
 
