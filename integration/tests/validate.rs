@@ -16,7 +16,9 @@ fn validate(place: &Place, arguments: &[&str], limit: Duration) -> Output {
     let command = Command::new(perfvisor)
         .arg("validate")
         .args(arguments.iter().copied());
-    place.run(&command, limit).unwrap_or_else(|error| panic!("{error}"))
+    place
+        .run(&command, limit)
+        .unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn here() -> Place {
@@ -62,7 +64,10 @@ fn hold(check: impl Fn()) {
 /// What holds of the built-in guest's rows everywhere.
 #[track_caller]
 fn the_built_in_rows_are_right(report: &Value) {
-    let failed: Vec<&Value> = rows(report).iter().filter(|row| row["verdict"] == "FAIL").collect();
+    let failed: Vec<&Value> = rows(report)
+        .iter()
+        .filter(|row| row["verdict"] == "FAIL")
+        .collect();
     assert!(failed.is_empty(), "{failed:#?}");
     assert_eq!(report["failed"], 0);
     let built_in = ("guest_kind", "built-in");
@@ -72,8 +77,22 @@ fn the_built_in_rows_are_right(report: &Value) {
         let workload = format!("--share {policy}");
         passed(report, &[built_in, ("workload", &workload)]);
     }
-    passed(report, &[built_in, ("check", "sampling"), ("workload", "operator's samples")]);
-    passed(report, &[built_in, ("check", "sampling"), ("workload", "PMIs, one a period")]);
+    passed(
+        report,
+        &[
+            built_in,
+            ("check", "sampling"),
+            ("workload", "operator's samples"),
+        ],
+    );
+    passed(
+        report,
+        &[
+            built_in,
+            ("check", "sampling"),
+            ("workload", "PMIs, one a period"),
+        ],
+    );
     for event in ["io-exits", "mmio-exits", "halts", "msr-exits"] {
         passed(report, &[("backing", "paravirtual"), ("event", event)]);
     }
@@ -98,7 +117,10 @@ fn here_nothing_fails(pmu: &str) {
         let report = report(&output);
         the_built_in_rows_are_right(&report);
         assert!(output.success(), "{:?}", output.ended);
-        eprintln!("{pmu}: {} passed in {} s", report["passed"], report["summary"]["seconds"]);
+        eprintln!(
+            "{pmu}: {} passed in {} s",
+            report["passed"], report["summary"]["seconds"]
+        );
     });
 }
 
@@ -115,7 +137,11 @@ fn nothing_fails_here_with_an_amd_pmu() {
 /// No clock keeps within a hundred-thousandth of a percent: the command must say so, row by row and in its exit status.
 #[test]
 fn what_is_off_fails() {
-    let output = validate(&here(), &["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"], LIMIT);
+    let output = validate(
+        &here(),
+        &["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"],
+        LIMIT,
+    );
     let text = output.stdout_text();
     assert_eq!(output.code(), Some(1), "{text}");
     assert!(text.contains("off the expectation"), "{text}");
@@ -138,7 +164,10 @@ fn bad_input_is_one_line() {
         (&["--pmu", "vax"], "vax"),
         (&["--tolerance", "lots"], "0 to 50"),
         (&["--kernel", "k"], "--initrd"),
-        (&["--kernel", "/no/kernel", "--initrd", "/no/initrd"], "/no/kernel"),
+        (
+            &["--kernel", "/no/kernel", "--initrd", "/no/initrd"],
+            "/no/kernel",
+        ),
         (&["--kernel", "k", "--initrd", "i", "--no-linux"], "--no-linux"),
     ] {
         let output = validate(&here(), arguments, LIMIT);
@@ -160,12 +189,19 @@ fn a_linux_guest_where_there_can_be_none_is_refused() {
     let file = file.to_string_lossy();
     let output = validate(&here(), &["--kernel", &file, "--initrd", &file], LIMIT);
     assert_eq!(output.code(), Some(2));
-    assert!(output.stderr_text().contains("make lab"), "{}", output.stderr_text());
+    assert!(
+        output.stderr_text().contains("make lab"),
+        "{}",
+        output.stderr_text()
+    );
 }
 
 fn with_linux_nothing_fails(pmu: &str) {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    let (kernel, initrd) = (place.guest_file("vmlinux").unwrap(), place.guest_file("initrd").unwrap());
+    let (kernel, initrd) = (
+        place.guest_file("vmlinux").unwrap(),
+        place.guest_file("initrd").unwrap(),
+    );
     hold(|| {
         let arguments = ["--json", "--pmu", pmu, "--kernel", &kernel, "--initrd", &initrd];
         let output = validate(&place, &arguments, LINUX_LIMIT);
@@ -175,18 +211,30 @@ fn with_linux_nothing_fails(pmu: &str) {
         for workload in ["busy loop", "pointer chase", "system calls", "page faults"] {
             passed(&report, &[linux, ("event", "cycles"), ("workload", workload)]);
         }
-        passed(&report, &[linux, ("event", "cycles"), ("workload", "two CPUs busy, CPU 1")]);
+        passed(
+            &report,
+            &[linux, ("event", "cycles"), ("workload", "two CPUs busy, CPU 1")],
+        );
         passed(&report, &[linux, ("check", "multiplexing")]);
         passed(&report, &[linux, ("check", "contention")]);
         passed(&report, &[linux, ("check", "sampling")]);
-        let rounds = [linux, ("backing", "exact"), ("workload", "known program, 2000 rounds")];
+        let rounds = [
+            linux,
+            ("backing", "exact"),
+            ("workload", "known program, 2000 rounds"),
+        ];
         passed(&report, &rounds);
         for row in find(&report, &rounds) {
             assert_eq!(row["guest"], row["expected"], "{row:#}");
         }
         assert!(output.success(), "{:?}", output.ended);
         let summary = &report["summary"];
-        assert!(summary["guest_kernel"].as_str().is_some_and(|k| k.starts_with("Linux ")), "{summary:#}");
+        assert!(
+            summary["guest_kernel"]
+                .as_str()
+                .is_some_and(|k| k.starts_with("Linux ")),
+            "{summary:#}"
+        );
         eprintln!("{pmu}: {} passed in {} s", report["passed"], summary["seconds"]);
     });
 }

@@ -98,7 +98,6 @@ mod tests {
         let view = VcpuView {
             vcpu: 0,
             pmis: 0,
-            levels: None,
             counters: Vec::new(),
         };
         mailbox.answer(2, view.clone());

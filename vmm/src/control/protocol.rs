@@ -336,9 +336,6 @@ pub struct VcpuView {
     pub vcpu: u32,
     /// PMIs delivered so far.
     pub pmis: u64,
-    /// Where counts of one privilege level come from under the clock backing: kernel samples, or kicks.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub levels: Option<String>,
     /// Its counters.
     pub counters: Vec<GuestCounter>,
 }

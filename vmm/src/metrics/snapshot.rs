@@ -419,7 +419,6 @@ mod tests {
         let view = VcpuView {
             vcpu: 0,
             pmis: 3,
-            levels: None,
             counters: vec![
                 counter("gp0", Some("cycles:u"), Some("clock")),
                 counter("gp1", Some("cache-misses"), Some("none")),

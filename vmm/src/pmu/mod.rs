@@ -15,7 +15,7 @@ use std::time::Instant;
 use kvm_bindings::KVM_MP_STATE_HALTED;
 use kvm_ioctls::VcpuFd;
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::clock::{ClockPmu, LevelSource, VcpuClock};
+use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
@@ -443,14 +443,6 @@ impl VcpuPmu {
         };
         let views = self.vpmu.counters_view(&mut attached.events);
         views.iter().map(operator::guest_counter).collect()
-    }
-
-    /// Where the clock backing learns privilege levels from, as far as it has found out.
-    pub fn level_source(&self) -> Option<&'static str> {
-        Some(match self.attached.as_ref()?.clock.level_source() {
-            LevelSource::Kicks => "kicks",
-            LevelSource::KernelRing | LevelSource::KernelRingInterpreted => "kernel samples",
-        })
     }
 
     /// The register file.

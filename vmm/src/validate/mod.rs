@@ -7,7 +7,6 @@
 //! |---|---|
 //! | [`judge`] | from numbers to a verdict |
 //! | [`report`] | rows, their table, the summary |
-//! | `levels` | counts of one privilege level, on hosts that hide it |
 //! | [`child`] | a VM in a process of its own |
 //! | [`procfs`] | what the host's kernel says of vCPU threads |
 //! | [`guest`] | the built-in guest that measures |
@@ -18,7 +17,6 @@ mod builtin;
 pub mod child;
 pub mod guest;
 pub mod judge;
-mod levels;
 mod linux;
 pub mod procfs;
 pub mod report;

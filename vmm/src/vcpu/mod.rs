@@ -264,7 +264,6 @@ impl Vcpu {
             let view = VcpuView {
                 vcpu: self.id.into(),
                 pmis: self.stats.pmi_nmi.get() + self.stats.pmi_fixed.get(),
-                levels: pmu.level_source().map(str::to_owned),
                 counters: pmu.view(),
             };
             self.mailbox.answer(generation, view);

@@ -14,7 +14,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Mutex, Once};
 
-use super::cpl::{CplSplit, Level, LevelSource};
+use super::cpl::{CplSplit, Level};
 use crate::pmu::host::fd::current_tid;
 
 /// How often a reader looks again before it settles for the closed intervals.
@@ -272,12 +272,6 @@ impl VcpuClock {
         let ns = split.read(level, now);
         self.set_wants_ticks(split.by_kicks());
         ns
-    }
-
-    /// Where privilege levels are learnt from on this host, as far as that was found out.
-    #[must_use]
-    pub fn level_source(&self) -> LevelSource {
-        self.cpl_split().source()
     }
 
     pub(super) fn cpl_split(&self) -> std::sync::MutexGuard<'_, CplSplit> {
