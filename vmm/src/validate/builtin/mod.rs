@@ -19,6 +19,8 @@ use crate::signals::StopSignals;
 
 /// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
 const TRIES: u32 = 3;
+/// A measurement takes at least so many times what a measurement of nothing does.
+const OVERHEADS: f64 = 300.0;
 /// Measurements of nothing.
 const OVERHEAD_RUNS: u32 = 5;
 /// Both levels.
@@ -103,12 +105,14 @@ impl Builtin<'_> {
         let per_ms = match known {
             Some(per_ms) => per_ms,
             None => {
-                let per_ms = pace(guest, work, cpl)?;
+                let per_ms = pace(guest, work, cpl, self.host.tsc_hz)?;
                 guest.pace.insert((work, cpl), per_ms);
                 per_ms
             }
         };
-        Ok(((per_ms * ms as f64) as u64).max(1))
+        // Long enough that what is around it, which varies, does not matter.
+        let least_ms = guest.overhead_ns as f64 * OVERHEADS / 1e6;
+        Ok(((per_ms * least_ms.max(ms as f64)) as u64).max(1))
     }
 
     /// CPU time of vCPU `cpu` in TSC ticks, as the host's kernel accounts it.
@@ -121,12 +125,14 @@ impl Builtin<'_> {
 }
 
 /// How much of `work` is done in a millisecond of CPU time.
-fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32) -> Result<f64, ChildError> {
+fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
     let mut n = 500;
     loop {
         let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
         let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
-        let ms = used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6;
+        let passed = outcome.cpus.first().map_or(0, |cpu| cpu.tsc) as f64 * 1e3 / tsc_hz as f64;
+        // Either may be too long for reasons of its own: the host's handshake, or a host that ran something else.
+        let ms = passed.min(used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6);
         // Work done in pieces has something around each.
         let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
         if ms > enough_ms || n > 1 << 40 {

@@ -9,9 +9,9 @@ use crate::validate::judge::{Evidence, Expected, Tolerance};
 use crate::validate::report::{Check, Row};
 
 /// CPU time of the profiled work, in ms.
-const LENGTH_MS: u64 = 1500;
+const LENGTH_MS: u64 = 2500;
 /// Samples for each second of CPU time. Hosts that look at timers at their tick, 4 ms, cannot do many more.
-const SAMPLES_PER_SECOND: u64 = 100;
+const SAMPLES_PER_SECOND: u64 = 60;
 /// Their number may be off by 5 % and the one at the end.
 const NUMBER: Tolerance = Tolerance::PercentAnd(5.0, 1);
 /// The profiled functions and their share of the work, in percent.
