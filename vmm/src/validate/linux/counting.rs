@@ -346,7 +346,7 @@ impl Linux<'_> {
             backing,
             format!("{TOO_MANY} events, {TURN_MS} ms turns, worst"),
         );
-        let events = vec!["cycles"; TOO_MANY].join(",");
+        let events = ["cycles"; TOO_MANY].join(",");
         let operator = Operator {
             events: "cycles",
             period: None,
