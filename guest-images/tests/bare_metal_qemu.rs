@@ -125,7 +125,15 @@ fn the_exact_kernel_skips_where_nothing_counts() {
 }
 
 #[test]
+fn the_measuring_guest_says_that_there_is_no_pmu_and_powers_off() {
+    let Some(run) = run("validate", "", 2) else { return };
+    assert!(run.output.contains(r#""at":"hello""#), "{}", run.output);
+    assert!(run.output.contains(r#""pmu":"none""#), "{}", run.output);
+    assert_eq!(run.status, Some(0), "{}", run.output);
+}
+
+#[test]
 fn every_guest_is_run_by_a_test_here() {
     let names: Vec<_> = GUESTS.iter().map(|guest| guest.name).collect();
-    assert_eq!(names, ["selftest", "vpmu", "exact"]);
+    assert_eq!(names, ["selftest", "vpmu", "exact", "validate"]);
 }
