@@ -15,9 +15,9 @@
 //!   of the guest before the guest has got anywhere. While no event is on it keeps what is left of its time: a guest that
 //!   switches its events off and on many times per tick is still looked at as often as one that leaves them on.
 //!
-//! Not every host's samples show the guest, and some show it now and then only. Until they have shown it for most of a
-//! stretch of guest time, the kicks are what counts, and the ring is only watched; then one of the two is given
-//! up, for all vCPUs.
+//! Not every host's samples show the guest; some show it now and then only, and some at the wrong level (an emulated
+//! AMD-V does). Until they have shown it for most of a stretch of guest time, and at CPL3 where the kicks found
+//! it there, the kicks are what counts, and the ring is only watched; then one of the two is given up, for all vCPUs.
 
 use std::io;
 use std::path::Path;
@@ -38,6 +38,9 @@ const RING_LOG2_PAGES: u32 = 2;
 
 /// Guest time after which the ring is judged, in ticks.
 const JUDGED_TICKS: u64 = 32;
+
+/// Kicks that must have found the guest at CPL3 before the ring's levels are believed.
+const JUDGED_USER_LOOKS: u64 = 8;
 
 /// The longest a kick is put off when the guest makes no headway, ns.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
@@ -147,8 +150,10 @@ pub(crate) struct CplSplit {
     /// Guest time of the spans in which the ring was watched, and when the present one began.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// Samples of the guest in the watched ring.
+    /// Samples of the guest in the watched ring, those of them at CPL3, and kicks that found it at CPL3.
     seen_guest: u64,
+    seen_user: u64,
+    kicked_user: u64,
 }
 
 impl CplSplit {
@@ -167,6 +172,8 @@ impl CplSplit {
             watched_ns: 0,
             watched_from_ns: 0,
             seen_guest: 0,
+            seen_user: 0,
+            kicked_user: 0,
         }
     }
 
@@ -233,6 +240,7 @@ impl CplSplit {
         // A halted guest uses no time: what is pending was used before, at a level the next look tells.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
+            self.kicked_user += user;
             self.settle(user, 1 - user, now_ns);
         }
     }
@@ -302,6 +310,7 @@ impl CplSplit {
             LevelSource::KernelRingInterpreted => self.settle(user, kernel + host, now_ns),
             LevelSource::Kicks => {
                 self.seen_guest += user + kernel;
+                self.seen_user += user;
                 self.judge_ring(now_ns);
             }
         }
@@ -322,26 +331,45 @@ impl CplSplit {
     }
 
     /// Decides between the ring and the kicks, once the ring has been watched for long enough. An emulated host shows
-    /// part of the guest, and not a fair part: that is not good enough, where kicks are merely dearer.
+    /// part of the guest, and not a fair part: that is not good enough, where kicks are merely dearer. A guest that has
+    /// not been at CPL3 yet leaves the question of the levels open.
     fn judge_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
         if watched_ns < JUDGED_TICKS * TICK_PERIOD_NS {
             return;
         }
         let expected = watched_ns / TICK_PERIOD_NS;
-        if self.seen_guest * 4 >= expected * 3 {
+        let Some(fair) = ring_is_fair(self.seen_guest, self.seen_user, self.kicked_user, expected) else {
+            return;
+        };
+        if fair {
             log::debug!("the host's samples show the guest: privilege levels are learnt from them");
             SAMPLES.store(SHOW_GUEST, Ordering::Relaxed);
             self.source = LevelSource::KernelRing;
             self.kicks = None;
         } else {
             log::info!(
-                "the host's samples show the guest for {} of {expected} ms: privilege levels are learnt by kicks",
-                self.seen_guest
+                "the host's samples show the guest for {} of {expected} ms, at CPL3 for {} where kicks found it there {} \
+                 times: privilege levels are learnt by kicks",
+                self.seen_guest,
+                self.seen_user,
+                self.kicked_user
             );
             SAMPLES.store(BLIND, Ordering::Relaxed);
             self.ring = None;
         }
+    }
+}
+
+/// Whether a ring that showed the guest `seen_guest` times in `expected` ticks, `seen_user` times at CPL3, is to be
+/// believed, when kicks found it at CPL3 `kicked_user` times; `None`: not to be told yet.
+fn ring_is_fair(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
+    if seen_guest * 4 < expected * 3 {
+        Some(false)
+    } else if kicked_user < JUDGED_USER_LOOKS {
+        None
+    } else {
+        Some(seen_user * 2 >= kicked_user)
     }
 }
 
@@ -407,6 +435,15 @@ mod tests {
         let mut split = CplSplit::new(0);
         split.tick(Some(3), 1_000);
         assert_eq!(split.read(Level::User, 2_000), 0);
+    }
+
+    #[test]
+    fn a_ring_that_hides_the_guest_or_its_level_is_not_believed() {
+        assert_eq!(ring_is_fair(32, 20, 19, 32), Some(true));
+        assert_eq!(ring_is_fair(9, 9, 9, 32), Some(false));
+        assert_eq!(ring_is_fair(32, 0, 20, 32), Some(false));
+        // A guest that stays at CPL0 tells nothing about how CPL3 would look.
+        assert_eq!(ring_is_fair(32, 0, 0, 32), None);
     }
 
     /// Spans shorter than a tick add up to looks: what was left when one ended is where the next begins.
