@@ -33,6 +33,11 @@ test: lab-files
 kernels: lab-files
 	PERFVISOR_KERNELS=all $(CARGO) test -p integration --test kernels -- --nocapture
 
+## validate-lab: perfvisor validate with a Linux guest in the lab, Intel and AMD models (minutes; see CHANGELOG, Known)
+.PHONY: validate-lab
+validate-lab: lab-files
+	$(CARGO) test -p integration --test validate -- --ignored --nocapture --test-threads 1
+
 ## check: format, clippy, docs and licences, without a warning
 .PHONY: check
 check:

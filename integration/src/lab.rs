@@ -7,7 +7,7 @@ use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,9 +19,9 @@ use crate::artefacts::{self, ArtefactError, Binaries};
 use crate::process::{Command, Control, Process, ProcessError, Progress, last_lines};
 use crate::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame, write_frame};
 
-/// How long the lab may take from QEMU's start to the agent's greeting. It takes about four
-/// seconds on an idle machine.
-const BOOT_LIMIT: Duration = Duration::from_secs(120);
+/// How long the lab may take from QEMU's start to the agent's greeting, at the first and the second try. It takes about
+/// four seconds on an idle machine, but the emulated machine has been seen to hang on its way up.
+const BOOT_LIMITS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(120)];
 
 /// How long moving one file may take.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
@@ -105,6 +105,8 @@ pub struct Lab {
 struct Ending {
     how: Mutex<Option<String>>,
     changed: Condvar,
+    /// QEMU is of no use any more and is to be killed.
+    abandoned: AtomicBool,
 }
 
 impl Ending {
@@ -307,6 +309,17 @@ impl Lab {
     /// # Errors
     /// When QEMU is missing, something cannot be built, or the lab does not come up in time.
     pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
+        let [first, second] = BOOT_LIMITS;
+        match Self::boot_within(options, first) {
+            Err(error @ LabError::Boot { .. }) => {
+                eprintln!("{error}\nonce more");
+                Self::boot_within(options, second)
+            }
+            result => result,
+        }
+    }
+
+    fn boot_within(options: &LabOptions, limit: Duration) -> Result<Self, LabError> {
         let images = artefacts::images()?;
         let binaries = artefacts::binaries()?;
         let started = Instant::now();
@@ -353,10 +366,18 @@ impl Lab {
         thread::spawn(move || match command.spawn() {
             Ok(mut child) => {
                 let _ = spawned.send(Ok(()));
-                reporter.report(match child.wait() {
-                    Ok(status) => status.to_string(),
-                    Err(error) => error.to_string(),
-                });
+                let how = loop {
+                    match child.try_wait() {
+                        Ok(Some(status)) => break status.to_string(),
+                        Ok(None) => {}
+                        Err(error) => break error.to_string(),
+                    }
+                    if reporter.abandoned.load(Ordering::Relaxed) {
+                        let _ = child.kill();
+                    }
+                    thread::sleep(Duration::from_millis(50));
+                };
+                reporter.report(how);
             }
             Err(error) => {
                 let _ = spawned.send(Err(error));
@@ -370,12 +391,15 @@ impl Lab {
             console: log.clone(),
             qemu_log,
         };
-        let boot_error = |reason: String| LabError::Boot {
-            reason,
-            log: log.clone(),
-            tail: remains.tail(),
+        let boot_error = |reason: String| {
+            remains.ending.abandoned.store(true, Ordering::Relaxed);
+            LabError::Boot {
+                reason,
+                log: log.clone(),
+                tail: remains.tail(),
+            }
         };
-        let deadline = started + BOOT_LIMIT;
+        let deadline = started + limit;
         let stream = accept(&listener, deadline, &ending).map_err(&boot_error)?;
         let hello = greeting(&stream, deadline).map_err(&boot_error)?;
 

@@ -14,7 +14,7 @@ use integration::lab::LabOptions;
 use integration::parse::{parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::place::Place;
 
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(75);
 
 /// Period of `perf record -c`.
 const PERIOD: f64 = 25_000_000.0;
@@ -23,7 +23,7 @@ const PERIOD: f64 = 25_000_000.0;
 const TOLERANCE: f64 = 0.10;
 
 /// Runs of a combination before it counts as failed: guests share the machine with whatever else runs.
-const TRIES: usize = 2;
+const TRIES: usize = 3;
 
 /// One combination.
 #[derive(Debug, Clone, Copy, PartialEq)]

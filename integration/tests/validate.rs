@@ -227,11 +227,13 @@ fn a_linux_guest_counts_right(pmu: &str) {
 }
 
 #[test]
+#[ignore = "minutes, and not yet without failures in the lab (CHANGELOG, Known): make validate-lab"]
 fn a_linux_guest_counts_right_with_an_intel_pmu() {
     a_linux_guest_counts_right("intel");
 }
 
 #[test]
+#[ignore = "minutes, and not yet without failures in the lab (CHANGELOG, Known): make validate-lab"]
 fn a_linux_guest_counts_right_with_an_amd_pmu() {
     a_linux_guest_counts_right("amd");
 }
