@@ -23,7 +23,7 @@ help:
 demo: lab-files
 	$(CARGO) run -q -p integration --bin demo -- $(PMU)
 
-## test: everything: unit tests, then real guests on this machine and in the lab
+## test: unit tests, then real guests on this machine and in the lab (longer ones: kernels, validate-lab)
 .PHONY: test
 test: lab-files
 	$(CARGO) test --workspace
