@@ -80,7 +80,7 @@ impl StartTime {
 /// One line for the user; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these signals.
-    let stop_signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    let stop_signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     kick::install_handlers().map_err(|e| format!("sigaction failed: {e}"))?;
     ignore_sigio().map_err(|e| format!("sigaction failed: {e}"))?;
 

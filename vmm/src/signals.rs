@@ -1,27 +1,38 @@
 //! SIGTERM, SIGINT and SIGHUP as a descriptor, so that they end the VM in order and not the process in the middle.
+//!
+//! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal of the process,
+//! in its set or not, and the vCPUs are kicked by signals a thousand times a second.
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// The signals that ask the VM to end.
 const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// The blocked stop signals, readable one by one.
+/// The blocked stop signals. The descriptor is readable when one came.
 #[derive(Debug)]
-pub struct StopSignals(OwnedFd);
+pub struct StopSignals {
+    came: EventFd,
+    last: Arc<AtomicI32>,
+}
 
 impl StopSignals {
-    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and makes them readable.
+    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and has a thread wait for them
+    /// as long as the process lives.
     ///
     /// # Errors
     /// The system call's error.
     pub fn block() -> io::Result<Self> {
         let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: sigemptyset initialises the set it is given; the later calls get that initialised set, and signalfd
-        // returns a descriptor of its own that nothing else owns.
-        unsafe {
+        // SAFETY: sigemptyset initialises the set it is given; the later calls get that initialised set.
+        let set = unsafe {
             libc::sigemptyset(set.as_mut_ptr());
             for signal in STOP_SIGNALS {
                 libc::sigaddset(set.as_mut_ptr(), signal);
@@ -30,31 +41,32 @@ impl StopSignals {
             if error != 0 {
                 return Err(io::Error::from_raw_os_error(error));
             }
-            let fd = libc::signalfd(-1, set.as_ptr(), libc::SFD_NONBLOCK | libc::SFD_CLOEXEC);
-            if fd < 0 {
-                return Err(io::Error::last_os_error());
+            set.assume_init()
+        };
+        let came = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let last = Arc::new(AtomicI32::new(0));
+        let (tell, store) = (came.try_clone()?, last.clone());
+        thread::Builder::new().name("signals".into()).spawn(move || {
+            let mut signal = 0;
+            // SAFETY: both point to valid values of this thread for the length of the call.
+            while unsafe { libc::sigwait(&set, &mut signal) } == 0 {
+                store.store(signal, Ordering::SeqCst);
+                // A counter that is full says what this write would.
+                let _ = tell.write(1);
             }
-            Ok(Self(OwnedFd::from_raw_fd(fd)))
-        }
+        })?;
+        Ok(Self { came, last })
     }
 
-    /// The number of a signal that came, if one did.
+    /// The number of the last signal that came, if one did since the last call.
     pub fn take(&self) -> Option<i32> {
-        let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
-        let size = size_of::<libc::signalfd_siginfo>();
-        // SAFETY: the buffer is as large as said; a signalfd gives whole structures or an error.
-        let got = unsafe { libc::read(self.0.as_raw_fd(), info.as_mut_ptr().cast(), size) };
-        if got != size as isize {
-            return None;
-        }
-        // SAFETY: read(2) has just filled the whole structure.
-        let info = unsafe { info.assume_init() };
-        i32::try_from(info.ssi_signo).ok()
+        self.came.read().ok()?;
+        Some(self.last.load(Ordering::SeqCst))
     }
 }
 
 impl AsRawFd for StopSignals {
     fn as_raw_fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.came.as_raw_fd()
     }
 }

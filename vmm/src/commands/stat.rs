@@ -73,7 +73,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
     if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
         return Err("--repeat needs --duration, and goes with no --interval".into());
     }
-    let signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
     if args.guest_view {
         return guest_view(&mut client, args);

@@ -64,7 +64,7 @@ fn parse_tolerance(text: &str) -> Result<f64, String> {
 /// # Errors
 /// One line for the user: bad input, or a guest that could not be measured.
 pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
-    let signals = Arc::new(StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?);
+    let signals = Arc::new(StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?);
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
         std::fs::File::open(file).map_err(|e| format!("{}: {e}", file.display()))?;
     }

@@ -116,7 +116,7 @@ impl RecordArgs {
 /// One line for the user.
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     list::parse(&args.events).map_err(|e| e.to_string())?;
-    let signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
     let said = |e: crate::control::client::ClientError| e.to_string();
     let sampling = args.sampling();

@@ -58,7 +58,7 @@ pub struct TopArgs {
 /// One line for the user. The terminal is as it was before.
 pub fn top(args: &TopArgs) -> Result<ExitStatus, String> {
     list::parse(&args.event).map_err(|e| e.to_string())?;
-    let signals = StopSignals::block().map_err(|e| format!("signalfd failed: {e}"))?;
+    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     let mut collector = Collector::open(args, &signals)?;
     let live = !args.once && std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
     if !live {
