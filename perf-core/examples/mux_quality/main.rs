@@ -9,7 +9,7 @@ mod traces;
 
 use std::collections::BTreeMap;
 
-use measure::{Comparison, runs, summarise};
+use measure::{Comparison, runs, summarise, sureness};
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS};
 
@@ -28,12 +28,13 @@ fn fixed() {
         SEEDS.len()
     );
     println!(
-        "{:<14}{:>17}{:>18}{:>7}{:>8}{:>7} |{:>9}{:>10}{:>11}",
+        "{:<14}{:>17}{:>18}{:>7}{:>8}{:>8}{:>7} |{:>9}{:>10}{:>11}",
         "trace",
         "rotate, linear",
         "adaptive, interp.",
         "ratio",
         "in 2se",
+        "se/rms",
         "sw/s",
         "rot,int",
         "ada,lin",
@@ -49,7 +50,7 @@ fn fixed() {
         ours += c.ours.mean;
         hasty += fast;
         println!(
-            "{:<14}{:>7.3} % ±{:>6.3}{:>9.3} % ±{:>6.3}{:>7.2}{:>7.0}%{:>7.0} |{:>8.3}%{:>9.3}%{:>10.3}%{}",
+            "{:<14}{:>7.3} % ±{:>6.3}{:>9.3} % ±{:>6.3}{:>7.2}{:>7.0}%{:>8.2}{:>7.0} |{:>8.3}%{:>9.3}%{:>10.3}%{}",
             trace.name,
             100.0 * c.base.mean,
             100.0 * c.base.deviation,
@@ -57,6 +58,7 @@ fn fixed() {
             100.0 * c.ours.deviation,
             c.ours.mean / c.base.mean,
             100.0 * summarise(&c.adaptive, |r| r.covered).mean,
+            sureness(&c.adaptive),
             summarise(&c.adaptive, |r| r.switches_per_s).mean,
             100.0 * summarise(&c.rotate, |r| r.error).mean,
             100.0 * summarise(&c.adaptive, |r| r.linear_error).mean,
@@ -72,6 +74,7 @@ fn fixed() {
         ours / reference,
         100.0 * hasty / n,
     );
+    println!("se/rms: mean standard error over root mean square error, adaptive.");
     println!(
         "sw/s: groups put on per second, adaptive; rotate puts on {:.0}, rotate as hasty {:.0}.",
         1e9 / TICK_NS as f64,
@@ -87,6 +90,8 @@ struct Kind {
     ours: f64,
     hasty: f64,
     covered: f64,
+    standard_error: f64,
+    square_error: f64,
     worse: u32,
     worst: f64,
 }
@@ -98,6 +103,8 @@ impl Kind {
         self.ours += other.ours;
         self.hasty += other.hasty;
         self.covered += other.covered;
+        self.standard_error += other.standard_error;
+        self.square_error += other.square_error;
         self.worse += other.worse;
         self.worst = self.worst.max(other.worst);
     }
@@ -105,12 +112,13 @@ impl Kind {
     fn print(&self, name: &str) {
         let n = f64::from(self.traces);
         println!(
-            "{name:<14}{:>8}{:>13.3} %{:>16.3} %{:>8.2}{:>8.0}%{:>10.3} %{:>7}{:>16.3} %",
+            "{name:<14}{:>8}{:>13.3} %{:>16.3} %{:>8.2}{:>8.0}%{:>8.2}{:>10.3} %{:>7}{:>16.3} %",
             self.traces,
             100.0 * self.base / n,
             100.0 * self.ours / n,
             self.ours / self.base,
             100.0 * self.covered / n,
+            self.standard_error / n / (self.square_error / n).sqrt(),
             100.0 * self.hasty / n,
             self.worse,
             100.0 * self.worst,
@@ -121,13 +129,14 @@ impl Kind {
 fn random() {
     println!("\nrandom traces, 3 to 16 events on 2 to 6 slots, 4 to 12 s; seeds that were not tuned on");
     println!(
-        "{:<14}{:>8}{:>15}{:>18}{:>8}{:>9}{:>12}{:>7}{:>18}",
+        "{:<14}{:>8}{:>15}{:>18}{:>8}{:>9}{:>8}{:>12}{:>7}{:>18}",
         "kind",
         "traces",
         "rotate, linear",
         "adaptive, interp.",
         "ratio",
         "in 2se",
+        "se/rms",
         "hasty,lin",
         "worse",
         "worst difference"
@@ -146,6 +155,8 @@ fn random() {
                 ours: c.ours.mean,
                 hasty: summarise(&fast, |r| r.linear_error).mean,
                 covered: summarise(&c.adaptive, |r| r.covered).mean,
+                standard_error: summarise(&c.adaptive, |r| r.standard_error).mean,
+                square_error: summarise(&c.adaptive, |r| r.square_error).mean,
                 worse: u32::from(c.excess() > 0.0),
                 worst: c.ours.mean - c.base.mean,
             });

@@ -15,6 +15,10 @@ pub struct Run {
     pub error: f64,
     /// Part of the events whose truth lies within two standard errors.
     pub covered: f64,
+    /// Mean standard error, relative to the truth.
+    pub standard_error: f64,
+    /// Mean over the events of the squared relative error of the interpolating estimator.
+    pub square_error: f64,
     /// Groups put on per second.
     pub switches_per_s: f64,
 }
@@ -105,12 +109,17 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         match event.estimator.estimate(end - start, open) {
             Some(estimate) => {
                 result.error += error(estimate.value as f64);
-                let sure = estimate
-                    .standard_error
-                    .is_some_and(|se| (estimate.value as f64 - truth).abs() <= 2.0 * se);
-                result.covered += f64::from(u8::from(sure)) / n as f64;
+                result.square_error += error(estimate.value as f64).powi(2) * n as f64;
+                if let Some(se) = estimate.standard_error {
+                    let sure = (estimate.value as f64 - truth).abs() <= 2.0 * se;
+                    result.covered += f64::from(u8::from(sure)) / n as f64;
+                    result.standard_error += se / truth.max(1.0) / n as f64;
+                }
             }
-            None => result.error += error(0.0),
+            None => {
+                result.error += error(0.0);
+                result.square_error += error(0.0).powi(2) * n as f64;
+            }
         }
     }
     result
@@ -123,6 +132,11 @@ pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds:
         .take(seeds)
         .map(|&seed| run(trace, policy, turn_ns, grid_ns, seed))
         .collect()
+}
+
+/// Mean standard error, in root mean square errors: 1 is right, less is too sure.
+pub fn sureness(runs: &[Run]) -> f64 {
+    summarise(runs, |r| r.standard_error).mean / summarise(runs, |r| r.square_error).mean.sqrt()
 }
 
 /// The adaptive policy and the interpolating estimator beside linear scaling under rotation.
