@@ -103,7 +103,7 @@ fn the_standard_error_is_about_as_large_as_the_errors() {
     for trace in traces::all() {
         let rhythm = ["near-tick", "near-rotation", "two-rotations"].contains(&trace.name.as_str());
         let runs = runs(&trace, MuxPolicy::Adaptive, TICK_NS, 1, SEEDS.len());
-        let ratio = measure::sureness(&runs);
+        let ratio = measure::doubt(&runs);
         assert!(
             ratio >= 0.75 && (ratio <= 3.0 || rhythm),
             "{}: {ratio:.2} of the error",

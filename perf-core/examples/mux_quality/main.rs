@@ -9,7 +9,7 @@ mod traces;
 
 use std::collections::BTreeMap;
 
-use measure::{Comparison, runs, summarise, sureness};
+use measure::{Comparison, doubt, runs, summarise};
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS};
 
@@ -34,7 +34,7 @@ fn fixed() {
         "adaptive, interp.",
         "ratio",
         "in 2se",
-        "se/rms",
+        "se/err",
         "sw/s",
         "rot,int",
         "ada,lin",
@@ -58,7 +58,7 @@ fn fixed() {
             100.0 * c.ours.deviation,
             c.ours.mean / c.base.mean,
             100.0 * summarise(&c.adaptive, |r| r.covered).mean,
-            sureness(&c.adaptive),
+            doubt(&c.adaptive),
             summarise(&c.adaptive, |r| r.switches_per_s).mean,
             100.0 * summarise(&c.rotate, |r| r.error).mean,
             100.0 * summarise(&c.adaptive, |r| r.linear_error).mean,
@@ -74,7 +74,7 @@ fn fixed() {
         ours / reference,
         100.0 * hasty / n,
     );
-    println!("se/rms: mean standard error over root mean square error, adaptive.");
+    println!("se/err: standard error over error, root mean squares of both, adaptive.");
     println!(
         "sw/s: groups put on per second, adaptive; rotate puts on {:.0}, rotate as hasty {:.0}.",
         1e9 / TICK_NS as f64,
@@ -90,7 +90,7 @@ struct Kind {
     ours: f64,
     hasty: f64,
     covered: f64,
-    standard_error: f64,
+    variance: f64,
     square_error: f64,
     worse: u32,
     worst: f64,
@@ -103,7 +103,7 @@ impl Kind {
         self.ours += other.ours;
         self.hasty += other.hasty;
         self.covered += other.covered;
-        self.standard_error += other.standard_error;
+        self.variance += other.variance;
         self.square_error += other.square_error;
         self.worse += other.worse;
         self.worst = self.worst.max(other.worst);
@@ -118,7 +118,7 @@ impl Kind {
             100.0 * self.ours / n,
             self.ours / self.base,
             100.0 * self.covered / n,
-            self.standard_error / n / (self.square_error / n).sqrt(),
+            (self.variance / self.square_error).sqrt(),
             100.0 * self.hasty / n,
             self.worse,
             100.0 * self.worst,
@@ -136,7 +136,7 @@ fn random() {
         "adaptive, interp.",
         "ratio",
         "in 2se",
-        "se/rms",
+        "se/err",
         "hasty,lin",
         "worse",
         "worst difference"
@@ -155,7 +155,7 @@ fn random() {
                 ours: c.ours.mean,
                 hasty: summarise(&fast, |r| r.linear_error).mean,
                 covered: summarise(&c.adaptive, |r| r.covered).mean,
-                standard_error: summarise(&c.adaptive, |r| r.standard_error).mean,
+                variance: summarise(&c.adaptive, |r| r.variance).mean,
                 square_error: summarise(&c.adaptive, |r| r.square_error).mean,
                 worse: u32::from(c.excess() > 0.0),
                 worst: c.ours.mean - c.base.mean,

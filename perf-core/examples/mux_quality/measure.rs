@@ -15,9 +15,8 @@ pub struct Run {
     pub error: f64,
     /// Part of the events whose truth lies within two standard errors.
     pub covered: f64,
-    /// Mean standard error, relative to the truth.
-    pub standard_error: f64,
-    /// Mean over the events of the squared relative error of the interpolating estimator.
+    /// Mean over the events of the squared standard error, relative to the truth, and of the squared error it is about.
+    pub variance: f64,
     pub square_error: f64,
     /// Groups put on per second.
     pub switches_per_s: f64,
@@ -113,7 +112,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
                 if let Some(se) = estimate.standard_error {
                     let sure = (estimate.value as f64 - truth).abs() <= 2.0 * se;
                     result.covered += f64::from(u8::from(sure)) / n as f64;
-                    result.standard_error += se / truth.max(1.0) / n as f64;
+                    result.variance += (se / truth.max(1.0)).powi(2) / n as f64;
                 }
             }
             None => {
@@ -134,9 +133,9 @@ pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds:
         .collect()
 }
 
-/// Mean standard error, in root mean square errors: 1 is right, less is too sure.
-pub fn sureness(runs: &[Run]) -> f64 {
-    summarise(runs, |r| r.standard_error).mean / summarise(runs, |r| r.square_error).mean.sqrt()
+/// Standard error over error, root mean squares of both: 1 is right, less is too sure.
+pub fn doubt(runs: &[Run]) -> f64 {
+    (summarise(runs, |r| r.variance).mean / summarise(runs, |r| r.square_error).mean).sqrt()
 }
 
 /// The adaptive policy and the interpolating estimator beside linear scaling under rotation.

@@ -1,0 +1,96 @@
+//! A context with its lock.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use super::Context;
+use crate::pmu::{Target, VcpuId};
+use crate::schedule::{MuxConfig, SharePolicy};
+use crate::software::Deferred;
+use crate::time::Clock;
+
+/// [`ContextCell::who`] of the VM context; no vCPU has the highest number and thread -1.
+const VM: u64 = u64::MAX;
+
+/// A context with its lock, its clock and whom it belongs to.
+///
+/// There is no message to an owning thread: whoever wants something of a context takes its lock. A vCPU's thread finds
+/// it free on its hot path; readers and the timer hold it for as long as a driver call takes.
+pub(crate) struct ContextCell {
+    inner: Mutex<Context>,
+    clock: Arc<dyn Clock>,
+    /// Whose context it is: [`VM`], or the vCPU in the upper and its thread in the lower half.
+    pub who: AtomicU64,
+    /// How many raised events the context holds, readable without its lock.
+    pub raised_events: AtomicUsize,
+    /// What was raised while the lock was taken.
+    pub deferred: Deferred,
+}
+
+impl ContextCell {
+    pub fn new(
+        policy: SharePolicy,
+        mux: MuxConfig,
+        clock: Arc<dyn Clock>,
+        vcpu: Option<(VcpuId, i32)>,
+    ) -> Self {
+        Self {
+            inner: Mutex::new(Context::new(policy, mux)),
+            clock,
+            who: AtomicU64::new(
+                vcpu.map_or(VM, |(vcpu, tid)| u64::from(vcpu.0) << 32 | u64::from(tid as u32)),
+            ),
+            raised_events: AtomicUsize::new(0),
+            deferred: Deferred::default(),
+        }
+    }
+
+    /// The vCPU and the host thread that runs it; `None` for the VM.
+    pub fn vcpu(&self) -> Option<(VcpuId, i32)> {
+        match self.who.load(Ordering::Relaxed) {
+            VM => None,
+            who => Some((VcpuId((who >> 32) as u32), who as u32 as i32)),
+        }
+    }
+
+    pub fn now_ns(&self) -> u64 {
+        self.clock.now_ns()
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, Context> {
+        // A panic of another thread under the lock must not take this vCPU with it.
+        let mut context = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        context.take_deferred(&self.deferred);
+        context
+    }
+
+    /// The lock if it is free.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, Context>> {
+        match self.inner.try_lock() {
+            Ok(context) => Some(context),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// To be called after events were added or removed.
+    pub fn publish_raised(&self, context: &Context) {
+        let n = context.raised.iter().map(Vec::len).sum();
+        self.raised_events.store(n, Ordering::Relaxed);
+    }
+
+    pub fn target(&self) -> Target {
+        match self.vcpu() {
+            Some((vcpu, tid)) => Target::Vcpu { vcpu, tid },
+            None => Target::Vm,
+        }
+    }
+}
+
+impl std::fmt::Debug for ContextCell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ContextCell")
+            .field("vcpu", &self.vcpu())
+            .finish_non_exhaustive()
+    }
+}

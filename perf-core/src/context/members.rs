@@ -1,0 +1,141 @@
+//! Events and groups come and go: who joins which group, and what becomes of siblings when their leader leaves.
+
+use super::Context;
+use crate::event::{Event, Owner, Source, State};
+use crate::group::{Class, Group};
+
+impl Context {
+    /// Adds an event: to the group of event `leader`, or as the leader of a group of its own. It goes on at once if
+    /// it may and there is room.
+    pub fn add(&mut self, mut event: Event, leader: Option<usize>, now_ns: u64) -> usize {
+        let pool = event.pool;
+        let time = self.clock.advance(now_ns);
+        event.times = crate::time::EventTimes::attach(time);
+        let (pinned, exclusive) = (event.shared.attr.pinned, event.shared.attr.exclusive);
+        let owner = event.top().owner;
+        let enabled = event.state >= State::Inactive;
+        let key = self.events.insert(event);
+        let group = match leader {
+            Some(leader) => self.events[leader].group,
+            None => self
+                .groups
+                .insert(Group::new(None, class_of(owner, pinned), exclusive)),
+        };
+        self.events[key].group = group;
+        self.groups[group].members.push(key);
+        // Room for every event, so that the hot paths never allocate.
+        let events = self.events.len();
+        self.armed.reserve(events.saturating_sub(self.armed.len()));
+        self.pending.reserve(events.saturating_sub(self.pending.len()));
+        if let Some(pool) = pool {
+            let parked = &mut self.pools[pool].parked;
+            parked.reserve(events.saturating_sub(parked.len()));
+        }
+        self.entries.reserve(
+            self.groups[group]
+                .members
+                .len()
+                .saturating_sub(self.entries.len()),
+        );
+        if matches!(self.events[key].source, Source::Raised(_)) {
+            self.raised[self.events[key].shared.attr.config as usize].push(key);
+        }
+
+        let mut requeue = false;
+        if pool.is_some() && self.groups[group].pool.is_none() {
+            requeue = self.groups[group].queued;
+            // A software group becomes a hardware group: it leaves the list of those that need no slot.
+            self.take_off(group, now_ns);
+            self.unqueue(group);
+            self.groups[group].pool = pool;
+        }
+        if enabled || requeue {
+            self.became_enabled(key, now_ns);
+        }
+        key
+    }
+
+    /// Removes an event, off. The siblings of a removed leader become leaders of groups of their own, in the states
+    /// they are in.
+    pub fn remove(&mut self, key: usize, now_ns: u64) -> Event {
+        let group = self.events[key].group;
+        let pool = self.groups[group].pool;
+        let was_leader = self.is_leader(key);
+        self.settle_group_times(group, now_ns);
+        if self.groups[group].on {
+            // A leader takes its group off; a sibling leaves alone.
+            if was_leader {
+                self.take_off(group, now_ns);
+            } else {
+                self.stop_event(key, now_ns);
+            }
+        }
+        if was_leader {
+            self.unqueue(group);
+            let leader_off = self.events[key].state < State::Inactive;
+            let members = std::mem::take(&mut self.groups[group].members);
+            self.groups.remove(group);
+            for &sibling in members.iter().skip(1) {
+                self.make_singleton(sibling, leader_off, now_ns);
+            }
+        } else {
+            self.groups[group].members.retain(|m| *m != key);
+            self.recount(group);
+            let software = self.groups[group]
+                .members
+                .iter()
+                .all(|m| self.events[*m].pool.is_none());
+            if pool.is_some() && software {
+                // Its last hardware member is gone: it needs no slot and waits no more.
+                let queued = self.groups[group].queued;
+                self.take_off(group, now_ns);
+                self.unqueue(group);
+                self.groups[group].pool = None;
+                if queued {
+                    self.enqueue(group);
+                    self.go_software(group, now_ns);
+                }
+            }
+        }
+        self.pending.retain(|p| *p != key);
+        if matches!(self.events[key].source, Source::Raised(_)) {
+            self.raised[self.events[key].shared.attr.config as usize].retain(|r| *r != key);
+        }
+        let event = self.events.remove(key);
+        if let Some(pool) = pool {
+            self.reschedule(pool, now_ns);
+        }
+        event
+    }
+
+    fn make_singleton(&mut self, key: usize, leader_was_off: bool, now_ns: u64) {
+        let time = self.clock.advance(now_ns);
+        let event = &mut self.events[key];
+        let attr = &event.shared.attr;
+        let class = class_of(event.top().owner, attr.pinned);
+        // Under a leader that was off its times stood still; they go on from here.
+        if leader_was_off && event.state >= State::Inactive {
+            event.times.enable(time);
+        }
+        let enabled = event.state >= State::Inactive;
+        let mut group = Group::new(event.pool, class, attr.exclusive);
+        group.members.push(key);
+        let group = self.groups.insert(group);
+        self.events[key].group = group;
+        if enabled {
+            self.recount(group);
+            self.enqueue(group);
+            self.go(group, now_ns);
+        }
+    }
+}
+
+fn class_of(owner: Owner, pinned: bool) -> Class {
+    match (owner, pinned) {
+        (Owner::Guest, true) => Class::Guest,
+        (Owner::OperatorVm, true) => Class::PinnedVm,
+        (Owner::OperatorVm, false) => Class::FlexibleVm,
+        (Owner::OperatorVcpu, true) => Class::PinnedVcpu,
+        (Owner::Guest | Owner::OperatorVcpu, false) => Class::FlexibleVcpu,
+    }
+}

@@ -1,0 +1,261 @@
+//! Passes over a context: what goes on and what goes off. A pass works in two steps: [`crate::schedule::plan`] says what should
+//! be on, then only the difference to what is on is told to the drivers.
+
+use smallvec::SmallVec;
+
+use super::Context;
+use crate::event::State;
+use crate::mux::MuxPolicy;
+use crate::pmu::PmuError;
+use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
+
+impl Context {
+    // Passes.
+
+    /// Plans a pool anew and tells the drivers the difference. Nothing while the context is out.
+    pub fn reschedule(&mut self, pool: usize, now_ns: u64) {
+        if !self.clock.is_active() {
+            return;
+        }
+        let plan = plan(&mut self.pools[pool], &mut self.groups, self.policy);
+        let leaving: SmallVec<[usize; 16]> = self.pools[pool]
+            .on
+            .iter()
+            .copied()
+            .filter(|g| !plan.on.contains(g))
+            .collect();
+        for group in leaving {
+            self.take_off(group, now_ns);
+        }
+        for &group in &plan.failed {
+            self.fail(group, now_ns);
+        }
+        let mut room = true;
+        for &group in &plan.on {
+            let class = self.groups[group].class;
+            if !room && !class.is_pinned() {
+                break;
+            }
+            match self.put_on(group, now_ns) {
+                Ok(()) => {}
+                Err(_) if class.is_pinned() => self.fail(group, now_ns),
+                Err(_) => room = false,
+            }
+        }
+    }
+
+    /// The context goes in: its vCPU starts to run.
+    pub fn sched_in(&mut self, now_ns: u64) {
+        if self.clock.is_active() || self.dead {
+            return;
+        }
+        self.clock.start(now_ns);
+        for pool in 0..self.pools.len() {
+            self.reschedule(pool, now_ns);
+        }
+        let mut next = self.software.first();
+        while let Some(group) = next {
+            next = self.software.after(&self.groups, group);
+            self.go_software(group, now_ns);
+        }
+    }
+
+    /// The context goes out: everything is taken off and its time stops.
+    pub fn sched_out(&mut self, now_ns: u64) {
+        if !self.clock.is_active() {
+            return;
+        }
+        for pool in 0..self.pools.len() {
+            while let Some(&group) = self.pools[pool].on.last() {
+                self.take_off(group, now_ns);
+            }
+        }
+        let mut next = self.software.first();
+        while let Some(group) = next {
+            next = self.software.after(&self.groups, group);
+            self.take_off(group, now_ns);
+        }
+        self.clock.stop(now_ns);
+    }
+
+    /// Gives the slots to the next groups, if there are any waiting.
+    pub fn rotate(&mut self, now_ns: u64) {
+        if !self.clock.is_active() {
+            return;
+        }
+        for pool in 0..self.pools.len() {
+            if !self.pools[pool].is_contended() {
+                continue;
+            }
+            self.pools[pool].turn(now_ns);
+            self.reschedule(pool, now_ns);
+        }
+    }
+
+    /// Keeps `reserved` slots of each pool for VM-wide events from now on.
+    pub fn reserve(&mut self, reserved: usize, now_ns: u64) {
+        for pool in 0..self.pools.len() {
+            self.pools[pool].reserved = reserved.min(self.pools[pool].slots);
+            self.reschedule(pool, now_ns);
+        }
+    }
+
+    /// Who gets slots from now on.
+    pub fn set_policy(&mut self, policy: SharePolicy, now_ns: u64) {
+        self.policy = policy;
+        for pool in 0..self.pools.len() {
+            self.reschedule(pool, now_ns);
+        }
+    }
+
+    /// When the next turn of groups that share slots is due.
+    pub fn next_turn_ns(&self) -> Option<u64> {
+        if !self.clock.is_active() {
+            return None;
+        }
+        self.pools.iter().filter_map(Pool::next_turn_ns).min()
+    }
+
+    /// Whether a periodic tick has anything to do here.
+    pub fn needs_tick(&self) -> bool {
+        self.clock.is_active()
+            && (self.pools.iter().any(Pool::is_contended)
+                || self.armed.iter().any(|k| {
+                    let sampling = &self.events[*k].sampling;
+                    sampling.freq != 0 || sampling.throttled
+                }))
+    }
+
+    // Groups and events, on and off.
+
+    /// Lets a queued group go on if it may: at once when it needs no slot, else by planning its pool anew.
+    pub(super) fn go(&mut self, group: usize, now_ns: u64) {
+        match self.groups[group].pool {
+            Some(pool) => self.reschedule(pool, now_ns),
+            None => self.go_software(group, now_ns),
+        }
+    }
+
+    pub(super) fn go_software(&mut self, group: usize, now_ns: u64) {
+        if self.clock.is_active()
+            && self.put_on(group, now_ns).is_err()
+            && self.groups[group].class.is_pinned()
+        {
+            self.fail(group, now_ns);
+        }
+    }
+
+    /// Puts the members of a group on that are not on yet, all or none.
+    pub(super) fn put_on(&mut self, group: usize, now_ns: u64) -> Result<(), PmuError> {
+        let time = self.clock.advance(now_ns);
+        let mut closed = false;
+        for i in 0..self.groups[group].members.len() {
+            let key = self.groups[group].members[i];
+            if self.events[key].state != State::Inactive {
+                continue;
+            }
+            match self.start_event(key, time) {
+                Ok(known) => closed |= known,
+                Err(error) => {
+                    self.take_off(group, now_ns);
+                    return Err(error);
+                }
+            }
+        }
+        if closed {
+            self.tell_step(group);
+        }
+        let on = &mut self.groups[group].on;
+        if !*on {
+            *on = true;
+            if let Some(pool) = self.groups[group].pool {
+                self.pools[pool].on.push(group);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a group off.
+    pub(super) fn take_off(&mut self, group: usize, now_ns: u64) {
+        for i in 0..self.groups[group].members.len() {
+            self.stop_event(self.groups[group].members[i], now_ns);
+        }
+        if std::mem::take(&mut self.groups[group].on)
+            && let Some(pool) = self.groups[group].pool
+        {
+            self.pools[pool].on.retain(|on| *on != group);
+        }
+    }
+
+    /// Tells the queue by how much the rates of a group's members last changed.
+    fn tell_step(&mut self, group: usize) {
+        let g = &self.groups[group];
+        if self.mux.policy != MuxPolicy::Adaptive || g.class.is_pinned() {
+            return;
+        }
+        let Some(pool) = g.pool else { return };
+        let most = g
+            .members
+            .iter()
+            .filter_map(|m| self.events[*m].slices.as_ref()?.last_step())
+            .max_by(|a: &f64, b| a.abs().total_cmp(&b.abs()));
+        if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
+            queue.slice_ended(group, most);
+        }
+    }
+
+    /// Returns whether what the event counted in its last slice is known now.
+    fn start_event(&mut self, key: usize, time: u64) -> Result<bool, PmuError> {
+        let leader = self.leader_state(key);
+        let event = &mut self.events[key];
+        event.start(time)?;
+        let closed = event.note_on(leader, time);
+        self.active += 1;
+        if let Some(pool) = event.pool {
+            self.pools[pool].used += 1;
+        }
+        if event.sampling.is_on() && event.armed_at.is_none() {
+            event.armed_at = Some(self.armed.len());
+            self.armed.push(key);
+        }
+        Ok(closed)
+    }
+
+    pub(super) fn stop_event(&mut self, key: usize, now_ns: u64) {
+        if self.events[key].state != State::Active {
+            return;
+        }
+        let time = self.clock.advance(now_ns);
+        let leader = self.leader_state(key);
+        let event = &mut self.events[key];
+        event.note_off(leader, time);
+        event.stop(time);
+        self.active -= 1;
+        if let Some(pool) = event.pool {
+            self.pools[pool].used -= 1;
+        }
+        if event.sampling.pending > 0 && !self.pending.contains(&key) {
+            self.pending.push(key);
+        }
+        self.disarm(key);
+        self.update_page(key, now_ns);
+    }
+
+    /// Takes an event out of the list of armed ones.
+    fn disarm(&mut self, key: usize) {
+        if let Some(at) = self.events[key].armed_at.take() {
+            self.armed.swap_remove(at);
+            if let Some(&moved) = self.armed.get(at) {
+                self.events[moved].armed_at = Some(at);
+            }
+        }
+    }
+
+    /// Puts an active event that was armed by hand into the list of armed ones.
+    pub fn note_armed(&mut self, key: usize) {
+        if self.events[key].state == State::Active && self.events[key].armed_at.is_none() {
+            self.events[key].armed_at = Some(self.armed.len());
+            self.armed.push(key);
+        }
+    }
+}
