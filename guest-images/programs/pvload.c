@@ -8,6 +8,7 @@
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS          N threads that spin
  *   idle SECONDS               sleeps
+ *   watch SECONDS              busy loop that looks at the TSC and says how much of it the loop had
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
  *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
  *
@@ -187,6 +188,43 @@ static int idle(const char *seconds)
 	return 0;
 }
 
+static uint64_t tsc(void)
+{
+	uint32_t low, high;
+	__asm__ volatile("rdtsc" : "=a"(low), "=d"(high));
+	return (uint64_t)high << 32 | low;
+}
+
+/*
+ * A piece of the loop that takes much longer than the shortest was interrupted: the shortest is what the loop had of it. What
+ * is shorter than half a piece is not seen; pieces are short against any way into a kernel and back in a guest.
+ */
+static int watch(const char *seconds)
+{
+	enum { PIECE = 1000, LOOKS = 1000 };
+	uint64_t shortest = UINT64_MAX, user = 0, first = tsc(), last = first, now_ticks;
+	double end = now(CLOCK_MONOTONIC) + atof(seconds);
+
+	for (int i = 0; i < LOOKS; i++) {
+		uint64_t begin = tsc();
+		busy_loop(PIECE);
+		begin = tsc() - begin;
+		shortest = begin < shortest ? begin : shortest;
+	}
+	first = last = tsc();
+	do {
+		for (int i = 0; i < LOOKS; i++) {
+			busy_loop(PIECE);
+			now_ticks = tsc();
+			user += now_ticks - last > shortest * 3 / 2 ? shortest : now_ticks - last;
+			last = now_ticks;
+		}
+	} while (now(CLOCK_MONOTONIC) < end);
+	printf("watch: user_ticks=%llu ticks=%llu piece_ticks=%llu\n", (unsigned long long)user,
+	       (unsigned long long)(last - first), (unsigned long long)shortest);
+	return 0;
+}
+
 static int run(int argc, char **argv);
 
 /* Says something on the console and waits for a line there. */
@@ -257,7 +295,9 @@ static int run(int argc, char **argv)
 		return threads(argv[1], argv[2]);
 	if (!strcmp(name, "idle") && argc == 2)
 		return idle(argv[1]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, gate ...\n",
+	if (!strcmp(name, "watch") && argc == 2)
+		return watch(argv[1]);
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, watch SECONDS, gate ...\n",
 	      stderr);
 	return 2;
 }

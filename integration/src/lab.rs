@@ -26,7 +26,7 @@ const BOOT_LIMITS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs
 /// How long moving one file may take.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
 
-/// The processor of the lab: the newest AMD model of QEMU 7.2 with nested paging.
+/// The processor of the lab: an AMD model that QEMU has since 2.12, with nested paging.
 const CPU: &str = "EPYC,+svm";
 
 /// Why the lab cannot be used.

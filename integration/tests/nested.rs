@@ -11,7 +11,8 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::parse::{parse_stat_csv, parse_tap};
 use integration::place::Place;
 
-const LIMIT: Duration = Duration::from_secs(200);
+/// For a machine that does other things too: half a minute to a minute where it does not.
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// perf-core's tests that need a kernel with a hardware PMU, and those of its driver for any kernel.
 const DRIVER_TESTS: [&str; 2] = ["host_hardware", "host_driver"];
@@ -74,14 +75,17 @@ fn the_driver_tests_pass_in_the_guest(pmu: &str) {
     );
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = guest.script(script).args(["--stats"]);
-    let once = || guest.run(&place).unwrap_or_else(|error| panic!("{error}"));
-    let mut run = once();
-    // A guest in the lab dies now and then (CHANGELOG, Known); that says nothing about the drivers.
-    if run.console.done.is_none() {
-        eprintln!("{pmu}: the guest ended before its script did; once more\n{run}");
-        run = once();
-    }
-    let run = run;
+    let run = match guest.run(&place) {
+        Ok(run) if run.console.done.is_some() => run,
+        // A guest in the lab dies now and then (CHANGELOG, Known); that says nothing about the drivers.
+        first => {
+            match first {
+                Ok(run) => eprintln!("{pmu}: the guest ended before its script did; once more\n{run}"),
+                Err(error) => eprintln!("{pmu}: {error}; once more"),
+            }
+            guest.run(&place).unwrap_or_else(|error| panic!("{error}"))
+        }
+    };
     for name in DRIVER_TESTS {
         let text = run.section(name);
         let results = results(text);
