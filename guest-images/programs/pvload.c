@@ -195,33 +195,42 @@ static uint64_t tsc(void)
 	return (uint64_t)high << 32 | low;
 }
 
+static int ticks_order(const void *a, const void *b)
+{
+	uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+	return x < y ? -1 : x > y;
+}
+
 /*
- * A piece of the loop that takes much longer than the shortest was interrupted: the shortest is what the loop had of it. What
- * is shorter than half a piece is not seen; pieces are short against any way into a kernel and back in a guest.
+ * A piece of the loop that takes several times the usual was interrupted: the usual is what the loop had of it. What is
+ * shorter is not seen: some microseconds on a processor, a tenth of a millisecond where one is emulated and a way into the
+ * kernel takes longer still.
  */
 static int watch(const char *seconds)
 {
-	enum { PIECE = 1000, LOOKS = 1000 };
-	uint64_t shortest = UINT64_MAX, user = 0, first = tsc(), last = first, now_ticks;
+	enum { PIECE = 8000, LOOKS = 1001, TIMES = 3 };
+	static uint64_t pieces[LOOKS];
+	uint64_t usual, first, last, user = 0;
 	double end = now(CLOCK_MONOTONIC) + atof(seconds);
 
 	for (int i = 0; i < LOOKS; i++) {
 		uint64_t begin = tsc();
 		busy_loop(PIECE);
-		begin = tsc() - begin;
-		shortest = begin < shortest ? begin : shortest;
+		pieces[i] = tsc() - begin;
 	}
+	qsort(pieces, LOOKS, sizeof(pieces[0]), ticks_order);
+	usual = pieces[LOOKS / 2];
 	first = last = tsc();
 	do {
 		for (int i = 0; i < LOOKS; i++) {
+			uint64_t begin = last;
 			busy_loop(PIECE);
-			now_ticks = tsc();
-			user += now_ticks - last > shortest * 3 / 2 ? shortest : now_ticks - last;
-			last = now_ticks;
+			last = tsc();
+			user += last - begin > TIMES * usual ? usual : last - begin;
 		}
 	} while (now(CLOCK_MONOTONIC) < end);
 	printf("watch: user_ticks=%llu ticks=%llu piece_ticks=%llu\n", (unsigned long long)user,
-	       (unsigned long long)(last - first), (unsigned long long)shortest);
+	       (unsigned long long)(last - first), (unsigned long long)usual);
 	return 0;
 }
 

@@ -13,6 +13,11 @@ use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
+use kvm_ioctls::{Kvm, VmFd};
+use perf_core::attr::{Attr, EventType};
+use perf_core::pmu::host::HostPmu;
+use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
+
 use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start};
 use integration::wire::{read_frame, write_frame};
 
@@ -54,6 +59,7 @@ fn serve(path: &str) -> io::Result<()> {
     // A port can be opened only once; the copy shares the opening.
     let runner = Runner(Arc::new(Mutex::new(input.try_clone()?)));
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let _in_use = InUse::keep();
     runner.send(Kind::Hello, 0, release.trim().as_bytes())?;
     let mut processes = HashMap::new();
     let mut files = HashMap::new();
@@ -61,6 +67,44 @@ fn serve(path: &str) -> io::Result<()> {
         handle(frame, &runner, &mut processes, &mut files)?;
     }
     Ok(())
+}
+
+/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context switches, migrations.
+const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
+
+/// A virtual machine and perf events that do nothing, for as long as the lab runs.
+///
+/// The kernel patches its own code, its scheduler's among it, when the first VM or event comes and when the last one goes. QEMU
+/// before 8.1 may go on executing code that another processor has just changed: the processors then meet for ever the
+/// breakpoint that stood there during the change. With these there is neither a first nor a last.
+struct InUse {
+    _vm: Option<VmFd>,
+    _events: Vec<Box<dyn PmuEvent>>,
+}
+
+impl InUse {
+    /// What there is of them: the lab works without, most of the time.
+    fn keep() -> Self {
+        let here = Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: 0,
+        };
+        let software = HostPmu::software(None);
+        let events = SOFTWARE_EVENTS.filter_map(|config| {
+            let attr = Attr {
+                ty: EventType::SOFTWARE,
+                config,
+                ..Attr::default()
+            };
+            let mut event = software.open(&attr, here).ok()?;
+            event.start(None).ok()?;
+            Some(event)
+        });
+        Self {
+            _vm: Kvm::new().and_then(|kvm| kvm.create_vm()).ok(),
+            _events: events.collect(),
+        }
+    }
 }
 
 /// A process the runner may still write to or signal.
