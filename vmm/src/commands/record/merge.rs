@@ -4,8 +4,11 @@
 //! fraction as often, taking the vCPU out of the guest each time: *full* samples, with registers, task and call chain. The
 //! two are taken independently of each other.
 //!
-//! - A full sample takes the place of the light one that is nearest in time, and its weight. So a profile has as many
-//!   samples, of the same weight, as it would have with full ones only.
+//! - A full sample takes the place of the light one that is nearest in time. So a profile has as many samples as it would
+//!   have with full ones only.
+//! - The VM counts what it samples: the full samples' periods add up to the event's count. What the light samples before a
+//!   full one do not stand for is that one's weight: its own share, and what the host's kernel did not show, as KVM's work
+//!   for the guest and light samples that were lost. So the weights add up to the count, too.
 //! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time.
 //! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every sample, and only
 //!   full ones count, until the guest shows again.
@@ -66,7 +69,7 @@ pub struct Totals {
     pub full: u64,
     /// Of these, taken because the light ones did not show the guest.
     pub instead: u64,
-    /// Light samples that fell into the host's kernel or the VMM and stand for no guest code.
+    /// Light samples that fell into the host's kernel or the VMM and show no guest code.
     pub host: u64,
 }
 
@@ -100,8 +103,12 @@ pub struct Merge {
     since_ns: u64,
     pending: VecDeque<Light>,
     whose: VecDeque<Whose>,
-    /// Events of time that was not seen, for the next full sample in the guest's kernel.
+    /// KVM interprets the guest's kernel: events of time that was not seen, for the next full sample in that kernel.
     unseen: u64,
+    /// Events that the VM counted and no sample stands for yet; below 0, more than it counted so far.
+    owed: i64,
+    /// Up to here light samples have been taken off what is owed.
+    paid_to_ns: u64,
     /// Since the last decision.
     guest: u64,
     host: u64,
@@ -125,6 +132,8 @@ impl Merge {
             pending: VecDeque::new(),
             whose: VecDeque::new(),
             unseen: 0,
+            owed: 0,
+            paid_to_ns: 0,
             guest: 0,
             host: 0,
             full: 0,
@@ -163,6 +172,10 @@ impl Merge {
                 self.guest += 1;
                 self.ever_seen = true;
                 if self.mode_at(time_ns) == Mode::Light && self.pending.len() < MOST_PENDING {
+                    if time_ns <= self.paid_to_ns {
+                        // It came after a full sample that is later.
+                        self.owed = self.owed.saturating_sub_unsigned(period);
+                    }
                     self.pending.push_back(Light {
                         time_ns,
                         ip: sample.ip,
@@ -208,8 +221,35 @@ impl Merge {
             let light = self.terms.period.unwrap_or(period);
             return std::mem::take(&mut self.unseen).max(light);
         }
-        let replaced = self.take_nearest(whose.time_ns).map(|light| light.period);
-        replaced.or(self.terms.period).unwrap_or(period)
+        self.pay_to(whose.time_ns);
+        let replaced = self.take_nearest(whose.time_ns);
+        if self.terms.interpreted {
+            // What is not seen is the kernel's, and this is no sample of it.
+            return replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
+        }
+        self.owed = self.owed.saturating_add_unsigned(period);
+        if let Some(light) = replaced
+            && light.time_ns <= self.paid_to_ns
+        {
+            self.owed = self.owed.saturating_add_unsigned(light.period);
+        }
+        // The two kinds have timers of their own, so that a light sample more or less may lie between two full ones.
+        let share = replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
+        let weight = u64::try_from(self.owed).unwrap_or(0).max(share / 2).max(1);
+        // Full samples that were lost for want of room must not make all later ones light.
+        let least = 0i64.saturating_sub_unsigned(period.saturating_mul(2));
+        self.owed = self.owed.saturating_sub_unsigned(weight).max(least);
+        weight
+    }
+
+    /// Takes the light samples up to `time_ns` off what is owed.
+    fn pay_to(&mut self, time_ns: u64) {
+        let from = self.pending.partition_point(|l| l.time_ns <= self.paid_to_ns);
+        let to = self.pending.partition_point(|l| l.time_ns <= time_ns);
+        for light in self.pending.range(from..to.max(from)) {
+            self.owed = self.owed.saturating_sub_unsigned(light.period);
+        }
+        self.paid_to_ns = self.paid_to_ns.max(time_ns);
     }
 
     fn take_nearest(&mut self, time_ns: u64) -> Option<Light> {
@@ -228,6 +268,10 @@ impl Merge {
     pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(Light, Option<Whose>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(PATIENCE_NS));
+        let passed_on = self.pending.partition_point(|l| l.time_ns <= due);
+        if let Some(last) = passed_on.checked_sub(1).and_then(|at| self.pending.get(at)) {
+            self.pay_to(last.time_ns);
+        }
         while let Some(light) = self.pending.front().copied()
             && light.time_ns <= due
         {
@@ -348,12 +392,12 @@ mod tests {
         for t in [10, 40, 60, 90, 130] {
             m.light(sample(t, Side::GuestUser));
         }
-        // Each takes the place of one light sample.
-        assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), PERIOD);
-        assert_eq!(m.full(whose(91, 2), 3, 20 * PERIOD), PERIOD);
+        // Each takes the place of one light sample, and stands for what the others before it do not.
+        assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), 19 * PERIOD);
+        assert_eq!(m.full(whose(91, 2), 3, 20 * PERIOD), 19 * PERIOD);
         assert_eq!(settled(&mut m, 100), [(10, Some(1)), (60, Some(1))]);
         // The last one waits for what comes after it.
-        assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), PERIOD);
+        assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), 20 * PERIOD);
         assert_eq!(settled(&mut m, 141), []);
         m.light(sample(150, Side::GuestUser));
         assert_eq!(settled(&mut m, 150 + PATIENCE_NS), [(150, Some(3))]);
@@ -414,7 +458,41 @@ mod tests {
         assert_eq!(m.decide(3000), Some(20), "only programs run");
     }
 
+    /// A full sample for each 20 periods, and as many light ones as those leave: all weigh the same.
+    #[test]
+    fn samples_weigh_the_same_where_all_is_seen() {
+        let mut m = merge(false);
+        for t in 1..=2000u64 {
+            m.light(sample(10 * t, Side::GuestUser));
+            if t % 20 == 0 {
+                assert_eq!(m.full(whose(10 * t + 1, 1), 3, 20 * PERIOD), PERIOD);
+            }
+        }
+    }
+
     proptest! {
+        /// However many light samples fall into the host's kernel or get lost, and in whatever order the rings are read: the
+        /// weights add up to what the VM counted.
+        #[test]
+        fn weights_add_up_to_the_count(seen in prop::collection::vec(prop::bool::weighted(0.6), 400..2000), drain in 1usize..100) {
+            let mut m = merge(false);
+            let (mut count, mut weights) = (0u64, 0u64);
+            for (at, batch) in seen.chunks(drain).enumerate() {
+                let first = at * drain + 1;
+                let times = first..first + batch.len();
+                for (t, &guest) in times.clone().zip(batch) {
+                    m.light(sample(10 * t as u64, if guest { Side::GuestKernel } else { Side::HostKernel }));
+                }
+                for t in times.filter(|t| t % 20 == 0) {
+                    count += 20 * PERIOD;
+                    weights += m.full(whose(10 * t as u64 + 1, 1), 3, 20 * PERIOD);
+                }
+                m.settle(10 * (first + batch.len()) as u64, |l, _| weights += l.period);
+            }
+            m.settle(u64::MAX, |l, _| weights += l.period);
+            prop_assert!(weights.abs_diff(count) <= 20 * PERIOD, "{weights} of {count}");
+        }
+
         /// Whatever comes: every light sample of the guest is passed on once or replaced by a full one, in order.
         #[test]
         fn nothing_is_lost_or_doubled(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {
