@@ -1,10 +1,13 @@
 //! A running VM as its operator sees it: the commands and the socket, against the real program and KVM.
 
-use std::io::{BufRead, BufReader, Read, Write};
+mod common;
+
+use std::io::{BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use common::vm::{PROGRAM, SpinningVm, eventually};
 
 use perfvisor_vmm::control::client::Client;
 use perfvisor_vmm::control::protocol::{
@@ -13,46 +16,21 @@ use perfvisor_vmm::control::protocol::{
 use perfvisor_vmm::export::symbolize::{Symbolizer, complete_chains};
 use perfvisor_vmm::export::{Profile, folded, reader, report};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
-
-/// A VM with sockets of its own directory; killed when the test ends.
+/// A VM and its operator's view of it.
 struct TestVm {
-    child: Child,
-    runtime: tempfile::TempDir,
+    vm: SpinningVm,
     vcpus: u32,
 }
 
 impl TestVm {
-    /// The built-in guest, spinning. `None` where there is no KVM.
+    /// `None` where there is no KVM.
     fn spinning(vcpus: u32) -> Option<Self> {
-        if !Path::new("/dev/kvm").exists() {
-            eprintln!("skipped: no /dev/kvm here");
-            return None;
-        }
-        let runtime = tempfile::tempdir().unwrap();
-        let mut child = Command::new(PROGRAM)
-            .args(["run", "--name", "test", "--memory", "32M", "--cmdline", "loop"])
-            .args(["--cpus", &vcpus.to_string()])
-            .env("XDG_RUNTIME_DIR", runtime.path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let vm = Self {
-            child,
-            runtime,
-            vcpus,
-        };
-        // The socket was there before the guest started.
-        let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
-        assert!(spins, "the guest does not spin");
-        Some(vm)
+        let vm = SpinningVm::start("test", &["--cpus", &vcpus.to_string()])?;
+        Some(Self { vm, vcpus })
     }
 
     fn sockets(&self) -> std::path::PathBuf {
-        self.runtime.path().join("perfvisor")
+        self.vm.runtime.path().join("perfvisor")
     }
 
     fn client(&self) -> Client {
@@ -67,11 +45,7 @@ impl TestVm {
     }
 
     fn run(&self, args: &[&str]) -> Output {
-        Command::new(PROGRAM)
-            .args(args)
-            .env("XDG_RUNTIME_DIR", self.runtime.path())
-            .output()
-            .unwrap()
+        self.vm.operator(args).output().unwrap()
     }
 
     /// Standard output of a command that must succeed.
@@ -84,7 +58,7 @@ impl TestVm {
 
     /// Descriptors the VM has open.
     fn descriptors(&self) -> usize {
-        std::fs::read_dir(format!("/proc/{}/fd", self.child.id()))
+        std::fs::read_dir(format!("/proc/{}/fd", self.vm.child.id()))
             .unwrap()
             .count()
     }
@@ -94,22 +68,6 @@ impl TestVm {
         text.lines()
             .map(|line| serde_json::from_str(line).unwrap())
             .collect()
-    }
-}
-
-impl Drop for TestVm {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Waits for something that must come about; the bound only makes a failure end.
-fn eventually(what: &str, mut test: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !test() {
-        assert!(Instant::now() < until, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -125,7 +83,7 @@ fn an_operator_controls_a_vm() {
     assert_eq!(seen.len(), 1);
     assert_eq!(
         (seen[0].name.as_str(), seen[0].pid, seen[0].vcpus),
-        ("test", vm.child.id(), 2)
+        ("test", vm.vm.child.id(), 2)
     );
     assert_eq!(seen[0].state, "running");
     assert!(vm.say(&["ps"]).lines().count() == 2);
@@ -154,7 +112,7 @@ fn an_operator_controls_a_vm() {
         vm.say(&["ctl", "test", "share", "operator-first"])
             .contains("changed")
     );
-    let filter = vm.runtime.path().join("filter.toml");
+    let filter = vm.vm.runtime.path().join("filter.toml");
     std::fs::write(&filter, "action = \"deny\"\n").unwrap();
     assert!(
         vm.say(&["ctl", "test", "filter", filter.to_str().unwrap()])
@@ -165,7 +123,7 @@ fn an_operator_controls_a_vm() {
     assert_eq!(out.status.code(), Some(2));
 
     assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
-    assert_eq!(vm.child.wait().unwrap().code(), Some(0));
+    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
     assert!(vm.ps().is_empty());
 }
 
@@ -202,6 +160,63 @@ fn mistakes_of_an_operator_are_one_line() {
             "{args:?}: {stderr}"
         );
     }
+}
+
+/// A client that opens events until the VM has no descriptor left gets an error for the next one, keeps what it has, and
+/// the VM goes on serving: others are turned away one by one, and find everything as before when it has gone.
+#[test]
+fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
+    let Some(vm) = SpinningVm::start_with_few_descriptors("test", &[], 64) else {
+        return;
+    };
+    let vm = TestVm { vm, vcpus: 1 };
+    let before = vm.descriptors();
+    let mut greedy = vm.client();
+    // Host events: a descriptor each.
+    let open = || Call::Open {
+        events: "page-faults".into(),
+        vcpus: None,
+        sampling: None,
+    };
+    let mut count = 0;
+    let refused = loop {
+        match greedy.call::<Vec<Opened>>(open()) {
+            Ok(opened) => match opened.iter().find_map(|o| o.unsupported.clone()) {
+                None => count += 1,
+                Some(why) => break why,
+            },
+            Err(e) => break e.to_string(),
+        }
+        assert!(count < 64, "there were no more than 64 descriptors");
+    };
+    assert!(count > 5, "{count} events, then {refused}");
+    assert!(
+        refused.to_lowercase().contains("open files") && refused.lines().count() == 1,
+        "{refused}"
+    );
+    // Whoever comes now is turned away at once, and the VM's own loop is not kept busy by that.
+    for _ in 0..20 {
+        let mut stream = vm.raw();
+        let mut reply = Vec::new();
+        let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
+        // An end, or a reset by what was not read.
+        let _ = stream.read_to_end(&mut reply);
+        assert!(reply.is_empty(), "{:?}", String::from_utf8_lossy(&reply));
+        let () = greedy.call(Call::Enable).unwrap();
+    }
+    let readings: Vec<EventReading> = greedy.call(Call::Read).unwrap();
+    assert_eq!(readings.len(), count);
+    let said = vm.vm.said().len();
+    assert!(said < 200, "{said} lines: {:#?}", &vm.vm.said()[..20]);
+    drop(greedy);
+    eventually("the descriptors come back", || vm.descriptors() <= before);
+    let line = vm.say(&["stat", "test", "-d", "0.2", "-j", "-e", "task-clock"]);
+    let ms: f64 = value_of(&line)["counter-value"]
+        .as_str()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(ms > 0.0, "{line}");
 }
 
 /// Clients that break the rules lose their connection. The VM, and others' events, go on.
@@ -326,8 +341,8 @@ fn a_client_s_events_end_with_it() {
 #[test]
 fn a_killed_vm_leaves_the_list() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
-    vm.child.kill().unwrap();
-    vm.child.wait().unwrap();
+    vm.vm.child.kill().unwrap();
+    vm.vm.child.wait().unwrap();
     assert!(vm.sockets().join("test.sock").exists());
     assert!(vm.ps().is_empty());
     assert!(!vm.sockets().join("test.sock").exists());
@@ -386,7 +401,7 @@ fn a_recording_attributes_time_to_functions_and_chains() {
 }
 
 fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
-    let data = vm.runtime.path().join("perf.data");
+    let data = vm.vm.runtime.path().join("perf.data");
     let file = data.to_str().unwrap();
     vm.say(&[
         "record",
@@ -461,7 +476,7 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     );
     let svg = vm.say(&["flamegraph", "-i", file, "-o", "-"]);
     assert!(svg.contains("<svg") && svg.contains("spin_hot"));
-    let packed = vm.runtime.path().join("profile.pb.gz");
+    let packed = vm.vm.runtime.path().join("profile.pb.gz");
     vm.say(&["pprof", "-i", file, "-o", packed.to_str().unwrap()]);
     assert!(std::fs::read(&packed).unwrap().starts_with(&[0x1f, 0x8b]));
 }
@@ -470,18 +485,18 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
 #[test]
 fn a_recording_outlives_its_vm() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
-    let data = vm.runtime.path().join("perf.data");
+    let data = vm.vm.runtime.path().join("perf.data");
     let recorder = Command::new(PROGRAM)
         .args(["record", "test", "-q", "-o", data.to_str().unwrap()])
-        .env("XDG_RUNTIME_DIR", vm.runtime.path())
+        .env("XDG_RUNTIME_DIR", vm.vm.runtime.path())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
     eventually("samples arrive", || {
         std::fs::metadata(&data).is_ok_and(|m| m.len() > 8192)
     });
-    vm.child.kill().unwrap();
-    vm.child.wait().unwrap();
+    vm.vm.child.kill().unwrap();
+    vm.vm.child.wait().unwrap();
     let out = recorder.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(0));
     assert!(String::from_utf8_lossy(&out.stderr).contains("the VM ended"));

@@ -1,62 +1,35 @@
 //! The metrics of a running VM, scraped as Prometheus would, and by clients that mean no good.
 
+mod common;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
+use common::vm::{PROGRAM, SpinningVm, eventually};
 
-/// A VM that serves metrics; killed when the test ends.
+/// A VM that serves metrics.
 struct TestVm {
-    child: Child,
     port: u16,
-    _runtime: tempfile::TempDir,
+    _vm: SpinningVm,
 }
 
 impl TestVm {
     /// The built-in guest, spinning. `None` where there is no KVM.
     fn spinning(more: &[&str]) -> Option<Self> {
-        if !Path::new("/dev/kvm").exists() {
-            eprintln!("skipped: no /dev/kvm here");
-            return None;
-        }
-        let runtime = tempfile::tempdir().unwrap();
-        let mut child = Command::new(PROGRAM)
-            .args([
-                "-v",
-                "run",
-                "--name",
-                "scraped",
-                "--memory",
-                "32M",
-                "--cmdline",
-                "loop",
-            ])
-            .args(["--metrics", "127.0.0.1:0"])
-            .args(more)
-            .env("XDG_RUNTIME_DIR", runtime.path())
-            .env_remove("RUST_LOG")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let port = lines.find_map(|line| {
-            let line = line.unwrap_or_default();
-            let (_, address) = line.split_once("metrics at 127.0.0.1:")?;
-            address.trim().parse().ok()
+        let vm = SpinningVm::start("scraped", &[&["--metrics", "127.0.0.1:0"], more].concat())?;
+        let port = |line: &String| line.split_once("metrics at 127.0.0.1:")?.1.trim().parse().ok();
+        let mut found = None;
+        eventually("the VM says where its metrics are", || {
+            found = vm.said().iter().find_map(port);
+            found.is_some()
         });
-        // What it says later must not fill the pipe.
-        std::thread::spawn(move || lines.for_each(drop));
         Some(Self {
-            port: port.expect("the VM says where its metrics are"),
-            child,
-            _runtime: runtime,
+            port: found?,
+            _vm: vm,
         })
     }
 
@@ -76,13 +49,6 @@ impl TestVm {
         let (status, body) = self.ask("GET /metrics HTTP/1.1\r\nHost: vm\r\n\r\n");
         assert_eq!(status, "HTTP/1.1 200 OK");
         Metrics::parse(&body)
-    }
-}
-
-impl Drop for TestVm {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -170,15 +136,6 @@ impl Metrics {
     fn value(&self, series: &str) -> f64 {
         let found = self.values.get(series);
         *found.unwrap_or_else(|| panic!("{series} is not among {:#?}", self.values.keys()))
-    }
-}
-
-/// Waits for something that must come about; the bound only makes a failure end.
-fn eventually(what: &str, mut test: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !test() {
-        assert!(Instant::now() < until, "{what}");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -1,67 +1,29 @@
 //! `perfvisor top` against a running guest: as text, and on a terminal that must be as it was afterwards.
 #![allow(unsafe_code)]
 
+mod common;
+
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
+use common::vm::SpinningVm;
 
-/// A VM whose guest spins in three functions, 60, 30 and 10 % of its time; killed when the test ends.
-struct TestVm {
-    child: Child,
-    runtime: tempfile::TempDir,
-}
+struct TestVm(SpinningVm);
 
 impl TestVm {
     /// `None` where there is no KVM.
     fn spinning() -> Option<Self> {
-        if !Path::new("/dev/kvm").exists() {
-            eprintln!("skipped: no /dev/kvm here");
-            return None;
-        }
-        let runtime = tempfile::tempdir().unwrap();
-        let mut child = Command::new(PROGRAM)
-            .args([
-                "run",
-                "--name",
-                "test",
-                "--memory",
-                "32M",
-                "--cpus",
-                "2",
-                "--cmdline",
-                "loop",
-            ])
-            .env("XDG_RUNTIME_DIR", runtime.path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        assert!(lines.any(|line| line.unwrap_or_default().contains("spinning")));
-        Some(Self { child, runtime })
+        SpinningVm::start("test", &["--cpus", "2"]).map(Self)
     }
 
     fn top(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(PROGRAM);
+        let mut command = self.0.operator(&["top"]);
+        command.args(args);
         command
-            .arg("top")
-            .args(args)
-            .env("XDG_RUNTIME_DIR", self.runtime.path());
-        command
-    }
-}
-
-impl Drop for TestVm {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -244,7 +206,7 @@ fn every_way_out_restores_the_terminal() {
         });
         assert_eq!(status.code(), Some(0));
     }
-    let (status, shown) = leave_by(&mut vm, |vm, _, _| vm.child.kill().unwrap());
+    let (status, shown) = leave_by(&mut vm, |vm, _, _| vm.0.child.kill().unwrap());
     assert_eq!(status.code(), Some(0));
     assert!(shown.contains("the VM ended"));
 }

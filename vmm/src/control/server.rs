@@ -210,10 +210,13 @@ impl ControlServer {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
                     // The place of the spare one takes the connection, which is closed at once.
-                    let refused = self.socket.listener.accept();
-                    log::warn!("control socket: {e}; a connection is refused");
-                    drop(refused);
+                    let refused = self.socket.listener.accept().map(drop);
                     self.spare = File::open("/dev/null").ok();
+                    match refused {
+                        Ok(()) => log::warn!("control socket: {e}; a connection is refused"),
+                        // The kernel looks for a descriptor before it looks for a connection: there was none.
+                        Err(_) => return,
+                    }
                 }
                 Err(e) => {
                     // The listener would stay ready, and the loop busy.

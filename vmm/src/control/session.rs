@@ -440,7 +440,23 @@ fn not_opened(error: OpenError) -> NotOpened {
         | OpenError::GroupTooLarge { .. }
         | OpenError::Overcommitted { .. } => FailureKind::Limit,
         OpenError::Driver(PmuError::Busy | PmuError::Mediated(_)) => FailureKind::Unsupported,
-        OpenError::Driver(_) => FailureKind::Internal,
+        OpenError::Driver(PmuError::Os { what, source })
+            if matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) =>
+        {
+            let message = format!(
+                "{what}: {source}: close some events, or start the VM with a larger limit (ulimit -n)"
+            );
+            return NotOpened::Refused(Failure {
+                kind: FailureKind::Limit,
+                message,
+            });
+        }
+        OpenError::Driver(PmuError::Os { what, source }) => {
+            return NotOpened::Refused(Failure {
+                kind: FailureKind::Internal,
+                message: format!("{what}: {source}"),
+            });
+        }
         _ => FailureKind::Invalid,
     };
     NotOpened::Refused(Failure { kind, message })

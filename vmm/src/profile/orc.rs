@@ -114,6 +114,9 @@ const IP_SIZE: usize = 4;
 const ENTRY_SIZE: usize = 6;
 /// One slot of the block index covers 256 bytes of text, like the kernel's own.
 const BLOCK_SHIFT: u32 = 8;
+/// Most slots of the block index for each entry. A kernel has more entries than blocks; a few entries that somebody
+/// strewed over 4 GiB are not to cost 64 MiB.
+const BLOCKS_PER_ENTRY: u64 = 4;
 
 /// The tables of one kernel, in link-time addresses.
 #[derive(Debug)]
@@ -125,6 +128,8 @@ pub struct OrcTable {
     raw: Vec<[u8; ENTRY_SIZE]>,
     /// For each block of text, the first slot of `offsets` at or above the block's start.
     blocks: Vec<u32>,
+    /// A block is `2^block_shift` bytes of text.
+    block_shift: u32,
 }
 
 impl OrcTable {
@@ -164,10 +169,14 @@ impl OrcTable {
         }
         let format = detect(slots.iter().map(|s| flags(&s.1)));
         let offsets: Vec<u32> = slots.iter().map(|s| (s.0 - base) as u32).collect();
-        let mut blocks = vec![0u32; (span >> BLOCK_SHIFT) as usize + 2];
+        let mut block_shift = BLOCK_SHIFT;
+        while span >> block_shift > BLOCKS_PER_ENTRY * n as u64 {
+            block_shift += 1;
+        }
+        let mut blocks = vec![0u32; (span >> block_shift) as usize + 2];
         let mut slot = 0;
         for (block, first) in blocks.iter_mut().enumerate() {
-            let start = (block as u64) << BLOCK_SHIFT;
+            let start = (block as u64) << block_shift;
             while slot < n && u64::from(offsets[slot]) < start {
                 slot += 1;
             }
@@ -179,6 +188,7 @@ impl OrcTable {
             offsets,
             raw: slots.into_iter().map(|s| s.1).collect(),
             blocks,
+            block_shift,
         })
     }
 
@@ -201,7 +211,7 @@ impl OrcTable {
     /// sense.
     pub fn find(&self, ip: u64) -> Option<OrcEntry> {
         let offset = u32::try_from(ip.checked_sub(self.base)?).ok()?;
-        let block = (offset >> BLOCK_SHIFT) as usize;
+        let block = (offset >> self.block_shift) as usize;
         let (from, to) = (
             *self.blocks.get(block)? as usize,
             *self.blocks.get(block + 1)? as usize,

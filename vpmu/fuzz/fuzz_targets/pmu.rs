@@ -1,10 +1,20 @@
 //! A hostile guest and a busy host against the reference model: MSRs, RDPMC, CPUID, overflows, PMIs, filter changes,
-//! saving and restoring.
+//! saving and restoring. Says from time to time how many operations that made.
 #![no_main]
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 #[path = "../../testing/mod.rs"]
 mod testing;
 
+/// Between two lines that say how far it is.
+const STEP: u64 = 10_000_000;
+
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    testing::stream::run::<vpmu::sim::SimEvents>(bytes);
+    static OPERATIONS: AtomicU64 = AtomicU64::new(0);
+    let new = testing::stream::run::<vpmu::sim::SimEvents>(bytes);
+    let before = OPERATIONS.fetch_add(new, Ordering::Relaxed);
+    if before / STEP != (before + new) / STEP {
+        eprintln!("{} million operations", (before + new) / 1_000_000);
+    }
 });

@@ -1,0 +1,83 @@
+//! What the guest has programmed into its PMU.
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use super::StatArgs;
+use crate::cli::ExitStatus;
+use crate::commands::{DONE, print};
+use crate::control::client::Client;
+use crate::control::protocol::{Call, Generation, GuestViews, VcpuView};
+use crate::events::format::thousands;
+
+/// How long the vCPUs may take to show what their guest counts.
+const VIEW_PATIENCE: Duration = Duration::from_secs(2);
+
+/// `--guest-view`.
+pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, String> {
+    let asked: Generation = client.call(Call::GuestView).map_err(|e| e.to_string())?;
+    let until = Instant::now() + VIEW_PATIENCE;
+    let views = loop {
+        let call = Call::GuestViewResult {
+            generation: asked.generation,
+        };
+        let views: GuestViews = client.call(call).map_err(|e| e.to_string())?;
+        if views.complete || Instant::now() > until {
+            break views;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    if !views.complete {
+        let (got, all) = (views.vcpus.len(), client.info().vcpus);
+        log::warn!("only {got} of {all} vCPUs answered");
+    }
+    let wanted = |v: &&VcpuView| args.vcpu.as_ref().is_none_or(|list| list.0.contains(&v.vcpu));
+    let mut out = String::new();
+    for view in views.vcpus.iter().filter(wanted) {
+        if args.json {
+            let line = serde_json::to_string(view).map_err(|e| e.to_string())?;
+            let _ = writeln!(out, "{line}");
+        } else {
+            out.push_str(&view_table(view));
+        }
+    }
+    print(&out)?;
+    Ok(DONE)
+}
+
+fn view_table(view: &VcpuView) -> String {
+    let mut out = String::new();
+    let _ = writeln!(out, "vCPU {}: {} PMIs delivered", view.vcpu, thousands(view.pmis));
+    let _ = writeln!(
+        out,
+        "  {:<8} {:<24} {:<8} {:<9} {:>24} {:>8} {:>10} {:>10}",
+        "counter", "event", "state", "backing", "value", "running", "overflows", "PMIs asked"
+    );
+    for c in &view.counters {
+        let state = match (c.enabled, c.allowed) {
+            (_, false) => "filtered",
+            (true, true) => "on",
+            (false, true) => "off",
+        };
+        let backing = c.backing.as_deref().unwrap_or("-");
+        let running = match c.enabled_ns {
+            0 => "-".to_owned(),
+            enabled => format!("{:.1}%", 100.0 * c.running_ns as f64 / enabled as f64),
+        };
+        // A counter that nobody counts for stays where the guest put it: its value is no count.
+        let value = if backing == "none" {
+            "<not supported>".to_owned()
+        } else {
+            thousands(c.value)
+        };
+        let _ = writeln!(
+            out,
+            "  {:<8} {:<24} {state:<8} {backing:<9} {value:>24} {running:>8} {:>10} {:>10}",
+            c.counter,
+            c.event.as_deref().unwrap_or("-"),
+            thousands(c.overflows),
+            thousands(c.pmi_requests)
+        );
+    }
+    out
+}

@@ -1,0 +1,294 @@
+//! What `perfvisor stat` prints of its totals: perf's lines, CSV and JSON, and what perf derives from two counts.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::StatArgs;
+use super::totals::{Total, merge};
+use crate::events::format::{Counted, Unit, csv_line, mean_and_error, running_percent, stat_line};
+
+/// What came in `length` before `at`.
+pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
+    let mut out = String::new();
+    let seconds = length.as_secs_f64();
+    for total in totals {
+        let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
+        if args.json {
+            let line = json_line(total, totals, seconds, Some(at.as_secs_f64()));
+            let _ = writeln!(out, "{line}");
+        } else if let Some(separator) = &args.field_separator {
+            let line = csv_total(total, totals, seconds, args, separator);
+            let _ = writeln!(out, "{time}{separator}{line}");
+        } else {
+            let line = plain(total, note(total, totals, seconds).as_deref());
+            let _ = writeln!(out, "{time:>16} {}{line}", vcpu_column(total));
+        }
+    }
+    out
+}
+
+fn vcpu_column(total: &Total) -> String {
+    total
+        .vcpu
+        .map_or_else(String::new, |v| format!("{:<10} ", format!("VCPU{v}")))
+}
+
+fn plain(total: &Total, note: Option<&str>) -> String {
+    stat_line(&total.name, &total.counted, total.unit, note, total.error_percent)
+}
+
+fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separator: &str) -> String {
+    let vcpu = total
+        .vcpu
+        .map_or_else(String::new, |v| format!("VCPU{v}{separator}"));
+    // A field of repeated runs only, and then of every line, as with perf: programs count fields.
+    let error = (args.repeat > 1).then(|| total.error_percent.unwrap_or(0.0));
+    let derived = derived(total, all, seconds);
+    let derived = derived.as_ref().map(|d| (d.value, d.unit.as_str()));
+    vcpu + &csv_line(&total.name, &total.counted, total.unit, error, derived, separator)
+}
+
+/// The fields of `perf stat -j`, and who counted.
+fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> String {
+    let mut object = serde_json::Map::new();
+    let mut put = |key: &str, value| object.insert(key.into(), value);
+    if let Some(at) = at_s {
+        put("interval", json!(at));
+    }
+    if let Some(vcpu) = total.vcpu {
+        put("vcpu", json!(vcpu));
+    }
+    let (value, running, share) = match total.counted {
+        Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
+        Counted::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
+        Counted::Value {
+            count,
+            enabled_ns,
+            running_ns,
+        } => {
+            let value = match total.unit {
+                Unit::Count => count.to_string(),
+                Unit::Nanoseconds => format!("{:.6}", count as f64 / 1e6),
+            };
+            let share = running_percent(enabled_ns, running_ns).unwrap_or(100.0);
+            (value, running_ns, share)
+        }
+    };
+    put("counter-value", json!(value));
+    let unit = match total.unit {
+        Unit::Count => "",
+        Unit::Nanoseconds => "msec",
+    };
+    put("unit", json!(unit));
+    put("event", json!(total.name));
+    if let Some(error) = total.error_percent {
+        put("variance", json!(error));
+    }
+    put("event-runtime", json!(running));
+    put("pcnt-running", json!(share));
+    if let Some(derived) = derived(total, all, seconds) {
+        put("metric-value", json!(derived.value));
+        put("metric-unit", json!(derived.unit));
+    }
+    put("backing", json!(total.backing));
+    serde_json::Value::Object(object).to_string()
+}
+
+/// What is printed at the end of the last run.
+pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: &StatArgs) -> String {
+    let totals = merge(runs);
+    let mut out = String::new();
+    let (seconds, error) = mean_and_error(elapsed);
+    if args.json {
+        for total in &totals {
+            let _ = writeln!(out, "{}", json_line(total, &totals, seconds, None));
+        }
+        return out;
+    }
+    if let Some(separator) = &args.field_separator {
+        for total in &totals {
+            let _ = writeln!(out, "{}", csv_total(total, &totals, seconds, args, separator));
+        }
+        return out;
+    }
+    let repeated = match runs.len() {
+        0 | 1 => String::new(),
+        n => format!(" ({n} runs)"),
+    };
+    let _ = writeln!(out, "\n Performance counter stats for VM '{vm}'{repeated}:\n");
+    for total in &totals {
+        let note = note(total, &totals, seconds);
+        let _ = writeln!(out, "{}{}", vcpu_column(total), plain(total, note.as_deref()));
+    }
+    let _ = writeln!(out, "\n{}\n", elapsed_line(seconds, error));
+    out
+}
+
+/// The time, with its error over repeated runs in as many places as the error has meaning.
+fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
+    match error_percent {
+        None => format!("{seconds:>18.9} seconds time elapsed"),
+        Some(percent) => {
+            let error = seconds * percent / 100.0;
+            let places = if error > 0.0 {
+                (2.0 - error.log10().floor()).clamp(2.0, 9.0) as usize
+            } else {
+                9
+            };
+            format!("{seconds:>18.places$} +- {error:.places$} seconds time elapsed  ( +-{percent:6.2}% )")
+        }
+    }
+}
+
+/// What perf makes of a count and another one.
+struct Derived {
+    value: f64,
+    unit: String,
+    /// As it stands behind `#`.
+    text: String,
+}
+
+/// What is said behind `#`: what perf derives; else who counts, if that is not the PMU.
+fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
+    if !matches!(total.counted, Counted::Value { .. }) {
+        return None;
+    }
+    if total.estimate {
+        return Some("  estimate, from samples".into());
+    }
+    if total.backing == "clock" {
+        return Some("  guest time x TSC frequency".into());
+    }
+    derived(total, all, seconds).map(|d| d.text)
+}
+
+/// Counts for a second of the vCPUs' time on a CPU, in perf's units.
+fn rate(count: f64, task_clock_ns: f64) -> Derived {
+    let mut value = count / (task_clock_ns / 1e9);
+    let mut prefix = "";
+    for larger in ["K", "M", "G"] {
+        if value < 1000.0 {
+            break;
+        }
+        value /= 1000.0;
+        prefix = larger;
+    }
+    let unit = format!("{prefix}/sec");
+    Derived {
+        text: format!("{value:8.3} {unit}"),
+        value,
+        unit,
+    }
+}
+
+/// What perf derives, where both of its counts are there.
+fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Derived> {
+    let value = |name: &str| {
+        let same = |t: &&Total| t.name == name && t.vcpu == total.vcpu;
+        match all.iter().find(same)?.counted {
+            Counted::Value { count, .. } if count > 0 => Some(count as f64),
+            _ => None,
+        }
+    };
+    let own = match total.counted {
+        Counted::Value { count, .. } => count as f64,
+        _ => return None,
+    };
+    let derived = |value: f64, unit: &str, text: String| {
+        Some(Derived {
+            value,
+            unit: unit.to_owned(),
+            text,
+        })
+    };
+    match total.name.as_str() {
+        "task-clock" | "cpu-clock" if seconds > 0.0 => {
+            let cpus = own / 1e9 / seconds;
+            derived(cpus, "CPUs utilized", format!("{cpus:8.3} CPUs utilized"))
+        }
+        "instructions" if value("cycles").is_some() => {
+            let ipc = own / value("cycles")?;
+            derived(ipc, "insn per cycle", format!("{ipc:8.2}  insn per cycle"))
+        }
+        "branch-misses" if value("branches").is_some() => {
+            let percent = 100.0 * own / value("branches")?;
+            let text = format!("{percent:8.2}% of all branches");
+            derived(percent, "of all branches", text)
+        }
+        "cycles" | "cpu-cycles" => {
+            let ghz = own / value("task-clock")?;
+            derived(ghz, "GHz", format!("{ghz:8.3} GHz"))
+        }
+        _ if total.unit == Unit::Nanoseconds => None,
+        _ => Some(rate(own, value("task-clock")?)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count_of(name: &str, count: u64, unit: Unit) -> Total {
+        Total {
+            name: name.into(),
+            vcpu: None,
+            unit,
+            counted: Counted::Value {
+                count,
+                enabled_ns: 1,
+                running_ns: 1,
+            },
+            error_percent: None,
+            backing: "software".into(),
+            estimate: false,
+        }
+    }
+
+    /// The lines that perf 6.1 printed for the same counts.
+    #[test]
+    fn notes_are_perf_s() {
+        let all = [
+            count_of("task-clock", 720_000, Unit::Nanoseconds),
+            count_of("context-switches", 1, Unit::Count),
+            count_of("page-faults", 75, Unit::Count),
+            count_of("cycles", 2_160_000, Unit::Count),
+        ];
+        let line = |at: usize| plain(&all[at], note(&all[at], &all, 0.24).as_deref());
+        assert_eq!(
+            line(0),
+            "              0.72 msec task-clock                       #    0.003 CPUs utilized"
+        );
+        assert_eq!(
+            line(1),
+            "                 1      context-switches                 #    1.389 K/sec"
+        );
+        assert_eq!(
+            line(2),
+            "                75      page-faults                      #  104.167 K/sec"
+        );
+        assert_eq!(
+            line(3),
+            "         2,160,000      cycles                           #    3.000 GHz"
+        );
+        // Who counted goes before what could be derived.
+        let clock = Total {
+            backing: "clock".into(),
+            ..all[3].clone()
+        };
+        assert!(plain(&clock, note(&clock, &all, 0.24).as_deref()).contains("TSC frequency"));
+    }
+
+    #[test]
+    fn elapsed_time_has_as_many_places_as_its_error_allows() {
+        assert_eq!(
+            elapsed_line(0.207_887_829, None),
+            "       0.207887829 seconds time elapsed"
+        );
+        assert_eq!(
+            elapsed_line(0.109_24, Some(1.318)),
+            "           0.10924 +- 0.00144 seconds time elapsed  ( +-  1.32% )"
+        );
+    }
+}

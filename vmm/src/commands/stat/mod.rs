@@ -1,0 +1,193 @@
+//! `perfvisor stat`: counts of a VM's vCPUs, in the form `perf stat` has.
+
+mod guest;
+mod lines;
+mod totals;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
+use crate::cli::ExitStatus;
+use crate::control::client::Client;
+use crate::control::protocol::{Call, EventReading, Opened};
+use crate::events::list;
+use crate::signals::StopSignals;
+use lines::{final_table, interval_lines};
+use totals::{Total, totals};
+
+/// What is counted when nothing is asked for.
+const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
+/// Between two readings that are kept in case the VM ends.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// `perfvisor stat`.
+#[derive(Clone, Debug, Args)]
+pub struct StatArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC, pv/NAME/.
+    #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]
+    pub events: String,
+    /// How long to count; until Ctrl-C if not given.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub duration: Option<Duration>,
+    /// A line for each vCPU and event.
+    #[arg(short = 'A', long)]
+    pub per_vcpu: bool,
+    /// Only these vCPUs, as in 0,2-3.
+    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    pub vcpu: Option<VcpuList>,
+    /// Print what was counted in each interval of so many milliseconds.
+    #[arg(short = 'I', long, value_name = "MS", value_parser = parse_interval)]
+    pub interval: Option<Duration>,
+    /// Print fields with this separator, for programs.
+    #[arg(short = 'x', long, value_name = "SEPARATOR", conflicts_with = "json")]
+    pub field_separator: Option<String>,
+    /// Print JSON objects, for programs.
+    #[arg(short, long)]
+    pub json: bool,
+    /// Measure so many times; print the mean and its error. Needs --duration.
+    #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub repeat: u32,
+    /// Show what the guest has programmed into its PMU instead.
+    #[arg(long)]
+    pub guest_view: bool,
+}
+
+fn parse_interval(text: &str) -> Result<Duration, String> {
+    match text.parse::<u64>() {
+        Ok(ms) if (10..=86_400_000).contains(&ms) => Ok(Duration::from_millis(ms)),
+        _ => Err("must be a number of milliseconds, at least 10".into()),
+    }
+}
+
+/// Counts.
+///
+/// # Errors
+/// One line for the user.
+pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
+    list::parse(&args.events).map_err(|e| e.to_string())?;
+    if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
+        return Err("--repeat needs --duration, and goes with no --interval".into());
+    }
+    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
+    let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
+    if args.guest_view {
+        return guest::view(&mut client, args);
+    }
+    let mut runs: Vec<Vec<Total>> = Vec::new();
+    let mut elapsed = Vec::new();
+    let mut gone = false;
+    let mut unsupported = BTreeMap::new();
+    for _ in 0..args.repeat {
+        let opened: Vec<Opened> = client
+            .call(Call::Open {
+                events: args.events.clone(),
+                vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+                sampling: None,
+            })
+            .map_err(|e| e.to_string())?;
+        for o in &opened {
+            if let Some(why) = &o.unsupported {
+                unsupported.insert(o.name.clone(), why.clone());
+            }
+        }
+        let run = one_run(&mut client, args, &opened, &signals)?;
+        elapsed.push(run.elapsed.as_secs_f64());
+        runs.push(run.totals);
+        gone = run.gone;
+        if gone || run.woken == Woken::Signal {
+            break;
+        }
+        let () = client.call(Call::Close).map_err(|e| e.to_string())?;
+    }
+    if args.interval.is_none() {
+        print(&final_table(client.info().name.as_str(), &runs, &elapsed, args))?;
+    }
+    for (name, why) in unsupported {
+        log::info!("{name} cannot be counted: {why}");
+    }
+    if gone {
+        log::warn!(
+            "the VM ended; the counts are as they were at most {} ms before",
+            LOOK.as_millis()
+        );
+    }
+    Ok(DONE)
+}
+
+struct Run {
+    totals: Vec<Total>,
+    elapsed: Duration,
+    woken: Woken,
+    gone: bool,
+}
+
+/// Counts once, printing intervals as they pass.
+fn one_run(
+    client: &mut Client,
+    args: &StatArgs,
+    opened: &[Opened],
+    signals: &StopSignals,
+) -> Result<Run, String> {
+    let () = client.call(Call::Enable).map_err(|e| e.to_string())?;
+    let start = Instant::now();
+    let end = args.duration.map(|d| start + d);
+    let mut next_interval = args.interval.map(|i| start + i);
+    let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();
+    let mut printed = Duration::ZERO;
+    if args.interval.is_some() && !args.json && args.field_separator.is_none() {
+        let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
+        print(&format!(
+            "#           time{vcpu}             counts unit events\n"
+        ))?;
+    }
+    loop {
+        let look = Instant::now() + LOOK;
+        let until = [end, next_interval]
+            .into_iter()
+            .flatten()
+            .fold(look, Instant::min);
+        let woken = wait_until(until, signals);
+        let now = Instant::now();
+        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end);
+        if over {
+            // So that no event counts on while others are read.
+            match client.call::<()>(Call::Disable) {
+                Err(e) if !e.is_gone() => return Err(e.to_string()),
+                _ => {}
+            }
+        }
+        let gone = match client.call::<Vec<EventReading>>(Call::Read) {
+            Ok(readings) => {
+                last = readings;
+                false
+            }
+            Err(e) if e.is_gone() => true,
+            Err(e) => return Err(e.to_string()),
+        };
+        let at = now.duration_since(start);
+        if let (Some(due), Some(interval)) = (next_interval, args.interval)
+            && (now >= due || over || gone)
+        {
+            let growth = totals(opened, &last, &before, args.per_vcpu);
+            print(&interval_lines(at, at.saturating_sub(printed), &growth, args))?;
+            before.clone_from(&last);
+            printed = at;
+            // A late reading does not make the next interval short.
+            next_interval = Some((due + interval).max(now));
+        }
+        if over || gone {
+            return Ok(Run {
+                totals: totals(opened, &last, &[], args.per_vcpu),
+                elapsed: at,
+                woken,
+                gone,
+            });
+        }
+    }
+}

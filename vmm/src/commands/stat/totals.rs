@@ -1,0 +1,289 @@
+//! From readings of events on vCPUs to what is printed: sums, growth in an interval, means of repeated runs.
+
+use std::collections::BTreeMap;
+
+use crate::control::protocol::{EventReading, Opened};
+use crate::events::format::{Counted, Unit, mean_and_error};
+
+/// What came out for an event, on one vCPU or on all.
+#[derive(Clone, Debug)]
+pub(super) struct Total {
+    pub(super) name: String,
+    pub(super) vcpu: Option<u32>,
+    pub(super) unit: Unit,
+    pub(super) counted: Counted,
+    /// Standard error of a scaled count, or of repeated runs, in percent of it.
+    pub(super) error_percent: Option<f64>,
+    pub(super) backing: String,
+    pub(super) estimate: bool,
+}
+
+/// The event's place in the list, and the vCPU unless all are summed.
+type Row = (u32, Option<u32>);
+/// What goes into a row.
+type Parts<'o> = Vec<(&'o Opened, Part)>;
+
+/// Counts of events, or their growth since `before`, for each vCPU or summed over all of them.
+pub(super) fn totals(
+    opened: &[Opened],
+    now: &[EventReading],
+    before: &[EventReading],
+    per_vcpu: bool,
+) -> Vec<Total> {
+    let find = |list: &[EventReading], handle| list.iter().find(|r| Some(r.handle) == handle).cloned();
+    let mut sums: BTreeMap<Row, Parts<'_>> = BTreeMap::new();
+    for o in opened {
+        let part = match (o.handle, find(now, o.handle)) {
+            (None, _) => Part::NotSupported,
+            (Some(_), None) => Part::NotCounted,
+            (Some(_), Some(now)) => Part::of(&now, find(before, o.handle).as_ref()),
+        };
+        let key = (o.index, per_vcpu.then_some(o.vcpu));
+        sums.entry(key).or_default().push((o, part));
+    }
+    let total = |((_, vcpu), parts): (Row, Parts<'_>)| {
+        let first = parts.first()?.0;
+        let (counted, error_percent) = sum(parts.iter().map(|(_, p)| p));
+        let unit = if first.nanoseconds {
+            Unit::Nanoseconds
+        } else {
+            Unit::Count
+        };
+        Some(Total {
+            name: first.name.clone(),
+            vcpu,
+            unit,
+            counted,
+            error_percent,
+            backing: first.backing.clone(),
+            estimate: first.estimate,
+        })
+    };
+    sums.into_iter().filter_map(total).collect()
+}
+
+/// What one vCPU counted of an event.
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    NotSupported,
+    NotCounted,
+    Value {
+        count: u64,
+        enabled_ns: u64,
+        running_ns: u64,
+        standard_error: Option<f64>,
+    },
+}
+
+impl Part {
+    fn of(now: &EventReading, before: Option<&EventReading>) -> Self {
+        let Some(estimate) = now.estimate.filter(|_| !now.failed) else {
+            return Self::NotCounted;
+        };
+        let Some(before) = before else {
+            return Self::Value {
+                count: estimate,
+                enabled_ns: now.enabled_ns,
+                running_ns: now.running_ns,
+                standard_error: now.standard_error,
+            };
+        };
+        let value = now.value.saturating_sub(before.value);
+        let enabled_ns = now.enabled_ns.saturating_sub(before.enabled_ns);
+        let running_ns = now.running_ns.saturating_sub(before.running_ns);
+        if running_ns == 0 {
+            return Self::NotCounted;
+        }
+        // The interval's own share, as perf scales it.
+        let count = u128::from(value) * u128::from(enabled_ns.max(running_ns)) / u128::from(running_ns);
+        Self::Value {
+            count: u64::try_from(count).unwrap_or(u64::MAX),
+            enabled_ns,
+            running_ns,
+            standard_error: None,
+        }
+    }
+}
+
+/// The sum over vCPUs. One that is not counted leaves no sum: it would be short.
+fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Option<f64>) {
+    let (mut count, mut enabled, mut running) = (0u64, 0u64, 0u64);
+    let mut variance = Some(0.0);
+    for part in parts {
+        match *part {
+            Part::NotSupported => return (Counted::NotSupported, None),
+            Part::NotCounted => return (Counted::NotCounted, None),
+            Part::Value {
+                count: n,
+                enabled_ns,
+                running_ns,
+                standard_error,
+            } => {
+                count = count.saturating_add(n);
+                enabled = enabled.saturating_add(enabled_ns);
+                running = running.saturating_add(running_ns);
+                variance = variance
+                    .zip(standard_error)
+                    .map(|(sum, error)| sum + error * error);
+            }
+        }
+    }
+    let error = variance
+        .filter(|v| running < enabled && *v > 0.0 && count > 0)
+        .map(|v: f64| 100.0 * v.sqrt() / count as f64);
+    let counted = Counted::Value {
+        count,
+        enabled_ns: enabled,
+        running_ns: running,
+    };
+    (counted, error)
+}
+
+/// All runs as one: the mean of each count, and its error over the runs.
+pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
+    let Some(first) = runs.first() else {
+        return Vec::new();
+    };
+    if runs.len() == 1 {
+        return first.clone();
+    }
+    let merged = |(at, total): (usize, &Total)| {
+        let value = |run: &Vec<Total>| match run.get(at)?.counted {
+            Counted::Value {
+                count,
+                enabled_ns,
+                running_ns,
+            } => Some((count, enabled_ns, running_ns)),
+            _ => None,
+        };
+        let values: Option<Vec<_>> = runs.iter().map(value).collect();
+        let (counted, error_percent) = match (values, total.counted) {
+            (Some(values), _) => {
+                let counts: Vec<f64> = values.iter().map(|v| v.0 as f64).collect();
+                let (mean, error) = mean_and_error(&counts);
+                let n = values.len() as u64;
+                let counted = Counted::Value {
+                    count: mean.round() as u64,
+                    enabled_ns: values.iter().map(|v| v.1).sum::<u64>() / n,
+                    running_ns: values.iter().map(|v| v.2).sum::<u64>() / n,
+                };
+                (counted, error)
+            }
+            (None, Counted::NotSupported) => (Counted::NotSupported, None),
+            // Not counted in some run: no mean.
+            (None, _) => (Counted::NotCounted, None),
+        };
+        Total {
+            counted,
+            error_percent,
+            ..total.clone()
+        }
+    };
+    first.iter().enumerate().map(merged).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn opened(index: u32, vcpu: u32, handle: Option<u32>) -> Opened {
+        Opened {
+            handle,
+            unsupported: handle.is_none().then(|| "why".into()),
+            name: format!("e{index}"),
+            index,
+            vcpu,
+            backing: "hardware".into(),
+            nanoseconds: false,
+            estimate: false,
+            id: 0,
+            kind: 0,
+            config: 0,
+            ring: false,
+            no_ring: None,
+        }
+    }
+
+    fn reading(handle: u32, value: u64, enabled_ns: u64, running_ns: u64) -> EventReading {
+        EventReading {
+            handle,
+            value,
+            enabled_ns,
+            running_ns,
+            estimate: (running_ns > 0).then(|| value * enabled_ns / running_ns),
+            standard_error: Some(if running_ns < enabled_ns { 3.0 } else { 0.0 }),
+            failed: false,
+        }
+    }
+
+    /// A sum with a vCPU missing would be short without saying so.
+    #[test]
+    fn a_sum_needs_every_vcpu() {
+        let events = [
+            opened(0, 0, Some(0)),
+            opened(0, 1, Some(1)),
+            opened(1, 0, None),
+            opened(1, 1, None),
+        ];
+        let both = [reading(0, 5, 10, 10), reading(1, 7, 10, 10)];
+        let sums = totals(&events, &both, &[], false);
+        assert_eq!(sums.len(), 2);
+        assert!(matches!(sums[0].counted, Counted::Value { count: 12, .. }));
+        assert_eq!(sums[1].counted, Counted::NotSupported);
+        let one = [reading(0, 5, 10, 10), reading(1, 0, 10, 0)];
+        assert_eq!(totals(&events, &one, &[], false)[0].counted, Counted::NotCounted);
+        let each = totals(&events, &one, &[], true);
+        assert!(matches!(each[0].counted, Counted::Value { count: 5, .. }));
+        assert_eq!(each[1].counted, Counted::NotCounted);
+    }
+
+    #[test]
+    fn a_scaled_sum_carries_its_error() {
+        let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];
+        let readings = [reading(0, 50, 10, 5), reading(1, 100, 10, 10)];
+        let sums = totals(&events, &readings, &[], false);
+        let expected = Counted::Value {
+            count: 200,
+            enabled_ns: 20,
+            running_ns: 15,
+        };
+        assert_eq!(sums[0].counted, expected);
+        assert!((sums[0].error_percent.unwrap() - 1.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn an_interval_is_what_came_since_the_last() {
+        let events = [opened(0, 0, Some(0))];
+        let (before, now) = ([reading(0, 50, 100, 100)], [reading(0, 80, 200, 150)]);
+        let expected = Counted::Value {
+            count: 60,
+            enabled_ns: 100,
+            running_ns: 50,
+        };
+        assert_eq!(totals(&events, &now, &before, false)[0].counted, expected);
+        assert_eq!(totals(&events, &now, &now, false)[0].counted, Counted::NotCounted);
+    }
+
+    #[test]
+    fn repeated_runs_have_a_mean_only_if_all_were_counted() {
+        let total = |counted| Total {
+            name: "e".into(),
+            vcpu: None,
+            unit: Unit::Count,
+            counted,
+            error_percent: None,
+            backing: "hardware".into(),
+            estimate: false,
+        };
+        let value = |count| Counted::Value {
+            count,
+            enabled_ns: 1,
+            running_ns: 1,
+        };
+        let merged = merge(&[vec![total(value(10))], vec![total(value(20))]]);
+        assert!(matches!(merged[0].counted, Counted::Value { count: 15, .. }));
+        assert!((merged[0].error_percent.unwrap() - 100.0 / 3.0).abs() < 1e-9);
+        let merged = merge(&[vec![total(value(10))], vec![total(Counted::NotCounted)]]);
+        assert_eq!(merged[0].counted, Counted::NotCounted);
+    }
+}

@@ -1,0 +1,102 @@
+//! A VM of the real program with the built-in guest, spinning.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+pub const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
+
+/// A VM with a runtime directory of its own; killed when the test ends.
+pub struct SpinningVm {
+    pub child: Child,
+    pub runtime: tempfile::TempDir,
+    said: Arc<Mutex<Vec<String>>>,
+}
+
+impl SpinningVm {
+    /// Its guest spins in three functions, 60, 30 and 10 % of its time. `None` where there is no KVM.
+    pub fn start(name: &str, args: &[&str]) -> Option<Self> {
+        Self::start_by(Command::new(PROGRAM), name, args)
+    }
+
+    /// Likewise, with no more than `descriptors` of them for the VM.
+    pub fn start_with_few_descriptors(name: &str, args: &[&str], descriptors: u32) -> Option<Self> {
+        let mut shell = Command::new("/bin/sh");
+        shell
+            .arg("-c")
+            .arg(format!("ulimit -n {descriptors} && exec \"$0\" \"$@\""))
+            .arg(PROGRAM);
+        Self::start_by(shell, name, args)
+    }
+
+    fn start_by(mut program: Command, name: &str, args: &[&str]) -> Option<Self> {
+        if !Path::new("/dev/kvm").exists() {
+            eprintln!("skipped: no /dev/kvm here");
+            return None;
+        }
+        let runtime = tempfile::tempdir().unwrap();
+        let mut child = program
+            .args([
+                "-v",
+                "run",
+                "--name",
+                name,
+                "--memory",
+                "32M",
+                "--cmdline",
+                "loop",
+            ])
+            .args(args)
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let (lines, list) = (BufReader::new(child.stderr.take().unwrap()).lines(), said.clone());
+        // What it says must not fill the pipe.
+        std::thread::spawn(move || {
+            lines
+                .map_while(Result::ok)
+                .for_each(|l| list.lock().unwrap().push(l))
+        });
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let vm = Self { child, runtime, said };
+        // The sockets were there before the guest started.
+        let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
+        assert!(spins, "the guest does not spin: {:?}", vm.said());
+        Some(vm)
+    }
+
+    /// What it has said on standard error so far.
+    pub fn said(&self) -> Vec<String> {
+        self.said.lock().unwrap().clone()
+    }
+
+    /// A command of this VM's operator.
+    pub fn operator(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(PROGRAM);
+        command.args(args).env("XDG_RUNTIME_DIR", self.runtime.path());
+        command
+    }
+}
+
+impl Drop for SpinningVm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for something that must come about; the bound only makes a failure end.
+pub fn eventually(what: &str, mut test: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !test() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
