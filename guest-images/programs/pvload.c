@@ -8,7 +8,7 @@
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS          N threads that spin
  *   idle SECONDS               sleeps
- *   watch SECONDS              busy loop that looks at the TSC and says how much of it the loop had
+ *   gaps SECONDS              busy loop that looks at the TSC and says how much of it the loop had
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
  *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
  *
@@ -206,7 +206,7 @@ static int ticks_order(const void *a, const void *b)
  * shorter is not seen: some microseconds on a processor, a tenth of a millisecond where one is emulated and a way into the
  * kernel takes longer still.
  */
-static int watch(const char *seconds)
+static int gaps(const char *seconds)
 {
 	enum { PIECE = 8000, LOOKS = 1001, TIMES = 3 };
 	static uint64_t pieces[LOOKS];
@@ -229,7 +229,7 @@ static int watch(const char *seconds)
 			user += last - begin > TIMES * usual ? usual : last - begin;
 		}
 	} while (now(CLOCK_MONOTONIC) < end);
-	printf("watch: user_ticks=%llu ticks=%llu piece_ticks=%llu\n", (unsigned long long)user,
+	printf("gaps: user_ticks=%llu ticks=%llu piece_ticks=%llu\n", (unsigned long long)user,
 	       (unsigned long long)(last - first), (unsigned long long)usual);
 	return 0;
 }
@@ -304,9 +304,9 @@ static int run(int argc, char **argv)
 		return threads(argv[1], argv[2]);
 	if (!strcmp(name, "idle") && argc == 2)
 		return idle(argv[1]);
-	if (!strcmp(name, "watch") && argc == 2)
-		return watch(argv[1]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, watch SECONDS, gate ...\n",
+	if (!strcmp(name, "gaps") && argc == 2)
+		return gaps(argv[1]);
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, gaps SECONDS, gate ...\n",
 	      stderr);
 	return 2;
 }

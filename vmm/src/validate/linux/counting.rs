@@ -233,7 +233,7 @@ impl Linux<'_> {
         while tries <= TRIES {
             rows.clear();
             // Timer ticks are the kernel's, and not little where exits are slow: the program finds out what it had itself.
-            let command = perf_stat("-a -e cycles:u,cycles:k,cycles", "watch 1.5");
+            let command = perf_stat("-a -e cycles:u,cycles:k,cycles", "gaps 1.5");
             let done = guest.run("levels", &command, None)?;
             let counted = counts(&done.text);
             let value = |event| of(&counted, event).and_then(|count| count.value);
