@@ -8,7 +8,7 @@
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS          N threads that spin
  *   idle SECONDS               sleeps
- *   gaps SECONDS              busy loop that looks at the TSC and says how much of it the loop had
+ *   gaps SECONDS               busy loop that looks at the TSC and says how much of it the loop had
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
  *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
  *
