@@ -296,6 +296,11 @@ impl StepMeter {
         }
     }
 
+    /// Address behind the instruction that is being stepped; `None` when none is or it could not be read.
+    pub fn next_ip(&self) -> Option<u64> {
+        Some(self.pending.as_ref()?.instruction?.next_ip())
+    }
+
     /// Forgets a step that was begun, because stepping ends here or the vCPU's state was replaced.
     pub fn abandon(&mut self) {
         self.pending = None;

@@ -366,6 +366,24 @@ fn what_cannot_be_explained_is_said_and_not_counted() {
     assert_eq!(step(NOP, CODE), Step::default());
 }
 
+/// An instruction on a page that is not there yet faults, and is executed when the handler has brought the page: begun anew with
+/// the memory as it is then, it counts.
+#[test]
+fn an_instruction_that_could_not_be_read_counts_when_it_is_begun_again() {
+    let mut meter = StepMeter::new(Vendor::Intel);
+    assert_eq!(
+        meter.begin(&at(CODE, 3), &mut Memory(Vec::new())),
+        Ahead::Unreadable
+    );
+    assert_eq!(meter.next_ip(), None);
+    let mut memory = Memory::new(&[0xEB, 0x0E]);
+    assert_eq!(meter.begin(&at(CODE, 3), &mut memory), Ahead::Plain);
+    assert_eq!(meter.next_ip(), Some(CODE + 2));
+    let step = meter.end(&at(CODE + 0x10, 3), &mut memory);
+    assert_eq!((step.user.instructions, step.user.taken_branches), (1, 1));
+    assert!(!step.lost && !step.event);
+}
+
 #[test]
 fn a_step_that_was_not_begun_or_was_abandoned_counts_nothing() {
     let mut meter = StepMeter::new(Vendor::Intel);

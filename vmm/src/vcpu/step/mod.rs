@@ -79,6 +79,15 @@ pub struct Tally {
     pub unstepped: u64,
 }
 
+/// Why user code goes on only after its kernel has run, when the instruction is decoded (again).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AfterKernel {
+    /// A SYSCALL was executed here; its result is in RAX when it returns.
+    Called,
+    /// The code could not be read: the instruction faults, and is executed when its page is there.
+    Faults,
+}
+
 /// Steps one vCPU.
 #[derive(Debug)]
 pub struct Stepper {
@@ -94,6 +103,8 @@ pub struct Stepper {
     ahead: Ahead,
     /// Where the present step began.
     before: Option<CpuState>,
+    /// The guest's kernel runs before the instruction of the present step does.
+    after_kernel: Option<AfterKernel>,
     /// User code runs or ran unstepped since here.
     gap: bool,
     /// Where the IRET leads that is being stepped, out to user code that cannot be stepped.
@@ -124,6 +135,7 @@ impl Stepper {
             user_only: false,
             ahead: Ahead::Plain,
             before: None,
+            after_kernel: None,
             gap: false,
             outward: None,
             halted: false,
@@ -358,6 +370,11 @@ impl Stepper {
             if !self.meter.in_step() {
                 self.begin(state);
             }
+            // Stepped, it would not stop unless the flags it loads have the trap flag.
+            if self.code(state) == Some(SYSRETQ) && self.system_return(fd, *state)? {
+                self.drop_step();
+                return Ok(Prepared::Executed(Step::default()));
+            }
             if too_far || self.ahead == Ahead::Halt {
                 // Other code than ours is waited for. Whoever comes back to user code first is not known.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
@@ -378,7 +395,15 @@ impl Stepper {
                 self.drop_step();
             }
             if !self.meter.in_step() {
-                self.begin(state);
+                match self.begin(state) {
+                    Ahead::SystemCall => {
+                        if let Some(step) = self.call_kernel(fd, debug, state)? {
+                            return Ok(Prepared::Executed(step));
+                        }
+                    }
+                    Ahead::Unreadable => self.after_kernel = Some(AfterKernel::Faults),
+                    _ => {}
+                }
             }
         }
         self.strays |= want.step;
@@ -478,6 +503,7 @@ impl Stepper {
     fn begin(&mut self, state: &State) -> Ahead {
         let cpu = state.cpu();
         self.before = Some(cpu);
+        self.after_kernel = None;
         self.ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
         self.ahead
     }
@@ -494,6 +520,7 @@ impl Stepper {
     fn drop_step(&mut self) {
         self.meter.abandon();
         self.before = None;
+        self.after_kernel = None;
     }
 
     fn end(&mut self, state: &State) -> Step {
@@ -533,15 +560,28 @@ impl Stepper {
             self.meter.begin(&CpuState { cpl: 3, ..cpu }, &mut Nothing);
         }
         let before = self.before.take();
-        let mut step = match before {
-            Some(called) if self.ahead == Ahead::SystemCall && called.cpl != 0 && cpu.cpl != 0 => {
+        let from_user = before.is_some_and(|before| before.cpl != 0);
+        let mut step = match (before, self.after_kernel.take()) {
+            (Some(mut before), Some(why)) if cpu.cpl != 0 => {
+                if why == AfterKernel::Called {
+                    before.gpr[0] = cpu.gpr[0];
+                }
+                self.meter.begin(&before, &mut memory);
+                self.meter.end(&cpu, &mut memory)
+            }
+            (Some(called), _)
+                if from_user
+                    && cpu.cpl != 0
+                    && matches!(self.ahead, Ahead::SystemCall | Ahead::Interrupt(_)) =>
+            {
                 came_back(&mut self.meter, &called, &cpu, &mut memory)
             }
             _ => self.meter.end(&cpu, &mut memory),
         };
         self.watched.clear();
         self.tally.steps += 1;
-        if step.lost {
+        // The kernel's steps on the way to user code count nothing.
+        if step.lost && (from_user || !self.user_only) {
             self.tally.lost += 1;
             log::debug!("lost track: {before:x?} led to {:#x} at CPL {}", cpu.rip, cpu.cpl);
             step.user = Default::default();

@@ -3,8 +3,9 @@
 use kvm_ioctls::VcpuFd;
 use vpmu::exact::{CpuState, Step, StepMeter};
 
+use super::debug::{GuestDebug, Want};
 use super::state::{Linear, Nothing, State};
-use super::{RFLAGS_RF, RFLAGS_TF, StepError, Stepper, failed};
+use super::{AfterKernel, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply, failed};
 
 /// EFER.SCE: SYSCALL and SYSRET exist.
 const EFER_SCE: u64 = 1;
@@ -34,7 +35,52 @@ impl Stepper {
         Ok(true)
     }
 
-    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. False when it would fault.
+    /// User code, which alone is counted, is about to call its kernel: the SYSCALL is executed and counted here, because
+    /// what comes next need not be its return. The kernel may switch to another task, which ends the counting, or the task may
+    /// end. The trap flag waits in the flags that the kernel saves. `None`: the processor must execute it.
+    pub(super) fn call_kernel(
+        &mut self,
+        fd: &VcpuFd,
+        debug: &mut GuestDebug,
+        state: &State,
+    ) -> Result<Option<Step>, StepError> {
+        let events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        let before_it = events.exception.injected | events.exception.pending | events.nmi.injected;
+        if before_it | events.interrupt.injected != 0 {
+            return Ok(None);
+        }
+        // KVM ties the trap flag to the present address, where the vCPU will not be any more.
+        let want = Want {
+            step: true,
+            ..Want::default()
+        };
+        apply(fd, debug, want)?;
+        self.strays = true;
+        let mut traced = *state;
+        traced.regs.rflags |= RFLAGS_TF;
+        if !self.system_call(fd, traced)? {
+            return Ok(None);
+        }
+        let called = state.cpu();
+        let in_kernel = CpuState {
+            rip: 0,
+            cpl: 0,
+            ..called
+        };
+        let step = self.meter.end(&in_kernel, &mut Nothing);
+        self.tally.steps += 1;
+        let mut behind = called;
+        behind.rip = called.rip.wrapping_add(2);
+        behind.gpr[1] = behind.rip;
+        behind.gpr[11] = called.rflags;
+        self.ahead = self.meter.begin(&behind, &mut Linear::new(&self.memory, state));
+        self.before = Some(behind);
+        self.after_kernel = Some(AfterKernel::Called);
+        Ok(Some(step))
+    }
+
+    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. The trap flag goes into the saved
+    /// flags only. False when it would fault.
     pub(super) fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
             return Ok(false);
@@ -44,7 +90,7 @@ impl Stepper {
         state.regs.rcx = state.regs.rip.wrapping_add(2);
         state.regs.r11 = flags;
         state.regs.rip = lstar;
-        state.regs.rflags = flags & !mask | 2;
+        state.regs.rflags = flags & !mask & !RFLAGS_TF | 2;
         let selector = (star >> 32) as u16 & 0xfffc;
         state.sregs.cs = flat_segment(selector, 0xb, 0);
         state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
@@ -54,15 +100,15 @@ impl Stepper {
     }
 }
 
-/// User code called its kernel and is back. The trap flag came back with its flags, so the instruction behind the
-/// SYSCALL was executed too.
+/// User code called its kernel, by SYSCALL or INT, and is back. The trap flag came back with its flags, so the instruction
+/// behind the call was executed too.
 pub(super) fn came_back(
     meter: &mut StepMeter,
     called: &CpuState,
     cpu: &CpuState,
     memory: &mut Linear<'_>,
 ) -> Step {
-    let behind = called.rip.wrapping_add(2);
+    let behind = meter.next_ip().unwrap_or(called.rip);
     let mut step = meter.end(
         &CpuState {
             rip: 0,
