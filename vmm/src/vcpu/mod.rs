@@ -18,10 +18,10 @@ pub mod step;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch};
-use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
+use kvm_ioctls::{Cap, SyncReg, VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
 use vpmu::{ParavirtualEvent, PmiReady};
 
@@ -63,6 +63,29 @@ enum EntryError {
     Read(#[source] kvm_ioctls::Error),
 }
 
+/// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
+/// back into it.
+const READ_SETTLES: Duration = Duration::from_micros(50);
+/// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must get on.
+const MOST_READS_AGAIN: u32 = 16;
+
+/// An RDPMC that was answered.
+#[derive(Clone, Copy, Debug)]
+struct Read {
+    /// Where it is.
+    at: u64,
+    when: Instant,
+}
+
+impl Read {
+    fn now(at: u64) -> Option<Self> {
+        Some(Self {
+            at,
+            when: Instant::now(),
+        })
+    }
+}
+
 /// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
 const CR4_PCE: u64 = 1 << 8;
 
@@ -92,10 +115,12 @@ pub struct Vcpu {
     /// With the exact backing.
     stepper: Option<Stepper>,
     mailbox: Arc<Mailbox>,
-    /// Address of the RDPMC that the guest executed last, as long as it may not have gone on from there.
-    just_read: Option<u64>,
+    /// The RDPMC that the guest executed last, as long as nothing is known of what it executed since.
+    just_read: Option<Read>,
     /// How many PMIs in a row had an RDPMC done again.
     reads_again: u32,
+    /// Registers come and go with KVM_RUN.
+    syncs_registers: bool,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -129,6 +154,7 @@ impl Vcpu {
             mailbox: Arc::default(),
             just_read: None,
             reads_again: 0,
+            syncs_registers: false,
             on_first_entry: None,
         })
     }
@@ -190,6 +216,12 @@ impl Vcpu {
                 return;
             }
         };
+        // The stepper reads and writes registers between two entries; both ways at once would undo each other.
+        self.syncs_registers =
+            self.pmu.is_some() && self.stepper.is_none() && self.vm.check_extension(Cap::SyncRegs);
+        if self.syncs_registers {
+            self.fd.set_sync_valid_reg(SyncReg::Register);
+        }
         if let Some(f) = self.on_first_entry.take() {
             f();
         }
@@ -348,7 +380,7 @@ impl Vcpu {
             Some(value) => {
                 regs.rax = value & 0xffff_ffff;
                 regs.rdx = value >> 32;
-                self.just_read = Some(regs.rip);
+                self.just_read = Read::now(regs.rip);
                 regs.rip = regs.rip.wrapping_add(hwbp::LENGTH);
                 self.fd.set_regs(&regs)
             }
@@ -392,15 +424,13 @@ impl Vcpu {
                 return Ok(());
             }
         }
+        if let Some(wait) = self.interrupt_before_read().map_err(EntryError::Read)? {
+            timer.kick_in(wait);
+            return Ok(());
+        }
         match self.lvtpc.deliver(&self.vm, &mut self.fd)? {
-            Delivery::Nmi => {
-                self.stats.pmi_nmi.inc();
-                self.interrupt_before_read().map_err(EntryError::Read)?;
-            }
-            Delivery::Fixed => {
-                self.stats.pmi_fixed.inc();
-                self.interrupt_before_read().map_err(EntryError::Read)?;
-            }
+            Delivery::Nmi => self.stats.pmi_nmi.inc(),
+            Delivery::Fixed => self.stats.pmi_fixed.inc(),
             Delivery::Dropped => self.stats.pmi_dropped.inc(),
             Delivery::Masked => {
                 // The guest unmasks LVTPC without telling us; look again at every exit, and soon without one.
@@ -415,26 +445,34 @@ impl Vcpu {
         Ok(())
     }
 
-    /// A PMI is about to interrupt the guest. If the guest has just executed RDPMC and not gone on, the PMI comes before
-    /// it: it is executed again after the handler.
+    /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI comes before
+    /// it: it is executed again after the handler. Returns how long the PMI must wait instead.
     ///
     /// Linux brings an event up to date by reading its last value, RDPMC, and a compare-and-exchange of that last
-    /// value. A handler that comes right behind the RDPMC restarts the period, after which the last value can be what it was
-    /// before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and its PMI that is a
-    /// matter of nanoseconds; here the exit for RDPMC is where overflows are found, and PMIs would come behind it as a
-    /// rule.
-    fn interrupt_before_read(&mut self) -> Result<(), kvm_ioctls::Error> {
-        /// PMIs in a row after which an RDPMC is let through: a guest whose counters overflow all the time must get on.
-        const MOST: u32 = 16;
+    /// value. A handler in between restarts the period, after which the last value can be what it was
+    /// before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and the exchange that is a
+    /// matter of nanoseconds; here the exit for RDPMC is where overflows are found, and timers ring on the way back from it, so
+    /// PMIs would come behind it as a rule.
+    fn interrupt_before_read(&mut self) -> Result<Option<Duration>, kvm_ioctls::Error> {
         let in_a_row = std::mem::take(&mut self.reads_again);
-        let Some(at) = self.just_read.take() else {
-            return Ok(());
+        let Some(Read { at, when }) = self.just_read else {
+            return Ok(None);
         };
         // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its end.
-        if in_a_row == MOST || self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
-            return Ok(());
+        if self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
+            return Ok(None);
         }
         let mut regs = self.fd.get_regs()?;
+        let behind = at.wrapping_add(TRAP.len() as u64);
+        if regs.rip != at && regs.rip != behind {
+            // It has gone on, and may still have the value in hand.
+            return Ok((when.elapsed() < READ_SETTLES).then_some(READ_SETTLES));
+        }
+        if in_a_row == MOST_READS_AGAIN {
+            // Its counters overflow again each time it gets here: this time it goes on first.
+            self.reads_again = in_a_row;
+            return Ok(Some(MASKED_PMI_POLL));
+        }
         if regs.rip == at {
             // KVM has yet to step over the OUT that stands for RDPMC. This request stays: the next entry is made twice.
             self.fd.set_kvm_immediate_exit(1);
@@ -445,12 +483,13 @@ impl Vcpu {
             }
             regs = self.fd.get_regs()?;
         }
-        if regs.rip == at.wrapping_add(TRAP.len() as u64) {
+        if regs.rip == behind {
             regs.rip = at;
             self.fd.set_regs(&regs)?;
             self.reads_again = in_a_row + 1;
         }
-        Ok(())
+        self.just_read = None;
+        Ok(None)
     }
 
     /// Steps 5 and 6: KVM_RUN and its exit.
@@ -554,20 +593,28 @@ impl Vcpu {
     fn rdpmc(&mut self, armed: &kick::Armed) {
         self.stats.rdpmc.inc();
         let Some(pmu) = &mut self.pmu else { return };
-        let mut regs = match self.fd.get_regs() {
-            Ok(regs) => regs,
-            Err(e) => {
-                log::error!("vcpu{}: KVM_GET_REGS: {e}", self.id);
-                self.control.stop(StopReason::Failed);
-                return;
+        let mut regs = if self.syncs_registers {
+            self.fd.sync_regs_mut().regs
+        } else {
+            match self.fd.get_regs() {
+                Ok(regs) => regs,
+                Err(e) => {
+                    log::error!("vcpu{}: KVM_GET_REGS: {e}", self.id);
+                    self.control.stop(StopReason::Failed);
+                    return;
+                }
             }
         };
         match pmu.rdpmc(regs.rcx as u32) {
             Some(value) => {
-                self.just_read = Some(regs.rip);
+                self.just_read = Read::now(regs.rip);
                 regs.rax = value & 0xffff_ffff;
                 regs.rdx = value >> 32;
-                if let Err(e) = self.fd.set_regs(&regs) {
+                if self.syncs_registers {
+                    // Before it completes the port write, the next KVM_RUN takes them.
+                    self.fd.sync_regs_mut().regs = regs;
+                    self.fd.set_sync_dirty_reg(SyncReg::Register);
+                } else if let Err(e) = self.fd.set_regs(&regs) {
                     log::error!("vcpu{}: KVM_SET_REGS: {e}", self.id);
                     self.control.stop(StopReason::Failed);
                 }
