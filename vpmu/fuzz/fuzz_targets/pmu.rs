@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 mod testing;
 
 /// Between two lines that say how far it is.
-const STEP: u64 = 10_000_000;
+const STEP: u64 = 1_000_000;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     static OPERATIONS: AtomicU64 = AtomicU64::new(0);

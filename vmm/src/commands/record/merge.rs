@@ -11,7 +11,8 @@
 //!   for the guest and light samples that were lost. So the weights add up to the count, too.
 //! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time.
 //! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every sample, and only
-//!   full ones count, until the guest shows again.
+//!   full ones count, until the guest shows again. Likewise where KVM's own work for the guest is so much that a few full
+//!   samples would stand for most of the count.
 
 use std::collections::VecDeque;
 
@@ -19,13 +20,15 @@ use perf_core::pmu::host::{GuestSample, Side};
 
 /// Light samples between two decisions.
 const WINDOW: u64 = 40;
+/// Likewise, where the share of KVM's own work is decided on: one that is 10 % in truth is not taken for twice that.
+const WORK_WINDOW: u64 = 10 * WINDOW;
 /// Full samples after which going back to light ones is considered.
 const FULL_WINDOW: u32 = 100;
-/// Where KVM interprets the guest's kernel: the share of time unseen from which on every sample is taken full. Below it the
+/// The share of time unseen from which on every sample is taken full. Where KVM interprets the guest's kernel, below it the
 /// few full samples in the guest's kernel stand for all of the unseen time: how much that was is known, and where, to a
 /// point or two after some seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// The share of full samples in the guest's kernel below which light ones are enough again.
+/// The share of full samples in the guest's kernel, or of KVM's own work, below which light ones are enough again.
 const KERNEL_LIMIT: f64 = 0.15;
 /// How far the unseen share must be above one that turned out not to be the guest's.
 const MARGIN: f64 = 0.05;
@@ -320,9 +323,11 @@ impl Merge {
         if seen < WINDOW {
             return None;
         }
-        if !self.terms.interpreted {
-            // Time in the host's kernel is KVM's own, unless it is all there is.
-            return Some(!self.ever_seen);
+        if !self.terms.interpreted && !self.ever_seen {
+            return Some(true);
+        }
+        if !self.terms.interpreted && seen < WORK_WINDOW {
+            return None;
         }
         self.share = self.host as f64 / seen as f64;
         Some(self.share > self.limit)
@@ -330,7 +335,12 @@ impl Merge {
 
     fn shows_enough(&mut self) -> Option<bool> {
         if !self.terms.interpreted {
-            return (self.guest > 0).then_some(true);
+            // The light ones go on, only to be counted.
+            let seen = self.guest + self.host;
+            if self.share == 0.0 {
+                return (self.guest > 0).then_some(true);
+            }
+            return (seen >= WORK_WINDOW).then_some((self.host as f64) < KERNEL_LIMIT * seen as f64);
         }
         if self.full < FULL_WINDOW {
             return None;
@@ -426,11 +436,38 @@ mod tests {
         m.light(sample(200, Side::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
-        // A host that works a lot for its guest is none.
-        for t in 300..300 + 10 * WINDOW {
-            m.light(sample(t, Side::HostKernel));
+        // A host that works for its guest now and then is none.
+        for t in 300..300 + WORK_WINDOW {
+            let work = t % 8 == 0;
+            m.light(sample(t, if work { Side::HostKernel } else { Side::GuestUser }));
         }
         assert_eq!(m.decide(1000), None);
+    }
+
+    /// Where most of the time is KVM's work, a few full samples would stand for it: all are, until there is less of it.
+    #[test]
+    fn much_work_of_kvm_has_all_samples_taken_full() {
+        let mut m = merge(false);
+        let mut now = 0;
+        let mut pass = |m: &mut Merge, one_in: u64| {
+            for _ in 0..WORK_WINDOW {
+                now += 1;
+                let side = if now % one_in == 0 {
+                    Side::HostKernel
+                } else {
+                    Side::GuestUser
+                };
+                m.light(sample(now, side));
+            }
+            (m.decide(now), now)
+        };
+        assert_eq!(pass(&mut m, 10).0, None);
+        let (decision, at) = pass(&mut m, 3);
+        assert_eq!(decision, Some(1));
+        assert!(!m.is_blind());
+        assert_eq!(m.full(whose(at + 1, 1), 0, PERIOD), PERIOD);
+        assert_eq!(pass(&mut m, 6).0, None);
+        assert_eq!(pass(&mut m, 10).0, Some(20));
     }
 
     /// Where the guest's kernel is interpreted, time that is not seen is the kernel's.
