@@ -428,6 +428,19 @@ impl Lab {
         self.ending.has_come() || self.link.waiting().gone.is_some()
     }
 
+    /// Whether it still does something when asked, within `limit`.
+    pub fn answers(&self, limit: Duration) -> bool {
+        self.start(&Command::new("true"))
+            .and_then(|process| process.wait(limit))
+            .is_ok_and(|output| output.success())
+    }
+
+    /// Ends it by force.
+    pub fn abandon(&self) {
+        self.ending.abandoned.store(true, Ordering::Relaxed);
+        self.ending.wait(Duration::from_secs(10));
+    }
+
     /// The console of the lab host.
     pub fn log(&self) -> &Path {
         &self.log

@@ -35,6 +35,9 @@ pub enum PlaceError {
     Choice(String),
 }
 
+/// How long a lab may take to run `true`.
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+
 /// Where Linux guests can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kvm {
@@ -100,6 +103,18 @@ impl LabHost {
             *lab = Arc::new(Lab::boot(&self.options)?);
         }
         Ok(Arc::clone(&lab))
+    }
+
+    /// Ends a lab that does not answer, so that the next use boots another.
+    pub fn replace_if_hung(&self) {
+        let lab = self.last();
+        if !lab.is_gone() && !lab.answers(ANSWER_LIMIT) {
+            eprintln!(
+                "the lab host does not answer any more; its console is in {}",
+                lab.log().display()
+            );
+            lab.abandon();
+        }
     }
 
     /// The lab, dead or alive.

@@ -87,4 +87,16 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let place = Place::Lab(host);
     let output = place.run(&Command::shell("echo alive"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive\n");
+
+    // So it is with one that hangs.
+    let Place::Lab(host) = &place else { unreachable!() };
+    host.replace_if_hung();
+    assert!(!host.last().is_gone(), "this one does not hang");
+    let hang = Command::shell("kill -STOP $(pidof lab-agent)");
+    let stopped = host.last().start(&hang).unwrap();
+    stopped.wait(Duration::from_secs(2)).unwrap_err();
+    host.replace_if_hung();
+    assert!(host.last().is_gone());
+    let output = place.run(&Command::shell("echo alive again"), LIMIT).unwrap();
+    assert_eq!(output.stdout_text(), "alive again\n");
 }
