@@ -111,12 +111,17 @@ impl Handle {
         result.ok_or(ControlError::Closed)
     }
 
-    /// Changes the period, or for an event that samples by frequency the frequency in Hz, from the next overflow on.
-    /// Children keep theirs.
+    /// Changes the period, or for an event that samples by frequency the frequency in Hz. A VM-wide event changes it in the
+    /// vCPUs there are and in those to come.
+    ///
+    /// An event that is on begins a new period at once, or a long old one would first have to end. What was counted of the
+    /// old one is the next sample's: periods of samples add up to the count. An event that is off begins it when it is on
+    /// again, a throttled one when the throttle ends: a change is no way around the limit. A frequency's period is not
+    /// changed by this; it finds the new frequency by and by.
     ///
     /// # Errors
     /// [`ControlError::Invalid`] for a counting event, for 0, and for a frequency above the limit;
-    /// [`ControlError::Closed`].
+    /// [`ControlError::Driver`] if a driver refuses (what it refused keeps its period), [`ControlError::Closed`].
     pub fn set_period(&self, period: u64) -> Result<(), ControlError> {
         let inner = &self.inner.event;
         if !inner.shared.attr.is_sampling() {
@@ -130,12 +135,15 @@ impl Handle {
                 "the frequency is above the sample rate limit",
             ));
         }
-        let mut context = inner.cell.lock();
-        let event = context
-            .get(inner.key, &inner.shared)
+        let mut refused = Ok(());
+        inner
+            .for_each(|context, key, _| {
+                if let Err(error) = context.events[key].set_period(period) {
+                    refused = Err(error);
+                }
+            })
             .ok_or(ControlError::Closed)?;
-        event.sampling.set_period(period);
-        Ok(())
+        Ok(refused?)
     }
 
     /// Lets the next overflow come after exactly `overflow_in` further counts, at once, also while the event runs.

@@ -15,7 +15,7 @@ use crate::open::OpenError;
 use crate::output::Locked;
 use crate::overflow::SampleRegs;
 use crate::pmu::{Capacity, Pmu, VcpuId};
-use crate::sample::Overflowed;
+use crate::sample::{Overflowed, Rate};
 use crate::schedule::SharePolicy;
 use crate::sideband::Wanted;
 use crate::software::{Gates, SoftwareId};
@@ -383,24 +383,30 @@ impl CoreInner {
         let family = parent.family.as_ref().expect("only families are inherited");
         // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
         let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
-        let (enabled, period, output, enable_on_exec) = {
+        let (enabled, mut rate, output, enable_on_exec) = {
             let mut vm = self.vm.lock();
             let found = vm.get(parent_key, parent);
-            found.map_or((false, 0, None, false), |e| {
+            found.map_or((false, Rate::default(), None, false), |e| {
                 (
                     e.state >= State::Inactive,
-                    e.sampling.period,
+                    e.sampling.rate(),
                     e.output.clone(),
                     e.enable_on_exec,
                 )
             })
         };
+        if rate.freq != 0
+            && let Some(sibling) = family.live().first()
+        {
+            // The family counts nothing itself. What its children have found is better than the 1 it began with.
+            rate.period = sibling.cell.lock().events[sibling.key].sampling.period;
+        }
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
         let pool = driver
             .map(|(d, slots)| context.pool(d, slots, self.limits.reserved_slots.load(Ordering::Relaxed)));
         let mut event = Event::new(shared, Some(Arc::clone(parent)), pool, source, enabled);
-        event.sampling.inherit_period(period);
+        event.sampling.inherit_rate(rate);
         event.output = output;
         event.enable_on_exec = enable_on_exec;
         let key = context.add(event, leader, now_ns);

@@ -317,4 +317,23 @@ impl Event {
         self.sampling.set_left(overflow_in, raw);
         Ok(())
     }
+
+    /// Changes the period, or the frequency. A new period begins at once; of the old one nothing is lost: an overflow that
+    /// passed is still served, and what was counted since is the next one's.
+    pub fn set_period(&mut self, value: u64) -> Result<(), PmuError> {
+        let raw = self.raw();
+        let mut changed = self.sampling;
+        changed.set_rate(value);
+        if let Source::Driver(driver) = &mut self.source
+            && self.state == State::Active
+            && !self.sampling.throttled
+        {
+            let _ = driver.take_overflows();
+            driver.rearm(raw, changed.period)?;
+            self.sampling.disarm_at(raw);
+        }
+        self.sampling.set_rate(value);
+        self.sampling.restart(raw);
+        Ok(())
+    }
 }

@@ -116,7 +116,8 @@ impl Context {
     }
 
     /// Accounts `times` overflows of a driver's event that were noticed together: one interrupt, one sample that
-    /// stands for all of them by its period.
+    /// stands for all of them by its period. A sample's period is what the event counted since the one before, and not
+    /// what was set: the two differ after a change, a throttle, or where several overflows are noticed at once.
     #[allow(clippy::too_many_arguments)]
     fn overflow(
         &mut self,
@@ -131,7 +132,7 @@ impl Context {
         if times == 0 {
             return;
         }
-        let period = self.events[key].sampling.period.saturating_mul(u64::from(times));
+        let period = self.events[key].sampling.account(0);
         let times = self.events[key].sampling.count_down(times);
         let throttle = self.one_overflow(core, cell, key, true, period, now_ns, Some(regs));
         self.report(key, times.counted, batch);
@@ -143,7 +144,8 @@ impl Context {
     }
 
     /// Accounts `times` overflows of a raised event: each an overflow of its own, until a throttle or its limit breaks
-    /// the burst. What remains of it is lost, as the interrupts of a throttled counter are.
+    /// the burst. The samples of what remains are lost, as the interrupts of a throttled counter are; the next sample
+    /// stands for their counts.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn raised_overflow(
         &mut self,
@@ -162,9 +164,11 @@ impl Context {
             }
             return;
         }
-        let period = self.events[key].sampling.period;
+        // One of them may change it.
+        let apart = self.events[key].sampling.period;
         let mut done = 0u32;
         for i in 0..times {
+            let period = self.events[key].sampling.account((times - 1 - i) * apart);
             let countdown = self.events[key].sampling.count_down(1);
             let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
             let throttle = self.one_overflow(core, origin, key, i > 0, period, now_ns, regs);

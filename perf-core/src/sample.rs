@@ -18,6 +18,15 @@ pub(crate) struct CountDown {
     pub last: bool,
 }
 
+/// How often an event overflows.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rate {
+    /// Counts from one overflow to the next.
+    pub period: u64,
+    /// Wanted overflows per second, which the period follows; 0: the period is fixed.
+    pub freq: u64,
+}
+
 /// An event's sampling state.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sampling {
@@ -25,10 +34,14 @@ pub(crate) struct Sampling {
     pub period: u64,
     /// Wanted overflows per second; 0: fixed period.
     pub freq: u64,
-    /// Counts until the next overflow, while the event is off.
+    /// Counts until the next overflow, while a driver's event is off.
     left: u64,
-    /// The driver's count at which the next overflow is due, while it is on.
+    /// The count at which the next overflow is due: while a driver's event is on, and always for a raised one.
     next_at: u64,
+    /// The count at which the last overflow that passed was due.
+    due: u64,
+    /// The count up to which samples stand for it: where the last overflow that was accounted was due.
+    covered: u64,
     /// Overflows that passed and were not served yet.
     pub pending: u32,
     /// Overflows since the last tick.
@@ -56,15 +69,25 @@ impl Sampling {
             period,
             freq,
             left: period,
+            next_at: period,
             ..Self::default()
         }
     }
 
-    /// A child goes on with the period its parent has now.
-    pub fn inherit_period(&mut self, period: u64) {
-        if period != 0 {
-            self.period = period;
-            self.left = period;
+    /// A child that has not counted yet goes on with the period and the frequency its family has now.
+    pub fn inherit_rate(&mut self, family: Rate) {
+        self.freq = family.freq;
+        if family.period != 0 {
+            self.period = family.period;
+            self.restart(0);
+        }
+    }
+
+    /// The period and the frequency in force.
+    pub fn rate(&self) -> Rate {
+        Rate {
+            period: self.period,
+            freq: self.freq,
         }
     }
 
@@ -102,26 +125,26 @@ impl Sampling {
         }
         if self.period == 0 {
             self.armed = false;
+            self.due = self.next_at;
             return 1;
         }
-        let times = over / self.period + 1;
-        self.next_at = self.next_at.wrapping_add(times.wrapping_mul(self.period));
-        u32::try_from(times).unwrap_or(u32::MAX)
+        let more = over / self.period;
+        self.due = self.next_at.wrapping_add(more * self.period);
+        self.next_at = self.due.wrapping_add(self.period);
+        u32::try_from(more + 1).unwrap_or(u32::MAX)
     }
 
-    /// Adds `n` counts of an event that the core counts itself: how many overflows that makes.
-    pub fn add(&mut self, n: u64) -> u64 {
-        if n < self.left {
-            self.left -= n;
-            return 0;
-        }
-        let over = n - self.left;
-        if self.period == 0 {
-            self.armed = false;
-            return 1;
-        }
-        self.left = self.period - over % self.period;
-        over / self.period + 1
+    /// `n` of its counts cannot be sampled: they bring the next overflow no nearer.
+    pub fn skip(&mut self, n: u64) {
+        self.next_at = self.next_at.wrapping_add(n);
+    }
+
+    /// The overflow that passed `back` periods before the last one is accounted: how many counts it stands for. That is all
+    /// since the one accounted before, so what samples stand for adds up to the count, whatever happened to the period
+    /// meanwhile.
+    pub fn account(&mut self, back: u64) -> u64 {
+        let at = self.due.wrapping_sub(back);
+        at.wrapping_sub(std::mem::replace(&mut self.covered, at))
     }
 
     /// Counts from `raw` to the next overflow.
@@ -136,8 +159,8 @@ impl Sampling {
         self.next_at = raw.wrapping_add(overflow_in);
     }
 
-    /// Changes the period, or the frequency of an event that has one, from the next overflow on.
-    pub fn set_period(&mut self, value: u64) {
+    /// Changes the period, or the frequency of an event that has one. Its period then stays, and adapts.
+    pub fn set_rate(&mut self, value: u64) {
         if self.freq != 0 {
             self.freq = value;
         } else {
@@ -209,7 +232,7 @@ impl Sampling {
         interrupts == 0
     }
 
-    /// Begins a new period at `raw`.
+    /// Begins a new period at `raw`. The next overflow stands for what was counted of the old one, too.
     pub fn restart(&mut self, raw: u64) {
         self.left = self.period;
         self.next_at = raw.wrapping_add(self.period);

@@ -292,14 +292,19 @@ impl Context {
                 continue;
             };
             *count = count.wrapping_add(n);
-            // Without registers there is nothing to sample; a count for the guest overflows all the same.
-            if !event.sampling.is_on() || (regs.is_none() && event.shared.cookie.is_none()) {
+            let count = *count;
+            if !event.sampling.is_on() {
                 continue;
             }
-            let passed = event.sampling.add(n);
+            // Without registers there is nothing to sample; a count for the guest overflows all the same.
+            if regs.is_none() && event.shared.cookie.is_none() {
+                event.sampling.skip(n);
+                continue;
+            }
+            let passed = event.sampling.passed(count);
             if passed > 0 {
                 let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
-                self.raised_overflow(core, origin, key, passed, now_ns, regs, batch);
+                self.raised_overflow(core, origin, key, u64::from(passed), now_ns, regs, batch);
             }
         }
     }
@@ -318,8 +323,11 @@ impl Context {
                     continue;
                 };
                 *count = count.wrapping_add(n);
-                if event.shared.cookie.is_some() && event.sampling.is_on() {
-                    let passed = u32::try_from(event.sampling.add(n)).unwrap_or(u32::MAX);
+                let count = *count;
+                if event.shared.cookie.is_none() {
+                    event.sampling.skip(n);
+                } else if event.sampling.is_on() {
+                    let passed = event.sampling.passed(count);
                     event.sampling.pending = event.sampling.pending.saturating_add(passed);
                     if passed > 0 && !self.pending.contains(&key) {
                         self.pending.push(key);

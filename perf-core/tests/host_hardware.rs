@@ -432,7 +432,7 @@ fn overflows_follow_the_period_also_after_it_changed() {
     assert!(signals > 0, "signal {} never came for {slow} overflows", t.signal);
 
     event.set_period(period / 3).unwrap();
-    // The old period ends first: that far, nothing is asserted.
+    // What is left of the old one is reported first: that far, nothing is asserted.
     t.serve(70 * MS);
     let from = event.read().unwrap().value;
     let mut fast = t.serve(700 * MS)[1];

@@ -112,6 +112,8 @@ pub struct Merge {
     owed: i64,
     /// Up to here light samples have been taken off what is owed.
     paid_to_ns: u64,
+    /// The first full sample since every one is taken full is still to come.
+    first: bool,
     /// Since the last decision.
     guest: u64,
     host: u64,
@@ -137,6 +139,7 @@ impl Merge {
             unseen: 0,
             owed: 0,
             paid_to_ns: 0,
+            first: false,
             guest: 0,
             host: 0,
             full: 0,
@@ -213,6 +216,12 @@ impl Merge {
         let hidden = self.terms.interpreted && cpl != 3;
         if self.mode_at(whose.time_ns) == Mode::Full {
             self.totals.instead += 1;
+            // The change began a new period. The first sample stands for what was left of the long one too, which light
+            // samples stand for already.
+            let period = match (std::mem::take(&mut self.first), self.terms.period) {
+                (true, Some(short)) => period.min(short),
+                _ => period,
+            };
             let unseen = if hidden {
                 std::mem::take(&mut self.unseen)
             } else {
@@ -310,6 +319,7 @@ impl Merge {
         };
         (self.guest, self.host, self.full, self.full_kernel) = (0, 0, 0, 0);
         self.mode = to?;
+        self.first = self.mode == Mode::Full;
         self.since_ns = now_ns;
         Some(match self.mode {
             Mode::Light => self.terms.chain_every,
@@ -430,7 +440,9 @@ mod tests {
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
-        assert_eq!(m.full(whose(101, 1), 0, PERIOD), PERIOD);
+        // Of the long period that the change cut short, the first one stands for its own part only.
+        assert_eq!(m.full(whose(101, 1), 0, 13 * PERIOD), PERIOD);
+        assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
         assert_eq!(m.decide(102), None);
         // It shows after all.
         m.light(sample(200, Side::GuestUser));
