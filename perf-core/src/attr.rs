@@ -55,7 +55,7 @@ bitflags! {
         const ID = 1 << 6;
         /// CPU number (the vCPU).
         const CPU = 1 << 7;
-        /// Period in force when the sample was taken.
+        /// What the sample stands for: how far the event counted since the sample before it.
         const PERIOD = 1 << 8;
         /// Id of the event itself.
         const STREAM_ID = 1 << 9;

@@ -1,6 +1,6 @@
 //! The core: drivers, contexts, and the calls that concern all of them.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
 
 use arc_swap::ArcSwap;
@@ -164,6 +164,7 @@ impl Core {
             cell: ArcSwap::new(cell),
             core: Arc::downgrade(&self.inner),
             gates: Arc::clone(&self.inner.gates),
+            gone: AtomicBool::new(false),
         });
         let mut list = Vec::clone(&vcpus);
         list.push(Arc::clone(&context));
@@ -186,6 +187,7 @@ impl Core {
             .ok_or(OpenError::NoSuchVcpu(vcpu))?;
         let list: Vec<_> = vcpus.iter().filter(|v| v.id() != vcpu).map(Arc::clone).collect();
         self.inner.vcpus.store(Arc::new(list));
+        context.gone.store(true, Ordering::Relaxed);
         self.inner.exit(&context.cell.load_full());
         Ok(())
     }
@@ -466,8 +468,9 @@ impl CoreInner {
             let mut context = cell.lock();
             context.sched_out(now_ns);
             context.dead = true;
+            context.forget_pending();
         }
-        // No sample follows it: everything is off. READ records may.
+        // No sample follows it: everything is off, and nothing is left to serve. READ records may.
         self.task_record(cell, false);
         let children = self.children_in(cell);
         for (key, _) in &children {
@@ -508,6 +511,8 @@ pub struct VcpuContext {
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<Gates>,
+    /// It was removed: nothing happens to it any more, whoever still holds it.
+    pub(crate) gone: AtomicBool,
 }
 
 impl VcpuContext {

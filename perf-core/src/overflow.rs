@@ -190,6 +190,13 @@ impl Context {
         self.report(key, reported, batch);
     }
 
+    /// Overflows that passed and were not served never will be: with their vCPU gone there is nothing to sample.
+    pub fn forget_pending(&mut self) {
+        while let Some(key) = self.pending.pop() {
+            self.events[key].sampling.pending = 0;
+        }
+    }
+
     fn report(&self, key: usize, times: u32, batch: &mut Batch) {
         if let Some(cookie) = self.events[key].shared.cookie
             && times > 0

@@ -206,7 +206,7 @@ impl VcpuContext {
         mut regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(Overflowed),
     ) -> bool {
-        if !self.gates.is_open(id) {
+        if !self.gates.is_open(id) || self.gone.load(Ordering::Relaxed) {
             return true;
         }
         let Some(core) = self.core.upgrade() else {
@@ -335,5 +335,48 @@ impl Context {
                 }
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::attr::EventType;
+    use crate::core::Core;
+    use crate::limits::{CoreConfig, Role};
+    use crate::open::{OpenFlags, OpenTarget};
+    use crate::pmu::VcpuId;
+    use crate::pmu::sim::SimPmu;
+
+    /// An event that is inherited is open once, however many children it has; and when it is closed nothing is left of it:
+    /// not in the gates, not in the drivers.
+    #[test]
+    fn gates_count_what_is_open_and_close_with_it() {
+        let core = Core::new(CoreConfig::default());
+        let pmu = SimPmu::with_slots(2);
+        core.register(Arc::new(pmu.clone()));
+        for n in 0..3 {
+            core.add_vcpu(VcpuId(n), 1).unwrap();
+        }
+        let session = core.session(0, Role::Admin);
+        let open = |ty, config| {
+            let attr = Attr {
+                inherit: true,
+                ..Attr::counting(ty, config)
+            };
+            core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
+                .unwrap()
+        };
+        let halts = open(EventType::VMM, SoftwareId::Halts as u64);
+        let counted = open(EventType::SIM, 1);
+        let gate = || core.inner.gates.counts[SoftwareId::Halts as usize].load(Ordering::Relaxed);
+        assert_eq!((halts.children(), gate(), pmu.open_events()), (3, 1, 3));
+        core.add_vcpu(VcpuId(3), 1).unwrap();
+        core.remove_vcpu(VcpuId(0)).unwrap();
+        assert_eq!((halts.children(), gate(), pmu.open_events()), (3, 1, 3));
+        drop((halts, counted));
+        assert_eq!((gate(), pmu.open_events()), (0, 0));
     }
 }

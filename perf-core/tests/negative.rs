@@ -237,6 +237,8 @@ fn enable_on_exec_enables_once_and_siblings_too() {
         OpenTarget::Vm,
         None,
     );
+    assert!(m.core.name_vcpu(VcpuId(0), "renamed"));
+    assert_eq!(sibling.state(), State::Off, "a name is no reset");
     v.exec();
     assert_eq!(sibling.state(), State::Active);
     m.run(0, 3);
@@ -305,4 +307,42 @@ fn open_flags_that_are_not_known_are_refused() {
             Err(error) => assert!(bits >= 4 && error.errno() == libc::EINVAL),
         }
     }
+}
+
+/// The output flag beside joining the group; and when it fails, the event that was half open is gone.
+#[test]
+fn the_output_flag_redirects_what_joins_and_leaves_nothing_when_it_cannot() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let flags = OpenFlags {
+        output: true,
+        ..OpenFlags::default()
+    };
+    let sampling = || Attr {
+        sample_type: SampleType::IP,
+        ..Attr::sampling(EventType::SIM, 1, 5)
+    };
+    let leader = m.open_vcpu(hw(), None);
+    let ring = leader.map(1, true).unwrap();
+    let member = m
+        .core
+        .open(&m.admin, sampling(), V0, Some(&leader), flags)
+        .unwrap();
+    assert_eq!(leader.read_group().unwrap().len(), 2);
+    m.run(0, 5);
+    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
+    assert_eq!(ring.published(), 16, "one sample with its header");
+    // What writes to another event is no target.
+    let alone = OpenFlags {
+        no_group: true,
+        ..flags
+    };
+    let error = m
+        .core
+        .open(&m.admin, sampling(), V0, Some(&member), alone)
+        .unwrap_err();
+    assert_eq!(error.errno(), libc::EINVAL);
+    assert_eq!(v.stats().events, 2);
+    drop((leader, member));
+    assert_eq!((v.stats().events, m.core.ring_pages(0)), (0, 0));
 }

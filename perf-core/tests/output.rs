@@ -294,6 +294,13 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     assert_eq!(m.core.ring_pages(7), 5);
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5, "mapped again is the same memory");
+    let again = a.map(4, false).unwrap();
+    assert_eq!(
+        again.mode(),
+        perf_core::ring::RingMode::Writable,
+        "the first mapping decides"
+    );
+    assert!(a.unmap());
     assert_eq!(a.map(2, true).unwrap_err().errno(), libc::EINVAL);
     assert_eq!(b.map(4, true).unwrap_err().errno(), libc::EPERM);
     assert_eq!(b.map(3, true).unwrap_err().errno(), libc::EINVAL);

@@ -262,3 +262,95 @@ fn p38_no_overflow_is_claimed_while_nothing_is_on() {
     assert_eq!(v.stats().active, 0);
     assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| panic!("claimed")), 0);
 }
+
+#[test]
+fn the_last_sample_before_the_limit_is_written() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        disabled: true,
+        sample_type: SampleType::IP,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open_vcpu(attr, None);
+    let ring = e.map(1, true).unwrap();
+    e.refresh(2).unwrap();
+    for _ in 0..5 {
+        m.run(0, 10);
+        serve(&v);
+    }
+    assert_eq!((e.state(), v.stats().samples), (State::Off, 2));
+    assert_eq!(ring.published(), 2 * 16);
+}
+
+/// A frequency below the tick's: several ticks make one window, or each without an overflow would shorten the period.
+#[test]
+fn a_frequency_below_the_tick_finds_its_period() {
+    let m = Machine::with(4, |c| c.tick_hz = 100);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let _e = m
+        .core
+        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    // A second of 100,000 steps, one count per nanosecond: ten overflows are asked for.
+    let second = || {
+        let mut n = 0;
+        for step in 1..=10_000u64 {
+            m.run(0, 100_000);
+            n += serve(&v).iter().map(|o| o.times).sum::<u32>();
+            if step % 100 == 0 {
+                m.core.tick();
+            }
+        }
+        n
+    };
+    for _ in 0..20 {
+        second();
+    }
+    for _ in 0..5 {
+        let n = second();
+        assert!((8..=12).contains(&n), "{n} overflows in a second");
+    }
+}
+
+/// A guest that becomes a thousand times slower: the period it had would take minutes, so it is not waited for.
+#[test]
+fn a_period_that_became_too_long_is_not_waited_for() {
+    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        sample_type: SampleType::PERIOD,
+        ..Attr::sampling(EventType::SIM, 1, 1000)
+    };
+    let e = m.open_vcpu(attr, None);
+    let _ring = e.map(64, false).unwrap();
+    let run = |ns: u64, counts: u64| {
+        m.clock.advance(ns);
+        m.hw.work(0, counts);
+        v.service_overflows(&mut NoRegs, &mut |_| {});
+    };
+    for step in 1..=200_000u64 {
+        run(10_000, 10_000);
+        if step % 100 == 0 {
+            m.core.tick();
+        }
+    }
+    let before = v.stats().samples;
+    // A period of a million counts, and a thousand counts in a tick from now on.
+    let mut ticks = 0;
+    while v.stats().samples == before {
+        run(1_000_000, 1000);
+        m.core.tick();
+        ticks += 1;
+        assert!(ticks < 100, "no sample in {ticks} ticks");
+    }
+}

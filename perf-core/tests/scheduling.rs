@@ -299,6 +299,50 @@ fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_err
     assert_eq!(flexible.state(), State::Active);
 }
 
+/// The second member finds no place, so the first one is taken off again, and others get the slot.
+#[test]
+fn a_group_that_fits_only_in_part_is_off_as_a_whole() {
+    use perf_core::pmu::sim::{SimConfig, SimPmu};
+    let core = Core::new(CoreConfig::default());
+    let pmu = SimPmu::new(SimConfig {
+        slots: Some(2),
+        // Both want slot 0.
+        allowed_slots: [(1, 1), (2, 1)].into(),
+        ..SimConfig::default()
+    });
+    core.register(std::sync::Arc::new(pmu.clone()));
+    let v = core.add_vcpu(VcpuId(0), 1).unwrap();
+    v.sched_in();
+    let session = core.session(0, Role::Admin);
+    let open = |config, leader: Option<&Handle>| {
+        let attr = Attr::counting(EventType::SIM, config);
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        core.open(&session, attr, target, leader, OpenFlags::default())
+            .unwrap()
+    };
+    let leader = open(1, None);
+    assert_eq!(leader.state(), State::Active);
+    let sibling = open(2, Some(&leader));
+    let free = open(3, None);
+    for _ in 0..6 {
+        assert_eq!(leader.state() == State::Active, sibling.state() == State::Active);
+        pmu.advance(VcpuId(0), |_| 1);
+        v.tick();
+    }
+    assert_eq!(
+        (leader.state(), sibling.state()),
+        (State::Inactive, State::Inactive)
+    );
+    assert_eq!(
+        (sibling.read().unwrap().value, v.stats().active),
+        (0, pmu.on(VcpuId(0)))
+    );
+    assert!(free.read().unwrap().value > 0);
+    sibling.close();
+    v.tick();
+    assert_eq!(pmu.on(VcpuId(0)), 2, "alone it fits");
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Open {
@@ -344,7 +388,7 @@ proptest! {
         let m = Machine::new(slots);
         let v = m.vcpu(0);
         let mut inside = true;
-        struct Tracked { handle: Handle, soft: bool, pinned: bool, last: Reading, last_state: State, work: u64 }
+        struct Tracked { handle: Handle, soft: bool, pinned: bool, exclusive: bool, last: Reading, last_state: State, work: u64 }
         let mut events: Vec<Tracked> = Vec::new();
         for op in ops {
             let was_inside = inside;
@@ -358,7 +402,7 @@ proptest! {
                         Ok(handle) => {
                             let last = handle.read().unwrap();
                             let last_state = handle.state();
-                            events.push(Tracked { handle, soft: is_soft, pinned, last, last_state, work: 0 });
+                            events.push(Tracked { handle, soft: is_soft, pinned, exclusive, last, last_state, work: 0 });
                         }
                         Err(e) => prop_assert!(matches!(e, OpenError::Group(_) | OpenError::GroupTooLarge { .. }), "{e}"),
                     }
@@ -434,6 +478,10 @@ proptest! {
                     if state >= State::Inactive {
                         prop_assert_eq!(state == State::Active, leader_on, "P3: all on or all off");
                     }
+                }
+                let hardware_on = members.iter().filter(|e| !e.soft && e.handle.state() == State::Active).count();
+                if members[0].exclusive && hardware_on > 0 {
+                    prop_assert_eq!(hardware_on, active.1, "P5: alone on the PMU");
                 }
                 let software = members.iter().all(|e| e.soft);
                 if software && inside && members[0].handle.state() > State::Off {

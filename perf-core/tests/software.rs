@@ -73,6 +73,30 @@ fn the_vm_context_hears_of_every_vcpu() {
 }
 
 #[test]
+fn the_vm_context_hears_first() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let open = |target, cookie| {
+        let attr = Attr {
+            sample_period: 1,
+            ..exits()
+        };
+        let flags = OpenFlags {
+            cookie: Some(cookie),
+            ..OpenFlags::default()
+        };
+        m.core.open(&m.admin, attr, target, None, flags).unwrap()
+    };
+    let _vcpu = open(OpenTarget::Vcpu(VcpuId(0)), 2);
+    let _vm = open(OpenTarget::Vm, 1);
+    let mut seen = Vec::new();
+    v.software_event(SoftwareId::Exits, 1, Some(&mut NoRegs), &mut |o| {
+        seen.push(o.cookie)
+    });
+    assert_eq!(seen, [1, 2]);
+}
+
+#[test]
 fn an_unknown_event_is_refused() {
     let m = Machine::new(1);
     let _v = m.vcpu(0);

@@ -50,6 +50,46 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
     assert_eq!((a.id(), b.id()), (VcpuId(0), VcpuId(1)), "vCPUs keep their names");
 }
 
+/// The switch is counted while the events are still on: what waited for a slot then has not seen it.
+#[test]
+fn the_context_switch_is_raised_before_the_vcpu_goes_out() {
+    let m = Machine::new(1);
+    let [a, b] = pair(&m);
+    let switches = Attr::counting(EventType::VMM, SoftwareId::ContextSwitches as u64);
+    let _holds_the_slot = m.open_vcpu(Attr { pinned: true, ..hw() }, None);
+    let leader = m.open_vcpu(hw(), None);
+    let waits = m.open_vcpu(switches.clone(), Some(&leader));
+    let on = m.open_vcpu(switches, None);
+    a.sched_in();
+    let states = || [&leader, &waits, &on].map(Handle::state);
+    assert_eq!(states(), [State::Inactive, State::Inactive, State::Active]);
+    a.sched_out();
+    assert_eq!([&waits, &on].map(|e| e.read().unwrap().value), [0, 1]);
+    a.sched_in();
+    assert!(!a.switch_to(&b));
+    assert_eq!([&waits, &on].map(|e| e.read().unwrap().value), [0, 2]);
+}
+
+/// A guest reset may change what one of two clones holds, so it ends their being interchangeable.
+#[test]
+fn a_reset_ends_the_clone_relation() {
+    let m = Machine::new(4);
+    let _e = m.open(
+        Attr {
+            inherit: true,
+            ..hw()
+        },
+        OpenTarget::Vm,
+        None,
+    );
+    let [a, b] = pair(&m);
+    a.sched_in();
+    assert!(a.switch_to(&b));
+    assert!(b.switch_to(&a));
+    b.exec();
+    assert!(!a.switch_to(&b));
+}
+
 #[test]
 fn p19_pinned_and_uncloned_contexts_stay_where_they_are() {
     let m = Machine::new(4);

@@ -259,4 +259,14 @@ mod tests {
             prop_assert!(cycles_of_ns(ns + more, khz) >= cycles_of_ns(ns, khz));
         }
     }
+
+    #[test]
+    fn no_timer_is_set_to_less_than_the_floor() {
+        let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
+        for (asked, set) in [(0, 10_000), (1, 10_000), (9_999, 10_000), (10_001, 10_001)] {
+            event.set_timer(0, asked).unwrap();
+            assert_eq!(event.wait_ns, set, "{asked} ns");
+        }
+    }
 }
