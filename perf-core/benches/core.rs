@@ -1,9 +1,11 @@
 //! What the core itself costs: a tick, a read, scheduling a vCPU in and out.
 //!
 //! The driver here does nothing, so that the times are the core's alone; the reads of the kernel beside them are what an
-//! application pays today. Ratios are printed at the end, since they and not the times compare across machines.
+//! application pays today. Figures are printed at the end with their targets: ratios where there is a peer, since they and not the
+//! times compare across machines.
 #![allow(unsafe_code)]
 
+mod figures;
 #[path = "../tests/machine/steps.rs"]
 mod steps;
 
@@ -12,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use figures::{Figure, Target as Goal};
 use perf_core::pmu::{Capacity, PmuError, Target};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -173,45 +176,54 @@ fn switch(c: &mut Criterion) {
     });
 }
 
-/// Shortest of several runs of `work`, per iteration.
-fn best(iterations: u32, mut work: impl FnMut()) -> Duration {
+/// Shortest of several runs of `work`, ns per iteration.
+fn best(mut work: impl FnMut()) -> f64 {
+    let (runs, iterations) = if figures::only_tried() {
+        (1, 10)
+    } else {
+        (15, 20_000)
+    };
     let run = |work: &mut dyn FnMut()| {
         let start = Instant::now();
         for _ in 0..iterations {
             work();
         }
-        start.elapsed() / iterations
+        start.elapsed().as_nanos() as f64 / f64::from(iterations)
     };
-    (0..15).map(|_| run(&mut work)).min().unwrap_or_default()
+    (0..runs).map(|_| run(&mut work)).fold(f64::INFINITY, f64::min)
 }
 
-/// The ratios that matter, from one run, as JSON in `target/criterion/core-ratios.json` and on the terminal.
+/// The figures, each with its peer in the same run.
 fn ratios(_: &mut Criterion) {
-    let tick_ns = |n: usize| {
+    if std::env::args().any(|a| a == "--list") {
+        return;
+    }
+    const GROUPS: [usize; 3] = [10, 1_000, 100_000];
+    // Both in one setting: what takes turns, and how its ticks are made.
+    let ticking = |n: usize| {
         let clock = Arc::new(ManualClock::new());
         let s = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
-        let _events: Vec<_> = (0..n).map(|_| s.open(None)).collect();
-        let work = || {
+        let events: Vec<_> = (0..n).map(|_| s.open(None)).collect();
+        move || {
+            let _ = &events;
             clock.advance(10_000_000);
             s.vcpu.tick();
-        };
-        best(20_000, work).as_nanos() as f64
+        }
     };
-    let tick_instructions = |n: usize| {
-        let clock = Arc::new(ManualClock::new());
-        let s = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
-        let _events: Vec<_> = (0..n).map(|_| s.open(None)).collect();
-        let ticks = |n| {
-            for _ in 0..n {
-                clock.advance(10_000_000);
-                s.vcpu.tick();
-            }
-        };
-        ticks(100);
-        steps::instructions(|| ticks(64)).map(|n| n / 64)
-    };
-    let counted = [10, 1_000, 100_000].map(tick_instructions);
-    let (t10, t1k, t100k) = (tick_ns(10), tick_ns(1_000), tick_ns(100_000));
+    let instructions = GROUPS.map(|n| {
+        let tick = ticking(n);
+        (0..100).for_each(|_| tick());
+        steps::instructions(|| (0..64).for_each(|_| tick())).map(|n| n as f64 / 64.0)
+    });
+    let tick_ns = GROUPS.map(|n| best(ticking(n)));
+    let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
+    let least = |of: &[f64]| of.iter().copied().fold(f64::INFINITY, f64::min);
+    let spread = instructions
+        .iter()
+        .copied()
+        .collect::<Option<Vec<_>>>()
+        .map(|all| 100.0 * (most(&all) / least(&all) - 1.0));
+
     let s = setup(8, None);
     let leader = s.open(None);
     let _members: Vec<_> = (0..7).map(|_| s.open(Some(&leader))).collect();
@@ -220,38 +232,76 @@ fn ratios(_: &mut Criterion) {
     let _kernel: Vec<_> = [3, 4, 5, 6, 7, 8, 9]
         .map(|config| kernel_event(config, kernel_leader, 15))
         .into();
-    let one = best(20_000, || {
+    let one = best(|| {
         black_box(leader.read().unwrap());
     });
-    let ours = best(20_000, || {
+    let group = best(|| {
         black_box(leader.read_group().unwrap());
     });
     let fd = kernel_event(2, -1, 7);
-    let kernel_one = best(20_000, || {
+    let kernel_one = best(|| {
         black_box(kernel_read(fd, &mut buf));
     });
-    let kernel = best(20_000, || {
+    let kernel_group = best(|| {
         black_box(kernel_read(kernel_leader, &mut buf));
     });
-    let ns = |d: Duration| d.as_nanos() as f64;
-    let json = serde_json::json!({
-        "tick_ns": { "10": t10, "1000": t1k, "100000": t100k },
-        "tick_100000_over_10": t100k / t10,
-        "tick_instructions": { "10": counted[0], "1000": counted[1], "100000": counted[2] },
-        "read_one_ns": ns(one),
-        "read_one_over_kernel": ns(one) / ns(kernel_one),
-        "read_group_of_8_ns": ns(ours),
-        "read_group_of_8_over_kernel": ns(ours) / ns(kernel),
+    let s8 = setup(8, None);
+    let _events: Vec<_> = (0..8).map(|_| s8.open(None)).collect();
+    let switch = best(|| {
+        s8.vcpu.sched_out();
+        s8.vcpu.sched_in();
     });
-    println!("{json:#}");
-    // Beside what criterion measured: the executable is in target/release/deps.
-    let Ok(exe) = std::env::current_exe() else { return };
-    if let Some(target) = exe.ancestors().nth(3) {
-        let dir = target.join("criterion");
-        if std::fs::create_dir_all(&dir).is_ok() {
-            let _ = std::fs::write(dir.join("core-ratios.json"), format!("{json:#}\n"));
-        }
-    }
+    let figure = |name, value, unit, target| Figure {
+        name,
+        value,
+        unit,
+        target,
+    };
+    let figures = [
+        figure(
+            "a tick's instructions with 10, 1,000 and 100,000 groups, most over least",
+            spread,
+            "% more",
+            Goal::AtMost(10.0),
+        ),
+        figure(
+            "a tick's time with 10, 1,000 and 100,000 groups, most over least",
+            Some(most(&tick_ns) / least(&tick_ns)),
+            "times",
+            Goal::AtMost(4.0),
+        ),
+        figure(
+            "read of one event over read(2) of a kernel event",
+            Some(one / kernel_one),
+            "times",
+            Goal::AtMost(1.0),
+        ),
+        figure(
+            "read of a group of 8 over read(2) of a kernel group of 8",
+            Some(group / kernel_group),
+            "times",
+            Goal::AtMost(1.0),
+        ),
+        figure(
+            "sched-out and sched-in of a context with 8 events",
+            Some(switch),
+            "ns",
+            Goal::None,
+        ),
+    ];
+    let more = serde_json::json!({
+        "tick_ns": { "10": tick_ns[0], "1000": tick_ns[1], "100000": tick_ns[2] },
+        "tick_instructions": { "10": instructions[0], "1000": instructions[1], "100000": instructions[2] },
+        "read_one_ns": one,
+        "read_group_of_8_ns": group,
+        "kernel_read_one_ns": kernel_one,
+        "kernel_read_group_of_8_ns": kernel_group,
+        "sched_out_in_8_events_ns": switch,
+    });
+    let serde_json::Value::Object(more) = more else {
+        unreachable!("an object above")
+    };
+    figures::report("core", &figures, more);
 }
 
 criterion_group! {

@@ -7,14 +7,18 @@
 //! Times are CPU time of the thread, so that other work on the machine does not count.
 #![allow(unsafe_code)]
 
+mod figures;
+
+use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
+use figures::{Figure, Target};
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::record::{Encode, Format, Record, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
@@ -40,6 +44,26 @@ fn sample(n: u64) -> Sample<'static> {
         period: 1000,
         ..Sample::default()
     }
+}
+
+/// What was measured, by name: ns for each record, in each of criterion's samples.
+static SEEN: Mutex<BTreeMap<String, Vec<f64>>> = Mutex::new(BTreeMap::new());
+/// Samples of each benchmark. Before them criterion warms up.
+const SAMPLES: usize = 20;
+
+fn note(name: String, time: Duration, records: u64) {
+    let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let of_this = seen.entry(name).or_default();
+    of_this.push(time.as_nanos() as f64 / records.max(1) as f64);
+}
+
+/// The median, ns for each record; `None` if it was not measured.
+fn median(name: &str) -> Option<f64> {
+    let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = seen.get(name)?;
+    let mut last = all[all.len().saturating_sub(SAMPLES)..].to_vec();
+    last.sort_by(f64::total_cmp);
+    last.get(last.len() / 2).copied()
 }
 
 /// CPU time of this thread.
@@ -131,14 +155,14 @@ fn perf_event_open_reader(ring: &Ring) -> perf_event_open::sample::Sampler {
 
 /// Times `drain`, which returns how many records it read from the full ring.
 fn reading(
-    group: &mut BenchmarkGroup<'_, WallTime>,
+    (group, kind): (&mut BenchmarkGroup<'_, WallTime>, &str),
     name: &str,
     ring: &Ring,
     mut drain: impl FnMut() -> u64,
 ) {
     group.bench_function(name, |bencher| {
         bencher.iter_custom(|iterations| {
-            let mut time = Duration::ZERO;
+            let (mut time, mut records) = (Duration::ZERO, 0);
             for _ in 0..iterations {
                 let written = fill(ring);
                 let start = thread_time();
@@ -146,7 +170,9 @@ fn reading(
                 time += thread_time() - start;
                 // The writer's LOST record of the attempt that found the ring full is read the next time.
                 assert!(read == written || read == written + 1, "{read} of {written}");
+                records += read;
             }
+            note(format!("{kind}/{name}"), time, records);
             time
         });
     });
@@ -159,7 +185,7 @@ fn bench_read(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("ring read, 40-byte records, bytes only");
     group.throughput(Throughput::Elements(records));
     let mut ours = RingReader::of(Arc::clone(&ring));
-    reading(&mut group, "perf-core, one at a time", &ring, || {
+    reading((&mut group, "bytes"), "perf-core, one at a time", &ring, || {
         let mut n = 0;
         while let Some(record) = ours.next_record().expect("sound") {
             black_box(record.bytes());
@@ -167,7 +193,7 @@ fn bench_read(criterion: &mut Criterion) {
         }
         n
     });
-    reading(&mut group, "perf-core, in a batch", &ring, || {
+    reading((&mut group, "bytes"), "perf-core, in a batch", &ring, || {
         let mut n = 0;
         for record in ours.batch().expect("sound") {
             black_box(record.bytes());
@@ -177,7 +203,7 @@ fn bench_read(criterion: &mut Criterion) {
         n
     });
     let mut theirs = perf_event2_reader(&ring);
-    reading(&mut group, "perf-event2", &ring, || {
+    reading((&mut group, "bytes"), "perf-event2", &ring, || {
         let mut n = 0;
         while let Some(record) = theirs.next_record() {
             black_box(record.data());
@@ -187,7 +213,7 @@ fn bench_read(criterion: &mut Criterion) {
     });
     let open = perf_event_open_reader(&ring);
     let mut open_iter = open.iter().expect("the only iterator").into_cow();
-    reading(&mut group, "perf-event-open", &ring, || {
+    reading((&mut group, "bytes"), "perf-event-open", &ring, || {
         let mut n = 0;
         while let Some(record) = open_iter.lending_next() {
             black_box(record.as_raw().as_bytes());
@@ -202,7 +228,7 @@ fn bench_read(criterion: &mut Criterion) {
     // A reader keeps its position to itself, so after others have read, a new one is needed.
     drop(ours);
     let mut ours = RingReader::of(Arc::clone(&ring));
-    reading(&mut group, "perf-core", &ring, || {
+    reading((&mut group, "decoded"), "perf-core", &ring, || {
         let mut n = 0;
         while let Some(record) = ours.next_record().expect("sound") {
             black_box(&Record::decode(record, FORMAT).expect("whole"));
@@ -210,7 +236,7 @@ fn bench_read(criterion: &mut Criterion) {
         }
         n
     });
-    reading(&mut group, "perf-event2", &ring, || {
+    reading((&mut group, "decoded"), "perf-event2", &ring, || {
         let mut n = 0;
         while let Some(record) = theirs.next_record() {
             black_box(&record.parse_record().expect("whole"));
@@ -218,7 +244,7 @@ fn bench_read(criterion: &mut Criterion) {
         }
         n
     });
-    reading(&mut group, "perf-event-open", &ring, || {
+    reading((&mut group, "decoded"), "perf-event-open", &ring, || {
         let mut n = 0;
         while let Some(record) = open_iter.lending_next() {
             black_box(&record.parse());
@@ -250,6 +276,7 @@ fn bench_write(criterion: &mut Criterion) {
                 while reader.next_record().expect("sound").is_some() {}
                 left -= now;
             }
+            note("one writer".into(), time, iterations);
             time
         });
     });
@@ -305,6 +332,7 @@ fn bench_write(criterion: &mut Criterion) {
                     let times = writers.into_iter().map(|writer| writer.join().expect("no panic"));
                     let slower = times.max().expect("two");
                     let failed = refused.load(Ordering::Relaxed) - before;
+                    note(name.into(), slower, 2 * each - failed);
                     slower.mul_f64((2 * each) as f64 / (2 * each - failed).max(1) as f64)
                 })
             });
@@ -318,9 +346,62 @@ fn bench_write(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// The figures, from what was measured above in this run.
+fn ratios(_: &mut Criterion) {
+    let over = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
+    let one = median("one writer");
+    let best = |kind: &str, who: &[&str]| {
+        let all = who.iter().map(|name| median(&format!("{kind}/{name}")));
+        all.collect::<Option<Vec<_>>>()?
+            .into_iter()
+            .min_by(f64::total_cmp)
+    };
+    let ours = ["perf-core, one at a time", "perf-core, in a batch"];
+    let peers = ["perf-event2", "perf-event-open"];
+    let figure = |name, value, unit, target| Figure {
+        name,
+        value,
+        unit,
+        target,
+    };
+    let figures = [
+        figure(
+            "ring write of a 40-byte record, one writer",
+            one.map(|ns| 1000.0 / ns),
+            "million/s",
+            Target::AtLeast(20.0),
+        ),
+        figure(
+            "two writers on one ring, records written together over those of one writer",
+            over(one, median("two writers, one ring")),
+            "times",
+            Target::Above(1.0),
+        ),
+        figure(
+            "two writers on a ring each, records written together over those of one writer",
+            over(one, median("two writers, a ring each")),
+            "times",
+            Target::Above(1.0),
+        ),
+        figure(
+            "ring read, bytes only, over the best peer's",
+            over(best("bytes", &peers), best("bytes", &ours)),
+            "times",
+            Target::AtLeast(2.0),
+        ),
+        figure(
+            "ring read, decoded, over the best peer's",
+            over(best("decoded", &peers), median("decoded/perf-core")),
+            "times",
+            Target::AtLeast(2.0),
+        ),
+    ];
+    figures::report("ring", &figures, serde_json::Map::new());
+}
+
 criterion_group! {
     name = benches;
-    config = Criterion::default().warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1)).sample_size(20);
-    targets = bench_write, bench_read
+    config = Criterion::default().warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1)).sample_size(SAMPLES);
+    targets = bench_write, bench_read, ratios
 }
 criterion_main!(benches);

@@ -1,0 +1,83 @@
+//! Figures with their targets: printed at the end of a benchmark, and left beside what criterion measured as
+//! `target/criterion/NAME-ratios.json`.
+
+use std::fs;
+
+/// What a figure should be.
+// No benchmark has targets of all kinds.
+#[allow(dead_code)]
+#[derive(Clone, Copy)]
+pub enum Target {
+    AtLeast(f64),
+    AtMost(f64),
+    /// More than that; it itself is no success.
+    Above(f64),
+    /// To be known, without a limit.
+    None,
+}
+
+/// One figure; `None` where it was not measured, as when only some benchmarks run.
+pub struct Figure {
+    pub name: &'static str,
+    pub value: Option<f64>,
+    pub unit: &'static str,
+    pub target: Target,
+}
+
+impl Figure {
+    fn judge(&self) -> (String, Option<bool>) {
+        let met = |ok: fn(&f64, &f64) -> bool, limit| self.value.map(|v| ok(&v, &limit));
+        match self.target {
+            Target::AtLeast(limit) => (format!("at least {limit}"), met(f64::ge, limit)),
+            Target::AtMost(limit) => (format!("at most {limit}"), met(f64::le, limit)),
+            Target::Above(limit) => (format!("above {limit}"), met(f64::gt, limit)),
+            Target::None => ("none".into(), None),
+        }
+    }
+}
+
+/// Whether benchmarks are only tried or listed: what they take then says nothing.
+pub fn only_tried() -> bool {
+    std::env::args().any(|a| a == "--test" || a == "--list")
+}
+
+/// Prints the figures and writes them, with `more`, to `NAME-ratios.json`.
+pub fn report(name: &str, figures: &[Figure], mut more: serde_json::Map<String, serde_json::Value>) {
+    if std::env::args().any(|a| a == "--list") {
+        return;
+    }
+    println!("\n{name}: figures and their targets");
+    let mut all = Vec::new();
+    for figure in figures {
+        let (target, met) = figure.judge();
+        let value = figure.value.map_or("not measured".into(), |v| format!("{v:.3}"));
+        let said = match met {
+            _ if only_tried() => "",
+            Some(true) => ": met",
+            Some(false) => ": MISSED",
+            None => "",
+        };
+        println!(
+            "  {}: {value} {} (target: {target}){said}",
+            figure.name, figure.unit
+        );
+        all.push(serde_json::json!({
+            "figure": figure.name, "value": figure.value, "unit": figure.unit, "target": target, "met": met,
+        }));
+    }
+    more.insert("figures".into(), all.into());
+    if only_tried() {
+        println!("  (tried once: the values say nothing, and are not kept)");
+        return;
+    }
+    // The executable is in target/release/deps.
+    let Ok(exe) = std::env::current_exe() else { return };
+    if let Some(target) = exe.ancestors().nth(3) {
+        let dir = target.join("criterion");
+        let path = dir.join(format!("{name}-ratios.json"));
+        let text = format!("{:#}\n", serde_json::Value::Object(more));
+        if let Err(e) = fs::create_dir_all(&dir).and_then(|()| fs::write(&path, text)) {
+            eprintln!("{}: {e}", path.display());
+        }
+    }
+}
