@@ -23,6 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     };
     let core = Core::new(CoreConfig {
+        clock: Arc::new(OwnTime),
         mux,
         tick_hz: 1000,
         ..CoreConfig::default()
@@ -58,11 +59,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
     group.disable(Scope::Event)?;
     vcpu.sched_in();
-    for step in 0..200 {
-        // Bursts: a lot of faults for a while, then few.
-        touch(if step / 10 % 2 == 0 { 40 } else { 4 });
-        spin(Duration::from_micros(500));
-        core.tick();
+    // Phases of a lot of faults and of few, some milliseconds each.
+    for (phase, ms) in [47, 83, 31, 67, 59, 71, 41, 90].into_iter().enumerate() {
+        let end = core.now_ns() + ms * 1_000_000;
+        while core.now_ns() < end {
+            touch(if phase % 2 == 0 { 20 } else { 2 });
+            spin(Duration::from_micros(50));
+            // What a VMM's timer does.
+            if core.next_turn_ns().is_some_and(|due| due <= core.now_ns()) {
+                core.rotate();
+            }
+        }
     }
     vcpu.sched_out();
 

@@ -25,7 +25,10 @@ fn show(what: &str, handle: &Handle) -> Result<(), ControlError> {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::new(CoreConfig::default());
+    let core = Core::new(CoreConfig {
+        clock: Arc::new(OwnTime),
+        ..CoreConfig::default()
+    });
     // One counter only, so that two events must share it.
     core.register(Arc::new(FewCounters {
         host: HostPmu::software(None),
