@@ -6,10 +6,10 @@ use std::io::{Cursor, Read};
 use perfvisor_vmm::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
 use perfvisor_vmm::export::{
     EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName, folded, perfdata,
-    pprof, reader,
+    pprof, reader, script,
 };
 use perfvisor_vmm::profile::symbols::KernelSymbols;
-use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use proptest::prelude::*;
 
 const KERNEL: u64 = 0xffff_ffff_8100_0000;
@@ -89,6 +89,7 @@ fn profile() -> Profile {
             cr3: 0x5000,
             period: 10,
             event_id: 3,
+            ends: Ends::default(),
             chain,
         });
     }
@@ -110,6 +111,57 @@ fn stacks_fold_by_task_with_the_outermost_first() {
     assert!(String::from_utf8(text).unwrap().starts_with("a:b;main;hot 20\n"));
 }
 
+/// A chain that a bound of the walk cut short is no other sample's, unless there is no better one.
+#[test]
+fn chains_that_were_cut_short_are_not_passed_on() {
+    let mut p = profile();
+    let sample = |time_ns, ends, chain| Sample {
+        time_ns,
+        vcpu: 0,
+        pid: 42,
+        tid: 42,
+        cpl: 3,
+        ip: 0x40_0110,
+        cr3: 0x5000,
+        period: 10,
+        event_id: 3,
+        ends,
+        chain,
+    };
+    let spent = Ends {
+        user: Some(End::Spent),
+        ..Ends::default()
+    };
+    let cut = [CONTEXT_GUEST_USER, 0x40_0110, 0x40_0150];
+    (0..6).for_each(|i| p.push(&sample(500 + i, spent, &cut)));
+    (0..9).for_each(|i| p.push(&sample(600 + i, Ends::default(), &[])));
+    let full = complete_chains(&p, &mut Symbolizer::new(&p, Some(kernel()), None));
+    let lengths: Vec<usize> = full
+        .samples()
+        .filter(|s| s.time_ns >= 600)
+        .map(|s| s.chain.len())
+        .collect();
+    assert_eq!(lengths, [3; 9]);
+    assert!(
+        full.samples()
+            .filter(|s| s.time_ns >= 600)
+            .all(|s| s.chain != cut)
+    );
+    let mut only = Profile::new(p.meta.clone(), p.events.clone());
+    only.push(&sample(1, spent, &cut));
+    only.push(&sample(2, Ends::default(), &[]));
+    let full = complete_chains(&only, &mut Symbolizer::new(&only, None, None));
+    assert!(full.samples().all(|s| s.chain == cut));
+    let mut text = Vec::new();
+    script::write(&only, &mut Symbolizer::new(&only, None, None), &mut text).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert_eq!(
+        text.matches("cycles: [cut short: time or reads]\n").count(),
+        1,
+        "{text}"
+    );
+}
+
 /// Samples the vCPU was not stopped for get the chains of those it was, by function, in turn.
 #[test]
 fn samples_without_a_chain_share_those_of_their_function() {
@@ -124,6 +176,7 @@ fn samples_without_a_chain_share_those_of_their_function() {
         cr3: 0x5000,
         period: 10,
         event_id: 3,
+        ends: Ends::default(),
         chain: &[],
     };
     p.push(&light(500, 0x40_0120, 3));

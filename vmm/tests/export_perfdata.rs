@@ -11,7 +11,7 @@ use perfvisor_vmm::export::{
     script,
 };
 use perfvisor_vmm::profile::symbols::KernelSymbols;
-use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 
 const KALLSYMS: &str = "\
 ffffffff95000000 T _stext
@@ -107,6 +107,11 @@ fn profile() -> Profile {
             cr3: 0x2a5_8000,
             period: 1000,
             event_id: 7,
+            ends: Ends {
+                kernel: kernel.then_some(End::Complete),
+                user: Some(if i == 3 { End::Spent } else { End::Complete }),
+                guessed: i % 2 == 1,
+            },
             chain: if kernel { &kernel_chain } else { &user_chain },
         });
     }

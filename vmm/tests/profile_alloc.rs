@@ -67,6 +67,7 @@ fn a_whole_chain_is_walked_without_allocating() {
             Some(KernelUnwind {
                 orc: Some(&orc),
                 slide: 0,
+                entry_text: (0, 0),
             }),
             &Limits::default(),
             &mut out,

@@ -60,9 +60,11 @@ fn guest(which: &str) -> Option<Guest> {
         rip: r["rip"],
         rsp: r["rsp"],
         rbp: r["rbp"],
+        rcx: r["rcx"],
         rdx: r["rdx"],
         rdi: r["rdi"],
         r10: r["r10"],
+        r11: r["r11"],
         r13: r["r13"],
         rflags: r["rflags"],
         cr0: r["cr0"],
@@ -73,6 +75,8 @@ fn guest(which: &str) -> Option<Guest> {
         code64: true,
         gs_base: r["gs_base"],
         kernel_gs_base: r["kernel_gs_base"],
+        // Not in the fixture; neither stop is in the entry code.
+        tss_base: 0,
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
     let image = KernelImage::parse(&std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();

@@ -37,9 +37,11 @@ fuzz_target!(|data: &[u8]| {
         rip: word(0),
         rsp: word(1),
         rbp: word(2),
+        rcx: word(3),
         rdx: word(3),
         rdi: word(4),
         r10: word(5),
+        r11: word(8) & 0x3f_ffff | 0x202,
         r13: word(6),
         rflags: 0x202,
         cr0: 1 << 31,
@@ -50,6 +52,7 @@ fuzz_target!(|data: &[u8]| {
         code64: flags & 4 == 0,
         gs_base: word(8),
         kernel_gs_base: word(9),
+        tss_base: word(9),
     };
     let limits = Limits {
         max_frames: 64,
@@ -61,6 +64,7 @@ fuzz_target!(|data: &[u8]| {
         let kernel = KernelUnwind {
             orc: (flags & 8 == 0).then_some(orc),
             slide: word(10),
+            entry_text: (0, if flags & 16 == 0 { 0 } else { u64::MAX }),
         };
         let chain = walk(ram, &regs, Some(kernel), &limits, &mut out);
         assert!(chain.len <= out.len());

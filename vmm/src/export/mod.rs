@@ -24,6 +24,8 @@ pub mod symbolize;
 
 use serde::{Deserialize, Serialize};
 
+use crate::profile::unwind::Ends;
+
 /// One sampled event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventInfo {
@@ -126,6 +128,8 @@ pub struct Sample<'c> {
     pub period: u64,
     /// [`EventInfo::id`].
     pub event_id: u64,
+    /// How the call chain ended.
+    pub ends: Ends,
     /// Call chain.
     pub chain: &'c [u64],
 }
@@ -198,6 +202,7 @@ impl Profile {
                 cr3: sample.cr3,
                 period: sample.period,
                 event_id: sample.event_id,
+                ends: sample.ends,
             },
             chain_at: self.chains.len(),
             chain_len: sample.chain.len(),

@@ -6,7 +6,7 @@
 //! record's header is GUEST_KERNEL or GUEST_USER, so `perf kvm --guest --guestkallsyms=… report` and
 //! `perf script --guestkallsyms=…` read it.
 //!
-//! CR3 and the privilege level, for which a sample has no field, are in its raw data ([`RAW_MAGIC`]).
+//! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data ([`RAW_MAGIC`]).
 
 use std::io::{self, Seek, SeekFrom, Write};
 
@@ -24,7 +24,8 @@ const HEADER_SIZE: u64 = 104;
 const ATTR_SIZE: u32 = 128;
 const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
 
-/// First word of a sample's raw data: `PVS1`. Then CR3 (8 bytes), CPL (1 byte) and 7 zero bytes.
+/// First word of a sample's raw data: `PVS1`. Then CR3 (8 bytes), CPL (1 byte), how the chain ended
+/// ([`crate::profile::unwind::Ends::to_bytes`], 2 bytes) and 5 zero bytes.
 pub const RAW_MAGIC: u32 = u32::from_le_bytes(*b"PVS1");
 /// Bytes of raw data; with its own length word a multiple of 8.
 pub const RAW_SIZE: u32 = 20;
@@ -196,7 +197,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             put32(b, RAW_SIZE);
             put32(b, RAW_MAGIC);
             put64(b, s.cr3);
-            put64(b, u64::from(s.cpl));
+            let [ends, guessed] = s.ends.to_bytes();
+            b.extend_from_slice(&[s.cpl, ends, guessed, 0, 0, 0, 0, 0]);
         })
     }
 

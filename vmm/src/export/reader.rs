@@ -10,7 +10,7 @@ use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, RAW_MAGIC, RAW_SIZE};
 use super::{EventInfo, FileMapping, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName};
-use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 
 /// Why a file gives no profile.
 #[derive(Debug, thiserror::Error)]
@@ -288,9 +288,10 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
             let ours = s.raw.and_then(|raw| {
                 let raw = raw.as_slice();
                 let magic = raw.get(..4)? == RAW_MAGIC.to_le_bytes() && raw.len() >= RAW_SIZE as usize;
-                magic.then(|| Some((word(&raw, 4)?, raw[12] & 3)))?
+                magic.then(|| Some((word(&raw, 4)?, raw[12] & 3, Ends::from_bytes([raw[13], raw[14]]))))?
             });
-            let (cr3, cpl) = ours.unwrap_or((0, if user { 3 } else { 0 }));
+            let unknown = (0, if user { 3 } else { 0 }, Ends::default());
+            let (cr3, cpl, ends) = ours.unwrap_or(unknown);
             profile.push(&Sample {
                 time_ns: s.timestamp.unwrap_or(time_ns),
                 vcpu: s.cpu.unwrap_or(0),
@@ -301,6 +302,7 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
                 cr3,
                 period: s.period.unwrap_or(1),
                 event_id,
+                ends,
                 chain: &chain,
             });
         }

@@ -21,7 +21,10 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, mut out: impl Writ
         // One frame goes on the line, a chain below it.
         let chain = s.chain.len() > 2;
         if chain {
-            writeln!(out)?;
+            match s.ends.cut_short() {
+                Some(bound) => writeln!(out, "[cut short: {bound}]")?,
+                None => writeln!(out)?,
+            }
         }
         for f in frames(&s) {
             let n = symbols.name(f, s.pid);

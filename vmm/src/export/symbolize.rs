@@ -191,12 +191,17 @@ pub fn symbols_to_save(
 /// The profile with a call chain for each sample that has none because the vCPU was not stopped for it: those of the
 /// samples in the same function of the same process, in turn. So the callers of a function have the shares that the samples
 /// with chains show. In the kernel another process of the same name will do, whose the sample then is. Samples in functions
-/// that no chain begins with stay as they are.
+/// that no chain begins with stay as they are. Chains that were cut short are taken only where there is no other.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<Place, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
         for place in places(profile, symbols, &sample).into_iter().flatten() {
             donors.entry(place).or_default().0.push(sample);
+        }
+    }
+    for (samples, _) in donors.values_mut() {
+        if samples.iter().any(|s| s.ends.cut_short().is_none()) {
+            samples.retain(|s| s.ends.cut_short().is_none());
         }
     }
     let mut full = Profile::new(profile.meta.clone(), profile.events.clone());

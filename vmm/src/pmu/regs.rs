@@ -14,8 +14,8 @@ use super::mappings::{self, Listeners, TellOnce, ToldMapping};
 use crate::control::protocol::{KernelInfo, KernelState};
 use crate::profile::image::KernelImage;
 use crate::profile::locate::{self, Anchors};
-use crate::profile::task::{COMM_LEN, TaskLayout, TaskReader};
-use crate::profile::unwind::{self, CONTEXT_GUEST_USER, KernelUnwind, Limits};
+use crate::profile::task::{COMM_LEN, Task, TaskLayout, TaskReader};
+use crate::profile::unwind::{self, CONTEXT_GUEST_USER, Ends, KernelUnwind, Limits};
 use crate::profile::{Budget, GuestRegs};
 
 /// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
@@ -177,8 +177,12 @@ pub struct RawSample {
     pub cr3: u64,
     /// Privilege level, 0 to 3.
     pub cpl: u8,
+    /// How the call chain ended.
+    pub ends: Ends,
     /// The guest's task: process id, thread id, name; `None` when it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
+    /// The task is a thread of the kernel: it has no memory of its own and never runs a program's code.
+    pub kernel_thread: bool,
 }
 
 impl RawSample {
@@ -186,8 +190,9 @@ impl RawSample {
         let mut out = [0; RAW_BYTES];
         out[0..8].copy_from_slice(&self.cr3.to_le_bytes());
         out[8] = self.cpl;
+        out[10..12].copy_from_slice(&self.ends.to_bytes());
         if let Some((pid, tid, comm)) = self.task {
-            out[9] = 1;
+            out[9] = 1 | u8::from(self.kernel_thread) << 1;
             out[12..16].copy_from_slice(&pid.to_le_bytes());
             out[16..20].copy_from_slice(&tid.to_le_bytes());
             out[20..36].copy_from_slice(&comm);
@@ -202,7 +207,9 @@ impl RawSample {
         Some(Self {
             cr3: u64::from(word(0)?) | u64::from(word(4)?) << 32,
             cpl: raw[8] & 3,
-            task: (raw[9] == 1).then_some((word(12)?, word(16)?, comm)),
+            ends: Ends::from_bytes([raw[10], raw[11]]),
+            task: (raw[9] & 1 != 0).then_some((word(12)?, word(16)?, comm)),
+            kernel_thread: raw[9] & 3 == 3,
         })
     }
 
@@ -238,6 +245,7 @@ pub struct VcpuRegs<'a> {
     regs: Option<kvm_regs>,
     sregs: Option<kvm_sregs>,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
+    ends: Ends,
     raw: Option<([u8; RAW_BYTES + mappings::MAX_BYTES], usize)>,
 }
 
@@ -250,6 +258,7 @@ impl<'a> VcpuRegs<'a> {
             regs: None,
             sregs: None,
             user_frames: SmallVec::new(),
+            ends: Ends::default(),
             raw: None,
         }
     }
@@ -328,7 +337,7 @@ impl<'a> VcpuRegs<'a> {
     }
 
     /// The task that runs; the mappings of its user frames go to `out`, and how many bytes they are to `told`.
-    fn task(&mut self, out: &mut [u8], told: &mut usize) -> Option<(u32, u32, [u8; COMM_LEN])> {
+    fn task(&mut self, out: &mut [u8], told: &mut usize) -> Option<Task> {
         let (guest, memory) = self.guest.as_ref()?;
         let (guest, known) = (*guest, memory.per_cpu_base);
         let kernel = guest.kernel.load();
@@ -349,10 +358,7 @@ impl<'a> VcpuRegs<'a> {
                 .told
                 .tell(&mut reader, (task.pid, task.mm), frames, &guest.listeners, out);
         }
-        let mut comm = [0; COMM_LEN];
-        let name = task.comm_bytes();
-        comm[..name.len()].copy_from_slice(name);
-        Some((task.pid, task.tid, comm))
+        Some(task)
     }
 
     /// Keeps the user frames of a chain, for their mappings.
@@ -386,9 +392,10 @@ impl SampleRegs for VcpuRegs<'_> {
         };
         let kernel = guest.kernel.load();
         let unwind = kernel.as_ref().map(|k| KernelUnwind::new(&k.image, k.slide));
-        let len = unwind::walk(&guest.memory, &regs, unwind, &Limits::default(), out).len;
-        self.keep_user_frames(&out[..len]);
-        len
+        let chain = unwind::walk(&guest.memory, &regs, unwind, &Limits::default(), out);
+        self.ends = chain.ends();
+        self.keep_user_frames(&out[..chain.len]);
+        chain.len
     }
 
     fn raw(&mut self) -> &[u8] {
@@ -399,10 +406,13 @@ impl SampleRegs for VcpuRegs<'_> {
             }
             let mut out = [0; RAW_BYTES + mappings::MAX_BYTES];
             let mut told = 0;
+            let task = self.task(&mut out[RAW_BYTES..], &mut told);
             let raw = RawSample {
                 cr3: self.system().map_or(0, |s| s.cr3),
                 cpl: self.cpl().unwrap_or(0),
-                task: self.task(&mut out[RAW_BYTES..], &mut told),
+                ends: self.ends,
+                task: task.map(|t| (t.pid, t.tid, t.comm_padded())),
+                kernel_thread: task.is_some_and(|t| t.mm == 0),
             };
             out[..RAW_BYTES].copy_from_slice(&raw.encode());
             self.raw = Some((out, RAW_BYTES + told));
@@ -421,7 +431,13 @@ mod tests {
             let raw = RawSample {
                 cr3: 0x1234_5678_9abc_def0,
                 cpl: 3,
+                ends: Ends {
+                    kernel: Some(unwind::End::Complete),
+                    user: Some(unwind::End::Spent),
+                    guessed: true,
+                },
                 task,
+                kernel_thread: task.is_some(),
             };
             assert_eq!(RawSample::decode(&raw.encode()), Some(raw));
         }

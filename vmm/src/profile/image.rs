@@ -29,6 +29,7 @@ pub struct KernelImage {
     symbols: Option<KernelSymbols>,
     banner: Option<String>,
     text: std::ops::Range<u64>,
+    entry_text: std::ops::Range<u64>,
     notes: Vec<String>,
 }
 
@@ -112,6 +113,7 @@ impl KernelImage {
         Ok(Self {
             orc,
             btf,
+            entry_text: symbols.as_ref().map_or(0..0, entry_text),
             symbols,
             banner,
             text,
@@ -156,6 +158,7 @@ impl KernelImage {
         Ok(Self {
             orc,
             btf,
+            entry_text: entry_text(&symbols),
             symbols: Some(symbols),
             banner,
             text,
@@ -193,9 +196,24 @@ impl KernelImage {
         self.text.clone()
     }
 
+    /// The assembly at the ways into and out of the kernel; empty when the symbols do not tell.
+    pub fn entry_text(&self) -> std::ops::Range<u64> {
+        self.entry_text.clone()
+    }
+
     /// What is missing, a line each, for the operator.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+}
+
+fn entry_text(symbols: &KernelSymbols) -> std::ops::Range<u64> {
+    match (
+        symbols.by_name("__entry_text_start"),
+        symbols.by_name("__entry_text_end"),
+    ) {
+        (Some(from), Some(to)) => from.address..to.address,
+        _ => 0..0,
     }
 }
 

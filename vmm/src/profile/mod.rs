@@ -81,10 +81,13 @@ pub struct GuestRegs {
     pub rip: u64,
     pub rsp: u64,
     pub rbp: u64,
+    /// With `r11`: what SYSCALL keeps of the user's registers, RIP and RFLAGS (SDM vol. 2, SYSCALL).
+    pub rcx: u64,
     /// With `rdi`, `r10` and `r13`: registers that unwind entries of the kernel's own assembly refer to.
     pub rdx: u64,
     pub rdi: u64,
     pub r10: u64,
+    pub r11: u64,
     pub r13: u64,
     pub rflags: u64,
     pub cr0: u64,
@@ -99,6 +102,8 @@ pub struct GuestRegs {
     pub gs_base: u64,
     /// IA32_KERNEL_GS_BASE (MSR 0xC0000102): the other one; 0 when the caller does not know it.
     pub kernel_gs_base: u64,
+    /// Base of the task state segment, which has the stacks that the CPU and the kernel's entry code change to.
+    pub tss_base: u64,
 }
 
 impl GuestRegs {
@@ -108,9 +113,11 @@ impl GuestRegs {
             rip: regs.rip,
             rsp: regs.rsp,
             rbp: regs.rbp,
+            rcx: regs.rcx,
             rdx: regs.rdx,
             rdi: regs.rdi,
             r10: regs.r10,
+            r11: regs.r11,
             r13: regs.r13,
             rflags: regs.rflags,
             cr0: sregs.cr0,
@@ -122,6 +129,7 @@ impl GuestRegs {
             code64: sregs.cs.l != 0,
             gs_base: sregs.gs.base,
             kernel_gs_base,
+            tss_base: sregs.tr.base,
         }
     }
 
@@ -141,12 +149,33 @@ impl GuestRegs {
 }
 
 /// How much a walk may do: memory reads, and optionally time. Shared by all walks of one sample.
+///
+/// The clock is looked at every few reads, and what passed since the last look counts as a quarter of the time at most. A
+/// thread that had to wait for a processor is not charged for that, and a guest that makes reads slow (pages that
+/// the host has yet to find) still has four such stretches and no more.
 #[derive(Debug, Clone)]
 pub struct Budget {
     reads_left: u32,
     reads_used: u32,
-    deadline: Option<Instant>,
+    time: Option<TimeLeft>,
     expired: bool,
+}
+
+#[derive(Debug, Clone)]
+struct TimeLeft {
+    left: Duration,
+    at_most: Duration,
+    last_look: Instant,
+}
+
+impl TimeLeft {
+    /// Takes off what has passed at `now`; `false` once nothing is left.
+    fn look(&mut self, now: Instant) -> bool {
+        let passed = now.saturating_duration_since(self.last_look).min(self.at_most);
+        self.last_look = now;
+        self.left = self.left.saturating_sub(passed);
+        !self.left.is_zero()
+    }
 }
 
 impl Budget {
@@ -155,11 +184,14 @@ impl Budget {
 
     /// At most `reads` reads of guest memory and, if given, at most `time` from now on.
     pub fn new(reads: u32, time: Option<Duration>) -> Self {
-        let deadline = time.and_then(|t| Instant::now().checked_add(t));
         Self {
             reads_left: reads,
             reads_used: 0,
-            deadline,
+            time: time.map(|time| TimeLeft {
+                left: time,
+                at_most: time / 4,
+                last_look: Instant::now(),
+            }),
             expired: false,
         }
     }
@@ -171,7 +203,8 @@ impl Budget {
             return false;
         }
         if self.reads_used.is_multiple_of(Self::CLOCK_EVERY)
-            && self.deadline.is_some_and(|d| Instant::now() >= d)
+            && let Some(time) = &mut self.time
+            && !time.look(Instant::now())
         {
             self.expired = true;
             return false;
@@ -189,5 +222,39 @@ impl Budget {
     /// Whether a read was refused.
     pub fn is_spent(&self) -> bool {
         self.expired
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that waits once for a processor still gets its chain; reads that are slow again and again do not go on.
+    #[test]
+    fn one_long_wait_does_not_spend_the_time_and_many_do() {
+        const TIME: Duration = Duration::from_micros(500);
+        let start = Instant::now();
+        let mut time = TimeLeft {
+            left: TIME,
+            at_most: TIME / 4,
+            last_look: start,
+        };
+        let mut now = start + Duration::from_millis(20);
+        assert!(time.look(now));
+        for _ in 0..20 {
+            now += Duration::from_micros(10);
+            assert!(time.look(now));
+        }
+        let slow = (0..10).take_while(|_| {
+            now += Duration::from_millis(1);
+            time.look(now)
+        });
+        assert_eq!(slow.count(), 1);
+    }
+
+    #[test]
+    fn no_time_at_all_allows_no_read() {
+        assert!(!Budget::new(10, Some(Duration::ZERO)).take());
+        assert!(Budget::new(10, None).take());
     }
 }

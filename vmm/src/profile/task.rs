@@ -176,6 +176,14 @@ impl Task {
         Printable(&self.comm)
     }
 
+    /// The raw name, with zeros behind it.
+    pub fn comm_padded(&self) -> [u8; COMM_LEN] {
+        let mut comm = [0; COMM_LEN];
+        let name = self.comm_bytes();
+        comm[..name.len()].copy_from_slice(name);
+        comm
+    }
+
     /// The raw name, without padding.
     pub fn comm_bytes(&self) -> &[u8] {
         until_nul(&self.comm)

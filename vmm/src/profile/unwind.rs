@@ -12,10 +12,12 @@
 //!   precedes the return address at `rsp` goes to just below the interrupted address and its target does not
 //!   begin with `push rbp`.
 //! - **From kernel to user**: by the `pt_regs` the unwinding arrives at; if it did not arrive, by the one at the
-//!   top of the kernel stack, after checking that it looks like one (then also marked as guessed).
+//!   top of the kernel stack, after checking that it looks like one (then also marked as guessed). In the entry code,
+//!   where no `pt_regs` is complete, by what SYSCALL and the entry code keep (see `entry`).
 //!
 //! A walk is bounded by the slice given, by [`Limits`], and by its own rule that a stack goes one way.
 
+mod entry;
 mod user;
 
 use std::time::Duration;
@@ -79,6 +81,8 @@ pub struct KernelUnwind<'k> {
     pub orc: Option<&'k OrcTable>,
     /// What running addresses have over link-time ones.
     pub slide: u64,
+    /// First address of the entry code and the one behind it, link-time addresses; equal when not known.
+    pub entry_text: (u64, u64),
 }
 
 impl<'k> KernelUnwind<'k> {
@@ -87,6 +91,7 @@ impl<'k> KernelUnwind<'k> {
         Self {
             orc: image.orc(),
             slide,
+            entry_text: (image.entry_text().start, image.entry_text().end),
         }
     }
 }
@@ -108,6 +113,73 @@ pub enum End {
     BadFrame,
     /// The vCPU's paging mode is not walked.
     Unsupported,
+}
+
+impl End {
+    const ALL: [Self; 7] = [
+        Self::Complete,
+        Self::Full,
+        Self::Spent,
+        Self::Unmapped,
+        Self::NoTable,
+        Self::BadFrame,
+        Self::Unsupported,
+    ];
+
+    /// Its number in a sample, from 1.
+    fn code(end: Option<Self>) -> u8 {
+        end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
+            .map_or(0, |at| at as u8 + 1)
+    }
+
+    fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
+    }
+
+    /// A bound of the walk, and not the stack, ended it; what bound.
+    fn bound(self) -> Option<&'static str> {
+        match self {
+            Self::Full => Some("depth"),
+            Self::Spent => Some("time or reads"),
+            _ => None,
+        }
+    }
+}
+
+/// How a chain ended, as it is told with a sample.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Ends {
+    /// How the kernel part ended; `None`: there is none.
+    pub kernel: Option<End>,
+    /// Likewise the user part.
+    pub user: Option<End>,
+    /// A step was taken that is likely and not certain.
+    pub guessed: bool,
+}
+
+impl Ends {
+    /// In two bytes.
+    pub fn to_bytes(self) -> [u8; 2] {
+        [
+            End::code(self.kernel) | End::code(self.user) << 4,
+            u8::from(self.guessed),
+        ]
+    }
+
+    /// From these two bytes; whatever they are.
+    pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
+        Self {
+            kernel: End::from_code(ends & 15),
+            user: End::from_code(ends >> 4),
+            guessed: guessed & 1 != 0,
+        }
+    }
+
+    /// The bound that cut the chain short, if one did.
+    pub fn cut_short(self) -> Option<&'static str> {
+        let bound = |end: Option<End>| end.and_then(End::bound);
+        bound(self.user).or(bound(self.kernel))
+    }
 }
 
 /// What a walk found.
@@ -138,6 +210,17 @@ struct UserRegs {
     wide: bool,
     /// The registers are those of an interrupted instruction, not of a system call.
     exact_ip: bool,
+}
+
+impl Chain {
+    /// How it ended.
+    pub fn ends(&self) -> Ends {
+        Ends {
+            kernel: self.kernel_end,
+            user: self.user_end,
+            guessed: self.guessed,
+        }
+    }
 }
 
 struct Out<'o> {
@@ -238,6 +321,14 @@ pub fn walk<M: GuestPhys + ?Sized>(
         return chain;
     };
     let user = user.or_else(|| {
+        if kernel.is_some_and(|k| entry::without_regs(&k, regs))
+            && let Some(user) = entry::user_regs(&mut space, regs, &mut budget)
+        {
+            chain.kernel_end = Some(End::Complete);
+            chain.kernel_frames = 1;
+            chain.guessed = user.guessed;
+            return Some(user.regs);
+        }
         let mut walk = KernelWalk {
             space: &mut space,
             budget: &mut budget,
@@ -251,6 +342,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
             Some(KernelUnwind {
                 orc: Some(orc),
                 slide,
+                ..
             }) => walk.by_orc(orc, slide),
             Some(KernelUnwind { orc: None, .. }) => walk.by_frame_pointers(),
         };
@@ -549,22 +641,31 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         })() else {
             return;
         };
-        let plausible = (cs == USER64_CS || cs == USER32_CS)
-            && ss == USER_DS
-            && flags & RFLAGS_IF != 0
-            && self.space.is_user_half(ip)
-            && self.space.is_user_half(sp);
-        if plausible {
+        if let Some(user) = plausible_user(self.space, [ip, cs, flags, sp, ss], bp) {
             self.guessed |= end != End::Complete;
-            self.user = Some(UserRegs {
-                ip,
-                sp,
-                bp,
-                wide: cs == USER64_CS,
-                exact_ip: false,
-            });
+            self.user = Some(user);
         }
     }
+}
+
+/// User registers from the five words that an interrupt or exception pushes, if they can be such.
+fn plausible_user<M: GuestPhys + ?Sized>(
+    space: &AddressSpace<'_, M>,
+    [ip, cs, flags, sp, ss]: [u64; 5],
+    bp: u64,
+) -> Option<UserRegs> {
+    let plausible = (cs == USER64_CS || cs == USER32_CS)
+        && ss == USER_DS
+        && flags & RFLAGS_IF != 0
+        && space.is_user_half(ip)
+        && space.is_user_half(sp);
+    plausible.then_some(UserRegs {
+        ip,
+        sp,
+        bp,
+        wide: cs == USER64_CS,
+        exact_ip: false,
+    })
 }
 
 #[cfg(test)]

@@ -9,7 +9,8 @@
 //! - The VM counts what it samples: the full samples' periods add up to the event's count. What the light samples before a
 //!   full one do not stand for is that one's weight: its own share, and what the host's kernel did not show, as KVM's work
 //!   for the guest and light samples that were lost. So the weights add up to the count, too.
-//! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time.
+//! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time; a program's
+//!   address not that of one in a thread of the kernel, but of the nearest in a program.
 //! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every sample, and only
 //!   full ones count, until the guest shows again. Likewise where KVM's own work for the guest is so much that a few full
 //!   samples would stand for most of the count.
@@ -61,6 +62,8 @@ pub struct Whose {
     pub tid: u32,
     /// CR3.
     pub cr3: u64,
+    /// It is a thread of the kernel, which never runs a program's code.
+    pub kernel_thread: bool,
 }
 
 /// What has become of the samples, for the user.
@@ -106,6 +109,8 @@ pub struct Merge {
     since_ns: u64,
     pending: VecDeque<Light>,
     whose: VecDeque<Whose>,
+    /// The last one before the first of these that was no kernel thread.
+    program: Option<Whose>,
     /// KVM interprets the guest's kernel: events of time that was not seen, for the next full sample in that kernel.
     unseen: u64,
     /// Events that the VM counted and no sample stands for yet; below 0, more than it counted so far.
@@ -136,6 +141,7 @@ impl Merge {
             since_ns: 0,
             pending: VecDeque::new(),
             whose: VecDeque::new(),
+            program: None,
             unseen: 0,
             owed: 0,
             paid_to_ns: 0,
@@ -290,10 +296,19 @@ impl Merge {
             self.pending.pop_front();
             // The list ends with the first one after the sample, or with the last there is.
             while self.whose.len() > 1 && self.whose[1].time_ns <= light.time_ns {
-                self.whose.pop_front();
+                self.forget_first();
             }
-            let before = self.whose.front().copied();
-            let after = self.whose.get(1).copied();
+            let mut before = self.whose.front().copied();
+            let mut after = self.whose.get(1).copied();
+            if light.ip >> 63 == 0 {
+                // The upper half is the kernel's. Where nothing but threads of it is known, one of them it is.
+                let program = |w: &Whose| !w.kernel_thread;
+                let earlier = before.filter(program).or(self.program);
+                let later = self.whose.iter().skip(1).copied().find(program);
+                if earlier.or(later).is_some() {
+                    (before, after) = (earlier, later);
+                }
+            }
             let nearest = match (before, after) {
                 (Some(b), Some(a)) => {
                     let late = a.time_ns.abs_diff(light.time_ns) < b.time_ns.abs_diff(light.time_ns);
@@ -306,8 +321,16 @@ impl Merge {
         }
         if self.pending.is_empty() {
             while self.whose.len() > 1 {
-                self.whose.pop_front();
+                self.forget_first();
             }
+        }
+    }
+
+    fn forget_first(&mut self) {
+        if let Some(first) = self.whose.pop_front()
+            && !first.kernel_thread
+        {
+            self.program = Some(first);
         }
     }
 
@@ -395,6 +418,7 @@ mod tests {
             pid,
             tid: pid,
             cr3: 0,
+            kernel_thread: false,
         }
     }
 
@@ -421,6 +445,35 @@ mod tests {
         assert_eq!(settled(&mut m, 141), []);
         m.light(sample(150, Side::GuestUser));
         assert_eq!(settled(&mut m, 150 + PATIENCE_NS), [(150, Some(3))]);
+    }
+
+    /// A kernel thread was sampled nearest to them, but programs' addresses are a program's.
+    #[test]
+    fn programs_code_is_not_charged_to_a_thread_of_the_kernel() {
+        let thread = |time_ns| Whose {
+            kernel_thread: true,
+            ..whose(time_ns, 9)
+        };
+        let mut m = merge(false);
+        m.full(whose(5, 1), 3, PERIOD);
+        m.full(thread(20), 0, PERIOD);
+        m.full(thread(100), 0, PERIOD);
+        m.full(whose(200, 2), 3, PERIOD);
+        let kernel = |time_ns| GuestSample {
+            ip: u64::MAX,
+            ..sample(time_ns, Side::GuestKernel)
+        };
+        for t in [22, 90, 110] {
+            m.light(sample(t, Side::GuestUser));
+            m.light(kernel(t + 1));
+        }
+        let expected = [(22, 1), (23, 9), (90, 1), (91, 9), (110, 2), (111, 9)];
+        assert_eq!(settled(&mut m, 201), expected.map(|(t, pid)| (t, Some(pid))));
+        // Nothing but a thread of the kernel is known.
+        let mut m = merge(false);
+        m.full(thread(5), 0, PERIOD);
+        m.light(sample(10, Side::GuestUser));
+        assert_eq!(settled(&mut m, u64::MAX), [(10, Some(9))]);
     }
 
     #[test]

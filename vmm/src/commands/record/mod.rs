@@ -372,6 +372,7 @@ fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Reco
         pid,
         tid,
         cr3: raw.cr3,
+        kernel_thread: raw.kernel_thread,
     };
     let period = merge.map_or(sample.period, |m| m.full(whose, raw.cpl, sample.period));
     recording.full(sample, &raw, period)

@@ -16,7 +16,7 @@ use crate::control::protocol::{Opened, Sampling};
 use crate::export::perfdata::PerfDataWriter;
 use crate::export::{EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, TaskName};
 use crate::pmu::RawSample;
-use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 
 /// Most different tasks.
 const MAX_TASKS: usize = 1 << 16;
@@ -38,7 +38,11 @@ pub(super) struct Recording {
     known: HashSet<(u32, u64, u64, u64)>,
     chain: Vec<u64>,
     last_ns: u64,
+    /// When the last full sample of each event was, by its samples' id.
+    last_full_ns: HashMap<u64, u64>,
     with_chain: u64,
+    /// Chains that a bound of the walk cut short.
+    cut_short: u64,
     lost: u64,
     throttled: u64,
     damaged: u64,
@@ -102,7 +106,9 @@ impl Recording {
             known: HashSet::new(),
             chain: Vec::new(),
             last_ns: 0,
+            last_full_ns: HashMap::new(),
             with_chain: 0,
+            cut_short: 0,
             lost: 0,
             throttled: 0,
             damaged: 0,
@@ -121,12 +127,17 @@ impl Recording {
         period: u64,
     ) -> Result<(), String> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
+        // Light samples are this task's from halfway between the full sample before and this one, and so are its names.
+        let before = self.last_full_ns.insert(sample.stream_id, sample.time_ns);
+        let since_ns = before.map_or(sample.time_ns, |before| {
+            sample.time_ns.min(before.midpoint(sample.time_ns) + 1)
+        });
         if let Some((pid, tid, comm)) = raw.task
             && self.tasks.len() < MAX_TASKS
             && self.tasks.insert(tid, comm) != Some(comm)
         {
             let task = TaskName {
-                time_ns: sample.time_ns,
+                time_ns: since_ns,
                 pid,
                 tid,
                 comm: printable(&comm),
@@ -135,7 +146,7 @@ impl Recording {
         }
         for mapping in RawSample::mappings(sample.raw) {
             self.mapping(FileMapping {
-                time_ns: sample.time_ns,
+                time_ns: since_ns,
                 pid,
                 start: mapping.start,
                 len: mapping.len,
@@ -146,6 +157,7 @@ impl Recording {
         self.chain.clear();
         self.chain.extend(sample.callchain.iter());
         self.with_chain += u64::from(!self.chain.is_empty());
+        self.cut_short += u64::from(raw.ends.cut_short().is_some());
         let kernel = raw.cpl != 3;
         self.names.note((!kernel).then_some(pid), sample.ip);
         self.note_chain(kernel, pid);
@@ -162,6 +174,7 @@ impl Recording {
                 cr3: raw.cr3,
                 period,
                 event_id,
+                ends: raw.ends,
                 chain: &self.chain,
             })
             .map_err(failed)
@@ -191,6 +204,7 @@ impl Recording {
                 cr3,
                 period: light.period,
                 event_id,
+                ends: Ends::default(),
                 chain: &[],
             })
             .map_err(failed)
@@ -269,6 +283,12 @@ impl Recording {
         }
         if let Some(totals) = totals {
             say_totals(args, &totals);
+        }
+        if self.cut_short > 0 {
+            log::info!(
+                "{} call chains were cut short: deeper, or longer to walk, than is allowed",
+                self.cut_short
+            );
         }
         if gone {
             log::warn!("the VM ended; {name} has what it wrote until then");

@@ -183,6 +183,7 @@ fn a_kernel_sample_crosses_to_user_space_by_its_tables_and_slide() {
         Some(KernelUnwind {
             orc: Some(&table),
             slide,
+            entry_text: (0, 0),
         }),
         16,
     );
@@ -218,6 +219,7 @@ fn an_interrupted_kernel_function_is_walked_through_its_registers() {
         Some(KernelUnwind {
             orc: Some(&table),
             slide: 0,
+            entry_text: (0, 0),
         }),
         16,
     );
@@ -249,6 +251,7 @@ fn where_tables_say_nothing_the_stack_top_still_gives_the_user_part() {
         Some(KernelUnwind {
             orc: Some(&table),
             slide: 0,
+            entry_text: (0, 0),
         }),
         16,
     );
@@ -263,7 +266,8 @@ fn where_tables_say_nothing_the_stack_top_still_gives_the_user_part() {
             &r,
             Some(KernelUnwind {
                 orc: Some(&table),
-                slide: 0
+                slide: 0,
+                entry_text: (0, 0),
             }),
             16
         )
@@ -289,7 +293,16 @@ fn kernels_with_frame_pointers_are_walked_by_them() {
         USTACK + 0x100,
     );
     let r = regs(&g, 0, TEXT + 0x20, sp, sp + 0x20);
-    let (chain, out) = run(&g, &r, Some(KernelUnwind { orc: None, slide: 0 }), 16);
+    let (chain, out) = run(
+        &g,
+        &r,
+        Some(KernelUnwind {
+            orc: None,
+            slide: 0,
+            entry_text: (0, 0),
+        }),
+        16,
+    );
     assert_eq!(
         out[..5],
         [
@@ -301,6 +314,116 @@ fn kernels_with_frame_pointers_are_walked_by_them() {
         ]
     );
     assert_eq!(chain.kernel_end, Some(End::Complete));
+}
+
+/// The entry code, where tables say nothing, and its stack and the TSS in the first page of the kernel's stack.
+const ENTRY: (u64, u64) = (TEXT + 0x400, TEXT + 0x500);
+const TSS: u64 = KSTACK;
+const ENTRY_STACK: u64 = KSTACK + 0x1000;
+
+/// A sample in the entry code with these stack pointer and registers: what SYSCALL left, and a TSS.
+fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (Chain, Vec<u64>) {
+    let mut g = guest();
+    user_frames(&mut g);
+    kput(&mut g, TSS + 4, ENTRY_STACK);
+    kput(&mut g, TSS + 20, USTACK + 0x80);
+    let mut r = regs(&g, 0, TEXT + 0x410, sp, USTACK + 0x100);
+    (r.rcx, r.r11, r.tss_base) = (UTEXT + 0x50, 0x246, TSS);
+    change(&mut g, &mut r);
+    let table = orc();
+    let kernel = KernelUnwind {
+        orc: Some(&table),
+        slide: 0,
+        entry_text: ENTRY,
+    };
+    run(&g, &r, Some(kernel), 16)
+}
+
+const FROM_ENTRY: [u64; 6] = [
+    CONTEXT_GUEST_KERNEL,
+    TEXT + 0x410,
+    CONTEXT_GUEST_USER,
+    UTEXT + 0x50,
+    UTEXT + 0x111,
+    UTEXT + 0x222,
+];
+
+#[test]
+fn a_system_call_that_just_began_or_ends_has_the_programs_chain() {
+    // Still, or again, on the program's stack; on the task's; on the entry stack behind the change of page tables.
+    for sp in [USTACK + 0x80, KSTACK + 0x3fd8, ENTRY_STACK - 8] {
+        let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
+        assert_eq!(out, FROM_ENTRY, "{sp:#x}");
+        assert!(chain.guessed);
+        assert_eq!(chain.kernel_end, Some(End::Complete));
+    }
+}
+
+#[test]
+fn the_way_out_to_a_program_has_its_chain_by_the_frame_it_leaves_by() {
+    let frame = |g: &mut TestGuest, at: u64| {
+        for (i, v) in [UTEXT + 0x50, USER64_CS, 0x202, USTACK + 0x80, USER_DS]
+            .into_iter()
+            .enumerate()
+        {
+            kput(g, at + 8 * i as u64, v);
+        }
+    };
+    let old = KSTACK + 0x3000;
+    for used in [0, 8, 40, 48] {
+        let (chain, out) = in_entry_code(ENTRY_STACK - used, |g, r| {
+            frame(g, old + 16);
+            (r.rdi, r.rcx, r.r11) = (old, 0x1234, 0);
+        });
+        assert_eq!(out, FROM_ENTRY, "{used}");
+        assert!(!chain.guessed);
+    }
+    // The old stack's address is gone, or is no longer mapped: the copy is complete.
+    let (chain, out) = in_entry_code(ENTRY_STACK - 40, |g, r| {
+        frame(g, ENTRY_STACK - 40);
+        (r.rdi, r.rcx, r.r11) = (USTACK, 0x1234, 0);
+    });
+    assert_eq!(out, FROM_ENTRY);
+    assert!(!chain.guessed);
+}
+
+#[test]
+fn entry_code_whose_registers_are_no_programs_has_no_user_part() {
+    let none = |what: &str, (chain, out): (Chain, Vec<u64>)| {
+        assert_eq!(out, [CONTEXT_GUEST_KERNEL, TEXT + 0x410], "{what}");
+        assert_eq!(chain.user_frames, 0, "{what}");
+    };
+    none("flags", in_entry_code(USTACK, |_, r| r.r11 = 0x46));
+    none("high flags", in_entry_code(USTACK, |_, r| r.r11 = 0x1_0000_0246));
+    none("address", in_entry_code(USTACK, |_, r| r.rcx = TEXT));
+    none(
+        "stack",
+        in_entry_code(KSTACK + 0x3fd8, |g, _| kput(g, TSS + 20, 7 << 60)),
+    );
+    none(
+        "no TSS",
+        in_entry_code(KSTACK + 0x3fd8, |_, r| r.tss_base = 0x1000),
+    );
+}
+
+#[test]
+fn how_a_chain_ended_survives_its_two_bytes() {
+    let ends = || End::ALL.into_iter().map(Some).chain([None]);
+    for (kernel, user) in ends().flat_map(|k| ends().map(move |u| (k, u))) {
+        for guessed in [false, true] {
+            let ends = Ends {
+                kernel,
+                user,
+                guessed,
+            };
+            assert_eq!(Ends::from_bytes(ends.to_bytes()), ends);
+            let cut = [kernel, user]
+                .iter()
+                .any(|e| matches!(e, Some(End::Full | End::Spent)));
+            assert_eq!(ends.cut_short().is_some(), cut);
+        }
+    }
+    assert_eq!(Ends::from_bytes([0xFF, 0xFE]), Ends::default());
 }
 
 #[test]
@@ -321,6 +444,7 @@ fn frames_that_go_round_or_down_end_the_walk() {
         Some(KernelUnwind {
             orc: Some(&table),
             slide: 0,
+            entry_text: (0, 0),
         }),
         64,
     );
@@ -378,7 +502,7 @@ proptest! {
         stack in proptest::collection::vec(any::<u64>(), 3072),
         pointers in proptest::collection::vec((0usize..3072, 0u64..0x6000), 0..200),
         rip: u64, rsp_off in 0u64..0x4000, rbp_off in 0u64..0x4000, wild: bool,
-        cpl in 0u8..4, use_orc: bool, slots in 0usize..140, slide: u32, reads in 0u32..3000,
+        cpl in 0u8..4, use_orc: bool, slots in 0usize..140, slide: u32, in_entry: bool, tss_off in 0u64..0x4000, flags: u32, reads in 0u32..3000,
     ) {
         let mut g = guest();
         for (i, &word) in stack.iter().enumerate() {
@@ -391,9 +515,10 @@ proptest! {
         }
         let stack = if cpl == 3 { USTACK } else { KSTACK };
         let ip = if wild { rip } else { TEXT + rip % 0x500 };
-        let r = regs(&g, cpl, ip, stack + rsp_off, stack + rbp_off);
+        let mut r = regs(&g, cpl, ip, stack + rsp_off, stack + rbp_off);
+        (r.tss_base, r.rcx, r.r11, r.rdi) = (KSTACK + tss_off, rip >> 17, u64::from(flags), KSTACK + tss_off);
         let table = orc();
-        let kernel = KernelUnwind { orc: use_orc.then_some(&table), slide: if wild { u64::from(slide) } else { 0 } };
+        let kernel = KernelUnwind { orc: use_orc.then_some(&table), slide: if wild { u64::from(slide) } else { 0 }, entry_text: (TEXT, TEXT + if in_entry { 0x1000 } else { 0 }) };
         let mut out = vec![0; slots];
         let limits = Limits { max_frames: 100, max_reads: reads, max_time: None };
         let chain = walk(&g.ram[..], &r, Some(kernel), &limits, &mut out);
