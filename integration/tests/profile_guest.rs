@@ -19,7 +19,7 @@ const METRICS: &str = "127.0.0.1:19464";
 
 /// Three functions at 60, 30 and 10 % of a program's time, and system calls.
 const SCRIPT: &str = r#"
-section load sh -c "echo load-has-begun; while true; do three 2; syscalls 200000; done"
+section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
 
 /// A place with perf in it.
@@ -157,19 +157,24 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
             "{function}: {through_main} of {all}\n{folded}"
         );
     }
-    // The program's own calls: libc was built without frame pointers, and exec and exit are not below main. Sample by
-    // sample, for the weight of one may be that of many without a chain.
-    let (script, _) = ours(&["script", "-i", &data]);
-    let calls: Vec<&str> = chains(&script, "syscalls")
-        .filter(|chain| chain.contains(" do_syscall_64+") && chain.contains(" syscall+"))
-        .collect();
-    let from_main = calls.iter().filter(|chain| chain.contains(" main+")).count();
-    eprintln!("{from_main} of {} system calls lead back to main", calls.len());
+    let (mut own, mut from_main) = (0, 0);
+    for (stack, weight) in folded.lines().filter_map(|line| line.rsplit_once(' ')) {
+        if is_own_system_call(stack) {
+            let weight: u64 = weight.parse().unwrap();
+            own += weight;
+            if stack.contains(";main;") {
+                from_main += weight;
+            } else {
+                eprintln!("without main: {stack} {weight}");
+            }
+        }
+    }
+    eprintln!("{from_main} of {own} events in system calls lead back to main");
     assert!(
-        !calls.is_empty() && from_main * 10 >= calls.len() * 9,
-        "{from_main} of {}\n{folded}",
-        calls.len()
+        own > 0 && from_main * 100 >= own * 95,
+        "{from_main} of {own}\n{folded}"
     );
+    assert!(folded.contains(";run;syscall;entry_SYSCALL_64_[k] "), "{folded}");
 
     perf_reads_it(&place, &data, &kallsyms, &root);
     let svg = place.scratch("profiled.svg");
@@ -186,14 +191,32 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     keep(&place, &data, "profiled.data");
 }
 
-/// The call chains of a program's samples in the output of `perfvisor script`.
-fn chains<'a>(script: &'a str, program: &'a str) -> impl Iterator<Item = &'a str> {
-    script.split("\n\n").filter_map(move |text| {
-        // Samples without a chain are lines of their own before the one whose frames follow.
-        let frames = text.find("\n\t")?;
-        let head = text[..frames].lines().next_back()?;
-        (head.split_whitespace().next() == Some(program)).then_some(&text[frames..])
-    })
+/// Whether a folded stack is of the system calls that the program is there to make, on the way into the kernel and out of it
+/// too: below libc's `syscall`, or without any of the program's functions. Its calls by other functions (exec, exit, printf's
+/// write) are libc's, which is built without frame pointers, and not all below main.
+fn is_own_system_call(stack: &str) -> bool {
+    let Some(frames) = stack.strip_prefix("syscalls;") else {
+        return false;
+    };
+    let mut program = frames
+        .split(';')
+        .filter(|frame| !frame.ends_with("_[k]"))
+        .peekable();
+    let no_program = program.peek().is_none();
+    program.any(|frame| frame == "syscall")
+        || no_program
+            && frames.split(';').any(|frame| {
+                [
+                    "do_syscall_64",
+                    "getppid",
+                    "task_pid_nr_ns",
+                    "entry_SYS",
+                    "sysret",
+                    "exit_to_user_mode",
+                ]
+                .iter()
+                .any(|part| frame.contains(part))
+            })
 }
 
 /// A scrape of a VM that was recorded has what was promised of it, with values that can be.
