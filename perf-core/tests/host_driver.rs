@@ -4,13 +4,15 @@
 
 mod common;
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 
 use common::{burn, catch_signals, signals_of_this_thread, this_tid};
-use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::{HostPmu, HostProbe, ignore_sigio};
-use perf_core::pmu::{Capacity, Pmu, PmuError, Target, VcpuId};
+use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
 
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
@@ -111,6 +113,80 @@ fn a_new_period_takes_effect_at_once() {
     fault(100);
     assert_eq!(signals_of_this_thread(), before);
     assert_eq!(ev.take_overflows(), 0);
+}
+
+struct Regs;
+
+impl SampleRegs for Regs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestUser
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// Samples of real page faults, with a period that changes while they happen, while the event is off and while its vCPU is out:
+/// what they stand for adds up to the count, but for what of the last period is not over.
+#[test]
+fn periods_of_real_samples_add_up_to_the_count() {
+    let core = Core::new(CoreConfig::default());
+    core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
+    let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+    vcpu.sched_in();
+    let session = core.session(0, Role::Admin);
+    let attr = Attr {
+        sample_period: 50,
+        sample_type: SampleType::PERIOD,
+        ..software(PAGE_FAULTS)
+    };
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let event = core
+        .open(&session, attr, target, None, OpenFlags::default())
+        .unwrap();
+    let ring = event.map(4, true).unwrap();
+    let serve = || vcpu.service_overflows(&mut Regs, &mut |_| {});
+    let work = |faults: usize| {
+        for _ in 0..faults / 20 {
+            fault(20);
+            serve();
+        }
+    };
+    work(120);
+    event.set_period(1000).unwrap();
+    work(500);
+    event.set_period(7).unwrap();
+    work(100);
+    event.disable(Scope::Event).unwrap();
+    event.set_period(90).unwrap();
+    work(100);
+    event.enable(Scope::Event).unwrap();
+    work(200);
+    vcpu.sched_out();
+    event.set_period(3).unwrap();
+    vcpu.sched_in();
+    work(60);
+    vcpu.sched_out();
+    serve();
+    let format = Format {
+        sample_type: SampleType::PERIOD,
+        read_format: ReadFormat::empty(),
+    };
+    let (mut reader, mut stood_for, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0, 0);
+    while let Some(raw) = reader.next_record().unwrap() {
+        let Record::Sample(sample) = Record::decode(raw, format).unwrap() else {
+            panic!("only samples are expected")
+        };
+        stood_for += sample.period;
+        samples += 1;
+    }
+    let counted = event.read().unwrap().value;
+    assert!(counted >= 980, "{counted} page faults");
+    assert!(samples > 10, "{samples} samples");
+    assert!(
+        stood_for <= counted && counted - stood_for < 3,
+        "{stood_for} of {counted} in {samples} samples"
+    );
 }
 
 /// An overflow is the business of the thread it is counted for, not of the one that opened and armed it.
@@ -216,8 +292,7 @@ fn a_count_outlives_its_thread() {
     );
 }
 
-/// As many hardware events as the probe promised are on at once, and one more is refused and stays stopped. On a host
-/// with no PMU, opening says there is no such event.
+/// As many hardware events as the probe promised are on at once. On a host with no PMU, opening says there is no such event.
 #[test]
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostProbe::run();
