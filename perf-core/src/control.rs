@@ -98,8 +98,13 @@ impl Handle {
     /// enables it.
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] for inherited events, [`ControlError::Closed`].
+    /// [`ControlError::Invalid`] for inherited and for counting events, [`ControlError::Closed`].
     pub fn refresh(&self, overflows: u32) -> Result<(), ControlError> {
+        if !self.attr().is_sampling() {
+            return Err(ControlError::Invalid(
+                "a counting event has no overflows to limit",
+            ));
+        }
         if self.inner.event.shared.attr.inherit || self.is_family() {
             return Err(ControlError::Invalid("an inherited event has no overflow limit"));
         }
