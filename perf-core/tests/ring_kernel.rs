@@ -1,12 +1,15 @@
-//! The reader over rings that the kernel writes: the layout and the protocol really are the kernel's.
+//! The reader over rings that the kernel writes, and its records written anew: the layout and the protocol really are the
+//! kernel's.
 
 #![allow(unsafe_code)]
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 
-use perf_core::attr::{ReadFormat, SampleType};
-use perf_core::record::{Format, Record};
-use perf_core::ring::RingReader;
+use perf_core::attr::{Attr, EventType, ReadFormat, SampleType};
+use perf_core::record::{Encode, Format, Record};
+use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_event::events::Software;
 use perf_event::{Builder, SampleFlag};
 
@@ -110,6 +113,153 @@ fn rings_that_cannot_be_mapped_are_refused() {
         assert!(
             RingReader::map_perf(ring.memfd(), pages).is_err(),
             "{pages} pages"
+        );
+    }
+}
+
+/// An event of the kernel with the attributes that ours would have. `None` where this user may not open it.
+fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
+    let bytes = attr.to_bytes();
+    // SAFETY: the attribute is readable for the size it says.
+    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, -1, group, 0) };
+    if fd < 0 {
+        let error = std::io::Error::last_os_error();
+        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{error}");
+        eprintln!("skipped: this user may not open perf events ({error})");
+        return None;
+    }
+    // SAFETY: a descriptor of our own.
+    Some(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Every record in the kernel's ring, by its type; each is decoded and written anew into a ring of ours, which must hold the
+/// same bytes then.
+fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u32, u32> {
+    let ring = Arc::new(Ring::new(4, RingMode::Writable).unwrap());
+    let mut ours = RingReader::of(Arc::clone(&ring));
+    let mut types = BTreeMap::new();
+    while let Some(raw) = reader.next_record().expect("the kernel's rings are sound") {
+        match Record::decode(raw, format).expect("the kernel's records are whole") {
+            Record::Sample(r) => r.write(format, &ring),
+            Record::Fork(r) | Record::Exit(r) => r.write(format, &ring),
+            Record::Comm(r) => r.write(format, &ring),
+            Record::Mmap(r) => r.write(format, &ring),
+            Record::Lost(r) => r.write(format, &ring),
+            Record::Throttle(r) | Record::Unthrottle(r) => r.write(format, &ring),
+            other => panic!("{other:?}"),
+        }
+        .expect("there is room for one");
+        let again = ours.next_record().unwrap().expect("it was written");
+        assert_eq!(again.bytes(), raw.bytes(), "{format:?}");
+        *types.entry(raw.ty()).or_insert(0) += 1;
+    }
+    types
+}
+
+const LOST: u32 = 2;
+const COMM: u32 = 3;
+const MMAP: u32 = 1;
+const FORK: u32 = 7;
+const SAMPLE: u32 = 9;
+
+/// Page faults of this thread in user mode, a sample for each.
+fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
+    Attr {
+        sample_type,
+        read_format,
+        exclude_kernel: true,
+        disabled: true,
+        ..Attr::sampling(EventType::SOFTWARE, 2, 1)
+    }
+}
+
+fn enable(fd: &OwnedFd, on: bool) {
+    const ENABLE: u64 = 0x2400;
+    // SAFETY: the call takes a number.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), ENABLE + u64::from(!on), 0) };
+    assert_eq!(result, 0);
+}
+
+/// Each field alone, all together, and any of them; single readings and those of a group, in every format.
+#[test]
+fn samples_are_what_the_kernel_would_write() {
+    let mut rng = fastrand::Rng::with_seed(7);
+    let all = SampleType::all().bits();
+    let masks = (0..11).map(|bit| 1 << bit).chain([0, all]);
+    let drawn: Vec<u64> = (0..40).map(|_| rng.u64(..) & all).collect();
+    for (n, mask) in masks.chain(drawn).enumerate() {
+        let read_format = ReadFormat::from_bits_truncate(n as u64 % 16);
+        let attr = faults(SampleType::from_bits_truncate(mask), read_format);
+        let Some(leader) = kernel_event(&attr, -1) else {
+            return;
+        };
+        let counting = Attr {
+            sample_period: 0,
+            disabled: false,
+            ..attr.clone()
+        };
+        let _members: Vec<_> = (0..n % 3)
+            .map(|_| kernel_event(&counting, leader.as_raw_fd()))
+            .collect();
+        let mut reader = RingReader::map_perf(leader.as_fd(), 8).expect("a ring");
+        enable(&leader, true);
+        fault(20);
+        enable(&leader, false);
+        let format = Format {
+            sample_type: attr.sample_type,
+            read_format,
+        };
+        let types = same_when_written_anew(&mut reader, format);
+        assert!(types[&SAMPLE] >= 20, "{types:?}");
+    }
+}
+
+#[test]
+fn side_band_records_are_what_the_kernel_would_write() {
+    // Large samples: few fill the ring, fewer than the kernel would throttle.
+    let sample_type = SampleType::all() - SampleType::CALLCHAIN - SampleType::READ;
+    let attr = Attr {
+        task: true,
+        comm: true,
+        mmap: true,
+        ..faults(sample_type, ReadFormat::empty())
+    };
+    let Some(event) = kernel_event(&attr, -1) else {
+        return;
+    };
+    let mut reader = RingReader::map_perf(event.as_fd(), 1).expect("a ring");
+    let format = Format {
+        sample_type,
+        read_format: ReadFormat::empty(),
+    };
+    enable(&event, true);
+    std::thread::spawn(|| ()).join().unwrap();
+    for name in [c"a", c"seven b", c"eight by", c"fifteen letters"] {
+        // SAFETY: a name with its terminator, for this thread.
+        assert_eq!(unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) }, 0);
+    }
+    // SAFETY: new memory that nobody uses, and that is unmapped at once.
+    unsafe {
+        let (prot, flags) = (
+            libc::PROT_READ | libc::PROT_EXEC,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        let memory = libc::mmap(std::ptr::null_mut(), PAGE, prot, flags, -1, 0);
+        assert_ne!(memory, libc::MAP_FAILED);
+        libc::munmap(memory, PAGE);
+    }
+    // More samples than the ring has room for: the next record there is room for says so.
+    fault(70);
+    let mut types = same_when_written_anew(&mut reader, format);
+    fault(4);
+    enable(&event, false);
+    for (ty, n) in same_when_written_anew(&mut reader, format) {
+        *types.entry(ty).or_insert(0) += n;
+    }
+    for (ty, least) in [(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 40)] {
+        assert!(
+            types.get(&ty).is_some_and(|n| *n >= least),
+            "type {ty}: {types:?}"
         );
     }
 }

@@ -76,7 +76,7 @@ pub struct Sample<'a> {
     pub stream_id: u64,
     /// CPU number.
     pub cpu: u32,
-    /// Period in force.
+    /// What it stands for: how far the event counted since the sample before it.
     pub period: u64,
     /// Read values.
     pub read: ReadValues<'a>,
