@@ -133,10 +133,10 @@ impl Context {
             return;
         }
         let period = self.events[key].sampling.account(0);
-        let times = self.events[key].sampling.count_down(times);
-        let throttle = self.one_overflow(core, cell, key, true, period, now_ns, Some(regs));
-        self.report(key, times.counted, batch);
-        if times.last {
+        let countdown = self.events[key].sampling.count_down(times);
+        let throttle = self.one_overflow(core, cell, key, (true, times), period, now_ns, Some(regs));
+        self.report(key, countdown.counted, batch);
+        if countdown.last {
             self.limit_reached(key, now_ns);
         } else if throttle {
             self.throttle(key);
@@ -171,7 +171,7 @@ impl Context {
             let period = self.events[key].sampling.account((times - 1 - i) * apart);
             let countdown = self.events[key].sampling.count_down(1);
             let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
-            let throttle = self.one_overflow(core, origin, key, i > 0, period, now_ns, regs);
+            let throttle = self.one_overflow(core, origin, key, (i > 0, 1), period, now_ns, regs);
             done = done.saturating_add(1);
             if countdown.last {
                 self.limit_reached(key, now_ns);
@@ -205,22 +205,26 @@ impl Context {
         }
     }
 
-    /// One overflow: its accounts and its records. Whether the event is to be throttled now.
+    /// One interrupt for `times` overflows: its accounts and its records. Whether the event is to be throttled now.
     #[allow(clippy::too_many_arguments)]
     fn one_overflow(
         &mut self,
         core: &CoreInner,
         origin: &ContextCell,
         key: usize,
-        may_throttle: bool,
+        (may_throttle, times): (bool, u32),
         period: u64,
         now_ns: u64,
         regs: Option<&mut dyn SampleRegs>,
     ) -> bool {
         let event = &mut self.events[key];
         let tick_hz = core.config.tick_hz.max(1);
-        event.sampling.note_overflow_time(now_ns, 1_000_000_000 / tick_hz);
-        let over = event.sampling.interrupt(tick_hz, core.limits.sample_rate_hz());
+        event
+            .sampling
+            .note_overflow_time(times, now_ns, 1_000_000_000 / tick_hz);
+        let over = event
+            .sampling
+            .interrupt(times, tick_hz, core.limits.sample_rate_hz());
         // The guest's own rate is limited where its PMIs are.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         self.throttles += u64::from(throttle && !event.sampling.throttled);

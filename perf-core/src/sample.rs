@@ -44,14 +44,16 @@ pub(crate) struct Sampling {
     covered: u64,
     /// Overflows that passed and were not served yet.
     pub pending: u32,
-    /// Overflows since the last tick.
-    pub interrupts: u64,
+    /// Interrupts since the last tick: one for all overflows that were noticed together. What throttles.
+    interrupts: u64,
+    /// Overflows since the last tick. What a frequency is held to.
+    overflows: u64,
     /// No more overflows until the next tick.
     pub throttled: bool,
     /// Overflows until it disables itself; 0: no limit.
     pub limit: u64,
     freq_count: u64,
-    freq_interrupts: u64,
+    freq_overflows: u64,
     freq_stamp_ns: u64,
     /// Armed by hand: overflows although `period` may be 0.
     armed: bool,
@@ -168,8 +170,10 @@ impl Sampling {
         }
     }
 
-    /// Accounts one interrupt; whether the event is to be throttled: more than the limit allows in one tick.
-    pub fn interrupt(&mut self, tick_hz: u64, sample_rate_hz: u64) -> bool {
+    /// Accounts one interrupt for `times` overflows; whether the event is to be throttled: more than the limit allows in one
+    /// tick.
+    pub fn interrupt(&mut self, times: u32, tick_hz: u64, sample_rate_hz: u64) -> bool {
+        self.overflows += u64::from(times);
         if self.throttled {
             return true;
         }
@@ -193,25 +197,28 @@ impl Sampling {
         }
     }
 
-    /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick ago.
-    pub fn note_overflow_time(&mut self, now_ns: u64, tick_ns: u64) {
+    /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick ago. All `times`
+    /// that were noticed together count, or a host that is slow to notice would keep the period it happens to have.
+    pub fn note_overflow_time(&mut self, times: u32, now_ns: u64, tick_ns: u64) {
         if self.freq == 0 {
             return;
         }
         let since = now_ns.saturating_sub(self.freq_stamp_ns);
         self.freq_stamp_ns = now_ns;
         if since > 0 && since < tick_ns {
-            self.period = adjusted_period(self.period, 1_000_000_000 / since, self.freq);
+            let rate = u64::from(times) * 1_000_000_000 / since;
+            self.period = adjusted_period(self.period, rate, self.freq);
         }
     }
 
     /// By frequency: adjusts the period from the overflows since the last tick. Whether there were none at all.
-    /// Clears the count of interrupts.
+    /// Clears both counts.
     pub fn tick(&mut self, tick_hz: u64, sample_rate_hz: u64) -> bool {
-        let mut interrupts = std::mem::take(&mut self.interrupts);
+        self.interrupts = 0;
+        let mut overflows = std::mem::take(&mut self.overflows);
         if self.throttled {
             // The true number is unknown; it was more than the limit.
-            interrupts = 2 * sample_rate_hz / tick_hz.max(1);
+            overflows = overflows.max(2 * sample_rate_hz / tick_hz.max(1));
         }
         if self.freq == 0 {
             return false;
@@ -220,16 +227,16 @@ impl Sampling {
         let mut freq = tick_hz;
         if self.freq < tick_hz {
             self.freq_count += self.freq;
-            self.freq_interrupts += interrupts;
+            self.freq_overflows += overflows;
             if self.freq_count < tick_hz {
                 return false;
             }
-            interrupts = std::mem::take(&mut self.freq_interrupts);
+            overflows = std::mem::take(&mut self.freq_overflows);
             self.freq_count -= tick_hz;
             freq = self.freq;
         }
-        self.period = adjusted_period(self.period, freq.saturating_mul(interrupts), self.freq);
-        interrupts == 0
+        self.period = adjusted_period(self.period, freq.saturating_mul(overflows), self.freq);
+        overflows == 0
     }
 
     /// Begins a new period at `raw`. The next overflow stands for what was counted of the old one, too.

@@ -354,3 +354,37 @@ fn a_period_that_became_too_long_is_not_waited_for() {
         assert!(ticks < 100, "no sample in {ticks} ticks");
     }
 }
+
+/// A host that takes as long to notice an overflow as the frequency asks for: the period grows until there is one overflow
+/// each time, and does not stay so short that there are many.
+#[test]
+fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
+    let m = Machine::with(4, |c| c.tick_hz = 250);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, 10_000)
+    };
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let _e = m
+        .core
+        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    let second = || {
+        let mut times = 0;
+        for step in 1..=10_000u64 {
+            m.run(0, 100_000);
+            times += serve(&v).iter().map(|o| o.times).sum::<u32>();
+            if step % 40 == 0 {
+                m.core.tick();
+            }
+        }
+        times
+    };
+    second();
+    let n = second();
+    assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
+}
