@@ -112,12 +112,14 @@ fn all_calls_from_all_threads_at_once() {
                         } else {
                             Scope::Group
                         };
-                        match rng.below(6) {
+                        match rng.below(7) {
                             0 => handle.disable(scope).unwrap(),
                             1 => handle.enable(scope).unwrap(),
                             2 => handle.reset(scope).unwrap(),
                             3 => drop(handle.read_group().unwrap()),
                             4 => drop(handle.estimate().unwrap()),
+                            // Counting events have none.
+                            5 => drop(handle.set_period(1 + rng.below(40))),
                             _ => {
                                 let _ = handle.set_output(handles.first());
                             }

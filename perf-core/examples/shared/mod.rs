@@ -2,6 +2,7 @@
 #![allow(dead_code, unsafe_code)]
 
 use std::hint::black_box;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use perf_core::attr::{Attr, EventType};
@@ -45,6 +46,25 @@ impl Clock for OwnTime {
         assert_eq!(result, 0, "every thread has a clock");
         now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
     }
+}
+
+static SIGNALS: AtomicU64 = AtomicU64::new(0);
+
+extern "C" fn on_signal(_: libc::c_int) {
+    SIGNALS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Counts the signal that this gives from now on.
+pub fn count_signals() -> i32 {
+    let handler = on_signal as extern "C" fn(libc::c_int);
+    // SAFETY: the handler only touches an atomic.
+    unsafe { libc::signal(libc::SIGUSR2, handler as usize) };
+    libc::SIGUSR2
+}
+
+/// How many came.
+pub fn signals() -> u64 {
+    SIGNALS.load(Ordering::Relaxed)
 }
 
 /// Touches `pages` pages of new memory: as many page faults, unless the kernel hands out huge pages.

@@ -1,0 +1,158 @@
+//! Sampling: by period and by frequency, a period that changes, a limit, a throttle, and what each sample stands for.
+//!
+//! The events are page faults and processor time of this thread, counted by the host's kernel, which sends a signal at each
+//! overflow. `cargo run -p perf-core --example sampling`
+
+mod shared;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use perf_core::pmu::host::{HostPmu, ignore_sigio};
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+use shared::*;
+
+/// Where the vCPU was. A VMM asks KVM; this thread only says that it was in user mode.
+struct Here;
+
+impl SampleRegs for Here {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::User
+    }
+    fn ip(&mut self) -> u64 {
+        main as *const () as u64
+    }
+}
+
+/// An event with its ring, and what of it was read.
+struct Sampled {
+    handle: Handle,
+    reader: RingReader,
+    samples: u64,
+    stood_for: u64,
+}
+
+impl Sampled {
+    fn new(core: &Core, session: &Session, attr: Attr) -> Result<Self, Box<dyn std::error::Error>> {
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let handle = core.open(session, attr, target, None, OpenFlags::default())?;
+        let reader = RingReader::of(handle.map(64, true)?);
+        Ok(Self {
+            handle,
+            reader,
+            samples: 0,
+            stood_for: 0,
+        })
+    }
+
+    /// Reads what is in the ring; throttles are told.
+    fn drain(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+        let attr = self.handle.attr();
+        let format = Format {
+            sample_type: attr.sample_type,
+            read_format: attr.read_format,
+        };
+        while let Some(raw) = self.reader.next_record()? {
+            match Record::decode(raw, format)? {
+                Record::Sample(sample) => {
+                    self.samples += 1;
+                    self.stood_for += sample.period;
+                }
+                Record::Throttle(t) => println!("  throttled at {} ns", t.time_ns),
+                Record::Unthrottle(t) => println!("  goes on at {} ns", t.time_ns),
+                other => println!("  {other:?}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn show(&mut self, what: &str) -> Result<(), Box<dyn std::error::Error>> {
+        self.drain()?;
+        let (samples, stood_for) = (std::mem::take(&mut self.samples), self.stood_for);
+        let r = self.handle.read()?;
+        println!(
+            "{what:<44} {samples:>6} samples; all so far stand for {stood_for} of {} ({:?})",
+            r.value,
+            self.handle.state()
+        );
+        Ok(())
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    ignore_sigio()?;
+    let signal = count_signals();
+    let core = Core::new(CoreConfig {
+        tick_hz: 250,
+        sample_rate_hz: 5_000,
+        ..CoreConfig::default()
+    });
+    core.register(Arc::new(HostPmu::software(Some(signal))));
+    let vcpu = core.add_vcpu(VcpuId(0), tid())?;
+    let session = core.session(0, Role::Admin);
+    vcpu.sched_in();
+    let serve = || vcpu.service_overflows(&mut Here, &mut |_| {});
+    // `n` page faults; overflows are served when their signal has come, as a VMM's run loop does.
+    let faults = |n: usize| {
+        for _ in 0..n / 10 {
+            let before = signals();
+            touch(10);
+            if signals() != before {
+                serve();
+            }
+        }
+    };
+    let attr = |config, period| Attr {
+        sample_type: SampleType::IP | SampleType::TIME | SampleType::PERIOD,
+        ..Attr {
+            sample_period: period,
+            exclude_host: true,
+            ..software(config)
+        }
+    };
+
+    let mut event = Sampled::new(&core, &session, attr(PAGE_FAULTS, 100))?;
+    faults(2_000);
+    event.show("page faults, one in 100, 2000 of them")?;
+    core.tick();
+    event.handle.set_period(500)?;
+    faults(2_000);
+    event.show("one in 500 from now on, 2000 more")?;
+    core.tick();
+    event.handle.set_period(1)?;
+    faults(400);
+    event.show("every one, 400 more: too many for a tick")?;
+    core.tick();
+    faults(10);
+    event.show("after the tick, ten more")?;
+    event.handle.set_period(100)?;
+    event.handle.refresh(3)?;
+    core.tick();
+    faults(1_000);
+    event.show("three overflows, then off; 1000 more")?;
+    drop(event);
+
+    let mut clock = Sampled::new(
+        &core,
+        &session,
+        Attr {
+            freq: true,
+            ..attr(TASK_CLOCK, 1_000)
+        },
+    )?;
+    for second in 1..=2 {
+        for _ in 0..250 {
+            // The host's timers interrupt nothing here that they could kick: this looks for itself.
+            for _ in 0..20 {
+                spin(Duration::from_micros(200));
+                serve();
+            }
+            core.tick();
+            clock.drain()?;
+        }
+        clock.show(&format!("processor time, 1000 samples a second: second {second}"))?;
+    }
+    Ok(())
+}
