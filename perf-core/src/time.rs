@@ -75,7 +75,9 @@ impl Clock for ManualClock {
 
 /// A context's own time: it advances while the context is scheduled in and stands still otherwise.
 ///
-/// For a vCPU context that is the time its vCPU runs; the VM context is always in.
+/// For a vCPU context that is the time of the core's clock between [`crate::VcpuContext::sched_in`] and
+/// [`crate::VcpuContext::sched_out`]; the VM context is always in. With a clock that goes on while the vCPU's thread waits for
+/// a processor, or its guest halts, that is part of it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ContextClock {
     /// Time accumulated until `stamp_ns`.
