@@ -11,6 +11,11 @@ use crate::traces::{MS, STEP_NS, TICK_NS, Trace};
 /// Seeds for the figures.
 pub const HOLD_OUT: Range<u64> = 2_000_000..2_000_120;
 
+/// The first length of the adaptive policy's turns, in ticks.
+pub const PACE: f64 = 0.146;
+/// What [`in_step`] makes.
+pub const IN_STEP: &str = "in-step";
+
 /// What a trace is made of.
 const KINDS: [&str; 10] = [
     "rhythm",
@@ -27,7 +32,16 @@ const KINDS: [&str; 10] = [
 
 /// The trace of `seed`. Kinds take turns, so that every range of ten seeds holds each once.
 pub fn trace(seed: u64) -> Trace {
-    let kind = KINDS[(seed % KINDS.len() as u64) as usize];
+    drawn(KINDS[(seed % KINDS.len() as u64) as usize], seed)
+}
+
+/// The trace of `seed` whose rhythm keeps step with the adaptive policy's own first rotation for seconds: within 0.1 % of a
+/// simple ratio to it.
+pub fn in_step(seed: u64) -> Trace {
+    drawn(IN_STEP, seed)
+}
+
+fn drawn(kind: &str, seed: u64) -> Trace {
     let mut rng = Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let n = rng.usize(3..=16);
     let slots = rng.usize(2..=6.min(n - 1));
@@ -43,6 +57,10 @@ pub fn trace(seed: u64) -> Trace {
     let period = match kind {
         "near-rotation" => near(&mut rng, tick_ms * n as f64),
         "near-slice" => near(&mut rng, tick_ms * slots as f64),
+        IN_STEP => {
+            let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
+            tick_ms * PACE * n as f64 * ratio * (1.0 + 0.002 * (rng.f64() - 0.5))
+        }
         _ => log_uniform(&mut rng, 1.0, 400.0),
     };
     let common = Rhythm::draw(&mut rng, period.max(0.5));
@@ -56,7 +74,7 @@ pub fn trace(seed: u64) -> Trace {
         let level = log_uniform(rng, 0.2, 5.0);
         let noise = 0.3 * rng.f64().powi(2);
         let mut rates = match kind {
-            "rhythm" | "near-rotation" | "near-slice" => common.with_phase(rng.f64()).rates(steps),
+            "rhythm" | "near-rotation" | "near-slice" | IN_STEP => common.with_phase(rng.f64()).rates(steps),
             "rhythms" => {
                 let period = log_uniform(rng, 1.0, 400.0);
                 Rhythm::draw(rng, period).rates(steps)

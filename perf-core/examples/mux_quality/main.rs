@@ -11,15 +11,13 @@ use std::collections::BTreeMap;
 
 use measure::{Comparison, doubt, runs, summarise};
 use perf_core::mux::MuxPolicy;
-use traces::{EVENTS, SEEDS, SLOTS, TICK_NS};
+use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
-/// The pace of the adaptive policy, for a rotation as hasty.
-const HASTE: f64 = 0.146;
 /// Seeds each trace of the family is measured with.
 const FAMILY_SEEDS: usize = 8;
 
 fn hasty_ns() -> u64 {
-    (TICK_NS as f64 * HASTE) as u64
+    (TICK_NS as f64 * family::PACE) as u64
 }
 
 fn fixed() {
@@ -142,8 +140,7 @@ fn random() {
         "worst difference"
     );
     let mut kinds = BTreeMap::<String, Kind>::new();
-    for seed in family::HOLD_OUT {
-        let trace = family::trace(seed);
+    let mut add = |trace: Trace| {
         let c = Comparison::new(&trace, 1, FAMILY_SEEDS);
         let fast = runs(&trace, MuxPolicy::Rotate, hasty_ns(), 1, FAMILY_SEEDS);
         kinds
@@ -160,13 +157,18 @@ fn random() {
                 worse: u32::from(c.excess() > 0.0),
                 worst: c.ours.mean - c.base.mean,
             });
-    }
+    };
+    family::HOLD_OUT.map(family::trace).for_each(&mut add);
+    // Apart from the others, which do not know the policy: these are made against it.
+    family::HOLD_OUT.map(family::in_step).for_each(&mut add);
+    let in_step = kinds.remove(family::IN_STEP).unwrap_or_default();
     let mut all = Kind::default();
     for (name, kind) in &kinds {
         kind.print(name);
         all.add(kind);
     }
     all.print("all");
+    in_step.print(family::IN_STEP);
     println!(
         "worse: traces on which the adaptive policy is worse by more than two deviations over the seeds; worst difference: \
          the largest by which its mean error exceeds the other."
