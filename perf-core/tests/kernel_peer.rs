@@ -386,7 +386,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(32))]
 
     /// The same history of a group of three: the same counts, and times that stand still or go on at the same steps.
     #[test]
