@@ -50,7 +50,9 @@ pub fn report(name: &str, figures: &[Figure], mut more: serde_json::Map<String, 
     let mut all = Vec::new();
     for figure in figures {
         let (target, met) = figure.judge();
-        let value = figure.value.map_or("not measured".into(), |v| format!("{v:.3}"));
+        let value = figure
+            .value
+            .map_or("not measured".into(), |v| format!("{v:.3} {}", figure.unit));
         let said = match met {
             _ if only_tried() => "",
             Some(true) => ": met",
