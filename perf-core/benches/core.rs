@@ -301,7 +301,7 @@ fn ratios(_: &mut Criterion) {
     let serde_json::Value::Object(more) = more else {
         unreachable!("an object above")
     };
-    figures::report("core", &figures, more);
+    figures::report("core", &figures, false, more);
 }
 
 criterion_group! {

@@ -41,8 +41,13 @@ pub fn only_tried() -> bool {
     std::env::args().any(|a| a == "--test" || a == "--list")
 }
 
-/// Prints the figures and writes them, with `more`, to `NAME-ratios.json`.
-pub fn report(name: &str, figures: &[Figure], mut more: serde_json::Map<String, serde_json::Value>) {
+/// Prints the figures and, unless the run was a partial one, writes them, with `more`, to `NAME-ratios.json`.
+pub fn report(
+    name: &str,
+    figures: &[Figure],
+    partial: bool,
+    mut more: serde_json::Map<String, serde_json::Value>,
+) {
     if std::env::args().any(|a| a == "--list") {
         return;
     }
@@ -59,10 +64,7 @@ pub fn report(name: &str, figures: &[Figure], mut more: serde_json::Map<String, 
             Some(false) => ": MISSED",
             None => "",
         };
-        println!(
-            "  {}: {value} {} (target: {target}){said}",
-            figure.name, figure.unit
-        );
+        println!("  {}: {value} (target: {target}){said}", figure.name);
         all.push(serde_json::json!({
             "figure": figure.name, "value": figure.value, "unit": figure.unit, "target": target, "met": met,
         }));
@@ -70,6 +72,10 @@ pub fn report(name: &str, figures: &[Figure], mut more: serde_json::Map<String, 
     more.insert("figures".into(), all.into());
     if only_tried() {
         println!("  (tried once: the values say nothing, and are not kept)");
+        return;
+    }
+    if partial {
+        println!("  (not all were measured: the file of the last full run is kept)");
         return;
     }
     // The executable is in target/release/deps.
