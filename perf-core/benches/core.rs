@@ -193,29 +193,52 @@ fn best(mut work: impl FnMut()) -> f64 {
     (0..runs).map(|_| run(&mut work)).fold(f64::INFINITY, f64::min)
 }
 
+/// Groups that take turns on four slots, and their ticks.
+struct Ticking {
+    clock: Arc<ManualClock>,
+    setup: Setup,
+    events: Vec<Handle>,
+}
+
+impl Ticking {
+    fn new(groups: usize) -> Self {
+        let clock = Arc::new(ManualClock::new());
+        let setup = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
+        let events = (0..groups).map(|_| setup.open(None)).collect();
+        Self { clock, setup, events }
+    }
+
+    fn tick(&self) {
+        self.clock.advance(10_000_000);
+        self.setup.vcpu.tick();
+    }
+
+    /// That what was measured did happen: four are on, and each of the first ten has been.
+    fn check(&self) {
+        assert_eq!(self.setup.vcpu.stats().active, 4);
+        for event in self.events.iter().take(10) {
+            assert!(event.read().unwrap().time_running_ns > 0);
+        }
+    }
+}
+
 /// The figures, each with its peer in the same run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
         return;
     }
     const GROUPS: [usize; 3] = [10, 1_000, 100_000];
-    // Both in one setting: what takes turns, and how its ticks are made.
-    let ticking = |n: usize| {
-        let clock = Arc::new(ManualClock::new());
-        let s = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
-        let events: Vec<_> = (0..n).map(|_| s.open(None)).collect();
-        move || {
-            let _ = &events;
-            clock.advance(10_000_000);
-            s.vcpu.tick();
-        }
-    };
     let instructions = GROUPS.map(|n| {
-        let tick = ticking(n);
-        (0..100).for_each(|_| tick());
-        steps::instructions(|| (0..64).for_each(|_| tick())).map(|n| n as f64 / 64.0)
+        let s = Ticking::new(n);
+        (0..100).for_each(|_| s.tick());
+        steps::instructions(|| (0..64).for_each(|_| s.tick())).map(|n| n as f64 / 64.0)
     });
-    let tick_ns = GROUPS.map(|n| best(ticking(n)));
+    let tick_ns = GROUPS.map(|n| {
+        let s = Ticking::new(n);
+        let ns = best(|| s.tick());
+        s.check();
+        ns
+    });
     let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
     let least = |of: &[f64]| of.iter().copied().fold(f64::INFINITY, f64::min);
     let spread = instructions
