@@ -17,9 +17,6 @@ use crate::process::{Command, Output, ProcessError, last_lines};
 /// Longest kernel command line on x86 (`COMMAND_LINE_SIZE`), with room for what the VMM adds.
 const MAX_CMDLINE_BYTES: usize = 2048 - 256;
 
-/// Perfvisor's exit status for a guest that shut down by a triple fault.
-const TRIPLE_FAULT: i32 = 6;
-
 /// What every Linux guest gets on its command line.
 const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check quiet";
 
@@ -279,41 +276,20 @@ impl LinuxGuest {
     /// is no error here.
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
         // The command is made anew each time: it may put files into the lab.
-        let attempt = || place.survive_lab(|| Ok(place.start(&self.command(place)?)?.wait(self.limit)?));
-        let mut result = attempt();
-        // An emulated machine that emulates machines loses one now and then (docs/lab.md): said, and tried once more.
-        if let Place::Lab(host) = place
-            && let Some(how) = lost(&result)
-        {
-            eprintln!("{}: the guest {how}; once more", self.name);
-            host.replace_if_hung();
-            result = attempt();
-        }
+        let result = place.survive_lab(|| Ok(place.start(&self.command(place)?)?.wait(self.limit)?));
         match result {
             Ok(output) => self.finish(&output),
             Err(PlaceError::Process(ProcessError::TimedOut { command, limit, tail })) => {
                 let mut tail = tail;
                 if let Place::Lab(host) = place {
                     tail.push_str(&format!("(the lab's console: {})\n", host.last().log().display()));
+                    // Not for this guest: for those that come after it.
+                    host.replace_if_hung();
                 }
                 Err(ProcessError::TimedOut { command, limit, tail }.into())
             }
             Err(error) => Err(error),
         }
-    }
-}
-
-/// What became of a guest that did not end as guests do; `None` if it did, well or not.
-fn lost(result: &Result<Output, PlaceError>) -> Option<String> {
-    match result {
-        Err(PlaceError::Process(ProcessError::TimedOut { limit, tail, .. })) => {
-            Some(format!("hung for {limit:?}, after:\n{tail}"))
-        }
-        Ok(output) if output.code() == Some(TRIPLE_FAULT) => Some(format!(
-            "ended with a triple fault, after:\n{}",
-            last_lines(&output.stdout_text(), 10)
-        )),
-        _ => None,
     }
 }
 

@@ -70,7 +70,7 @@ pub enum LabError {
 /// How a lab is set up.
 #[derive(Debug, Clone)]
 pub struct LabOptions {
-    /// Virtual processors, each a thread of QEMU.
+    /// Virtual processors for what runs in it, each a thread of QEMU. There is one more, where no guest may run.
     pub cpus: u32,
     /// Memory in MiB. Files in the lab live in memory too.
     pub memory_mib: u32,
@@ -590,7 +590,8 @@ fn qemu(images: &Images, initrd: &Path, options: &LabOptions, mode: &str) -> std
         .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
         .args(["-accel", "tcg,thread=multi", "-cpu", CPU])
-        .args(["-smp", &options.cpus.to_string()])
+        // The lab's init keeps everything off the first, and says why.
+        .args(["-smp", &(options.cpus + 1).to_string()])
         .args(["-m", &format!("{}M", options.memory_mib)])
         .arg("-kernel")
         .arg(&images.bz_image)

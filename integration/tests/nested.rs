@@ -74,18 +74,11 @@ fn the_driver_tests_pass_in_the_guest(pmu: &str) {
         "section complaints sh -c \"dmesg | grep -E 'events/|BUG:|unchecked MSR|Broken PMU' || true\"\n",
     );
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    let guest = guest.script(script).args(["--stats"]);
-    let run = match guest.run(&place) {
-        Ok(run) if run.console.done.is_some() => run,
-        // A guest in the lab dies now and then (CHANGELOG, Known); that says nothing about the drivers.
-        first => {
-            match first {
-                Ok(run) => eprintln!("{pmu}: the guest ended before its script did; once more\n{run}"),
-                Err(error) => eprintln!("{pmu}: {error}; once more"),
-            }
-            guest.run(&place).unwrap_or_else(|error| panic!("{error}"))
-        }
-    };
+    let run = guest
+        .script(script)
+        .args(["--stats"])
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
     for name in DRIVER_TESTS {
         let text = run.section(name);
         let results = results(text);

@@ -21,6 +21,8 @@ const MAX_LINE: u64 = 64 << 10;
 const MAX_LINES: usize = 4096;
 /// Lines of the VMM's own messages that are kept.
 const MAX_MESSAGES: usize = 50;
+/// Lines of the guest's console that are kept for the message that it ended.
+const MAX_LAST_LINES: usize = 12;
 /// How long the VM's socket may take to appear.
 const SOCKET_PATIENCE: Duration = Duration::from_secs(20);
 /// How long the vCPUs may take to show their counters.
@@ -40,12 +42,16 @@ pub enum ChildError {
     #[error(transparent)]
     Client(#[from] ClientError),
     /// The VM ended before it should.
-    #[error("the VM ended (status {status}){}", told(.messages))]
+    #[error("the VM ended while {doing} (status {status}){}{}", told(.messages), shown(.console))]
     Ended {
         /// Its exit status, -1 for a signal.
         status: i32,
+        /// What it was to do.
+        doing: String,
         /// What it said.
         messages: Vec<String>,
+        /// The last lines of the guest's console.
+        console: Vec<String>,
     },
     /// Nothing came in time.
     #[error("the guest said nothing for {0} s while {1}")]
@@ -65,11 +71,19 @@ fn told(messages: &[String]) -> String {
         .unwrap_or_default()
 }
 
+fn shown(console: &[String]) -> String {
+    if console.is_empty() {
+        return String::new();
+    }
+    format!("\nthe guest's last lines:\n  {}", console.join("\n  "))
+}
+
 /// A running VM. It is killed when dropped.
 pub struct ChildVm {
     child: Child,
     stdin: ChildStdin,
     lines: Receiver<String>,
+    last_lines: VecDeque<String>,
     messages: Arc<Mutex<VecDeque<String>>>,
     name: String,
     client: Option<Client>,
@@ -113,6 +127,7 @@ impl ChildVm {
             child,
             stdin,
             lines,
+            last_lines: VecDeque::new(),
             messages,
             name,
             client: None,
@@ -147,6 +162,10 @@ impl ChildVm {
             match self.lines.recv_timeout(left.min(LOOK)) {
                 Ok(line) => {
                     log::trace!("{}: {line}", self.name);
+                    if self.last_lines.len() == MAX_LAST_LINES {
+                        self.last_lines.pop_front();
+                    }
+                    self.last_lines.push_back(line.clone());
                     if let Some(found) = wanted(&line) {
                         return Ok(found);
                     }
@@ -155,18 +174,34 @@ impl ChildVm {
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(ChildError::Silent(limit.as_secs(), what.to_owned()));
                 }
-                Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
+                Err(RecvTimeoutError::Disconnected) => return Err(self.ended(what)),
             }
         }
     }
 
     /// The console is closed: the VM has ended, or is about to.
-    fn ended(&mut self) -> ChildError {
+    fn ended(&mut self, doing: &str) -> ChildError {
         let status = self.wait(END_PATIENCE).unwrap_or(-1);
         let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
         ChildError::Ended {
             status,
+            doing: doing.to_owned(),
             messages: messages.iter().cloned().collect(),
+            console: self.last_lines.iter().cloned().collect(),
+        }
+    }
+
+    /// Tells the guest to end, and waits until the VM has ended with status 0.
+    ///
+    /// # Errors
+    /// [`ChildError::Ended`] with another status.
+    pub fn end(mut self, limit: Duration) -> Result<(), ChildError> {
+        let doing = "it was told to end";
+        self.type_line("end")?;
+        match self.wait(limit) {
+            Some(0) => Ok(()),
+            Some(_) => Err(self.ended(doing)),
+            None => Err(ChildError::Silent(limit.as_secs(), doing.into())),
         }
     }
 
@@ -180,7 +215,7 @@ impl ChildVm {
             .write_all(format!("{line}\n").as_bytes())
             .and_then(|()| self.stdin.flush());
         match sent {
-            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(self.ended()),
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(self.ended("it was typed to")),
             other => other.map_err(|e| ChildError::Io("writing to the guest's console", e)),
         }
     }

@@ -307,15 +307,8 @@ impl MeasuringGuest {
     ///
     /// # Errors
     /// [`ChildError::Ended`] with another status than 0.
-    pub fn end(mut self) -> Result<(), ChildError> {
-        self.vm.type_line("end")?;
-        match self.vm.wait(Duration::from_secs(10)) {
-            Some(0) => Ok(()),
-            status => Err(ChildError::Ended {
-                status: status.unwrap_or(-1),
-                messages: vec!["it was told to end".into()],
-            }),
-        }
+    pub fn end(self) -> Result<(), ChildError> {
+        self.vm.end(Duration::from_secs(10))
     }
 }
 

@@ -200,15 +200,8 @@ impl LinuxGuest {
     }
 
     /// Lets the guest end, and checks that the VM ended well.
-    fn end(mut self) -> Result<(), ChildError> {
-        self.vm.type_line("end")?;
-        match self.vm.wait(Duration::from_secs(30)) {
-            Some(0) => Ok(()),
-            status => Err(ChildError::Ended {
-                status: status.unwrap_or(-1),
-                messages: vec!["it was told to end".into()],
-            }),
-        }
+    fn end(self) -> Result<(), ChildError> {
+        self.vm.end(Duration::from_secs(30))
     }
 }
 

@@ -86,6 +86,8 @@ impl Read {
     }
 }
 
+/// CR0.PE: protected mode, off after a reset (SDM vol. 3 §2.5).
+const CR0_PE: u64 = 1 << 0;
 /// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
 const CR4_PCE: u64 = 1 << 8;
 
@@ -569,7 +571,10 @@ impl Vcpu {
                 stats.hlt.inc();
                 Next::Continue
             }
-            Ok(VcpuExit::Shutdown) => Next::Stop(StopReason::TripleFault),
+            Ok(VcpuExit::Shutdown) => {
+                self.report_triple_fault();
+                Next::Stop(StopReason::TripleFault)
+            }
             Ok(VcpuExit::SystemEvent(kind, _)) => Next::Stop(system_event(kind)),
             Ok(exit) => {
                 let what = format!("{exit:?}");
@@ -642,6 +647,19 @@ impl Vcpu {
         regs.rip = regs.rip.wrapping_sub(2);
         self.fd.set_regs(&regs)?;
         self.raise_general_protection()
+    }
+
+    /// Says that the guest shut this vCPU down, and where it was, as far as KVM still knows.
+    fn report_triple_fault(&self) {
+        let place = match (self.fd.get_regs(), self.fd.get_sregs()) {
+            // With AMD-V the state is lost with the shutdown, and KVM resets the vCPU.
+            (Ok(regs), Ok(sregs)) if sregs.cr0 & CR0_PE != 0 => format!(
+                " at rip {:#x}, rsp {:#x}, cr2 {:#x}, cr3 {:#x}",
+                regs.rip, regs.rsp, sregs.cr2, sregs.cr3
+            ),
+            _ => String::new(),
+        };
+        log::error!("vcpu{}: the guest shut it down by a triple fault{place}", self.id);
     }
 
     /// Reports an exit the VMM cannot handle, with what is needed to understand it.
