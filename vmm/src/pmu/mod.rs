@@ -330,6 +330,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return 0;
         };
+        let began = Instant::now();
         let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples);
         if attached.clock.wants_ticks() {
             let halted = fd
@@ -350,6 +351,7 @@ impl VcpuPmu {
         for counter in counters {
             overflows += u32::from(self.vpmu.overflowed(counter, &mut attached.events));
         }
+        self.samples.held(began.elapsed());
         overflows
     }
 

@@ -166,7 +166,7 @@ impl GuestProbe {
 }
 
 /// Bytes of a sample's raw data before the mappings told with it: with its length word a multiple of 8.
-pub const RAW_BYTES: usize = 36;
+pub const RAW_BYTES: usize = 44;
 /// User addresses of a sample whose mappings are told.
 const MAX_USER_FRAMES: usize = 32;
 
@@ -181,6 +181,8 @@ pub struct RawSample {
     pub ends: Ends,
     /// The guest's task: process id, thread id, name; `None` when it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
+    /// How long the vCPU was held for the sample before this one, ns; 0 for the first.
+    pub held_ns: u32,
     /// The task is a thread of the kernel: it has no memory of its own and never runs a program's code.
     pub kernel_thread: bool,
 }
@@ -191,6 +193,7 @@ impl RawSample {
         out[0..8].copy_from_slice(&self.cr3.to_le_bytes());
         out[8] = self.cpl;
         out[10..12].copy_from_slice(&self.ends.to_bytes());
+        out[36..40].copy_from_slice(&self.held_ns.to_le_bytes());
         if let Some((pid, tid, comm)) = self.task {
             out[9] = 1 | u8::from(self.kernel_thread) << 1;
             out[12..16].copy_from_slice(&pid.to_le_bytes());
@@ -203,12 +206,13 @@ impl RawSample {
     /// Reads what is in a ring; `None` if it is no raw data of a sample of ours.
     pub fn decode(raw: &[u8]) -> Option<Self> {
         let word = |at: usize| Some(u32::from_le_bytes(raw.get(at..at + 4)?.try_into().ok()?));
-        let comm = raw.get(20..RAW_BYTES)?.try_into().ok()?;
+        let comm = raw.get(..RAW_BYTES)?[20..36].try_into().ok()?;
         Some(Self {
             cr3: u64::from(word(0)?) | u64::from(word(4)?) << 32,
             cpl: raw[8] & 3,
             ends: Ends::from_bytes([raw[10], raw[11]]),
             task: (raw[9] & 1 != 0).then_some((word(12)?, word(16)?, comm)),
+            held_ns: word(36)?,
             kernel_thread: raw[9] & 3 == 3,
         })
     }
@@ -226,6 +230,19 @@ pub struct SampleMemory {
     per_cpu_base: Option<u64>,
     /// Mappings that were told.
     told: TellOnce,
+    /// How long the vCPU was held for the last sample, ns.
+    held_ns: u32,
+    /// A sample was taken since `held` was asked.
+    taken: bool,
+}
+
+impl SampleMemory {
+    /// Overflows were served in `time`; if there was a sample among them, that is what it cost.
+    pub fn held(&mut self, time: Duration) {
+        if std::mem::take(&mut self.taken) {
+            self.held_ns = u32::try_from(time.as_nanos()).unwrap_or(u32::MAX);
+        }
+    }
 }
 
 impl Default for SampleMemory {
@@ -233,6 +250,8 @@ impl Default for SampleMemory {
         Self {
             per_cpu_base: None,
             told: TellOnce::new(),
+            held_ns: 0,
+            taken: false,
         }
     }
 }
@@ -407,11 +426,16 @@ impl SampleRegs for VcpuRegs<'_> {
             let mut out = [0; RAW_BYTES + mappings::MAX_BYTES];
             let mut told = 0;
             let task = self.task(&mut out[RAW_BYTES..], &mut told);
+            let held_ns = self.guest.as_mut().map_or(0, |(_, memory)| {
+                memory.taken = true;
+                memory.held_ns
+            });
             let raw = RawSample {
                 cr3: self.system().map_or(0, |s| s.cr3),
                 cpl: self.cpl().unwrap_or(0),
                 ends: self.ends,
                 task: task.map(|t| (t.pid, t.tid, t.comm_padded())),
+                held_ns,
                 kernel_thread: task.is_some_and(|t| t.mm == 0),
             };
             out[..RAW_BYTES].copy_from_slice(&raw.encode());
@@ -437,6 +461,7 @@ mod tests {
                     guessed: true,
                 },
                 task,
+                held_ns: 123_456,
                 kernel_thread: task.is_some(),
             };
             assert_eq!(RawSample::decode(&raw.encode()), Some(raw));

@@ -14,6 +14,7 @@
 //! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every sample, and only
 //!   full ones count, until the guest shows again. Likewise where KVM's own work for the guest is so much that a few full
 //!   samples would stand for most of the count.
+//! - Unless the user says how many are to be full, there are fewer of them where each holds the vCPU for long.
 
 use std::collections::VecDeque;
 
@@ -35,6 +36,11 @@ const KERNEL_LIMIT: f64 = 0.15;
 const MARGIN: f64 = 0.05;
 /// A light sample waits for the next full one at most for so long, ns.
 const PATIENCE_NS: u64 = 500_000_000;
+/// The share of its time that a vCPU may be held for full samples: among light ones, and where all are full.
+const MOST_HELD: f64 = 0.005;
+const MOST_HELD_INSTEAD: f64 = 0.03;
+/// Full samples that tell what one costs: the middle one of so many.
+const COSTS: usize = 15;
 /// Most light samples that wait.
 const MOST_PENDING: usize = 1 << 16;
 
@@ -98,6 +104,8 @@ pub struct RingTerms {
     pub interpreted: bool,
     /// A full sample for so many.
     pub chain_every: u32,
+    /// Time from one light sample to the next while the vCPU runs, ns, if full samples may be made rarer where they are dear.
+    pub adapt_to_ns: Option<u64>,
 }
 
 /// The streams of one event on one vCPU.
@@ -105,6 +113,10 @@ pub struct RingTerms {
 pub struct Merge {
     terms: RingTerms,
     mode: Mode,
+    /// A full sample for so many, as was last decided.
+    every: u32,
+    /// How long the last full samples held the vCPU, ns.
+    costs: VecDeque<u32>,
     /// Since when, in the samples' time.
     since_ns: u64,
     pending: VecDeque<Light>,
@@ -138,6 +150,8 @@ impl Merge {
         Self {
             terms,
             mode: Mode::Light,
+            every: terms.chain_every,
+            costs: VecDeque::with_capacity(COSTS),
             since_ns: 0,
             pending: VecDeque::new(),
             whose: VecDeque::new(),
@@ -225,7 +239,7 @@ impl Merge {
             // The change began a new period. The first sample stands for what was left of the long one too, which light
             // samples stand for already.
             let period = match (std::mem::take(&mut self.first), self.terms.period) {
-                (true, Some(short)) => period.min(short),
+                (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.every))),
                 _ => period,
             };
             let unseen = if hidden {
@@ -334,20 +348,58 @@ impl Merge {
         }
     }
 
+    /// A full sample held the vCPU for so long.
+    pub fn cost(&mut self, held_ns: u32) {
+        if held_ns > 0 {
+            if self.costs.len() == COSTS {
+                self.costs.pop_front();
+            }
+            self.costs.push_back(held_ns);
+        }
+    }
+
+    /// One full sample for how many periods, so that they do not hold the vCPU for too much of its time.
+    fn affordable(&self) -> u32 {
+        let (least, most_held) = match self.mode {
+            Mode::Light => (self.terms.chain_every, MOST_HELD),
+            Mode::Full => (1, MOST_HELD_INSTEAD),
+        };
+        let Some(period_ns) = self.terms.adapt_to_ns else {
+            return least;
+        };
+        let mut costs: Vec<u32> = self.costs.iter().copied().collect();
+        costs.sort_unstable();
+        let cost_ns = costs.get(costs.len() / 2).copied().unwrap_or(0);
+        let every = f64::from(cost_ns) / (most_held * period_ns.max(1) as f64);
+        // As much as a vCPU that is to have a few in ten seconds can do with.
+        (every.ceil() as u32).clamp(least, least.max(2000))
+    }
+
     /// Whether the VM is to take full samples at another rate from now on: one for so many.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
-            Mode::Light => self.shows_too_little()?.then_some(Mode::Full),
-            Mode::Full => self.shows_enough()?.then_some(Mode::Light),
+            Mode::Light => self.shows_too_little().map(|little| little.then_some(Mode::Full)),
+            Mode::Full => self.shows_enough().map(|enough| enough.then_some(Mode::Light)),
         };
-        (self.guest, self.host, self.full, self.full_kernel) = (0, 0, 0, 0);
-        self.mode = to?;
-        self.first = self.mode == Mode::Full;
-        self.since_ns = now_ns;
-        Some(match self.mode {
-            Mode::Light => self.terms.chain_every,
-            Mode::Full => 1,
-        })
+        if to.is_some() {
+            (self.guest, self.host, self.full, self.full_kernel) = (0, 0, 0, 0);
+        }
+        if let Some(mode) = to.flatten() {
+            self.mode = mode;
+            self.first = mode == Mode::Full;
+            self.since_ns = now_ns;
+            self.every = self.affordable();
+            return Some(self.every);
+        }
+        let every = self.affordable();
+        // Small changes are not worth a word to the VM.
+        let differs = every.abs_diff(self.every) > self.every / 4;
+        if self.costs.len() < COSTS || !differs {
+            return None;
+        }
+        self.every = every;
+        self.costs.clear();
+        Some(every)
     }
 
     /// `None`: not enough seen to tell.
@@ -400,6 +452,7 @@ mod tests {
             clock_offset_ns: 0,
             interpreted,
             chain_every: 20,
+            adapt_to_ns: None,
         })
     }
 
@@ -533,6 +586,39 @@ mod tests {
         assert_eq!(m.full(whose(at + 1, 1), 0, PERIOD), PERIOD);
         assert_eq!(pass(&mut m, 6).0, None);
         assert_eq!(pass(&mut m, 10).0, Some(20));
+    }
+
+    /// Full samples that hold the vCPU for long are taken less often, and more often again when they do not.
+    #[test]
+    fn dear_full_samples_become_rare() {
+        let terms = RingTerms {
+            adapt_to_ns: Some(1_000_000),
+            ..merge(false).terms
+        };
+        let mut m = Merge::new(terms);
+        m.light(sample(1, Side::GuestUser));
+        let mut pass = |costs: [u32; COSTS]| {
+            costs.into_iter().for_each(|ns| m.cost(ns));
+            m.decide(2)
+        };
+        assert_eq!(pass([65_000; COSTS]), None, "20 of 65 µs a second are 0.3 %");
+        assert_eq!(pass([250_000; COSTS]), Some(50));
+        // One that had to wait for a processor is no reason.
+        let mut waited = [250_000; COSTS];
+        waited[3] = 50_000_000;
+        assert_eq!(pass(waited), None);
+        assert_eq!(pass([240_000; COSTS]), None);
+        assert_eq!(pass([10_000; COSTS]), Some(20));
+        assert_eq!(pass([u32::MAX; COSTS]), Some(2000));
+        // Where the guest is not seen, all are full: one in so many as 3 % allow.
+        let mut m = Merge::new(terms);
+        (0..COSTS).for_each(|_| m.cost(250_000));
+        (0..WINDOW).for_each(|t| m.light(sample(t, Side::HostKernel)));
+        assert_eq!(m.decide(100), Some(9));
+        // The user has said how many.
+        let mut m = merge(false);
+        (0..COSTS).for_each(|_| m.cost(250_000));
+        assert_eq!(m.decide(2), None);
     }
 
     /// Where the guest's kernel is interpreted, time that is not seen is the kernel's.

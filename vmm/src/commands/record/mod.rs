@@ -67,8 +67,8 @@ pub struct RecordArgs {
     #[arg(long, value_name = "HOW", default_value = "fp", value_parser = ["fp", "none"])]
     pub call_graph: String,
     /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken by the host's
-    /// kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50 chains a second, or every 20th
-    /// sample with -c]
+    /// kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50 chains a second, fewer where they
+    /// would hold the vCPU for more than 0.5 % of its time, or every 20th sample with -c]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub chain_every: Option<u32>,
     /// Where names come from; without, from the guest's memory.
@@ -245,6 +245,8 @@ impl Streams {
                     clock_offset_ns: info.clock_offset_ns,
                     interpreted: info.interpreted,
                     chain_every: sampling.chain_every,
+                    adapt_to_ns: (sampling.frequency && args.chain_every.is_none())
+                        .then(|| 1_000_000_000 / sampling.rate.max(1)),
                 }),
                 said_blind: false,
             });
@@ -374,7 +376,10 @@ fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Reco
         cr3: raw.cr3,
         kernel_thread: raw.kernel_thread,
     };
-    let period = merge.map_or(sample.period, |m| m.full(whose, raw.cpl, sample.period));
+    let period = merge.map_or(sample.period, |m| {
+        m.cost(raw.held_ns);
+        m.full(whose, raw.cpl, sample.period)
+    });
     recording.full(sample, &raw, period)
 }
 
