@@ -50,6 +50,12 @@ const LEAF1_ECX_VMX: u32 = 1 << 5;
 const EXT1_ECX_SVM: u32 = 1 << 2;
 /// AMD-V's revision and features.
 const SVM_LEAF: u32 = 0x8000_000a;
+/// KVM's paravirtual features, one bit each in EAX.
+const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
+/// Those among them with which a guest makes hypercalls: MMU operations (bit 2), kicking a halted vCPU (7), sending IPIs (11),
+/// yielding to a vCPU (13), mapping ranges of guest memory (16), control of migration (17). Linux,
+/// Documentation/virt/kvm/x86/cpuid.rst.
+const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 1 << 17;
 /// CPUID.80000001:ECX.CMP_LEGACY.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
@@ -98,6 +104,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     let foreign = HostPmu::vendor(&mut read_host) != vendor;
     if foreign {
         set_identity(&mut entries, vendor);
+        hide_hypercalls(&mut entries);
     }
     if !guest.nested {
         hide_virtualisation(&mut entries);
@@ -126,6 +133,16 @@ fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
             0x8000_0001 => entry.ecx &= !EXT1_ECX_SVM,
             SVM_LEAF => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
             _ => {}
+        }
+    }
+}
+
+/// A guest executes the hypercall instruction of the vendor it sees, VMCALL or VMMCALL. The other vendor's processor does not
+/// have it; KVM then rewrites the instruction in the guest's memory, which a kernel that protects its code does not survive.
+fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
+    for entry in entries {
+        if entry.function == KVM_FEATURES_LEAF {
+            entry.eax &= !HYPERCALL_FEATURES;
         }
     }
 }
@@ -285,6 +302,21 @@ mod tests {
         assert!(!has_virtualisation(hidden.as_slice()));
         let svm = hidden.as_slice().iter().find(|e| e.function == SVM_LEAF).unwrap();
         assert_eq!(svm.eax, 0);
+    }
+
+    /// A guest that sees the other vendor would execute a hypercall instruction this processor lacks.
+    #[test]
+    fn hypercalls_are_offered_only_by_the_vendor_that_has_their_instruction() {
+        let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
+            function: KVM_FEATURES_LEAF,
+            eax: !0,
+            ..Default::default()
+        }])
+        .unwrap();
+        let features = |model: &Model| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].eax;
+        assert_eq!(features(&host_model()), !0);
+        // The clock, stolen time and what else needs no hypercall stays.
+        assert_eq!(features(&other_model()), !0x3_2884);
     }
 
     #[test]
