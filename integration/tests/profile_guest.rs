@@ -100,6 +100,9 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         "profiled",
         "-F",
         "1000",
+        // As many chains as by default where they do not hold the vCPU for as long as here.
+        "--chain-every",
+        "20",
         "-d",
         "10",
         "--guestmount",
