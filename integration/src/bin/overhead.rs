@@ -12,8 +12,9 @@
 //!
 //! The thread's CPU time holds everything that is done on its behalf, interrupts and signals included, and, other than
 //! the time on the wall, no time of other programs. But a busy neighbour on the same core or of the same (virtual) machine
-//! makes everything slower for seconds on end, by more than what is to be measured. So the stretches of work are compared that
-//! were faster than three in four of their kind; the medians are shown beside them.
+//! makes everything slower for seconds on end, by more than what is to be measured. So each way is compared with none in the same
+//! round, which is a few seconds; shown are the median of the rounds and their quartiles. A ratio of two slowdowns is
+//! given only where the lower one is known to be more than nothing.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::AsFd;
@@ -31,8 +32,6 @@ Compares what ways of sampling cost a guest. Wants root, for perf on another pro
 const WAYS: [Way; 5] = [Way::None, Way::Perf, Way::Signal, Way::EveryChain, Way::Default];
 /// Chunks of work that are timed together: so many that each stretch has its share of samples of every kind.
 const STRETCH: usize = 5;
-/// The share of stretches that are faster than the one taken for an undisturbed one.
-const UNDISTURBED: f64 = 0.25;
 /// What the project promises of d against c, and of e against b.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
@@ -363,10 +362,11 @@ fn measure(options: &Options) -> Result<bool, String> {
     go_first();
     let guest = Guest::start(options)?;
     pin(&guest);
-    let mut paces: Vec<Vec<f64>> = WAYS.iter().map(|_| Vec::new()).collect();
+    let mut slowdowns: Vec<Vec<f64>> = WAYS.iter().map(|_| Vec::new()).collect();
     // Something to warm up on.
     guest.paces(options.window)?;
     for round in 0..options.rounds {
+        let mut paces = [0.0; WAYS.len()];
         for turn in 0..WAYS.len() {
             // Each way comes in each place of a round.
             let at = (turn + round) % WAYS.len();
@@ -376,44 +376,98 @@ fn measure(options: &Options) -> Result<bool, String> {
             std::thread::sleep(Duration::from_millis(400));
             let found = guest.paces(options.window);
             running.stop().map_err(failed)?;
-            paces[at].extend(found.map_err(failed)?);
+            let mut found = found.map_err(failed)?;
+            if found.is_empty() {
+                return Err(failed("the guest did no work in that time".into()));
+            }
+            paces[at] = quantile(&mut found, 0.5);
+        }
+        for (all, pace) in slowdowns.iter_mut().zip(paces) {
+            all.push(100.0 * (pace / paces[0] - 1.0));
         }
     }
-    report(options, &mut paces)
+    report(options, &mut slowdowns)
 }
 
-fn report(options: &Options, paces: &mut [Vec<f64>]) -> Result<bool, String> {
+/// By how much a way slows the guest down, over all rounds, in percent.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+struct Slowdown {
+    median: f64,
+    lower_quartile: f64,
+    upper_quartile: f64,
+    /// Of the median, as if the rounds were a normal sample.
+    standard_error: f64,
+}
+
+impl Slowdown {
+    fn of(rounds: &mut [f64]) -> Self {
+        let [lower_quartile, median, upper_quartile] = [0.25, 0.5, 0.75].map(|share| quantile(rounds, share));
+        Self {
+            median,
+            lower_quartile,
+            upper_quartile,
+            // A normal sample's quartiles are 1.349 standard deviations apart; its median has 1.253 times the mean's error.
+            standard_error: 1.253 * (upper_quartile - lower_quartile) / 1.349 / (rounds.len() as f64).sqrt(),
+        }
+    }
+
+    /// This one over another, which must be more than nothing by two standard errors.
+    fn over(self, other: Self) -> Option<f64> {
+        (other.median > 2.0 * other.standard_error).then(|| self.median / other.median)
+    }
+}
+
+fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, in CPU time of its vCPU thread; {} rounds of {} s:\n",
         options.hz,
         options.rounds,
         options.window.as_secs()
     );
-    println!("{:<46} {:>12} {:>12}", "", "undisturbed", "median");
-    let of = |paces: &mut [Vec<f64>], share: f64| -> Vec<f64> {
-        paces.iter_mut().map(|p| quantile(p, share)).collect()
-    };
-    let slowdowns =
-        |paces: Vec<f64>| -> Vec<f64> { paces.iter().map(|p| 100.0 * (p / paces[0] - 1.0)).collect() };
-    let quiet = slowdowns(of(paces, UNDISTURBED));
-    let middle = slowdowns(of(paces, 0.5));
-    for (at, way) in WAYS.iter().enumerate() {
+    println!("{:<46} {:>9} {:>20}", "", "median", "quartiles");
+    let slowdowns: Vec<Slowdown> = rounds.iter_mut().map(|of| Slowdown::of(of)).collect();
+    for (way, s) in WAYS.iter().zip(&slowdowns) {
         if *way == Way::None {
-            println!("{:<46} {:>12} {:>12}", way.name(), "-", "-");
+            println!("{:<46} {:>9} {:>20}", way.name(), "-", "-");
         } else {
-            println!("{:<46} {:>10.2} % {:>10.2} %", way.name(), quiet[at], middle[at]);
+            let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
+            println!("{:<46} {:>7.2} % {quartiles:>20}", way.name(), s.median);
         }
     }
-    let (d_to_c, e_to_b) = (quiet[3] / quiet[2], quiet[4] / quiet[1]);
-    println!("\nd / c = {d_to_c:.2} (at most {MOST_D_TO_C})   e / b = {e_to_b:.2} (at most {MOST_E_TO_B})");
+    let (d_to_c, e_to_b) = (slowdowns[3].over(slowdowns[2]), slowdowns[4].over(slowdowns[1]));
+    let told = |ratio: Option<f64>| match ratio {
+        Some(ratio) => format!("{ratio:.2}"),
+        None => "not measurable here".to_owned(),
+    };
+    println!(
+        "\nd / c = {} (at most {MOST_D_TO_C})   e / b = {} (at most {MOST_E_TO_B})",
+        told(d_to_c),
+        told(e_to_b)
+    );
     if let Some(path) = &options.json {
         let json = serde_json::json!({
             "hz": options.hz, "rounds": options.rounds,
-            "slowdown_percent": { "b": quiet[1], "c": quiet[2], "d": quiet[3], "e": quiet[4] },
+            "slowdown_percent": { "b": slowdowns[1], "c": slowdowns[2], "d": slowdowns[3], "e": slowdowns[4] },
             "d_to_c": d_to_c, "e_to_b": e_to_b,
         });
         let text = serde_json::to_vec_pretty(&json).map_err(|e| e.to_string())?;
         std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))?;
     }
-    Ok(d_to_c <= MOST_D_TO_C && e_to_b <= MOST_E_TO_B)
+    Ok(d_to_c.is_some_and(|ratio| ratio <= MOST_D_TO_C) && e_to_b.is_some_and(|ratio| ratio <= MOST_E_TO_B))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Noise over noise is no figure.
+    #[test]
+    fn a_ratio_is_given_only_over_a_slowdown_that_there_is() {
+        let mut clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
+        let mut noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
+        let (clear, noise) = (Slowdown::of(&mut clear), Slowdown::of(&mut noise));
+        assert_eq!(clear.median, 4.1);
+        assert_eq!(clear.over(clear), Some(1.0));
+        assert_eq!(clear.over(noise), None);
+    }
 }
