@@ -23,6 +23,8 @@ const MAX_LINES: usize = 4096;
 const MAX_MESSAGES: usize = 50;
 /// Lines of the guest's console that are kept for the message that it ended.
 const MAX_LAST_LINES: usize = 12;
+/// Characters kept of each: a guest's lines may be as long as it likes.
+const MAX_SHOWN: usize = 200;
 /// How long the VM's socket may take to appear.
 const SOCKET_PATIENCE: Duration = Duration::from_secs(20);
 /// How long the vCPUs may take to show their counters.
@@ -165,7 +167,7 @@ impl ChildVm {
                     if self.last_lines.len() == MAX_LAST_LINES {
                         self.last_lines.pop_front();
                     }
-                    self.last_lines.push_back(line.clone());
+                    self.last_lines.push_back(line.chars().take(MAX_SHOWN).collect());
                     if let Some(found) = wanted(&line) {
                         return Ok(found);
                     }
