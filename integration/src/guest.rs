@@ -276,20 +276,17 @@ impl LinuxGuest {
     /// is no error here.
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
         // The command is made anew each time: it may put files into the lab.
-        let result = place.survive_lab(|| Ok(place.start(&self.command(place)?)?.wait(self.limit)?));
-        match result {
-            Ok(output) => self.finish(&output),
-            Err(PlaceError::Process(ProcessError::TimedOut { command, limit, tail })) => {
-                let mut tail = tail;
-                if let Place::Lab(host) = place {
-                    tail.push_str(&format!("(the lab's console: {})\n", host.last().log().display()));
-                    // Not for this guest: for those that come after it.
-                    host.replace_if_hung();
-                }
-                Err(ProcessError::TimedOut { command, limit, tail }.into())
-            }
-            Err(error) => Err(error),
+        let result = place.survive_lab(|| {
+            let process = place.start(&self.command(place)?)?;
+            Ok(process.wait_or_look(self.limit, || place.look_at_a_hang())?)
+        });
+        if let Err(PlaceError::Process(ProcessError::TimedOut { .. })) = &result
+            && let Place::Lab(host) = place
+        {
+            // Not for this guest: for those that come after it.
+            host.replace_if_hung();
         }
+        self.finish(&result?)
     }
 }
 

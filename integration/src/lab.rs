@@ -1,6 +1,6 @@
 //! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/lab.md`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read as _, Write as _};
 use std::net::Shutdown;
@@ -16,6 +16,7 @@ use guest_images::cpio::Archive;
 use guest_images::linux::Images;
 
 use crate::artefacts::{self, ArtefactError, Binaries};
+use crate::hang::Monitor;
 use crate::process::{Command, Control, Process, ProcessError, Progress, last_lines};
 use crate::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame, write_frame};
 
@@ -98,6 +99,8 @@ pub struct Lab {
     kernel_release: String,
     boot_time: Duration,
     ending: Arc<Ending>,
+    /// None when QEMU's monitor could not be reached, which nothing but a look at a hang needs.
+    monitor: Option<Mutex<Monitor>>,
 }
 
 /// The end of QEMU, which another thread waits for.
@@ -337,6 +340,7 @@ impl Lab {
             path: socket.clone(),
             source,
         })?;
+        let monitor = scratch.path().join("monitor");
         let log = artefacts::log_dir()?.join(log_name());
         let _ = fs::remove_file(&log);
 
@@ -348,6 +352,12 @@ impl Lab {
             .arg(format!("file:{}", log.display()))
             .arg("-chardev")
             .arg(format!("socket,id=agent,path={}", socket.display()))
+            .arg("-chardev")
+            .arg(format!(
+                "socket,id=monitor,server=on,wait=off,path={}",
+                monitor.display()
+            ))
+            .args(["-mon", "chardev=monitor,mode=control"])
             .args(["-device", "virtio-serial-pci"])
             .args(["-device", "virtserialport,chardev=agent,name=perfvisor.agent"]);
         let qemu_log = log.with_extension("qemu");
@@ -420,6 +430,7 @@ impl Lab {
             kernel_release: hello,
             boot_time: started.elapsed(),
             ending,
+            monitor: Monitor::connect(&monitor).ok().map(Mutex::new),
         })
     }
 
@@ -433,6 +444,22 @@ impl Lab {
         self.start(&Command::new("true"))
             .and_then(|process| process.wait(limit))
             .is_ok_and(|output| output.success())
+    }
+
+    /// Where each of QEMU's processors is, `snapshots` times with `between` after each other, whether the lab answers or not.
+    ///
+    /// # Errors
+    /// When QEMU's monitor does not answer.
+    pub fn instruction_pointers(
+        &self,
+        snapshots: u32,
+        between: Duration,
+    ) -> io::Result<BTreeMap<String, Vec<String>>> {
+        let monitor = self.monitor.as_ref().ok_or(io::ErrorKind::NotConnected)?;
+        monitor
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .instruction_pointers(snapshots, between)
     }
 
     /// Ends it by force.

@@ -8,6 +8,7 @@
 
 pub mod artefacts;
 pub mod guest;
+mod hang;
 pub mod lab;
 pub mod parse;
 pub mod place;

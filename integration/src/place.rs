@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::artefacts::{self, ArtefactError};
+use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
 use crate::process::{Command, Output, Process, ProcessError};
 
@@ -34,9 +35,6 @@ pub enum PlaceError {
     #[error("PERFVISOR_PLACE={0}: must be \"direct\", \"lab\" or unset")]
     Choice(String),
 }
-
-/// How long a lab may take to run `true`.
-const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
 /// Where Linux guests can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -271,6 +269,21 @@ impl Place {
                 what()
             }
             result => result,
+        }
+    }
+
+    /// What a guest is doing that does not end, and the machine under it.
+    pub fn look_at_a_hang(&self) -> String {
+        match self {
+            Place::Direct(_) => String::new(),
+            Place::Lab(host) => {
+                let lab = host.last();
+                format!(
+                    "{}(the lab's console: {})\n",
+                    hang::look(&lab),
+                    lab.log().display()
+                )
+            }
         }
     }
 

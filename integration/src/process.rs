@@ -21,12 +21,14 @@ pub enum ProcessError {
         message: String,
     },
     /// It took longer than allowed, and was killed.
-    #[error("{command}: not done after {limit:?}; last output:\n{tail}")]
+    #[error("{command}: not done after {limit:?}; last output, {silent:.0?} before:\n{tail}")]
     TimedOut {
         /// The command line.
         command: String,
         /// The time limit.
         limit: Duration,
+        /// For how long it had printed nothing: all the time tells a hang from slowness.
+        silent: Duration,
         /// The end of what it printed.
         tail: String,
     },
@@ -146,6 +148,8 @@ pub(crate) struct Progress {
 struct State {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
+    /// When the last of it came.
+    heard: Option<Instant>,
     end: Option<End>,
 }
 
@@ -162,12 +166,18 @@ impl Progress {
     }
 
     pub(crate) fn stdout(&self, bytes: &[u8]) {
-        self.lock().stdout.extend_from_slice(bytes);
-        self.changed.notify_all();
+        self.hear(|state| &mut state.stdout, bytes);
     }
 
     pub(crate) fn stderr(&self, bytes: &[u8]) {
-        self.lock().stderr.extend_from_slice(bytes);
+        self.hear(|state| &mut state.stderr, bytes);
+    }
+
+    fn hear(&self, stream: impl FnOnce(&mut State) -> &mut Vec<u8>, bytes: &[u8]) {
+        let mut state = self.lock();
+        stream(&mut state).extend_from_slice(bytes);
+        state.heard = Some(Instant::now());
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -287,11 +297,24 @@ impl Process {
     ///
     /// # Errors
     /// When it could not be started, took too long, or the lab went away.
-    pub fn wait(mut self, limit: Duration) -> Result<Output, ProcessError> {
+    pub fn wait(self, limit: Duration) -> Result<Output, ProcessError> {
+        self.wait_or_look(limit, String::new)
+    }
+
+    /// As [`Process::wait`]. What `look` says of a process that took too long, before it is killed, is told with its last output.
+    ///
+    /// # Errors
+    /// Those of [`Process::wait`].
+    pub fn wait_or_look(
+        mut self,
+        limit: Duration,
+        look: impl FnOnce() -> String,
+    ) -> Result<Output, ProcessError> {
         let deadline = self.started + limit;
         if !self.progress.wait_until(deadline, |state| state.end.is_some()) {
+            let error = self.timed_out(limit, look);
             self.control.signal(libc::SIGKILL);
-            return Err(self.timed_out(limit));
+            return Err(error);
         }
         let mut state = self.progress.lock();
         let command = self.command.clone();
@@ -375,13 +398,19 @@ impl Process {
         })
     }
 
-    fn timed_out(&self, limit: Duration) -> ProcessError {
-        let state = self.progress.lock();
-        let mut tail = last_lines(&text(&state.stdout), 30);
-        tail.push_str(&last_lines(&text(&state.stderr), 10));
+    fn timed_out(&self, limit: Duration, look: impl FnOnce() -> String) -> ProcessError {
+        let (silent, mut tail) = {
+            let state = self.progress.lock();
+            let mut tail = last_lines(&text(&state.stdout), 30);
+            tail.push_str(&last_lines(&text(&state.stderr), 10));
+            (state.heard.unwrap_or(self.started).elapsed(), tail)
+        };
+        // Not under the lock: more of its output may come meanwhile.
+        tail.push_str(&look());
         ProcessError::TimedOut {
             command: self.command.clone(),
             limit,
+            silent,
             tail,
         }
     }
@@ -464,9 +493,14 @@ mod tests {
         let command = Command::shell("echo before; sleep 1000 & sleep 1000");
         let process = Process::start_here(&command).unwrap();
         assert!(process.wait_for("before", LIMIT));
-        let error = process.wait(Duration::from_millis(300)).unwrap_err();
-        assert!(matches!(&error, ProcessError::TimedOut { .. }));
-        assert!(error.to_string().contains("before"), "{error}");
+        let error = process
+            .wait_or_look(Duration::from_millis(300), || "looked\n".to_owned())
+            .unwrap_err();
+        let ProcessError::TimedOut { silent, tail, .. } = &error else {
+            panic!("{error}");
+        };
+        assert_eq!(tail, "before\nlooked\n");
+        assert!(*silent > Duration::ZERO, "{error}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
 use integration::place::{LabHost, Place};
 use integration::process::{Command, ProcessError};
@@ -95,8 +96,32 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let hang = Command::shell("kill -STOP $(pidof lab-agent)");
     let stopped = host.last().start(&hang).unwrap();
     stopped.wait(Duration::from_secs(2)).unwrap_err();
+    // Its emulator still tells where its processors are: one more than the lab's own.
+    let processors = host.last().instruction_pointers(2, Duration::ZERO).unwrap();
+    assert_eq!(processors.len(), 3, "{processors:?}");
+    assert!(processors.values().all(|seen| seen.len() == 2), "{processors:?}");
     host.replace_if_hung();
     assert!(host.last().is_gone());
     let output = place.run(&Command::shell("echo alive again"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive again\n");
+
+    // A guest that does not end is looked at before it is killed.
+    let error = LinuxGuest::new("does-not-end", "amd")
+        .script("echo begun; perf stat -e cycles spin 1000")
+        .limit(Duration::from_secs(20))
+        .run(&place)
+        .err()
+        .unwrap()
+        .to_string();
+    for told in [
+        "begun",
+        "the lab answers",
+        "vcpu0 state",
+        "2 s later",
+        "task-clock",
+        "100.00%",
+        "CPU#2",
+    ] {
+        assert!(error.contains(told), "no {told:?} in {error}");
+    }
 }
