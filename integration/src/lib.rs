@@ -9,6 +9,7 @@
 pub mod artefacts;
 pub mod guest;
 mod hang;
+pub mod heartbeat;
 pub mod lab;
 pub mod parse;
 pub mod place;

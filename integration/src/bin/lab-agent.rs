@@ -2,6 +2,8 @@
 //!
 //! Usage: `lab-agent PORT`, where PORT is the character device of a virtio serial port. It ends
 //! when the runner hangs up; the lab's init then powers the machine off.
+//!
+//! `lab-agent heartbeat` keeps the lab's processors awake instead, until it is killed.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -18,6 +20,7 @@ use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
 
+use integration::heartbeat;
 use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start};
 use integration::wire::{read_frame, write_frame};
 
@@ -42,10 +45,14 @@ impl Runner {
 
 fn main() -> ExitCode {
     let Some(path) = std::env::args().nth(1) else {
-        eprintln!("usage: lab-agent PORT");
+        eprintln!("usage: lab-agent PORT | heartbeat");
         return ExitCode::from(2);
     };
-    match serve(&path) {
+    let result = match path.as_str() {
+        "heartbeat" => heartbeat::beat(),
+        port => serve(port),
+    };
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("lab-agent: {path}: {error}");
