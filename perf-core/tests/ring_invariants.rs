@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use perf_core::attr::Wakeup;
-use perf_core::record::{Encode, Format, Lost};
+use perf_core::record::{Encode, Format, Lost, Sink, Written};
 use perf_core::ring::{PAGE_SIZE, Reservation, Ring, RingError, RingMode, RingReader};
 use proptest::prelude::*;
 use ring_common::{DATA_HEAD, DATA_TAIL, Seen, TAGGED, check, foreign, peek, poke, write};
@@ -31,6 +31,26 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0usize..20).prop_map(Step::Read),
         1 => Just(Step::Batch),
     ]
+}
+
+/// A record of so many words, with a number.
+#[derive(Clone, Copy)]
+struct Numbered(usize, u64);
+
+impl Encode for Numbered {
+    const IS_SAMPLE: bool = true;
+    fn size(&self, _: Format) -> usize {
+        8 * self.0
+    }
+    fn encode(&self, _: Format, out: &mut impl Sink) {
+        let header = [u64::from(TAGGED) | (8 * self.0 as u64) << 48, 1, self.1];
+        let pattern = (3..self.0 as u64)
+            .map(|word| (1 << 48 ^ self.1 << 16 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        header
+            .into_iter()
+            .chain(pattern)
+            .for_each(|word| out.put(&word.to_ne_bytes()));
+    }
 }
 
 /// A ring of one page beside what it should hold.
@@ -162,6 +182,39 @@ proptest! {
     }
 
     #[test]
+    fn p30_records_written_together_are_those_written_one_by_one(
+        steps in prop::collection::vec((prop::collection::vec(prop_oneof![8 => 3usize..30, 1 => 30usize..600], 0..30), 0usize..60), 1..40),
+    ) {
+        let rings = [(); 2].map(|()| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
+        let mut readers = rings.each_ref().map(|ring| RingReader::of(Arc::clone(ring)));
+        let (mut number, mut seen) = (0, Written::default());
+        for (sizes, reads) in steps {
+            let records: Vec<_> = sizes.into_iter().zip(number..).map(|(words, n)| Numbered(words, n)).collect();
+            number += records.len() as u64;
+            let written = Numbered::write_all(records.iter().copied(), Format::default(), &rings[0]);
+            let mut apart = Written::default();
+            for record in records {
+                match record.write(Format::default(), &rings[1]) {
+                    Ok(()) => apart.written += 1,
+                    Err(RingError::Full) => apart.lost += 1,
+                    Err(_) => apart.unfit += 1,
+                }
+            }
+            prop_assert_eq!(written, apart);
+            prop_assert_eq!(rings[0].published(), rings[1].published());
+            seen.written += written.written;
+            seen.lost += written.lost;
+            seen.unfit += written.unfit;
+            for _ in 0..reads {
+                let [together, apart] = readers.each_mut().map(|reader| reader.next_record().expect("sound").map(|raw| raw.bytes().to_vec()));
+                prop_assert_eq!(together, apart);
+            }
+        }
+        prop_assert_eq!(seen.written + seen.lost + seen.unfit, number);
+        prop_assert_eq!(rings[0].pending_lost(), rings[1].pending_lost());
+    }
+
+    #[test]
     fn p28_a_record_that_is_not_filled_is_still_whole(sizes in prop::collection::vec((1usize..100, 0usize..100), 1..50)) {
         let ring = Arc::new(Ring::new(8, RingMode::Writable).expect("a ring"));
         let mut reader = RingReader::of(Arc::clone(&ring));
@@ -190,6 +243,22 @@ proptest! {
             wakeups += u64::from(ring.take_poll().readable);
         }
         prop_assert_eq!(wakeups, samples / u64::from(n));
+    }
+
+    #[test]
+    fn p31_samples_written_together_wake_once_if_the_last_of_a_number_is_among_them(
+        n in 1u32..20, together in prop::collection::vec(0u64..30, 0..10),
+    ) {
+        let ring = Ring::new(64, RingMode::Writable).expect("a ring");
+        ring.set_wakeup(Wakeup::Events(n));
+        let mut samples = 0;
+        for some in together {
+            let before = samples / u64::from(n);
+            let written = Numbered::write_all((0..some).map(|number| Numbered(3, number)), Format::default(), &ring);
+            prop_assert_eq!(written, Written { written: some, ..Written::default() });
+            samples += some;
+            prop_assert_eq!(ring.take_poll().readable, samples / u64::from(n) != before);
+        }
     }
 
     #[test]

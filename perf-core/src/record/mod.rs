@@ -172,6 +172,71 @@ pub trait Encode {
         debug_assert_eq!(record.left(), 0, "size and encoding disagree");
         Ok(())
     }
+
+    /// Writes records that are at hand together, in their order, in as few reservations as they fit in: cheaper than one
+    /// by one, and much so where another thread writes to the ring at the same time.
+    ///
+    /// Without room for all, each is tried by itself, so no more are lost than one by one.
+    fn write_all<I>(records: I, format: Format, ring: &Ring) -> Written
+    where
+        Self: Sized,
+        I: IntoIterator<Item = Self>,
+        I::IntoIter: Clone,
+    {
+        let mut written = Written::default();
+        let mut rest = records.into_iter();
+        loop {
+            let (mut sizes, mut n, mut bytes) = (rest.clone(), 0, 0);
+            while let Some(record) = sizes.next()
+                && let size = record.size(format)
+                && (n == 0 || bytes + size <= ring.run_max())
+            {
+                n += 1;
+                bytes += size;
+            }
+            if n == 0 {
+                return written;
+            }
+            let samples = if Self::IS_SAMPLE { n } else { 0 };
+            let run = if n == 1 {
+                None
+            } else {
+                ring.begin_run(bytes, samples).ok()
+            };
+            if let Some(mut run) = run {
+                for record in rest.by_ref().take(n as usize) {
+                    // There is room, if a record says the same size twice.
+                    match run.begin(record.size(format)) {
+                        Ok(mut reservation) => {
+                            record.encode(format, &mut reservation);
+                            debug_assert_eq!(reservation.left(), 0, "size and encoding disagree");
+                            written.written += 1;
+                        }
+                        Err(_) => written.unfit += 1,
+                    }
+                }
+            } else {
+                for record in rest.by_ref().take(n as usize) {
+                    match record.write(format, ring) {
+                        Ok(()) => written.written += 1,
+                        Err(RingError::Full) => written.lost += 1,
+                        Err(_) => written.unfit += 1,
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What became of records that were written together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Written {
+    /// Records that are in the ring.
+    pub written: u64,
+    /// Records that found no room. The ring has counted them and will report them.
+    pub lost: u64,
+    /// Records this ring could never take. Nobody has counted them.
+    pub unfit: u64,
 }
 
 /// Why bytes are not a record.

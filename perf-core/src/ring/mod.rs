@@ -288,6 +288,14 @@ impl Ring {
         }
     }
 
+    #[inline]
+    fn end(&self, claim: Claim) {
+        if self.protocol.end(&self.shared(), claim) {
+            self.wake.notify();
+        }
+    }
+
+    #[inline]
     fn shared(&self) -> Shared<'_, AtomicU64> {
         let page = self.mapping.control();
         Shared {
@@ -308,15 +316,60 @@ impl Ring {
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
         if size < 8 || !size.is_multiple_of(8) || size > self.record_max {
-            return Err(self.bad_size(size));
+            return Err(self.bad_size(size, self.record_max));
         }
+        let (claim, at) = self.claim(size, u64::from(is_sample), 1)?;
+        Ok(Reservation {
+            ring: self,
+            claim: Some(claim),
+            at,
+            left: size,
+            size: size as u16,
+            _not_send: PhantomData,
+        })
+    }
+
+    /// Reserves `bytes` for several records that are at hand, `samples` of them samples. They are reserved and published
+    /// together, so two threads that write to one ring get in each other's way once for all of them.
+    ///
+    /// What is said of [`begin`](Self::begin) holds for the run as a whole: it nests, and holds back what is begun later.
+    ///
+    /// # Errors
+    ///
+    /// [`RingError::Full`] if there is no room for all of them now. This is *not* counted as a loss, because some may
+    /// fit by themselves: try each with `begin`, which counts. [`RingError::Size`], [`RingError::TooLarge`] (above
+    /// [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a record.
+    pub fn begin_run(&self, bytes: usize, samples: u64) -> Result<Run<'_>, RingError> {
+        if bytes < 8 || !bytes.is_multiple_of(8) || bytes > self.run_max() {
+            return Err(self.bad_size(bytes, self.run_max()));
+        }
+        let (claim, at) = self.claim(bytes, samples, 0)?;
+        Ok(Run {
+            ring: self,
+            claim: Some(claim),
+            at,
+            left: bytes,
+            _not_send: PhantomData,
+        })
+    }
+
+    /// Most bytes of a run: an eighth of the data area, so that it holds back the records of others for a short while
+    /// only; no more than a record may have.
+    pub fn run_max(&self) -> usize {
+        (self.data_size() / 8).min(RECORD_SIZE_MAX)
+    }
+
+    /// Reserves `size` bytes and puts a LOST record before them if losses are pending. Returns where they are. A refusal
+    /// counts `records` losses.
+    #[inline]
+    fn claim(&self, size: usize, samples: u64, records: u64) -> Result<(Claim, *mut u8), RingError> {
         let lost = self.protocol.take_lost();
         let extra = if lost == 0 { 0 } else { LOST_SIZE };
         let Some(claim) = self
             .protocol
-            .reserve(&self.shared(), (extra + size) as u64, is_sample)
+            .reserve(&self.shared(), (extra + size) as u64, samples)
         else {
-            return Err(self.refused(lost));
+            return Err(self.refused(lost + records));
         };
         let offset = claim.start as usize & (self.data_size() - 1);
         // SAFETY: offset is below the size of the data area, which is mapped twice in a row.
@@ -334,34 +387,26 @@ impl Ring {
                 at = at.add(LOST_SIZE);
             }
         }
-        Ok(Reservation {
-            ring: self,
-            claim: Some(claim),
-            at,
-            left: size,
-            size: size as u16,
-            _not_send: PhantomData,
-        })
+        Ok((claim, at))
     }
 
     #[cold]
-    fn bad_size(&self, size: usize) -> RingError {
+    fn bad_size(&self, size: usize, limit: usize) -> RingError {
         if self.data_size() == 0 {
             RingError::NoData
         } else if size < 8 || !size.is_multiple_of(8) {
             RingError::Size { size }
         } else {
-            RingError::TooLarge {
-                size,
-                limit: self.record_max,
-            }
+            RingError::TooLarge { size, limit }
         }
     }
 
+    /// Counts what is lost: what was taken for a LOST record that is not written now, and what is refused.
     #[cold]
     fn refused(&self, lost: u64) -> RingError {
-        // Those taken for a LOST record that is not written now, and this one.
-        self.protocol.add_lost(lost + 1);
+        if lost != 0 {
+            self.protocol.add_lost(lost);
+        }
         RingError::Full
     }
 }
@@ -374,6 +419,7 @@ impl Ring {
 #[must_use = "dropping a reservation ends its record"]
 pub struct Reservation<'a> {
     ring: &'a Ring,
+    /// What its end ends; `None` inside a run, which does it for all.
     claim: Option<Claim>,
     at: *mut u8,
     left: usize,
@@ -420,9 +466,8 @@ impl Reservation<'_> {
 impl Drop for Reservation<'_> {
     #[inline]
     fn drop(&mut self) {
-        let Some(claim) = self.claim.take() else { return };
         // SAFETY: as in `put`: the remaining bytes are this writer's, and so are the two bytes of the size field 6 bytes
-        // after the record's beginning, which is `size` bytes before the end of the claim.
+        // after the record's beginning, which is `size` bytes before its end.
         unsafe {
             if self.left != 0 {
                 // Nothing of earlier records may show through.
@@ -432,9 +477,80 @@ impl Drop for Reservation<'_> {
             let start = self.at.add(self.left).sub(usize::from(self.size));
             start.add(6).cast::<u16>().write_unaligned(self.size);
         }
-        let ended = self.ring.protocol.end(&self.ring.shared(), claim);
-        if ended.notify {
-            self.ring.wake.notify();
+        if let Some(claim) = self.claim.take() {
+            self.ring.end(claim);
+        }
+    }
+}
+
+/// Reserved room for several records. Begin them one after the other; dropping the run ends it.
+///
+/// What is not used of it becomes one record of zeros (type 0, which no reader knows and all pass over), so reserve what
+/// the records have.
+#[must_use = "dropping a run ends it"]
+pub struct Run<'a> {
+    ring: &'a Ring,
+    claim: Option<Claim>,
+    at: *mut u8,
+    left: usize,
+    _not_send: PhantomData<*mut ()>,
+}
+
+impl fmt::Debug for Run<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Run")
+            .field("left", &self.left)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Run<'_> {
+    /// The next record, of `size` bytes with its header. Fill it and drop it; it is published with the run.
+    ///
+    /// # Errors
+    ///
+    /// [`RingError::Size`] as for a record by itself, [`RingError::TooLarge`] if it is more than what is left.
+    #[inline]
+    pub fn begin(&mut self, size: usize) -> Result<Reservation<'_>, RingError> {
+        if size < 8 || !size.is_multiple_of(8) || size > self.left {
+            return Err(self.ring.bad_size(size, self.left));
+        }
+        let at = self.at;
+        // SAFETY: [at, at + left) is what remains of the run's claim, inside the doubled mapping, and `size` is no more.
+        // The header is written at once, so that a reservation that is leaked leaves a whole record.
+        unsafe {
+            at.cast::<u64>().write_unaligned((size as u64) << 48);
+            self.at = at.add(size);
+        }
+        self.left -= size;
+        Ok(Reservation {
+            ring: self.ring,
+            claim: None,
+            at,
+            left: size,
+            // No more than `run_max`, which a `u16` holds.
+            size: size as u16,
+            _not_send: PhantomData,
+        })
+    }
+
+    /// Bytes still to be used.
+    pub fn left(&self) -> usize {
+        self.left
+    }
+}
+
+impl Drop for Run<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if let size @ 8.. = self.left {
+            // One record of nothing.
+            if let Ok(rest) = self.begin(size) {
+                drop(rest);
+            }
+        }
+        if let Some(claim) = self.claim.take() {
+            self.ring.end(claim);
         }
     }
 }

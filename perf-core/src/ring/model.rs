@@ -52,7 +52,7 @@ impl Ring {
     }
 
     fn begin(&self, units: u64) -> Option<Claim> {
-        let claim = self.protocol.reserve(&self.shared(), units * 8, true);
+        let claim = self.protocol.reserve(&self.shared(), units * 8, 1);
         if claim.is_none() {
             self.protocol.add_lost(1);
         }
@@ -61,17 +61,21 @@ impl Ring {
 
     /// Fills the claim: the first unit holds the record's length in units, all others its tag.
     fn fill(&self, claim: &Claim, tag: u64) {
-        let (first, last) = (claim.start / 8, claim.end / 8);
-        for unit in first..last {
-            let value = if unit == first { last - first } else { tag };
+        self.fill_part(claim.start, (claim.end - claim.start) / 8, tag);
+    }
+
+    /// The same for a record of `units` at `start`, in a claim that holds several.
+    fn fill_part(&self, start: u64, units: u64, tag: u64) {
+        let first = start / 8;
+        for unit in first..first + units {
+            let value = if unit == first { units } else { tag };
             // SAFETY: loom checks the exclusive access.
             self.data[unit as usize % UNITS].with_mut(|cell| unsafe { *cell = value });
         }
     }
 
     fn end(&self, claim: Claim) {
-        let ended = self.protocol.end(&self.shared(), claim);
-        if ended.notify {
+        if self.protocol.end(&self.shared(), claim) {
             let head = self.head.load(Relaxed);
             self.notified.fetch_max(head, Relaxed);
         }
@@ -88,9 +92,14 @@ impl Ring {
 
     /// Reads whole records up to the head; panics on half a record. Returns how many.
     fn read(&self) -> usize {
+        self.read_tagged(0).0
+    }
+
+    /// The same, and how many of them had that tag.
+    fn read_tagged(&self, wanted: u64) -> (usize, usize) {
         let head = self.head.load(Acquire);
         let mut tail = self.tail.load(Relaxed);
-        let mut records = 0;
+        let (mut records, mut tagged) = (0, 0);
         // SAFETY: loom checks that nobody writes.
         let unit = |at: u64| self.data[(at / 8) as usize % UNITS].with(|cell| unsafe { *cell });
         while tail < head {
@@ -103,9 +112,10 @@ impl Ring {
             );
             tail += 8 * units;
             records += 1;
+            tagged += usize::from(tag == wanted);
         }
         self.tail.store(tail, Release);
-        records
+        (records, tagged)
     }
 }
 
@@ -155,6 +165,65 @@ fn p28_nested_writers_are_published_whole_by_the_outermost() {
         other.join().expect("no panic");
         let seen = reader.join().expect("no panic") + ring.read();
         assert_eq!(seen, 3);
+        assert_eq!(ring.head.load(Relaxed), 56, "no publication takes the head back");
+    });
+}
+
+#[test]
+fn p28_a_run_of_records_is_published_at_once_beside_another_writer() {
+    check(3, || {
+        let ring = Ring::new(false);
+        ring.protocol.set_wakeup(1 << 20, 3);
+        let writer = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || {
+                let claim = ring.protocol.reserve(&ring.shared(), 32, 2).expect("room");
+                ring.fill_part(claim.start, 2, 1);
+                ring.fill_part(claim.start + 16, 2, 1);
+                ring.end(claim);
+            })
+        };
+        let other = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || assert!(ring.write(2, 2)))
+        };
+        let (all, of_run) = ring.read_tagged(1);
+        assert!(of_run != 1, "both records of the run or none");
+        writer.join().expect("no panic");
+        other.join().expect("no panic");
+        assert_eq!(all + ring.read(), 3);
+        assert_eq!(ring.head.load(Relaxed), 48);
+        assert_eq!(
+            ring.notified.load(Relaxed),
+            48,
+            "the third sample wakes, once all can be read"
+        );
+    });
+}
+
+#[test]
+fn p29_publishers_that_take_turns_never_take_the_head_back() {
+    // The second writer may publish before the first, after it, or have the first do it; a reader looks twice.
+    check(3, || {
+        let ring = Ring::new(false);
+        let writer = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || assert!(ring.write(2, 1) && ring.write(2, 2)))
+        };
+        let reader = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || {
+                let first = ring.head.load(Acquire);
+                let second = ring.head.load(Acquire);
+                assert!(first <= second, "from {first} back to {second}");
+            })
+        };
+        assert!(ring.write(2, 3));
+        writer.join().expect("no panic");
+        reader.join().expect("no panic");
+        assert_eq!(ring.head.load(Relaxed), 48);
+        assert_eq!(ring.protocol.published(), 48);
+        assert_eq!(ring.read(), 3);
     });
 }
 
@@ -181,7 +250,7 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
 /// records were written and how many losses reported.
 fn attempt(ring: &Ring, tag: u64) -> (u64, u64) {
     let lost = ring.protocol.take_lost();
-    match ring.protocol.reserve(&ring.shared(), 32, false) {
+    match ring.protocol.reserve(&ring.shared(), 32, 0) {
         Some(claim) => {
             ring.fill(&claim, tag);
             ring.end(claim);

@@ -12,20 +12,31 @@
 //! └──────────┴──────────┴────┴───────────────────────────────────────┘
 //! ```
 //!
-//! *Begin* moves the head and counts the writer in, in one compare-and-swap. *End* counts it out. Whoever counts out
-//! last finds, in the same atomic step, that nothing below the head is being written any more, and publishes the
-//! head. So a reader never sees a half-written record, whether writers are threads or signal handlers nested inside
-//! one another: the outermost publishes for all. Nobody ever waits for anybody.
+//! *Begin* moves the head and counts the writer in, in one compare-and-swap. *End* counts it out in another. A writer
+//! that is about to count out and finds itself alone knows that nothing below the head is being written any more: it
+//! publishes the head, and then counts out, in a step that fails if somebody has come meanwhile; then it looks again.
+//! So a reader never sees a half-written record, whether writers are threads or signal handlers nested inside one
+//! another: the outermost publishes for all. Nobody ever waits for anybody.
+//!
+//! As long as a writer is counted in, no other is alone. So there is one publisher at a time, each sees what the one
+//! before it did, and `data_head` is a plain store that never takes it back.
 //!
 //! If writers overlap without a gap, the count would never reach zero and the reader would starve. Therefore writers
 //! belong to a *generation* (the parity bit). When too much is unpublished, an ending writer closes the current
 //! generation: its count becomes `old`, nobody joins it any more, and the position of the head at that moment is its
-//! *boundary*. The last of the old generation publishes the boundary. At most two generations exist.
+//! *boundary*. The last of the old generation publishes the boundary, before it counts out. At most two generations
+//! exist, and while there are two, only a member of the old one publishes.
+//!
+//! # What two writers cost each other
+//!
+//! What passes from one processor's cache to the other's: the line of the state, for each step on it; `data_head`'s,
+//! for each publication; and those of the data where their records adjoin. Begin and end touch no other line that is
+//! written for every record, and records that are at hand together can share one begin and end.
 //!
 //! # Who is trusted
 //!
-//! The control page is shared with other processes and may hold anything. Of it the writer reads `data_tail` and
-//! `data_head`; both only ever decide *whether* to write or to publish. Where to write comes from the state word.
+//! The control page is shared with other processes and may hold anything. Of it the writer reads `data_tail` only, which
+//! decides *whether* to write. Where to write comes from the state word.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
@@ -41,9 +52,6 @@ const OLD_SHIFT: u32 = 56;
 const OLD_ONE: u64 = 1 << OLD_SHIFT;
 /// Most records in flight at once in one generation.
 const WRITERS_MAX: u64 = 0xff;
-/// Bound on the tries to move `data_head`. Honest failures mean that somebody else published something newer; only
-/// a process that scribbles over the control page can exhaust it.
-const PUBLISH_TRIES: usize = 64;
 
 #[derive(Clone, Copy)]
 struct State(u64);
@@ -80,8 +88,11 @@ struct Hot<W> {
     state: W,
     /// Where the old generation ends. Written by the writer that closed it, which is still a member of it then.
     boundary: W,
-    /// A position below which every record is published; may lag behind, never runs ahead.
+    /// `data_head` as its last publisher has written it. Equals the head while nobody writes.
     published: W,
+    /// `data_tail` as it was when the room by the value before was used up. It lies in the line of `data_head`, which
+    /// every publication takes away from the others.
+    tail: W,
 }
 
 /// Hardly ever written.
@@ -137,15 +148,6 @@ pub(super) struct Claim {
     wake: bool,
 }
 
-/// What ending a record led to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ended {
-    /// The position published up to, if this writer was the one to publish.
-    pub(super) published: Option<u64>,
-    /// The reader must be notified.
-    pub(super) notify: bool,
-}
-
 /// The two words of the control page that the protocol needs.
 pub(super) struct Shared<'a, W> {
     pub(super) data_head: &'a W,
@@ -168,6 +170,7 @@ impl<W: Word> Protocol<W> {
                 state: W::new((start >> 3) & HEAD_MASK),
                 boundary: W::new(0),
                 published: W::new(start),
+                tail: W::new(start),
             }),
             cold: Line(Cold {
                 lost: W::new(0),
@@ -214,19 +217,22 @@ impl<W: Word> Protocol<W> {
         self.hot.0.published.load(Acquire)
     }
 
-    /// Reserves `len` bytes (a multiple of 8), or `None` if there is no room now.
+    /// Reserves `len` bytes (a multiple of 8) for records of which `samples` are samples, or `None` if there is no room
+    /// now.
     #[inline]
-    pub(super) fn reserve(&self, shared: &Shared<'_, W>, len: u64, is_sample: bool) -> Option<Claim> {
+    pub(super) fn reserve(&self, shared: &Shared<'_, W>, len: u64, samples: u64) -> Option<Claim> {
         let hot = &self.hot.0;
         let size = self.shape.size >> 3;
         let units = len >> 3;
+        // Whether the tail is the control page's, and not the one remembered.
+        let mut fresh = false;
         loop {
             // The order of these three loads matters: the tail and the published position only grow and never pass
             // the head, so values older than the state are lower than its head, which errs on the safe side.
             //
-            // Acquire: pairs with the reader's Release store of data_tail. What the reader has read before that
-            // store is read before we write over it.
-            let tail = shared.data_tail.load(Acquire);
+            // Acquire: pairs with the reader's Release store of data_tail, or with the Release store below of who saw
+            // that. What the reader has read before its store is read before we write over it.
+            let tail = if fresh { shared.data_tail } else { &hot.tail }.load(Acquire);
             // Acquire: pairs with the Release in `publish`.
             let published = hot.published.load(Acquire);
             // Acquire: pairs with the AcqRel of the writer that counted out; its bytes are written before ours.
@@ -238,7 +244,7 @@ impl<W: Word> Protocol<W> {
             let room = if self.shape.overwrite {
                 ahead + units <= self.shape.in_flight_max() >> 3
             } else {
-                // Nobody writes: nothing below the head is in flight, even if its publisher has not come to say so.
+                // Nobody writes: nothing below the head is in flight, and the published position is an old one.
                 let in_flight = if state.current() == 0 && state.old() == 0 {
                     0
                 } else {
@@ -251,35 +257,44 @@ impl<W: Word> Protocol<W> {
                 tail & 7 == 0 && unread.max(in_flight) + units < size
             };
             if !room || state.current() == WRITERS_MAX {
+                if !fresh && !self.shape.overwrite {
+                    fresh = true;
+                    continue;
+                }
                 // The state may have moved on between the loads; a refusal must rest on one consistent view.
-                if hot.state.load(Relaxed) == seen {
+                if hot.state.load(Relaxed) == seen && hot.published.load(Relaxed) == published {
                     return None;
                 }
                 continue;
             }
             if hot.state.swap_if(seen, state.joined(units)).is_ok() {
+                if fresh {
+                    // Release: pairs with the Acquire load above. Another writer may put it back to an older one,
+                    // which only makes the next look at the control page come earlier.
+                    hot.tail.store(tail, Release);
+                }
                 let start = published.wrapping_add(ahead << 3);
                 let end = start.wrapping_add(len);
                 return Some(Claim {
                     start,
                     end,
                     parity: state.parity(),
-                    wake: self.wake_due(end, is_sample),
+                    wake: self.wake_due(end, samples),
                 });
             }
         }
     }
 
-    /// Whether the record ending at `end` is to wake the reader.
+    /// Whether what ends at `end`, with so many samples in it, is to wake the reader.
     #[inline]
-    fn wake_due(&self, end: u64, is_sample: bool) -> bool {
+    fn wake_due(&self, end: u64, samples: u64) -> bool {
         let cold = &self.cold.0;
         let mut due = false;
         let events = cold.wakeup_events.load(Relaxed);
-        if events != 0 && is_sample {
+        if events != 0 && samples != 0 {
             // A running count, so that n samples give exactly one wakeup whatever the interleaving.
-            let nth = self.wake.0.samples.fetch_add(1, Relaxed).wrapping_add(1);
-            due = events == 1 || nth.is_multiple_of(events);
+            let before = self.wake.0.samples.fetch_add(samples, Relaxed);
+            due = events == 1 || before % events + samples >= events;
         }
         let last = cold.last_crossing.load(Relaxed);
         if (end.wrapping_sub(last) as i64) >= cold.watermark.load(Relaxed) as i64 {
@@ -289,12 +304,12 @@ impl<W: Word> Protocol<W> {
         due
     }
 
-    /// Ends the record of `claim`, whose bytes are all written.
+    /// Ends the record of `claim`, whose bytes are all written. Whether the reader must be notified.
     #[inline]
-    pub(super) fn end(&self, shared: &Shared<'_, W>, claim: Claim) -> Ended {
+    pub(super) fn end(&self, shared: &Shared<'_, W>, claim: Claim) -> bool {
         let hot = &self.hot.0;
         if claim.wake {
-            // Before counting out: whoever publishes this record counts out after us and sees it.
+            // Before counting out: whoever publishes this record sees us counted out, and so sees it.
             self.wake.0.due.fetch_max(claim.end, Relaxed);
         }
         // Widens a position of the state word. This record is not published yet, so both are close.
@@ -303,108 +318,73 @@ impl<W: Word> Protocol<W> {
                 .start
                 .wrapping_add((units.wrapping_sub(claim.start >> 3) & HEAD_MASK) << 3)
         };
-        // A guess saves a load that would fetch the line shared and then once more exclusive.
-        let mut seen = hot.state.load(Relaxed);
+        let mut done = None;
+        // Acquire, as every look at the state here: the bytes of everybody counted out by then are written, and what
+        // we publish covers them. Only state words with us counted in can be seen.
+        let mut seen = hot.state.load(Acquire);
         loop {
             let state = State(seen);
-            // Every swap here is AcqRel. Release: our bytes are written before we are counted out. Acquire: so are
-            // those of everybody counted out before us, and the publication below covers them too.
-            if state.parity() != claim.parity {
-                // Our generation was closed. It is drained before another is closed, so this is the only old one.
-                if state.old() > 1 {
-                    match hot.state.swap_if(seen, seen - OLD_ONE) {
+            // A generation is drained before another is closed, so if ours is not the current one it is the only old one.
+            let closed = state.parity() != claim.parity;
+            let publish_to = match (closed, state.old(), state.current()) {
+                // Alone, or the last of the old generation with nobody in the current one.
+                (false, 0, 1) | (true, 1, 0) => Some(widen(state.head())),
+                // The boundary is written: the closer has counted out, or is us. And nobody closes again before we
+                // have counted out.
+                (true, 1, _) => Some(hot.boundary.load(Acquire)),
+                _ => None,
+            };
+            let without_us = if closed {
+                seen - OLD_ONE
+            } else {
+                seen - CURRENT_ONE
+            };
+            match publish_to {
+                // While we are counted in nobody else gets here, so publications follow one another.
+                Some(to) if done != publish_to => {
+                    self.publish(shared, to);
+                    done = publish_to;
+                }
+                None if !closed && state.old() == 0 && self.is_long(state) => {
+                    match hot.state.swap_if(seen, state.closed()) {
                         Ok(_) => {
-                            return Ended {
-                                published: None,
-                                notify: false,
-                            };
+                            // We are still counted in, so nobody reads the boundary before this store.
+                            hot.boundary.store(widen(state.head()), Release);
+                            seen = hot.state.load(Acquire);
                         }
                         Err(now) => seen = now,
                     }
                     continue;
                 }
-                // We are its last member, so the boundary is written (the closer counted out before us, or is us)
-                // and nobody can close again before we have counted out.
-                let boundary = hot.boundary.load(Acquire);
-                match hot.state.swap_if(seen, seen - OLD_ONE) {
-                    Ok(_) => {
-                        return self.publish(
-                            shared,
-                            if state.current() == 0 {
-                                widen(state.head())
-                            } else {
-                                boundary
-                            },
-                        );
-                    }
-                    Err(now) => seen = now,
-                }
-                continue;
+                _ => {}
             }
-            if state.old() == 0 && state.current() == 1 {
-                match hot.state.swap_if(seen, seen - CURRENT_ONE) {
-                    Ok(_) => return self.publish(shared, widen(state.head())),
-                    Err(now) => seen = now,
-                }
-                continue;
-            }
-            let unpublished = (state.head().wrapping_sub(hot.published.load(Relaxed) >> 3) & HEAD_MASK) << 3;
-            if state.old() == 0 && unpublished >= self.shape.close_at() {
-                match hot.state.swap_if(seen, state.closed()) {
-                    Ok(_) => {
-                        // We are still counted in, so nobody reads the boundary before this store.
-                        hot.boundary.store(widen(state.head()), Release);
-                        seen = hot.state.load(Acquire);
-                    }
-                    Err(now) => seen = now,
-                }
-                continue;
-            }
-            match hot.state.swap_if(seen, seen - CURRENT_ONE) {
-                Ok(_) => {
-                    return Ended {
-                        published: None,
-                        notify: false,
-                    };
-                }
+            // AcqRel. Release: our bytes are written, and what we published is, before we are counted out.
+            match hot.state.swap_if(seen, without_us) {
+                // Not before: what is due is for the publisher after whom nobody is left, else the reader is woken while
+                // a record that was counted before the one that is due has still to be published.
+                Ok(_) => return publish_to.is_some_and(|to| self.take_due(to)),
                 Err(now) => seen = now,
             }
         }
     }
 
+    /// So much is unpublished that the generation is to be closed.
+    #[inline]
+    fn is_long(&self, state: State) -> bool {
+        let unpublished =
+            (state.head().wrapping_sub(self.hot.0.published.load(Relaxed) >> 3) & HEAD_MASK) << 3;
+        unpublished >= self.shape.close_at()
+    }
+
     /// Makes everything below `to` visible to readers.
     #[inline]
-    fn publish(&self, shared: &Shared<'_, W>, to: u64) -> Ended {
-        let mut now = shared.data_head.load(Acquire);
-        for _ in 0..PUBLISH_TRIES {
-            if now.wrapping_sub(to) as i64 >= 0 {
-                // Another writer has published something newer meanwhile, perhaps laps of it if this one was preempted
-                // here: the head never goes back. But a head beyond all that was ever reserved was not written by us,
-                // and is put right. The state is loaded after the head, so it is not older.
-                let reserved = State(self.hot.0.state.load(Acquire)).head();
-                if now.wrapping_sub(to) <= (reserved.wrapping_sub(to >> 3) & HEAD_MASK) << 3 {
-                    break;
-                }
-            }
-            // AcqRel: pairs with the reader's Acquire load of data_head. It sees the records once it sees the head.
-            match shared.data_head.swap_if(now, to) {
-                Ok(_) => break,
-                Err(other) => now = other,
-            }
-        }
+    fn publish(&self, shared: &Shared<'_, W>, to: u64) {
+        // Release: pairs with the reader's Acquire load of data_head. It sees the records once it sees the head. If
+        // another process has written there, this puts it right.
+        shared.data_head.store(to, Release);
         // After data_head, so that a writer that sees this position may rely on readers being able to see it.
         // Release: pairs with the Acquire load in `reserve`.
-        if self.shape.overwrite {
-            self.hot.0.published.fetch_max(to, Release);
-        } else if self.hot.0.published.load(Relaxed) < to {
-            // A plain store may put it back when two publish at once. That only makes `reserve` more careful while
-            // records are in flight, and saves every record an atomic read-modify-write.
-            self.hot.0.published.store(to, Release);
-        }
-        Ended {
-            published: Some(to),
-            notify: self.take_due(to),
-        }
+        self.hot.0.published.store(to, Release);
     }
 
     /// Whether a record that is to wake the reader is among those published up to `to`.
@@ -452,7 +432,7 @@ mod tests {
         /// Writes a record of `len` bytes and reads it.
         fn pass(&self, protocol: &Protocol<AtomicU64>, len: u64) {
             let claim = protocol
-                .reserve(&self.shared(), len, false)
+                .reserve(&self.shared(), len, 0)
                 .expect("the reader keeps up");
             protocol.end(&self.shared(), claim);
             self.tail.store(self.head.load(Acquire), Release);
@@ -460,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn p29_a_publisher_that_was_preempted_for_laps_does_not_take_the_head_back() {
+    fn p29_while_one_is_about_to_publish_nobody_else_does() {
         for overwrite in [false, true] {
             let (protocol, page) = (
                 Protocol::new(
@@ -473,16 +453,26 @@ mod tests {
                 Page::new(),
             );
             page.pass(&protocol, 64);
-            // Another writer had counted out at 64 and is about to publish that. Meanwhile:
-            for _ in 0..5 * SIZE / 512 {
-                page.pass(&protocol, 512);
+            // Preempted at any point before it counts out. Others write until there is no room, and close its generation.
+            let preempted = protocol.reserve(&page.shared(), 64, 0).expect("room");
+            let mut end = preempted.end;
+            while let Some(claim) = protocol.reserve(&page.shared(), 64, 0) {
+                end = claim.end;
+                protocol.end(&page.shared(), claim);
+                assert_eq!(
+                    page.head.load(Acquire),
+                    64,
+                    "nobody takes the head on, or back later"
+                );
+                assert_eq!(protocol.published(), 64);
             }
-            let head = page.head.load(Acquire);
-            assert_eq!(head, 64 + 5 * SIZE);
-            protocol.publish(&page.shared(), 64);
-            assert_eq!(page.head.load(Acquire), head);
-            if overwrite {
-                assert_eq!(protocol.published(), head, "nor what overwriting is measured by");
+            assert!(end >= SIZE / 4, "many have written: up to {end}");
+            protocol.end(&page.shared(), preempted);
+            assert_eq!(page.head.load(Acquire), end, "the last one publishes for all");
+            page.tail.store(end, Release);
+            for lap in 1..=5 * SIZE / 512 {
+                page.pass(&protocol, 512);
+                assert_eq!(page.head.load(Acquire), end + lap * 512);
             }
         }
     }
@@ -502,7 +492,7 @@ mod tests {
             );
             page.pass(&protocol, 64);
             page.head.store(scribbled, Release);
-            let claim = protocol.reserve(&page.shared(), 32, false).expect("room");
+            let claim = protocol.reserve(&page.shared(), 32, 0).expect("room");
             protocol.end(&page.shared(), claim);
             assert_eq!(page.head.load(Acquire), 96, "after {scribbled:#x}");
         }
@@ -520,15 +510,15 @@ mod tests {
             ),
             Page::new(),
         );
-        let first = protocol.reserve(&page.shared(), 2048, false).expect("room");
+        let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
         // The reader claims to have read what is still being written.
         page.tail.store(2048, Release);
         assert!(
-            protocol.reserve(&page.shared(), 2048, false).is_none(),
+            protocol.reserve(&page.shared(), 2048, 0).is_none(),
             "it would run into the first"
         );
         let second = protocol
-            .reserve(&page.shared(), 2040, false)
+            .reserve(&page.shared(), 2040, 0)
             .expect("room up to the first");
         assert_eq!((second.start, second.end), (2048, 4088));
         protocol.end(&page.shared(), first);

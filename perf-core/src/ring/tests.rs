@@ -105,3 +105,93 @@ fn a_generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader()
         "{seen} of 1000 records were seen although one was always in flight"
     );
 }
+
+#[test]
+fn a_run_is_published_at_once_and_its_records_are_like_any_other() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    // So often that it wraps at every kind of place.
+    for n in 0..500 {
+        let mut run = ring.begin_run(24 + 40, 2).expect("room");
+        let mut first = run.begin(24).expect("it is what was reserved");
+        first.put_u64(9);
+        first.put_u64(n);
+        first.put_u64(n);
+        drop(first);
+        assert_eq!(run.left(), 40);
+        // One that interrupts the run waits for it.
+        write(&ring, 16, 7).expect("room");
+        let mut second = run.begin(40).expect("it is what was reserved");
+        second.put_u64(9);
+        (0..4).for_each(|_| second.put_u64(n + 1));
+        drop(second);
+        assert!(drain(&mut reader).0.is_empty(), "nothing before its end");
+        drop(run);
+        assert_eq!(drain(&mut reader), (vec![(24, n), (40, n + 1), (16, 7)], 0));
+    }
+}
+
+#[test]
+fn what_a_run_leaves_unused_is_a_whole_record_of_zeros() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    for _ in 0..100 {
+        write(&ring, 400, u64::MAX).expect("room");
+        drain(&mut reader);
+    }
+    let mut run = ring.begin_run(400, 1).expect("room");
+    assert!(matches!(
+        run.begin(408),
+        Err(RingError::TooLarge {
+            size: 408,
+            limit: 400
+        })
+    ));
+    assert!(matches!(run.begin(12), Err(RingError::Size { size: 12 })));
+    // A reservation that is leaked in it is whole as well.
+    std::mem::forget(run.begin(16).expect("room"));
+    drop(run.begin(24).expect("room"));
+    drop(run);
+    let mut sizes = Vec::new();
+    while let Some(record) = reader.next_record().expect("sound") {
+        assert_eq!((record.ty(), record.misc()), (0, 0));
+        if record.bytes().len() != 16 {
+            assert!(
+                record.body().iter().all(|&byte| byte == 0),
+                "nothing old shows through"
+            );
+        }
+        sizes.push(record.bytes().len());
+    }
+    assert_eq!(sizes, [16, 24, 360]);
+}
+
+#[test]
+fn a_run_without_room_counts_nothing_and_its_losses_stay_pending() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    while write(&ring, 504, 1).is_ok() {}
+    assert_eq!(ring.pending_lost(), 1);
+    assert!(matches!(ring.begin_run(512, 2), Err(RingError::Full)));
+    assert_eq!(ring.pending_lost(), 1, "the caller tries each record by itself");
+    assert!(matches!(
+        ring.begin_run(520, 2),
+        Err(RingError::TooLarge {
+            size: 520,
+            limit: 512
+        })
+    ));
+    assert!(matches!(ring.begin_run(4, 2), Err(RingError::Size { size: 4 })));
+    drain(&mut reader);
+    let mut run = ring.begin_run(16, 2).expect("room again");
+    run.begin(16).expect("all of it").put(&[9, 0, 0, 0]);
+    drop(run);
+    assert_eq!(
+        drain(&mut reader).1,
+        1,
+        "and before it the report of what was lost"
+    );
+    assert_eq!(ring.pending_lost(), 0);
+    let control_only = Ring::new(0, RingMode::Writable).expect("a ring");
+    assert!(matches!(control_only.begin_run(64, 2), Err(RingError::NoData)));
+}
