@@ -276,38 +276,32 @@ fn ratios(_: &mut Criterion) {
         s8.vcpu.sched_out();
         s8.vcpu.sched_in();
     });
-    let figure = |name, value, unit, target| Figure {
-        name,
-        value,
-        unit,
-        target,
-    };
     let figures = [
-        figure(
+        Figure::new(
             "a tick's instructions with 10, 1,000 and 100,000 groups, most over least",
             spread,
             "% more",
             Goal::AtMost(10.0),
         ),
-        figure(
+        Figure::new(
             "a tick's time with 10, 1,000 and 100,000 groups, most over least",
             Some(most(&tick_ns) / least(&tick_ns)),
             "times",
             Goal::AtMost(4.0),
         ),
-        figure(
+        Figure::new(
             "read of one event over read(2) of a kernel event",
             Some(one / kernel_one),
             "times",
             Goal::AtMost(1.0),
         ),
-        figure(
+        Figure::new(
             "read of a group of 8 over read(2) of a kernel group of 8",
             Some(group / kernel_group),
             "times",
             Goal::AtMost(1.0),
         ),
-        figure(
+        Figure::new(
             "sched-out and sched-in of a context with 8 events",
             Some(switch),
             "ns",

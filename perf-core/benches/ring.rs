@@ -1,5 +1,5 @@
-//! What a record costs: writing one of 40 bytes, alone and beside a second writer, and reading it, against the
-//! readers of the crates perf-event2 and perf-event-open over the very same bytes.
+//! What a record costs: writing one of 40 bytes, by itself and with others at hand, alone and beside a second writer, and
+//! reading it, against the readers of the crates perf-event2 and perf-event-open over the very same bytes.
 //!
 //! Those two read rings of the kernel only. So each is given a perf event of the kernel, with a ring as large as ours,
 //! and then our memfd is mapped over its mapping: it has the same layout, and they cannot tell.
@@ -12,7 +12,7 @@ mod figures;
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -64,6 +64,26 @@ fn median(name: &str) -> Option<f64> {
     let mut last = all[all.len().saturating_sub(SAMPLES)..].to_vec();
     last.sort_by(f64::total_cmp);
     last.get(last.len() / 2).copied()
+}
+
+/// Ties this thread to the `nth` of the processors it may run on, so that two that are to compete do. False if there are
+/// not so many.
+fn run_on_processor(nth: usize) -> bool {
+    // SAFETY: a set of processors is a bit field, for which zero bits are a value.
+    let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let bytes = size_of_val(&allowed);
+    // SAFETY: the pointer is valid for `bytes`, which the call writes.
+    let result = unsafe { libc::sched_getaffinity(0, bytes, &raw mut allowed) };
+    assert_eq!(result, 0, "a thread may ask where it may run");
+    // SAFETY: the numbers are inside the set.
+    let mut known = (0..8 * bytes).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &allowed) });
+    let Some(cpu) = known.nth(nth) else { return false };
+    // SAFETY: as above.
+    let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `cpu` is inside the set.
+    unsafe { libc::CPU_SET(cpu, &mut one) };
+    // SAFETY: the pointer is valid for `bytes`, which the call reads.
+    unsafe { libc::sched_setaffinity(0, bytes, &raw const one) == 0 }
 }
 
 /// CPU time of this thread.
@@ -293,57 +313,86 @@ fn bench_write(criterion: &mut Criterion) {
     });
     assert_eq!(ring.pending_lost(), 0);
 
-    // Both threads write half of the records each; the time is that of the slower one. A record may be refused while the other
-    // writer is preempted in the middle of one. The time is that of the records that were written.
-    for (name, apart) in [
-        ("two writers, one ring", false),
-        ("two writers, a ring each", true),
-    ] {
-        let rings: Vec<_> = (0..2)
-            .map(|_| Arc::new(Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring")))
-            .collect();
-        let (refused, tried) = (AtomicU64::new(0), AtomicU64::new(0));
-        group.bench_function(name, |bencher| {
-            bencher.iter_custom(|iterations| {
-                let go = AtomicBool::new(false);
-                let each = iterations.div_ceil(2);
-                let before = refused.load(Ordering::Relaxed);
-                tried.fetch_add(2 * each, Ordering::Relaxed);
-                std::thread::scope(|scope| {
-                    let writers: Vec<_> = (0..2)
-                        .map(|writer| {
-                            let ring = &rings[if apart { writer } else { 0 }];
-                            let (go, refused) = (&go, &refused);
-                            scope.spawn(move || {
-                                while !go.load(Ordering::Acquire) {
-                                    std::hint::spin_loop();
-                                }
-                                let start = thread_time();
-                                let mut failed = 0;
-                                for n in 0..each {
-                                    failed += u64::from(sample(black_box(n)).write(FORMAT, ring).is_err());
-                                }
-                                refused.fetch_add(failed, Ordering::Relaxed);
-                                thread_time() - start
-                            })
-                        })
-                        .collect();
-                    go.store(true, Ordering::Release);
-                    let times = writers.into_iter().map(|writer| writer.join().expect("no panic"));
-                    let slower = times.max().expect("two");
-                    let failed = refused.load(Ordering::Relaxed) - before;
-                    note(name.into(), slower, 2 * each - failed);
-                    slower.mul_f64((2 * each) as f64 / (2 * each - failed).max(1) as f64)
-                })
-            });
-        });
-        println!(
-            "    records refused because the other writer was preempted: {} of {}",
-            refused.into_inner(),
-            tried.into_inner()
-        );
-    }
+    let ring = [Arc::new(
+        Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring"),
+    )];
+    side_by_side(&mut group, ("one writer, 16 at a time", 1, TOGETHER), &ring);
+    let rings = [(); 2].map(|()| Arc::new(Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring")));
+    side_by_side(&mut group, ("two writers, a ring each", 2, 1), &rings);
+    side_by_side(&mut group, ("two writers, one ring", 2, 1), &ring);
+    side_by_side(
+        &mut group,
+        ("two writers, one ring, 16 at a time", 2, TOGETHER),
+        &ring,
+    );
     group.finish();
+}
+
+/// Records written together, where they are.
+const TOGETHER: u64 = 16;
+
+/// Writers that write their share of the records at the same time, `together` at a time, each to its ring or all to the only
+/// one. The time is that of the slowest. A record may be refused while the other writer is preempted in the middle of one;
+/// the time is that of the records that were written.
+fn side_by_side(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    (name, writers, together): (&str, usize, u64),
+    rings: &[Arc<Ring>],
+) {
+    let (refused, tried) = (AtomicU64::new(0), AtomicU64::new(0));
+    let apart = AtomicBool::new(true);
+    group.bench_function(name, |bencher| {
+        bencher.iter_custom(|iterations| {
+            let ready = AtomicUsize::new(0);
+            let each = iterations.div_ceil(writers as u64 * together) * together;
+            let all = writers as u64 * each;
+            let before = refused.load(Ordering::Relaxed);
+            tried.fetch_add(all, Ordering::Relaxed);
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..writers)
+                    .map(|writer| {
+                        let ring = &rings[writer % rings.len()];
+                        let (ready, refused, apart) = (&ready, &refused, &apart);
+                        scope.spawn(move || {
+                            apart.fetch_and(run_on_processor(writer), Ordering::Relaxed);
+                            ready.fetch_add(1, Ordering::AcqRel);
+                            while ready.load(Ordering::Acquire) != writers {
+                                std::hint::spin_loop();
+                            }
+                            let start = thread_time();
+                            let mut written = 0;
+                            for n in (0..each).step_by(together as usize) {
+                                let n = black_box(n);
+                                written += if together == 1 {
+                                    u64::from(sample(n).write(FORMAT, ring).is_ok())
+                                } else {
+                                    Sample::write_all((n..n + together).map(sample), FORMAT, ring).written
+                                };
+                            }
+                            let time = thread_time() - start;
+                            refused.fetch_add(each - written, Ordering::Relaxed);
+                            time
+                        })
+                    })
+                    .collect();
+                let times = threads.into_iter().map(|thread| thread.join().expect("no panic"));
+                let slowest = times.max().expect("at least one");
+                let written = all - (refused.load(Ordering::Relaxed) - before);
+                if apart.load(Ordering::Relaxed) {
+                    note(name.into(), slowest, written);
+                }
+                slowest.mul_f64(iterations as f64 / written.max(1) as f64)
+            })
+        });
+    });
+    if !apart.into_inner() {
+        println!("    the writers had no processor each: this is no figure");
+    }
+    println!(
+        "    records refused because the other writer was preempted: {} of {}",
+        refused.into_inner(),
+        tried.into_inner()
+    );
 }
 
 /// The figures, from what was measured above in this run.
@@ -358,38 +407,53 @@ fn ratios(_: &mut Criterion) {
     };
     let ours = ["perf-core, one at a time", "perf-core, in a batch"];
     let peers = ["perf-event2", "perf-event-open"];
-    let figure = |name, value, unit, target| Figure {
-        name,
-        value,
-        unit,
-        target,
-    };
     let figures = [
-        figure(
+        Figure::new(
             "ring write of a 40-byte record, one writer",
             one.map(|ns| 1000.0 / ns),
             "million/s",
             Target::AtLeast(20.0),
         ),
-        figure(
+        Figure::new(
             "two writers on one ring, records written together over those of one writer",
             over(one, median("two writers, one ring")),
             "times",
             Target::Above(1.0),
         ),
-        figure(
+        Figure::new(
+            "ring write of 16 records at a time, one writer",
+            median("one writer, 16 at a time").map(|ns| 1000.0 / ns),
+            "million/s",
+            Target::AtLeast(20.0),
+        ),
+        Figure::new(
+            "two writers on one ring, 16 records at a time, over one writer with one at a time",
+            over(one, median("two writers, one ring, 16 at a time")),
+            "times",
+            Target::Above(1.0),
+        ),
+        Figure::new(
+            "two writers on one ring, 16 records at a time, over one writer with 16 at a time",
+            over(
+                median("one writer, 16 at a time"),
+                median("two writers, one ring, 16 at a time"),
+            ),
+            "times",
+            Target::None,
+        ),
+        Figure::new(
             "two writers on a ring each, records written together over those of one writer",
             over(one, median("two writers, a ring each")),
             "times",
             Target::Above(1.0),
         ),
-        figure(
+        Figure::new(
             "ring read, bytes only, over the best peer's",
             over(best("bytes", &peers), best("bytes", &ours)),
             "times",
             Target::AtLeast(2.0),
         ),
-        figure(
+        Figure::new(
             "ring read, decoded, over the best peer's",
             over(best("decoded", &peers), median("decoded/perf-core")),
             "times",

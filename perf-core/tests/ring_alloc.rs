@@ -55,6 +55,8 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 }
                 .write(format, &ring);
                 let _ = Lost { id: 1, lost: 2 }.write(format, &ring);
+                let several = (0..3).map(|lost| Lost { id: 1, lost });
+                let _ = Lost::write_all(several, format, &ring);
                 let map = Mmap {
                     misc: Misc(4),
                     pid: 1,

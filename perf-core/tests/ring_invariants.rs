@@ -6,10 +6,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use perf_core::attr::Wakeup;
-use perf_core::record::{Encode, Format, Lost, Sink, Written};
+use perf_core::record::{Encode, Format, Lost, Written};
 use perf_core::ring::{PAGE_SIZE, Reservation, Ring, RingError, RingMode, RingReader};
 use proptest::prelude::*;
-use ring_common::{DATA_HEAD, DATA_TAIL, Seen, TAGGED, check, foreign, peek, poke, write};
+use ring_common::{DATA_HEAD, DATA_TAIL, Numbered, Seen, TAGGED, check, foreign, peek, poke, write};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -31,26 +31,6 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0usize..20).prop_map(Step::Read),
         1 => Just(Step::Batch),
     ]
-}
-
-/// A record of so many words, with a number.
-#[derive(Clone, Copy)]
-struct Numbered(usize, u64);
-
-impl Encode for Numbered {
-    const IS_SAMPLE: bool = true;
-    fn size(&self, _: Format) -> usize {
-        8 * self.0
-    }
-    fn encode(&self, _: Format, out: &mut impl Sink) {
-        let header = [u64::from(TAGGED) | (8 * self.0 as u64) << 48, 1, self.1];
-        let pattern = (3..self.0 as u64)
-            .map(|word| (1 << 48 ^ self.1 << 16 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        header
-            .into_iter()
-            .chain(pattern)
-            .for_each(|word| out.put(&word.to_ne_bytes()));
-    }
 }
 
 /// A ring of one page beside what it should hold.
@@ -189,7 +169,7 @@ proptest! {
         let mut readers = rings.each_ref().map(|ring| RingReader::of(Arc::clone(ring)));
         let (mut number, mut seen) = (0, Written::default());
         for (sizes, reads) in steps {
-            let records: Vec<_> = sizes.into_iter().zip(number..).map(|(words, n)| Numbered(words, n)).collect();
+            let records: Vec<_> = sizes.into_iter().zip(number..).map(|(words, n)| Numbered::new(words, 1, n)).collect();
             number += records.len() as u64;
             let written = Numbered::write_all(records.iter().copied(), Format::default(), &rings[0]);
             let mut apart = Written::default();
@@ -254,7 +234,7 @@ proptest! {
         let mut samples = 0;
         for some in together {
             let before = samples / u64::from(n);
-            let written = Numbered::write_all((0..some).map(|number| Numbered(3, number)), Format::default(), &ring);
+            let written = Numbered::write_all((0..some).map(|number| Numbered::new(3, 1, number)), Format::default(), &ring);
             prop_assert_eq!(written, Written { written: some, ..Written::default() });
             samples += some;
             prop_assert_eq!(ring.take_poll().readable, samples / u64::from(n) != before);

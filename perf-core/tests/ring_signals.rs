@@ -7,7 +7,7 @@ mod ring_common;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
-use perf_core::ring::{Ring, RingMode, RingReader};
+use perf_core::ring::{Reservation, Ring, RingMode, RingReader};
 use ring_common::{Seen, TAGGED, check, write};
 
 static RING: OnceLock<Arc<Ring>> = OnceLock::new();
@@ -17,17 +17,35 @@ static NUMBERS: [AtomicU64; 3] = [const { AtomicU64::new(1) }; 3];
 
 fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
     ATTEMPTS.fetch_add(1, Relaxed);
-    let Ok(mut record) = ring.begin(32, true) else {
+    let Ok(record) = ring.begin(32, true) else {
         in_between();
         return;
     };
     // Numbered once there is room, so that the numbers of what is published have no gaps.
     let number = NUMBERS[level].fetch_add(1, Relaxed);
+    fill(record, level, number, in_between);
+}
+
+fn fill(mut record: Reservation<'_>, level: usize, number: u64, in_between: impl FnOnce()) {
     record.put_u64(u64::from(TAGGED));
     record.put_u64(level as u64);
     in_between();
     record.put_u64(number);
     record.put_u64(((level as u64) << 48 ^ number << 16 ^ 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+}
+
+/// Two records in one reservation, interrupted in the first, between them and after the second.
+fn attempt_together(ring: &Ring) {
+    let Ok(mut run) = ring.begin_run(64, 2) else {
+        return;
+    };
+    ATTEMPTS.fetch_add(2, Relaxed);
+    for _ in 0..2 {
+        let number = NUMBERS[0].fetch_add(1, Relaxed);
+        let record = run.begin(32).expect("it was reserved");
+        fill(record, 0, number, || raise(libc::SIGUSR2));
+        raise(libc::SIGUSR1);
+    }
 }
 
 /// Runs the signal's handler in this thread, before it returns.
@@ -67,6 +85,10 @@ fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
             1 => raise(libc::SIGUSR2),
             _ => raise(libc::SIGUSR1),
         });
+        // And two records at once, with handlers inside.
+        if round % 7 == 0 {
+            attempt_together(ring);
+        }
         assert!(write(ring, 24, 3, round + 1).is_ok() || ring.pending_lost() > 0);
         ATTEMPTS.fetch_add(1, Relaxed);
         // Now and then the ring is left to run full.

@@ -25,6 +25,15 @@ pub struct Figure {
 }
 
 impl Figure {
+    pub fn new(name: &'static str, value: Option<f64>, unit: &'static str, target: Target) -> Self {
+        Self {
+            name,
+            value,
+            unit,
+            target,
+        }
+    }
+
     fn judge(&self) -> (String, Option<bool>) {
         let met = |ok: fn(&f64, &f64) -> bool, limit| self.value.map(|v| ok(&v, &limit));
         match self.target {

@@ -177,6 +177,7 @@ pub trait Encode {
     /// by one, and much so where another thread writes to the ring at the same time.
     ///
     /// Without room for all, each is tried by itself, so no more are lost than one by one.
+    #[inline]
     fn write_all<I>(records: I, format: Format, ring: &Ring) -> Written
     where
         Self: Sized,

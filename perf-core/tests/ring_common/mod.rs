@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use std::os::fd::AsRawFd;
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Encode, Format, Record, Sink};
 use perf_core::ring::{RawRecord, Ring, RingError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
@@ -32,6 +32,47 @@ pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), R
 
 fn pattern(writer: u64, number: u64, n: u64) -> u64 {
     (writer << 48 ^ number << 16 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// The same record as a value, to be written with others.
+#[derive(Clone, Copy, Debug)]
+pub struct Numbered {
+    words: usize,
+    writer: u64,
+    number: u64,
+}
+
+impl Numbered {
+    /// A record of so many words, at least 3.
+    pub fn new(words: usize, writer: u64, number: u64) -> Self {
+        Self {
+            words,
+            writer,
+            number,
+        }
+    }
+}
+
+impl Encode for Numbered {
+    const IS_SAMPLE: bool = true;
+
+    fn size(&self, _: Format) -> usize {
+        8 * self.words
+    }
+
+    fn encode(&self, _: Format, out: &mut impl Sink) {
+        let Self {
+            words,
+            writer,
+            number,
+        } = *self;
+        let begin = [u64::from(TAGGED) | (8 * words as u64) << 48, writer, number];
+        let rest = (3..words as u64).map(|n| pattern(writer, number, n));
+        begin
+            .into_iter()
+            .chain(rest)
+            .for_each(|word| out.put(&word.to_ne_bytes()));
+    }
 }
 
 /// What a record says.
