@@ -9,7 +9,7 @@ use crate::event::{Event, Owner, Source, State};
 use crate::notify::Poll;
 use crate::pmu::VcpuId;
 use crate::record::{CpuMode, Encode, Entries, Format, ReadEntry, ReadValues, Sample, Throttle, Words};
-use crate::ring::{Ring, RingError};
+use crate::ring::Ring;
 use crate::sample::Overflowed;
 use crate::time::Times;
 
@@ -40,6 +40,8 @@ pub trait SampleRegs {
 /// Reports taken out of a context in one go.
 pub(crate) type Batch = SmallVec<[Overflowed; 16]>;
 const BATCH: usize = 16;
+/// Periods of an event's samples that are due at one moment and not written yet.
+type Due = SmallVec<[u64; 16]>;
 
 pub(crate) fn service(
     core: &CoreInner,
@@ -134,7 +136,18 @@ impl Context {
         }
         let period = self.events[key].sampling.account(0);
         let countdown = self.events[key].sampling.count_down(times);
-        let throttle = self.one_overflow(core, cell, key, (true, times), period, now_ns, Some(regs));
+        let mut due = Due::new();
+        let throttle = self.one_overflow(
+            core,
+            cell,
+            key,
+            (true, times),
+            period,
+            now_ns,
+            Some(regs),
+            &mut due,
+        );
+        self.write_samples(core, cell, key, &mut due, now_ns, Some(regs));
         self.report(key, countdown.counted, batch);
         if countdown.last {
             self.limit_reached(key, now_ns);
@@ -167,13 +180,22 @@ impl Context {
         // One of them may change it.
         let apart = self.events[key].sampling.period;
         let mut done = 0u32;
+        let mut due = Due::new();
         for i in 0..times {
             let period = self.events[key].sampling.account((times - 1 - i) * apart);
             let countdown = self.events[key].sampling.count_down(1);
-            let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
-            let throttle = self.one_overflow(core, origin, key, (i > 0, 1), period, now_ns, regs);
+            let now = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
+            let throttle = self.one_overflow(core, origin, key, (i > 0, 1), period, now_ns, now, &mut due);
             done = done.saturating_add(1);
             if countdown.last {
+                self.write_samples(
+                    core,
+                    origin,
+                    key,
+                    &mut due,
+                    now_ns,
+                    regs.as_deref_mut().map(|r| r as _),
+                );
                 self.limit_reached(key, now_ns);
                 break;
             }
@@ -182,6 +204,7 @@ impl Context {
                 break;
             }
         }
+        self.write_samples(core, origin, key, &mut due, now_ns, regs);
         let reported = if cookie {
             u32::try_from(times).unwrap_or(u32::MAX)
         } else {
@@ -205,7 +228,8 @@ impl Context {
         }
     }
 
-    /// One interrupt for `times` overflows: its accounts and its records. Whether the event is to be throttled now.
+    /// One interrupt for `times` overflows: its accounts and its records, of which the sample may be left in `due` to be
+    /// written with others. Whether the event is to be throttled now.
     #[allow(clippy::too_many_arguments)]
     fn one_overflow(
         &mut self,
@@ -216,6 +240,7 @@ impl Context {
         period: u64,
         now_ns: u64,
         regs: Option<&mut dyn SampleRegs>,
+        due: &mut Due,
     ) -> bool {
         let event = &mut self.events[key];
         let tick_hz = core.config.tick_hz.max(1);
@@ -228,16 +253,21 @@ impl Context {
         // The guest's own rate is limited where its PMIs are.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         self.throttles += u64::from(throttle && !event.sampling.throttled);
-        match &event.output {
-            None => event.shared.notify.signal(Poll::IN),
-            Some(output) => {
-                if throttle && !event.sampling.throttled {
-                    write_throttle(event, &output.ring, true, now_ns);
-                }
-                if let Some(regs) = regs {
-                    self.write_sample(core, origin, key, period, now_ns, regs);
-                }
-            }
+        if event.output.is_none() {
+            event.shared.notify.signal(Poll::IN);
+            return throttle;
+        }
+        let begins = throttle && !event.sampling.throttled;
+        let samples = regs.is_some();
+        if begins || due.len() == due.inline_size() {
+            self.write_samples(core, origin, key, due, now_ns, regs);
+        }
+        let event = &self.events[key];
+        if begins && let Some(output) = &event.output {
+            write_throttle(event, &output.ring, true, now_ns);
+        }
+        if samples {
+            due.push(period);
         }
         throttle
     }
@@ -256,16 +286,18 @@ impl Context {
         self.disable(key, now_ns);
     }
 
-    fn write_sample(
+    /// Writes the samples that are due: one for each period, of the same moment and therefore equal in all else.
+    fn write_samples(
         &mut self,
         core: &CoreInner,
         origin: &ContextCell,
         key: usize,
-        period: u64,
+        due: &mut Due,
         now_ns: u64,
-        regs: &mut dyn SampleRegs,
+        regs: Option<&mut dyn SampleRegs>,
     ) {
-        let Some(output) = self.events[key].output.clone() else {
+        let (Some(output), Some(regs), false) = (self.events[key].output.clone(), regs, due.is_empty())
+        else {
             return;
         };
         let attr = &self.events[key].shared.attr;
@@ -283,7 +315,6 @@ impl Context {
             id: self.events[key].top().id,
             stream_id: self.events[key].shared.id,
             cpu: vcpu.0,
-            period,
             ..Sample::default()
         };
         if wants(SampleType::IP) {
@@ -306,15 +337,19 @@ impl Context {
             sample.raw = regs.raw();
         }
         // A ring without room counts what it lost; one that can never take the record has none for it.
-        match sample.write(format, &output.ring) {
-            Ok(()) => self.samples += 1,
-            Err(RingError::Full) => self.lost_samples += 1,
-            Err(error @ (RingError::TooLarge { .. } | RingError::Size { .. })) => log::debug!(
-                "a sample of event {} does not fit its ring: {error}",
-                sample.stream_id
-            ),
-            Err(_) => {}
+        let samples = due.iter().map(|&period| Sample { period, ..sample });
+        let written = Sample::write_all(samples, format, &output.ring);
+        self.samples += written.written;
+        self.lost_samples += written.lost;
+        if written.unfit > 0 {
+            log::debug!(
+                "{} samples of event {} do not fit its ring, which takes records of up to {} bytes",
+                written.unfit,
+                sample.stream_id,
+                output.ring.record_max()
+            );
         }
+        due.clear();
         self.entries = entries;
     }
 

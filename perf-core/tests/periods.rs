@@ -249,6 +249,48 @@ fn what_has_no_registers_is_counted_by_the_next_sample_but_brings_it_no_nearer()
     assert_eq!(e.read().unwrap().value, 129);
 }
 
+#[test]
+fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
+    // 400 overflows a second, 10 ticks a second: 40 in a tick are fine, the one after throttles.
+    let m = Machine::with(1, |c| {
+        c.sample_rate_hz = 400;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(raised(10), None);
+    let ring = e.map(8, true).unwrap();
+    raise(&v, 7);
+    // More than are kept to be written together, and the first stands for what was before.
+    raise(&v, 10 * 39 + 5);
+    assert_eq!(samples(&ring), [(0, 10); 40]);
+    raise(&v, 60);
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut types = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        types.push(raw.ty());
+    }
+    drop(reader);
+    assert_eq!(
+        types,
+        [9, 5, 9],
+        "the first of a burst throttles nothing; THROTTLE, and the sample that was too many"
+    );
+    m.core.tick();
+    e.disable(Scope::Event).unwrap();
+    samples(&ring);
+    e.refresh(20).unwrap();
+    ring.take_poll();
+    raise(&v, 1000);
+    assert_eq!(
+        samples(&ring).len(),
+        20,
+        "all of them are there once the event is exhausted"
+    );
+    assert!(ring.take_poll().hang_up);
+    assert_eq!(e.state(), State::Off);
+    assert_eq!(v.stats().samples, 40 + 2 + 20);
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Work(u64),
