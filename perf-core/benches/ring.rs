@@ -14,7 +14,7 @@ use std::hint::black_box;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
@@ -332,18 +332,19 @@ fn bench_write(criterion: &mut Criterion) {
 const TOGETHER: u64 = 16;
 
 /// Writers that write their share of the records at the same time, `together` at a time, each to its ring or all to the only
-/// one. The time is that of the slowest. A record may be refused while the other writer is preempted in the middle of one;
-/// the time is that of the records that were written.
+/// one. The time is that of the slowest. A sample in which one of them was kept from running is no figure: the others had the
+/// ring to themselves meanwhile, or were refused records because it was in the middle of one.
 fn side_by_side(
     group: &mut BenchmarkGroup<'_, WallTime>,
     (name, writers, together): (&str, usize, u64),
     rings: &[Arc<Ring>],
 ) {
     let (refused, tried) = (AtomicU64::new(0), AtomicU64::new(0));
-    let apart = AtomicBool::new(true);
+    let mut disturbed = 0;
     group.bench_function(name, |bencher| {
         bencher.iter_custom(|iterations| {
             let ready = AtomicUsize::new(0);
+            let undisturbed = AtomicBool::new(true);
             let each = iterations.div_ceil(writers as u64 * together) * together;
             let all = writers as u64 * each;
             let before = refused.load(Ordering::Relaxed);
@@ -352,14 +353,14 @@ fn side_by_side(
                 let threads: Vec<_> = (0..writers)
                     .map(|writer| {
                         let ring = &rings[writer % rings.len()];
-                        let (ready, refused, apart) = (&ready, &refused, &apart);
+                        let (ready, refused, undisturbed) = (&ready, &refused, &undisturbed);
                         scope.spawn(move || {
-                            apart.fetch_and(run_on_processor(writer), Ordering::Relaxed);
+                            undisturbed.fetch_and(run_on_processor(writer), Ordering::Relaxed);
                             ready.fetch_add(1, Ordering::AcqRel);
                             while ready.load(Ordering::Acquire) != writers {
                                 std::hint::spin_loop();
                             }
-                            let start = thread_time();
+                            let (start, wall) = (thread_time(), Instant::now());
                             let mut written = 0;
                             for n in (0..each).step_by(together as usize) {
                                 let n = black_box(n);
@@ -370,6 +371,7 @@ fn side_by_side(
                                 };
                             }
                             let time = thread_time() - start;
+                            undisturbed.fetch_and(time.mul_f64(1.1) > wall.elapsed(), Ordering::Relaxed);
                             refused.fetch_add(each - written, Ordering::Relaxed);
                             time
                         })
@@ -378,18 +380,17 @@ fn side_by_side(
                 let times = threads.into_iter().map(|thread| thread.join().expect("no panic"));
                 let slowest = times.max().expect("at least one");
                 let written = all - (refused.load(Ordering::Relaxed) - before);
-                if apart.load(Ordering::Relaxed) {
+                if undisturbed.load(Ordering::Relaxed) {
                     note(name.into(), slowest, written);
+                } else {
+                    disturbed += 1;
                 }
                 slowest.mul_f64(iterations as f64 / written.max(1) as f64)
             })
         });
     });
-    if !apart.into_inner() {
-        println!("    the writers had no processor each: this is no figure");
-    }
     println!(
-        "    records refused because the other writer was preempted: {} of {}",
+        "    no figures, because a writer was kept from running: {disturbed}; records refused: {} of {}",
         refused.into_inner(),
         tried.into_inner()
     );
