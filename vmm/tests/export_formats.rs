@@ -281,15 +281,68 @@ fn packed(mut b: &[u8]) -> Vec<u64> {
     out
 }
 
-#[test]
-fn pprof_has_the_stacks_values_and_labels() {
-    let p = profile();
+/// A profile for pprof, unpacked.
+fn as_pprof(p: &Profile) -> Vec<u8> {
     let mut gz = Vec::new();
-    pprof::write(&p, &mut Symbolizer::new(&p, Some(kernel()), None), &mut gz).unwrap();
+    pprof::write(p, &mut Symbolizer::new(p, Some(kernel()), None), &mut gz).unwrap();
     let mut raw = Vec::new();
     flate2::read::GzDecoder::new(&gz[..])
         .read_to_end(&mut raw)
         .unwrap();
+    raw
+}
+
+/// The first instruction of a function, when it is where an interrupt came, belongs to it also below the kernel's frames; as the
+/// address where a call returns to it belongs to the function before. In pprof the two are different locations.
+#[test]
+fn an_interrupted_first_instruction_is_not_taken_for_the_end_of_the_function_before() {
+    let mut p = profile();
+    const FIRST_OF_MAIN: u64 = 0x40_0200;
+    let interrupted = [
+        CONTEXT_GUEST_KERNEL,
+        KERNEL + 0x110,
+        CONTEXT_GUEST_USER,
+        FIRST_OF_MAIN,
+    ];
+    let called = [CONTEXT_GUEST_USER, 0x40_0210, FIRST_OF_MAIN];
+    let alone = [CONTEXT_GUEST_USER, FIRST_OF_MAIN];
+    for (time_ns, cpl, chain) in [
+        (500, 3, &called[..]),
+        (600, 0, &interrupted[..]),
+        (700, 3, &alone[..]),
+    ] {
+        p.push(&Sample {
+            time_ns,
+            vcpu: 0,
+            pid: 42,
+            tid: 42,
+            cpl,
+            ip: chain[1],
+            cr3: 0x5000,
+            period: 1000,
+            event_id: 3,
+            ends: Ends::default(),
+            chain,
+        });
+    }
+    let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), None);
+    for stack in ["a:b;hot;main", "a:b;main;vfs_read_[k]", "a:b;main"] {
+        assert_eq!(stacks.get(stack), Some(&1000), "{stack}: {stacks:?}");
+    }
+    let raw = as_pprof(&p);
+    let addresses: Vec<u64> = messages(&raw, 4).into_iter().map(|l| number(l, 3)).collect();
+    let count = |address| addresses.iter().filter(|a| **a == address).count();
+    assert_eq!(
+        (count(FIRST_OF_MAIN), count(FIRST_OF_MAIN - 1)),
+        (1, 1),
+        "{addresses:x?}"
+    );
+}
+
+#[test]
+fn pprof_has_the_stacks_values_and_labels() {
+    let p = profile();
+    let raw = as_pprof(&p);
     let strings: Vec<String> = messages(&raw, 6)
         .into_iter()
         .map(|s| String::from_utf8(s.to_vec()).unwrap())

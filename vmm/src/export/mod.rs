@@ -250,15 +250,24 @@ pub struct Frame {
     pub address: u64,
     /// A kernel frame.
     pub kernel: bool,
-    /// Not the innermost: the address is where a call returns to.
+    /// The address is where a call returns to. It is not in the innermost frame, nor where the kernel was entered from user code: that is
+    /// the instruction an interrupt came before, or the one behind a system call.
     pub caller: bool,
+}
+
+impl Frame {
+    /// An address within the instruction that the frame is at: a caller's, which may be the last one of its function, ends just before the
+    /// frame's address.
+    pub fn instruction(self) -> u64 {
+        self.address.wrapping_sub(u64::from(self.caller))
+    }
 }
 
 /// The frames of a sample, innermost first: its chain, or its instruction pointer alone.
 pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
     let mut kernel = sample.cpl != 3;
     let alone = sample.chain.is_empty().then_some(sample.ip);
-    let mut first = true;
+    let mut exact = true;
     sample
         .chain
         .iter()
@@ -267,13 +276,15 @@ pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
         .filter_map(move |address| {
             // PERF_CONTEXT_MAX: values from here up are markers, no addresses.
             if address >= (-4095i64) as u64 {
+                let was_kernel = kernel;
                 kernel = matches!(
                     address,
                     perfdata::CONTEXT_KERNEL | crate::profile::unwind::CONTEXT_GUEST_KERNEL
                 );
+                exact |= was_kernel && !kernel;
                 return None;
             }
-            let caller = !std::mem::take(&mut first);
+            let caller = !std::mem::take(&mut exact);
             Some(Frame {
                 address,
                 kernel,

@@ -156,7 +156,9 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
     for s in profile.samples() {
         let location_id: Vec<u64> = frames(&s)
             .map(|f| {
-                let key = (f.address, f.kernel, if f.kernel { 0 } else { s.pid });
+                // As pprof wants it, the address of a caller is within its call: so an address is in one function only.
+                let address = f.instruction();
+                let key = (address, f.kernel, if f.kernel { 0 } else { s.pid });
                 if let Some(&id) = locations.get(&key) {
                     return id;
                 }
@@ -192,7 +194,7 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
                 p.location.push(proto::Location {
                     id,
                     mapping_id,
-                    address: f.address,
+                    address,
                     line,
                 });
                 locations.insert(key, id);

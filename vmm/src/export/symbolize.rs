@@ -33,7 +33,7 @@ pub struct Symbolizer<'p> {
     mount: Option<GuestMount>,
     saved: HashMap<Option<u32>, Vec<&'p SavedSymbol>>,
     objects: HashMap<String, Rc<str>>,
-    cache: HashMap<(u64, bool, u32), Rc<Named>>,
+    cache: HashMap<(Frame, u32), Rc<Named>>,
 }
 
 impl<'p> Symbolizer<'p> {
@@ -58,8 +58,8 @@ impl<'p> Symbolizer<'p> {
     /// address, so that is what is looked up.
     pub fn name(&mut self, frame: Frame, pid: u32) -> Rc<Named> {
         let pid = if frame.kernel { NO_PID } else { pid };
-        let lookup = frame.address.wrapping_sub(u64::from(frame.caller));
-        let key = (lookup, frame.kernel, pid);
+        let lookup = frame.instruction();
+        let key = (frame, pid);
         if let Some(found) = self.cache.get(&key) {
             return Rc::clone(found);
         }
@@ -153,7 +153,7 @@ pub fn symbols_to_save(
     let mut found: HashMap<(Option<u32>, u64), SavedSymbol> = HashMap::new();
     for sample in profile.samples() {
         for frame in super::frames(&sample) {
-            let lookup = frame.address.wrapping_sub(u64::from(frame.caller));
+            let lookup = frame.instruction();
             if frame.kernel {
                 let Some((s, _)) = kernel.and_then(|k| k.resolve(lookup)) else {
                     continue;
