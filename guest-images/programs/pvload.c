@@ -8,7 +8,6 @@
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS          N threads that spin
  *   idle SECONDS               sleeps
- *   gaps SECONDS               busy loop that looks at the TSC and says how much of it the loop had
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
  *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
  *
@@ -188,52 +187,6 @@ static int idle(const char *seconds)
 	return 0;
 }
 
-static uint64_t tsc(void)
-{
-	uint32_t low, high;
-	__asm__ volatile("rdtsc" : "=a"(low), "=d"(high));
-	return (uint64_t)high << 32 | low;
-}
-
-static int ticks_order(const void *a, const void *b)
-{
-	uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-	return x < y ? -1 : x > y;
-}
-
-/*
- * A piece of the loop that takes several times the usual was interrupted: the usual is what the loop had of it. What is
- * shorter is not seen: some microseconds on a processor, a tenth of a millisecond where one is emulated and a way into the
- * kernel takes longer still.
- */
-static int gaps(const char *seconds)
-{
-	enum { PIECE = 8000, LOOKS = 1001, TIMES = 3 };
-	static uint64_t pieces[LOOKS];
-	uint64_t usual, first, last, user = 0;
-	double end = now(CLOCK_MONOTONIC) + atof(seconds);
-
-	for (int i = 0; i < LOOKS; i++) {
-		uint64_t begin = tsc();
-		busy_loop(PIECE);
-		pieces[i] = tsc() - begin;
-	}
-	qsort(pieces, LOOKS, sizeof(pieces[0]), ticks_order);
-	usual = pieces[LOOKS / 2];
-	first = last = tsc();
-	do {
-		for (int i = 0; i < LOOKS; i++) {
-			uint64_t begin = last;
-			busy_loop(PIECE);
-			last = tsc();
-			user += last - begin > TIMES * usual ? usual : last - begin;
-		}
-	} while (now(CLOCK_MONOTONIC) < end);
-	printf("gaps: user_ticks=%llu ticks=%llu piece_ticks=%llu\n", (unsigned long long)user,
-	       (unsigned long long)(last - first), (unsigned long long)usual);
-	return 0;
-}
-
 static int run(int argc, char **argv);
 
 /* Says something on the console and waits for a line there. */
@@ -304,9 +257,7 @@ static int run(int argc, char **argv)
 		return threads(argv[1], argv[2]);
 	if (!strcmp(name, "idle") && argc == 2)
 		return idle(argv[1]);
-	if (!strcmp(name, "gaps") && argc == 2)
-		return gaps(argv[1]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, gaps SECONDS, gate ...\n",
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, gate ...\n",
 	      stderr);
 	return 2;
 }

@@ -29,8 +29,8 @@ const SCRIPTS: [(&str, &str); 3] = [
 ];
 
 /// Names under which `pvload` is called.
-const PROGRAMS: [&str; 9] = [
-    "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "gaps", "gate",
+const PROGRAMS: [&str; 8] = [
+    "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "gate",
 ];
 
 /// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, and a serial

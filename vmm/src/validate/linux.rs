@@ -30,8 +30,13 @@ const MAX_OUTPUT_LINES: usize = 10_000;
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
 /// `perf stat` of a program behind the gate. What it prints goes to a file first: the console costs time.
 fn perf_stat(arguments: &str, program: &str) -> String {
+    perf_stat_of(arguments, &format!("gate {program}"))
+}
+
+/// `perf stat` of a command that ends with a program behind the gate.
+fn perf_stat_of(arguments: &str, command: &str) -> String {
     format!(
-        "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat {arguments} gate {program} \
+        "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat {arguments} {command} \
          2>/dev/null; cat /tmp/stat"
     )
 }
@@ -92,6 +97,9 @@ impl Linux<'_> {
         guest.end()?;
         let mut guest = self.start(backing, "2", "")?;
         rows.extend(self.two_cpus(&mut guest, backing)?);
+        guest.end()?;
+        let mut guest = self.start(backing, "2", "nohz_full=1")?;
+        rows.extend(self.levels(&mut guest, backing)?);
         guest.end()?;
         if self.host.no_exact.is_none() && self.host.steps_user {
             // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another way.
