@@ -194,6 +194,7 @@ impl Vm {
             cpus: config.cpus,
             tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
             nested: config.nested,
+            stepped: has_pmu && config.pmu.policy == BackingPolicy::Exact,
         };
         let mut vcpus = Vec::with_capacity(config.cpus.into());
         let mut stats = Vec::with_capacity(config.cpus.into());

@@ -56,6 +56,9 @@ const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
 /// yielding to a vCPU (13), mapping ranges of guest memory (16), control of migration (17). Linux,
 /// Documentation/virt/kvm/x86/cpuid.rst.
 const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 1 << 17;
+/// The one among them with which KVM writes to the guest's memory at each entry that follows a call from here: stolen time
+/// (bit 5).
+const STEAL_TIME: u32 = 1 << 5;
 /// CPUID.80000001:ECX.CMP_LEGACY.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
@@ -72,6 +75,8 @@ pub struct GuestCpu<'a> {
     pub tsc_deadline: bool,
     /// Whether the guest may run guests of its own.
     pub nested: bool,
+    /// Whether it is single-stepped.
+    pub stepped: bool,
 }
 
 /// Executes CPUID on this processor; the reader that [`Model::resolve`] takes.
@@ -105,6 +110,9 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     if foreign {
         set_identity(&mut entries, vendor);
         hide_hypercalls(&mut entries);
+    }
+    if guest.stepped {
+        hide_stolen_time(&mut entries);
     }
     if !guest.nested {
         hide_virtualisation(&mut entries);
@@ -143,6 +151,16 @@ fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
             entry.eax &= !HYPERCALL_FEATURES;
+        }
+    }
+}
+
+/// A guest reads its stolen time until a version is the same before and after, and KVM may write a new one at each entry. A
+/// guest that enters for each instruction would read for ever.
+fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
+    for entry in entries {
+        if entry.function == KVM_FEATURES_LEAF {
+            entry.eax &= !STEAL_TIME;
         }
     }
 }
@@ -272,6 +290,7 @@ mod tests {
             cpus: 1,
             tsc_deadline: true,
             nested,
+            stepped: false,
         }
     }
 
@@ -317,6 +336,23 @@ mod tests {
         assert_eq!(features(&host_model()), !0);
         // The clock, stolen time and what else needs no hypercall stays.
         assert_eq!(features(&other_model()), !0x3_2884);
+    }
+
+    /// Linux reads stolen time in a loop that does not end while each of its instructions is an entry of its own.
+    #[test]
+    fn a_stepped_guest_is_shown_no_stolen_time() {
+        let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
+            function: KVM_FEATURES_LEAF,
+            eax: !0,
+            ..Default::default()
+        }])
+        .unwrap();
+        let model = host_model();
+        let stepped = GuestCpu {
+            stepped: true,
+            ..guest(&model, false)
+        };
+        assert_eq!(for_vcpu(&all, stepped, 0).unwrap().as_slice()[0].eax, !(1 << 5));
     }
 
     #[test]

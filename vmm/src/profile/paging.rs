@@ -207,6 +207,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(())
     }
 
+    /// Guest-physical address of the byte at `gva`; a page that was looked up before is not walked to again.
+    pub fn physical(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
+        Ok(self.page_gpa(gva, budget)? + gva % PAGE)
+    }
+
     fn page_gpa(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
         let page = gva / PAGE;
         let slot = page as usize % CACHE_SLOTS;

@@ -3,7 +3,7 @@
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use kvm_ioctls::VcpuFd;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use vpmu::exact::{GuestMemory, Step};
 
 use super::debug::{BREAKPOINTS, GuestDebug, Want};
@@ -11,6 +11,11 @@ use super::state::{Linear, State};
 use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
 use crate::rdpmc::TRAP;
 
+/// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three to five orders of
+/// magnitude; a timer that kept to time would have the guest execute nothing but its handler.
+pub(super) const STEPS_PER_TICK: u64 = 200_000;
+/// Vectors below are exceptions (SDM vol. 3 §6.2).
+const FIRST_INTERRUPT: u8 = 32;
 /// KVM_X86_SHADOW_INT_STI.
 const SHADOW_STI: u8 = 2;
 
@@ -46,9 +51,10 @@ impl Stepper {
         // Both bytes in one page; a handler that begins with an RDPMC trap needs none.
         for &(at, _) in self.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
             if let Some(gpa) = memory.physical(at).map(GuestAddress)
-                && let Ok(code) = self.memory.read_obj::<[u8; 2]>(gpa)
+                && let Ok(there) = self.memory.get_slice(gpa, TRAP.len())
+                && let Ok(code) = there.read_obj::<[u8; 2]>(0)
                 && code != TRAP
-                && self.memory.write_obj(TRAP, gpa).is_ok()
+                && there.write_obj(TRAP, 0).is_ok()
             {
                 self.planted.push((gpa, code));
             }
@@ -83,7 +89,19 @@ impl Stepper {
             return Ok(None);
         }
         let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
-        Ok(highest_request(&lapic.regs))
+        let request = highest_request(&lapic.regs);
+        Ok(request.filter(|&vector| self.tally.steps >= self.timer_waits || !is_timer(&lapic.regs, vector)))
+    }
+
+    /// An event is let in: if it is the local APIC's timer, its next one waits.
+    pub(super) fn pace_timer(&mut self, fd: &VcpuFd, vector: u8) -> Result<(), StepError> {
+        if vector >= FIRST_INTERRUPT {
+            let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
+            if is_timer(&lapic.regs, vector) {
+                self.timer_waits = self.tally.steps + STEPS_PER_TICK;
+            }
+        }
+        Ok(())
     }
 
     /// Executes STI at CPL 0: on some processors a step stops behind it, on others behind its shadow.
@@ -121,6 +139,12 @@ impl Stepper {
 pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
     let state = fd.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?;
     Ok(state.mp_state == KVM_MP_STATE_HALTED)
+}
+
+/// Whether `vector` is what the local APIC's timer asks for.
+fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
+    const LVT_TIMER: usize = 0x320;
+    page.get(LVT_TIMER).is_some_and(|&byte| byte as u8 == vector)
 }
 
 /// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that of the

@@ -24,7 +24,7 @@ mod system_calls;
 
 use kvm_bindings::kvm_debug_exit_arch;
 use kvm_ioctls::VcpuFd;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
 use vpmu::{SteppedLevels, Vendor};
 
@@ -103,6 +103,8 @@ pub struct Stepper {
     ahead: Ahead,
     /// Where the present step began.
     before: Option<CpuState>,
+    /// The registers as the last stop found them, until something may have changed them.
+    fresh: Option<State>,
     /// The guest's kernel runs before the instruction of the present step does.
     after_kernel: Option<AfterKernel>,
     /// User code runs or ran unstepped since here.
@@ -111,6 +113,8 @@ pub struct Stepper {
     outward: Option<u64>,
     /// A HLT was stepped.
     halted: bool,
+    /// The number of steps before which the local APIC's timer is held back.
+    timer_waits: u64,
     /// Steps taken towards the guest kernel's return to user code; `None` when that is not what we do.
     walked: Option<u32>,
     /// Saved flags with our trap flag may be left in the guest.
@@ -135,10 +139,12 @@ impl Stepper {
             user_only: false,
             ahead: Ahead::Plain,
             before: None,
+            fresh: None,
             after_kernel: None,
             gap: false,
             outward: None,
             halted: false,
+            timer_waits: 0,
             walked: None,
             strays: false,
             planted: Vec::with_capacity(256),
@@ -189,12 +195,16 @@ impl Stepper {
         debug: &mut GuestDebug,
         levels: SteppedLevels,
     ) -> Result<Prepared, StepError> {
+        let fresh = self.fresh.take();
         if !levels.any() {
             return self.rest(fd, debug).map(|()| Prepared::Enter);
         }
         self.on = true;
         self.user_only = !levels.kernel && !self.emulated();
-        let state = self.read(fd)?;
+        let state = match fresh {
+            Some(state) => state,
+            None => self.read(fd)?,
+        };
         if self.emulated() {
             self.prepare_emulated(fd, debug, levels, &state)
         } else if levels.kernel {
@@ -279,6 +289,7 @@ impl Stepper {
         let halted = std::mem::take(&mut self.halted) && is_halted(fd)?;
         let between = !self.meter.in_step();
         if let Some(vector) = self.deliverable(fd, &state, &events, between)? {
+            self.pace_timer(fd, vector)?;
             return self.let_in(fd, debug, &state, &[vector]);
         }
         if halted {
@@ -416,12 +427,10 @@ impl Stepper {
     pub fn after_run(&mut self) {
         for (at, code) in self.planted.drain(..).rev() {
             // Still ours to replace only if nothing was written there meanwhile.
-            if self
-                .memory
-                .read_obj::<[u8; 2]>(at)
-                .is_ok_and(|there| there == TRAP)
+            if let Ok(there) = self.memory.get_slice(at, TRAP.len())
+                && there.read_obj::<[u8; 2]>(0).is_ok_and(|code| code == TRAP)
             {
-                let _ = self.memory.write_obj(code, at);
+                let _ = there.write_obj(code, 0);
             }
         }
     }
@@ -457,6 +466,7 @@ impl Stepper {
             return Ok(Some(Step::default()));
         }
         self.hide_trap_flag(&state);
+        self.fresh = Some(state);
         Ok(Some(self.end(&state)))
     }
 

@@ -102,8 +102,8 @@ impl<'m> Linear<'m> {
 
     /// Guest-physical address of a linear one; `None` for a hole.
     pub fn physical(&mut self, linear: u64) -> Option<u64> {
-        match &self.space {
-            Some(space) => space.translate(linear, &mut self.budget).ok().map(|t| t.gpa),
+        match &mut self.space {
+            Some(space) => space.physical(linear, &mut self.budget).ok(),
             None if self.state.sregs.cr0 & CR0_PG == 0 => Some(linear & 0xffff_ffff),
             None => None,
         }
@@ -132,17 +132,12 @@ impl<'m> Linear<'m> {
 
     /// Eight bytes at a linear address.
     pub fn quad(&mut self, linear: u64) -> Option<u64> {
-        self.number::<8>(linear)
+        self.bytes::<8>(linear).map(u64::from_le_bytes)
     }
 
-    fn number<const N: usize>(&mut self, linear: u64) -> Option<u64> {
+    fn bytes<const N: usize>(&mut self, linear: u64) -> Option<[u8; N]> {
         let mut bytes = [0; N];
-        (GuestMemory::read(self, linear, &mut bytes) == N).then(|| {
-            bytes
-                .iter()
-                .rev()
-                .fold(0, |number, &byte| number << 8 | u64::from(byte))
-        })
+        (GuestMemory::read(self, linear, &mut bytes) == N).then_some(bytes)
     }
 }
 
@@ -175,7 +170,12 @@ impl GuestMemory for Linear<'_> {
             return None;
         }
         let at = idt.base.wrapping_add(offset);
-        let low = self.number::<8>(at)?;
+        let (low, high) = if long {
+            let gate = u128::from_le_bytes(self.bytes(at)?);
+            (gate as u64, (gate >> 64) as u64)
+        } else {
+            (self.quad(at)?, 0)
+        };
         if !protected {
             return Some(low & 0xffff).filter(|&target| target != 0);
         }
@@ -187,7 +187,7 @@ impl GuestMemory for Linear<'_> {
         if !long {
             return Some(target);
         }
-        Some(target | self.number::<4>(at.wrapping_add(8))? << 32)
+        Some(target | high << 32)
     }
 }
 
