@@ -136,3 +136,49 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     assert!(runs.iter().all(|counts| *counts == runs[0]), "{runs:?}\n{run}");
     run.expect_success();
 }
+
+/// The kernel of a Linux guest gets on while it is stepped: its timer does not eat all progress and it reads no clock for ever. What
+/// is counted of system calls that are all alike grows with their number, by what one of them executes.
+#[test]
+fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
+    /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount: docs/exact.md.
+    const REFERENCE: f64 = 384.3;
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let counts = [20, 60, 20, 60];
+    // The console that `gate` reads its lines from is a file.
+    let mut script = String::from(
+        "mkfifo /tmp/ctl /tmp/ack; { echo; echo; } > /tmp/line; mount --bind /tmp/line /dev/console\n",
+    );
+    for (run, calls) in counts.iter().enumerate() {
+        script.push_str(&format!(
+            "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat \
+             -e instructions:k,instructions:u gate syscalls {calls} >/dev/null 2>&1\n\
+             section run{run} cat /tmp/stat\n"
+        ));
+    }
+    let run = LinuxGuest::new("exact-kernel", "amd")
+        .cmdline("nowatchdog norandmaps")
+        .script(script)
+        .args(["--backing", "exact", "--stats"])
+        .limit(LIMIT)
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let both = |n: usize| {
+        let stat = parse_stat_csv(run.section(&format!("run{n}")));
+        ["instructions:k", "instructions:u"]
+            .map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
+    };
+    let runs: Vec<_> = (0..counts.len()).map(both).collect();
+    let last: f64 = runs[3].iter().sum::<f64>() - runs[2].iter().sum::<f64>();
+    eprintln!(
+        "instructions:k and instructions:u of {counts:?} system calls: {runs:?}; {:.1} a call at last, {REFERENCE} by -icount; {:.1?}",
+        last / 40.0,
+        run.elapsed
+    );
+    for (counted, calls) in runs.iter().zip(counts) {
+        // A call executes at least its share of the entry code, the function and the way back.
+        assert!(counted[0] > 300.0 * f64::from(calls), "{runs:?}\n{run}");
+        assert!(counted[1] > 10.0 * f64::from(calls), "{runs:?}\n{run}");
+    }
+    run.expect_success();
+}

@@ -12,8 +12,9 @@ use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
 use crate::rdpmc::TRAP;
 
 /// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three to five orders of
-/// magnitude; a timer that kept to time would have the guest execute nothing but its handler.
-pub(super) const STEPS_PER_TICK: u64 = 200_000;
+/// magnitude: a timer that kept to time would have the guest execute nothing but its handler. A processor at full speed
+/// executes some millions of instructions from one tick of Linux to the next.
+pub(super) const STEPS_PER_TICK: u64 = 1_000_000;
 /// Vectors below are exceptions (SDM vol. 3 §6.2).
 const FIRST_INTERRUPT: u8 = 32;
 /// KVM_X86_SHADOW_INT_STI.
@@ -141,10 +142,11 @@ pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
     Ok(state.mp_state == KVM_MP_STATE_HALTED)
 }
 
-/// Whether `vector` is what the local APIC's timer asks for.
+/// Whether `vector` is what the local APIC's timer asks for, unless it is masked (SDM vol. 3 §11.5.1).
 fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
     const LVT_TIMER: usize = 0x320;
-    page.get(LVT_TIMER).is_some_and(|&byte| byte as u8 == vector)
+    page.get(LVT_TIMER..LVT_TIMER + 4)
+        .is_some_and(|entry| entry[0] as u8 == vector && entry[2] & 1 == 0)
 }
 
 /// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that of the
@@ -178,6 +180,19 @@ mod tests {
         }
         page[0x80] = tpr as std::ffi::c_char;
         page
+    }
+
+    /// Only the timer is held back, and another source of its vector is not while the timer is masked.
+    #[test]
+    fn the_timer_is_known_by_its_vector_while_it_is_not_masked() {
+        let mut page = page(&[0xec], &[], 0);
+        page[0x320] = 0xecu8 as std::ffi::c_char;
+        // TSC-deadline mode.
+        page[0x322] = 4;
+        assert!(is_timer(&page, 0xec) && !is_timer(&page, 0xed));
+        page[0x322] = 5;
+        assert!(!is_timer(&page, 0xec));
+        assert!(!is_timer(&[], 0xec));
     }
 
     /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority and what is
