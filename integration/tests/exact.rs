@@ -169,16 +169,23 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
             .map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
     };
     let runs: Vec<_> = (0..counts.len()).map(both).collect();
-    let last: f64 = runs[3].iter().sum::<f64>() - runs[2].iter().sum::<f64>();
+    let each = (runs[3].iter().sum::<f64>() - runs[2].iter().sum::<f64>()) / 40.0;
     eprintln!(
-        "instructions:k and instructions:u of {counts:?} system calls: {runs:?}; {:.1} a call at last, {REFERENCE} by -icount; {:.1?}",
-        last / 40.0,
+        "instructions:k and instructions:u of {counts:?} system calls: {runs:?}; {each:.1} a call at last, {REFERENCE} by -icount; {:.1?}",
         run.elapsed
     );
     for (counted, calls) in runs.iter().zip(counts) {
         // A call executes at least its share of the entry code, the function and the way back.
         assert!(counted[0] > 300.0 * f64::from(calls), "{runs:?}\n{run}");
         assert!(counted[1] > 10.0 * f64::from(calls), "{runs:?}\n{run}");
+    }
+    // How a kernel enters and leaves depends on the processor's flaws; the lab's is the one of the reference. The first tick falls into
+    // the first run, and the next one comes after all four.
+    if matches!(*place, Place::Lab(_)) {
+        assert!(
+            (each / REFERENCE - 1.0).abs() < 0.05,
+            "{each} a call: {runs:?}\n{run}"
+        );
     }
     run.expect_success();
 }
