@@ -144,7 +144,7 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount: docs/exact.md.
     const REFERENCE: f64 = 384.3;
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    let counts = [20, 60, 20, 60];
+    let counts = [20, 100, 20, 100];
     // The console that `gate` reads its lines from is a file.
     let mut script = String::from(
         "mkfifo /tmp/ctl /tmp/ack; { echo; echo; } > /tmp/line; mount --bind /tmp/line /dev/console\n",
@@ -169,7 +169,7 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
             .map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
     };
     let runs: Vec<_> = (0..counts.len()).map(both).collect();
-    let each = (runs[3].iter().sum::<f64>() - runs[2].iter().sum::<f64>()) / 40.0;
+    let each = (runs[3].iter().sum::<f64>() - runs[2].iter().sum::<f64>()) / 80.0;
     eprintln!(
         "instructions:k and instructions:u of {counts:?} system calls: {runs:?}; {each:.1} a call at last, {REFERENCE} by -icount; {:.1?}",
         run.elapsed
@@ -180,10 +180,11 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
         assert!(counted[1] > 10.0 * f64::from(calls), "{runs:?}\n{run}");
     }
     // How a kernel enters and leaves depends on the processor's flaws; the lab's is the one of the reference. The first tick falls into
-    // the first run, and the next one comes after all four.
+    // the first run, and the next one comes after all four; but a page fault or the interrupt of a device may fall into one of the
+    // last two.
     if matches!(*place, Place::Lab(_)) {
         assert!(
-            (each / REFERENCE - 1.0).abs() < 0.05,
+            (each / REFERENCE - 1.0).abs() < 0.1,
             "{each} a call: {runs:?}\n{run}"
         );
     }
