@@ -10,6 +10,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
 use perf_core::SharePolicy;
+use perf_core::mux::MuxPolicy;
 use vpmu::events::UnknownPolicy;
 use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
 
@@ -177,6 +178,9 @@ pub struct RunArgs {
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
     pub share: SharePolicy,
+    /// How events take turns when there are more than counters: rotate, or adaptive (shorter turns, better estimates).
+    #[arg(long, value_name = "POLICY", default_value = "rotate", value_parser = parse_mux)]
+    pub mux: MuxPolicy,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
@@ -230,13 +234,17 @@ fn explain(error: &clap::Error) -> CliExit {
         Some(ContextValue::Strings(s)) => s.join(", "),
         _ => String::new(),
     };
-    let see = "see `perfvisor --help`";
+    let see = format!("see `{} --help`", command_of(error));
     let line = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             return CliExit::Text(error.render().to_string());
         }
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             format!("a command is missing: {COMMANDS}; {see}")
+        }
+        ErrorKind::MissingSubcommand => {
+            let known = context(ContextKind::ValidSubcommand);
+            format!("a command is missing: {known}; {see}")
         }
         ErrorKind::UnknownArgument => {
             format!("unknown argument '{}'; {see}", context(ContextKind::InvalidArg))
@@ -259,6 +267,23 @@ fn explain(error: &clap::Error) -> CliExit {
             );
             format!("invalid value '{value}' for '{option}': {reason}")
         }
+        ErrorKind::InvalidValue if !context(ContextKind::ValidValue).is_empty() => {
+            format!(
+                "invalid value '{}' for '{}': must be one of {}",
+                context(ContextKind::InvalidValue),
+                context(ContextKind::InvalidArg),
+                context(ContextKind::ValidValue)
+            )
+        }
+        ErrorKind::ArgumentConflict
+            if matches!(error.get(ContextKind::PriorArg), Some(ContextValue::Strings(_))) =>
+        {
+            format!(
+                "the argument '{}' cannot be used with {}",
+                context(ContextKind::InvalidArg),
+                context(ContextKind::PriorArg)
+            )
+        }
         _ => {
             let text = error.render().to_string();
             let first = text.lines().next().unwrap_or_default();
@@ -270,6 +295,19 @@ fn explain(error: &clap::Error) -> CliExit {
         }
     };
     CliExit::Error(one_line(&line))
+}
+
+/// The command that was being parsed, from the usage that clap would print: `perfvisor run`.
+fn command_of(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let usage = text
+        .lines()
+        .find_map(|line| line.trim_start().strip_prefix("Usage: "));
+    let words = usage.unwrap_or("perfvisor").split_whitespace();
+    let command: Vec<&str> = words
+        .take_while(|word| word.bytes().all(|b| b.is_ascii_lowercase()))
+        .collect();
+    command.join(" ")
 }
 
 /// Values come from the user and may hold anything.
@@ -333,8 +371,8 @@ fn parse_counters(text: &str) -> Result<CounterNumbers, String> {
 
 fn parse_width(text: &str) -> Result<u8, String> {
     match text.parse::<u8>() {
-        Ok(n) if (32..=64).contains(&n) => Ok(n),
-        _ => Err("the counter width must be 32 to 64 bits".into()),
+        Ok(n) if (32..=48).contains(&n) => Ok(n),
+        _ => Err("the counter width must be 32 to 48 bits".into()),
     }
 }
 
@@ -362,6 +400,14 @@ pub(crate) fn parse_share(text: &str) -> Result<SharePolicy, String> {
         "operator-first" => SharePolicy::OperatorFirst,
         "strict" => SharePolicy::Strict,
         _ => return Err("must be guest-first, operator-first or strict".into()),
+    })
+}
+
+fn parse_mux(text: &str) -> Result<MuxPolicy, String> {
+    Ok(match text {
+        "rotate" => MuxPolicy::Rotate,
+        "adaptive" => MuxPolicy::Adaptive,
+        _ => return Err("must be rotate or adaptive".into()),
     })
 }
 
@@ -427,9 +473,13 @@ mod tests {
             "off",
             "--share",
             "strict",
+            "--mux",
+            "adaptive",
         ])
         .unwrap();
         assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
+        assert_eq!((args.share, args.mux), (SharePolicy::Strict, MuxPolicy::Adaptive));
+        assert_eq!(run(&[]).unwrap().mux, MuxPolicy::Rotate);
         assert_eq!((args.cpus, args.memory), (64, 16 << 20));
         assert_eq!(args.pmu, ModelName::Generation(vpmu::Generation::Intel(4)));
         assert_eq!(
@@ -463,10 +513,11 @@ mod tests {
             (&["--pmu", "intel-v6"], "'intel-v6'", "intel-v5"),
             (&["--pmu-counters", "4+"], "'4+'", "4+3"),
             (&["--pmu-counters", "x"], "'x'", "4+3"),
-            (&["--pmu-width", "31"], "'31'", "32 to 64"),
+            (&["--pmu-width", "31"], "'31'", "32 to 48"),
             (&["--backing", "x"], "'x'", "hardware"),
             (&["--rdpmc", "x"], "'x'", "hwbp"),
             (&["--share", "x"], "'x'", "strict"),
+            (&["--mux", "x"], "'x'", "adaptive"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),
             (&["--frobnicate"], "--frobnicate", "--help"),
             (&["--initrd", "x"], "--kernel", ""),
@@ -489,6 +540,42 @@ mod tests {
             parse(["perfvisor", "run", "--help"]),
             Err(CliExit::Text(_))
         ));
+    }
+
+    #[test]
+    fn mistakes_of_a_command_name_that_command() {
+        let line = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
+            Err(CliExit::Error(line)) => line,
+            other => panic!("{args:?} gave {other:?}"),
+        };
+        for (args, parts) in [
+            (&["ctl"][..], ["pause, resume", "`perfvisor ctl --help`"]),
+            (
+                &["ctl", "vm"],
+                ["pause, resume, stop, share, filter", "`perfvisor ctl --help`"],
+            ),
+            (&["ctl", "vm", "fly"], ["'fly'", "`perfvisor ctl --help`"]),
+            (
+                &["run", "--frobnicate"],
+                ["'--frobnicate'", "`perfvisor run --help`"],
+            ),
+            (&["record", "--call-graph", "dwarf"], ["'dwarf'", "fp, none"]),
+            (
+                &["stat", "--guest-view", "-e", "cycles"],
+                ["--guest-view", "--event"],
+            ),
+            (
+                &["stat", "--guest-view", "-e", "cycles", "-r", "2"],
+                ["--event", "--repeat"],
+            ),
+            (&["stat", "-x", ""], ["--field-separator", "empty"]),
+            (&["report", "--percent-limit", "nan"], ["'nan'", "0 to 100"]),
+            (&["flamegraph", "--folded", "-o", "x"], ["--folded", "--output"]),
+        ] {
+            let line = line(args);
+            assert!(parts.iter().all(|part| line.contains(part)), "{args:?}: {line}");
+            assert!(!line.contains('\n'), "{line:?}");
+        }
     }
 
     #[test]

@@ -31,6 +31,7 @@ pub mod profile;
 pub mod rdpmc;
 pub mod run;
 pub mod signals;
+pub mod turns;
 pub mod validate;
 pub mod vcpu;
 pub mod vm;

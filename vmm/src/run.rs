@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
@@ -27,6 +28,7 @@ use crate::metrics::address::Listener;
 use crate::metrics::server::MetricsServer;
 use crate::pmu::{PmuConfig, VmPmu, backing};
 use crate::signals::StopSignals;
+use crate::turns::Turns;
 use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::{kick, stats};
 use crate::vm::{RunningVm, Vm, VmConfig};
@@ -139,6 +141,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
                 Some(limit) => limit,
             },
             share: args.share,
+            mux: args.mux,
             stepping,
         },
         rdpmc: args.rdpmc,
@@ -303,6 +306,7 @@ fn serve(
         tick.reset(TICK, Some(TICK))
             .map_err(|e| io_error(io::Error::from_raw_os_error(e.errno())))?;
     }
+    let mux = running.pmu().map_or(MuxPolicy::default(), |pmu| pmu.mux());
     manager.add_subscriber(Arc::new(Mutex::new(Housekeeping {
         control: running.control().clone(),
         pmu: running.pmu().cloned(),
@@ -310,6 +314,7 @@ fn serve(
         signals,
         tick,
         pace: TICK,
+        turns: Turns::new(mux).map_err(io_error)?,
     })));
     for server in servers {
         manager.add_subscriber(server);
@@ -335,15 +340,17 @@ struct Housekeeping {
     tick: TimerFd,
     /// The tick's present interval.
     pace: Duration,
+    turns: Turns,
 }
 
 impl Housekeeping {
-    fn fds(&self) -> [RawFd; 4] {
+    fn fds(&self) -> [RawFd; 5] {
         [
             self.control.stopped_event().as_raw_fd(),
             self.quit.as_raw_fd(),
             self.signals.as_raw_fd(),
             self.tick.as_raw_fd(),
+            self.turns.as_raw_fd(),
         ]
     }
 }
@@ -362,6 +369,7 @@ impl MutEventSubscriber for Housekeeping {
             let _ = self.tick.wait();
             if let Some(pmu) = &self.pmu {
                 pmu.core().tick();
+                self.turns.follow(pmu.core());
                 let wanted = if pmu.core().needs_tick() { TICK } else { IDLE_TICK };
                 if wanted != self.pace {
                     self.pace = wanted;
@@ -370,6 +378,10 @@ impl MutEventSubscriber for Housekeeping {
                     }
                 }
             }
+        } else if fd == self.turns.as_raw_fd()
+            && let Some(pmu) = &self.pmu
+        {
+            self.turns.rang(pmu.core());
         }
         // The stopped event needs no action: the loop looks at the reason.
     }

@@ -1,6 +1,8 @@
 //! `perfvisor ctl`: what an operator can do to a running VM.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
@@ -19,6 +21,7 @@ const MAX_FILTER: u64 = 32 << 10;
 
 /// `perfvisor ctl`.
 #[derive(Clone, Debug, Args)]
+#[command(arg_required_else_help = false)]
 pub struct CtlArgs {
     /// The VM, as perfvisor ps shows it.
     #[arg(value_name = "NAME")]
@@ -85,16 +88,20 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
     Ok(DONE)
 }
 
-fn filter_text(file: &std::path::Path) -> Result<String, String> {
+fn filter_text(file: &Path) -> Result<String, String> {
     let name = file.display();
-    let size = std::fs::metadata(file).map_err(|e| format!("{name}: {e}"))?.len();
-    if size > MAX_FILTER {
+    let mut text = String::new();
+    // Read once, and within bounds: it may be a pipe, or have no end.
+    File::open(file)
+        .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
+        .map_err(|e| format!("{name}: {e}"))?;
+    if text.len() as u64 > MAX_FILTER {
         return Err(format!(
-            "{name}: a filter for a running VM has at most {MAX_FILTER} bytes, this has {size}"
+            "{name}: a filter for a running VM has at most {MAX_FILTER} bytes"
         ));
     }
-    vpmu::EventFilter::from_file(file).map_err(|e| e.to_string())?;
-    std::fs::read_to_string(file).map_err(|e| format!("{name}: {e}"))
+    vpmu::EventFilter::from_toml(&text).map_err(|e| e.to_string())?;
+    Ok(text)
 }
 
 /// Pauses, and waits until no vCPU is in the guest.

@@ -1,7 +1,7 @@
 //! `perfvisor report`, `script`, `flamegraph` and `pprof`: what is in a file that was recorded.
 
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -14,8 +14,10 @@ use crate::export::{Profile, folded, pprof, reader, report, script};
 use crate::profile::image::KernelImage;
 use crate::profile::symbols::{GuestMount, KernelSymbols};
 
-/// Largest file of symbols that is read.
-const MAX_SYMBOL_FILE: u64 = 2 << 30;
+/// Largest kernel image with symbols that is read.
+const MAX_VMLINUX: u64 = 2 << 30;
+/// Largest file of the form of /proc/kallsyms that is read: that of Linux has some ten MiB.
+const MAX_KALLSYMS: u64 = 256 << 20;
 
 /// Where names come from.
 #[derive(Clone, Debug, Default, Args)]
@@ -52,7 +54,7 @@ pub struct ReportArgs {
     #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
     pub sort: SortKeys,
     /// Leave out what is below this share, in percent.
-    #[arg(long, value_name = "PERCENT", default_value = "0")]
+    #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
     pub percent_limit: f64,
 }
 
@@ -66,7 +68,7 @@ pub struct FlamegraphArgs {
     #[arg(short, long, value_name = "FILE", default_value = "flamegraph.svg")]
     pub output: PathBuf,
     /// Print folded stacks to standard output instead.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "output")]
     pub folded: bool,
     /// Title of the graph.
     #[arg(long, value_name = "TEXT", default_value = "Flame Graph")]
@@ -166,15 +168,15 @@ pub(super) fn kernel_symbols(
     reference: Option<(&str, u64)>,
 ) -> Result<Option<KernelSymbols>, String> {
     if let Some(path) = &args.kallsyms {
-        let symbols =
-            KernelSymbols::parse_text(&read(path)?).map_err(|e| format!("{}: {e}", path.display()))?;
+        let symbols = KernelSymbols::parse_text(&read(path, MAX_KALLSYMS)?)
+            .map_err(|e| format!("{}: {e}", path.display()))?;
         return Ok(Some(symbols));
     }
     let Some(path) = &args.vmlinux else {
         return Ok(None);
     };
     let name = path.display();
-    let image = KernelImage::parse(&read(path)?).map_err(|e| format!("{name}: {e}"))?;
+    let image = KernelImage::parse(&read(path, MAX_VMLINUX)?).map_err(|e| format!("{name}: {e}"))?;
     let symbols = image
         .symbols()
         .ok_or_else(|| format!("{name}: it has no symbols"))?;
@@ -186,16 +188,20 @@ pub(super) fn kernel_symbols(
     Ok(Some(symbols.slid(slide.unwrap_or(0))))
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, String> {
+fn read(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
     let name = path.display();
-    let size = std::fs::metadata(path).map_err(|e| format!("{name}: {e}"))?.len();
-    if size > MAX_SYMBOL_FILE {
+    let mut bytes = Vec::new();
+    // What a file says of its size need not be true: devices say 0.
+    File::open(path)
+        .and_then(|file| file.take(limit + 1).read_to_end(&mut bytes))
+        .map_err(|e| format!("{name}: {e}"))?;
+    if bytes.len() as u64 > limit {
         return Err(format!(
-            "{name}: files of symbols have at most {} MiB",
-            MAX_SYMBOL_FILE >> 20
+            "{name}: such a file of symbols has at most {} MiB",
+            limit >> 20
         ));
     }
-    std::fs::read(path).map_err(|e| format!("{name}: {e}"))
+    Ok(bytes)
 }
 
 /// Writes to a file that is complete or not there, or to standard output.
@@ -269,4 +275,17 @@ pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, String> {
                 .map_err(|e| format!("{}: {e}", args.output.display()))
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The whole of the host's memory was taken for a device without end.
+    #[test]
+    fn files_of_symbols_are_read_within_their_bound() {
+        let why = read(Path::new("/dev/zero"), 1 << 20).unwrap_err();
+        assert_eq!(why, "/dev/zero: such a file of symbols has at most 1 MiB");
+        assert!(read(Path::new("/dev/null"), 1 << 20).unwrap().is_empty());
+    }
 }

@@ -428,33 +428,30 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
     // kvm:NAME has a colon of its own.
     let (prefix, rest) = text.strip_prefix("kvm:").map_or(("", text), |rest| ("kvm", rest));
     let (name, letters) = rest.split_once(':').unwrap_or((rest, ""));
+    // The name first: what follows the colon of an event of no kind we know is no list of modifiers.
+    let known = match prefix {
+        "kvm" => Some(kvm(name)?),
+        _ => hardware(name)
+            .map(EventKind::Hardware)
+            .or_else(|| software(name).map(EventKind::Software))
+            .or_else(|| cache(name).map(EventKind::Cache))
+            .or_else(|| paravirtual(name)),
+    };
+    let kind = match (known, name.strip_prefix('r')) {
+        (Some(kind), _) => kind,
+        (None, Some(hex)) if !hex.is_empty() && hex.bytes().all(|b| b.is_ascii_hexdigit()) => {
+            let config = u64::from_str_radix(hex, 16).map_err(|_| ListError::Raw(name.to_owned()))?;
+            EventKind::Raw {
+                config,
+                config1: 0,
+                config2: 0,
+            }
+        }
+        _ => return Err(ListError::Unknown(text.to_owned())),
+    };
     let mut modifiers = Modifiers::default();
     modifiers.add(letters, text)?;
-    if prefix == "kvm" {
-        return Ok(plain(kvm(name)?, modifiers));
-    }
-    let kind = hardware(name)
-        .map(EventKind::Hardware)
-        .or_else(|| software(name).map(EventKind::Software))
-        .or_else(|| cache(name).map(EventKind::Cache))
-        .or_else(|| paravirtual(name));
-    if let Some(kind) = kind {
-        return Ok(plain(kind, modifiers));
-    }
-    match name.strip_prefix('r') {
-        Some(hex) if !hex.is_empty() && hex.bytes().all(|b| b.is_ascii_hexdigit()) => {
-            let config = u64::from_str_radix(hex, 16).map_err(|_| ListError::Raw(name.to_owned()))?;
-            Ok(plain(
-                EventKind::Raw {
-                    config,
-                    config1: 0,
-                    config2: 0,
-                },
-                modifiers,
-            ))
-        }
-        _ => Err(ListError::Unknown(name.to_owned())),
-    }
+    Ok(plain(kind, modifiers))
 }
 
 fn kvm(name: &str) -> Result<EventKind, ListError> {
@@ -712,6 +709,8 @@ mod tests {
             ("{cycles}x", "braces"),
             ("cycels", "unknown event 'cycels'"),
             ("cycles:x", "unknown modifier 'x'"),
+            ("sched:sched_switch", "unknown event 'sched:sched_switch'"),
+            ("mem:0x1000", "unknown event 'mem:0x1000'"),
             ("cycles:pppp", "ppp"),
             ("cpu/event=1", "closing '/'"),
             ("cpu/event=zz/", "no number"),

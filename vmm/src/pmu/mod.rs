@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use kvm_bindings::KVM_MP_STATE_HALTED;
 use kvm_ioctls::VcpuFd;
+use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
@@ -63,6 +64,8 @@ pub struct PmuConfig {
     pub stepping: Stepping,
     /// Who gets the host's counters when they run out.
     pub share: SharePolicy,
+    /// How events that have to share counters take turns.
+    pub mux: MuxPolicy,
 }
 
 /// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from.
@@ -85,6 +88,7 @@ impl VmPmu {
     pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>, guest: GuestProbe) -> Self {
         let core = Core::new(CoreConfig {
             share: config.share,
+            mux: config.mux,
             owner_uid: crate::control::peer::own_uid(),
             ..CoreConfig::default()
         });
@@ -116,6 +120,11 @@ impl VmPmu {
     /// What samples look into.
     pub fn probe(&self) -> &GuestProbe {
         &self.probe
+    }
+
+    /// How events that have to share counters take turns.
+    pub fn mux(&self) -> MuxPolicy {
+        self.config.mux
     }
 
     /// The perf core.
@@ -477,6 +486,7 @@ mod tests {
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             stepping: Stepping::default(),
             share: SharePolicy::default(),
+            mux: MuxPolicy::default(),
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let vm = VmPmu::new(config, &HostProbe::run(), None, GuestProbe::new(memory));

@@ -81,7 +81,7 @@ pub struct RecordArgs {
     #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
     pub vcpu: Option<VcpuList>,
     /// The file to write. One that is there is kept as FILE.old.
-    #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
+    #[arg(short, long, value_name = "FILE", default_value = "perf.data", value_parser = parse_output)]
     pub output: PathBuf,
     /// How long to record; until Ctrl-C if not given.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
@@ -92,6 +92,13 @@ pub struct RecordArgs {
     /// Say nothing but errors.
     #[arg(short, long)]
     pub quiet: bool,
+}
+
+fn parse_output(text: &str) -> Result<PathBuf, String> {
+    match text {
+        "-" => Err("a recording is not written in order, so not to standard output; name a file".into()),
+        _ => Ok(text.into()),
+    }
 }
 
 impl RecordArgs {

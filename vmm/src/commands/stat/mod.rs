@@ -45,7 +45,7 @@ pub struct StatArgs {
     #[arg(short = 'I', long, value_name = "MS", value_parser = parse_interval)]
     pub interval: Option<Duration>,
     /// Print fields with this separator, for programs.
-    #[arg(short = 'x', long, value_name = "SEPARATOR", conflicts_with = "json")]
+    #[arg(short = 'x', long, value_name = "SEPARATOR", conflicts_with = "json", value_parser = parse_separator)]
     pub field_separator: Option<String>,
     /// Print JSON objects, for programs.
     #[arg(short, long)]
@@ -54,7 +54,7 @@ pub struct StatArgs {
     #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub repeat: u32,
     /// Show what the guest has programmed into its PMU instead.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["events", "duration", "interval", "field_separator", "repeat"])]
     pub guest_view: bool,
 }
 
@@ -62,6 +62,15 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     match text.parse::<u64>() {
         Ok(ms) if (10..=86_400_000).contains(&ms) => Ok(Duration::from_millis(ms)),
         _ => Err("must be a number of milliseconds, at least 10".into()),
+    }
+}
+
+/// As in perf, a backslash and a t are a tab.
+fn parse_separator(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("must not be empty".into()),
+        "\\t" => Ok("\t".into()),
+        _ => Ok(text.into()),
     }
 }
 

@@ -1,0 +1,147 @@
+//! The timer of turns, for the policy whose turns are shorter than a tick.
+//!
+//! Under [`MuxPolicy::Rotate`] every tick is a turn, and there is nothing to do here. Under [`MuxPolicy::Adaptive`] the core
+//! says when the next turn is due, and the timer rings then.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::Duration;
+
+use perf_core::Core;
+use perf_core::mux::MuxPolicy;
+use vmm_sys_util::timerfd::TimerFd;
+
+/// Least time between two rings. vCPUs whose turns are due within it take them together, so that many vCPUs do not
+/// ring more often than a few.
+const LEAST: Duration = Duration::from_micros(150);
+
+/// Rings when the next turn of events that share counters is due.
+#[derive(Debug)]
+pub struct Turns {
+    policy: MuxPolicy,
+    timer: TimerFd,
+    armed: bool,
+}
+
+impl Turns {
+    /// A timer that does not ring yet.
+    ///
+    /// # Errors
+    /// timerfd_create failed.
+    pub fn new(policy: MuxPolicy) -> io::Result<Self> {
+        let timer = TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+        Ok(Self {
+            policy,
+            timer,
+            armed: false,
+        })
+    }
+
+    /// Sets the timer, if events share counters and it is not set: after each tick, because who shares changes.
+    pub fn follow(&mut self, core: &Core) {
+        if self.policy == MuxPolicy::Rotate || self.armed {
+            return;
+        }
+        let Some(due) = core.next_turn_ns() else { return };
+        let left = Duration::from_nanos(due.saturating_sub(core.now_ns())).max(LEAST);
+        match self.timer.reset(left, None) {
+            Ok(()) => self.armed = true,
+            Err(e) => log::error!("timerfd_settime: {e}"),
+        }
+    }
+
+    /// It rang: whose turn is over leaves, and the timer is set anew while events share counters.
+    pub fn rang(&mut self, core: &Core) {
+        let _ = self.timer.wait();
+        self.armed = false;
+        core.rotate();
+        self.follow(core);
+    }
+}
+
+impl AsRawFd for Turns {
+    fn as_raw_fd(&self) -> RawFd {
+        self.timer.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use perf_core::attr::{Attr, EventType};
+    use perf_core::pmu::VcpuId;
+    use perf_core::pmu::sim::SimPmu;
+    use perf_core::{CoreConfig, Handle, OpenFlags, OpenTarget, Role, Session, VcpuContext};
+
+    use super::*;
+
+    struct Rig {
+        core: Core,
+        handles: Vec<Handle>,
+        _kept: (Session, Arc<VcpuContext>),
+    }
+
+    /// A core with four events for two slots.
+    fn contended(mux: MuxPolicy) -> Rig {
+        let core = Core::new(CoreConfig {
+            mux,
+            ..CoreConfig::default()
+        });
+        core.register(Arc::new(SimPmu::with_slots(2)));
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        let session = core.session(0, Role::Admin);
+        let open = |config| {
+            let attr = Attr {
+                ty: EventType::SIM,
+                config,
+                ..Attr::default()
+            };
+            let target = OpenTarget::Vcpu(VcpuId(0));
+            core.open(&session, attr, target, None, OpenFlags::default())
+        };
+        let handles = (0..4).map(|config| open(config).unwrap()).collect();
+        vcpu.sched_in();
+        Rig {
+            core,
+            handles,
+            _kept: (session, vcpu),
+        }
+    }
+
+    fn have_run(handles: &[Handle]) -> usize {
+        let ran = |h: &&Handle| h.read().unwrap().time_running_ns > 0;
+        handles.iter().filter(ran).count()
+    }
+
+    /// No tick comes in this test: turns happen because the timer rings.
+    #[test]
+    fn adaptive_turns_come_by_their_own_timer() {
+        let Rig { core, handles, _kept } = contended(MuxPolicy::Adaptive);
+        assert_eq!(have_run(&handles), 2);
+        let mut turns = Turns::new(MuxPolicy::Adaptive).unwrap();
+        turns.follow(&core);
+        let mut rings = 0;
+        while have_run(&handles) < 4 {
+            assert!(turns.armed && rings < 100, "{rings} rings brought nobody's turn");
+            turns.rang(&core);
+            rings += 1;
+        }
+    }
+
+    #[test]
+    fn the_timer_rests_where_nobody_waits_and_where_ticks_are_the_turns() {
+        let rig = contended(MuxPolicy::Rotate);
+        let mut turns = Turns::new(MuxPolicy::Rotate).unwrap();
+        turns.follow(&rig.core);
+        assert!(!turns.armed);
+
+        let mut rig = contended(MuxPolicy::Adaptive);
+        let mut turns = Turns::new(MuxPolicy::Adaptive).unwrap();
+        turns.follow(&rig.core);
+        assert!(turns.armed);
+        rig.handles.truncate(2);
+        turns.rang(&rig.core);
+        assert!(!turns.armed, "two events on two slots take no turns");
+    }
+}
