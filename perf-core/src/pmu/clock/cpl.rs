@@ -21,12 +21,13 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
+use super::alarm::{Slot, VcpuAlarm};
 use super::event::MIN_TIMER_NS;
-use super::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
@@ -86,7 +87,7 @@ pub(crate) enum Level {
 /// Kicks of the vCPU at the pace of the looks.
 #[derive(Debug)]
 struct Kicks {
-    timer: Timer,
+    alarm: Slot,
     /// What it was set to last, ns.
     wait_ns: u64,
     /// Guest time when it was set for a whole wait.
@@ -96,29 +97,26 @@ struct Kicks {
 }
 
 impl Kicks {
-    fn open(tid: i32, signal: Option<i32>) -> io::Result<Self> {
+    fn open(alarm: &Arc<VcpuAlarm>, signal: Option<i32>) -> io::Result<Self> {
         let signal = signal.ok_or_else(|| io::Error::other("no signal to kick the vCPU with"))?;
         Ok(Self {
-            timer: Timer::open(tid, signal)?,
+            alarm: Slot::open(alarm, signal)?,
             wait_ns: TICK_PERIOD_NS,
             set_at_ns: 0,
             left_ns: TICK_PERIOD_NS,
         })
     }
 
-    fn go_on(&mut self) -> io::Result<()> {
-        self.timer.set(self.left_ns.max(MIN_TIMER_NS))
+    fn go_on(&mut self) {
+        self.alarm.set(self.left_ns.max(MIN_TIMER_NS));
     }
 
     fn hold(&mut self) {
-        match self.timer.take() {
-            Ok(left_ns) => self.left_ns = left_ns,
-            Err(e) => log::debug!("cannot hold the privilege level ticks: {e}"),
-        }
+        self.left_ns = self.alarm.take();
     }
 
     /// It has rung; the guest's time is `now_ns`.
-    fn again(&mut self, now_ns: u64) -> io::Result<()> {
+    fn again(&mut self, now_ns: u64) {
         let had_ns = now_ns.saturating_sub(self.set_at_ns);
         self.wait_ns = if had_ns >= self.wait_ns / 8 {
             TICK_PERIOD_NS
@@ -127,7 +125,7 @@ impl Kicks {
             (self.wait_ns * 2).min(MOST_PATIENCE_NS)
         };
         self.set_at_ns = now_ns;
-        self.timer.set(self.wait_ns)
+        self.alarm.set(self.wait_ns);
     }
 }
 
@@ -135,6 +133,7 @@ impl Kicks {
 #[derive(Debug)]
 pub(crate) struct CplSplit {
     tid: i32,
+    alarm: Arc<VcpuAlarm>,
     source: LevelSource,
     signal: Option<i32>,
     ring: Option<(PerfFd, PerfMap)>,
@@ -157,9 +156,10 @@ pub(crate) struct CplSplit {
 }
 
 impl CplSplit {
-    pub(crate) fn new(tid: i32) -> Self {
+    pub(crate) fn new(tid: i32, alarm: Arc<VcpuAlarm>) -> Self {
         Self {
             tid,
+            alarm,
             source: LevelSource::of_host(),
             signal: None,
             ring: None,
@@ -231,12 +231,10 @@ impl CplSplit {
         let Some(kicks) = &mut self.kicks else { return };
         // Any overflow brings the thread here, and those of an event that counts one level come at that level: only the
         // timer's own rings are fair looks.
-        if !kicks.timer.rang() {
+        if !kicks.alarm.rang() {
             return;
         }
-        if let Err(e) = kicks.again(now_ns) {
-            log::warn!("the next privilege level tick could not be set: {e}");
-        }
+        kicks.again(now_ns);
         // A halted guest uses no time: what is pending was used before, at a level the next look tells.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
@@ -275,13 +273,13 @@ impl CplSplit {
         if self.source != LevelSource::Kicks {
             self.kicks = None;
         } else if self.kicks.is_none() {
-            self.kicks = Some(Kicks::open(self.tid, self.signal)?);
+            self.kicks = Some(Kicks::open(&self.alarm, self.signal)?);
         }
         if let Some((fd, _)) = &self.ring {
             fd.enable()?;
         }
         if let Some(kicks) = &mut self.kicks {
-            kicks.go_on()?;
+            kicks.go_on();
         }
         Ok(())
     }
@@ -389,7 +387,7 @@ mod tests {
 
     /// A split with an event on, that is told levels as if its timer had rung.
     fn running() -> CplSplit {
-        let mut split = CplSplit::new(0);
+        let mut split = CplSplit::new(0, Arc::new(VcpuAlarm::new(0)));
         split.source = LevelSource::Kicks;
         split.users = 1;
         split
@@ -432,7 +430,7 @@ mod tests {
 
     #[test]
     fn ticks_without_an_event_that_wants_them_change_nothing() {
-        let mut split = CplSplit::new(0);
+        let mut split = CplSplit::new(0, Arc::new(VcpuAlarm::new(0)));
         split.tick(Some(3), 1_000);
         assert_eq!(split.read(Level::User, 2_000), 0);
     }
@@ -446,27 +444,32 @@ mod tests {
         assert_eq!(ring_is_fair(32, 0, 0, 32), None);
     }
 
+    fn kicks_of_this_thread() -> Kicks {
+        let alarm = Arc::new(VcpuAlarm::new(crate::pmu::host::fd::current_tid()));
+        Kicks::open(&alarm, Some(libc::SIGCONT)).unwrap()
+    }
+
     /// Spans shorter than a tick add up to looks: what was left when one ended is where the next begins.
     #[test]
     fn short_spans_do_not_put_the_kick_off_for_ever() {
-        let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
+        let mut kicks = kicks_of_this_thread();
         let before = kicks.left_ns;
-        kicks.go_on().unwrap();
+        kicks.go_on();
         std::thread::sleep(std::time::Duration::from_micros(50));
         kicks.hold();
         assert!(kicks.left_ns < before);
-        assert!(kicks.left_ns == 0 || !kicks.timer.rang() || kicks.timer.take().unwrap() == 0);
+        assert!(!kicks.alarm.rang(), "held, yet it rang");
     }
 
     /// A guest that gets nowhere is kicked less and less often, and at the usual pace once it runs again.
     #[test]
     fn kicks_wait_for_a_guest_without_headway() {
-        let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
+        let mut kicks = kicks_of_this_thread();
         for _ in 0..10 {
-            kicks.again(0).unwrap();
+            kicks.again(0);
         }
         assert_eq!(kicks.wait_ns, MOST_PATIENCE_NS);
-        kicks.again(MOST_PATIENCE_NS).unwrap();
+        kicks.again(MOST_PATIENCE_NS);
         assert_eq!(kicks.wait_ns, TICK_PERIOD_NS);
     }
 }
