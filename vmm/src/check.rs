@@ -7,6 +7,7 @@ use serde::Serialize;
 use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
 
 use crate::cli::{CheckArgs, ExitStatus};
+use crate::commands::print;
 use crate::kvm::cpuid;
 use crate::kvm::host::{self, KvmFacts};
 use crate::kvm::stepping::{self, Stepping};
@@ -50,9 +51,9 @@ pub fn check(args: &CheckArgs) -> Result<ExitStatus, String> {
     let report = Report::collect();
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?;
-        println!("{text}");
+        print(&(text + "\n"))?;
     } else {
-        print!("{}", report.text());
+        print(&report.text())?;
     }
     match report.kvm {
         Ok(_) => Ok(ExitStatus::PoweredOff),

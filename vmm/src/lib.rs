@@ -5,6 +5,7 @@
 //! | [`cli`], [`run`], [`check`], [`commands`] | the commands |
 //! | [`control`] | the socket through which operators reach a running VM |
 //! | [`vm`] | a machine: made from a configuration, run until it ends |
+//! | [`signals`], [`turns`] | the signals that end a VM, and the timer of turns, for the main loop |
 //! | [`vcpu`] | the thread around KVM_RUN, kicks, PMI delivery |
 //! | [`pmu`] | the register file joined to the perf core |
 //! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |
@@ -13,6 +14,8 @@
 //! | [`profile`] | guest stacks, symbols and tasks, from outside |
 //! | [`validate`] | guests with known counts, and the judge of what was counted |
 //! | [`events`], [`export`] | event lists and numbers; perf.data, tables, graphs |
+// They panic when the reader has gone away; `commands::print` and `say` do not.
+#![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod boot;
 pub mod check;

@@ -1,9 +1,11 @@
 //! The `perfvisor` command.
+// They panic when the reader has gone away; `commands::print` and `say` do not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 
 use std::process::ExitCode;
 
 use perfvisor_vmm::cli::{self, CliExit, Command, ExitStatus};
-use perfvisor_vmm::commands::{ctl, files, ps, record, stat, top, validate};
+use perfvisor_vmm::commands::{self, ctl, files, ps, record, stat, top, validate};
 use perfvisor_vmm::{check, run};
 
 fn main() -> ExitCode {
@@ -11,13 +13,12 @@ fn main() -> ExitCode {
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(CliExit::Text(text)) => {
-            print!("{text}");
-            return ExitCode::SUCCESS;
+            return match commands::print(&text) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(line) => bad_input(&line),
+            };
         }
-        Err(CliExit::Error(line)) => {
-            eprintln!("perfvisor: {line}");
-            return ExitCode::from(ExitStatus::BadInput.code());
-        }
+        Err(CliExit::Error(line)) => return bad_input(&line),
     };
     init_log(cli.verbose);
     let result = match cli.command {
@@ -36,11 +37,13 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(status) => ExitCode::from(status.code()),
-        Err(line) => {
-            eprintln!("perfvisor: {}", cli::one_line(&line));
-            ExitCode::from(ExitStatus::BadInput.code())
-        }
+        Err(line) => bad_input(&line),
     }
+}
+
+fn bad_input(line: &str) -> ExitCode {
+    commands::say(&format!("perfvisor: {}\n", cli::one_line(line)));
+    ExitCode::from(ExitStatus::BadInput.code())
 }
 
 /// Messages go to standard error; `-v` shows more, and `RUST_LOG` has the last word.

@@ -274,7 +274,7 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
 
 fn report_stats(running: &RunningVm) {
     let all: Vec<_> = running.stats().iter().map(Arc::as_ref).collect();
-    eprint!("perfvisor: what the vPMU did\n{}", stats::table(&all));
+    crate::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
 }
 
 fn exit_status(control: &RunControl) -> ExitStatus {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{DONE, print, written};
+use super::{DONE, print, say, written};
 use crate::cli::ExitStatus;
 use crate::export::report::{ReportOptions, SortKey};
 use crate::export::symbolize::{Symbolizer, complete_chains};
@@ -119,7 +119,7 @@ fn with_profile(
     let profile = match reader::read_file(&args.input) {
         Ok(profile) => profile,
         Err(e) if e.is_empty() => {
-            eprintln!("perfvisor: {name}: {e}");
+            say(&format!("perfvisor: {name}: {e}\n"));
             return Ok(DONE);
         }
         Err(e) => return Err(format!("{name}: {}", with_source(&e))),

@@ -41,12 +41,20 @@ pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> Woken {
 }
 
 /// Prints to standard output. A reader that has gone away is no error.
-pub(crate) fn print(text: &str) -> Result<(), String> {
+///
+/// # Errors
+/// One line for the user: what was printed is not complete.
+pub fn print(text: &str) -> Result<(), String> {
     written(
         io::stdout()
             .write_all(text.as_bytes())
             .and_then(|()| io::stdout().flush()),
     )
+}
+
+/// Prints to standard error, whose reader may have gone away: what is said there is not worth ending for.
+pub fn say(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 /// The result of writing to standard output.

@@ -15,9 +15,10 @@ use crate::validate::{self, Host, LinuxFiles, Options};
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
-  0  nothing failed
-  1  something failed
-  2  bad input: an option, a file, or a host that cannot run guests";
+  0   nothing failed
+  1   something failed
+  2   bad input: an option, a file, or a host that cannot run guests
+  10  SIGTERM or SIGINT";
 
 /// `perfvisor validate`.
 #[derive(Clone, Debug, Args)]

@@ -184,6 +184,10 @@ impl ChildVm {
     /// The console is closed: the VM has ended, or is about to.
     fn ended(&mut self, doing: &str) -> ChildError {
         let status = self.wait(END_PATIENCE).unwrap_or(-1);
+        // Ctrl-C ends the VM as well as us, and it may be the first.
+        if self.signals.take().is_some() {
+            return ChildError::Interrupted;
+        }
         let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
         ChildError::Ended {
             status,

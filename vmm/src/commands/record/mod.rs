@@ -19,7 +19,7 @@ use perf_core::record::{Format, Record, Sample as RingSample};
 use perf_core::ring::RingReader;
 
 use super::files::SymbolArgs;
-use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, wait_until};
+use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, say, wait_until};
 use crate::cli::ExitStatus;
 use crate::control::client::Client;
 use crate::control::protocol::{
@@ -175,7 +175,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
         recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
     }
     if progress {
-        eprint!("\r\x1b[K");
+        say("\r\x1b[K");
     }
     recording.finish(args, gone, streams.totals())?;
     Ok(DONE)

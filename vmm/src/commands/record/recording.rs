@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::BufWriter;
 use std::path::Path;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use perf_core::record::Sample as RingSample;
 use super::RecordArgs;
 use super::merge::{Light, Totals, Whose};
 use super::names::Names;
+use super::say;
 use crate::control::client::Client;
 use crate::control::protocol::{Opened, Sampling};
 use crate::export::perfdata::PerfDataWriter;
@@ -256,14 +257,13 @@ impl Recording {
     }
 
     pub(super) fn show_progress(&self, elapsed: Duration) {
-        eprint!(
+        say(&format!(
             "\r[ perfvisor record: {} samples, {:.3} MB, {} lost, {} s ]\x1b[K",
             self.writer.samples(),
             self.writer.bytes() as f64 / 1e6,
             self.lost,
             elapsed.as_secs()
-        );
-        let _ = std::io::stderr().flush();
+        ));
     }
 
     /// Ends the file. `totals`: of the samples that the host's kernel took a part in, if any was.
@@ -279,7 +279,9 @@ impl Recording {
             } else {
                 String::new()
             };
-            eprintln!("[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]");
+            say(&format!(
+                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]\n"
+            ));
         }
         if let Some(totals) = totals {
             say_totals(args, &totals);
@@ -331,7 +333,7 @@ fn say_totals(args: &RecordArgs, totals: &Totals) {
         let host = percent(totals.host, all + totals.host);
         line += &format!("; {host:.1} % of the vCPU's time was the host's own or not seen");
     }
-    eprintln!("[ {line} ]");
+    say(&format!("[ {line} ]\n"));
 }
 
 fn failed(e: std::io::Error) -> String {

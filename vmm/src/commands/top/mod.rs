@@ -74,7 +74,7 @@ pub fn top(args: &TopArgs) -> Result<ExitStatus, String> {
     let ended = watch(&mut terminal.0, &mut collector, args, &signals);
     drop(terminal);
     if ended? == End::VmGone {
-        println!("the VM ended");
+        print("the VM ended\n")?;
     }
     Ok(DONE)
 }

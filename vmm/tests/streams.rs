@@ -1,0 +1,54 @@
+//! Readers of what the commands print may go away at any time, as `head` does. That is no failure, and never a panic.
+
+use std::process::{Command, Stdio};
+
+/// The writing end of a pipe that nobody reads.
+fn without_reader() -> Stdio {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    writer.into()
+}
+
+#[test]
+fn output_that_nobody_reads_is_no_failure() {
+    for (arguments, status) in [
+        (&["--help"][..], 0),
+        (&["run", "--help"], 0),
+        (&["--version"], 0),
+        (&["check"], 0),
+        (&["check", "--json"], 0),
+        (&["report", "-i", "/dev/null"], 0),
+        (&["report", "-i", "/nonexistent"], 2),
+        (&["fly"], 2),
+        (&["run", "--cpus", "0"], 2),
+    ] {
+        let ended = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(without_reader())
+            .stderr(without_reader())
+            .status()
+            .unwrap();
+        assert_eq!(ended.code(), Some(status), "{arguments:?}");
+    }
+}
+
+/// What could not be printed for another reason is one.
+#[test]
+fn output_that_cannot_be_written_is_a_failure() {
+    for arguments in [&["--help"][..], &["check"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
+            .args(arguments)
+            .stdout(full)
+            .stderr(Stdio::piped())
+            .output()
+            .unwrap();
+        let line = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{line}");
+        assert!(
+            line.lines().count() == 1 && line.contains("No space left"),
+            "{line}"
+        );
+    }
+}
