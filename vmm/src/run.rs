@@ -127,6 +127,10 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
             (Some(line), _) => line.clone(),
             (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
             (None, None) => String::new(),
+        } + match policy {
+            // What cannot be counted here is not supported, and no failure of the built-in guest's test.
+            BackingPolicy::Exact if args.kernel.is_none() && has_pmu && !stepping.user => " no-user",
+            _ => "",
         },
         cpus: args.cpus,
         memory_bytes: args.memory,

@@ -109,6 +109,17 @@ fn a_host_that_cannot_step_user_code_is_told_of() {
         "{}",
         text(&run.stderr)
     );
+    let out = text(&run.stdout);
+    assert_eq!(run.status.code(), Some(0), "{out}");
+    assert!(
+        out.contains("instructions.cpl0") && !out.contains("verdict=failed"),
+        "{out}"
+    );
+    let user = out
+        .lines()
+        .find(|line| line.contains("instructions.cpl3"))
+        .unwrap();
+    assert_eq!(user.ends_with("unsupported"), !host.user, "{out}");
     let check = Command::new(env!("CARGO_BIN_EXE_perfvisor"))
         .arg("check")
         .output()

@@ -104,23 +104,33 @@ static void put_counts(u64 saw, u64 expected, bool ratio)
     }
 }
 
-static void not_supported(const char *name, u32 cpl)
+static void not_supported(const char *name, const char *id, u32 cpl)
 {
     put_row(name, cpl);
     if (tables)
         kprintf("  %15s  %15s         ", "-", "-");
-    verdict(name, cpl ? "cpl3" : "cpl0", 0, 0, V_UNSUPPORTED);
+    verdict(id, cpl ? "cpl3" : "cpl0", 0, 0, V_UNSUPPORTED);
 }
+
+/* The host said that it cannot count CPL3 (exact backing on a KVM that cannot step it). */
+static bool not_counted_at(u32 cpl) { return cpl && option("no-user"); }
 
 static bool near(u64 saw, u64 expected, u64 slack) { return saw + slack >= expected && saw <= expected + slack; }
 
 /* Events that go with time: TSC ticks are the yardstick, and the ratio says how the processor's clock differs. */
 static void time_row(struct name name, struct counter c, u32 cpl, bool is_cycles)
 {
-    struct run r = measure(&c, cpl);
-    u64 instructions = KNOWN_INSTRUCTIONS(r.rounds);
-    bool stepped = near(r.count, instructions, OVERHEAD) && r.tsc > 20 * instructions;
+    struct run r;
+    u64 instructions;
+    bool stepped;
 
+    if (not_counted_at(cpl)) {
+        not_supported(name.shown, name.id, cpl);
+        return;
+    }
+    r = measure(&c, cpl);
+    instructions = KNOWN_INSTRUCTIONS(r.rounds);
+    stepped = near(r.count, instructions, OVERHEAD) && r.tsc > 20 * instructions;
     if (is_cycles && r.count * 1024 / r.tsc > cycles_per_1024_tsc)
         cycles_per_1024_tsc = r.count * 1024 / r.tsc;
     put_row(name.shown, cpl);
@@ -138,14 +148,14 @@ static void number_row(enum pmu_event e, u32 cpl)
     struct run r;
     u64 expected;
 
-    if (!event_exists(e)) {
-        not_supported(event_name(e), cpl);
+    if (!event_exists(e) || not_counted_at(cpl)) {
+        not_supported(event_name(e), event_name(e), cpl);
         return;
     }
     r = measure(&c, cpl);
     expected = e == EV_BRANCHES ? KNOWN_BRANCHES(r.rounds) : KNOWN_INSTRUCTIONS(r.rounds);
     if (!r.count && pmu.amd_cpu) { /* AMD has no bit that says so */
-        not_supported(event_name(e), cpl);
+        not_supported(event_name(e), event_name(e), cpl);
         return;
     }
     put_row(event_name(e), cpl);
@@ -159,10 +169,18 @@ static void split_row(u32 cpl)
 {
     struct counter user = { -1, event_select(EV_CYCLES) | SEL_USR };
     struct counter both = { -1, user.select | SEL_OS };
-    struct run r = measure(&both, cpl);
+    struct run r;
+    u64 looks, factor, all, expected;
+
+    if (not_counted_at(cpl)) {
+        not_supported("cycles, CPL3 only", "user-cycles", cpl);
+        return;
+    }
+    r = measure(&both, cpl);
     /* Where no hardware tells the levels apart, the host looks about a thousand times a second: give it some looks. */
-    u64 looks = tsc_hz / 1000 * LEVEL_MS, factor = r.tsc && r.tsc < looks ? looks / r.tsc : 1;
-    u64 all = r.count, expected;
+    looks = tsc_hz / 1000 * LEVEL_MS;
+    factor = r.tsc && r.tsc < looks ? looks / r.tsc : 1;
+    all = r.count;
 
     if (pmu.gp > 1) {
         ctr_write(1, 0);
@@ -191,7 +209,7 @@ void counting(void)
             time_row((struct name){ "cycles", "cycles" }, (struct counter){ -1, event_select(EV_CYCLES) | both }, cpl,
                      true);
         else
-            not_supported("cycles", cpl);
+            not_supported("cycles", "cycles", cpl);
         if ((pmu.fixed & BIT(1)) && event_exists(EV_CYCLES))
             time_row((struct name){ "cycles, fixed 1", "cycles-fixed" }, (struct counter){ 1, 0 }, cpl, false);
         if ((pmu.fixed & BIT(2)) && event_exists(EV_REF_CYCLES))

@@ -4,7 +4,7 @@
  *
  * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
  * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), dots (with these, a
- * dot for each chunk of work).
+ * dot for each chunk of work), no-user (CPL3 cannot be counted here).
  */
 #include "selftest.h"
 
