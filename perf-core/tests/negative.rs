@@ -246,6 +246,11 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     sibling.disable(Scope::Event).unwrap();
     v.exec();
     assert_eq!(sibling.state(), State::Off, "once");
+    assert_eq!(
+        [&leader, &sibling, &wide].map(|e| e.read().unwrap().value),
+        [3, 3, 3],
+        "a reset keeps counts"
+    );
 }
 
 #[test]

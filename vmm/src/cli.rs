@@ -145,7 +145,7 @@ pub struct RunArgs {
     /// Initial RAM disk; a multiboot kernel gets it as its module.
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub initrd: Option<PathBuf>,
-    /// Kernel command line.
+    /// Kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check]
     #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
     /// Number of vCPUs, 1 to 64.
@@ -166,7 +166,7 @@ pub struct RunArgs {
     /// File with the events the guest may count.
     #[arg(long, value_name = "FILE")]
     pub pmu_filter: Option<PathBuf>,
-    /// Most PMIs per second and vCPU; 0 is no limit.
+    /// Most PMIs per second and vCPU; 0 is no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
     pub pmi_limit: Option<u32>,
     /// What counts for the guest's counters: auto, hardware, clock, exact or none.
@@ -540,6 +540,20 @@ mod tests {
             parse(["perfvisor", "run", "--help"]),
             Err(CliExit::Text(_))
         ));
+    }
+
+    /// What the help says of defaults that are set elsewhere.
+    #[test]
+    fn help_tells_the_defaults_there_are() {
+        let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
+            panic!("no help");
+        };
+        for default in [
+            format!("0 is no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
+            format!("[default for Linux: {}]", crate::run::DEFAULT_LINUX_CMDLINE),
+        ] {
+            assert!(help.contains(&default), "{default} is not in {help}");
+        }
     }
 
     #[test]

@@ -34,7 +34,7 @@ use crate::vcpu::{kick, stats};
 use crate::vm::{RunningVm, Vm, VmConfig};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
-const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
+pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 /// Time between ticks of the perf core while events take turns or sample.
