@@ -5,7 +5,7 @@
 //! | [`cli`], [`run`], [`check`], [`commands`] | the commands |
 //! | [`control`] | the socket through which operators reach a running VM |
 //! | [`vm`] | a machine: made from a configuration, run until it ends |
-//! | [`signals`], [`turns`] | the signals that end a VM, and the timer of turns, for the main loop |
+//! | [`signals`], [`turns`] | the signals that end a VM, and the perf core's timers, for the main loop |
 //! | [`vcpu`] | the thread around KVM_RUN, kicks, PMI delivery |
 //! | [`pmu`] | the register file joined to the perf core |
 //! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |

@@ -5,14 +5,13 @@ use std::error::Error;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vmm_sys_util::timerfd::TimerFd;
 use vpmu::{BackingPolicy, EventFilter, Generation, Model};
 
 use crate::boot::KernelKind;
@@ -28,7 +27,7 @@ use crate::metrics::address::Listener;
 use crate::metrics::server::MetricsServer;
 use crate::pmu::{PmuConfig, VmPmu, backing};
 use crate::signals::StopSignals;
-use crate::turns::Turns;
+use crate::turns::{Ticks, Turns};
 use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::{kick, stats};
 use crate::vm::{RunningVm, Vm, VmConfig};
@@ -37,10 +36,6 @@ use crate::vm::{RunningVm, Vm, VmConfig};
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
-/// Time between ticks of the perf core while events take turns or sample.
-const TICK: Duration = Duration::from_millis(4);
-/// Time between looks whether ticks are needed, while they are not.
-const IDLE_TICK: Duration = Duration::from_millis(100);
 
 /// A part of the main loop.
 type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
@@ -305,26 +300,25 @@ fn serve(
         quit.try_clone().map_err(io_error)?,
     );
     manager.add_subscriber(Arc::new(Mutex::new(input)));
-    let mut tick = TimerFd::new().map_err(|e| io_error(io::Error::from_raw_os_error(e.errno())))?;
-    if running.pmu().is_some() {
-        tick.reset(TICK, Some(TICK))
-            .map_err(|e| io_error(io::Error::from_raw_os_error(e.errno())))?;
-    }
     let mux = running.pmu().map_or(MuxPolicy::default(), |pmu| pmu.mux());
-    manager.add_subscriber(Arc::new(Mutex::new(Housekeeping {
+    let housekeeping = Arc::new(Mutex::new(Housekeeping {
         control: running.control().clone(),
         pmu: running.pmu().cloned(),
         quit,
         signals,
-        tick,
-        pace: TICK,
+        ticks: Ticks::new(running.pmu().is_some()).map_err(io_error)?,
         turns: Turns::new(mux).map_err(io_error)?,
-    })));
+    }));
+    manager.add_subscriber(housekeeping.clone());
     for server in servers {
         manager.add_subscriber(server);
     }
     while running.control().reason().is_none() {
         manager.run()?;
+        housekeeping
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .hurry();
     }
     Ok(())
 }
@@ -341,19 +335,25 @@ struct Housekeeping {
     pmu: Option<Arc<VmPmu>>,
     quit: EventFd,
     signals: StopSignals,
-    tick: TimerFd,
-    /// The tick's present interval.
-    pace: Duration,
+    ticks: Ticks,
     turns: Turns,
 }
 
 impl Housekeeping {
+    /// After anything happened in the loop: operators may have opened events.
+    fn hurry(&mut self) {
+        if let Some(pmu) = &self.pmu {
+            self.ticks.hurry(pmu.core());
+            self.turns.follow(pmu.core());
+        }
+    }
+
     fn fds(&self) -> [RawFd; 5] {
         [
             self.control.stopped_event().as_raw_fd(),
             self.quit.as_raw_fd(),
             self.signals.as_raw_fd(),
-            self.tick.as_raw_fd(),
+            self.ticks.as_raw_fd(),
             self.turns.as_raw_fd(),
         ]
     }
@@ -369,19 +369,10 @@ impl MutEventSubscriber for Housekeeping {
             if let Some(signal) = self.signals.take() {
                 self.control.stop(StopReason::Signal(signal));
             }
-        } else if fd == self.tick.as_raw_fd() {
-            let _ = self.tick.wait();
-            if let Some(pmu) = &self.pmu {
-                pmu.core().tick();
-                self.turns.follow(pmu.core());
-                let wanted = if pmu.core().needs_tick() { TICK } else { IDLE_TICK };
-                if wanted != self.pace {
-                    self.pace = wanted;
-                    if let Err(e) = self.tick.reset(wanted, Some(wanted)) {
-                        log::error!("timerfd_settime: {e}");
-                    }
-                }
-            }
+        } else if fd == self.ticks.as_raw_fd()
+            && let Some(pmu) = &self.pmu
+        {
+            self.ticks.rang(pmu.core());
         } else if fd == self.turns.as_raw_fd()
             && let Some(pmu) = &self.pmu
         {

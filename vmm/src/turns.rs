@@ -1,7 +1,7 @@
-//! The timer of turns, for the policy whose turns are shorter than a tick.
+//! The main loop's timers for the perf core: ticks, and turns where they are shorter than a tick.
 //!
-//! Under [`MuxPolicy::Rotate`] every tick is a turn, and there is nothing to do here. Under [`MuxPolicy::Adaptive`] the core
-//! says when the next turn is due, and the timer rings then.
+//! Under [`MuxPolicy::Rotate`] every tick is a turn. Under [`MuxPolicy::Adaptive`] the core says when the next turn is due, and
+//! a timer of its own rings then.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -14,6 +14,63 @@ use vmm_sys_util::timerfd::TimerFd;
 /// Least time between two rings. vCPUs whose turns are due within it take them together, so that many vCPUs do not
 /// ring more often than a few.
 const LEAST: Duration = Duration::from_micros(150);
+
+/// Time between ticks while events take turns or sample.
+const TICK: Duration = Duration::from_millis(4);
+/// Time between looks whether ticks are needed, while they are not.
+const IDLE_TICK: Duration = Duration::from_millis(100);
+
+/// Rings every 4 ms while the core needs it, else rarely.
+#[derive(Debug)]
+pub struct Ticks {
+    timer: TimerFd,
+    pace: Duration,
+}
+
+impl Ticks {
+    /// A timer that rings, if there is a core to ring for.
+    ///
+    /// # Errors
+    /// timerfd_create or timerfd_settime failed.
+    pub fn new(wanted: bool) -> io::Result<Self> {
+        let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
+        let mut timer = TimerFd::new().map_err(os)?;
+        if wanted {
+            timer.reset(TICK, Some(TICK)).map_err(os)?;
+        }
+        Ok(Self { timer, pace: TICK })
+    }
+
+    /// It rang: the core's tick, after which it may ring less often.
+    pub fn rang(&mut self, core: &Core) {
+        let _ = self.timer.wait();
+        core.tick();
+        self.keep(if core.needs_tick() { TICK } else { IDLE_TICK });
+    }
+
+    /// After whatever may have opened or enabled events: if ticks are needed now, the next one does not wait for the
+    /// rare look. It never slows down, or who opens and closes all the time would keep ticks away.
+    pub fn hurry(&mut self, core: &Core) {
+        if self.pace == IDLE_TICK && core.needs_tick() {
+            self.keep(TICK);
+        }
+    }
+
+    fn keep(&mut self, pace: Duration) {
+        if pace != self.pace {
+            self.pace = pace;
+            if let Err(e) = self.timer.reset(pace, Some(pace)) {
+                log::error!("timerfd_settime: {e}");
+            }
+        }
+    }
+}
+
+impl AsRawFd for Ticks {
+    fn as_raw_fd(&self) -> RawFd {
+        self.timer.as_raw_fd()
+    }
+}
 
 /// Rings when the next turn of events that share counters is due.
 #[derive(Debug)]
@@ -72,7 +129,7 @@ mod tests {
     use perf_core::attr::{Attr, EventType};
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::{CoreConfig, Handle, OpenFlags, OpenTarget, Role, Session, VcpuContext};
+    use perf_core::{CoreConfig, Handle, OpenFlags, OpenTarget, Role, Scope, Session, VcpuContext};
 
     use super::*;
 
@@ -127,6 +184,24 @@ mod tests {
             turns.rang(&core);
             rings += 1;
         }
+    }
+
+    /// Events that come while nothing needed ticks take turns at once, not after the rare look of 100 ms.
+    #[test]
+    fn ticks_hurry_when_events_begin_to_share() {
+        let mut rig = contended(MuxPolicy::Rotate);
+        let more = rig.handles.split_off(2);
+        more.iter().for_each(|h| h.disable(Scope::Event).unwrap());
+        let mut ticks = Ticks::new(true).unwrap();
+        ticks.rang(&rig.core);
+        ticks.hurry(&rig.core);
+        assert_eq!(ticks.pace, IDLE_TICK, "two events on two slots need no ticks");
+        more.iter().for_each(|h| h.enable(Scope::Event).unwrap());
+        ticks.hurry(&rig.core);
+        assert_eq!(ticks.pace, TICK);
+        ticks.rang(&rig.core);
+        ticks.rang(&rig.core);
+        assert_eq!((have_run(&rig.handles), have_run(&more)), (2, 2));
     }
 
     #[test]
