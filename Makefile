@@ -16,7 +16,7 @@ APT_INSTALL := apt-get install -y --no-install-recommends -o Acquire::Retries=3 
 .PHONY: help
 help:
 	@echo "Perfvisor: a VMM with a virtual PMU. Targets:"
-	@sed -n 's/^## \([a-z-]*\): /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^## \([a-z-]*\): /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 ## demo: a Linux guest whose perf counts and samples, in the lab where KVM cannot run Linux (PMU=intel|amd)
 .PHONY: demo
