@@ -152,6 +152,30 @@ fn what_we_write_we_read() {
     assert_eq!(reader::read(&bytes(&p)).unwrap(), p);
 }
 
+/// Whoever made the file chose its names: none of them tells a terminal what to do.
+#[test]
+fn names_in_a_file_are_shown_without_control_characters() {
+    let mut p = profile();
+    p.events[0].name = "cyc\x1b[31mles".into();
+    p.tasks[0].comm = "a\x07b".into();
+    p.mappings[0].path = "/bin/\u{9b}2J".into();
+    p.symbols[0].name = "h\x1b]0;x\x07ot".into();
+    let read = reader::read(&bytes(&p)).unwrap();
+    let mut symbols = Symbolizer::new(&read, None, None);
+    let options = ReportOptions {
+        sort: vec![SortKey::Comm, SortKey::Object, SortKey::Symbol],
+        min_percent: 0.0,
+    };
+    let mut text = report::render(&read, &mut symbols, &options).into_bytes();
+    script::write(&read, &mut symbols, &mut text).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.contains("cyc?[31mles") && text.contains("a?b"), "{text}");
+    assert!(
+        !text.chars().any(|c| c.is_control() && !"\n\t".contains(c)),
+        "{text:?}"
+    );
+}
+
 #[test]
 fn linux_perf_data_reads_it_whole() {
     let bytes = bytes(&profile());

@@ -215,7 +215,8 @@ fn write_to(output: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), Stri
     let file = File::create(output).map_err(|e| format!("{name}: {e}"))?;
     let mut out = BufWriter::new(file);
     let result = write(&mut out).and_then(|()| out.flush().map_err(|e| format!("{name}: {e}")));
-    if result.is_err() {
+    // Half a file is of no use. A device, or a link to one, is not ours to remove.
+    if result.is_err() && std::fs::symlink_metadata(output).is_ok_and(|meta| meta.is_file()) {
         let _ = std::fs::remove_file(output);
     }
     result
@@ -280,6 +281,21 @@ pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// `pprof -o /dev/full` as root took the device away.
+    #[test]
+    fn a_failed_output_is_removed_only_where_it_is_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link) = (dir.path().join("file"), dir.path().join("full"));
+        std::os::unix::fs::symlink("/dev/full", &link).unwrap();
+        let fail = |_: &mut dyn Write| Err("no".to_owned());
+        assert_eq!(write_to(&file, fail).unwrap_err(), "no");
+        assert!(!file.exists());
+        let write = |out: &mut dyn Write| out.write_all(b"x").map_err(|e| e.to_string());
+        let why = write_to(&link, write).unwrap_err();
+        assert!(why.contains("No space left"), "{why}");
+        assert!(link.is_symlink());
+    }
 
     /// The whole of the host's memory was taken for a device without end.
     #[test]

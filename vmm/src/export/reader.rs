@@ -216,7 +216,28 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
             Err(e) => return Err(ReadError::Broken(e)),
         }
     }
+    plain_names(&mut profile);
     Ok(profile)
+}
+
+/// Names are the words of a guest, or of whoever made the file. A terminal must not obey them.
+fn plain_names(profile: &mut Profile) {
+    let meta = &mut profile.meta;
+    let names = [&mut meta.hostname, &mut meta.os_release].into_iter();
+    names
+        .chain(&mut meta.command)
+        .chain(profile.events.iter_mut().map(|event| &mut event.name))
+        .chain(
+            profile
+                .kernel
+                .iter_mut()
+                .map(|kernel| &mut kernel.reference_symbol),
+        )
+        .chain(profile.tasks.iter_mut().map(|task| &mut task.comm))
+        .chain(profile.mappings.iter_mut().map(|mapping| &mut mapping.path))
+        .chain(profile.symbols.iter_mut().map(|symbol| &mut symbol.name))
+        .filter(|name| name.contains(char::is_control))
+        .for_each(|name| *name = name.replace(char::is_control, "?"));
 }
 
 /// Whether the length of a sample's chain fits its record, which the parser multiplies before it checks.

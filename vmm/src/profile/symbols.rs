@@ -277,7 +277,9 @@ impl UserObject {
             .chain(file.dynamic_symbols())
             .filter(|s| s.kind() == object::SymbolKind::Text && s.is_definition())
             .filter_map(|s| {
-                let name = addr2line::demangle_auto(Cow::Borrowed(s.name().ok()?), None).into_owned();
+                // The file is the guest's, and a terminal may show the name.
+                let name = addr2line::demangle_auto(Cow::Borrowed(s.name().ok()?), None)
+                    .replace(char::is_control, "?");
                 (!name.is_empty()).then(|| Function {
                     start: s.address(),
                     end: s.address().saturating_add(s.size().max(1)),
