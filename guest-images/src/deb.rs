@@ -1,9 +1,11 @@
 //! Debian packages: which version the configured archive offers, fetching it, unpacking it.
 //!
 //! Uses apt and dpkg themselves, so the machine's own sources, keys and proxies apply. Nothing is
-//! installed: packages are downloaded into a cache directory and unpacked below it.
+//! installed: packages are downloaded into a cache directory and unpacked below it. The release's
+//! backports are asked through lists of our own: the machine's sources stay as they are.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
@@ -25,6 +27,9 @@ pub enum DebError {
     /// The configured sources do not offer the package.
     #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
     NotOffered(String),
+    /// This machine's release has no backports, or apt is configured for another one.
+    #[error("no backports: {0}")]
+    NoBackports(String),
     /// apt-get or dpkg-deb failed.
     #[error("{command} failed: {message}")]
     Failed {
@@ -50,6 +55,8 @@ pub enum DebError {
 /// downloads are therefore asked for many packages at once, and answers are kept.
 pub struct Archive<'a> {
     cache: PathBuf,
+    /// What each apt command gets before its own arguments.
+    options: Vec<OsString>,
     progress: &'a Progress,
     /// Control records of candidate versions; `None` for names the sources do not offer.
     records: BTreeMap<String, Option<Record>>,
@@ -75,11 +82,72 @@ impl<'a> Archive<'a> {
         })?;
         Ok(Self {
             cache: cache.to_owned(),
+            options: Vec::new(),
             progress,
             records: BTreeMap::new(),
             versions: BTreeMap::new(),
             lists_updated: false,
         })
+    }
+
+    /// The backports of this machine's Debian release, from the mirror that apt is configured for, with `lists` for apt's
+    /// state. Whether they can be reached shows when something is asked.
+    pub fn backports(cache: &Path, lists: &Path, progress: &'a Progress) -> Result<Self, DebError> {
+        let mut archive = Self::new(cache, progress)?;
+        let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
+        let codename = codename(&release)
+            .ok_or_else(|| DebError::NoBackports("this is not a release of Debian".to_owned()))?;
+        let mut targets = archive.index_targets()?;
+        // On a fresh machine apt has no lists at all.
+        if mirror(&targets, codename).is_none() && archive.update_lists() {
+            targets = archive.index_targets()?;
+        }
+        let mirror = mirror(&targets, codename)
+            .ok_or_else(|| DebError::NoBackports(format!("the apt sources have no main of {codename}")))?;
+        let io = |path: &Path| {
+            let path = path.to_owned();
+            move |source| DebError::Io { path, source }
+        };
+        // apt wants paths that do not depend on where it is started, and makes no directories.
+        let state = lists.join("lists");
+        fs::create_dir_all(state.join("partial")).map_err(io(&state))?;
+        let lists = fs::canonicalize(lists).map_err(io(lists))?;
+        let sources = lists.join("sources.list");
+        fs::write(&sources, format!("deb {mirror} {codename}-backports main\n")).map_err(io(&sources))?;
+        let set = |name: &str, value: &Path| {
+            let mut option = OsString::from(format!("-o{name}="));
+            option.push(value);
+            option
+        };
+        archive.options = vec![
+            set("Dir::Etc::SourceList", &sources),
+            set("Dir::Etc::SourceParts", Path::new("-")),
+            set("Dir::State::Lists", &lists.join("lists")),
+            set("Dir::Cache", &lists),
+            // What is installed is no candidate.
+            set("Dir::State::status", Path::new("/dev/null")),
+            set("APT::Sandbox::User", Path::new("root")),
+        ];
+        archive.lists_updated = false;
+        archive.records.clear();
+        Ok(archive)
+    }
+
+    /// What apt's configured sources consist of.
+    fn index_targets(&self) -> Result<String, DebError> {
+        let fields = "$(CODENAME) $(COMPONENT) $(REPO_URI)";
+        run(
+            self.apt("apt-get")
+                .args(["indextargets", "--format", fields, "Created-By: Packages"]),
+            "apt-get",
+        )
+    }
+
+    /// An apt command for this archive.
+    fn apt(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.args(&self.options);
+        command
     }
 
     /// Package versions used so far.
@@ -113,9 +181,10 @@ impl<'a> Archive<'a> {
 
     /// All package names the configured sources know that start with `prefix`.
     pub fn names(&mut self, prefix: &str) -> Result<Vec<String>, DebError> {
-        let mut list = run(Command::new("apt-cache").args(["pkgnames", prefix]), "apt-cache")?;
+        let ask = |archive: &Self| run(archive.apt("apt-cache").args(["pkgnames", prefix]), "apt-cache");
+        let mut list = ask(self)?;
         if list.is_empty() && self.update_lists() {
-            list = run(Command::new("apt-cache").args(["pkgnames", prefix]), "apt-cache")?;
+            list = ask(self)?;
         }
         Ok(list.lines().map(str::to_owned).collect())
     }
@@ -175,10 +244,10 @@ impl<'a> Archive<'a> {
         if unknown.is_empty() {
             return Ok(());
         }
-        let mut found = show(&unknown)?;
+        let mut found = self.show(&unknown)?;
         // On a fresh machine apt has no lists at all.
         if found.is_empty() && self.update_lists() {
-            found = show(&unknown)?;
+            found = self.show(&unknown)?;
         }
         for name in unknown {
             self.records.insert(name.to_owned(), found.remove(name));
@@ -210,7 +279,7 @@ impl<'a> Archive<'a> {
     }
 
     fn download(&self, packages: &[&str]) -> Result<(), DebError> {
-        let mut command = Command::new("apt-get");
+        let mut command = self.apt("apt-get");
         // Without the option apt warns that its own user cannot write to our cache.
         command
             .args(["download", "-qq", "-o", "APT::Sandbox::User=root"])
@@ -219,27 +288,48 @@ impl<'a> Archive<'a> {
         run(&mut command, "apt-get").map(drop)
     }
 
-    /// Refreshes apt's lists, which only root may, at most once. Returns whether that was done.
+    /// Refreshes apt's lists, the machine's own of which only root may, at most once. Returns whether that was done.
     fn update_lists(&mut self) -> bool {
         if std::mem::replace(&mut self.lists_updated, true) {
             return false;
         }
         self.progress.step("apt-get update");
         self.records.clear();
-        run(Command::new("apt-get").args(["update", "-qq"]), "apt-get").is_ok()
+        run(self.apt("apt-get").args(["update", "-qq"]), "apt-get").is_ok()
+    }
+
+    /// The control records of the candidate versions of those of `packages` that exist.
+    fn show(&self, packages: &[&str]) -> Result<BTreeMap<String, Record>, DebError> {
+        let mut command = self.apt("apt-cache");
+        command.args(["show", "--no-all-versions"]).args(packages);
+        match run(&mut command, "apt-cache") {
+            // Raised when none of the names exists.
+            Err(DebError::Failed { .. }) => Ok(BTreeMap::new()),
+            Err(error) => Err(error),
+            Ok(text) => Ok(parse_records(&text)),
+        }
     }
 }
 
-/// The control records of the candidate versions of those of `packages` that exist.
-fn show(packages: &[&str]) -> Result<BTreeMap<String, Record>, DebError> {
-    let mut command = Command::new("apt-cache");
-    command.args(["show", "--no-all-versions"]).args(packages);
-    match run(&mut command, "apt-cache") {
-        // Raised when none of the names exists.
-        Err(DebError::Failed { .. }) => Ok(BTreeMap::new()),
-        Err(error) => Err(error),
-        Ok(text) => Ok(parse_records(&text)),
-    }
+/// The release's codename, from an os-release file of Debian's; Debian's children have other backports.
+fn codename(os_release: &str) -> Option<&str> {
+    let value = |key: &str| {
+        os_release
+            .lines()
+            .find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+            .map(|value| value.trim_matches('"'))
+    };
+    value("VERSION_CODENAME").filter(|name| value("ID") == Some("debian") && !name.is_empty())
+}
+
+/// Where the main part of a release comes from, from lines of codename, component and address.
+fn mirror<'t>(targets: &'t str, codename: &str) -> Option<&'t str> {
+    targets.lines().find_map(|line| {
+        let mut words = line.split(' ');
+        (words.next() == Some(codename) && words.next() == Some("main"))
+            .then(|| words.next())
+            .flatten()
+    })
 }
 
 /// Reads control records, separated by blank lines.
@@ -314,6 +404,22 @@ mod tests {
         let depends: Vec<_> = tool.depends.iter().map(String::as_str).collect();
         assert_eq!(depends, ["a", "b", "libc6", "python3"]);
         assert_eq!(records["other"].version, "7");
+    }
+
+    #[test]
+    fn backports_are_debians_and_come_from_the_configured_mirror() {
+        let debian = "PRETTY_NAME=\"Debian GNU/Linux 12 (bookworm)\"\nID=debian\nVERSION_CODENAME=bookworm\n";
+        assert_eq!(codename(debian), Some("bookworm"));
+        assert_eq!(
+            codename("ID=ubuntu\nID_LIKE=debian\nVERSION_CODENAME=noble\n"),
+            None
+        );
+        // Testing and unstable have no number, and sid no backports: it has no codename of its own either.
+        assert_eq!(codename("ID=debian\n"), None);
+        let targets = "bookworm-security main http://a.example/security/\nbookworm contrib http://a.example/x/\n\
+                       bookworm main http://a.example/debian/\n";
+        assert_eq!(mirror(targets, "bookworm"), Some("http://a.example/debian/"));
+        assert_eq!(mirror(targets, "trixie"), None);
     }
 
     #[test]

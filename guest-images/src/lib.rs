@@ -22,3 +22,5 @@ pub mod linux;
 pub mod modules;
 #[cfg(feature = "builder")]
 pub mod progress;
+#[cfg(feature = "builder")]
+pub mod qemu;

@@ -101,8 +101,8 @@ pub enum KernelChoice {
     Cloud,
     /// The release's general kernel, what `linux-image-amd64` stands for.
     Generic,
-    /// The highest version among all cloud kernels the configured sources offer. That can be
-    /// a backported series.
+    /// The highest version among all cloud kernels that the configured sources and, where they can be reached, the release's
+    /// backports offer.
     Newest,
     /// This package, or the kernel this metapackage depends on.
     Package(String),
@@ -251,8 +251,20 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     }
     let mut archive = Archive::new(&base.join("debs"), progress)?;
 
-    let package = kernel_package(&mut archive, choice)?;
-    let debs = archive.fetch(&[&package, "busybox-static", "linux-perf"])?;
+    let package = kernel_package(&mut archive, choice);
+    let mut backports = None;
+    let package = match newer_in_backports(base, choice, package.as_deref().ok(), progress) {
+        Some((archive, newer)) => {
+            backports = Some(archive);
+            newer
+        }
+        None => package?,
+    };
+    let mut debs = match &mut backports {
+        Some(backports) => backports.fetch(&[&package])?,
+        None => archive.fetch(&[&package])?,
+    };
+    debs.extend(archive.fetch(&["busybox-static", "linux-perf"])?);
     progress.step("unpacking packages");
     for deb in debs {
         archive.unpack(&deb, &root)?;
@@ -289,6 +301,7 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     let manifest: String = archive
         .versions()
         .iter()
+        .chain(backports.iter().flat_map(Archive::versions))
         .map(|(name, version)| format!("{name} {version}\n"))
         .collect();
     write(&images.manifest, manifest.as_bytes())?;
@@ -304,24 +317,58 @@ fn kernel_package(archive: &mut Archive<'_>, choice: &KernelChoice) -> Result<St
         KernelChoice::Generic => "linux-image-amd64",
         KernelChoice::Package(name) => name,
         KernelChoice::Newest => {
-            return archive
-                .names("linux-image-")?
-                .into_iter()
-                .filter(|name| name.ends_with("-cloud-amd64"))
-                .filter(|name| name["linux-image-".len()..].starts_with(|c: char| c.is_ascii_digit()))
-                // Metapackages of a series, such as 6.12-cloud-amd64, have no patch level.
-                .filter(|name| numbers(name).len() >= 3)
-                .max_by_key(|name| numbers(name))
-                .ok_or(BuildError::NoneOffered("linux-image-*-cloud-amd64"));
+            return newest(archive.names(IMAGE)?).ok_or(BuildError::NoneOffered("linux-image-*-cloud-amd64"));
         }
     };
     let depends = archive.dependencies([name])?;
     let real = depends.into_iter().find(|dependency| {
         dependency
-            .strip_prefix("linux-image-")
+            .strip_prefix(IMAGE)
             .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
     });
     Ok(real.unwrap_or_else(|| name.to_owned()))
+}
+
+/// How names of kernel packages begin.
+const IMAGE: &str = "linux-image-";
+
+/// The kernel of the highest version among package names.
+fn newest(names: Vec<String>) -> Option<String> {
+    names
+        .into_iter()
+        .filter(|name| name.ends_with("-cloud-amd64"))
+        .filter(|name| {
+            name.strip_prefix(IMAGE)
+                .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+        })
+        // Metapackages of a series, such as 6.12-cloud-amd64, have no patch level.
+        .filter(|name| numbers(name).len() >= 3)
+        .max_by_key(|name| numbers(name))
+}
+
+/// The backports and their newest kernel, where the newest is wanted and it is newer than `offered`.
+fn newer_in_backports<'p>(
+    base: &Path,
+    choice: &KernelChoice,
+    offered: Option<&str>,
+    progress: &'p Progress,
+) -> Option<(Archive<'p>, String)> {
+    if *choice != KernelChoice::Newest {
+        return None;
+    }
+    let found = Archive::backports(&base.join("debs"), &base.join("backports"), progress)
+        .and_then(|mut archive| archive.names(IMAGE).map(|names| (archive, names)));
+    match found {
+        Ok((archive, names)) => {
+            let name = newest(names)?;
+            let newer = offered.is_none_or(|offered| numbers(&name) > numbers(offered));
+            newer.then_some((archive, name))
+        }
+        Err(error) => {
+            progress.step(&error.to_string());
+            None
+        }
+    }
 }
 
 /// The version and ABI numbers in a kernel package's name, for comparing.
@@ -357,7 +404,7 @@ fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, 
     Ok(release)
 }
 
-fn compile(
+pub(crate) fn compile(
     directory: &Path,
     file: &str,
     text: &str,

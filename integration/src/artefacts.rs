@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use guest_images::linux::{self, Images, KernelChoice};
 use guest_images::progress::Progress;
+use guest_images::qemu::{self, Qemu};
 
 /// Target of the static binaries: the host's own, linked statically so that they run in the lab,
 /// which has no shared libraries.
@@ -65,6 +66,17 @@ pub fn images_of(choice: &KernelChoice) -> Result<Images, ArtefactError> {
             describe(&error)
         ))
     })
+}
+
+/// The lab's QEMU, with what it needs.
+///
+/// # Errors
+/// When none is installed, or its plugin cannot be built.
+pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
+    static QEMU: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
+    QEMU.get_or_init(|| qemu::ensure(&target_dir()).map_err(|error| ArtefactError(describe(&error))))
+        .as_ref()
+        .map_err(Clone::clone)
 }
 
 /// Directory with the bare-metal guests as files, `NAME.elf`.

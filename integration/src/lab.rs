@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use guest_images::cpio::Archive;
 use guest_images::linux::Images;
+use guest_images::qemu::Qemu;
 
 use crate::artefacts::{self, ArtefactError, Binaries};
 use crate::hang::Monitor;
@@ -21,7 +22,7 @@ use crate::process::{Command, Control, Process, ProcessError, Progress, last_lin
 use crate::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame, write_frame};
 
 /// How long the lab may take from QEMU's start to the agent's greeting, at the first and the second try. It takes about
-/// four seconds on an idle machine, but the emulated machine has been seen to hang on its way up.
+/// four seconds on an idle machine, but the emulated machine has been seen to hang on its way up (docs/lab.md).
 const BOOT_LIMITS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(120)];
 
 /// How long moving one file may take.
@@ -33,9 +34,15 @@ const CPU: &str = "EPYC,+svm";
 /// Why the lab cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// QEMU is not installed.
-    #[error("no qemu-system-x86_64: install it with \"make setup\"")]
-    NoQemu,
+    /// QEMU does not start.
+    #[error("{program}: cannot be started")]
+    Start {
+        /// The program.
+        program: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
     /// Something to put into the lab could not be built.
     #[error(transparent)]
     Artefact(#[from] ArtefactError),
@@ -345,7 +352,8 @@ impl Lab {
         let _ = fs::remove_file(&log);
 
         let ending = Arc::new(Ending::default());
-        let mut command = qemu(images, &initrd, options, "lab.mode=agent");
+        let qemu = artefacts::qemu()?;
+        let mut command = command_line(qemu, images, &initrd, options, "lab.mode=agent");
         command
             .args(["-display", "none"])
             .arg("-serial")
@@ -393,9 +401,13 @@ impl Lab {
                 let _ = spawned.send(Err(error));
             }
         });
-        if let Ok(Err(_)) | Err(_) = spawn_result.recv() {
-            return Err(LabError::NoQemu);
-        }
+        let spawned = spawn_result
+            .recv()
+            .unwrap_or_else(|error| Err(io::Error::other(error)));
+        spawned.map_err(|source| LabError::Start {
+            program: qemu.program().to_owned(),
+            source,
+        })?;
         let remains = Remains {
             ending: Arc::clone(&ending),
             console: log.clone(),
@@ -610,11 +622,19 @@ fn log_name() -> String {
 }
 
 /// QEMU's command line, consoles left to the caller.
-fn qemu(images: &Images, initrd: &Path, options: &LabOptions, mode: &str) -> std::process::Command {
+fn command_line(
+    qemu: &Qemu,
+    images: &Images,
+    initrd: &Path,
+    options: &LabOptions,
+    mode: &str,
+) -> std::process::Command {
     // setpriv is part of Debian's base system.
     let mut command = std::process::Command::new("setpriv");
     command
-        .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
+        .args(["--pdeathsig", "KILL"])
+        .arg(qemu.program())
+        .args(qemu.arguments())
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
         .args(["-accel", "tcg,thread=multi", "-cpu", CPU])
         // The lab's init keeps everything off the first, and says why.
@@ -629,12 +649,6 @@ fn qemu(images: &Images, initrd: &Path, options: &LabOptions, mode: &str) -> std
             "console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off {mode}"
         ));
     command
-}
-
-/// Whether QEMU is installed.
-pub fn qemu_is_installed() -> bool {
-    std::env::var_os("PATH")
-        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join("qemu-system-x86_64").is_file()))
 }
 
 /// The lab's own initrd with an archive appended that holds Perfvisor, the agent and the guest.
@@ -733,11 +747,18 @@ pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
         path: initrd.clone(),
         source,
     })?;
-    let mut command = qemu(images, &initrd, options, "lab.mode=shell");
+    let qemu = artefacts::qemu()?;
+    let mut command = command_line(qemu, images, &initrd, options, "lab.mode=shell");
     // Ctrl-C goes to the lab; Ctrl-A x ends QEMU.
     command.args(["-display", "none", "-chardev", "stdio,id=tty,mux=on,signal=off"]);
     command.args(["-serial", "chardev:tty", "-mon", "chardev=tty"]);
     // QEMU warns once per processor feature that it does not emulate.
     command.stderr(Stdio::null());
-    command.status().map_err(|_| LabError::NoQemu).map(drop)
+    command
+        .status()
+        .map_err(|source| LabError::Start {
+            program: qemu.program().to_owned(),
+            source,
+        })
+        .map(drop)
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use guest_images::qemu::Qemu;
 use integration::artefacts::{self, describe};
 use integration::lab::{Lab, LabOptions, interactive};
 use integration::process::Command;
@@ -30,8 +31,14 @@ fn main() -> ExitCode {
                 continue;
             }
             "--build-only" => {
-                return match artefacts::images().and_then(|_| artefacts::binaries()) {
-                    Ok(_) => ExitCode::SUCCESS,
+                let built = artefacts::images()
+                    .and_then(|_| artefacts::qemu())
+                    .and_then(|qemu| artefacts::binaries().map(|_| qemu));
+                return match built {
+                    Ok(qemu) => {
+                        tell_of(qemu);
+                        ExitCode::SUCCESS
+                    }
                     Err(error) => failure(&describe(&error)),
                 };
             }
@@ -102,6 +109,17 @@ fn main() -> ExitCode {
             ExitCode::from(124)
         }
     }
+}
+
+/// Which QEMU it is, and what to expect of it.
+fn tell_of(qemu: &Qemu) {
+    eprint!("lab: QEMU {}", qemu.version());
+    if qemu.keeps_stale_code() {
+        eprint!(
+            ", which knows no plugins: the lab may hang once in many runs; 8.1 and newer do not (docs/lab.md)"
+        );
+    }
+    eprintln!();
 }
 
 fn failure(message: &str) -> ExitCode {
