@@ -30,17 +30,17 @@ const LOOK_LIMIT: Duration = Duration::from_secs(90);
 /// What a person would type: are the VMM's threads running, what has the guest programmed, where does it run.
 const LOOK: &str = r#"
 cat /proc/uptime /proc/loadavg
-for p in $(pidof perfvisor); do
-	for t in /proc/$p/task/*; do
-		echo "$p $(cat $t/comm) $(awk '{print "state", $3, "user", $14, "system", $15, "cpu", $39}' $t/stat) $(cat $t/wchan)"
+threads() {
+	for p in $(pidof perfvisor); do
+		for t in /proc/$p/task/*; do
+			echo "$p $(cat $t/comm) $(awk '{print "state", $3, "user", $14, "system", $15, "cpu", $39}' $t/stat) $(cat $t/wchan)"
+		done
 	done
-done
+}
+threads
 sleep 2
-for p in $(pidof perfvisor); do
-	for t in /proc/$p/task/*; do
-		echo "$p $(cat $t/comm) $(awk '{print "state", $3, "user", $14, "system", $15, "cpu", $39}' $t/stat), 2 s later"
-	done
-done
+echo 2 s later:
+threads
 timeout 15 perfvisor stat --guest-view
 timeout 15 perfvisor stat -d 1 -e task-clock,kvm:exits,kvm:halt_exits,kvm:irq_injections,kvm:nmi_injections,kvm:io_exits
 timeout 20 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && timeout 20 perfvisor report -i /tmp/hang.data | head -n 40
