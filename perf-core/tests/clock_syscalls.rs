@@ -70,37 +70,3 @@ fn stopping_and_starting_a_counter_that_only_counts_makes_none() {
     // Once for all of it.
     assert!(calls.len() <= 1, "system calls {calls:?}");
 }
-
-/// Levels are learnt from the kernel's samples, which cost a system call to switch off and on: not around each handler.
-#[test]
-fn a_counter_of_one_level_leaves_the_kernels_samples_on_meanwhile() {
-    let calls_of = |work: fn(&mut Scene)| {
-        let mut calls =
-            steps::system_calls(|| Scene::at_levels(1, true), work).expect("processes may be traced");
-        calls.retain(|call| *call != libc::SYS_clock_gettime as u64);
-        calls
-    };
-    let calls = calls_of(|scene| (0..20).for_each(|_| scene.handle()));
-    assert!(calls.len() <= 2 * 20, "{} for 20 handlers", calls.len());
-    assert!(
-        calls.iter().all(|call| *call == libc::SYS_timer_settime as u64),
-        "{calls:?}"
-    );
-    // But when the counter is stopped for good, they are off soon.
-    let calls = calls_of(|scene| {
-        scene.stop();
-        (0..100).for_each(|_| scene.exit());
-    });
-    let switched = |calls: &[u64]| {
-        calls
-            .iter()
-            .filter(|call| **call == libc::SYS_ioctl as u64)
-            .count()
-    };
-    assert_eq!(switched(&calls), 1, "{calls:?}");
-    let calls = calls_of(|scene| {
-        scene.stop();
-        scene.clock.rest();
-    });
-    assert_eq!(switched(&calls), 1, "{calls:?}");
-}

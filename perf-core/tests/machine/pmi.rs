@@ -38,11 +38,6 @@ pub struct Scene {
 
 impl Scene {
     pub fn new(counters: u64) -> Self {
-        Self::at_levels(counters, false)
-    }
-
-    /// Whether the counters count CPL 1 to 3 only.
-    pub fn at_levels(counters: u64, exclude_kernel: bool) -> Self {
         let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
         let pmu = ClockPmu::new(Some(catch_signals()));
         pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
@@ -54,7 +49,6 @@ impl Scene {
             pinned: true,
             disabled: true,
             exclude_host: true,
-            exclude_kernel,
             ..clock_attr(GUEST_NS)
         };
         let counters = (0..counters)

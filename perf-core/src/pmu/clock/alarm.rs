@@ -28,7 +28,7 @@ use super::timer::{Bell, Timer, monotonic_ns};
 use crate::pmu::host::fd::current_tid;
 
 /// How long after a ring the timer rings again by itself, ns.
-pub(super) const AGAIN_NS: u64 = 1_000_000_000;
+const AGAIN_NS: u64 = 1_000_000_000;
 
 /// A clock that is read on one processor may be this far behind what the interrupt of another one went by, ns.
 const SLACK_NS: u64 = 1_000;
@@ -38,7 +38,7 @@ const HANDLER_NS: u64 = 200_000;
 
 /// Entries into the guest for which an alarm that nobody wants is left as it is. A PMI handler exits to write registers, a
 /// few times for each counter.
-pub(super) const ENTRIES_LEFT: u32 = 32;
+const ENTRIES_LEFT: u32 = 32;
 
 /// How many times an alarm that nobody wants is stopped at once after it has rung for nobody.
 const STOPS_AT_ONCE: u32 = 64;
@@ -197,16 +197,18 @@ impl VcpuAlarm {
         }
     }
 
-    /// Whether [`VcpuAlarm::before_entry`] has anything to do. A load.
+    /// The vCPU's thread is about to enter the guest. A load where nothing was changed.
     #[inline]
-    pub(super) fn is_changed(&self) -> bool {
-        self.changed.load(Ordering::Relaxed)
+    pub(super) fn before_entry(&self) {
+        if self.changed.load(Ordering::Relaxed) {
+            self.look();
+        }
     }
 
-    /// The vCPU's thread is about to enter the guest. `again`: there is something to do before the next entry in any case.
-    pub(super) fn before_entry(&self, again: bool) {
+    #[cold]
+    fn look(&self) {
         let (_, alarm) = &mut *self.lock();
-        let again = alarm.look(monotonic_ns(), false) || again;
+        let again = alarm.look(monotonic_ns(), false);
         self.changed.store(again, Ordering::Relaxed);
     }
 

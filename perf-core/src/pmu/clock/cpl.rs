@@ -9,9 +9,7 @@
 //! - The host kernel's own samples. A `cpu-clock` event that does not exclude the guest writes records whose header
 //!   says guest user or guest kernel. Nothing leaves the guest for it, and reading the ring is no system call.
 //!   On a software-only KVM that interprets the guest's kernel, such time looks like host kernel time; there it
-//!   is taken as level 0. Switching the samples off and on costs a system call each. When the last event that asks is
-//!   stopped, they are left on for the next entries into the guest, as a PMI handler starts its event again, and for two
-//!   seconds at most; what they show until then is dropped.
+//!   is taken as level 0.
 //! - Kicks: a timer's signal takes the vCPU out of the guest, and its thread reports the level it finds
 //!   ([`super::VcpuClock::tick`]). It rings once and is set again by that report, so that a slow VMM is never rung out
 //!   of the guest before the guest has got anywhere. While no event is on it keeps what is left of its time: a guest that
@@ -28,7 +26,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
-use super::alarm::{AGAIN_NS, ENTRIES_LEFT, Slot, VcpuAlarm};
+use super::alarm::{Slot, VcpuAlarm};
 use super::event::MIN_TIMER_NS;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
@@ -140,10 +138,6 @@ pub(crate) struct CplSplit {
     signal: Option<i32>,
     ring: Option<(PerfFd, PerfMap)>,
     kicks: Option<Kicks>,
-    /// The ring is written although no event wants a level: for so many more entries into the guest.
-    left_on: u32,
-    /// Takes a guest that does not leave by itself out of it when that has been for long.
-    leave: Option<Slot>,
     /// Started events that want one level.
     users: u32,
     user_ns: u64,
@@ -170,8 +164,6 @@ impl CplSplit {
             signal: None,
             ring: None,
             kicks: None,
-            left_on: 0,
-            leave: None,
             users: 0,
             user_ns: 0,
             kernel_ns: 0,
@@ -201,9 +193,8 @@ impl CplSplit {
         Ok(())
     }
 
-    /// An event that wants one level stops. `briefly`: it may start again soon, and [`CplSplit::leave`] is called before the
-    /// guest is entered while [`CplSplit::is_left_on`].
-    pub(crate) fn stop(&mut self, now_ns: u64, briefly: bool) {
+    /// An event that wants one level stops.
+    pub(crate) fn stop(&mut self, now_ns: u64) {
         self.look(now_ns);
         self.users = self.users.saturating_sub(1);
         if self.users > 0 {
@@ -211,53 +202,15 @@ impl CplSplit {
         }
         self.carry_ns += now_ns.saturating_sub(self.mark_ns);
         self.watched_ns += now_ns.saturating_sub(self.watched_from_ns);
-        if let Some(kicks) = &mut self.kicks {
-            kicks.hold();
-        }
-        if briefly
-            && self.ring.is_some()
-            && let Some(leave) = &mut self.leave
-        {
-            // Later than what costs nothing to wait for.
-            leave.set(2 * AGAIN_NS);
-            self.left_on = ENTRIES_LEFT;
-        } else {
-            self.switch_off();
-        }
-    }
-
-    /// Whether the ring is written although no event wants a level.
-    pub(crate) fn is_left_on(&self) -> bool {
-        self.left_on > 0
-    }
-
-    /// Before an entry into the guest, with the ring left on: switches it off if nobody seems to want it again, or `now`.
-    pub(crate) fn leave(&mut self, now: bool) {
-        if self.left_on == 0 {
-            return;
-        }
-        self.left_on -= 1;
-        if now || self.left_on == 0 || self.leave.as_ref().is_none_or(Slot::rang) {
-            self.stay();
-            self.switch_off();
-        }
-    }
-
-    /// The ring is no longer left on, but on or off. Returns whether it was.
-    fn stay(&mut self) -> bool {
-        if let Some(leave) = &mut self.leave {
-            leave.cancel();
-        }
-        std::mem::take(&mut self.left_on) > 0
-    }
-
-    fn switch_off(&mut self) {
         // The kernel keeps what is left of a tick's period, so that short spans are looked at as often, for
         // their length, as long ones.
         if let Some((fd, _)) = &self.ring
             && let Err(e) = fd.disable()
         {
             log::warn!("cannot stop the privilege level samples: {e}");
+        }
+        if let Some(kicks) = &mut self.kicks {
+            kicks.hold();
         }
     }
 
@@ -322,19 +275,8 @@ impl CplSplit {
         } else if self.kicks.is_none() {
             self.kicks = Some(Kicks::open(&self.alarm, self.signal)?);
         }
-        let left_on = self.stay();
-        if self.leave.is_none()
-            && let (Some(_), Some(signal)) = (&self.ring, self.signal)
-        {
-            self.leave = Some(Slot::open(&self.alarm, signal)?);
-        }
-        if let Some((fd, map)) = &mut self.ring {
-            if left_on {
-                // What it has seen meanwhile is nobody's.
-                map.drain(|_| ());
-            } else {
-                fd.enable()?;
-            }
+        if let Some((fd, _)) = &self.ring {
+            fd.enable()?;
         }
         if let Some(kicks) = &mut self.kicks {
             kicks.go_on();
@@ -478,7 +420,7 @@ mod tests {
         let mut split = running();
         see(&mut split, 3, 1_000);
         // Off from 1,500 to 9,000: only the 500 before and the 300 after belong to the next look.
-        split.stop(1_500, false);
+        split.stop(1_500);
         split.users = 1;
         split.mark_ns = 9_000;
         see(&mut split, 0, 9_300);
@@ -500,48 +442,6 @@ mod tests {
         assert_eq!(ring_is_fair(32, 0, 20, 32), Some(false));
         // A guest that stays at CPL0 tells nothing about how CPL3 would look.
         assert_eq!(ring_is_fair(32, 0, 0, 32), None);
-    }
-
-    /// How long the ring's event has been on, ns. Asking is kernel time of this thread.
-    fn on_ns(split: &CplSplit) -> u64 {
-        let (fd, _) = split.ring.as_ref().unwrap();
-        fd.read_count().unwrap().unwrap()
-    }
-
-    /// What the ring shows while it is left on is nobody's time, and its samples end after some entries into the guest.
-    #[test]
-    fn what_is_seen_while_the_ring_is_only_left_on_does_not_count() {
-        let tid = crate::pmu::host::fd::current_tid();
-        let mut split = CplSplit::new(tid, Arc::new(VcpuAlarm::new(tid)));
-        split.source = LevelSource::KernelRingInterpreted;
-        split.start(Some(libc::SIGCONT), 0).unwrap();
-        split.stop(1_000, true);
-        assert!(split.is_left_on());
-        let from = on_ns(&split);
-        while on_ns(&split) < from + 20 * TICK_PERIOD_NS {}
-        split.start(Some(libc::SIGCONT), 5_000).unwrap();
-        assert!(!split.is_left_on());
-        assert_eq!(
-            split.read(Level::Kernel, 6_000) + split.read(Level::User, 6_000),
-            0
-        );
-
-        split.stop(6_000, true);
-        for entry in 1..=ENTRIES_LEFT {
-            assert!(split.is_left_on(), "entry {entry}");
-            split.leave(false);
-        }
-        assert!(!split.is_left_on());
-        split.start(Some(libc::SIGCONT), 7_000).unwrap();
-        // Another thread's, and a vCPU that does not go on.
-        split.stop(8_000, false);
-        assert!(!split.is_left_on());
-        split.start(Some(libc::SIGCONT), 8_000).unwrap();
-        split.stop(9_000, true);
-        split.leave(true);
-        assert!(!split.is_left_on());
-        let off = on_ns(&split);
-        assert!((0..1_000).all(|_| on_ns(&split) == off), "switched off, yet on");
     }
 
     fn kicks_of_this_thread() -> Kicks {

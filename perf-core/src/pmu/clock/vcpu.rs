@@ -49,8 +49,6 @@ pub struct VcpuClock {
     alarm: Arc<VcpuAlarm>,
     /// Attribution of guest time to privilege levels. Only touched while an event asks for one level.
     cpl: Mutex<CplSplit>,
-    /// The samples that tell levels were left on, with no event that asks.
-    levels_left: AtomicBool,
     /// Whether the vCPU thread is to report its privilege level at kicks.
     wants_ticks: AtomicBool,
 }
@@ -74,7 +72,6 @@ impl VcpuClock {
             late_lock: Mutex::new(()),
             cpl: Mutex::new(CplSplit::new(tid, Arc::clone(&alarm))),
             alarm,
-            levels_left: AtomicBool::new(false),
             wants_ticks: AtomicBool::new(false),
         }
     }
@@ -108,9 +105,7 @@ impl VcpuClock {
     /// is set, with at most one system call.
     #[inline]
     pub fn guest_enter(&self) {
-        if self.alarm.is_changed() {
-            self.prepare_entry();
-        }
+        self.alarm.before_entry();
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
         self.epoch.store(epoch, Ordering::Relaxed);
         // The other side of this (`add_user`) raises `users`, makes every thread of the process pass a barrier and only
@@ -139,24 +134,7 @@ impl VcpuClock {
     /// The vCPU's thread will not enter the guest for a while, as in a pause, or never again: until it does, nothing is to
     /// ring.
     pub fn rest(&self) {
-        if self.levels_left.load(Ordering::Relaxed) {
-            self.leave_levels(true);
-        }
         self.alarm.rest();
-    }
-
-    #[cold]
-    fn prepare_entry(&self) {
-        let again = self.levels_left.load(Ordering::Relaxed) && self.leave_levels(false);
-        self.alarm.before_entry(again);
-    }
-
-    /// Stops what was left on to learn privilege levels with, if it is time, or `now`. Whether it is still on.
-    fn leave_levels(&self, now: bool) -> bool {
-        let mut split = self.cpl_split();
-        split.leave(now);
-        self.levels_left.store(split.is_left_on(), Ordering::Relaxed);
-        split.is_left_on()
     }
 
     #[cold]
@@ -287,7 +265,6 @@ impl VcpuClock {
         let now = self.guest_ns();
         let mut split = self.cpl_split();
         let started = split.start(signal, now);
-        self.levels_left.store(split.is_left_on(), Ordering::Relaxed);
         self.set_wants_ticks(split.by_kicks());
         if started.is_err() {
             self.remove_user();
@@ -299,8 +276,7 @@ impl VcpuClock {
     pub(super) fn stop_levels(&self) {
         let now = self.guest_ns();
         let mut split = self.cpl_split();
-        split.stop(now, current_tid() == self.tid);
-        self.levels_left.store(split.is_left_on(), Ordering::Relaxed);
+        split.stop(now);
         self.set_wants_ticks(split.by_kicks());
         drop(split);
         self.remove_user();
