@@ -5,11 +5,7 @@
 //! times compare across machines.
 #![allow(unsafe_code)]
 
-#[path = "../tests/common/mod.rs"]
-mod common;
 mod figures;
-#[path = "../tests/machine/pmi.rs"]
-mod pmi;
 #[path = "../tests/machine/steps.rs"]
 mod steps;
 
@@ -217,16 +213,6 @@ impl Ticking {
     }
 }
 
-/// How often the timer of a counter on the clock is set for a ring, the guest's handling of the overflow included.
-fn timer_settings() -> Option<f64> {
-    let calls = steps::system_calls(|| pmi::Scene::new(1), pmi::Scene::with_counters_stopped)?;
-    let set = calls
-        .iter()
-        .filter(|call| **call == libc::SYS_timer_settime as u64)
-        .count();
-    Some(set as f64 / pmi::RINGS as f64)
-}
-
 /// The figures, each with its peer in the same run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
@@ -282,12 +268,6 @@ fn ratios(_: &mut Criterion) {
         s8.vcpu.sched_out();
         s8.vcpu.sched_in();
     });
-    let set = timer_settings();
-    let mut scene = pmi::Scene::new(1);
-    let handled = best(|| {
-        scene.handle();
-        scene.exit();
-    });
     let figures = [
         Figure::new(
             "a tick's instructions with 10, 1,000 and 100,000 groups, most over least",
@@ -322,18 +302,6 @@ fn ratios(_: &mut Criterion) {
             "ns",
             Goal::None,
         ),
-        Figure::new(
-            "timer settings for a ring of a counter on the clock, the guest's handler included",
-            set,
-            "calls",
-            Goal::AtMost(1.0),
-        ),
-        Figure::new(
-            "the events' part of that handler, with 9 entries and exits",
-            Some(handled),
-            "ns",
-            Goal::None,
-        ),
     ];
     let more = serde_json::json!({
         "tick_ns": { "10": tick_ns[0], "1000": tick_ns[1], "100000": tick_ns[2] },
@@ -343,8 +311,6 @@ fn ratios(_: &mut Criterion) {
         "kernel_read_one_ns": kernel_one,
         "kernel_read_group_of_8_ns": kernel_group,
         "sched_out_in_8_events_ns": switch,
-        "clock_timer_settings_per_ring": set,
-        "clock_handler_ns": handled,
     });
     let serde_json::Value::Object(more) = more else {
         unreachable!("an object above")

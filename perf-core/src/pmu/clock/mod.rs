@@ -15,14 +15,11 @@
 //! [`LevelSource`]. With both it counts nothing.
 //!
 //! # Overflow
-//! The vCPU has one timer for all its events (see `alarm.rs`), whose signal takes it out of the guest. Time on the wall passes
-//! at least as fast as guest time, so the signal can only be early. [`PmuEvent::take_overflows`] then waits for the rest,
+//! Each armed event has a timer (see `timer.rs`), whose signal takes the vCPU out of the guest. Time on the wall passes at
+//! least as fast as guest time, so the signal can only be early. [`PmuEvent::take_overflows`] then sets it for the rest,
 //! no sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no headway
-//! (it is halted, or waits for a host CPU). The timer rings once each time it is set, and by itself no sooner than a second
-//! later, so nothing can be kept busy by rings alone.
-//!
-//! On the vCPU's own thread, arming, stopping and serving events make no system call. The timer is set at the next
-//! [`VcpuClock::guest_enter`], if it has to be: once for each overflow that a guest handles.
+//! (it is halted, or waits for a host CPU). The timer rings once each time it is set, so nothing can be kept busy by
+//! rings alone.
 
 mod alarm;
 mod cpl;
