@@ -232,7 +232,6 @@ impl VcpuPmu {
         if let Some(mut attached) = self.attached.take() {
             self.vpmu.detach(&mut attached.events);
             attached.context.sched_out();
-            attached.clock.rest();
             drop(attached.events);
             let vcpu = VcpuId(u32::from(self.id));
             if let Err(e) = self.vm.core.remove_vcpu(vcpu) {
@@ -248,7 +247,6 @@ impl VcpuPmu {
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();
-            attached.clock.rest();
         }
     }
 

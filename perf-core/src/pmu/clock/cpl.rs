@@ -21,13 +21,12 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
-use super::alarm::{Slot, VcpuAlarm};
 use super::event::MIN_TIMER_NS;
+use super::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
@@ -87,7 +86,7 @@ pub(crate) enum Level {
 /// Kicks of the vCPU at the pace of the looks.
 #[derive(Debug)]
 struct Kicks {
-    alarm: Slot,
+    timer: Timer,
     /// What it was set to last, ns.
     wait_ns: u64,
     /// Guest time when it was set for a whole wait.
@@ -97,26 +96,29 @@ struct Kicks {
 }
 
 impl Kicks {
-    fn open(alarm: &Arc<VcpuAlarm>, signal: Option<i32>) -> io::Result<Self> {
+    fn open(tid: i32, signal: Option<i32>) -> io::Result<Self> {
         let signal = signal.ok_or_else(|| io::Error::other("no signal to kick the vCPU with"))?;
         Ok(Self {
-            alarm: Slot::open(alarm, signal)?,
+            timer: Timer::open(tid, signal)?,
             wait_ns: TICK_PERIOD_NS,
             set_at_ns: 0,
             left_ns: TICK_PERIOD_NS,
         })
     }
 
-    fn go_on(&mut self) {
-        self.alarm.set(self.left_ns.max(MIN_TIMER_NS));
+    fn go_on(&mut self) -> io::Result<()> {
+        self.timer.set(self.left_ns.max(MIN_TIMER_NS))
     }
 
     fn hold(&mut self) {
-        self.left_ns = self.alarm.take();
+        match self.timer.take() {
+            Ok(left_ns) => self.left_ns = left_ns,
+            Err(e) => log::debug!("cannot hold the privilege level ticks: {e}"),
+        }
     }
 
     /// It has rung; the guest's time is `now_ns`.
-    fn again(&mut self, now_ns: u64) {
+    fn again(&mut self, now_ns: u64) -> io::Result<()> {
         let had_ns = now_ns.saturating_sub(self.set_at_ns);
         self.wait_ns = if had_ns >= self.wait_ns / 8 {
             TICK_PERIOD_NS
@@ -125,7 +127,7 @@ impl Kicks {
             (self.wait_ns * 2).min(MOST_PATIENCE_NS)
         };
         self.set_at_ns = now_ns;
-        self.alarm.set(self.wait_ns);
+        self.timer.set(self.wait_ns)
     }
 }
 
@@ -133,7 +135,6 @@ impl Kicks {
 #[derive(Debug)]
 pub(crate) struct CplSplit {
     tid: i32,
-    alarm: Arc<VcpuAlarm>,
     source: LevelSource,
     signal: Option<i32>,
     ring: Option<(PerfFd, PerfMap)>,
@@ -156,10 +157,9 @@ pub(crate) struct CplSplit {
 }
 
 impl CplSplit {
-    pub(crate) fn new(tid: i32, alarm: Arc<VcpuAlarm>) -> Self {
+    pub(crate) fn new(tid: i32) -> Self {
         Self {
             tid,
-            alarm,
             source: LevelSource::of_host(),
             signal: None,
             ring: None,
@@ -231,10 +231,12 @@ impl CplSplit {
         let Some(kicks) = &mut self.kicks else { return };
         // Any overflow brings the thread here, and those of an event that counts one level come at that level: only the
         // timer's own rings are fair looks.
-        if !kicks.alarm.rang() {
+        if !kicks.timer.rang() {
             return;
         }
-        kicks.again(now_ns);
+        if let Err(e) = kicks.again(now_ns) {
+            log::warn!("the next privilege level tick could not be set: {e}");
+        }
         // A halted guest uses no time: what is pending was used before, at a level the next look tells.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
@@ -273,13 +275,13 @@ impl CplSplit {
         if self.source != LevelSource::Kicks {
             self.kicks = None;
         } else if self.kicks.is_none() {
-            self.kicks = Some(Kicks::open(&self.alarm, self.signal)?);
+            self.kicks = Some(Kicks::open(self.tid, self.signal)?);
         }
         if let Some((fd, _)) = &self.ring {
             fd.enable()?;
         }
         if let Some(kicks) = &mut self.kicks {
-            kicks.go_on();
+            kicks.go_on()?;
         }
         Ok(())
     }
@@ -387,7 +389,7 @@ mod tests {
 
     /// A split with an event on, that is told levels as if its timer had rung.
     fn running() -> CplSplit {
-        let mut split = CplSplit::new(0, Arc::new(VcpuAlarm::new(0)));
+        let mut split = CplSplit::new(0);
         split.source = LevelSource::Kicks;
         split.users = 1;
         split
@@ -430,7 +432,7 @@ mod tests {
 
     #[test]
     fn ticks_without_an_event_that_wants_them_change_nothing() {
-        let mut split = CplSplit::new(0, Arc::new(VcpuAlarm::new(0)));
+        let mut split = CplSplit::new(0);
         split.tick(Some(3), 1_000);
         assert_eq!(split.read(Level::User, 2_000), 0);
     }
@@ -444,32 +446,27 @@ mod tests {
         assert_eq!(ring_is_fair(32, 0, 0, 32), None);
     }
 
-    fn kicks_of_this_thread() -> Kicks {
-        let alarm = Arc::new(VcpuAlarm::new(crate::pmu::host::fd::current_tid()));
-        Kicks::open(&alarm, Some(libc::SIGCONT)).unwrap()
-    }
-
     /// Spans shorter than a tick add up to looks: what was left when one ended is where the next begins.
     #[test]
     fn short_spans_do_not_put_the_kick_off_for_ever() {
-        let mut kicks = kicks_of_this_thread();
+        let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
         let before = kicks.left_ns;
-        kicks.go_on();
+        kicks.go_on().unwrap();
         std::thread::sleep(std::time::Duration::from_micros(50));
         kicks.hold();
         assert!(kicks.left_ns < before);
-        assert!(!kicks.alarm.rang(), "held, yet it rang");
+        assert!(kicks.left_ns == 0 || !kicks.timer.rang() || kicks.timer.take().unwrap() == 0);
     }
 
     /// A guest that gets nowhere is kicked less and less often, and at the usual pace once it runs again.
     #[test]
     fn kicks_wait_for_a_guest_without_headway() {
-        let mut kicks = kicks_of_this_thread();
+        let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
         for _ in 0..10 {
-            kicks.again(0);
+            kicks.again(0).unwrap();
         }
         assert_eq!(kicks.wait_ns, MOST_PATIENCE_NS);
-        kicks.again(MOST_PATIENCE_NS);
+        kicks.again(MOST_PATIENCE_NS).unwrap();
         assert_eq!(kicks.wait_ns, TICK_PERIOD_NS);
     }
 }

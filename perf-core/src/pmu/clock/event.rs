@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use super::alarm::Slot;
 use super::cpl::Level;
+use super::timer::Timer;
 use super::vcpu::VcpuClock;
 use crate::pmu::{PmuError, PmuEvent};
 
-/// The shortest time an overflow's alarm is set to, ns.
+/// The shortest time an overflow timer is set to, ns.
 pub const MIN_TIMER_NS: u64 = 10_000;
 
-/// The longest an alarm is set to for the sake of a slow VMM, ns.
+/// The longest a timer is set to for the sake of a slow VMM, ns.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
 
 /// What part of the guest's time an event counts.
@@ -42,11 +42,11 @@ pub(super) struct ClockEvent {
     last_count: u64,
     /// The count at which an overflow is due.
     armed_at: Option<u64>,
-    /// The count when the alarm was set last.
+    /// The count when the timer was set last.
     set_at: u64,
     /// What it was set to.
     wait_ns: u64,
-    alarm: Option<Slot>,
+    timer: Option<Timer>,
 }
 
 impl ClockEvent {
@@ -62,7 +62,7 @@ impl ClockEvent {
             armed_at: None,
             set_at: 0,
             wait_ns: MIN_TIMER_NS,
-            alarm: None,
+            timer: None,
         }
     }
 
@@ -82,9 +82,9 @@ impl ClockEvent {
         }
     }
 
-    /// After an early ring, how long the alarm is to wait for the last `rest` counts.
+    /// After an early ring, how long the timer is to wait for the last `rest` counts.
     ///
-    /// The wait passes in the VMM's own time too. A VMM that needs longer than that to get back into the guest
+    /// The timer runs in the VMM's own time too. A VMM that needs longer than the timer's time to get back into the guest
     /// is rung out again before the guest has done much, for ever. So when the guest had next to nothing of the last wait,
     /// the next one is twice as long. The overflow is then late by at most that wait.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
@@ -97,22 +97,18 @@ impl ClockEvent {
         self.ns_for(rest).max(at_least_ns)
     }
 
-    /// Sets the alarm to `wait_ns`; the count is `now`.
-    fn set_alarm(&mut self, now: u64, wait_ns: u64) {
+    /// Sets the timer to `wait_ns`; the count is `now`.
+    fn set_timer(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
         let wait_ns = wait_ns.max(MIN_TIMER_NS);
-        if let Some(alarm) = &mut self.alarm {
-            alarm.set(wait_ns);
+        if let Some(timer) = &mut self.timer {
+            timer.set(wait_ns).map_err(|source| PmuError::Os {
+                what: "setting the vCPU's overflow timer",
+                source,
+            })?;
         }
         self.set_at = now;
         self.wait_ns = wait_ns;
-    }
-
-    /// No overflow is waited for.
-    fn disarm(&mut self) {
-        self.armed_at = None;
-        if let Some(alarm) = &mut self.alarm {
-            alarm.cancel();
-        }
+        Ok(())
     }
 
     fn ns_for(&self, counts: u64) -> u64 {
@@ -143,7 +139,10 @@ impl PmuEvent for ClockEvent {
         let armed = match overflow_in {
             Some(n) => self.arm(n),
             None => {
-                self.disarm();
+                self.armed_at = None;
+                if let Some(timer) = &mut self.timer {
+                    timer.park();
+                }
                 Ok(())
             }
         };
@@ -163,7 +162,10 @@ impl PmuEvent for ClockEvent {
             Share::One(_) => self.clock.stop_levels(),
             Share::Nothing => {}
         }
-        self.disarm();
+        self.armed_at = None;
+        if let Some(timer) = &mut self.timer {
+            timer.park();
+        }
     }
 
     fn read(&mut self) -> u64 {
@@ -181,32 +183,41 @@ impl PmuEvent for ClockEvent {
                 "the clock driver was made without an overflow signal",
             ));
         };
-        if self.alarm.is_none() {
-            let alarm = Slot::open(self.clock.alarm(), signal).map_err(|source| PmuError::Os {
+        if self.timer.is_none() {
+            let timer = Timer::open(self.clock.tid(), signal).map_err(|source| PmuError::Os {
                 what: "making the vCPU's overflow timer",
                 source,
             })?;
-            self.alarm = Some(alarm);
+            self.timer = Some(timer);
         }
         let now = self.read();
-        self.set_alarm(now, self.ns_for(overflow_in));
+        self.set_timer(now, self.ns_for(overflow_in))?;
         self.armed_at = Some(now.saturating_add(overflow_in.max(1)));
         Ok(())
     }
 
     fn take_overflows(&mut self) -> u32 {
-        let Some(at) = self.armed_at else { return 0 };
+        let Some(at) = self.armed_at else {
+            // The timer goes on by itself after an overflow nobody re-armed.
+            if let Some(timer) = &mut self.timer {
+                timer.park();
+            }
+            return 0;
+        };
         let now = self.read();
         if now >= at {
-            self.disarm();
+            // The timer is left as it is: whoever takes an overflow arms the next one with a single call.
+            self.armed_at = None;
             return 1;
         }
-        if !self.alarm.as_ref().is_some_and(Slot::rang) {
-            // The signal was another event's; this one's is still to come.
+        if !self.timer.as_ref().is_some_and(Timer::rang) {
+            // The signal was another event's; this one's timer is still to ring.
             return 0;
         }
         let wait_ns = self.wait_for_rest(now, at - now);
-        self.set_alarm(now, wait_ns);
+        if let Err(e) = self.set_timer(now, wait_ns) {
+            log::warn!("an overflow timer could not be set for the rest of its period: {e}");
+        }
         0
     }
 }
@@ -237,7 +248,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// An alarm set for n cycles never rings before n cycles have passed.
+        /// A timer set for n cycles never rings before n cycles have passed.
         #[test]
         fn the_time_for_n_cycles_holds_n_cycles(cycles in 0u64..1 << 48, khz in 1u32..6_000_000) {
             prop_assert!(cycles_of_ns(ns_for_cycles(cycles, khz), khz) >= cycles);
@@ -250,11 +261,11 @@ mod tests {
     }
 
     #[test]
-    fn no_alarm_is_set_to_less_than_the_floor() {
+    fn no_timer_is_set_to_less_than_the_floor() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
         for (asked, set) in [(0, 10_000), (1, 10_000), (9_999, 10_000), (10_001, 10_001)] {
-            event.set_alarm(0, asked);
+            event.set_timer(0, asked).unwrap();
             assert_eq!(event.wait_ns, set, "{asked} ns");
         }
     }

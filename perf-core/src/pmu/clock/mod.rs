@@ -21,7 +21,6 @@
 //! (it is halted, or waits for a host CPU). The timer rings once each time it is set, so nothing can be kept busy by
 //! rings alone.
 
-mod alarm;
 mod cpl;
 mod event;
 mod timer;

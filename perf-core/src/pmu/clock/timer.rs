@@ -1,29 +1,23 @@
-//! The timer whose signal takes a vCPU out of its guest.
+//! The timer whose signal announces an overflow of a clock event, or asks for the guest's privilege level.
 //!
 //! A POSIX timer, not a host perf event. A perf event's signal is sent by an interrupt of its own that follows the timer's
 //! (`irq_work`), and which may come as late as the next scheduler tick on an emulated host; and a perf clock event goes on
 //! ringing at its period until it is given another, which at short periods is enough for the host kernel to see its timer
-//! interrupt hang. A POSIX timer signals from the timer's interrupt itself, and takes one system call to set. The kernel
-//! starts its interval, if it has one, when the signal is delivered, so that nothing piles up while it is not.
+//! interrupt hang. A POSIX timer signals from the timer's interrupt itself, rings once, and takes one system call to
+//! set. Its time is the wall's, which passes at least as fast as the guest's, so it too can only be early.
 #![allow(unsafe_code)]
 
-use std::fmt::Debug;
 use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
 
-/// What an alarm rings with. Times are those of `CLOCK_MONOTONIC`.
-pub(super) trait Bell: Debug {
-    /// Rings at `at_ns`, and every `again_ns` from there, instead of when it was to ring before. One system call.
-    fn set(&mut self, at_ns: u64, again_ns: u64) -> io::Result<()>;
-
-    /// Does not ring any more. One system call.
-    fn stop(&mut self) -> io::Result<()>;
-}
-
-/// A timer that signals one thread of this process.
+/// A one-shot timer that signals one thread of this process.
 #[derive(Debug)]
-pub(super) struct Timer(libc::timer_t);
+pub(super) struct Timer {
+    id: libc::timer_t,
+    /// Not set, as far as we know: the call to stop it can be saved.
+    parked: bool,
+}
 
 // SAFETY: a POSIX timer id is a number of the process; its calls may come from any thread.
 unsafe impl Send for Timer {}
@@ -39,54 +33,76 @@ impl Timer {
         let mut id = ptr::null_mut();
         // SAFETY: both pointers are to live locals of the right types.
         match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut id) } {
-            0 => Ok(Self(id)),
+            0 => Ok(Self { id, parked: true }),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Sets it; a first time of 0 stops it.
-    fn settime(&self, first_ns: u64, again_ns: u64) -> io::Result<()> {
-        let spec = libc::itimerspec {
-            it_interval: timespec(again_ns),
-            it_value: timespec(first_ns),
+    /// Rings once, `ns` from now (at least 1), instead of when it was to ring before. One system call.
+    pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
+        self.settime(ns.max(1))?;
+        self.parked = false;
+        Ok(())
+    }
+
+    /// Does not ring any more.
+    pub(super) fn park(&mut self) {
+        if !self.parked {
+            match self.settime(0) {
+                Ok(_) => self.parked = true,
+                Err(e) => log::debug!("cannot park an overflow timer: {e}"),
+            }
+        }
+    }
+
+    /// Whether it has rung since it was set. One system call.
+    pub(super) fn rang(&self) -> bool {
+        let mut left = MaybeUninit::<libc::itimerspec>::zeroed();
+        // SAFETY: the timer lives as long as `self`; `left` is writable and, zeroed, a valid itimerspec already.
+        let left = unsafe {
+            libc::timer_gettime(self.id, left.as_mut_ptr());
+            left.assume_init()
         };
-        // SAFETY: the timer lives as long as `self`, and `spec` is a live local. What was left of the former time is not asked.
-        match unsafe { libc::timer_settime(self.0, libc::TIMER_ABSTIME, &spec, ptr::null_mut()) } {
-            0 => Ok(()),
+        left.it_value.tv_sec == 0 && left.it_value.tv_nsec == 0
+    }
+
+    /// Does not ring any more; what was left of its time, ns, 0 if it has rung. One system call.
+    pub(super) fn take(&mut self) -> io::Result<u64> {
+        let left_ns = self.settime(0)?;
+        self.parked = true;
+        Ok(left_ns)
+    }
+
+    /// Sets it, or stops it with 0; what was left of the former time, ns.
+    fn settime(&self, ns: u64) -> io::Result<u64> {
+        let spec = libc::itimerspec {
+            it_interval: libc::timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            },
+            it_value: libc::timespec {
+                // At most 2^64 ns are 585 years: both parts fit.
+                tv_sec: (ns / 1_000_000_000) as libc::time_t,
+                tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+            },
+        };
+        let mut former = libc::itimerspec {
+            it_interval: spec.it_interval,
+            it_value: spec.it_interval,
+        };
+        // SAFETY: the timer lives as long as `self`, and both structs are live locals.
+        match unsafe { libc::timer_settime(self.id, 0, &spec, &mut former) } {
+            0 => Ok((former.it_value.tv_sec as u64)
+                .saturating_mul(1_000_000_000)
+                .saturating_add(former.it_value.tv_nsec as u64)),
             _ => Err(io::Error::last_os_error()),
         }
-    }
-}
-
-impl Bell for Timer {
-    fn set(&mut self, at_ns: u64, again_ns: u64) -> io::Result<()> {
-        self.settime(at_ns.max(1), again_ns)
-    }
-
-    fn stop(&mut self) -> io::Result<()> {
-        self.settime(0, 0)
     }
 }
 
 impl Drop for Timer {
     fn drop(&mut self) {
         // SAFETY: the timer was made by `open` and is deleted only here.
-        unsafe { libc::timer_delete(self.0) };
-    }
-}
-
-/// `CLOCK_MONOTONIC` now, ns. No system call where the kernel lets clocks be read from user space.
-pub(super) fn monotonic_ns() -> u64 {
-    let mut now = timespec(0);
-    // SAFETY: `now` is a writable timespec. The clock exists on every Linux.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
-fn timespec(ns: u64) -> libc::timespec {
-    libc::timespec {
-        // At most 2^64 ns are 585 years: both parts fit.
-        tv_sec: (ns / 1_000_000_000) as libc::time_t,
-        tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+        unsafe { libc::timer_delete(self.id) };
     }
 }

@@ -12,9 +12,8 @@
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Mutex, Once};
 
-use super::alarm::VcpuAlarm;
 use super::cpl::{CplSplit, Level};
 use crate::pmu::host::fd::current_tid;
 
@@ -45,8 +44,6 @@ pub struct VcpuClock {
     late_epoch: AtomicU64,
     /// Serialises those other threads.
     late_lock: Mutex<()>,
-    /// Takes the vCPU out of the guest.
-    alarm: Arc<VcpuAlarm>,
     /// Attribution of guest time to privilege levels. Only touched while an event asks for one level.
     cpl: Mutex<CplSplit>,
     /// Whether the vCPU thread is to report its privilege level at kicks.
@@ -57,7 +54,6 @@ impl VcpuClock {
     /// A clock for the vCPU that thread `tid` of this process runs, on a guest whose TSC runs at `tsc_khz`.
     #[must_use]
     pub fn new(tid: i32, tsc_khz: u32) -> Self {
-        let alarm = Arc::new(VcpuAlarm::new(tid));
         Self {
             tid,
             tsc_khz,
@@ -70,8 +66,7 @@ impl VcpuClock {
             late_ns: AtomicU64::new(0),
             late_epoch: AtomicU64::new(0),
             late_lock: Mutex::new(()),
-            cpl: Mutex::new(CplSplit::new(tid, Arc::clone(&alarm))),
-            alarm,
+            cpl: Mutex::new(CplSplit::new(tid)),
             wants_ticks: AtomicBool::new(false),
         }
     }
@@ -94,18 +89,12 @@ impl VcpuClock {
         self.tsc_khz
     }
 
-    pub(super) fn alarm(&self) -> &Arc<VcpuAlarm> {
-        &self.alarm
-    }
-
     /// The vCPU's thread is about to call `KVM_RUN`.
     ///
-    /// With no clock event on this is a load and a store on a line of the thread's own and loads of two flags: no
-    /// system call and no fence. Where an event was armed or stopped since the last entry, the timer of the next overflow
-    /// is set, with at most one system call.
+    /// With no clock event on this is a load and a store on a line of the thread's own and a load of a flag: no
+    /// system call and no fence.
     #[inline]
     pub fn guest_enter(&self) {
-        self.alarm.before_entry();
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
         self.epoch.store(epoch, Ordering::Relaxed);
         // The other side of this (`add_user`) raises `users`, makes every thread of the process pass a barrier and only
@@ -129,12 +118,6 @@ impl VcpuClock {
         } else {
             self.epoch.store(epoch + 1, Ordering::Relaxed);
         }
-    }
-
-    /// The vCPU's thread will not enter the guest for a while, as in a pause, or never again: until it does, nothing is to
-    /// ring.
-    pub fn rest(&self) {
-        self.alarm.rest();
     }
 
     #[cold]
@@ -309,8 +292,8 @@ impl VcpuClock {
 
     /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3), or halted: `None`.
     ///
-    /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is found out here.
-    /// Cheap when no event needs it.
+    /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is found out here,
+    /// with one system call, and another one sets the next. Cheap when no event needs it.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
