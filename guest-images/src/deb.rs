@@ -128,8 +128,9 @@ impl<'a> Archive<'a> {
             set("Dir::State::status", Path::new("/dev/null")),
             set("APT::Sandbox::User", Path::new("root")),
         ];
+        // Nobody else refreshes these lists. Without network those of the last time serve.
         archive.lists_updated = false;
-        archive.records.clear();
+        archive.update_lists();
         Ok(archive)
     }
 
@@ -414,7 +415,6 @@ mod tests {
             codename("ID=ubuntu\nID_LIKE=debian\nVERSION_CODENAME=noble\n"),
             None
         );
-        // Testing and unstable have no number, and sid no backports: it has no codename of its own either.
         assert_eq!(codename("ID=debian\n"), None);
         let targets = "bookworm-security main http://a.example/security/\nbookworm contrib http://a.example/x/\n\
                        bookworm main http://a.example/debian/\n";

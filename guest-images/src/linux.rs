@@ -360,7 +360,10 @@ fn newer_in_backports<'p>(
         .and_then(|mut archive| archive.names(IMAGE).map(|names| (archive, names)));
     match found {
         Ok((archive, names)) => {
-            let name = newest(names)?;
+            let Some(name) = newest(names) else {
+                progress.step("the release's backports have no kernel, or cannot be reached");
+                return None;
+            };
             let newer = offered.is_none_or(|offered| numbers(&name) > numbers(offered));
             newer.then_some((archive, name))
         }
@@ -553,13 +556,17 @@ mod tests {
 
     #[test]
     fn the_newest_kernel_is_found_by_number_not_by_letter() {
-        let newest = [
+        let names = [
             "linux-image-6.1.0-9-cloud-amd64",
             "linux-image-6.1.0-56-cloud-amd64",
-        ]
-        .into_iter()
-        .max_by_key(|name| numbers(name));
-        assert_eq!(newest, Some("linux-image-6.1.0-56-cloud-amd64"));
+            // None of these: another kind of kernel, a metapackage of a series, one without a version, debug symbols.
+            "linux-image-6.9.0-1-rt-amd64",
+            "linux-image-6.12-cloud-amd64",
+            "linux-image-cloud-amd64",
+            "linux-image-6.1.0-57-cloud-amd64-dbg",
+        ];
+        let newest = newest(names.map(str::to_owned).to_vec());
+        assert_eq!(newest.as_deref(), Some("linux-image-6.1.0-56-cloud-amd64"));
         assert!(
             numbers("linux-image-6.12.117+deb12-cloud-amd64") > numbers("linux-image-6.1.0-56-cloud-amd64")
         );

@@ -3,7 +3,7 @@
 //! Before 8.1 QEMU read code for its translations without a lock. A kernel that patches itself while another processor
 //! translates just there, as Linux does when perf events come and go, may have its breakpoint translated and kept after it is
 //! gone; that processor then takes the same breakpoint for ever. A plugin (`programs/stale-code.c`) has such translations
-//! dropped. A newer QEMU would do as well, but 10.0 takes more than twice as long for a guest with many exits.
+//! dropped. A newer QEMU would do as well, but 10.0 is slower (docs/lab.md).
 
 use std::ffi::OsStr;
 use std::fs;

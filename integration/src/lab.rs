@@ -31,18 +31,15 @@ const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
 /// The processor of the lab: an AMD model that QEMU has since 2.12, with nested paging.
 const CPU: &str = "EPYC,+svm";
 
+/// Part of Debian's base system.
+const SETPRIV: &str = "setpriv";
+
 /// Why the lab cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// QEMU does not start.
-    #[error("{program}: cannot be started")]
-    Start {
-        /// The program.
-        program: PathBuf,
-        /// Why not.
-        #[source]
-        source: io::Error,
-    },
+    /// The program that starts QEMU, and ends it with us, does not run. That QEMU does was seen before.
+    #[error("{SETPRIV} cannot be started: it is in the package util-linux")]
+    Start(#[source] io::Error),
     /// Something to put into the lab could not be built.
     #[error(transparent)]
     Artefact(#[from] ArtefactError),
@@ -404,10 +401,7 @@ impl Lab {
         let spawned = spawn_result
             .recv()
             .unwrap_or_else(|error| Err(io::Error::other(error)));
-        spawned.map_err(|source| LabError::Start {
-            program: qemu.program().to_owned(),
-            source,
-        })?;
+        spawned.map_err(LabError::Start)?;
         let remains = Remains {
             ending: Arc::clone(&ending),
             console: log.clone(),
@@ -629,8 +623,7 @@ fn command_line(
     options: &LabOptions,
     mode: &str,
 ) -> std::process::Command {
-    // setpriv is part of Debian's base system.
-    let mut command = std::process::Command::new("setpriv");
+    let mut command = std::process::Command::new(SETPRIV);
     command
         .args(["--pdeathsig", "KILL"])
         .arg(qemu.program())
@@ -754,11 +747,5 @@ pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
     command.args(["-serial", "chardev:tty", "-mon", "chardev=tty"]);
     // QEMU warns once per processor feature that it does not emulate.
     command.stderr(Stdio::null());
-    command
-        .status()
-        .map_err(|source| LabError::Start {
-            program: qemu.program().to_owned(),
-            source,
-        })
-        .map(drop)
+    command.status().map_err(LabError::Start).map(drop)
 }

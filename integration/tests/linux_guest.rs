@@ -9,8 +9,9 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::place::Place;
 
-/// Period of `perf record -c`: some forty samples a second on the clock backing. A sample costs a guest in the lab a millisecond and more, which is
-/// its CPU time but not its cycles (docs/accuracy.md); with half of this period that was more than a tenth.
+/// Period of `perf record -c`: some forty samples a second on the clock backing. A sample costs a guest in the lab a
+/// millisecond and more, which is its CPU time but not its cycles (docs/accuracy.md); with half of this period that was
+/// more than a tenth.
 const PERIOD: f64 = 50_000_000.0;
 
 /// For one guest; it takes about half a minute in the lab on an idle machine.
