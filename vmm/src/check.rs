@@ -111,6 +111,14 @@ impl Report {
                         "is not offered"
                     },
                 );
+                line(
+                    "  RDPMC in programs",
+                    if kvm.rdpmc_faults {
+                        "is served"
+                    } else {
+                        "is not served: KVM answers it with counters that do not count (AMD-V in Linux 6.1; fixed in 6.12)"
+                    },
+                );
                 line("  binary statistics", yes(kvm.binary_stats));
                 line("  --backing exact", exact(self.stepping));
                 line(

@@ -4,10 +4,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvm_bindings::{
-    KVM_CAP_HALT_POLL, KVM_CAP_PMU_CAPABILITY, KVM_PIT_SPEAKER_DUMMY, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
-    kvm_pit_config,
-};
+use kvm_bindings::{KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
 use vpmu::{Backability, BackingPolicy, Generation};
@@ -24,8 +21,10 @@ use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::{GuestProbe, PmuConfig, VmPmu};
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::vcpu::control::RunControl;
+use crate::vcpu::gate::Gate;
 use crate::vcpu::stats::VcpuStats;
 use crate::vcpu::step::Stepper;
+use crate::vcpu::step::debug::BREAKPOINTS;
 use crate::vcpu::{Kicker, Vcpu, VcpuError};
 
 /// Why a VM could not be made.
@@ -155,7 +154,9 @@ impl Vm {
         }
 
         let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
-        disable_own_pmu(kvm, &fd)?;
+        if !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))? {
+            log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
+        }
         fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
             .map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
         fd.set_tss_address(layout::KVM_TSS as usize)
@@ -188,14 +189,20 @@ impl Vm {
 
         let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
         let supported = cpuid::supported(kvm)?;
+        let stepped = has_pmu && config.pmu.policy == BackingPolicy::Exact;
         let guest_cpu = GuestCpu {
             pmu: &config.pmu.model,
             backability: config.backability,
             cpus: config.cpus,
             tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
             nested: config.nested,
-            stepped: has_pmu && config.pmu.policy == BackingPolicy::Exact,
+            stepped,
         };
+        let rdpmc_faults = has_pmu && rdpmc_faults(kvm, &loaded.kind)?;
+        // A breakpoint on the handler of #GP needs one that is left over.
+        let gate =
+            rdpmc_faults && !stepped && config.rdpmc != RdpmcMode::Off && breakpoints.len() < BREAKPOINTS;
+        let planted = (config.rdpmc == RdpmcMode::Trap).then(Arc::default);
         let mut vcpus = Vec::with_capacity(config.cpus.into());
         let mut stats = Vec::with_capacity(config.cpus.into());
         for id in 0..config.cpus {
@@ -225,7 +232,14 @@ impl Vm {
                 control.clone(),
             )?;
             vcpu.stop_at_rdpmc(&breakpoints);
-            if has_pmu && config.pmu.policy == BackingPolicy::Exact {
+            if gate {
+                vcpu.serve_rdpmc_at(Gate::new(
+                    planted.clone(),
+                    ram.memory().clone(),
+                    loaded.symbols.clone(),
+                ));
+            }
+            if stepped {
                 vcpu.step_with(Stepper::new(
                     config.pmu.model.vendor(),
                     ram.memory().clone(),
@@ -385,23 +399,17 @@ fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
         .ok()
 }
 
-/// Switches KVM's own vPMU off, so that it neither answers registers itself nor takes counters from the host.
-fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<(), VmError> {
-    if !host::own_pmu_can_be_disabled(kvm) {
-        // Before Linux 5.18, or with kvm.enable_pmu=0: what our CPUID does not announce, KVM does not enable, and the MSR
-        // filter catches every register.
-        log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
-        return Ok(());
+/// Whether RDPMC outside the kernel's text faults, so that it can be served. Else programs get numbers that nobody counted, and the user is
+/// told.
+fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
+    let faults = host::rdpmc_faults(kvm)?;
+    if !faults && needs_full_kvm(kind) {
+        log::warn!(
+            "programs of the guest that use RDPMC read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; \
+             fixed in 6.12); `echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
+        );
     }
-    let mut cap = kvm_enable_cap {
-        cap: KVM_CAP_PMU_CAPABILITY,
-        ..Default::default()
-    };
-    cap.args[0] = u64::from(KVM_PMU_CAP_DISABLE);
-    vm.enable_cap(&cap).map_err(|source| VmError::Kvm {
-        what: "KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)",
-        source,
-    })
+    Ok(faults)
 }
 
 /// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU time, which the

@@ -5,9 +5,10 @@ use std::io;
 use std::path::Path;
 
 use kvm_bindings::{
-    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_userspace_memory_region,
+    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
+    kvm_userspace_memory_region,
 };
-use kvm_ioctls::{Cap, Kvm, VcpuExit};
+use kvm_ioctls::{Cap, Kvm, VcpuExit, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// Why KVM cannot be used.
@@ -91,6 +92,9 @@ pub struct KvmFacts {
     pub traps_msrs: bool,
     /// KVM's own vPMU can be switched off per VM (`KVM_CAP_PMU_CAPABILITY`).
     pub can_disable_own_pmu: bool,
+    /// RDPMC that nothing stands in for raises #GP while KVM's own vPMU is off, found out by executing it. Else KVM answers it with a count
+    /// of its own, which is no guest's.
+    pub rdpmc_faults: bool,
     /// Binary statistics (`KVM_CAP_BINARY_STATS_FD`).
     pub binary_stats: bool,
     /// Guest registers come with each exit (`KVM_CAP_SYNC_REGS`).
@@ -110,6 +114,7 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
         runs_linux,
         traps_msrs: kvm.check_extension(Cap::X86UserSpaceMsr) && kvm.check_extension(Cap::X86MsrFilter),
         can_disable_own_pmu: own_pmu_can_be_disabled(kvm),
+        rdpmc_faults: rdpmc_faults(kvm)?,
         binary_stats: kvm.check_extension_raw(u64::from(KVM_CAP_BINARY_STATS_FD)) > 0,
         sync_regs: kvm.check_extension(Cap::SyncRegs),
         max_vcpus: kvm.get_max_vcpus(),
@@ -119,6 +124,33 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
 /// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
 pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
     kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE as i32 != 0
+}
+
+/// Switches KVM's own vPMU off for `vm`. False: that is not offered, as before Linux 5.18 or with kvm.enable_pmu=0. What our CPUID does not
+/// announce KVM does not enable then, and the MSR filter catches every register.
+///
+/// # Errors
+/// KVM's.
+pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, kvm_ioctls::Error> {
+    if !own_pmu_can_be_disabled(kvm) {
+        return Ok(false);
+    }
+    let mut cap = kvm_enable_cap {
+        cap: KVM_CAP_PMU_CAPABILITY,
+        ..Default::default()
+    };
+    cap.args[0] = u64::from(KVM_PMU_CAP_DISABLE);
+    vm.enable_cap(&cap).map(|()| true)
+}
+
+/// Whether RDPMC raises #GP while KVM's own vPMU is off. KVM on AMD-V answered it with the counters of a vPMU that counts nothing, in
+/// Linux 6.1 for one; in 6.12 it does not.
+///
+/// # Errors
+/// [`HostError::Probe`] when KVM refuses what every VM needs.
+pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
+    // ECX is 0.
+    halts_behind(kvm, [0x0f, 0x33, 0xf4]).map(|halts| !halts)
 }
 
 fn flavour(runs_linux: bool) -> Flavour {
@@ -136,21 +168,26 @@ fn flavour(runs_linux: bool) -> Flavour {
     }
 }
 
-/// Runs `fld1; hlt` in real mode. KVM's emulator has no x87 arithmetic, so where guest kernels are emulated this ends
+/// Runs `fld1; hlt`. KVM's emulator has no x87 arithmetic, so where guest kernels are emulated this ends
 /// in `KVM_EXIT_INTERNAL_ERROR`; on hardware it halts.
 fn runs_x87(kvm: &Kvm) -> Result<bool, HostError> {
-    const CODE: [u8; 3] = [0xd9, 0xe8, 0xf4];
+    halts_behind(kvm, [0xd9, 0xe8, 0xf4])
+}
+
+/// Runs an instruction and `hlt` in real mode, without a table of interrupts. Whether it halts; a fault is the end.
+fn halts_behind(kvm: &Kvm, code: [u8; 3]) -> Result<bool, HostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
     let probe = |what| move |source| HostError::Probe { what, source };
 
     let vm = kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?;
+    disable_own_pmu(kvm, &vm).map_err(probe("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?;
     // VT-x without unrestricted guests needs a place for its own task state; elsewhere this has no effect.
     let _ = vm.set_tss_address(0xfffb_d000);
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(ADDRESS), SIZE)])
         .map_err(|_| HostError::Memory)?;
     memory
-        .write_slice(&CODE, GuestAddress(ADDRESS))
+        .write_slice(&code, GuestAddress(ADDRESS))
         .map_err(|_| HostError::Memory)?;
     let host = memory
         .get_host_address(GuestAddress(ADDRESS))
@@ -171,10 +208,10 @@ fn runs_x87(kvm: &Kvm) -> Result<bool, HostError> {
     let mut sregs = vcpu.get_sregs().map_err(probe("KVM_GET_SREGS"))?;
     sregs.cs.base = 0;
     sregs.cs.selector = 0;
+    sregs.idt.limit = 0;
     vcpu.set_sregs(&sregs).map_err(probe("KVM_SET_SREGS"))?;
     let mut regs = vcpu.get_regs().map_err(probe("KVM_GET_REGS"))?;
-    regs.rip = ADDRESS;
-    regs.rflags = 2;
+    (regs.rip, regs.rcx, regs.rflags) = (ADDRESS, 0, 2);
     vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
     match vcpu.run() {
         Ok(VcpuExit::Hlt) => Ok(true),

@@ -10,15 +10,17 @@
 //! 6. handle the exit.
 
 pub mod control;
+pub mod gate;
 pub mod kick;
 pub mod pmi;
+mod rdpmc;
 pub mod stats;
 pub mod step;
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch};
 use kvm_ioctls::{Cap, SyncReg, VcpuExit, VcpuFd, VmFd};
@@ -29,9 +31,11 @@ use crate::control::mailbox::Mailbox;
 use crate::control::protocol::VcpuView;
 use crate::devices::{Bus, BusOutcome};
 use crate::pmu::VcpuPmu;
-use crate::rdpmc::{TRAP, TRAP_PORT, hwbp};
+use crate::rdpmc::TRAP_PORT;
 use control::{RunControl, RunState, StopReason};
+use gate::Gate;
 use pmi::{Delivery, Lvtpc};
+use rdpmc::Read;
 use stats::VcpuStats;
 use step::debug::GuestDebug;
 use step::{Prepared, StepError, Stepper};
@@ -61,36 +65,12 @@ enum EntryError {
     Debug(#[source] kvm_ioctls::Error),
     #[error("doing an RDPMC again failed: {0}")]
     Read(#[source] kvm_ioctls::Error),
-}
-
-/// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
-/// back into it.
-const READ_SETTLES: Duration = Duration::from_micros(50);
-/// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must get on.
-const MOST_READS_AGAIN: u32 = 16;
-
-/// An RDPMC that was answered.
-#[derive(Clone, Copy, Debug)]
-struct Read {
-    /// Where it is.
-    at: u64,
-    when: Instant,
-}
-
-impl Read {
-    fn now(at: u64) -> Option<Self> {
-        Some(Self {
-            at,
-            when: Instant::now(),
-        })
-    }
+    #[error("looking for the guest's handler of #GP failed: {0}")]
+    Gate(#[source] kvm_ioctls::Error),
 }
 
 /// CR0.PE: protected mode, off after a reset (SDM vol. 3 §2.5).
 const CR0_PE: u64 = 1 << 0;
-/// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
-const CR4_PCE: u64 = 1 << 8;
-
 /// What the loop does after an exit.
 enum Next {
     /// Enter the guest again.
@@ -114,6 +94,8 @@ pub struct Vcpu {
     stats: Arc<VcpuStats>,
     control: Arc<RunControl>,
     debug: GuestDebug,
+    /// Where RDPMC is served that was not there when the guest was loaded.
+    gate: Option<Gate>,
     /// With the exact backing.
     stepper: Option<Stepper>,
     mailbox: Arc<Mailbox>,
@@ -152,6 +134,7 @@ impl Vcpu {
             stats,
             control,
             debug: GuestDebug::default(),
+            gate: None,
             stepper: None,
             mailbox: Arc::default(),
             just_read: None,
@@ -179,6 +162,11 @@ impl Vcpu {
     /// Serves RDPMC at these linear addresses by hardware breakpoints.
     pub fn stop_at_rdpmc(&mut self, addresses: &[u64]) {
         self.debug.set_sites(addresses);
+    }
+
+    /// Serves RDPMC elsewhere at the guest's handler of #GP. Not together with stepping, which has exits of its own there.
+    pub fn serve_rdpmc_at(&mut self, gate: Gate) {
+        self.gate = Some(gate);
     }
 
     /// Starts the thread of this vCPU, named `vcpuN`.
@@ -313,6 +301,7 @@ impl Vcpu {
             pmu.feed_step(&step);
         }
         self.serve_pmu(timer)?;
+        self.look_for_gate().map_err(EntryError::Gate)?;
         self.prepare_entry()
     }
 
@@ -370,40 +359,6 @@ impl Vcpu {
         self.fd.set_vcpu_events(&events).map_err(EntryError::Debug)
     }
 
-    /// Executes the RDPMC that a breakpoint stopped at.
-    fn rdpmc_at_breakpoint(&mut self) -> Result<(), kvm_ioctls::Error> {
-        self.stats.rdpmc.inc();
-        let Some(pmu) = &mut self.pmu else { return Ok(()) };
-        let mut regs = self.fd.get_regs()?;
-        let sregs = self.fd.get_sregs()?;
-        let pce = sregs.cr4 & CR4_PCE != 0;
-        let cpl = sregs.ss.dpl & 3;
-        match pmu.rdpmc_at(regs.rcx as u32, cpl, pce || cpl == 0) {
-            Some(value) => {
-                regs.rax = value & 0xffff_ffff;
-                regs.rdx = value >> 32;
-                self.just_read = Read::now(regs.rip);
-                regs.rip = regs.rip.wrapping_add(hwbp::LENGTH);
-                self.fd.set_regs(&regs)
-            }
-            None => {
-                self.stats.gp_injected.inc();
-                self.raise_general_protection()
-            }
-        }
-    }
-
-    fn raise_general_protection(&self) -> Result<(), kvm_ioctls::Error> {
-        let mut events = self.fd.get_vcpu_events()?;
-        // What others send meanwhile stays as it is.
-        events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
-        events.exception.injected = 1;
-        events.exception.nr = 13;
-        events.exception.has_error_code = 1;
-        events.exception.error_code = 0;
-        self.fd.set_vcpu_events(&events)
-    }
-
     /// Overflows, what the guest wrote into its registers, and a PMI that is due.
     fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), EntryError> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
@@ -447,53 +402,6 @@ impl Vcpu {
         Ok(())
     }
 
-    /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI comes before
-    /// it: it is executed again after the handler. Returns how long the PMI must wait instead.
-    ///
-    /// Linux brings an event up to date by reading its last value, RDPMC, and a compare-and-exchange of that last
-    /// value. A handler in between restarts the period, after which the last value can be what it was
-    /// before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and the exchange that is a
-    /// matter of nanoseconds; here the exit for RDPMC is where overflows are found, and timers ring on the way back from it, so
-    /// PMIs would come behind it as a rule.
-    fn interrupt_before_read(&mut self) -> Result<Option<Duration>, kvm_ioctls::Error> {
-        let in_a_row = std::mem::take(&mut self.reads_again);
-        let Some(Read { at, when }) = self.just_read else {
-            return Ok(None);
-        };
-        // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its end.
-        if self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
-            return Ok(None);
-        }
-        let mut regs = self.fd.get_regs()?;
-        let behind = at.wrapping_add(TRAP.len() as u64);
-        if regs.rip != at && regs.rip != behind {
-            // It has gone on, and may still have the value in hand.
-            return Ok((when.elapsed() < READ_SETTLES).then_some(READ_SETTLES));
-        }
-        if in_a_row == MOST_READS_AGAIN {
-            // Its counters overflow again each time it gets here: this time it goes on first.
-            self.reads_again = in_a_row;
-            return Ok(Some(MASKED_PMI_POLL));
-        }
-        if regs.rip == at {
-            // KVM has yet to step over the OUT that stands for RDPMC. This request stays: the next entry is made twice.
-            self.fd.set_kvm_immediate_exit(1);
-            match self.fd.run() {
-                Err(e) if e.errno() == libc::EINTR => {}
-                Err(e) => return Err(e),
-                Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
-            }
-            regs = self.fd.get_regs()?;
-        }
-        if regs.rip == behind {
-            regs.rip = at;
-            self.fd.set_regs(&regs)?;
-            self.reads_again = in_a_row + 1;
-        }
-        self.just_read = None;
-        Ok(None)
-    }
-
     /// Steps 5 and 6: KVM_RUN and its exit.
     fn enter(&mut self, armed: &kick::Armed) -> Next {
         if let Some(pmu) = &self.pmu {
@@ -527,6 +435,9 @@ impl Vcpu {
                 stats.wrmsr.inc();
                 if let Some(stepper) = &mut self.stepper {
                     stepper.registers_changed();
+                }
+                if let Some(gate) = &mut self.gate {
+                    gate.wrote();
                 }
                 if !self
                     .pmu
@@ -592,61 +503,6 @@ impl Vcpu {
                 self.fail(&what)
             }
         }
-    }
-
-    /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
-    fn rdpmc(&mut self, armed: &kick::Armed) {
-        self.stats.rdpmc.inc();
-        let Some(pmu) = &mut self.pmu else { return };
-        let mut regs = if self.syncs_registers {
-            self.fd.sync_regs_mut().regs
-        } else {
-            match self.fd.get_regs() {
-                Ok(regs) => regs,
-                Err(e) => {
-                    log::error!("vcpu{}: KVM_GET_REGS: {e}", self.id);
-                    self.control.stop(StopReason::Failed);
-                    return;
-                }
-            }
-        };
-        match pmu.rdpmc(regs.rcx as u32) {
-            Some(value) => {
-                self.just_read = Read::now(regs.rip);
-                regs.rax = value & 0xffff_ffff;
-                regs.rdx = value >> 32;
-                if self.syncs_registers {
-                    // Before it completes the port write, the next KVM_RUN takes them.
-                    self.fd.sync_regs_mut().regs = regs;
-                    self.fd.set_sync_dirty_reg(SyncReg::Register);
-                } else if let Err(e) = self.fd.set_regs(&regs) {
-                    log::error!("vcpu{}: KVM_SET_REGS: {e}", self.id);
-                    self.control.stop(StopReason::Failed);
-                }
-            }
-            None => {
-                self.stats.gp_injected.inc();
-                if let Err(e) = self.fault_at_port_write(armed) {
-                    log::error!("vcpu{}: injecting #GP for RDPMC: {e}", self.id);
-                    self.control.stop(StopReason::Failed);
-                }
-            }
-        }
-    }
-
-    /// Raises #GP(0) *at* the two-byte instruction whose port write is being handled.
-    fn fault_at_port_write(&mut self, armed: &kick::Armed) -> Result<(), kvm_ioctls::Error> {
-        // KVM steps over the OUT when it is entered again; let it do just that, then step back.
-        armed.request();
-        match self.fd.run() {
-            Err(e) if e.errno() == libc::EINTR => {}
-            Err(e) => return Err(e),
-            Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
-        }
-        let mut regs = self.fd.get_regs()?;
-        regs.rip = regs.rip.wrapping_sub(2);
-        self.fd.set_regs(&regs)?;
-        self.raise_general_protection()
     }
 
     /// Says that the guest shut this vCPU down, and where it was, as far as KVM still knows.

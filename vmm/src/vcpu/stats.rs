@@ -30,6 +30,8 @@ counters! {
     wrmsr: "PMU register writes (WRMSR)",
     /// RDPMC, as the patched `out`.
     rdpmc: "counter reads (RDPMC trap)",
+    /// Stops at the guest's handler of #GP, where RDPMC is served that was not replaced.
+    gp_looked_at: "#GP looked at for RDPMC",
     /// PMU accesses answered with #GP.
     gp_injected: "PMU accesses answered with #GP",
     /// Overflows of counters.

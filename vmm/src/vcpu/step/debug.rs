@@ -27,6 +27,8 @@ pub struct Want {
 pub struct GuestDebug {
     /// Breakpoints that stay.
     sites: Vec<u64>,
+    /// The last of them is of [`GuestDebug::set_last_site`].
+    has_last: bool,
     set: Want,
     /// KVM knows `sites`.
     told: bool,
@@ -36,7 +38,20 @@ impl GuestDebug {
     /// Breakpoints at `sites` from the next entry on, at most [`BREAKPOINTS`]; more are not set.
     pub fn set_sites(&mut self, sites: &[u64]) {
         self.sites = sites.iter().copied().take(BREAKPOINTS).collect();
+        self.has_last = false;
         self.told = false;
+    }
+
+    /// Another breakpoint that stays, instead of the one this set before. Without room for it nothing changes.
+    pub fn set_last_site(&mut self, site: u64) {
+        if self.has_last {
+            self.sites.pop();
+        }
+        self.has_last = self.free() > 0;
+        if self.has_last {
+            self.sites.push(site);
+            self.told = false;
+        }
     }
 
     /// How many breakpoints are free for one entry.

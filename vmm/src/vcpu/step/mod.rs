@@ -19,7 +19,7 @@
 
 pub mod debug;
 mod interrupts;
-mod state;
+pub(super) mod state;
 mod system_calls;
 
 use kvm_bindings::kvm_debug_exit_arch;
