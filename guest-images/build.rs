@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
 /// The kernels: directory under `bare-metal/` and name of the file made.
-const KERNELS: [&str; 4] = ["selftest", "vpmu", "exact", "validate"];
+const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
 
 /// Freestanding code for the privileged levels: no SSE registers, no red zone, no position independence, no
 /// CET markers (the instruction emulator of a software-only KVM does not know ENDBR64), frame pointers for call chains.

@@ -8,6 +8,7 @@
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS          N threads that spin
  *   idle SECONDS               sleeps
+ *   selfread COUNT             reads its own cycle counter by RDPMC COUNT times, each between two read(2) of it
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
  *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
  *
@@ -15,7 +16,9 @@
  * without inlining of the functions that profiles are expected to show.
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
+#include <linux/perf_event.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -187,6 +190,57 @@ static int idle(const char *seconds)
 	return 0;
 }
 
+/* The count of an event of our own without the kernel, as perf_event_open(2) describes it; false if it is not on. */
+static int read_by_rdpmc(volatile struct perf_event_mmap_page *page, uint64_t *value)
+{
+	uint32_t lock, index, low, high;
+	do {
+		lock = page->lock;
+		__sync_synchronize();
+		index = page->index;
+		*value = page->offset;
+		if (!page->cap_user_rdpmc || !index)
+			return 0;
+		__asm__ volatile("rdpmc" : "=a"(low), "=d"(high) : "c"(index - 1));
+		int unused = 64 - page->pmc_width;
+		*value += (uint64_t)((int64_t)(((uint64_t)high << 32 | low) << unused) >> unused);
+		__sync_synchronize();
+	} while (page->lock != lock);
+	return 1;
+}
+
+static int selfread(const char *count)
+{
+	struct perf_event_attr attr = { .type = PERF_TYPE_HARDWARE, .size = sizeof(attr), .config = PERF_COUNT_HW_CPU_CYCLES };
+	uint64_t times = strtoull(count, NULL, 10), reads = 0, in_order = 0, before, value = 0, after = 0;
+	int fd = (int)syscall(SYS_perf_event_open, &attr, 0, -1, -1, 0);
+	volatile struct perf_event_mmap_page *page;
+
+	if (fd < 0) {
+		printf("selfread: perf_event_open: %s\n", strerror(errno));
+		return 1;
+	}
+	page = mmap(NULL, 4096, PROT_READ, MAP_SHARED, fd, 0);
+	if (page == MAP_FAILED) {
+		printf("selfread: mmap: %s\n", strerror(errno));
+		return 1;
+	}
+	for (uint64_t i = 0; i < times; i++) {
+		busy_loop(1000);
+		if (read(fd, &before, sizeof(before)) != sizeof(before))
+			break;
+		if (!read_by_rdpmc(page, &value))
+			continue;
+		if (read(fd, &after, sizeof(after)) != sizeof(after))
+			break;
+		reads++;
+		in_order += before < value && value < after;
+	}
+	printf("selfread: reads=%llu in_order=%llu width=%u last=%llu then=%llu\n", (unsigned long long)reads,
+	       (unsigned long long)in_order, (unsigned)page->pmc_width, (unsigned long long)value, (unsigned long long)after);
+	return 0;
+}
+
 static int run(int argc, char **argv);
 
 /* Says something on the console and waits for a line there. */
@@ -257,7 +311,10 @@ static int run(int argc, char **argv)
 		return threads(argv[1], argv[2]);
 	if (!strcmp(name, "idle") && argc == 2)
 		return idle(argv[1]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, gate ...\n",
+	if (!strcmp(name, "selfread") && argc == 2)
+		return selfread(argv[1]);
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, "
+	      "selfread N, gate ...\n",
 	      stderr);
 	return 2;
 }

@@ -26,11 +26,14 @@ pub static VPMU_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/vpmu.el
 /// The test kernel whose hand-counted blocks must be counted to the last instruction, in TAP.
 pub static EXACT_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exact.elf"));
 
+/// The test kernel that executes RDPMC in code it made itself and in programs, in TAP.
+pub static RDPMC_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rdpmc.elf"));
+
 /// The guest that `perfvisor validate` asks for measurements over its console.
 pub static VALIDATE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/validate.elf"));
 
 /// All bare-metal guests.
-pub static GUESTS: [Guest; 4] = [
+pub static GUESTS: [Guest; 5] = [
     Guest {
         name: "selftest",
         purpose: "the built-in guest: counts known work and shows it",
@@ -45,6 +48,11 @@ pub static GUESTS: [Guest; 4] = [
         name: "exact",
         purpose: "hand-counted code for exact counting, in TAP",
         image: EXACT_TESTS,
+    },
+    Guest {
+        name: "rdpmc",
+        purpose: "RDPMC that no search of the file finds, in TAP",
+        image: RDPMC_TESTS,
     },
     Guest {
         name: "validate",

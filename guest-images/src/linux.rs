@@ -29,8 +29,8 @@ const SCRIPTS: [(&str, &str); 3] = [
 ];
 
 /// Names under which `pvload` is called.
-const PROGRAMS: [&str; 8] = [
-    "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "gate",
+const PROGRAMS: [&str; 9] = [
+    "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
 ];
 
 /// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, and a serial
@@ -195,7 +195,7 @@ impl Images {
 fn recipe() -> String {
     let mut hasher = DefaultHasher::new();
     // Raise the number when the code of this crate changes what it builds.
-    let layout = 3u32;
+    let layout = 4u32;
     (
         layout,
         GUEST_INIT,

@@ -133,7 +133,14 @@ fn the_measuring_guest_says_that_there_is_no_pmu_and_powers_off() {
 }
 
 #[test]
+fn the_rdpmc_kernel_has_no_test_for_a_machine_without_a_pmu() {
+    let Some(run) = run("rdpmc", "", 1) else { return };
+    assert!(run.output.contains("1..0"), "{}", run.output);
+    assert_eq!(run.status, Some(0), "{}", run.output);
+}
+
+#[test]
 fn every_guest_is_run_by_a_test_here() {
     let names: Vec<_> = GUESTS.iter().map(|guest| guest.name).collect();
-    assert_eq!(names, ["selftest", "vpmu", "exact", "validate"]);
+    assert_eq!(names, ["selftest", "vpmu", "exact", "rdpmc", "validate"]);
 }
