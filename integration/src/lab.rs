@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use guest_images::cpio::Archive;
-use guest_images::linux::Images;
+use guest_images::linux::{Images, KernelChoice};
 use guest_images::qemu::Qemu;
 
 use crate::artefacts::{self, ArtefactError, Binaries};
@@ -81,6 +81,8 @@ pub struct LabOptions {
     pub memory_mib: u32,
     /// Whether perf is put into the lab itself. The guest always has it.
     pub perf: bool,
+    /// The kernel of the lab itself. Its guests have the default one.
+    pub kernel: KernelChoice,
     /// More files: path in the lab and path here. Copied with their permissions.
     pub files: Vec<(String, PathBuf)>,
 }
@@ -91,6 +93,7 @@ impl Default for LabOptions {
             cpus: 2,
             memory_mib: 3072,
             perf: false,
+            kernel: KernelChoice::default(),
             files: Vec::new(),
         }
     }
@@ -327,7 +330,7 @@ impl Lab {
     }
 
     fn boot_within(options: &LabOptions, limit: Duration) -> Result<Self, LabError> {
-        let images = artefacts::images()?;
+        let host = artefacts::images_of(&options.kernel)?;
         let binaries = artefacts::binaries()?;
         let started = Instant::now();
         let scratch = tempfile::tempdir().map_err(|source| LabError::File {
@@ -335,9 +338,11 @@ impl Lab {
             source,
         })?;
         let initrd = scratch.path().join("initrd");
-        write_initrd(&initrd, images, binaries, options).map_err(|source| LabError::File {
-            path: initrd.clone(),
-            source,
+        write_initrd(&initrd, &host, artefacts::images()?, binaries, options).map_err(|source| {
+            LabError::File {
+                path: initrd.clone(),
+                source,
+            }
         })?;
         let socket = scratch.path().join("agent");
         let listener = UnixListener::bind(&socket).map_err(|source| LabError::File {
@@ -350,7 +355,7 @@ impl Lab {
 
         let ending = Arc::new(Ending::default());
         let qemu = artefacts::qemu()?;
-        let mut command = command_line(qemu, images, &initrd, options, "lab.mode=agent");
+        let mut command = command_line(qemu, &host, &initrd, options, "lab.mode=agent");
         command
             .args(["-display", "none"])
             .arg("-serial")
@@ -618,7 +623,7 @@ fn log_name() -> String {
 /// QEMU's command line, consoles left to the caller.
 fn command_line(
     qemu: &Qemu,
-    images: &Images,
+    host: &Images,
     initrd: &Path,
     options: &LabOptions,
     mode: &str,
@@ -634,7 +639,7 @@ fn command_line(
         .args(["-smp", &(options.cpus + 1).to_string()])
         .args(["-m", &format!("{}M", options.memory_mib)])
         .arg("-kernel")
-        .arg(&images.bz_image)
+        .arg(&host.bz_image)
         .arg("-initrd")
         .arg(initrd)
         .arg("-append")
@@ -645,24 +650,30 @@ fn command_line(
 }
 
 /// The lab's own initrd with an archive appended that holds Perfvisor, the agent and the guest.
-fn write_initrd(path: &Path, images: &Images, binaries: &Binaries, options: &LabOptions) -> io::Result<()> {
+fn write_initrd(
+    path: &Path,
+    host: &Images,
+    guest: &Images,
+    binaries: &Binaries,
+    options: &LabOptions,
+) -> io::Result<()> {
     let mut out = BufWriter::new(File::create(path)?);
     let mut append = |file: &Path| io::copy(&mut File::open(file)?, &mut out).map(drop);
-    append(&images.lab_initrd)?;
+    append(&host.lab_initrd)?;
     if options.perf {
-        append(&images.perf_cpio)?;
+        append(&host.perf_cpio)?;
     }
     let mut archive = Archive::new(out);
     archive.directory("guest")?;
     archive.directory("tests")?;
     add(&mut archive, "bin/perfvisor", 0o755, &binaries.perfvisor)?;
     add(&mut archive, "bin/lab-agent", 0o755, &binaries.lab_agent)?;
-    add(&mut archive, "bin/pvload", 0o755, &images.pvload)?;
-    add(&mut archive, "guest/vmlinux", 0o644, &images.vmlinux)?;
-    add(&mut archive, "guest/bzImage", 0o644, &images.bz_image)?;
-    add(&mut archive, "guest/initrd", 0o644, &images.initrd)?;
-    for guest in &guest_images::bare_metal::GUESTS {
-        archive.file(&format!("guest/{}.elf", guest.name), 0o644, guest.image)?;
+    add(&mut archive, "bin/pvload", 0o755, &guest.pvload)?;
+    add(&mut archive, "guest/vmlinux", 0o644, &guest.vmlinux)?;
+    add(&mut archive, "guest/bzImage", 0o644, &guest.bz_image)?;
+    add(&mut archive, "guest/initrd", 0o644, &guest.initrd)?;
+    for kernel in &guest_images::bare_metal::GUESTS {
+        archive.file(&format!("guest/{}.elf", kernel.name), 0o644, kernel.image)?;
     }
     for (name, file) in &options.files {
         let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(file)?.permissions());
@@ -729,19 +740,21 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, String> {
 /// # Errors
 /// As [`Lab::boot`].
 pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
-    let images = artefacts::images()?;
+    let host = artefacts::images_of(&options.kernel)?;
     let binaries = artefacts::binaries()?;
     let scratch = tempfile::tempdir().map_err(|source| LabError::File {
         path: std::env::temp_dir(),
         source,
     })?;
     let initrd = scratch.path().join("initrd");
-    write_initrd(&initrd, images, binaries, options).map_err(|source| LabError::File {
-        path: initrd.clone(),
-        source,
+    write_initrd(&initrd, &host, artefacts::images()?, binaries, options).map_err(|source| {
+        LabError::File {
+            path: initrd.clone(),
+            source,
+        }
     })?;
     let qemu = artefacts::qemu()?;
-    let mut command = command_line(qemu, images, &initrd, options, "lab.mode=shell");
+    let mut command = command_line(qemu, &host, &initrd, options, "lab.mode=shell");
     // Ctrl-C goes to the lab; Ctrl-A x ends QEMU.
     command.args(["-display", "none", "-chardev", "stdio,id=tty,mux=on,signal=off"]);
     command.args(["-serial", "chardev:tty", "-mon", "chardev=tty"]);

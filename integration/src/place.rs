@@ -31,6 +31,14 @@ pub enum PlaceError {
         /// What went wrong.
         message: String,
     },
+    /// `perfvisor check` does not say what it should.
+    #[error("perfvisor check --json has no {pointer}:\n{output}")]
+    Check {
+        /// What was looked for.
+        pointer: String,
+        /// What it printed.
+        output: String,
+    },
     /// The environment variable that chooses is wrong.
     #[error("PERFVISOR_PLACE={0}: must be \"direct\", \"lab\" or unset")]
     Choice(String),
@@ -270,6 +278,22 @@ impl Place {
             }
             result => result,
         }
+    }
+
+    /// What `perfvisor check` says of this host, a truth value by its JSON pointer, as `/kvm/Ok/rdpmc_faults`.
+    ///
+    /// # Errors
+    /// When it does not run there, or has no such value.
+    pub fn check(&self, pointer: &str) -> Result<bool, PlaceError> {
+        let command = Command::new(self.perfvisor()?).args(["check", "--json"]);
+        let output = self.run(&command, Duration::from_secs(60))?.stdout_text();
+        serde_json::from_str::<serde_json::Value>(&output)
+            .ok()
+            .and_then(|facts| facts.pointer(pointer)?.as_bool())
+            .ok_or_else(|| PlaceError::Check {
+                pointer: pointer.to_owned(),
+                output,
+            })
     }
 
     /// What a guest is doing that does not end, and the machine under it.

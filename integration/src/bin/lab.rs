@@ -4,13 +4,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use guest_images::linux::KernelChoice;
 use guest_images::qemu::Qemu;
 use integration::artefacts::{self, describe};
 use integration::lab::{Lab, LabOptions, interactive};
 use integration::process::Command;
 
 const USAGE: &str = "\
-usage: lab [--no-perf] [--cpus N] [--memory MIB] [--file PLACE=FILE]... [COMMAND [ARGUMENT...]]
+usage: lab [--no-perf] [--cpus N] [--memory MIB] [--kernel cloud|generic|newest|PACKAGE] [--file PLACE=FILE]... [COMMAND [ARGUMENT...]]
        lab --build-only
 
 Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.
@@ -53,6 +54,13 @@ fn main() -> ExitCode {
                     return usage_error(&format!("--file: {} is not a file", file.display()));
                 }
                 options.files.push((place, file));
+                continue;
+            }
+            "--kernel" => {
+                let Some(kernel) = arguments.next() else {
+                    return usage_error("--kernel: cloud, generic, newest or a package");
+                };
+                options.kernel = KernelChoice::parse(&kernel);
                 continue;
             }
             "-h" | "--help" => {
