@@ -481,6 +481,94 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     assert!(std::fs::read(&packed).unwrap().starts_with(&[0x1f, 0x8b]));
 }
 
+/// Sampling is on while a pipe says so, and each word is answered when it was followed.
+#[test]
+fn a_recording_is_switched_on_and_off_through_pipes() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let place = |name: &str| vm.vm.runtime.path().join(name);
+    let (ctl, ack, data) = (place("ctl"), place("ack"), place("perf.data"));
+    for path in [&ctl, &ack] {
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    }
+    let pipes = format!("fifo:{},{}", ctl.display(), ack.display());
+    let recorder = Command::new(PROGRAM)
+        .args([
+            "record",
+            "test",
+            "-q",
+            "-F",
+            "500",
+            "-D",
+            "-1",
+            "--control",
+            &pipes,
+        ])
+        .args(["-o", data.to_str().unwrap()])
+        .env("XDG_RUNTIME_DIR", vm.vm.runtime.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let both = |path| {
+        std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .unwrap()
+    };
+    let (mut ctl, mut ack) = (both(&ctl), both(&ack));
+    let mut say = |word: &str| {
+        ctl.write_all(word.as_bytes()).unwrap();
+        let mut answer = [0; 4];
+        ack.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"ack\n", "{word}");
+        perf_core::pmu::host::monotonic_ns()
+    };
+    let mut on = Vec::new();
+    for _ in 0..2 {
+        say("ping\n");
+        std::thread::sleep(Duration::from_millis(200));
+        let from = perf_core::pmu::host::monotonic_ns();
+        say("enable\n");
+        std::thread::sleep(Duration::from_millis(500));
+        on.push((from, say("disable\n")));
+    }
+    say("stop\n");
+    let out = recorder.wait_with_output().unwrap();
+    assert_eq!(
+        out.status.code(),
+        Some(0),
+        "{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    let profile: Profile = reader::read_file(&data).unwrap();
+    let times: Vec<u64> = profile.samples().map(|sample| sample.time_ns).collect();
+    // The file's clock began with the VM; what counts is how far apart samples are.
+    let first = *times.iter().min().unwrap();
+    let gap = on[1].0 - on[0].1;
+    let mut sorted = times.clone();
+    sorted.sort_unstable();
+    let widest = sorted.windows(2).map(|two| two[1] - two[0]).max().unwrap();
+    assert!(times.len() > 50, "{} samples", times.len());
+    assert!(widest >= gap, "{widest} ns without a sample, off for {gap}");
+    assert!(sorted[sorted.len() - 1] - first <= on[1].1 - on[0].0);
+    for (arguments, part) in [
+        (&["-D", "-1"][..], "--control"),
+        (&["--control", "fifo:/nowhere/x"], "/nowhere/x"),
+        (&["--control", "x"], "mkfifo"),
+        (&["-D", "-2"], "-2"),
+    ] {
+        let run = Command::new(PROGRAM)
+            .args(["record", "test"])
+            .args(arguments)
+            .env("XDG_RUNTIME_DIR", vm.vm.runtime.path())
+            .output()
+            .unwrap();
+        let err = String::from_utf8_lossy(&run.stderr);
+        assert_eq!(run.status.code(), Some(2), "{arguments:?}: {err}");
+        assert!(err.contains(part), "{err}");
+    }
+}
+
 /// A VM that ends while it is recorded leaves a whole file.
 #[test]
 fn a_recording_outlives_its_vm() {

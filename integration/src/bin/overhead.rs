@@ -1,44 +1,48 @@
 //! What sampling costs a guest, the ways to do it side by side.
 //!
-//! One guest loops at CPL3 and prints a dot for each of equal chunks of work. In turn, round after round, its vCPU is
-//! sampled in one of these ways, and the vCPU thread's CPU time for a chunk is compared with that without sampling:
+//! One guest loops at CPL3 and prints a dot for each of equal chunks of work. Its vCPU, alone on a CPU, is sampled in one of these ways:
 //!
-//! - a: no sampling
 //! - b: `perf record` on the vCPU's thread: the kernel's samples, without call chains
 //! - c: a signal for each sample that takes the vCPU out of `KVM_RUN`, and nothing else: the floor of what is taken from user
 //!   space
 //! - d: `perfvisor record --chain-every 1`: a call chain with every sample
 //! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
 //!
-//! The thread's CPU time holds everything that is done on its behalf, interrupts and signals included, and, other than
-//! the time on the wall, no time of other programs. But a busy neighbour on the same core or of the same (virtual) machine
-//! makes everything slower for seconds on end, by more than what is to be measured. So each way is compared with none in the same
-//! round, which is a few seconds; shown are the median of the rounds and their quartiles. A ratio of two slowdowns is
-//! given only where the lower one is known to be more than nothing.
+//! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast as seen here. So sampling
+//! goes on and off many times a second, and the time of a chunk with it is compared with the time without it right before and right
+//! after. Shown are the median of all such comparisons and their quartiles. A ratio of two slowdowns is given only where the lower one
+//! is known to be more than nothing. Times are those on the wall: the CPU time of a thread that runs can be had at ticks only.
 
-use std::io::{BufRead, BufReader, Read};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::{GuestSampler, GuestSamples};
 
 const USAGE: &str = "\
-usage: overhead [--perfvisor FILE] [--rounds N] [--seconds S] [--hz N] [--json FILE]
+usage: overhead [--perfvisor FILE] [--rounds N] [--pairs N] [--hz N] [--json FILE]
 Compares what ways of sampling cost a guest. Wants root, for perf on another process.";
 
-const WAYS: [Way; 5] = [Way::None, Way::Perf, Way::Signal, Way::EveryChain, Way::Default];
-/// Chunks of work that are timed together: so many that each stretch has its share of samples of every kind.
-const STRETCH: usize = 5;
+const WAYS: [Way; 4] = [Way::Perf, Way::Signal, Way::EveryChain, Way::Default];
+/// How long sampling stays on, or off. Some chunks of work, and fewer than the machine has speeds for.
+const WINDOW: Duration = Duration::from_millis(150);
+/// After it was switched: what comes with that has passed.
+const SETTLES: Duration = Duration::from_millis(15);
+/// How long a program may take to begin, or to do what it is told.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Chunks in a window, at least, for it to say anything.
+const FEWEST_CHUNKS: usize = 3;
 /// What the project promises of d against c, and of e against b.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    None,
     Perf,
     Signal,
     EveryChain,
@@ -48,7 +52,6 @@ enum Way {
 impl Way {
     fn name(self) -> &'static str {
         match self {
-            Way::None => "a  no sampling",
             Way::Perf => "b  perf record on the vCPU thread, no chains",
             Way::Signal => "c  a signal for each sample, nothing else",
             Way::EveryChain => "d  perfvisor record --chain-every 1",
@@ -60,7 +63,7 @@ impl Way {
 struct Options {
     perfvisor: PathBuf,
     rounds: usize,
-    window: Duration,
+    pairs: usize,
     hz: u64,
     json: Option<PathBuf>,
 }
@@ -91,7 +94,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
             .filter(|path| path.exists())
             .unwrap_or_else(|| "perfvisor".into()),
         rounds: 12,
-        window: Duration::from_secs(1),
+        pairs: 10,
         hz: 1000,
         json: None,
     };
@@ -102,7 +105,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
             "--json" => options.json = Some(value()?.into()),
             "--rounds" => options.rounds = number(&value()?, 1, 1000)?,
             "--hz" => options.hz = number(&value()?, 10, 20_000)? as u64,
-            "--seconds" => options.window = Duration::from_secs(number(&value()?, 1, 60)? as u64),
+            "--pairs" => options.pairs = number(&value()?, 1, 1000)?,
             other => return Err(format!("unknown option {other}")),
         }
     }
@@ -121,8 +124,8 @@ struct Guest {
     name: String,
     runtime: tempfile::TempDir,
     tid: i32,
-    /// The vCPU thread's CPU time, ns, when dots of the guest's console came, and how many came together.
-    dots: Arc<Mutex<Vec<(u64, usize)>>>,
+    /// When dots of the guest's console came, and how many came together.
+    dots: Arc<Mutex<Vec<(Instant, usize)>>>,
 }
 
 impl Drop for Guest {
@@ -170,14 +173,14 @@ impl Guest {
             }
         }
         guest.tid = vcpu_thread(guest.child.id()).ok_or("the VM has no vCPU thread")?;
-        let (tid, dots) = (guest.tid, guest.dots.clone());
+        let dots = guest.dots.clone();
         std::thread::spawn(move || {
             let mut byte = [0; 64];
             while let Ok(n @ 1..) = console.read(&mut byte) {
-                let Some(cpu_ns) = cpu_time_ns(tid) else { break };
+                let now = Instant::now();
                 let mut dots = dots.lock().unwrap_or_else(PoisonError::into_inner);
                 let together = byte[..n].iter().filter(|&&b| b == b'.').count();
-                dots.push((cpu_ns, together));
+                dots.push((now, together));
             }
         });
         Ok(guest)
@@ -189,24 +192,14 @@ impl Guest {
         command
     }
 
-    /// CPU time of one chunk of work, ns, over stretches of some chunks each in the window that begins now.
-    fn paces(&self, window: Duration) -> Result<Vec<f64>, String> {
+    /// Time of one chunk of work, s, in a window that begins now. `None`: there were too few.
+    fn pace(&self) -> Option<f64> {
         self.dots.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        std::thread::sleep(window);
+        std::thread::sleep(WINDOW);
         let dots = self.dots.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        // From each dot to the first that is at least so many chunks later.
-        let stretch = |from: usize| {
-            let mut chunks = 0;
-            dots[from + 1..].iter().find_map(|&(cpu_ns, together)| {
-                chunks += together;
-                (chunks >= STRETCH).then(|| (cpu_ns - dots[from].0) as f64 / chunks as f64)
-            })
-        };
-        let paces: Vec<f64> = (0..dots.len()).filter_map(stretch).collect();
-        if paces.is_empty() {
-            return Err("the guest makes too few dots; a longer --seconds may do".into());
-        }
-        Ok(paces)
+        let (first, last) = (dots.first()?, dots.last()?);
+        let chunks: usize = dots[1..].iter().map(|(_, together)| together).sum();
+        (chunks >= FEWEST_CHUNKS).then(|| (last.0 - first.0).as_secs_f64() / chunks as f64)
     }
 }
 
@@ -223,35 +216,30 @@ fn vcpu_thread(pid: u32) -> Option<i32> {
     })
 }
 
-/// CPU time of a thread, ns: the first field of its schedstat.
-fn cpu_time_ns(tid: i32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{tid}/schedstat")).ok()?;
-    text.split_ascii_whitespace().next()?.parse().ok()
-}
-
-/// A way of sampling that goes on.
-enum Running {
-    Nothing,
+/// A way of sampling, to be switched on and off.
+enum Sampling {
     Event(GuestSampler),
-    Drained(Arc<std::sync::atomic::AtomicBool>),
-    Process(Child),
+    Drained(GuestSampler, Arc<AtomicBool>),
+    Process(Controlled),
 }
 
-impl Running {
-    fn start(way: Way, guest: &Guest, options: &Options) -> Result<Self, String> {
-        let period_ns = 1_000_000_000 / options.hz;
+/// A `record` that follows words through a pipe.
+struct Controlled {
+    child: Child,
+    ctl: File,
+    answers: mpsc::Receiver<()>,
+    /// The other end of the answers, to end the thread that reads them.
+    end: File,
+}
+
+impl Sampling {
+    /// Ready, and off.
+    fn prepare(way: Way, guest: &Guest, options: &Options) -> Result<Self, String> {
         let hz = options.hz.to_string();
-        let quiet = |command: &mut Command| {
-            command
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null());
-            command.spawn().map(Running::Process).map_err(|e| e.to_string())
+        let clock = || {
+            GuestSampler::clock(guest.tid, 1_000_000_000 / options.hz).map_err(|e| format!("perf event: {e}"))
         };
-        let clock = || GuestSampler::clock(guest.tid, period_ns).map_err(|e| format!("perf event: {e}"));
-        let data = guest.runtime.path().join("data");
         match way {
-            Way::None => Ok(Running::Nothing),
             Way::Perf if has_perf() => {
                 let mut perf = Command::new("perf");
                 perf.args([
@@ -264,67 +252,141 @@ impl Running {
                     "-t",
                     &guest.tid.to_string(),
                 ]);
-                perf.arg("-o").arg(&data);
-                quiet(&mut perf)
+                Self::process(perf, guest)
             }
             // The same event, read in the same way.
             Way::Perf => {
                 let sampler = clock()?;
                 let fd = sampler.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
                 let mut samples = GuestSamples::map(fd, 6).map_err(|e| e.to_string())?;
-                sampler.set_enabled(true).map_err(|e| e.to_string())?;
-                let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+                let stop = Arc::new(AtomicBool::new(false));
                 let stopped = stop.clone();
                 std::thread::spawn(move || {
-                    while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
+                    while !stopped.load(Ordering::Relaxed) {
                         samples.drain(|_| {});
                         std::thread::sleep(Duration::from_millis(50));
                     }
-                    let _ = sampler.set_enabled(false);
                 });
-                Ok(Running::Drained(stop))
+                Ok(Self::Drained(sampler, stop))
             }
             Way::Signal => {
                 let sampler = clock()?;
                 // What the VMM takes for "look at your run state".
                 sampler
                     .also_signal(guest.tid, libc::SIGUSR1)
-                    .and_then(|()| sampler.set_enabled(true))
                     .map_err(|e| e.to_string())?;
-                Ok(Running::Event(sampler))
+                Ok(Self::Event(sampler))
             }
             Way::EveryChain | Way::Default => {
                 let mut record = guest.command(options);
-                record
-                    .args(["record", &guest.name, "-q", "-F", &hz])
-                    .arg("-o")
-                    .arg(&data);
+                record.args(["record", &guest.name, "-q", "-F", &hz]);
                 if way == Way::EveryChain {
                     record.args(["--chain-every", "1"]);
                 }
-                quiet(&mut record)
+                Self::process(record, guest)
             }
+        }
+    }
+
+    /// `command` is a `record` of perf's or ours, which know the same options for this.
+    fn process(mut command: Command, guest: &Guest) -> Result<Self, String> {
+        let directory = guest.runtime.path();
+        let (ctl, ack) = (directory.join("ctl"), directory.join("ack"));
+        for pipe in [&ctl, &ack] {
+            let _ = std::fs::remove_file(pipe);
+            let made = Command::new("mkfifo").arg(pipe).status();
+            if !made.is_ok_and(|status| status.success()) {
+                return Err("mkfifo failed".into());
+            }
+        }
+        let both = |path| {
+            File::options()
+                .read(true)
+                .write(true)
+                .open(path)
+                .map_err(|e| e.to_string())
+        };
+        let pipes = format!("fifo:{},{}", ctl.display(), ack.display());
+        let (ctl, ack) = (both(&ctl)?, both(&ack)?);
+        let end = ack.try_clone().map_err(|e| e.to_string())?;
+        let (answer, answers) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(ack).lines() {
+                // perf ends its answers with a zero.
+                if !line.is_ok_and(|line| line.trim_matches(char::from(0)) == "ack")
+                    || answer.send(()).is_err()
+                {
+                    break;
+                }
+            }
+        });
+        let child = command
+            .args(["-D", "-1", "--control", &pipes, "-o"])
+            .arg(directory.join("data"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|e| e.to_string())?;
+        let mut record = Controlled {
+            child,
+            ctl,
+            answers,
+            end,
+        };
+        // Answered when it is ready.
+        record.say("ping")?;
+        Ok(Self::Process(record))
+    }
+
+    fn switch(&mut self, on: bool) -> Result<(), String> {
+        match self {
+            Self::Event(sampler) | Self::Drained(sampler, _) => {
+                sampler.set_enabled(on).map_err(|e| e.to_string())
+            }
+            Self::Process(record) => record.say(if on { "enable" } else { "disable" }),
         }
     }
 
     fn stop(self) -> Result<(), String> {
         match self {
-            Running::Nothing => {}
-            Running::Event(sampler) => sampler.set_enabled(false).map_err(|e| e.to_string())?,
-            Running::Drained(stop) => stop.store(true, std::sync::atomic::Ordering::Relaxed),
-            Running::Process(mut child) => {
-                if let Ok(Some(status)) = child.try_wait() {
-                    return Err(format!("it ended by itself: {status}"));
+            Self::Event(_) => {}
+            Self::Drained(_, stop) => stop.store(true, Ordering::Relaxed),
+            Self::Process(mut record) => {
+                record.say("stop")?;
+                let status = record.child.wait().map_err(|e| e.to_string())?;
+                if !status.success() {
+                    return Err(format!("it ended with {status}"));
                 }
-                let pid = child.id().to_string();
-                let sent = Command::new("kill").args(["-INT", &pid]).status();
-                if !sent.is_ok_and(|s| s.success()) {
-                    let _ = child.kill();
-                }
-                child.wait().map_err(|e| e.to_string())?;
             }
         }
         Ok(())
+    }
+}
+
+impl Controlled {
+    /// Has it do something, and waits until it has.
+    fn say(&mut self, word: &str) -> Result<(), String> {
+        writeln!(self.ctl, "{word}").map_err(|e| e.to_string())?;
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.answers.recv_timeout(Duration::from_millis(100)) {
+                Ok(()) => return Ok(()),
+                Err(_) if Instant::now() > until => return Err(format!("no answer to '{word}'")),
+                Err(_) => {}
+            }
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("it ended by itself: {status}"));
+            }
+        }
+    }
+}
+
+impl Drop for Controlled {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = self.end.write_all(b"end\n");
     }
 }
 
@@ -349,11 +411,16 @@ fn pin(guest: &Guest) {
     }
     let set = |list: &str, args: &[&str]| {
         let mut taskset = Command::new("taskset");
-        taskset.args(["-c", "-p", list]).args(args).stdout(Stdio::null());
+        let (all, pid) = args.split_at(args.len() - 1);
+        taskset
+            .args(all)
+            .args(["-c", "-p", list])
+            .args(pid)
+            .stdout(Stdio::null());
         taskset.status().is_ok_and(|s| s.success())
     };
-    let others = format!("1-{}", cpus - 1);
-    if !(set("0", &[&tid]) && set(&others, &[&own])) {
+    let (others, vm) = (format!("1-{}", cpus - 1), guest.child.id().to_string());
+    if !(set(&others, &["-a", &vm]) && set("0", &[&tid]) && set(&others, &[&own])) {
         eprintln!("overhead: the vCPU could not be kept on a CPU of its own");
     }
 }
@@ -363,33 +430,41 @@ fn measure(options: &Options) -> Result<bool, String> {
     let guest = Guest::start(options)?;
     pin(&guest);
     let mut slowdowns: Vec<Vec<f64>> = WAYS.iter().map(|_| Vec::new()).collect();
-    // Something to warm up on.
-    guest.paces(options.window)?;
     for round in 0..options.rounds {
-        let mut paces = [0.0; WAYS.len()];
         for turn in 0..WAYS.len() {
             // Each way comes in each place of a round.
             let at = (turn + round) % WAYS.len();
-            let failed = |e: String| format!("{}: {e}", WAYS[at].name());
-            let running = Running::start(WAYS[at], &guest, options).map_err(failed)?;
-            // Programs start, frequencies settle.
-            std::thread::sleep(Duration::from_millis(400));
-            let found = guest.paces(options.window);
-            running.stop().map_err(failed)?;
-            let mut found = found.map_err(failed)?;
-            if found.is_empty() {
-                return Err(failed("the guest did no work in that time".into()));
-            }
-            paces[at] = quantile(&mut found, 0.5);
+            compare(WAYS[at], &guest, options, &mut slowdowns[at])
+                .map_err(|e| format!("{}: {e}", WAYS[at].name()))?;
         }
-        for (all, pace) in slowdowns.iter_mut().zip(paces) {
-            all.push(100.0 * (pace / paces[0] - 1.0));
-        }
+    }
+    if slowdowns.iter().any(Vec::is_empty) {
+        return Err("the guest makes too few dots to tell".into());
     }
     report(options, &mut slowdowns)
 }
 
-/// By how much a way slows the guest down, over all rounds, in percent.
+/// Switches a way of sampling on and off, and adds by how much it slowed the guest down each time, in percent.
+fn compare(way: Way, guest: &Guest, options: &Options, slowdowns: &mut Vec<f64>) -> Result<(), String> {
+    let mut sampling = Sampling::prepare(way, guest, options)?;
+    let mut paced = |on: bool| -> Result<Option<f64>, String> {
+        sampling.switch(on)?;
+        std::thread::sleep(SETTLES);
+        Ok(guest.pace())
+    };
+    let mut before = paced(false)?;
+    for _ in 0..options.pairs {
+        let with = paced(true)?;
+        let after = paced(false)?;
+        if let (Some(before), Some(with), Some(after)) = (before, with, after) {
+            slowdowns.push(100.0 * (2.0 * with / (before + after) - 1.0));
+        }
+        before = after;
+    }
+    sampling.stop()
+}
+
+/// By how much a way slows the guest down, over all comparisons, in percent.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 struct Slowdown {
     median: f64,
@@ -419,22 +494,25 @@ impl Slowdown {
 
 fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
     println!(
-        "Slowdown of a CPL3 loop sampled at {} Hz, in CPU time of its vCPU thread; {} rounds of {} s:\n",
+        "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} each:\n",
         options.hz,
+        WINDOW.as_millis(),
+        WINDOW.as_millis(),
         options.rounds,
-        options.window.as_secs()
+        options.pairs
     );
-    println!("{:<46} {:>9} {:>20}", "", "median", "quartiles");
+    println!("{:<46} {:>9} {:>20} {:>9}", "", "median", "quartiles", "error +-");
     let slowdowns: Vec<Slowdown> = rounds.iter_mut().map(|of| Slowdown::of(of)).collect();
     for (way, s) in WAYS.iter().zip(&slowdowns) {
-        if *way == Way::None {
-            println!("{:<46} {:>9} {:>20}", way.name(), "-", "-");
-        } else {
-            let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
-            println!("{:<46} {:>7.2} % {quartiles:>20}", way.name(), s.median);
-        }
+        let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
+        println!(
+            "{:<46} {:>7.2} % {quartiles:>20} {:>9.2}",
+            way.name(),
+            s.median,
+            s.standard_error
+        );
     }
-    let (d_to_c, e_to_b) = (slowdowns[3].over(slowdowns[2]), slowdowns[4].over(slowdowns[1]));
+    let (d_to_c, e_to_b) = (slowdowns[2].over(slowdowns[1]), slowdowns[3].over(slowdowns[0]));
     let told = |ratio: Option<f64>| match ratio {
         Some(ratio) => format!("{ratio:.2}"),
         None => "not measurable here".to_owned(),
@@ -446,8 +524,8 @@ fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
     );
     if let Some(path) = &options.json {
         let json = serde_json::json!({
-            "hz": options.hz, "rounds": options.rounds,
-            "slowdown_percent": { "b": slowdowns[1], "c": slowdowns[2], "d": slowdowns[3], "e": slowdowns[4] },
+            "hz": options.hz, "rounds": options.rounds, "pairs": options.pairs, "window_ms": WINDOW.as_millis() as u64,
+            "slowdown_percent": { "b": slowdowns[0], "c": slowdowns[1], "d": slowdowns[2], "e": slowdowns[3] },
             "d_to_c": d_to_c, "e_to_b": e_to_b,
         });
         let text = serde_json::to_vec_pretty(&json).map_err(|e| e.to_string())?;

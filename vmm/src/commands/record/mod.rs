@@ -3,6 +3,7 @@
 mod merge;
 mod names;
 mod recording;
+mod remote;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -32,11 +33,14 @@ use crate::signals::StopSignals;
 use merge::{Merge, RingTerms, Totals, Whose};
 use names::Names;
 use recording::Recording;
+use remote::{Pipes, Remote, Word};
 
 /// Samples a second when nothing is asked for.
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
 /// Between two looks into the rings.
 const LOOK: Duration = Duration::from_millis(50);
+/// Between two looks for what --control says.
+const LISTEN: Duration = Duration::from_millis(5);
 /// How long the VM may look for its guest's kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// Samples a second that stop the vCPU when nothing is asked for: at 65 µs each, about 0.3 % of its time.
@@ -86,6 +90,14 @@ pub struct RecordArgs {
     /// How long to record; until Ctrl-C if not given.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub duration: Option<Duration>,
+    /// Begin to sample only after so many milliseconds; -1: when --control says so.
+    #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
+          value_parser = clap::value_parser!(i64).range(-1..1 << 40))]
+    pub delay: i64,
+    /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered with a line, ack, if a second
+    /// pipe is given. As with perf: fifo:CTL[,ACK]
+    #[arg(long, value_name = "PIPES")]
+    pub control: Option<Pipes>,
     /// Pages of each vCPU's ring, a power of two.
     #[arg(short, long, value_name = "PAGES", default_value = "256")]
     pub mmap_pages: u32,
@@ -123,6 +135,12 @@ impl RecordArgs {
 /// One line for the user.
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     list::parse(&args.events).map_err(|e| e.to_string())?;
+    let mut remote = args.control.as_ref().map(Remote::open).transpose()?;
+    if args.delay < 0 && remote.is_none() {
+        return Err(
+            "--delay -1 waits for a word, so it needs --control; or give a delay in milliseconds".into(),
+        );
+    }
     let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
     let said = |e: crate::control::client::ClientError| e.to_string();
@@ -141,17 +159,30 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     let names = Names::of(&mut client, args)?;
     let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
     let mut recording = Recording::start(args, &client, &opened, sampling, names)?;
-    let () = client.call(Call::Enable).map_err(said)?;
-    let start = Instant::now();
-    let end = args.duration.map(|d| start + d);
+    let mut clock = Clock::start(args);
     let mut gone = false;
     let progress = !args.quiet && std::io::stderr().is_terminal();
     loop {
         let look = Instant::now() + LOOK;
-        let woken = wait_until(end.map_or(look, |end| end.min(look)), &signals);
-        let over = woken == Woken::Signal || end.is_some_and(|end| Instant::now() >= end);
+        // Until it is time to look into the rings.
+        let over = loop {
+            if clock.begins() {
+                gone |= switch(&mut client, Call::Enable)?;
+            }
+            let stop = match &mut remote {
+                Some(remote) => follow(remote, &mut client, &mut gone)?,
+                None => false,
+            };
+            let until = clock.next(look, remote.is_some());
+            if stop || wait_until(until, &signals) == Woken::Signal || clock.is_over() {
+                break true;
+            }
+            if gone || Instant::now() >= look {
+                break false;
+            }
+        };
         if over {
-            gone = matches!(client.call::<()>(Call::Disable), Err(e) if e.is_gone());
+            gone |= switch(&mut client, Call::Disable)?;
         }
         streams.drain(&mut recording)?;
         if over {
@@ -167,7 +198,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
             break;
         }
         if progress {
-            recording.show_progress(start.elapsed());
+            recording.show_progress(clock.start.elapsed());
         }
     }
     streams.settle(u64::MAX, &mut recording)?;
@@ -179,6 +210,68 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     }
     recording.finish(args, gone, streams.totals())?;
     Ok(DONE)
+}
+
+/// When a recording begins and ends by itself.
+struct Clock {
+    start: Instant,
+    end: Option<Instant>,
+    /// Until it has begun.
+    begin: Option<Instant>,
+}
+
+impl Clock {
+    fn start(args: &RecordArgs) -> Self {
+        let start = Instant::now();
+        let delay = u64::try_from(args.delay).ok().map(Duration::from_millis);
+        Self {
+            start,
+            end: args.duration.map(|d| start + d),
+            begin: delay.and_then(|delay| start.checked_add(delay)),
+        }
+    }
+
+    /// Whether it is time to begin; once.
+    fn begins(&mut self) -> bool {
+        self.begin.take_if(|begin| Instant::now() >= *begin).is_some()
+    }
+
+    fn is_over(&self) -> bool {
+        self.end.is_some_and(|end| Instant::now() >= end)
+    }
+
+    /// The next time at which there may be something to do, at the latest at `look`.
+    fn next(&self, look: Instant, listens: bool) -> Instant {
+        let listen = listens.then(|| Instant::now() + LISTEN);
+        [listen, self.begin, self.end]
+            .into_iter()
+            .flatten()
+            .fold(look, Instant::min)
+    }
+}
+
+/// Switches sampling on or off. True: the VM has gone.
+fn switch(client: &mut Client, call: Call) -> Result<bool, String> {
+    match client.call::<()>(call) {
+        Err(e) if e.is_gone() => Ok(true),
+        result => result.map(|()| false).map_err(|e| e.to_string()),
+    }
+}
+
+/// Does what was said through the pipes. True: recording is to end.
+fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<bool, String> {
+    for word in remote.words() {
+        match word {
+            Word::Enable => *gone |= switch(client, Call::Enable)?,
+            Word::Disable => *gone |= switch(client, Call::Disable)?,
+            Word::Ping | Word::Stop => {}
+        }
+        remote.acknowledge();
+        if word == Word::Stop {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// An event on one vCPU that the host's kernel samples too.
