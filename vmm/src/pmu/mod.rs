@@ -36,7 +36,7 @@ use crate::vcpu::kick;
 use steal::StealClock;
 
 pub use operator::{HostSampling, OperatorEvent};
-pub use regs::{GuestProbe, RAW_BYTES, RawSample, SampleMemory, VcpuRegs};
+pub use regs::{GuestProbe, RAW_BYTES, RawSample, SampleMemory, Synced, VcpuRegs};
 
 /// Why the PMU could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -174,6 +174,15 @@ struct Attached {
     fed: Arc<FedCounts>,
     /// Time this thread waits for a CPU; only looked at while a counter counts it.
     steal: StealClock,
+}
+
+/// What came of serving overflow signals.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Serviced {
+    /// Counters of the guest that overflowed.
+    pub overflows: u32,
+    /// Segment and control registers were looked at.
+    pub used_system: bool,
 }
 
 /// The PMU of one vCPU. All methods are for the vCPU's own thread.
@@ -334,13 +343,14 @@ impl VcpuPmu {
         }
     }
 
-    /// Serves overflow signals; returns how many counters overflowed.
-    pub fn service_overflows(&mut self, fd: &VcpuFd) -> u32 {
+    /// Serves overflow signals. Says how many counters overflowed, and whether segment and control registers were looked at, so that they had
+    /// better come with the next exit.
+    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: Synced) -> Serviced {
         let Some(attached) = self.attached.as_mut() else {
-            return 0;
+            return Serviced::default();
         };
         let began = Instant::now();
-        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples);
+        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples).knowing(synced);
         if attached.clock.wants_ticks() {
             let halted = fd
                 .get_mp_state()
@@ -356,12 +366,16 @@ impl VcpuPmu {
                     counters.push(counter);
                 }
             });
+        let used_system = regs.used_system();
         let mut overflows = 0;
         for counter in counters {
             overflows += u32::from(self.vpmu.overflowed(counter, &mut attached.events));
         }
         self.samples.held(began.elapsed());
-        overflows
+        Serviced {
+            overflows,
+            used_system,
+        }
     }
 
     /// Something the guest's paravirtual events count has happened once. It has no privilege level of its own.

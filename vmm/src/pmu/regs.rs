@@ -256,6 +256,15 @@ impl Default for SampleMemory {
     }
 }
 
+/// Registers that came with the last exit (`KVM_CAP_SYNC_REGS`), as far as they are still the vCPU's.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Synced {
+    /// General registers.
+    pub regs: Option<kvm_regs>,
+    /// Segment and control registers.
+    pub sregs: Option<kvm_sregs>,
+}
+
 /// Registers of a vCPU that is out of guest mode, on its own thread.
 #[derive(Debug)]
 pub struct VcpuRegs<'a> {
@@ -263,6 +272,8 @@ pub struct VcpuRegs<'a> {
     guest: Option<(&'a GuestProbe, &'a mut SampleMemory)>,
     regs: Option<kvm_regs>,
     sregs: Option<kvm_sregs>,
+    /// Segment and control registers were asked for.
+    used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: Ends,
     raw: Option<([u8; RAW_BYTES + mappings::MAX_BYTES], usize)>,
@@ -276,6 +287,7 @@ impl<'a> VcpuRegs<'a> {
             guest: None,
             regs: None,
             sregs: None,
+            used_system: false,
             user_frames: SmallVec::new(),
             ends: Ends::default(),
             raw: None,
@@ -290,6 +302,18 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
+    /// These need not be asked for.
+    #[must_use]
+    pub fn knowing(mut self, synced: Synced) -> Self {
+        (self.regs, self.sregs) = (synced.regs, synced.sregs);
+        self
+    }
+
+    /// Whether segment and control registers were of use.
+    pub fn used_system(&self) -> bool {
+        self.used_system
+    }
+
     /// General registers; `None` when KVM does not give them.
     pub fn general(&mut self) -> Option<&kvm_regs> {
         if self.regs.is_none() {
@@ -300,6 +324,7 @@ impl<'a> VcpuRegs<'a> {
 
     /// Segment and control registers; `None` when KVM does not give them.
     pub fn system(&mut self) -> Option<&kvm_sregs> {
+        self.used_system = true;
         if self.sregs.is_none() {
             self.sregs = self.fd.get_sregs().ok();
         }

@@ -30,7 +30,7 @@ use vpmu::{ParavirtualEvent, PmiReady};
 use crate::control::mailbox::Mailbox;
 use crate::control::protocol::VcpuView;
 use crate::devices::{Bus, BusOutcome};
-use crate::pmu::VcpuPmu;
+use crate::pmu::{Synced, VcpuPmu};
 use crate::rdpmc::TRAP_PORT;
 use control::{RunControl, RunState, StopReason};
 use gate::Gate;
@@ -71,6 +71,14 @@ enum EntryError {
 
 /// CR0.PE: protected mode, off after a reset (SDM vol. 3 §2.5).
 const CR0_PE: u64 = 1 << 0;
+
+/// Which registers came with the last exit and have not been changed since.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fresh {
+    general: bool,
+    system: bool,
+}
+
 /// What the loop does after an exit.
 enum Next {
     /// Enter the guest again.
@@ -105,6 +113,12 @@ pub struct Vcpu {
     reads_again: u32,
     /// Registers come and go with KVM_RUN.
     syncs_registers: bool,
+    /// Segment and control registers come, too: the last sample needed them, and nothing but samples left the guest since.
+    syncs_system: bool,
+    /// What came with the last exit is still the vCPU's state.
+    synced: Fresh,
+    /// The last exit was for a signal's sake only.
+    left_by_signal: bool,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -140,6 +154,9 @@ impl Vcpu {
             just_read: None,
             reads_again: 0,
             syncs_registers: false,
+            syncs_system: false,
+            synced: Fresh::default(),
+            left_by_signal: false,
             on_first_entry: None,
         })
     }
@@ -364,9 +381,25 @@ impl Vcpu {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
         self.stats.overflow_signals.add(signalled.into());
+        // Other exits are not to pay for what samples need.
+        let mut wants_system = self.syncs_system && self.left_by_signal;
         if pmu.take_fed_overflow() || signalled {
-            let overflows = pmu.service_overflows(&self.fd);
-            self.stats.overflows.add(u64::from(overflows));
+            let synced = Synced {
+                regs: self.synced.general.then(|| self.fd.sync_regs_mut().regs),
+                sregs: self.synced.system.then(|| self.fd.sync_regs_mut().sregs),
+            };
+            let done = pmu.service_overflows(&self.fd, synced);
+            self.stats.overflows.add(u64::from(done.overflows));
+            // A timer that rings early needs nothing, and the sample comes with the next signal.
+            wants_system |= done.used_system;
+        }
+        if wants_system != self.syncs_system && self.syncs_registers {
+            self.syncs_system = wants_system;
+            if wants_system {
+                self.fd.set_sync_valid_reg(SyncReg::SystemRegister);
+            } else {
+                self.fd.clear_sync_valid_reg(SyncReg::SystemRegister);
+            }
         }
         pmu.reconcile();
         if !pmu.pmi_pending() {
@@ -414,7 +447,13 @@ impl Vcpu {
         if let Some(stepper) = &mut self.stepper {
             stepper.after_run();
         }
-        if !matches!(&exit, Ok(VcpuExit::Intr)) && !matches!(&exit, Err(e) if e.errno() == libc::EINTR) {
+        self.synced = Fresh {
+            general: self.syncs_registers,
+            system: self.syncs_system,
+        };
+        self.left_by_signal =
+            matches!(&exit, Ok(VcpuExit::Intr)) || matches!(&exit, Err(e) if e.errno() == libc::EINTR);
+        if !self.left_by_signal {
             self.just_read = None;
         }
         let stats = &*self.stats;

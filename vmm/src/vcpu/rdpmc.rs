@@ -8,7 +8,7 @@ use kvm_ioctls::SyncReg;
 use super::control::StopReason;
 use super::gate::Stopped;
 use super::step::state::State;
-use super::{MASKED_PMI_POLL, Vcpu, kick};
+use super::{Fresh, MASKED_PMI_POLL, Vcpu, kick};
 use crate::rdpmc::{TRAP, hwbp};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
@@ -96,6 +96,7 @@ impl Vcpu {
 
     /// Has KVM step over the OUT, which it does when it is entered again, and no further.
     fn complete_port_write(&mut self, armed: &kick::Armed) -> Result<(), kvm_ioctls::Error> {
+        self.synced = Fresh::default();
         armed.request();
         match self.fd.run() {
             Err(e) if e.errno() == libc::EINTR => {}
@@ -122,6 +123,7 @@ impl Vcpu {
             return Ok(());
         };
         self.stats.gp_looked_at.inc();
+        self.synced = Fresh::default();
         let mut state = State::read(&self.fd)?;
         if let Stopped::Rdpmc(read) = gate.stopped(&state) {
             let pce = state.sregs.cr4 & CR4_PCE != 0;
@@ -154,6 +156,7 @@ impl Vcpu {
             return self.at_gate();
         }
         self.stats.rdpmc.inc();
+        self.synced = Fresh::default();
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let sregs = self.fd.get_sregs()?;
         let pce = sregs.cr4 & CR4_PCE != 0;
@@ -212,6 +215,7 @@ impl Vcpu {
             self.reads_again = in_a_row;
             return Ok(Some(MASKED_PMI_POLL));
         }
+        self.synced = Fresh::default();
         if regs.rip == at {
             // KVM has yet to step over the OUT that stands for RDPMC. This request stays: the next entry is made twice.
             self.fd.set_kvm_immediate_exit(1);
