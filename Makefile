@@ -80,11 +80,11 @@ bench:
 	$(CARGO) bench --workspace --bench '*'
 	$(CARGO) run -q -p integration --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
-## overhead: what ways of sampling cost a guest, side by side (ROUNDS=12)
+## overhead: what ways of sampling cost a guest, side by side (ROUNDS=12 HZ=1000)
 .PHONY: overhead
 overhead: setup
 	$(CARGO) build --release -p vmm -p integration --bin perfvisor --bin overhead
-	$(TARGET_DIR)/release/overhead $(if $(ROUNDS),--rounds $(ROUNDS)) --json $(TARGET_DIR)/overhead.json
+	$(TARGET_DIR)/release/overhead $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) --json $(TARGET_DIR)/overhead.json
 
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60

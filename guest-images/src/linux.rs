@@ -22,8 +22,10 @@ const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
 const KNOWN_SOURCE: &str = include_str!("../programs/known.S");
 /// Scripts that the guest finds by name.
-const SCRIPTS: [(&str, &str); 3] = [
+const SCRIPTS: [(&str, &str); 5] = [
     ("demo", include_str!("../scripts/demo")),
+    ("multiplexing", include_str!("../scripts/multiplexing")),
+    ("sampling-cost", include_str!("../scripts/sampling-cost")),
     ("smoke", include_str!("../scripts/smoke")),
     ("validate", include_str!("../scripts/validate")),
 ];

@@ -487,9 +487,21 @@ impl Slowdown {
     }
 
     /// This one over another, which must be more than nothing by two standard errors.
-    fn over(self, other: Self) -> Option<f64> {
-        (other.median > 2.0 * other.standard_error).then(|| self.median / other.median)
+    fn over(self, other: Self) -> Option<Ratio> {
+        let value = self.median / other.median;
+        (other.median > 2.0 * other.standard_error).then(|| Ratio {
+            value,
+            standard_error: (self.standard_error / other.median)
+                .hypot(value * other.standard_error / other.median),
+        })
     }
+}
+
+/// One slowdown over another.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+struct Ratio {
+    value: f64,
+    standard_error: f64,
 }
 
 fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
@@ -513,8 +525,8 @@ fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
         );
     }
     let (d_to_c, e_to_b) = (slowdowns[2].over(slowdowns[1]), slowdowns[3].over(slowdowns[0]));
-    let told = |ratio: Option<f64>| match ratio {
-        Some(ratio) => format!("{ratio:.2}"),
+    let told = |ratio: Option<Ratio>| match ratio {
+        Some(ratio) => format!("{:.2} +-{:.2}", ratio.value, ratio.standard_error),
         None => "not measurable here".to_owned(),
     };
     println!(
@@ -531,7 +543,8 @@ fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
         let text = serde_json::to_vec_pretty(&json).map_err(|e| e.to_string())?;
         std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))?;
     }
-    Ok(d_to_c.is_some_and(|ratio| ratio <= MOST_D_TO_C) && e_to_b.is_some_and(|ratio| ratio <= MOST_E_TO_B))
+    Ok(d_to_c.is_some_and(|ratio| ratio.value <= MOST_D_TO_C)
+        && e_to_b.is_some_and(|ratio| ratio.value <= MOST_E_TO_B))
 }
 
 #[cfg(test)]
@@ -545,7 +558,8 @@ mod tests {
         let mut noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
         let (clear, noise) = (Slowdown::of(&mut clear), Slowdown::of(&mut noise));
         assert_eq!(clear.median, 4.1);
-        assert_eq!(clear.over(clear), Some(1.0));
+        let same = clear.over(clear).unwrap();
+        assert!(same.value == 1.0 && same.standard_error < 0.1, "{same:?}");
         assert_eq!(clear.over(noise), None);
     }
 }
