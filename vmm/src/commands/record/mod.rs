@@ -95,7 +95,7 @@ pub struct RecordArgs {
           value_parser = clap::value_parser!(i64).range(-1..1 << 40))]
     pub delay: i64,
     /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered with a line, ack, if a second
-    /// pipe is given. As with perf: fifo:CTL[,ACK]
+    /// pipe is given. As with perf: fifo:CTL,ACK
     #[arg(long, value_name = "PIPES")]
     pub control: Option<Pipes>,
     /// Pages of each vCPU's ring, a power of two.
