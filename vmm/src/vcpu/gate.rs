@@ -31,8 +31,12 @@ const MOST_LINES: u32 = 16;
 /// Longest instruction (SDM vol. 2 §2.3.11).
 const LONGEST: usize = 15;
 const RFLAGS_DF: u64 = 1 << 10;
-const RFLAGS_RF: u64 = 1 << 16;
 const RFLAGS_AC: u64 = 1 << 18;
+/// The flags that 64-bit code may return to: all that are defined but RF and VM (SDM vol. 3 §2.3). Bit 1 is always set.
+const RFLAGS_RETURNED: u64 = 0x3c_7fd5;
+const RFLAGS_ONE: u64 = 1 << 1;
+/// CR4.LA57: linear addresses of 57 bits (SDM vol. 3 §2.5).
+const CR4_LA57: u64 = 1 << 12;
 
 /// The instruction at the beginning of a handler whose place an exit takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,8 +134,11 @@ impl Frame {
             _ => return None,
         };
         let linear = if cs.l == 0 { cs.base.wrapping_add(rip) } else { rip };
+        let behind = rip.wrapping_add(RDPMC.len() as u64);
         let mut code = [0; RDPMC.len()];
-        (memory.read(linear, &mut code) == code.len() && code == RDPMC).then_some(Self {
+        let is_rdpmc = memory.read(linear, &mut code) == code.len() && code == RDPMC;
+        // Going on at no address at all would be the end of the VM, and a program must not bring that about.
+        (is_rdpmc && (cs.l == 0 || is_canonical(behind, &state.sregs))).then_some(Self {
             rip,
             rflags,
             rsp,
@@ -152,7 +159,7 @@ impl Frame {
         } else {
             behind
         };
-        state.regs.rflags = self.rflags & !RFLAGS_RF;
+        state.regs.rflags = self.rflags & RFLAGS_RETURNED | RFLAGS_ONE;
         state.regs.rsp = self.rsp;
         state.regs.rax = value & 0xffff_ffff;
         state.regs.rdx = value >> 32;
@@ -161,8 +168,19 @@ impl Frame {
     }
 }
 
+/// The upper bits repeat the highest one that is translated (SDM vol. 1 §3.3.7.1).
+fn is_canonical(address: u64, sregs: &kvm_sregs) -> bool {
+    let unused = if sregs.cr4 & CR4_LA57 != 0 {
+        64 - 57
+    } else {
+        64 - 48
+    };
+    ((address << unused) as i64) >> unused == address as i64
+}
+
+/// L and D together are reserved (SDM vol. 3 §5.2.1).
 fn is_user_code(segment: &kvm_segment) -> bool {
-    segment.dpl == 3 && segment.type_ & 8 != 0
+    segment.dpl == 3 && segment.type_ & 8 != 0 && (segment.l == 0 || segment.db == 0)
 }
 
 fn is_user_data(segment: &kvm_segment) -> bool {
@@ -485,7 +503,7 @@ mod tests {
 
     /// Enters the handler for a fault of `cs:rip`.
     fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64) {
-        let frame = [0, rip, cs.into(), 0x1_0246, 0x7ff0, ss.into()];
+        let frame = [0, rip, cs.into(), 0xffc3_0246, 0x7ff0, ss.into()];
         state.regs.rsp = STACK;
         state.regs.rip = GATE;
         for (n, quad) in frame.iter().enumerate() {
@@ -671,6 +689,21 @@ mod tests {
         }
         fault(&memory, &mut state, USER_CS, USER_SS, 0xffff_ffff_ffff_ffff);
         assert!(handler(&state), "the end of the address space");
+        let last = 0x7fff_ffff_fffe;
+        assert!(is_canonical(last, &state.sregs) && !is_canonical(last + 2, &state.sregs));
+        assert!(
+            is_canonical(u64::MAX << 47, &state.sregs)
+                && !is_canonical(u64::MAX << 48 ^ 1 << 63, &state.sregs)
+        );
+        state.sregs.cr4 = CR4_LA57;
+        assert!(is_canonical(last + 2, &state.sregs) && !is_canonical(1 << 56, &state.sregs));
+        state.sregs.cr4 = 0;
+        // A segment with L and D.
+        memory
+            .write_obj(0x00ef_fb00_0000_ffffu64, GuestAddress(GDT + 0x38))
+            .unwrap();
+        fault(&memory, &mut state, 0x3b, USER_SS, USER_CODE);
+        assert!(handler(&state), "reserved bits of a segment");
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         state.regs.rsp = 0xffff_ffff_ffff_fff8;
         assert!(handler(&state), "no stack");
