@@ -399,15 +399,24 @@ fn guest_and_host_do_not_disturb_each_other() {
     wait("together-begins");
     let perfvisor = place.perfvisor().unwrap();
     let data = place.scratch("counted.data");
-    let mut stat = Command::new(perfvisor.clone());
-    stat = stat.args(["stat", "counted", "-x,", "-e", "cycles", "-d", "45"]);
-    let mut record = Command::new(perfvisor.clone());
-    record = record.args(["record", "counted", "-F", "500", "-d", "45", "-o", &data]);
-    // Both begin and end while the guest sleeps, and so see the same work; the recording looks for the kernel first.
-    let counting = place.start(&stat).unwrap();
-    let (_, said) = run(&place, &record);
-    let counted = counting.wait(LIMIT).unwrap().stdout_text();
+    // Both begin and end while the guest sleeps, however long it takes, and so see the same work.
+    let stop = place.scratch("counted.stop");
+    let looking = place
+        .start(&Command::shell(format!(
+            "'{perfvisor}' stat counted -x, -e cycles & stat=$!
+             '{perfvisor}' record counted -F 500 -o '{data}' & record=$!
+             until [ -e '{stop}' ]; do sleep 0.2; done
+             rm '{stop}'; kill -TERM $record; wait $record; kill -TERM $stat; wait $stat"
+        )))
+        .unwrap();
     wait("both-done");
+    place.put(&stop, 0o644, b"").unwrap();
+    let looked = looking.wait(LIMIT).unwrap();
+    let (said, counted) = (looked.stderr_text(), looked.stdout_text());
+    let counted = counted
+        .lines()
+        .find(|line| line.contains("cycles"))
+        .unwrap_or_else(|| panic!("{said}"));
     run(
         &place,
         &Command::new(perfvisor.clone()).args(["ctl", "counted", "stop"]),
