@@ -98,11 +98,6 @@ impl Armed {
         // of the union is a valid `io` (plain integers); the field is only written by KVM_RUN on this thread.
         usize::from(unsafe { (&raw const (*self.0).__bindgen_anon_1.io.size).read() })
     }
-
-    /// Makes the next KVM_RUN return at once after completing what is pending.
-    pub fn request(&self) {
-        request_exit();
-    }
 }
 
 impl Drop for Armed {

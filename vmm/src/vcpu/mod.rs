@@ -264,7 +264,7 @@ impl Vcpu {
                 Next::Continue => {}
                 Next::Rdpmc => match self.breakpoint_on_gate() {
                     Ok(true) => {}
-                    Ok(false) => self.rdpmc(&armed),
+                    Ok(false) => self.rdpmc(),
                     Err(e) => {
                         log::error!("vcpu{}: {e}", self.id);
                         self.control.stop(StopReason::Failed);

@@ -8,8 +8,8 @@ use kvm_ioctls::SyncReg;
 use super::control::StopReason;
 use super::gate::Stopped;
 use super::step::state::State;
-use super::{Fresh, MASKED_PMI_POLL, Vcpu, kick};
-use crate::rdpmc::{TRAP, hwbp};
+use super::{Fresh, MASKED_PMI_POLL, Vcpu};
+use crate::rdpmc::{TRAP, complete_port_write, hwbp};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
 /// back into it.
@@ -39,7 +39,7 @@ const CR4_PCE: u64 = 1 << 8;
 
 impl Vcpu {
     /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
-    pub(super) fn rdpmc(&mut self, armed: &kick::Armed) {
+    pub(super) fn rdpmc(&mut self) {
         let regs = if self.syncs_registers {
             Ok(self.fd.sync_regs_mut().regs)
         } else {
@@ -50,7 +50,7 @@ impl Vcpu {
             Err(e) => return self.fail_rdpmc("KVM_GET_REGS", &e),
         };
         if self.gate.as_ref().is_some_and(|gate| gate.is_at(regs.rip)) {
-            if let Err(e) = self.complete_port_write(armed).and_then(|()| self.at_gate()) {
+            if let Err(e) = complete_port_write(&mut self.fd).and_then(|()| self.at_gate()) {
                 self.fail_rdpmc("serving the handler of #GP", &e);
             }
             return;
@@ -72,7 +72,7 @@ impl Vcpu {
             }
             None => {
                 self.stats.gp_injected.inc();
-                if let Err(e) = self.fault_at_port_write(armed) {
+                if let Err(e) = self.fault_at_port_write() {
                     self.fail_rdpmc("injecting #GP for RDPMC", &e);
                 }
             }
@@ -86,24 +86,13 @@ impl Vcpu {
     }
 
     /// Raises #GP(0) *at* the two-byte instruction whose port write is being handled.
-    fn fault_at_port_write(&mut self, armed: &kick::Armed) -> Result<(), kvm_ioctls::Error> {
-        self.complete_port_write(armed)?;
+    fn fault_at_port_write(&mut self) -> Result<(), kvm_ioctls::Error> {
+        self.synced = Fresh::default();
+        complete_port_write(&mut self.fd)?;
         let mut regs = self.fd.get_regs()?;
         regs.rip = regs.rip.wrapping_sub(2);
         self.fd.set_regs(&regs)?;
         self.raise_general_protection()
-    }
-
-    /// Has KVM step over the OUT, which it does when it is entered again, and no further.
-    fn complete_port_write(&mut self, armed: &kick::Armed) -> Result<(), kvm_ioctls::Error> {
-        self.synced = Fresh::default();
-        armed.request();
-        match self.fd.run() {
-            Err(e) if e.errno() == libc::EINTR => {}
-            Err(e) => return Err(e),
-            Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
-        }
-        Ok(())
     }
 
     /// After a write of a PMU register, now and then: looks where the guest's handler of #GP is.
@@ -217,13 +206,8 @@ impl Vcpu {
         }
         self.synced = Fresh::default();
         if regs.rip == at {
-            // KVM has yet to step over the OUT that stands for RDPMC. This request stays: the next entry is made twice.
-            self.fd.set_kvm_immediate_exit(1);
-            match self.fd.run() {
-                Err(e) if e.errno() == libc::EINTR => {}
-                Err(e) => return Err(e),
-                Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
-            }
+            // KVM has yet to step over the OUT that stands for RDPMC. The request to leave stays: the next entry is made twice.
+            complete_port_write(&mut self.fd)?;
             regs = self.fd.get_regs()?;
         }
         if regs.rip == behind {

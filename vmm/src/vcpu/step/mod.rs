@@ -29,7 +29,7 @@ use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
 use vpmu::{SteppedLevels, Vendor};
 
 use crate::kvm::stepping::Stepping;
-use crate::rdpmc::TRAP;
+use crate::rdpmc::{TRAP, complete_port_write};
 use debug::{GuestDebug, Want};
 use interrupts::is_halted;
 use state::{Linear, Nothing, State};
@@ -488,12 +488,7 @@ impl Stepper {
         // KVM would step over the OUT on the next entry unless the vCPU has gone elsewhere.
         state.regs.rip = handler.wrapping_add(length);
         fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        fd.set_kvm_immediate_exit(1);
-        match fd.run() {
-            Err(e) if e.errno() == libc::EINTR => {}
-            Err(e) => return Err(failed("KVM_RUN")(e)),
-            Ok(exit) => log::debug!("unexpected exit while leaving a breakpoint: {exit:?}"),
-        }
+        complete_port_write(fd).map_err(failed("KVM_RUN"))?;
         state = self.read(fd)?;
         state.regs.rip = handler;
         fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
