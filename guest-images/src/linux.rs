@@ -22,7 +22,8 @@ const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
 const KNOWN_SOURCE: &str = include_str!("../programs/known.S");
 /// Scripts that the guest finds by name.
-const SCRIPTS: [(&str, &str); 5] = [
+const SCRIPTS: [(&str, &str); 6] = [
+    ("cycles", include_str!("../scripts/cycles")),
     ("demo", include_str!("../scripts/demo")),
     ("multiplexing", include_str!("../scripts/multiplexing")),
     ("sampling-cost", include_str!("../scripts/sampling-cost")),

@@ -368,18 +368,31 @@ fn vmlinux_with_symbols(place: &Place, kallsyms: &str) -> String {
     there
 }
 
-/// What the guest counts with the host looking and without.
+/// What the guest counts and records with the host looking and without.
 const COUNTED: &str = r#"
-echo alone-begins
+recorded() {
+	perf record -q -e instructions:u -c 500 -o /tmp/perf.data busybox true
+	perf script -i /tmp/perf.data -F period,ip
+}
 section alone perf stat -x, -e instructions:u,branches:u busybox true
+section recorded-alone recorded
 echo together-begins; sleep 8
 section together perf stat -x, -e instructions:u,branches:u busybox true
+section recorded-together recorded
 echo both-done
 sleep 1000
 "#;
 
-/// The guest counts with its perf while the host counts and records the same vCPU: no count is off by more than 1 %, and the
-/// recording stands for what was counted.
+/// Of `perf script`'s lines of a period and an address: how many, and the periods' sum.
+fn samples_and_sum(section: &str) -> (usize, u64) {
+    let periods = section
+        .lines()
+        .filter_map(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    periods.fold((0, 0), |(n, sum), period| (n + 1, sum + period))
+}
+
+/// The guest counts and records with its perf while the host counts and records the same vCPU: no count is off by more than 1 %, the
+/// guest has its samples, and the host's recording stands for what was counted.
 #[test]
 fn guest_and_host_do_not_disturb_each_other() {
     let place = place();
@@ -437,6 +450,25 @@ fn guest_and_host_do_not_disturb_each_other() {
             "{event}: {alone} and {together}"
         );
     }
+    let recorded = |section| {
+        let lines = run_of_guest.section(section);
+        (lines, samples_and_sum(lines))
+    };
+    let (alone, (samples, sum)) = recorded("recorded-alone");
+    let (together, (samples_together, sum_together)) = recorded("recorded-together");
+    eprintln!(
+        "the guest's perf record: {samples} samples of {sum} instructions alone, {samples_together} of {sum_together} while the host records, {}",
+        if alone == together {
+            "the same"
+        } else {
+            "at other addresses"
+        }
+    );
+    assert!(samples >= 20 && sum == 500 * samples as u64, "{alone}");
+    assert!(
+        samples_together.abs_diff(samples) * 100 <= samples && sum_together.abs_diff(sum) * 100 <= sum,
+        "{alone}\n{together}"
+    );
     let cycles: f64 = counted.split(',').next().unwrap().parse().unwrap();
     let (text, _) = run(&place, &Command::new(perfvisor).args(["report", "-i", &data]));
     let sampled: f64 = text

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{burn, catch, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns};
 use perf_core::attr::Attr;
@@ -66,6 +66,48 @@ fn only_time_in_the_guest_counts() {
     assert!(
         (2 * inner..=2 * outer).contains(&cycles),
         "{cycles} cycles for {ns} ns at 2 GHz"
+    );
+}
+
+/// Exits so short that the thread's time is read at the exit only: what lies between two brackets is still not counted, and all
+/// the rest is.
+#[test]
+fn short_exits_do_not_count_and_what_is_between_them_does() {
+    const SHORT: Duration = Duration::from_micros(4);
+    let (clock, pmu) = one_vcpu(None);
+    let mut ns = open(&pmu, GUEST_NS);
+    ns.start(None).unwrap();
+
+    let (mut in_short_exits, mut in_exits) = (Duration::ZERO, Duration::ZERO);
+    let before = thread_cpu_ns();
+    clock.guest_enter();
+    let first = thread_cpu_ns();
+    for _ in 0..2_000 {
+        burn(20_000);
+        let exit = Instant::now();
+        clock.guest_exit();
+        let left = Instant::now();
+        while left.elapsed() < SHORT {
+            std::hint::spin_loop();
+        }
+        let out = left.elapsed();
+        clock.guest_enter();
+        in_exits += exit.elapsed();
+        // In a longer one somebody else may have had the CPU, for which no thread time passes.
+        if out < 2 * SHORT {
+            in_short_exits += out;
+        }
+    }
+    let last = thread_cpu_ns();
+    clock.guest_exit();
+    let after = thread_cpu_ns();
+
+    let counted = ns.read();
+    let least = (last - first).saturating_sub(in_exits.as_nanos() as u64);
+    let most = after - before - in_short_exits.as_nanos() as u64;
+    assert!(
+        (least..=most).contains(&counted),
+        "{counted} ns, between {least} and {most} expected"
     );
 }
 

@@ -51,6 +51,11 @@ u64 known_loop(u64 rounds);
 /* --- spinning.S --- */
 u64 spin_chunk(u64 rounds);
 extern u8 spin_hot[], spin_warm[], spin_cool[], spin_end[];
+/* In TSC ticks. For the first two spin_gaps finds the others: how long it ran, how much of that it was not run, readings of the TSC. */
+struct gaps {
+    u64 length, least, total, lost, rounds;
+};
+u64 spin_gaps(u64 gaps);
 
 /* --- console.c --- */
 void console_setup(void);

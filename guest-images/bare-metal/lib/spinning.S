@@ -60,4 +60,61 @@ spin_rest:
     ret
     .size spin_rest, . - spin_rest
 
+/*
+ * spin_gaps(struct gaps *): reads the TSC again and again for `length` ticks, and adds up the time between two readings where it
+ * is more than `least`. A frame deeper than spin_rest.
+ */
+    .globl spin_gaps
+    .type spin_gaps, @function
+    .p2align 6
+spin_gaps:
+    push %rbp
+    mov %rsp, %rbp
+    call spin_gaps_below
+    xor %eax, %eax
+    pop %rbp
+    ret
+    .size spin_gaps, . - spin_gaps
+
+    .type spin_gaps_below, @function
+spin_gaps_below:
+    push %rbp
+    mov %rsp, %rbp
+    call spin_gaps_loop
+    pop %rbp
+    ret
+    .size spin_gaps_below, . - spin_gaps_below
+
+    .type spin_gaps_loop, @function
+    .p2align 6
+spin_gaps_loop:
+    push %rbp
+    mov %rsp, %rbp
+    xor %esi, %esi              /* in gaps */
+    xor %r8d, %r8d              /* rounds */
+    rdtsc
+    shl $32, %rdx
+    or %rdx, %rax
+    mov %rax, %r9               /* the first reading */
+    mov %rax, %r10              /* the last one */
+1:  rdtsc
+    shl $32, %rdx
+    or %rdx, %rax
+    mov %rax, %rcx
+    sub %r10, %rcx
+    mov %rax, %r10
+    inc %r8
+    cmp 8(%rdi), %rcx
+    jbe 2f
+    add %rcx, %rsi
+2:  sub %r9, %rax
+    cmp 0(%rdi), %rax
+    jb 1b
+    mov %rax, 16(%rdi)
+    mov %rsi, 24(%rdi)
+    mov %r8, 32(%rdi)
+    pop %rbp
+    ret
+    .size spin_gaps_loop, . - spin_gaps_loop
+
     .section .note.GNU-stack, "", @progbits

@@ -3,8 +3,8 @@
  * overflow interrupts, and prints what it saw next to what it expected.
  *
  * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
- * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), dots (with these, a
- * dot for each chunk of work), no-user (CPL3 cannot be counted here).
+ * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), gaps (no test:
+ * one CPU at CPL3 tells how much of its time it was not run), no-user (CPL3 cannot be counted here).
  */
 #include "selftest.h"
 
@@ -81,6 +81,8 @@ void kmain(void)
         spin(option("loop") ? 0 : option_number("spin", 1));
         return;
     }
+    if (option("gaps"))
+        show_gaps();
     pmu_detect();
     if (tables)
         banner();

@@ -19,5 +19,6 @@ void overflows(void);
 
 /* --- spin.c --- */
 void spin(u64 seconds); /* 0: for ever */
+void __attribute__((noreturn)) show_gaps(void);
 
 #endif

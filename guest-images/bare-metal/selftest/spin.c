@@ -4,12 +4,11 @@
 static u64 deadline; /* TSC; 0 for never */
 static u64 chunk;
 
-static void spin_cpu(u64 dots)
+static void spin_cpu(u64 unused)
 {
+    (void)unused;
     do {
         run_user(spin_chunk, chunk);
-        if (dots)
-            putchar_raw('.');
     } while (!deadline || (s64)(deadline - rdtsc()) > 0);
 }
 
@@ -33,10 +32,26 @@ void spin(u64 seconds)
     deadline = seconds ? rdtsc() + seconds * tsc_hz : 0;
     for (u32 i = 1; i < cpus; i++)
         smp_run(i, spin_cpu, 0);
-    /* A dot for each chunk of the first CPU: equal work, to be timed from outside. */
-    spin_cpu(option("dots"));
+    spin_cpu(0);
     for (u32 i = 1; i < cpus; i++)
         smp_wait(i);
     if (lines)
         kprintf("result spin cpus=%u seconds=%lu\n", cpus, seconds);
+}
+
+/*
+ * Tells every 50 ms how much of its time this CPU was not run: parts in a million that lie in gaps of more than 1 us between two readings
+ * of the TSC, and readings per millisecond. Short lines, for each character is an exit.
+ */
+void show_gaps(void)
+{
+    static struct gaps g;
+
+    kprintf("gaps\n");
+    for (;;) {
+        g.length = tsc_hz / 20;
+        g.least = tsc_hz / 1000000;
+        run_user(spin_gaps, (u64)&g);
+        kprintf("%lu %lu\n", g.lost * 1000000 / g.total, g.rounds * (tsc_hz / 1000) / g.total);
+    }
 }

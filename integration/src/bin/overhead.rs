@@ -1,6 +1,7 @@
 //! What sampling costs a guest, the ways to do it side by side.
 //!
-//! One guest loops at CPL3 and prints a dot for each of equal chunks of work. Its vCPU, alone on a CPU, is sampled in one of these ways:
+//! One guest reads its TSC at CPL3, over and over, and tells how much of its time lies in gaps between two readings, when it was not run.
+//! Its vCPU, alone on a CPU, is sampled in one of these ways:
 //!
 //! - b: `perf record` on the vCPU's thread: the kernel's samples, without call chains
 //! - c: a signal for each sample that takes the vCPU out of `KVM_RUN`, and nothing else: the floor of what is taken from user
@@ -8,15 +9,16 @@
 //! - d: `perfvisor record --chain-every 1`: a call chain with every sample
 //! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
 //!
-//! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast as seen here. So sampling
-//! goes on and off many times a second, and the time of a chunk with it is compared with the time without it right before and right
-//! after. Shown are the median of all such comparisons and their quartiles. A ratio of two slowdowns is given only where the lower one
-//! is known to be more than nothing. Times are those on the wall: the CPU time of a thread that runs can be had at ticks only.
+//! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast as seen here. So what decides is
+//! the time in which the guest was not run, and sampling goes on and off all the time: each stretch with it is compared with those without it
+//! right before and right after. Shown are the median of all such comparisons and their quartiles, and beside them the same of the work
+//! done (readings of the TSC in equal times), which holds more, such as cold caches, but depends on the machine's speed. A ratio of two
+//! slowdowns is given only where the lower one is known to be more than nothing.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -29,14 +31,14 @@ usage: overhead [--perfvisor FILE] [--rounds N] [--pairs N] [--hz N] [--json FIL
 Compares what ways of sampling cost a guest. Wants root, for perf on another process.";
 
 const WAYS: [Way; 4] = [Way::Perf, Way::Signal, Way::EveryChain, Way::Default];
-/// How long sampling stays on, or off. Some chunks of work, and fewer than the machine has speeds for.
-const WINDOW: Duration = Duration::from_millis(150);
+/// How long sampling stays on, or off: some of the guest's lines, which come every 50 ms.
+const WINDOW: Duration = Duration::from_millis(320);
 /// After it was switched: what comes with that has passed.
 const SETTLES: Duration = Duration::from_millis(15);
 /// How long a program may take to begin, or to do what it is told.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Chunks in a window, at least, for it to say anything.
-const FEWEST_CHUNKS: usize = 3;
+/// Lines in a window, at least, for it to say anything.
+const FEWEST_LINES: usize = 3;
 /// What the project promises of d against c, and of e against b.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
@@ -93,8 +95,8 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
         perfvisor: beside
             .filter(|path| path.exists())
             .unwrap_or_else(|| "perfvisor".into()),
-        rounds: 12,
-        pairs: 10,
+        rounds: 24,
+        pairs: 4,
         hz: 1000,
         json: None,
     };
@@ -119,13 +121,49 @@ fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
     }
 }
 
+/// How the guest fares, by its own account.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Pace {
+    /// Share of its time in which it was run.
+    run: f64,
+    /// Readings of the TSC per millisecond.
+    work: f64,
+}
+
+impl Pace {
+    /// A line of the guest's: parts in a million of its time in which it was not run, and readings.
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
+        let (lost, work) = (words.next()??, words.next()??);
+        (lost < 1_000_000 && work > 0).then(|| Self {
+            run: 1.0 - f64::from(lost) / 1e6,
+            work: work.into(),
+        })
+    }
+
+    /// The mean; `None` of none.
+    fn mean(paces: &[Self]) -> Option<Self> {
+        let sum = |of: fn(&Self) -> f64| paces.iter().map(of).sum::<f64>() / paces.len() as f64;
+        (!paces.is_empty()).then(|| Self {
+            run: sum(|pace| pace.run),
+            work: sum(|pace| pace.work),
+        })
+    }
+
+    /// By how many percent more time everything takes at this pace than without sampling: by the time it is not run, and by
+    /// the work done.
+    fn slowdown(self, without: Self) -> [f64; 2] {
+        [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
+    }
+}
+
 struct Guest {
     child: Child,
     name: String,
     runtime: tempfile::TempDir,
     tid: i32,
-    /// When dots of the guest's console came, and how many came together.
-    dots: Arc<Mutex<Vec<(Instant, usize)>>>,
+    /// What the guest told since this was emptied.
+    told: Arc<Mutex<Vec<Pace>>>,
 }
 
 impl Drop for Guest {
@@ -140,15 +178,7 @@ impl Guest {
         let runtime = tempfile::tempdir().map_err(|e| e.to_string())?;
         let name = "overhead".to_owned();
         let mut child = Command::new(&options.perfvisor)
-            .args([
-                "run",
-                "--name",
-                &name,
-                "--memory",
-                "32M",
-                "--cmdline",
-                "loop dots",
-            ])
+            .args(["run", "--name", &name, "--memory", "32M", "--cmdline", "gaps"])
             .env("XDG_RUNTIME_DIR", runtime.path())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -162,25 +192,22 @@ impl Guest {
             name,
             runtime,
             tid: 0,
-            dots: Arc::default(),
+            told: Arc::default(),
         };
         loop {
             let mut line = String::new();
             match console.read_line(&mut line) {
-                Ok(n) if n > 0 && line.contains("spinning") => break,
+                Ok(n) if n > 0 && line.trim() == "gaps" => break,
                 Ok(n) if n > 0 => {}
                 _ => return Err("the guest does not start".into()),
             }
         }
         guest.tid = vcpu_thread(guest.child.id()).ok_or("the VM has no vCPU thread")?;
-        let dots = guest.dots.clone();
+        let told = guest.told.clone();
         std::thread::spawn(move || {
-            let mut byte = [0; 64];
-            while let Ok(n @ 1..) = console.read(&mut byte) {
-                let now = Instant::now();
-                let mut dots = dots.lock().unwrap_or_else(PoisonError::into_inner);
-                let together = byte[..n].iter().filter(|&&b| b == b'.').count();
-                dots.push((now, together));
+            for line in console.lines().map_while(Result::ok) {
+                let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
+                told.extend(Pace::parse(&line));
             }
         });
         Ok(guest)
@@ -192,14 +219,14 @@ impl Guest {
         command
     }
 
-    /// Time of one chunk of work, s, in a window that begins now. `None`: there were too few.
-    fn pace(&self) -> Option<f64> {
-        self.dots.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    /// How it fares in a window that begins now. `None`: it told too little.
+    fn pace(&self) -> Option<Pace> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);
-        let dots = self.dots.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let (first, last) = (dots.first()?, dots.last()?);
-        let chunks: usize = dots[1..].iter().map(|(_, together)| together).sum();
-        (chunks >= FEWEST_CHUNKS).then(|| (last.0 - first.0).as_secs_f64() / chunks as f64)
+        let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        // The first line is about time before the window, too.
+        let inside = told.get(1..).filter(|inside| inside.len() >= FEWEST_LINES)?;
+        Pace::mean(inside)
     }
 }
 
@@ -395,7 +422,7 @@ fn has_perf() -> bool {
     std::env::split_paths(&paths).any(|dir| dir.join("perf").exists())
 }
 
-/// Goes before other programs, with all that is started from here: the guest, and what is to see its dots at once.
+/// Goes before other programs, with all that is started from here.
 fn go_first() {
     let mut renice = Command::new("renice");
     renice.args(["-n", "-15", "-p", &std::process::id().to_string()]);
@@ -406,7 +433,7 @@ fn go_first() {
 fn pin(guest: &Guest) {
     let (tid, own) = (guest.tid.to_string(), std::process::id().to_string());
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    if cpus < 2 || !Path::new("/usr/bin/taskset").exists() {
+    if cpus < 2 {
         return;
     }
     let set = |list: &str, args: &[&str]| {
@@ -429,7 +456,7 @@ fn measure(options: &Options) -> Result<bool, String> {
     go_first();
     let guest = Guest::start(options)?;
     pin(&guest);
-    let mut slowdowns: Vec<Vec<f64>> = WAYS.iter().map(|_| Vec::new()).collect();
+    let mut slowdowns: Vec<Vec<[f64; 2]>> = WAYS.iter().map(|_| Vec::new()).collect();
     for round in 0..options.rounds {
         for turn in 0..WAYS.len() {
             // Each way comes in each place of a round.
@@ -439,15 +466,15 @@ fn measure(options: &Options) -> Result<bool, String> {
         }
     }
     if slowdowns.iter().any(Vec::is_empty) {
-        return Err("the guest makes too few dots to tell".into());
+        return Err("the guest told too little".into());
     }
-    report(options, &mut slowdowns)
+    report(options, &slowdowns)
 }
 
 /// Switches a way of sampling on and off, and adds by how much it slowed the guest down each time, in percent.
-fn compare(way: Way, guest: &Guest, options: &Options, slowdowns: &mut Vec<f64>) -> Result<(), String> {
+fn compare(way: Way, guest: &Guest, options: &Options, slowdowns: &mut Vec<[f64; 2]>) -> Result<(), String> {
     let mut sampling = Sampling::prepare(way, guest, options)?;
-    let mut paced = |on: bool| -> Result<Option<f64>, String> {
+    let mut paced = |on: bool| -> Result<Option<Pace>, String> {
         sampling.switch(on)?;
         std::thread::sleep(SETTLES);
         Ok(guest.pace())
@@ -457,7 +484,7 @@ fn compare(way: Way, guest: &Guest, options: &Options, slowdowns: &mut Vec<f64>)
         let with = paced(true)?;
         let after = paced(false)?;
         if let (Some(before), Some(with), Some(after)) = (before, with, after) {
-            slowdowns.push(100.0 * (2.0 * with / (before + after) - 1.0));
+            slowdowns.extend(Pace::mean(&[before, after]).map(|without| with.slowdown(without)));
         }
         before = after;
     }
@@ -504,7 +531,14 @@ struct Ratio {
     standard_error: f64,
 }
 
-fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
+/// What one way costs: by the time in which the guest is not run, and by the work it does.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+struct Cost {
+    not_run: Slowdown,
+    work: Slowdown,
+}
+
+fn report(options: &Options, comparisons: &[Vec<[f64; 2]>]) -> Result<bool, String> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} each:\n",
         options.hz,
@@ -513,18 +547,32 @@ fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
         options.rounds,
         options.pairs
     );
-    println!("{:<46} {:>9} {:>20} {:>9}", "", "median", "quartiles", "error +-");
-    let slowdowns: Vec<Slowdown> = rounds.iter_mut().map(|of| Slowdown::of(of)).collect();
-    for (way, s) in WAYS.iter().zip(&slowdowns) {
+    println!(
+        "{:<46} {:>9} {:>20} {:>9}   by work done",
+        "", "median", "quartiles", "error +-"
+    );
+    let by = |of: &[[f64; 2]], which: usize| {
+        Slowdown::of(&mut of.iter().map(|both| both[which]).collect::<Vec<_>>())
+    };
+    let costs: Vec<Cost> = comparisons
+        .iter()
+        .map(|of| Cost {
+            not_run: by(of, 0),
+            work: by(of, 1),
+        })
+        .collect();
+    for (way, Cost { not_run: s, work }) in WAYS.iter().zip(&costs) {
         let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
         println!(
-            "{:<46} {:>7.2} % {quartiles:>20} {:>9.2}",
+            "{:<46} {:>7.2} % {quartiles:>20} {:>9.2}   {:>6.2} +-{:.2} %",
             way.name(),
             s.median,
-            s.standard_error
+            s.standard_error,
+            work.median,
+            work.standard_error
         );
     }
-    let (d_to_c, e_to_b) = (slowdowns[2].over(slowdowns[1]), slowdowns[3].over(slowdowns[0]));
+    let [d_to_c, e_to_b] = [(2, 1), (3, 0)].map(|(x, y)| costs[x].not_run.over(costs[y].not_run));
     let told = |ratio: Option<Ratio>| match ratio {
         Some(ratio) => format!("{:.2} +-{:.2}", ratio.value, ratio.standard_error),
         None => "not measurable here".to_owned(),
@@ -537,7 +585,7 @@ fn report(options: &Options, rounds: &mut [Vec<f64>]) -> Result<bool, String> {
     if let Some(path) = &options.json {
         let json = serde_json::json!({
             "hz": options.hz, "rounds": options.rounds, "pairs": options.pairs, "window_ms": WINDOW.as_millis() as u64,
-            "slowdown_percent": { "b": slowdowns[0], "c": slowdowns[1], "d": slowdowns[2], "e": slowdowns[3] },
+            "slowdown_percent": { "b": costs[0], "c": costs[1], "d": costs[2], "e": costs[3] },
             "d_to_c": d_to_c, "e_to_b": e_to_b,
         });
         let text = serde_json::to_vec_pretty(&json).map_err(|e| e.to_string())?;
@@ -561,5 +609,17 @@ mod tests {
         let same = clear.over(clear).unwrap();
         assert!(same.value == 1.0 && same.standard_error < 0.1, "{same:?}");
         assert_eq!(clear.over(noise), None);
+    }
+
+    #[test]
+    fn a_slowdown_is_told_by_the_time_not_run_and_by_the_work() {
+        let without = Pace::parse("1000 40000").unwrap();
+        let with = Pace::parse("50950 37975").unwrap();
+        let [not_run, work] = with.slowdown(without);
+        assert!((not_run - 5.263).abs() < 0.001, "{not_run}");
+        assert!((work - 5.332).abs() < 0.001, "{work}");
+        for line in ["", "7", "x 5", "1000000 5", "5 0", "-1 5"] {
+            assert_eq!(Pace::parse(line), None, "{line}");
+        }
     }
 }
