@@ -171,10 +171,11 @@ impl Screen {
             ),
         };
         format!(
-            "perfvisor top: VM '{}', {}, {} vCPUs, PMU {}, up {} s; {taken}",
+            "perfvisor top: VM '{}', {}, {} vCPU{}, PMU {}, up {} s; {taken}",
             vm.name,
             vm.state,
             vm.vcpus,
+            if vm.vcpus == 1 { "" } else { "s" },
             vm.pmu,
             vm.uptime_ms / 1000
         )
