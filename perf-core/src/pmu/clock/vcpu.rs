@@ -249,15 +249,7 @@ impl VcpuClock {
             // CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED in the kernel's posix-timers.
             (!self.tid << 3) | 6
         };
-        let mut ts = libc::timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        // SAFETY: `ts` is a writable timespec; a clock id that names no thread fails with EINVAL.
-        if unsafe { libc::clock_gettime(id, &mut ts) } != 0 {
-            return 0;
-        }
-        ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+        clock_ns(id)
     }
 
     /// An event that wants one privilege level starts.
@@ -322,12 +314,19 @@ impl VcpuClock {
 
 /// Time on the wall, ns. No system call where the kernel's clock can be read without one (`vdso(7)`).
 fn wall_ns() -> u64 {
+    clock_ns(libc::CLOCK_MONOTONIC)
+}
+
+/// What the clock `id` shows, ns; 0 if there is none.
+fn clock_ns(id: libc::clockid_t) -> u64 {
     let mut ts = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: `ts` is a writable timespec, and every Linux has this clock.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut ts) };
+    // SAFETY: `ts` is a writable timespec; a clock id that names nothing fails with EINVAL.
+    if unsafe { libc::clock_gettime(id, &mut ts) } != 0 {
+        return 0;
+    }
     ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
 }
 
