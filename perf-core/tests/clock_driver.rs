@@ -34,6 +34,15 @@ fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
     pmu.open(&clock_attr(config), target(this_tid())).unwrap()
 }
 
+/// Uses CPU time until this thread has had another signal than the first `handled`.
+fn wait_for_signal(handled: u64) {
+    let began = Instant::now();
+    while signals_of_this_thread() == handled {
+        assert!(began.elapsed() < Duration::from_secs(60), "no signal within a minute");
+        burn(1_000);
+    }
+}
+
 /// Guest time is the thread's CPU time inside the bracket, and nothing else: not the VMM's own work before and after
 /// it, not a halt inside it.
 #[test]
@@ -228,19 +237,20 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut ev = open(&pmu, GUEST_NS);
     const PERIOD: u64 = 3_000_000;
+    let mut handled = signals_of_this_thread();
     ev.start(Some(PERIOD)).unwrap();
     let mut due = PERIOD;
     let mut early = 0;
     for _ in 0..4 {
         loop {
             // More of the VMM's own time than the guest's: the timer must ring early.
-            let before = signals_of_this_thread();
             burn(1_500_000);
             clock.guest_enter();
-            while signals_of_this_thread() == before {
-                burn(1_000);
-            }
+            wait_for_signal(handled);
             clock.guest_exit();
+            // Before the timer is set again: if this thread loses its CPU right after that, the next signal comes before
+            // anything else does.
+            handled = signals_of_this_thread();
             let count = ev.read();
             match ev.take_overflows() {
                 0 => {
@@ -302,9 +312,7 @@ fn a_slow_vmm_gets_to_its_overflow() {
         // As with `immediate_exit`: a signal before the entry means that the guest does not run at all.
         if signals_of_this_thread() == handled {
             clock.guest_enter();
-            while signals_of_this_thread() == handled {
-                burn(1_000);
-            }
+            wait_for_signal(handled);
             clock.guest_exit();
         }
         handled = signals_of_this_thread();
