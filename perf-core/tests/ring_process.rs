@@ -221,16 +221,20 @@ fn a_process_that_scribbles_over_the_ring_cannot_harm_the_writer() {
     let mut child = start("vandal", &ring);
     expect(&mut child, "ready:");
     let (mut attempts, mut written) = (0u64, 0u64);
-    while child.try_wait().expect("ours").is_none() {
+    // At least once: on a busy machine the child may have ended by now.
+    loop {
         let outer = ring.begin(40, true);
         written += u64::from(write(&ring, 24 + 8 * (attempts as usize % 60), 7, attempts).is_ok());
         written += u64::from(outer.is_ok());
         drop(outer);
         attempts += 2;
+        if child.try_wait().expect("ours").is_some() {
+            break;
+        }
         std::thread::yield_now();
     }
     assert!(child.wait().expect("ended").success());
-    assert!(attempts > 0 && written + ring.pending_lost() <= attempts);
+    assert!(written + ring.pending_lost() <= attempts);
     // With a sound control page everything works again, whatever state it was left in.
     let page = ring_common::foreign(&ring);
     let position = ring.published();
