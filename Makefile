@@ -80,8 +80,8 @@ bench:
 	$(CARGO) bench --workspace --bench '*'
 	$(CARGO) run -q -p integration --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
 
-## overhead: what ways of sampling cost a guest, side by side (ROUNDS=24 HZ=1000; LAB=1: in the lab)
-OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ))
+## overhead: what ways of sampling cost a guest, side by side (ROUNDS=24 HZ=1000 WAYS=bcde; LAB=1: in the lab)
+OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(if $(WAYS),--ways $(WAYS))
 .PHONY: overhead
 overhead: $(if $(LAB),overhead-in-lab,setup)
 ifndef LAB

@@ -57,9 +57,7 @@ pub(crate) fn service(
             let mut context = cell.lock();
             context.take_overflows(core, cell, now_ns, regs, &mut at, &mut served, &mut batch)
         };
-        for report in batch {
-            sink(report);
-        }
+        batch.drain(..).for_each(&mut *sink);
         if !more {
             return served;
         }

@@ -38,7 +38,10 @@ fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
 fn wait_for_signal(handled: u64) {
     let began = Instant::now();
     while signals_of_this_thread() == handled {
-        assert!(began.elapsed() < Duration::from_secs(60), "no signal within a minute");
+        assert!(
+            began.elapsed() < Duration::from_secs(60),
+            "no signal within a minute"
+        );
         burn(1_000);
     }
 }

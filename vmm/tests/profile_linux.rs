@@ -13,13 +13,24 @@ use perfvisor_vmm::profile::task::{TaskLayout, TaskReader};
 use perfvisor_vmm::profile::unwind::{
     CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Chain, End, KernelUnwind, Limits, walk,
 };
-use perfvisor_vmm::profile::{Budget, GuestPhys, GuestRegs};
+use perfvisor_vmm::profile::{Budget, GuestPage, GuestPhys, GuestRegs};
 
 struct MemoryFile(std::fs::File);
 
+/// A page of the file, by its address.
+struct FilePage<'f>(&'f std::fs::File, u64);
+
 impl GuestPhys for MemoryFile {
-    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
-        std::os::unix::fs::FileExt::read_exact_at(&self.0, buf, gpa).is_ok()
+    type Page<'a> = FilePage<'a>;
+
+    fn page(&self, gpa: u64) -> Option<FilePage<'_>> {
+        Some(FilePage(&self.0, gpa & !0xfff))
+    }
+}
+
+impl GuestPage for FilePage<'_> {
+    fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
+        std::os::unix::fs::FileExt::read_exact_at(self.0, buf, self.1 + offset as u64).is_ok()
     }
 }
 
@@ -77,6 +88,7 @@ fn guest(which: &str) -> Option<Guest> {
         kernel_gs_base: r["kernel_gs_base"],
         // Not in the fixture; neither stop is in the entry code.
         tss_base: 0,
+        idt_base: 0,
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
     let image = KernelImage::parse(&std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();

@@ -112,12 +112,23 @@ pub struct Format {
 pub trait Sink {
     /// Appends bytes.
     fn put(&mut self, bytes: &[u8]);
+
+    /// Appends a `u64` in native byte order.
+    #[inline]
+    fn put_u64(&mut self, value: u64) {
+        self.put(&value.to_ne_bytes());
+    }
 }
 
 impl Sink for Reservation<'_> {
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
         Reservation::put(self, bytes);
+    }
+
+    #[inline]
+    fn put_u64(&mut self, value: u64) {
+        Reservation::put_u64(self, value);
     }
 }
 
@@ -129,7 +140,7 @@ impl Sink for Vec<u8> {
 
 #[inline]
 fn put_u64(out: &mut impl Sink, value: u64) {
-    out.put(&value.to_ne_bytes());
+    out.put_u64(value);
 }
 
 /// Two fields of 32 bits, the first at the lower address.

@@ -349,8 +349,8 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return Serviced::default();
         };
-        let began = Instant::now();
-        let mut regs = VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples).knowing(synced);
+        let began = self.samples.begin();
+        let mut regs = VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, synced);
         if attached.clock.wants_ticks() {
             let halted = fd
                 .get_mp_state()
@@ -371,7 +371,7 @@ impl VcpuPmu {
         for counter in counters {
             overflows += u32::from(self.vpmu.overflowed(counter, &mut attached.events));
         }
-        self.samples.held(began.elapsed());
+        self.samples.held(began);
         Serviced {
             overflows,
             used_system,
@@ -458,7 +458,7 @@ impl VcpuPmu {
 
     /// Starts a search for the guest's kernel; [`GuestProbe::begin_search`] said so.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
-        VcpuRegs::with_guest(fd, &self.vm.probe, &mut self.samples).find_kernel();
+        VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, Synced::default()).find_kernel();
     }
 
     /// What the guest has programmed, for the operator.

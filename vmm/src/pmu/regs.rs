@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwapOption;
+use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 use perf_core::{CpuMode, SampleRegs};
@@ -181,7 +181,7 @@ pub struct RawSample {
     pub ends: Ends,
     /// The guest's task: process id, thread id, name; `None` when it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
-    /// How long the vCPU was held for the sample before this one, ns; 0 for the first.
+    /// How long the vCPU was held for the sample before this one, ns; 0 where that was not measured.
     pub held_ns: u32,
     /// The task is a thread of the kernel: it has no memory of its own and never runs a program's code.
     pub kernel_thread: bool,
@@ -230,17 +230,34 @@ pub struct SampleMemory {
     per_cpu_base: Option<u64>,
     /// Mappings that were told.
     told: TellOnce,
-    /// How long the vCPU was held for the last sample, ns.
+    /// Where a sample's raw data is put together.
+    raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
+    /// How long the vCPU was held for the last sample, ns; 0 if that was not measured.
     held_ns: u32,
-    /// A sample was taken since `held` was asked.
+    /// A sample was taken since `held` was called.
     taken: bool,
+    /// Samples.
+    samples: u32,
 }
 
+/// Of so many samples, one's cost is measured, once the first are.
+const MEASURED: u32 = 4;
+
 impl SampleMemory {
-    /// Overflows were served in `time`; if there was a sample among them, that is what it cost.
-    pub fn held(&mut self, time: Duration) {
+    /// Overflows are served next. The time, if it is to be measured how long that takes: reading the clock costs, too.
+    #[inline]
+    pub fn begin(&mut self) -> Option<Instant> {
+        (self.samples < 64 || self.samples.is_multiple_of(MEASURED)).then(Instant::now)
+    }
+
+    /// Overflows were served, which had begun at `began`. If there was a sample among them, that is what it cost.
+    #[inline]
+    pub fn held(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {
-            self.held_ns = u32::try_from(time.as_nanos()).unwrap_or(u32::MAX);
+            self.samples = self.samples.wrapping_add(1);
+            self.held_ns = began.map_or(0, |began| {
+                u32::try_from(began.elapsed().as_nanos()).unwrap_or(u32::MAX)
+            });
         }
     }
 }
@@ -250,8 +267,10 @@ impl Default for SampleMemory {
         Self {
             per_cpu_base: None,
             told: TellOnce::new(),
+            raw: Box::new([0; RAW_BYTES + mappings::MAX_BYTES]),
             held_ns: 0,
             taken: false,
+            samples: 0,
         }
     }
 }
@@ -259,54 +278,60 @@ impl Default for SampleMemory {
 /// Registers that came with the last exit (`KVM_CAP_SYNC_REGS`), as far as they are still the vCPU's.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Synced {
-    /// General registers.
-    pub regs: Option<kvm_regs>,
-    /// Segment and control registers.
-    pub sregs: Option<kvm_sregs>,
+    regs: GuestRegs,
+    general: bool,
+    system: bool,
+}
+
+impl Synced {
+    /// General registers came.
+    #[inline]
+    pub fn set_general(&mut self, regs: &kvm_regs) {
+        self.regs.set_general(regs);
+        self.general = true;
+    }
+
+    /// Segment and control registers came.
+    #[inline]
+    pub fn set_system(&mut self, sregs: &kvm_sregs) {
+        self.regs.set_system(sregs);
+        self.system = true;
+    }
 }
 
 /// Registers of a vCPU that is out of guest mode, on its own thread.
 #[derive(Debug)]
 pub struct VcpuRegs<'a> {
     fd: &'a VcpuFd,
-    guest: Option<(&'a GuestProbe, &'a mut SampleMemory)>,
-    regs: Option<kvm_regs>,
-    sregs: Option<kvm_sregs>,
+    guest: &'a GuestProbe,
+    memory: &'a mut SampleMemory,
+    /// What is known so far.
+    known: Synced,
+    /// The guest's kernel, once it was asked for.
+    kernel: Option<Guard<Option<Arc<GuestKernel>>>>,
     /// Segment and control registers were asked for.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: Ends,
-    raw: Option<([u8; RAW_BYTES + mappings::MAX_BYTES], usize)>,
+    /// Bytes of raw data in `memory`, once they are there.
+    raw_len: Option<usize>,
 }
 
 impl<'a> VcpuRegs<'a> {
-    /// Nothing is read yet.
-    pub fn new(fd: &'a VcpuFd) -> Self {
+    /// With the guest's stacks and tasks. `memory` is the vCPU's; what is in `known` need not be asked for.
+    #[inline]
+    pub fn new(fd: &'a VcpuFd, guest: &'a GuestProbe, memory: &'a mut SampleMemory, known: Synced) -> Self {
         Self {
             fd,
-            guest: None,
-            regs: None,
-            sregs: None,
+            guest,
+            memory,
+            known,
+            kernel: None,
             used_system: false,
             user_frames: SmallVec::new(),
             ends: Ends::default(),
-            raw: None,
+            raw_len: None,
         }
-    }
-
-    /// With the guest's stacks and tasks. `memory` is the vCPU's.
-    pub fn with_guest(fd: &'a VcpuFd, guest: &'a GuestProbe, memory: &'a mut SampleMemory) -> Self {
-        Self {
-            guest: Some((guest, memory)),
-            ..Self::new(fd)
-        }
-    }
-
-    /// These need not be asked for.
-    #[must_use]
-    pub fn knowing(mut self, synced: Synced) -> Self {
-        (self.regs, self.sregs) = (synced.regs, synced.sregs);
-        self
     }
 
     /// Whether segment and control registers were of use.
@@ -314,55 +339,54 @@ impl<'a> VcpuRegs<'a> {
         self.used_system
     }
 
-    /// General registers; `None` when KVM does not give them.
-    pub fn general(&mut self) -> Option<&kvm_regs> {
-        if self.regs.is_none() {
-            self.regs = self.fd.get_regs().ok();
+    /// With general registers; `None` when KVM does not give them.
+    #[inline]
+    fn general(&mut self) -> Option<&GuestRegs> {
+        if !self.known.general {
+            self.known.set_general(&self.fd.get_regs().ok()?);
         }
-        self.regs.as_ref()
+        Some(&self.known.regs)
     }
 
-    /// Segment and control registers; `None` when KVM does not give them.
-    pub fn system(&mut self) -> Option<&kvm_sregs> {
+    /// With segment and control registers; `None` when KVM does not give them.
+    #[inline]
+    fn system(&mut self) -> Option<&GuestRegs> {
         self.used_system = true;
-        if self.sregs.is_none() {
-            self.sregs = self.fd.get_sregs().ok();
+        if !self.known.system {
+            self.known.set_system(&self.fd.get_sregs().ok()?);
         }
-        self.sregs.as_ref()
+        Some(&self.known.regs)
     }
 
-    /// The privilege level: SS.DPL, which is the CPL in every mode but real mode, where it is 0 as well (SDM vol. 3
-    /// §5.5).
+    /// The privilege level.
     pub fn cpl(&mut self) -> Option<u8> {
-        self.system().map(|s| s.ss.dpl & 3)
+        self.system().map(|regs| regs.cpl)
     }
 
-    /// What walks need; `kernel_gs` says whether the GS base that is swapped out is wanted too.
-    fn for_walk(&mut self, kernel_gs: bool) -> Option<GuestRegs> {
+    /// With what walks need. `None` when KVM does not give it.
+    fn for_walk(&mut self) -> Option<&GuestRegs> {
         self.general()?;
-        self.system()?;
-        let base = if kernel_gs {
-            self.msr(IA32_KERNEL_GS_BASE)
-        } else {
-            0
-        };
-        Some(GuestRegs::from_kvm(
-            self.regs.as_ref()?,
-            self.sregs.as_ref()?,
-            base,
-        ))
+        self.system()
+    }
+
+    /// As [`Self::for_walk`], with the GS base that is swapped out.
+    fn with_kernel_gs(&mut self) -> Option<&GuestRegs> {
+        self.for_walk()?;
+        self.known.regs.kernel_gs_base = self.msr(IA32_KERNEL_GS_BASE);
+        Some(&self.known.regs)
     }
 
     /// Has the guest's kernel looked for, beginning with what the registers point to.
     pub fn find_kernel(&mut self) {
-        let anchors = Anchors {
-            lstar: self.msr(IA32_LSTAR),
-            idt_base: self.system().map_or(0, |s| s.idt.base),
-        };
-        let regs = self.for_walk(true).map(|regs| (regs, anchors));
-        if let Some((guest, _)) = &self.guest {
-            guest.search_from(regs);
-        }
+        let lstar = self.msr(IA32_LSTAR);
+        let regs = self.with_kernel_gs().map(|regs| {
+            let anchors = Anchors {
+                lstar,
+                idt_base: regs.idt_base,
+            };
+            (*regs, anchors)
+        });
+        self.guest.search_from(regs);
     }
 
     /// An MSR's value; 0 when KVM does not give it.
@@ -380,27 +404,29 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
-    /// The task that runs; the mappings of its user frames go to `out`, and how many bytes they are to `told`.
-    fn task(&mut self, out: &mut [u8], told: &mut usize) -> Option<Task> {
-        let (guest, memory) = self.guest.as_ref()?;
-        let (guest, known) = (*guest, memory.per_cpu_base);
-        let kernel = guest.kernel.load();
-        let layout = kernel.as_ref()?.tasks.as_ref()?;
-        let regs = self.for_walk(known.is_none())?;
-        let base = match known {
+    /// The task that runs; the mappings of its user frames go behind the raw data's head, and how many bytes they are to `told`.
+    fn task(&mut self, told: &mut usize) -> Option<Task> {
+        let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
+        kernel.as_ref()?.tasks.as_ref()?;
+        let base = match self.memory.per_cpu_base {
             Some(base) => base,
-            None => regs.kernel_per_cpu_base()?,
+            None => self.with_kernel_gs()?.kernel_per_cpu_base()?,
         };
-        let (_, memory) = self.guest.as_mut()?;
+        self.for_walk()?;
+        let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref()?;
+        let memory = &mut *self.memory;
         memory.per_cpu_base = Some(base);
         let mut budget = Budget::new(TASK_READS, None);
-        let mut reader = TaskReader::new(layout, &guest.memory, &regs)?;
+        let mut reader = TaskReader::new(layout, &self.guest.memory, &self.known.regs)?;
         let task = reader.current(base, &mut budget)?;
         if task.mm != 0 {
-            let frames = &self.user_frames;
-            *told = memory
-                .told
-                .tell(&mut reader, (task.pid, task.mm), frames, &guest.listeners, out);
+            *told = memory.told.tell(
+                &mut reader,
+                (task.pid, task.mm),
+                &self.user_frames,
+                &self.guest.listeners,
+                &mut memory.raw[RAW_BYTES..],
+            );
         }
         Some(task)
     }
@@ -428,45 +454,58 @@ impl SampleRegs for VcpuRegs<'_> {
     }
 
     fn callchain(&mut self, out: &mut [u64]) -> usize {
-        let Some(regs) = self.for_walk(false) else {
+        if self.for_walk().is_none() {
             return 0;
-        };
-        let Some((guest, _)) = &self.guest else {
-            return 0;
-        };
-        let kernel = guest.kernel.load();
+        }
+        let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
         let unwind = kernel.as_ref().map(|k| KernelUnwind::new(&k.image, k.slide));
-        let chain = unwind::walk(&guest.memory, &regs, unwind, &Limits::default(), out);
+        let chain = unwind::walk(
+            &self.guest.memory,
+            &self.known.regs,
+            unwind,
+            &Limits::default(),
+            out,
+        );
         self.ends = chain.ends();
         self.keep_user_frames(&out[..chain.len]);
         chain.len
     }
 
     fn raw(&mut self) -> &[u8] {
-        if self.raw.is_none() {
-            if self.user_frames.is_empty() && self.cpl() == Some(3) {
-                let ip = self.ip();
-                self.user_frames.push(ip);
+        let len = match self.raw_len {
+            Some(len) => len,
+            None => {
+                let len = self.write_raw();
+                *self.raw_len.insert(len)
             }
-            let mut out = [0; RAW_BYTES + mappings::MAX_BYTES];
-            let mut told = 0;
-            let task = self.task(&mut out[RAW_BYTES..], &mut told);
-            let held_ns = self.guest.as_mut().map_or(0, |(_, memory)| {
-                memory.taken = true;
-                memory.held_ns
-            });
-            let raw = RawSample {
-                cr3: self.system().map_or(0, |s| s.cr3),
-                cpl: self.cpl().unwrap_or(0),
-                ends: self.ends,
-                task: task.map(|t| (t.pid, t.tid, t.comm_padded())),
-                held_ns,
-                kernel_thread: task.is_some_and(|t| t.mm == 0),
-            };
-            out[..RAW_BYTES].copy_from_slice(&raw.encode());
-            self.raw = Some((out, RAW_BYTES + told));
+        };
+        &self.memory.raw[..len]
+    }
+}
+
+impl VcpuRegs<'_> {
+    /// Puts a sample's raw data together; returns its length.
+    fn write_raw(&mut self) -> usize {
+        if self.user_frames.is_empty() && self.cpl() == Some(3) {
+            let ip = self.ip();
+            self.user_frames.push(ip);
         }
-        self.raw.as_ref().map_or(&[], |(raw, len)| &raw[..*len])
+        let mut told = 0;
+        let task = self.task(&mut told);
+        self.memory.taken = true;
+        let held_ns = self.memory.held_ns;
+        let ends = self.ends;
+        let (cr3, cpl) = self.system().map_or((0, 0), |regs| (regs.cr3, regs.cpl));
+        let raw = RawSample {
+            cr3,
+            cpl,
+            ends,
+            task: task.map(|t| (t.pid, t.tid, t.comm_padded())),
+            held_ns,
+            kernel_thread: task.is_some_and(|t| t.mm == 0),
+        };
+        self.memory.raw[..RAW_BYTES].copy_from_slice(&raw.encode());
+        RAW_BYTES + told
     }
 }
 

@@ -148,7 +148,7 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
             if anchor < KERNEL_MAP {
                 continue;
             }
-            let (start, bytes) = mapped_around(&space, anchor);
+            let (start, bytes) = mapped_around(&mut space, anchor);
             match KernelImage::from_memory(start, &bytes) {
                 Ok(image) => return Ok(image),
                 Err(e) => result = Err(e.into()),
@@ -159,7 +159,7 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
 }
 
 /// The mapped range that `anchor` is in, holes up to [`MAX_GAP`] above it as zeros.
-fn mapped_around<M: GuestPhys + ?Sized>(space: &AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
+fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
     let mut budget = Budget::new(u32::MAX, None);
     let mut start = anchor & !(SLIDE_ALIGN - 1);

@@ -36,41 +36,124 @@ pub mod unwind;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_regs, kvm_sregs};
-use vm_memory::bitmap::Bitmap;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    MemoryRegionAddress, VolatileMemory, VolatileSlice,
+};
 
-/// Guest-physical memory, as far as profiling needs it.
+/// Guest-physical memory, as far as profiling needs it. Nothing here allocates or touches devices.
 pub trait GuestPhys {
-    /// Fills `buf` from guest-physical address `gpa`. `false` when any byte of it is not RAM; `buf` is then
-    /// undefined. Must not allocate and must not touch devices.
-    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool;
-}
+    /// A page of it.
+    type Page<'a>: GuestPage
+    where
+        Self: 'a;
 
-impl<T: GuestPhys + ?Sized> GuestPhys for &T {
+    /// The page of 4 KiB that `gpa` is in, as far as it is RAM from its beginning on.
+    fn page(&self, gpa: u64) -> Option<Self::Page<'_>>;
+
+    /// Fills `buf` from guest-physical address `gpa`. `false` when any byte of it is not RAM; `buf` is then
+    /// undefined.
     fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
-        (**self).read(gpa, buf)
+        let mut at = gpa;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let offset = offset_in_page(at);
+            let (now, later) = rest.split_at_mut((PAGE_SIZE - offset).min(rest.len()));
+            if !self.page(at).is_some_and(|page| page.read(offset, now)) {
+                return false;
+            }
+            match at.checked_add(now.len() as u64) {
+                Some(next) => at = next,
+                None => return later.is_empty(),
+            }
+            rest = later;
+        }
+        true
+    }
+
+    /// The 8 bytes at `gpa`, a multiple of 8, little endian.
+    #[inline]
+    fn read_u64(&self, gpa: u64) -> Option<u64> {
+        self.page(gpa)?.read_u64(offset_in_page(gpa))
     }
 }
 
-impl<B: Bitmap + 'static> GuestPhys for GuestMemoryMmap<B> {
-    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
-        self.read_slice(buf, GuestAddress(gpa)).is_ok()
+/// A page of guest memory: found once, it can be read from without looking for it again.
+pub trait GuestPage {
+    /// Fills `buf` from `offset` on. `false` when that is not all in the page and RAM; `buf` is then undefined.
+    fn read(&self, offset: usize, buf: &mut [u8]) -> bool;
+
+    /// The 8 bytes at `offset`, little endian.
+    #[inline]
+    fn read_u64(&self, offset: usize) -> Option<u64> {
+        let mut raw = [0; 8];
+        self.read(offset, &mut raw).then(|| u64::from_le_bytes(raw))
+    }
+}
+
+const PAGE_SIZE: usize = 4096;
+
+#[inline]
+fn offset_in_page(address: u64) -> usize {
+    (address % PAGE_SIZE as u64) as usize
+}
+
+impl<T: GuestPhys + ?Sized> GuestPhys for &T {
+    type Page<'a>
+        = T::Page<'a>
+    where
+        Self: 'a;
+
+    #[inline]
+    fn page(&self, gpa: u64) -> Option<Self::Page<'_>> {
+        (**self).page(gpa)
+    }
+}
+
+impl GuestPhys for GuestMemoryMmap {
+    type Page<'a> = VolatileSlice<'a>;
+
+    #[inline]
+    fn page(&self, gpa: u64) -> Option<Self::Page<'_>> {
+        let start = GuestAddress(gpa - offset_in_page(gpa) as u64);
+        let region = self.find_region(start)?;
+        let at = start.unchecked_offset_from(region.start_addr());
+        let len = (region.len() - at).min(PAGE_SIZE as u64);
+        region.get_slice(MemoryRegionAddress(at), len as usize).ok()
+    }
+}
+
+impl GuestPage for VolatileSlice<'_> {
+    #[inline]
+    fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
+        self.read_slice(buf, offset).is_ok()
+    }
+
+    #[inline]
+    fn read_u64(&self, offset: usize) -> Option<u64> {
+        let word = self.get_ref::<u64>(offset).ok()?.load();
+        Some(u64::from_le(word))
     }
 }
 
 /// RAM from address 0, for tests and memory files.
 impl GuestPhys for [u8] {
-    fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
-        let Some(from) = usize::try_from(gpa).ok() else {
-            return false;
-        };
-        match from.checked_add(buf.len()).and_then(|to| self.get(from..to)) {
-            Some(bytes) => {
-                buf.copy_from_slice(bytes);
-                true
-            }
-            None => false,
+    type Page<'a> = &'a [u8];
+
+    fn page(&self, gpa: u64) -> Option<Self::Page<'_>> {
+        let start = usize::try_from(gpa).ok()? / PAGE_SIZE * PAGE_SIZE;
+        self.get(start..self.len().min(start.saturating_add(PAGE_SIZE)))
+            .filter(|page| !page.is_empty())
+    }
+}
+
+impl GuestPage for &[u8] {
+    fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
+        let bytes = self.get(offset..).and_then(|rest| rest.get(..buf.len()));
+        if let Some(bytes) = bytes {
+            buf.copy_from_slice(bytes);
         }
+        bytes.is_some()
     }
 }
 
@@ -104,33 +187,40 @@ pub struct GuestRegs {
     pub kernel_gs_base: u64,
     /// Base of the task state segment, which has the stacks that the CPU and the kernel's entry code change to.
     pub tss_base: u64,
+    /// Base of the interrupt descriptor table.
+    pub idt_base: u64,
 }
 
 impl GuestRegs {
-    /// From what KVM_GET_REGS and KVM_GET_SREGS return, and the MSR IA32_KERNEL_GS_BASE (0 if not read).
-    pub fn from_kvm(regs: &kvm_regs, sregs: &kvm_sregs, kernel_gs_base: u64) -> Self {
-        Self {
-            rip: regs.rip,
-            rsp: regs.rsp,
-            rbp: regs.rbp,
-            rcx: regs.rcx,
-            rdx: regs.rdx,
-            rdi: regs.rdi,
-            r10: regs.r10,
-            r11: regs.r11,
-            r13: regs.r13,
-            rflags: regs.rflags,
-            cr0: sregs.cr0,
-            cr3: sregs.cr3,
-            cr4: sregs.cr4,
-            efer: sregs.efer,
-            // SS.DPL is the CPL on both vendors; CS.RPL differs from it for conforming segments only.
-            cpl: sregs.ss.dpl & 3,
-            code64: sregs.cs.l != 0,
-            gs_base: sregs.gs.base,
-            kernel_gs_base,
-            tss_base: sregs.tr.base,
-        }
+    /// Takes over what KVM_GET_REGS returns.
+    #[inline]
+    pub fn set_general(&mut self, regs: &kvm_regs) {
+        self.rip = regs.rip;
+        self.rsp = regs.rsp;
+        self.rbp = regs.rbp;
+        self.rcx = regs.rcx;
+        self.rdx = regs.rdx;
+        self.rdi = regs.rdi;
+        self.r10 = regs.r10;
+        self.r11 = regs.r11;
+        self.r13 = regs.r13;
+        self.rflags = regs.rflags;
+    }
+
+    /// Takes over what KVM_GET_SREGS returns.
+    #[inline]
+    pub fn set_system(&mut self, sregs: &kvm_sregs) {
+        self.cr0 = sregs.cr0;
+        self.cr3 = sregs.cr3;
+        self.cr4 = sregs.cr4;
+        self.efer = sregs.efer;
+        // SS.DPL is the CPL on both vendors and in every mode but real mode, where it is 0 as well (SDM vol. 3 §5.5); CS.RPL
+        // differs from it for conforming segments.
+        self.cpl = sregs.ss.dpl & 3;
+        self.code64 = sregs.cs.l != 0;
+        self.gs_base = sregs.gs.base;
+        self.tss_base = sregs.tr.base;
+        self.idt_base = sregs.idt.base;
     }
 
     /// The base of this CPU's kernel data, found from the two GS bases: the kernel's is the one in the upper
@@ -150,9 +240,10 @@ impl GuestRegs {
 
 /// How much a walk may do: memory reads, and optionally time. Shared by all walks of one sample.
 ///
-/// The clock is looked at every few reads, and what passed since the last look counts as a quarter of the time at most. A
-/// thread that had to wait for a processor is not charged for that, and a guest that makes reads slow (pages that
-/// the host has yet to find) still has four such stretches and no more.
+/// The clock is looked at every few reads, from the first such look on, and what passed since the last look counts as a
+/// quarter of the time at most. A walk of few reads, as most are, never looks. A thread that had to wait for a processor is
+/// not charged for that, and a guest that makes reads slow (pages that the host has yet to find) still has four such
+/// stretches after the first and no more.
 #[derive(Debug, Clone)]
 pub struct Budget {
     reads_left: u32,
@@ -165,15 +256,16 @@ pub struct Budget {
 struct TimeLeft {
     left: Duration,
     at_most: Duration,
-    last_look: Instant,
+    last_look: Option<Instant>,
 }
 
 impl TimeLeft {
     /// Takes off what has passed at `now`; `false` once nothing is left.
     fn look(&mut self, now: Instant) -> bool {
-        let passed = now.saturating_duration_since(self.last_look).min(self.at_most);
-        self.last_look = now;
-        self.left = self.left.saturating_sub(passed);
+        if let Some(last) = self.last_look.replace(now) {
+            let passed = now.saturating_duration_since(last).min(self.at_most);
+            self.left = self.left.saturating_sub(passed);
+        }
         !self.left.is_zero()
     }
 }
@@ -182,36 +274,38 @@ impl Budget {
     /// Reads between two looks at the clock.
     const CLOCK_EVERY: u32 = 16;
 
-    /// At most `reads` reads of guest memory and, if given, at most `time` from now on.
+    /// At most `reads` reads of guest memory and, if given, at most `time`.
     pub fn new(reads: u32, time: Option<Duration>) -> Self {
         Self {
-            reads_left: reads,
+            reads_left: if time == Some(Duration::ZERO) { 0 } else { reads },
             reads_used: 0,
             time: time.map(|time| TimeLeft {
                 left: time,
                 at_most: time / 4,
-                last_look: Instant::now(),
+                last_look: None,
             }),
             expired: false,
         }
     }
 
     /// Takes one read out of the budget; `false` once it is spent.
+    #[inline]
     pub fn take(&mut self) -> bool {
-        if self.expired || self.reads_left == 0 {
-            self.expired = true;
-            return false;
-        }
-        if self.reads_used.is_multiple_of(Self::CLOCK_EVERY)
-            && let Some(time) = &mut self.time
-            && !time.look(Instant::now())
+        if self.reads_left == 0
+            || self.reads_used % Self::CLOCK_EVERY == Self::CLOCK_EVERY - 1 && !self.look_at_clock()
         {
+            self.reads_left = 0;
             self.expired = true;
             return false;
         }
         self.reads_left -= 1;
         self.reads_used += 1;
         true
+    }
+
+    #[cold]
+    fn look_at_clock(&mut self) -> bool {
+        self.time.as_mut().is_none_or(|time| time.look(Instant::now()))
     }
 
     /// Reads of guest memory made so far.
@@ -237,7 +331,7 @@ mod tests {
         let mut time = TimeLeft {
             left: TIME,
             at_most: TIME / 4,
-            last_look: start,
+            last_look: Some(start),
         };
         let mut now = start + Duration::from_millis(20);
         assert!(time.look(now));

@@ -7,7 +7,7 @@
 //! Access rights are not checked: the walk stands in for a debugger, not for the CPU. Present, page-size and
 //! the reserved bits that give an entry another meaning are.
 
-use super::{Budget, GuestPhys, GuestRegs};
+use super::{Budget, GuestPage, GuestPhys, GuestRegs};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
@@ -59,14 +59,31 @@ pub struct Translation {
     pub user: bool,
 }
 
-#[derive(Clone, Copy)]
-struct Cached {
-    page: u64,
+/// A page that was walked to.
+struct Cached<P> {
+    /// Its address, divided by its size.
+    number: u64,
+    /// Where it is in guest-physical memory.
     base: u64,
+    /// `None`: not in RAM.
+    ram: Option<P>,
 }
 
 /// Slots of the translation cache: a chain touches the kernel stack, the user stack and little else.
 const CACHE_SLOTS: usize = 8;
+
+/// The table in which a walk found its page: pages near that one are found in it, too. What processors call a
+/// paging-structure cache (SDM vol. 3 §5.10.3).
+#[derive(Clone, Copy)]
+struct LastTable {
+    /// The part of an address that leads to it, and how far that is shifted.
+    prefix: u64,
+    prefix_shift: u32,
+    level: u8,
+    table: u64,
+    /// Every level above it allows user access.
+    user: bool,
+}
 
 /// One address space of a guest: a root table and the way it is walked, with a small cache of 4 KiB
 /// translations. Make a new one for each sample, for the guest may change its tables at any time.
@@ -74,7 +91,8 @@ pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
     phys: &'m M,
     root: u64,
     levels: u8,
-    cache: [Cached; CACHE_SLOTS],
+    cache: [Option<Cached<M::Page<'m>>>; CACHE_SLOTS],
+    last_table: LastTable,
 }
 
 impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
@@ -93,15 +111,21 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// Long-mode tables at `cr3` (PCID and flag bits are dropped), five levels deep if `la57`.
     pub fn with_root(phys: &'m M, cr3: u64, la57: bool) -> Self {
-        let none = Cached {
-            page: u64::MAX,
-            base: 0,
-        };
+        let root = cr3 & ADDRESS;
+        let levels = if la57 { 5 } else { 4 };
         Self {
             phys,
-            root: cr3 & ADDRESS,
-            levels: if la57 { 5 } else { 4 },
-            cache: [none; CACHE_SLOTS],
+            root,
+            levels,
+            cache: [const { None }; CACHE_SLOTS],
+            // The root, to which every address leads.
+            last_table: LastTable {
+                prefix: 0,
+                prefix_shift: 63,
+                level: levels,
+                table: root,
+                user: true,
+            },
         }
     }
 
@@ -136,27 +160,28 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         12 + 9 * u32::from(self.levels)
     }
 
-    /// Translates `gva`, walking the tables.
-    pub fn translate(&self, gva: u64, budget: &mut Budget) -> Result<Translation, Hole> {
+    /// Translates `gva`, walking the tables, or only the last of them where the walk before ended in the same one.
+    pub fn translate(&mut self, gva: u64, budget: &mut Budget) -> Result<Translation, Hole> {
         if !self.is_canonical(gva) {
             return Err(Hole::NonCanonical);
         }
-        let mut table = self.root;
-        let mut user = true;
-        for level in (1..=self.levels).rev() {
+        let last = self.last_table;
+        let (top, mut table, mut user) = if gva >> last.prefix_shift == last.prefix {
+            (last.level, last.table, last.user)
+        } else {
+            (self.levels, self.root, true)
+        };
+        for level in (1..=top).rev() {
             let shift = 12 + 9 * u32::from(level - 1);
             let index = (gva >> shift) & 0x1FF;
             if !budget.take() {
                 return Err(Hole::Spent);
             }
-            let mut raw = [0; 8];
-            if !self.phys.read(table + 8 * index, &mut raw) {
-                return Err(Hole::OutsideMemory);
-            }
-            let entry = u64::from_le_bytes(raw);
+            let entry = self.phys.read_u64(table + 8 * index).ok_or(Hole::OutsideMemory)?;
             if entry & PRESENT == 0 {
                 return Err(Hole::NotPresent(level));
             }
+            let above = user;
             user &= entry & 4 != 0;
             let size = 1u64 << shift;
             let leaf = level == 1 || entry & PAGE_SIZE_BIT != 0;
@@ -172,6 +197,13 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             if level > 1 && entry & (size - 1) & ADDRESS & !PAGE != 0 {
                 return Err(Hole::Reserved(level));
             }
+            self.last_table = LastTable {
+                prefix: gva >> (shift + 9),
+                prefix_shift: shift + 9,
+                level,
+                table,
+                user: above,
+            };
             let base = entry & ADDRESS & !(size - 1);
             return Ok(Translation {
                 gpa: base + (gva & (size - 1)),
@@ -187,13 +219,13 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         let mut at = gva;
         let mut rest = buf;
         while !rest.is_empty() {
-            let in_page = (PAGE - at % PAGE) as usize;
-            let (now, later) = rest.split_at_mut(in_page.min(rest.len()));
-            let gpa = self.page_gpa(at, budget)? + at % PAGE;
+            let offset = (at % PAGE) as usize;
+            let (now, later) = rest.split_at_mut((PAGE as usize - offset).min(rest.len()));
+            let page = self.page(at, budget)?;
             if !budget.take() {
                 return Err(Hole::Spent);
             }
-            if !self.phys.read(gpa, now) {
+            if !page.ram.as_ref().is_some_and(|ram| ram.read(offset, now)) {
                 return Err(Hole::OutsideMemory);
             }
             // An address space ends at the top: going round to 0 would be another place altogether.
@@ -209,22 +241,41 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// Guest-physical address of the byte at `gva`; a page that was looked up before is not walked to again.
     pub fn physical(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
-        Ok(self.page_gpa(gva, budget)? + gva % PAGE)
+        Ok(self.page(gva, budget)?.base + gva % PAGE)
     }
 
-    fn page_gpa(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
-        let page = gva / PAGE;
-        let slot = page as usize % CACHE_SLOTS;
-        if self.cache[slot].page == page {
-            return Ok(self.cache[slot].base);
+    /// The page that `gva` is in.
+    #[inline]
+    fn page(&mut self, gva: u64, budget: &mut Budget) -> Result<&Cached<M::Page<'m>>, Hole> {
+        let number = gva / PAGE;
+        let slot = number as usize % CACHE_SLOTS;
+        if !matches!(&self.cache[slot], Some(cached) if cached.number == number) {
+            let base = self.translate(gva & !(PAGE - 1), budget)?.gpa;
+            self.cache[slot] = Some(Cached {
+                number,
+                base,
+                ram: self.phys.page(base),
+            });
         }
-        let base = self.translate(gva & !(PAGE - 1), budget)?.gpa;
-        self.cache[slot] = Cached { page, base };
-        Ok(base)
+        // It was put there if it was not there. An address space has no hole of this kind.
+        self.cache[slot].as_ref().ok_or(Hole::OutsideMemory)
     }
 
     /// The 8 bytes at `gva`, little endian.
+    #[inline]
     pub fn read_u64(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
+        let offset = (gva % PAGE) as usize;
+        if offset <= PAGE as usize - 8 {
+            let page = self.page(gva, budget)?;
+            if !budget.take() {
+                return Err(Hole::Spent);
+            }
+            return page
+                .ram
+                .as_ref()
+                .and_then(|ram| ram.read_u64(offset))
+                .ok_or(Hole::OutsideMemory);
+        }
         let mut raw = [0; 8];
         self.read(gva, &mut raw, budget)?;
         Ok(u64::from_le_bytes(raw))
@@ -255,7 +306,7 @@ mod tests {
             g.map(0x40_0000, 0x5000, 1);
             g.map(0x7fff_c020_0000, 0, 2);
             g.map(0xffff_8000_4000_0000, 0, 3);
-            let space = AddressSpace::with_root(&g.ram[..], g.root, la57);
+            let mut space = AddressSpace::with_root(&g.ram[..], g.root, la57);
             let mut b = budget();
             assert_eq!(space.translate(0x40_0123, &mut b).unwrap().gpa, 0x5123);
             assert_eq!(b.reads_used(), if la57 { 5 } else { 4 });
@@ -268,14 +319,40 @@ mod tests {
     }
 
     #[test]
+    fn pages_of_one_table_are_found_without_walking_to_it_again() {
+        for la57 in [false, true] {
+            let mut g = TestGuest::new(1 << 20, la57);
+            g.map(0x40_0000, 0x5000, 1);
+            g.map(0x41_0000, 0x7000, 1);
+            g.map(0x60_0000, 0x6000, 1);
+            g.map(0xffff_8000_0040_0000, 0x8000, 1);
+            let mut space = AddressSpace::with_root(&g.ram[..], g.root, la57);
+            let levels = if la57 { 5 } else { 4 };
+            // Of another table; of the first one again; in the upper half; with a hole between.
+            for (gva, found, reads) in [
+                (0x40_0010, Ok(0x5010), levels),
+                (0x41_0020, Ok(0x7020), 1),
+                (0x42_0000, Err(Hole::NotPresent(1)), 1),
+                (0x60_0030, Ok(0x6030), levels),
+                (0x40_0040, Ok(0x5040), levels),
+                (0xffff_8000_0040_0050, Ok(0x8050), levels),
+            ] {
+                let mut b = budget();
+                let gpa = space.translate(gva, &mut b).map(|t| t.gpa);
+                assert_eq!((gpa, b.reads_used()), (found, reads), "{gva:#x}");
+            }
+        }
+    }
+
+    #[test]
     fn an_address_between_the_halves_is_not_translated() {
         let g = TestGuest::new(1 << 16, false);
-        let space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
         assert_eq!(
             space.translate(0x8000_0000_0000, &mut budget()),
             Err(Hole::NonCanonical)
         );
-        let deep = AddressSpace::with_root(&g.ram[..], g.root, true);
+        let mut deep = AddressSpace::with_root(&g.ram[..], g.root, true);
         assert_ne!(
             deep.translate(0x8000_0000_0000, &mut budget()),
             Err(Hole::NonCanonical)
@@ -288,11 +365,11 @@ mod tests {
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x40_0000, 0x5000, 1);
         g.ram[g.root as usize] |= 0x80; // PS in a PML4 entry
-        let space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
         assert_eq!(space.translate(0x40_0000, &mut budget()), Err(Hole::Reserved(4)));
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x20_0000, 0x4000, 2); // a 2 MiB page at an address that is no multiple of 2 MiB
-        let space = AddressSpace::with_root(&g.ram[..], g.root, false);
+        let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
         assert_eq!(space.translate(0x20_0000, &mut budget()), Err(Hole::Reserved(2)));
     }
 
@@ -302,7 +379,7 @@ mod tests {
         for entry in ram.chunks_exact_mut(8) {
             entry.copy_from_slice(&3u64.to_le_bytes()); // present, table at 0: itself
         }
-        let space = AddressSpace::with_root(&ram[..], 0, true);
+        let mut space = AddressSpace::with_root(&ram[..], 0, true);
         let mut b = budget();
         assert_eq!(space.translate(0x1234, &mut b).unwrap().gpa, 0x234);
         assert_eq!(b.reads_used(), 5);

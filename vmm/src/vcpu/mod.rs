@@ -384,10 +384,13 @@ impl Vcpu {
         // Other exits are not to pay for what samples need.
         let mut wants_system = self.syncs_system && self.left_by_signal;
         if pmu.take_fed_overflow() || signalled {
-            let synced = Synced {
-                regs: self.synced.general.then(|| self.fd.sync_regs_mut().regs),
-                sregs: self.synced.system.then(|| self.fd.sync_regs_mut().sregs),
-            };
+            let mut synced = Synced::default();
+            if self.synced.general {
+                synced.set_general(&self.fd.sync_regs_mut().regs);
+            }
+            if self.synced.system {
+                synced.set_system(&self.fd.sync_regs_mut().sregs);
+            }
             let done = pmu.service_overflows(&self.fd, synced);
             self.stats.overflows.add(u64::from(done.overflows));
             // A timer that rings early needs nothing, and the sample comes with the next signal.

@@ -22,8 +22,9 @@ const READ_TRIES: usize = 64;
 
 /// Up to this long after an exit, ns, the thread's time at the next entry is that at the exit and the time on the wall since: reading the thread's
 /// time is a system call, and both at every exit were two. Whoever takes the thread's CPU for a moment in between is then counted as the
-/// VMM, so a count is never too high by it, and too low by less than this each time.
-const SHORT_EXIT_NS: u64 = 20_000;
+/// VMM, so a count is never too high by it, and too low by less than this each time. A sample with a call chain is taken in this time, also
+/// where the host is emulated.
+const SHORT_EXIT_NS: u64 = 100_000;
 
 /// The run time of one vCPU's guest.
 ///
@@ -117,7 +118,7 @@ impl VcpuClock {
     }
 
     /// The vCPU's thread is back from `KVM_RUN`. Same cost as [`VcpuClock::guest_enter`]; with a clock event on, one system call, and
-    /// another at the next entry if that is later than 20 µs.
+    /// another at the next entry if that is later than 100 µs.
     #[inline]
     pub fn guest_exit(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed);

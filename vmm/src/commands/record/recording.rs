@@ -42,6 +42,8 @@ pub(super) struct Recording {
     /// When the last full sample of each event was, by its samples' id.
     last_full_ns: HashMap<u64, u64>,
     with_chain: u64,
+    /// Samples for which the VMM held the vCPU, and for how long in all, ns.
+    held: (u64, u64),
     /// Chains that a bound of the walk cut short.
     cut_short: u64,
     lost: u64,
@@ -109,6 +111,7 @@ impl Recording {
             last_ns: 0,
             last_full_ns: HashMap::new(),
             with_chain: 0,
+            held: (0, 0),
             cut_short: 0,
             lost: 0,
             throttled: 0,
@@ -158,6 +161,11 @@ impl Recording {
         self.chain.clear();
         self.chain.extend(sample.callchain.iter());
         self.with_chain += u64::from(!self.chain.is_empty());
+        // 0: none was taken before this one.
+        if raw.held_ns > 0 {
+            self.held.0 += 1;
+            self.held.1 += u64::from(raw.held_ns);
+        }
         self.cut_short += u64::from(raw.ends.cut_short().is_some());
         let kernel = raw.cpl != 3;
         self.names.note((!kernel).then_some(pid), sample.ip);
@@ -279,8 +287,15 @@ impl Recording {
             } else {
                 String::new()
             };
+            let held = match self.held {
+                (0, _) => String::new(),
+                (n, ns) => format!(
+                    "; the VMM took {:.1} us for each it took",
+                    ns as f64 / n as f64 / 1e3
+                ),
+            };
             say(&format!(
-                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]\n"
+                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}{held}) ]\n"
             ));
         }
         if let Some(totals) = totals {

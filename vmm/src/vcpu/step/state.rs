@@ -91,7 +91,8 @@ pub struct Linear<'m> {
 impl<'m> Linear<'m> {
     /// Memory as the code at `state` sees it.
     pub fn new(memory: &'m GuestMemoryMmap, state: &State) -> Self {
-        let regs = GuestRegs::from_kvm(&state.regs, &state.sregs, 0);
+        let mut regs = GuestRegs::default();
+        regs.set_system(&state.sregs);
         Self {
             memory,
             state: *state,
