@@ -335,8 +335,13 @@ impl Context {
             sample.raw = regs.raw();
         }
         // A ring without room counts what it lost; one that can never take the record has none for it.
-        let samples = due.iter().map(|&period| Sample { period, ..sample });
-        let written = Sample::write_all(samples, format, &output.ring);
+        let written = if let [period] = due[..] {
+            sample.period = period;
+            sample.write(format, &output.ring).into()
+        } else {
+            let samples = due.iter().map(|&period| Sample { period, ..sample });
+            Sample::write_all(samples, format, &output.ring)
+        };
         self.samples += written.written;
         self.lost_samples += written.lost;
         if written.unfit > 0 {

@@ -10,10 +10,11 @@
 //! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
 //!
 //! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast as seen here. So what decides is
-//! the time in which the guest was not run, and sampling goes on and off all the time: each stretch with it is compared with those without it
-//! right before and right after. Shown are the median of all such comparisons and their quartiles, and beside them the same of the work
-//! done (readings of the TSC in equal times), which holds more, such as cold caches, but depends on the machine's speed. A ratio of two
-//! slowdowns is given only where the lower one is known to be more than nothing.
+//! the time in which the guest was not run, and the ways take turns all the time, each on for a moment and off for another: each
+//! stretch with sampling is compared with those without it right before and right after. Shown are the median of all such comparisons and
+//! their quartiles, and beside them the same of the work done (readings of the TSC in equal times), which holds more, such as cold
+//! caches, but depends on the machine's speed. A ratio of two slowdowns is the median of those of neighbouring turns, and is given only
+//! where the lower slowdown is known to be more than nothing.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +29,7 @@ use std::time::{Duration, Instant};
 use perf_core::pmu::host::{GuestSampler, GuestSamples};
 
 const USAGE: &str = "\
-usage: overhead [--perfvisor FILE] [--ways LETTERS] [--rounds N] [--pairs N] [--hz N] [--json FILE]
+usage: overhead [--perfvisor FILE] [--ways LETTERS] [--rounds N] [--cycles N] [--hz N] [--json FILE]
 Compares what ways of sampling (all: bcde) cost a guest. Wants root, for perf on another process.";
 
 const WAYS: [Way; 4] = [Way::Perf, Way::Signal, Way::EveryChain, Way::Default];
@@ -72,7 +73,7 @@ struct Options {
     /// What is compared.
     ways: Vec<Way>,
     rounds: usize,
-    pairs: usize,
+    cycles: usize,
     hz: u64,
     json: Option<PathBuf>,
 }
@@ -104,7 +105,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
             .unwrap_or_else(|| "perfvisor".into()),
         ways: WAYS.to_vec(),
         rounds: 24,
-        pairs: 4,
+        cycles: 4,
         hz: 1000,
         json: None,
     };
@@ -116,7 +117,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
             "--json" => options.json = Some(value()?.into()),
             "--rounds" => options.rounds = number(&value()?, 1, 1000)?,
             "--hz" => options.hz = number(&value()?, 10, 20_000)? as u64,
-            "--pairs" => options.pairs = number(&value()?, 1, 1000)?,
+            "--cycles" => options.cycles = number(&value()?, 1, 1000)?,
             other => return Err(format!("unknown option {other}")),
         }
     }
@@ -186,6 +187,8 @@ struct Guest {
     tid: i32,
     /// What the guest told since this was emptied.
     told: Arc<Mutex<Vec<Pace>>>,
+    /// It will not tell more.
+    console_ended: Arc<AtomicBool>,
 }
 
 impl Drop for Guest {
@@ -215,6 +218,7 @@ impl Guest {
             runtime,
             tid: 0,
             told: Arc::default(),
+            console_ended: Arc::default(),
         };
         loop {
             let mut line = String::new();
@@ -225,12 +229,13 @@ impl Guest {
             }
         }
         guest.tid = vcpu_thread(guest.child.id()).ok_or("the VM has no vCPU thread")?;
-        let told = guest.told.clone();
+        let (told, ended) = (guest.told.clone(), guest.console_ended.clone());
         std::thread::spawn(move || {
             for line in console.lines().map_while(Result::ok) {
                 let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
                 told.extend(Pace::parse(&line));
             }
+            ended.store(true, Ordering::Relaxed);
         });
         Ok(guest)
     }
@@ -239,6 +244,15 @@ impl Guest {
         let mut command = Command::new(&options.perfvisor);
         command.env("XDG_RUNTIME_DIR", self.runtime.path());
         command
+    }
+
+    /// How it fares once what was switched just now has passed.
+    fn paced(&self) -> Result<Option<Pace>, String> {
+        if self.console_ended.load(Ordering::Relaxed) {
+            return Err("the guest has ended".into());
+        }
+        std::thread::sleep(SETTLES);
+        Ok(self.pace())
     }
 
     /// How it fares in a window that begins now. `None`: it told too little.
@@ -301,7 +315,7 @@ impl Sampling {
                     "-t",
                     &guest.tid.to_string(),
                 ]);
-                Self::process(perf, guest)
+                Self::process(perf, way, guest)
             }
             // The same event, read in the same way.
             Way::Perf => {
@@ -332,15 +346,16 @@ impl Sampling {
                 if way == Way::EveryChain {
                     record.args(["--chain-every", "1"]);
                 }
-                Self::process(record, guest)
+                Self::process(record, way, guest)
             }
         }
     }
 
     /// `command` is a `record` of perf's or ours, which know the same options for this.
-    fn process(mut command: Command, guest: &Guest) -> Result<Self, String> {
+    fn process(mut command: Command, way: Way, guest: &Guest) -> Result<Self, String> {
         let directory = guest.runtime.path();
-        let (ctl, ack) = (directory.join("ctl"), directory.join("ack"));
+        let file = |what: &str| directory.join(format!("{what}-{}", way.letter()));
+        let (ctl, ack) = (file("ctl"), file("ack"));
         for pipe in [&ctl, &ack] {
             let _ = std::fs::remove_file(pipe);
             let made = Command::new("mkfifo").arg(pipe).status();
@@ -371,7 +386,7 @@ impl Sampling {
         });
         let child = command
             .args(["-D", "-1", "--control", &pipes, "-o"])
-            .arg(directory.join("data"))
+            .arg(file("data"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -499,41 +514,51 @@ fn measure(options: &Options) -> Result<bool, String> {
     go_first();
     let guest = Guest::start(options)?;
     pin(&guest);
-    let ways = &options.ways;
-    let mut slowdowns: Vec<Vec<[f64; 2]>> = ways.iter().map(|_| Vec::new()).collect();
+    let mut cycles = Vec::new();
     for round in 0..options.rounds {
-        for turn in 0..ways.len() {
-            // Each way comes in each place of a round.
-            let at = (turn + round) % ways.len();
-            compare(ways[at], &guest, options, &mut slowdowns[at])
-                .map_err(|e| format!("{}: {e}", ways[at].name()))?;
+        // Each way comes in each place.
+        let mut ways = options.ways.clone();
+        let n = ways.len();
+        ways.rotate_left(round % n);
+        let mut ready = Vec::new();
+        for way in ways {
+            let sampling = Sampling::prepare(way, &guest, options).map_err(|e| told_by(way, e))?;
+            ready.push((way, sampling));
+        }
+        let mut before = guest.paced()?;
+        for _ in 0..options.cycles {
+            let mut cycle = Cycle::new();
+            for (way, sampling) in &mut ready {
+                sampling.switch(true).map_err(|e| told_by(*way, e))?;
+                let with = guest.paced()?;
+                sampling.switch(false).map_err(|e| told_by(*way, e))?;
+                let after = guest.paced()?;
+                if let (Some(before), Some(with), Some(after)) = (before, with, after)
+                    && let Some(without) = Pace::mean(&[before, after])
+                {
+                    cycle.insert(way.letter(), with.slowdown(without));
+                }
+                before = after;
+            }
+            cycles.push(cycle);
+        }
+        for (way, sampling) in ready {
+            sampling.stop().map_err(|e| told_by(way, e))?;
         }
     }
-    if slowdowns.iter().any(Vec::is_empty) {
+    if cycles.iter().all(|cycle| cycle.len() < options.ways.len()) {
         return Err("the guest told too little".into());
     }
-    report(options, &slowdowns)
+    report(options, &cycles)
 }
 
-/// Switches a way of sampling on and off, and adds by how much it slowed the guest down each time, in percent.
-fn compare(way: Way, guest: &Guest, options: &Options, slowdowns: &mut Vec<[f64; 2]>) -> Result<(), String> {
-    let mut sampling = Sampling::prepare(way, guest, options)?;
-    let mut paced = |on: bool| -> Result<Option<Pace>, String> {
-        sampling.switch(on)?;
-        std::thread::sleep(SETTLES);
-        Ok(guest.pace())
-    };
-    let mut before = paced(false)?;
-    for _ in 0..options.pairs {
-        let with = paced(true)?;
-        let after = paced(false)?;
-        if let (Some(before), Some(with), Some(after)) = (before, with, after) {
-            slowdowns.extend(Pace::mean(&[before, after]).map(|without| with.slowdown(without)));
-        }
-        before = after;
-    }
-    sampling.stop()
+/// What went wrong, and with which way.
+fn told_by(way: Way, error: String) -> String {
+    format!("{}: {error}", way.name())
 }
+
+/// By how much each way, by its letter, slowed the guest down when its turn came, in percent: by the time not run, and by the work done.
+type Cycle = BTreeMap<char, [f64; 2]>;
 
 /// By how much a way slows the guest down, over all comparisons, in percent.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
@@ -557,14 +582,9 @@ impl Slowdown {
         }
     }
 
-    /// This one over another, which must be more than nothing by two standard errors.
-    fn over(self, other: Self) -> Option<Ratio> {
-        let value = self.median / other.median;
-        (other.median > 2.0 * other.standard_error).then(|| Ratio {
-            value,
-            standard_error: (self.standard_error / other.median)
-                .hypot(value * other.standard_error / other.median),
-        })
+    /// Whether it is more than nothing by two standard errors.
+    fn is_clear(self) -> bool {
+        self.median > 2.0 * self.standard_error
     }
 }
 
@@ -575,6 +595,35 @@ struct Ratio {
     standard_error: f64,
 }
 
+impl Ratio {
+    /// That for which the first of a pair is as often above the second times the ratio as below. The machine's moods are in both, and so
+    /// in neither. `None` where the second is not clearly more than nothing.
+    fn of(pairs: &[(f64, f64)]) -> Option<Self> {
+        let mut seconds: Vec<f64> = pairs.iter().map(|&(_, second)| second).collect();
+        if pairs.is_empty() || !Slowdown::of(&mut seconds).is_clear() {
+            return None;
+        }
+        let mut ratios: Vec<f64> = pairs
+            .iter()
+            .map(|&(first, second)| match second > 0.0 {
+                true => first / second,
+                // Above any multiple of it, or below.
+                false => f64::INFINITY.copysign(first - second),
+            })
+            .collect();
+        // The number of those above is a binomial one: its standard deviation is half the root of the number of pairs.
+        let off = 0.5 / (pairs.len() as f64).sqrt();
+        let (lower, upper) = (
+            quantile(&mut ratios, 0.5 - off),
+            quantile(&mut ratios, (0.5 + off).min(1.0)),
+        );
+        Some(Self {
+            value: quantile(&mut ratios, 0.5),
+            standard_error: (upper - lower) / 2.0,
+        })
+    }
+}
+
 /// What one way costs: by the time in which the guest is not run, and by the work it does.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 struct Cost {
@@ -582,34 +631,33 @@ struct Cost {
     work: Slowdown,
 }
 
-fn report(options: &Options, comparisons: &[Vec<[f64; 2]>]) -> Result<bool, String> {
+fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, String> {
     println!(
-        "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} each:\n",
+        "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} turns of each:\n",
         options.hz,
         WINDOW.as_millis(),
         WINDOW.as_millis(),
         options.rounds,
-        options.pairs
+        options.cycles
     );
     println!(
         "{:<46} {:>9} {:>20} {:>9}   by work done",
         "", "median", "quartiles", "error +-"
     );
-    let by = |of: &[[f64; 2]], which: usize| {
-        Slowdown::of(&mut of.iter().map(|both| both[which]).collect::<Vec<_>>())
+    let by = |way: Way, which: usize| {
+        let slowdowns = cycles
+            .iter()
+            .filter_map(|cycle| Some(cycle.get(&way.letter())?[which]));
+        Slowdown::of(&mut slowdowns.collect::<Vec<_>>())
     };
-    let costs: Vec<(Way, Cost)> = options
-        .ways
-        .iter()
-        .zip(comparisons)
-        .map(|(&way, of)| {
-            let cost = Cost {
-                not_run: by(of, 0),
-                work: by(of, 1),
-            };
-            (way, cost)
-        })
-        .collect();
+    let cost = |&way: &Way| {
+        let cost = Cost {
+            not_run: by(way, 0),
+            work: by(way, 1),
+        };
+        (way, cost)
+    };
+    let costs: Vec<(Way, Cost)> = options.ways.iter().map(cost).collect();
     for (way, Cost { not_run: s, work }) in &costs {
         let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
         println!(
@@ -621,10 +669,11 @@ fn report(options: &Options, comparisons: &[Vec<[f64; 2]>]) -> Result<bool, Stri
             work.standard_error
         );
     }
-    let of = |which: Way| costs.iter().find(|(way, _)| *way == which).map(|(_, cost)| cost);
-    let [d_to_c, e_to_b] = [(Way::EveryChain, Way::Signal), (Way::Default, Way::Perf)]
-        .map(|(x, y)| Some((of(x)?, of(y)?)))
-        .map(|both| both.map(|(x, y)| x.not_run.over(y.not_run)));
+    let [d_to_c, e_to_b] = [(Way::EveryChain, Way::Signal), (Way::Default, Way::Perf)].map(|(x, y)| {
+        let asked = [x, y].iter().all(|way| options.ways.contains(way));
+        let both = |cycle: &Cycle| Some((cycle.get(&x.letter())?[0], cycle.get(&y.letter())?[0]));
+        asked.then(|| Ratio::of(&cycles.iter().filter_map(both).collect::<Vec<_>>()))
+    });
     let told = |ratio: Option<Option<Ratio>>| match ratio {
         Some(Some(ratio)) => format!("{:.2} +-{:.2}", ratio.value, ratio.standard_error),
         Some(None) => "not measurable here".to_owned(),
@@ -637,7 +686,7 @@ fn report(options: &Options, comparisons: &[Vec<[f64; 2]>]) -> Result<bool, Stri
     );
     if let Some(path) = &options.json {
         let json = serde_json::json!({
-            "hz": options.hz, "rounds": options.rounds, "pairs": options.pairs, "window_ms": WINDOW.as_millis() as u64,
+            "hz": options.hz, "rounds": options.rounds, "cycles": options.cycles, "window_ms": WINDOW.as_millis() as u64,
             "slowdown_percent": costs.iter().map(|(way, cost)| (way.letter(), cost)).collect::<BTreeMap<_, _>>(),
             "d_to_c": d_to_c.flatten(), "e_to_b": e_to_b.flatten(),
         });
@@ -657,13 +706,33 @@ mod tests {
     /// Noise over noise is no figure.
     #[test]
     fn a_ratio_is_given_only_over_a_slowdown_that_there_is() {
-        let mut clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
-        let mut noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
-        let (clear, noise) = (Slowdown::of(&mut clear), Slowdown::of(&mut noise));
-        assert_eq!(clear.median, 4.1);
-        let same = clear.over(clear).unwrap();
-        assert!(same.value == 1.0 && same.standard_error < 0.1, "{same:?}");
-        assert_eq!(clear.over(noise), None);
+        let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
+        let noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
+        let pairs = |x: &[f64], y: &[f64]| x.iter().copied().zip(y.iter().copied()).collect::<Vec<_>>();
+        let same = Ratio::of(&pairs(&clear, &clear)).unwrap();
+        assert!(same.value == 1.0 && same.standard_error == 0.0, "{same:?}");
+        assert!(Ratio::of(&pairs(&noise, &clear)).is_some());
+        assert_eq!(Ratio::of(&pairs(&clear, &noise)), None);
+        assert_eq!(Ratio::of(&[]), None);
+    }
+
+    /// The machine is twice as slow for every third pair; one in ten is far off, or has a second that is less than nothing.
+    #[test]
+    fn what_both_share_is_not_in_their_ratio() {
+        let pairs: Vec<(f64, f64)> = (0..90)
+            .map(|i| {
+                let mood = if i % 3 == 0 { 2.0 } else { 1.0 };
+                let noise = 1.0 + 0.02 * f64::from(i % 5 - 2);
+                match i % 20 {
+                    7 => (60.0, 10.0),
+                    13 => (12.0, -0.5),
+                    _ => (12.0 * mood * noise, 10.0 * mood),
+                }
+            })
+            .collect();
+        let ratio = Ratio::of(&pairs).unwrap();
+        assert!((ratio.value - 1.2).abs() < 0.03, "{ratio:?}");
+        assert!((0.0..0.05).contains(&ratio.standard_error), "{ratio:?}");
     }
 
     #[test]

@@ -229,11 +229,10 @@ pub trait Encode {
                 }
             } else {
                 for record in rest.by_ref().take(n as usize) {
-                    match record.write(format, ring) {
-                        Ok(()) => written.written += 1,
-                        Err(RingError::Full) => written.lost += 1,
-                        Err(_) => written.unfit += 1,
-                    }
+                    let one = Written::from(record.write(format, ring));
+                    written.written += one.written;
+                    written.lost += one.lost;
+                    written.unfit += one.unfit;
                 }
             }
         }
@@ -249,6 +248,19 @@ pub struct Written {
     pub lost: u64,
     /// Records this ring could never take. Nobody has counted them.
     pub unfit: u64,
+}
+
+impl From<Result<(), RingError>> for Written {
+    /// Of one record.
+    #[inline]
+    fn from(result: Result<(), RingError>) -> Self {
+        let (written, lost, unfit) = match result {
+            Ok(()) => (1, 0, 0),
+            Err(RingError::Full) => (0, 1, 0),
+            Err(_) => (0, 0, 1),
+        };
+        Self { written, lost, unfit }
+    }
 }
 
 /// Why bytes are not a record.

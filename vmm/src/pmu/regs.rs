@@ -513,6 +513,29 @@ impl VcpuRegs<'_> {
 mod tests {
     use super::*;
 
+    /// A cost is that of one sample, of one that was measured, and told for no other.
+    #[test]
+    fn the_first_samples_are_measured_and_then_now_and_then() {
+        let mut memory = SampleMemory::default();
+        let mut measured = Vec::new();
+        for n in 0..200 {
+            let began = memory.begin();
+            memory.taken = true;
+            std::thread::sleep(Duration::from_nanos(1));
+            memory.held(began);
+            if memory.held_ns > 0 {
+                measured.push(n);
+            }
+        }
+        let expected: Vec<u32> = (0..64).chain((64..200).step_by(4)).collect();
+        assert_eq!(measured, expected);
+        // A timer that rang early took no sample.
+        memory.held_ns = 7;
+        let began = memory.begin();
+        memory.held(began);
+        assert_eq!((memory.held_ns, memory.samples), (7, 200));
+    }
+
     #[test]
     fn raw_data_reads_back_what_was_written() {
         for task in [None, Some((7, 8, *b"0123456789abcdef"))] {

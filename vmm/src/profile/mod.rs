@@ -323,6 +323,34 @@ impl Budget {
 mod tests {
     use super::*;
 
+    /// RAM of two regions, the second of one and a half pages; what is read agrees with vm-memory's own reading wherever there is RAM.
+    #[test]
+    fn guest_memory_is_read_across_pages_and_not_beyond_ram() {
+        let memory =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x2000), (GuestAddress(0x5000), 0x1800)])
+                .unwrap();
+        for (start, len) in [(0, 0x2000u64), (0x5000, 0x1800)] {
+            let bytes: Vec<u8> = (0..len).map(|i| (start + i * 7 + i / 256) as u8).collect();
+            memory.write_slice(&bytes, GuestAddress(start)).unwrap();
+        }
+        for gpa in [0, 1, 0xff9, 0xfff, 0x1000, 0x1ff8, 0x5000, 0x5fff, 0x67f8] {
+            for len in [0, 1, 7, 8, 9, 0x1000, 0x1800, 0x2000] {
+                let (mut ours, mut theirs) = (vec![0; len], vec![0; len]);
+                let is_ram = memory.read_slice(&mut theirs, GuestAddress(gpa)).is_ok();
+                assert_eq!(GuestPhys::read(&memory, gpa, &mut ours), is_ram, "{gpa:#x} {len}");
+                assert!(!is_ram || ours == theirs, "{gpa:#x} {len}");
+            }
+        }
+        for gpa in [0, 0x1ff8, 0x5008, 0x67f8] {
+            let word = memory.read_obj::<u64>(GuestAddress(gpa)).unwrap();
+            assert_eq!(GuestPhys::read_u64(&memory, gpa), Some(word), "{gpa:#x}");
+        }
+        for gpa in [0x2000, 0x4ff8, 0x6800, 1 << 63, u64::MAX - 7] {
+            assert_eq!(GuestPhys::read_u64(&memory, gpa), None, "{gpa:#x}");
+            assert!(!GuestPhys::read(&memory, gpa, &mut [0; 16]), "{gpa:#x}");
+        }
+    }
+
     /// A thread that waits once for a processor still gets its chain; reads that are slow again and again do not go on.
     #[test]
     fn one_long_wait_does_not_spend_the_time_and_many_do() {

@@ -281,6 +281,38 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(u64::from_le_bytes(raw))
     }
 
+    /// Two words of 8 bytes: that at `gva` and the next.
+    #[inline]
+    pub fn read_pair(&mut self, gva: u64, budget: &mut Budget) -> Result<(u64, u64), Hole> {
+        let offset = (gva % PAGE) as usize;
+        if offset <= PAGE as usize - 16 {
+            let page = self.page(gva, budget)?;
+            if !budget.take() || !budget.take() {
+                return Err(Hole::Spent);
+            }
+            let ram = page.ram.as_ref().ok_or(Hole::OutsideMemory)?;
+            let first = ram.read_u64(offset).ok_or(Hole::OutsideMemory)?;
+            let second = ram.read_u64(offset + 8).ok_or(Hole::OutsideMemory)?;
+            return Ok((first, second));
+        }
+        let first = self.read_u64(gva, budget)?;
+        let second = gva.checked_add(8).ok_or(Hole::NonCanonical)?;
+        Ok((first, self.read_u64(second, budget)?))
+    }
+
+    /// The `N` bytes, 8 at most, at `gva`.
+    #[inline]
+    pub fn read_few<const N: usize>(&mut self, gva: u64, budget: &mut Budget) -> Result<[u8; N], Hole> {
+        let mut few = [0; N];
+        if N <= 8 && (gva % PAGE) as usize <= PAGE as usize - 8 {
+            let word = self.read_u64(gva, budget)?.to_le_bytes();
+            few.copy_from_slice(&word[..N]);
+        } else {
+            self.read(gva, &mut few, budget)?;
+        }
+        Ok(few)
+    }
+
     /// The 4 bytes at `gva`, little endian.
     pub fn read_u32(&mut self, gva: u64, budget: &mut Budget) -> Result<u32, Hole> {
         let mut raw = [0; 4];
@@ -419,6 +451,34 @@ mod tests {
             space.read_u64(u64::MAX - 3, &mut budget()),
             Err(Hole::NonCanonical)
         );
+    }
+
+    /// Pairs and few bytes are what single reads find, wherever they lie: in a page, across two, before a hole, at the end of RAM.
+    #[test]
+    fn pairs_and_few_bytes_agree_with_single_reads() {
+        let mut g = TestGuest::new((1 << 16) + 20, false);
+        g.map(0x1000, 0x6000, 1);
+        g.map(0x2000, 0x5000, 1);
+        g.map(0x4000, 1 << 16, 1);
+        for (i, byte) in g.ram[0x5000..0x7000].iter_mut().enumerate() {
+            *byte = (i * 13 + i / 256) as u8;
+        }
+        for gva in (0x1fe0..0x2010).chain(0x2fe0..0x3010).chain(0x4000..0x4020) {
+            // The RAM's last bytes are found byte by byte.
+            let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
+            let mut b = Budget::new(1000, None);
+            let mut word = |at| space.read_u64(at, &mut b);
+            let single = word(gva).and_then(|first| Ok((first, word(gva + 8)?)));
+            assert_eq!(space.read_pair(gva, &mut b), single, "{gva:#x}");
+            let mut bytes = [0; 5];
+            let read = space.read(gva, &mut bytes, &mut b);
+            let few = space.read_few::<5>(gva, &mut b);
+            // A word that is not all RAM may hide five bytes that are.
+            assert!(
+                few == read.map(|()| bytes) || few == Err(Hole::OutsideMemory),
+                "{gva:#x}"
+            );
+        }
     }
 
     #[test]

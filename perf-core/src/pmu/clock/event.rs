@@ -178,6 +178,16 @@ impl PmuEvent for ClockEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let now = self.read();
+        self.rearm(now, overflow_in)
+    }
+
+    /// The guest does not run between the two calls, so the count is still the same.
+    fn overflowed(&mut self) -> Option<u64> {
+        (self.take_overflows() > 0).then_some(self.last_count)
+    }
+
+    fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         let Some(signal) = self.signal else {
             return Err(PmuError::Unsupported(
                 "the clock driver was made without an overflow signal",
@@ -190,9 +200,8 @@ impl PmuEvent for ClockEvent {
             })?;
             self.timer = Some(timer);
         }
-        let now = self.read();
-        self.set_timer(now, self.ns_for(overflow_in))?;
-        self.armed_at = Some(now.saturating_add(overflow_in.max(1)));
+        self.set_timer(count, self.ns_for(overflow_in))?;
+        self.armed_at = Some(count.saturating_add(overflow_in.max(1)));
         Ok(())
     }
 

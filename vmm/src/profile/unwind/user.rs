@@ -64,12 +64,14 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         if bp < floor {
             return End::BadFrame;
         }
-        let ip = match read(space, bp.wrapping_add(width), budget) {
-            Ok(ip) => ip,
-            Err(end) => return end,
+        let frame = if user.wide && space.is_user_half(bp.wrapping_add(8)) {
+            space.read_pair(bp, budget).map_err(end_of)
+        } else {
+            let ip = read(space, bp.wrapping_add(width), budget);
+            ip.and_then(|ip| Ok((read(space, bp, budget)?, ip)))
         };
-        let next = match read(space, bp, budget) {
-            Ok(next) => next,
+        let (next, ip) = match frame {
+            Ok(frame) => frame,
             Err(end) => return end,
         };
         if ip == 0 {
@@ -114,19 +116,17 @@ fn mend_first_frame<M: GuestPhys + ?Sized>(
     if !space.is_user_half(user.ip) {
         return Mend::None;
     }
-    let mut code = [0; 5];
     if !user.exact_ip {
         // A system call returns to the instruction after `syscall`.
-        let mut before = [0; 2];
         let at = user.ip.wrapping_sub(2);
-        if space.is_user_half(at) && space.read(at, &mut before, budget).is_ok() && before == [0x0F, 0x05] {
+        if space.is_user_half(at) && space.read_few(at, budget) == Ok([0x0F, 0x05]) {
             return Mend::ReturnAt(user.sp, Why::SystemCall);
         }
     }
     // The end of a page may cut this short, which only forgoes the mending.
-    if space.read(user.ip, &mut code, budget).is_err() {
+    let Ok(code) = space.read_few(user.ip, budget) else {
         return Mend::None;
-    }
+    };
     match code {
         // endbr64 (then push rbp, as a rule), push rbp, ret: the return address is on top.
         [0xF3, 0x0F, 0x1E, 0xFA, 0x55] | [0x55, ..] | [0xC3, ..] => Mend::ReturnAt(user.sp, Why::Instruction),
@@ -150,18 +150,16 @@ fn called_leaf<M: GuestPhys + ?Sized>(
     let Some(at) = ret.checked_sub(5) else {
         return false;
     };
-    let mut call = [0; 5];
-    if space.read(at, &mut call, budget).is_err() || call[0] != 0xE8 {
+    let Ok([0xE8, relative @ ..]) = space.read_few::<5>(at, budget) else {
         return false;
-    }
-    let relative = i32::from_le_bytes([call[1], call[2], call[3], call[4]]);
+    };
+    let relative = i32::from_le_bytes(relative);
     let target = ret.wrapping_add_signed(i64::from(relative));
-    let mut start = [0; 5];
     ip.checked_sub(target).is_some_and(|off| off < LEAF_REACH)
         && space.is_user_half(target)
-        && space.read(target, &mut start, budget).is_ok()
-        && start[0] != 0x55
-        && start != [0xF3, 0x0F, 0x1E, 0xFA, 0x55]
+        && space
+            .read_few(target, budget)
+            .is_ok_and(|start| start[0] != 0x55 && start != [0xF3, 0x0F, 0x1E, 0xFA, 0x55])
 }
 
 /// Whether the bytes before `ip` end in a call instruction.
@@ -171,10 +169,9 @@ fn follows_call<M: GuestPhys + ?Sized>(
     budget: &mut Budget,
 ) -> bool {
     let Some(at) = ip.checked_sub(7) else { return false };
-    let mut c = [0; 7];
-    if space.read(at, &mut c, budget).is_err() {
+    let Ok(c) = space.read_few::<7>(at, budget) else {
         return false;
-    }
+    };
     let modrm_call = |m: u8| (m >> 3) & 7 == 2;
     c[2] == 0xE8
         || (c[5] == 0xFF && modrm_call(c[6]) && c[6] >> 6 == 3)
