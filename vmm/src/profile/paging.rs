@@ -257,7 +257,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
                 ram: self.phys.page(base),
             });
         }
-        // It was put there if it was not there. An address space has no hole of this kind.
+        // Always there by now.
         self.cache[slot].as_ref().ok_or(Hole::OutsideMemory)
     }
 
@@ -315,9 +315,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// The 4 bytes at `gva`, little endian.
     pub fn read_u32(&mut self, gva: u64, budget: &mut Budget) -> Result<u32, Hole> {
-        let mut raw = [0; 4];
-        self.read(gva, &mut raw, budget)?;
-        Ok(u32::from_le_bytes(raw))
+        self.read_few(gva, budget).map(u32::from_le_bytes)
     }
 }
 
