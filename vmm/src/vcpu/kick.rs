@@ -8,6 +8,8 @@
 //! Both are standard signals, not real-time ones: those queue, and the queue, one for all processes of a user, can be
 //! full, which would lose a kick. Standard signals of a kind merge while one is pending, which loses nothing, because
 //! what they announce is looked up and not counted.
+//!
+//! Overflow signals that come often are not handled but held and fetched, which costs less: [`OverflowSignals`].
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -16,10 +18,12 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 use std::time::Duration;
 
+use ioctl::KVM_SET_SIGNAL_MASK;
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
-use vmm_sys_util::signal::register_signal_handler;
+use vmm_sys_util::ioctl::{ioctl_with_ptr, ioctl_with_ref};
+use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
 thread_local! {
     /// `immediate_exit` of the vCPU this thread runs; null while it runs none.
@@ -158,6 +162,157 @@ impl Drop for KickTimer {
     fn drop(&mut self) {
         // SAFETY: the timer was made by `for_current_thread` and is deleted only here.
         unsafe { libc::timer_delete(self.0) };
+    }
+}
+
+/// At most so many exits from one overflow signal to the next, and the signals are held.
+const FEW_EXITS: u32 = 8;
+/// After more exits than this without an overflow signal they are handled again.
+const MANY_EXITS: u32 = 32;
+
+/// `struct kvm_signal_mask` with the kernel's own set of signals behind it, as `KVM_SET_SIGNAL_MASK` takes it.
+#[repr(C)]
+struct KvmSignalMask {
+    len: u32,
+    set: [u8; KERNEL_SIGSET_BYTES],
+}
+
+/// Bytes of the set of signals that x86 Linux knows, at the beginning of the C library's.
+const KERNEL_SIGSET_BYTES: usize = 8;
+
+/// What kvm-ioctls lacks.
+mod ioctl {
+    use kvm_bindings::{KVMIO, kvm_signal_mask};
+
+    vmm_sys_util::ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, kvm_signal_mask);
+}
+
+/// How the overflow signals of one vCPU end KVM_RUN.
+///
+/// *Handled*: by their handler, as above. To run a handler costs the kernel more than a system call does, and several times that on an
+/// emulated host. *Held*: blocked in the thread, let through by `KVM_SET_SIGNAL_MASK` while it is in KVM_RUN, which then ends with EINTR and
+/// leaves them pending; they are fetched by one system call. A signal that comes earlier ends the next KVM_RUN at once, so this loses none
+/// either. But KVM then changes the thread's mask twice in each KVM_RUN, under a lock of the whole process. So they are held only while they
+/// are a good part of what ends it, as they are for a vCPU that is sampled.
+#[derive(Debug)]
+pub struct OverflowSignals {
+    held: bool,
+    /// KVM or the thread refused.
+    stays: bool,
+    /// Exits since the last overflow signal.
+    exits: u32,
+}
+
+impl Default for OverflowSignals {
+    fn default() -> Self {
+        Self {
+            held: false,
+            stays: false,
+            exits: u32::MAX,
+        }
+    }
+}
+
+impl OverflowSignals {
+    /// KVM_RUN has ended, `by_signal` or otherwise. Afterwards [`take_overflow`] knows of every overflow signal that ended it. At most one
+    /// system call.
+    pub fn after_exit(&mut self, by_signal: bool) {
+        self.exits = self.exits.saturating_add(1);
+        if self.held && by_signal {
+            fetch();
+        }
+    }
+
+    /// To be called before the next entry, with what [`take_overflow`] has said. Rarely two system calls, otherwise none.
+    pub fn before_entry(&mut self, vcpu: &VcpuFd, signalled: bool) {
+        let hold = if signalled {
+            self.held || self.exits <= FEW_EXITS
+        } else {
+            self.held && self.exits <= MANY_EXITS
+        };
+        if signalled {
+            self.exits = 0;
+        }
+        if hold == self.held || self.stays {
+            return;
+        }
+        let changed = if hold {
+            hold_signals(vcpu)
+        } else {
+            handle_signals(vcpu)
+        };
+        match changed {
+            Ok(()) => self.held = hold,
+            Err(e) => {
+                log::debug!("overflow signals stay as they are: {e}");
+                self.stays = true;
+            }
+        }
+    }
+}
+
+/// Blocks the overflow signal in this thread, but not while it is in KVM_RUN.
+fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
+    let overflow = only_overflow()?;
+    let mut before = overflow;
+    // SAFETY: both are live sets of signals.
+    check(unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &overflow, &mut before) })?;
+    let mut mask = KvmSignalMask {
+        len: KERNEL_SIGSET_BYTES as u32,
+        set: [0; KERNEL_SIGSET_BYTES],
+    };
+    // SAFETY: a sigset_t is plain data, initialised, and longer than what is copied of it.
+    unsafe {
+        ptr::copy_nonoverlapping(
+            (&raw const before).cast(),
+            mask.set.as_mut_ptr(),
+            KERNEL_SIGSET_BYTES,
+        )
+    };
+    // SAFETY: the ioctl reads a struct kvm_signal_mask and `len` bytes behind it, which `mask` is; it is the right one for a vCPU.
+    if unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } != 0 {
+        let refused = io::Error::last_os_error();
+        // SAFETY: `overflow` is a live set; what was set before is not asked for.
+        check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })?;
+        return Err(refused);
+    }
+    Ok(())
+}
+
+/// Takes [`hold_signals`] back. An overflow signal that waits is handled within this call.
+fn handle_signals(vcpu: &VcpuFd) -> io::Result<()> {
+    // SAFETY: with a null pointer the ioctl reads nothing and takes the mask away.
+    if unsafe { ioctl_with_ptr(vcpu, KVM_SET_SIGNAL_MASK(), ptr::null::<KvmSignalMask>()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let overflow = only_overflow()?;
+    // SAFETY: `overflow` is a live set; what was set before is not asked for.
+    check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })
+}
+
+/// Takes a held overflow signal, if there is one, for what its handler would have been told. One system call.
+fn fetch() {
+    let Ok(overflow) = only_overflow() else { return };
+    let at_once = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the set and the time are live locals, and nothing is asked about the signal.
+    if unsafe { libc::sigtimedwait(&overflow, ptr::null_mut(), &at_once) } == overflow_signal() {
+        OVERFLOW.with(|flag| flag.store(true, Ordering::Relaxed));
+    }
+}
+
+/// The set of the overflow signal alone.
+fn only_overflow() -> io::Result<libc::sigset_t> {
+    create_sigset(&[overflow_signal()]).map_err(io::Error::from)
+}
+
+/// A pthread function's error, which is what it returns.
+fn check(result: c_int) -> io::Result<()> {
+    match result {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
     }
 }
 

@@ -119,6 +119,7 @@ pub struct Vcpu {
     synced: Fresh,
     /// The last exit was for a signal's sake only.
     left_by_signal: bool,
+    overflow_signals: kick::OverflowSignals,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -157,6 +158,7 @@ impl Vcpu {
             syncs_system: false,
             synced: Fresh::default(),
             left_by_signal: false,
+            overflow_signals: kick::OverflowSignals::default(),
             on_first_entry: None,
         })
     }
@@ -380,6 +382,7 @@ impl Vcpu {
     fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), EntryError> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
+        self.overflow_signals.before_entry(&self.fd, signalled);
         self.stats.overflow_signals.add(signalled.into());
         // Other exits are not to pay for what samples need.
         let mut wants_system = self.syncs_system && self.left_by_signal;
@@ -456,6 +459,7 @@ impl Vcpu {
         };
         self.left_by_signal =
             matches!(&exit, Ok(VcpuExit::Intr)) || matches!(&exit, Err(e) if e.errno() == libc::EINTR);
+        self.overflow_signals.after_exit(self.left_by_signal);
         if !self.left_by_signal {
             self.just_read = None;
         }

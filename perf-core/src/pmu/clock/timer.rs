@@ -40,7 +40,7 @@ impl Timer {
 
     /// Rings once, `ns` from now (at least 1), instead of when it was to ring before. One system call.
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
-        self.settime(ns.max(1))?;
+        self.settime(ns.max(1), None)?;
         self.parked = false;
         Ok(())
     }
@@ -48,8 +48,8 @@ impl Timer {
     /// Does not ring any more.
     pub(super) fn park(&mut self) {
         if !self.parked {
-            match self.settime(0) {
-                Ok(_) => self.parked = true,
+            match self.settime(0, None) {
+                Ok(()) => self.parked = true,
                 Err(e) => log::debug!("cannot park an overflow timer: {e}"),
             }
         }
@@ -68,13 +68,17 @@ impl Timer {
 
     /// Does not ring any more; what was left of its time, ns, 0 if it has rung. One system call.
     pub(super) fn take(&mut self) -> io::Result<u64> {
-        let left_ns = self.settime(0)?;
+        // SAFETY: an all-zero itimerspec is a valid value of that plain C struct.
+        let mut former: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
+        self.settime(0, Some(&mut former))?;
         self.parked = true;
-        Ok(left_ns)
+        Ok((former.it_value.tv_sec as u64)
+            .saturating_mul(1_000_000_000)
+            .saturating_add(former.it_value.tv_nsec as u64))
     }
 
-    /// Sets it, or stops it with 0; what was left of the former time, ns.
-    fn settime(&self, ns: u64) -> io::Result<u64> {
+    /// Sets it, or stops it with 0. To ask for what was left of the former time costs nearly half as much again.
+    fn settime(&self, ns: u64, former: Option<&mut libc::itimerspec>) -> io::Result<()> {
         let spec = libc::itimerspec {
             it_interval: libc::timespec {
                 tv_sec: 0,
@@ -86,15 +90,10 @@ impl Timer {
                 tv_nsec: (ns % 1_000_000_000) as libc::c_long,
             },
         };
-        let mut former = libc::itimerspec {
-            it_interval: spec.it_interval,
-            it_value: spec.it_interval,
-        };
-        // SAFETY: the timer lives as long as `self`, and both structs are live locals.
-        match unsafe { libc::timer_settime(self.id, 0, &spec, &mut former) } {
-            0 => Ok((former.it_value.tv_sec as u64)
-                .saturating_mul(1_000_000_000)
-                .saturating_add(former.it_value.tv_nsec as u64)),
+        let former = former.map_or(ptr::null_mut(), ptr::from_mut);
+        // SAFETY: the timer lives as long as `self`; `spec` is a live local and `former` null or a live itimerspec.
+        match unsafe { libc::timer_settime(self.id, 0, &spec, former) } {
+            0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
     }

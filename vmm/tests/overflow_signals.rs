@@ -1,0 +1,159 @@
+//! Overflow signals end KVM_RUN, once each and without loss, whether they are handled or held.
+#![allow(unsafe_code)]
+
+use std::time::Duration;
+
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use perfvisor_vmm::memory::GuestRam;
+use perfvisor_vmm::vcpu::kick::{
+    Armed, OverflowSignals, install_handlers, kick_signal, overflow_signal, take_overflow,
+};
+use vm_memory::{Bytes, GuestAddress};
+
+const CODE: u64 = 0x1000;
+const COUNTER: u64 = 0x2000;
+/// `inc dword [0x2000]; jmp` back to it, for ever, in real mode.
+const LOOP: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
+
+/// A vCPU in an endless loop that counts its turns, run by this thread.
+struct Looping {
+    vcpu: VcpuFd,
+    armed: Armed,
+    signals: OverflowSignals,
+    ram: GuestRam,
+    _vm: VmFd,
+}
+
+impl Looping {
+    fn new() -> Option<Self> {
+        let Ok(kvm) = Kvm::new() else {
+            eprintln!("skipped: no usable /dev/kvm here");
+            return None;
+        };
+        install_handlers().unwrap();
+        let ram = GuestRam::new(32 << 20).unwrap();
+        ram.memory().write_slice(&LOOP, GuestAddress(CODE)).unwrap();
+        let vm = kvm.create_vm().unwrap();
+        ram.register(&vm).unwrap();
+        let mut vcpu = vm.create_vcpu(0).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rflags) = (CODE, 2);
+        vcpu.set_regs(&regs).unwrap();
+        let armed = Armed::new(&mut vcpu);
+        Some(Self {
+            vcpu,
+            armed,
+            signals: OverflowSignals::default(),
+            ram,
+            _vm: vm,
+        })
+    }
+
+    /// What the run loop does before an entry; whether an overflow was announced.
+    fn look(&mut self) -> bool {
+        self.armed.clear();
+        let announced = take_overflow();
+        self.signals.before_entry(&self.vcpu, announced);
+        announced
+    }
+
+    /// Enters the guest, which never leaves by itself; whether it ran before a signal took it out.
+    fn enter(&mut self) -> bool {
+        let turns = |ram: &GuestRam| -> u32 { ram.memory().read_obj(GuestAddress(COUNTER)).unwrap() };
+        let before = turns(&self.ram);
+        let ended = self.vcpu.run().map(|exit| format!("{exit:?}"));
+        assert_eq!(ended.map_err(|e| e.errno()), Err(libc::EINTR));
+        self.signals.after_exit(true);
+        turns(&self.ram) != before
+    }
+
+    /// Enters the guest, with a signal that comes while it runs, or before if this machine is slow.
+    fn enter_until(&mut self, signal: i32) {
+        // SAFETY: pthread_self takes nothing and cannot fail.
+        let thread = unsafe { libc::pthread_self() };
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(30));
+                // SAFETY: the thread lives until this scope ends, and the signal has a handler.
+                assert_eq!(unsafe { libc::pthread_kill(thread, signal) }, 0);
+            });
+            self.enter();
+        });
+    }
+
+    /// Has overflow signals come often, so that they are held.
+    fn hold(&mut self) {
+        for _ in 0..2 {
+            raise(overflow_signal());
+            assert!(self.look(), "it was handled");
+            self.signals.after_exit(false);
+        }
+        raise(overflow_signal());
+        assert!(!take_overflow(), "it is held");
+        assert!(!self.enter());
+        assert!(self.look());
+    }
+}
+
+fn raise(signal: i32) {
+    // SAFETY: the signal has a handler.
+    assert_eq!(unsafe { libc::raise(signal) }, 0);
+}
+
+/// Nothing is lost between the look and the entry: the guest is not even entered.
+#[test]
+fn a_handled_signal_after_the_look_ends_kvm_run_at_once() {
+    let Some(mut guest) = Looping::new() else { return };
+    assert!(!guest.look());
+    raise(overflow_signal());
+    assert!(!guest.enter());
+    assert!(guest.look());
+    assert!(!guest.look());
+}
+
+#[test]
+fn a_held_signal_ends_kvm_run_and_is_announced_once() {
+    let Some(mut guest) = Looping::new() else { return };
+    guest.hold();
+    for _ in 0..3 {
+        raise(overflow_signal());
+        assert!(!guest.look(), "nobody has fetched it yet");
+        assert!(!guest.enter(), "it came before the entry");
+        assert!(guest.look());
+        assert!(!guest.look());
+        guest.enter_until(overflow_signal());
+        assert!(guest.look());
+        assert!(!guest.look());
+    }
+}
+
+/// Both kinds end KVM_RUN while one of them is held, and are not taken for each other.
+#[test]
+fn kicks_come_through_while_overflow_signals_are_held() {
+    let Some(mut guest) = Looping::new() else { return };
+    guest.hold();
+    guest.enter_until(kick_signal());
+    assert!(!guest.look());
+    raise(kick_signal());
+    assert!(!guest.enter(), "immediate_exit was set");
+    assert!(!guest.look());
+}
+
+/// A signal that waits when they are handled again is neither lost nor late.
+#[test]
+fn after_many_exits_without_one_they_are_handled_again() {
+    let Some(mut guest) = Looping::new() else { return };
+    guest.hold();
+    raise(overflow_signal());
+    for exit in 0..33 {
+        guest.signals.after_exit(false);
+        assert!(!guest.look(), "exit {exit}");
+    }
+    assert!(!guest.enter(), "its handler has set immediate_exit");
+    assert!(guest.look());
+    raise(overflow_signal());
+    assert!(take_overflow(), "handled");
+}
