@@ -16,10 +16,11 @@
 //!
 //! # Overflow
 //! Each armed event has a timer (see `timer.rs`), whose signal takes the vCPU out of the guest. Time on the wall passes at
-//! least as fast as guest time, so the signal can only be early. [`PmuEvent::take_overflows`] then sets it for the rest,
+//! least as fast as guest time, so a signal after the time that is wanted can only be early. [`PmuEvent::take_overflows`] then sets it for the rest,
 //! no sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no headway
 //! (it is halted, or waits for a host CPU). The timer rings once each time it is set, so nothing can be kept busy by
-//! rings alone.
+//! rings alone. Since an early ring costs an exit for nothing, a timer is set for up to a sixteenth longer than wanted where the ones before
+//! rang early by less than that.
 
 mod cpl;
 mod event;

@@ -4,7 +4,7 @@
 //! (`irq_work`), and which may come as late as the next scheduler tick on an emulated host; and a perf clock event goes on
 //! ringing at its period until it is given another, which at short periods is enough for the host kernel to see its timer
 //! interrupt hang. A POSIX timer signals from the timer's interrupt itself, rings once, and takes one system call to
-//! set. Its time is the wall's, which passes at least as fast as the guest's, so it too can only be early.
+//! set. Its time is the wall's, which passes at least as fast as the guest's.
 #![allow(unsafe_code)]
 
 use std::io;
