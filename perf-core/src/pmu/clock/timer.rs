@@ -4,12 +4,18 @@
 //! (`irq_work`), and which may come as late as the next scheduler tick on an emulated host; and a perf clock event goes on
 //! ringing at its period until it is given another, which at short periods is enough for the host kernel to see its timer
 //! interrupt hang. A POSIX timer signals from the timer's interrupt itself, rings once, and takes one system call to
-//! set. Its time is the wall's, which passes at least as fast as the guest's.
+//! set; whether it has rung is told by the time on the wall, without one. Its time is the wall's, which passes at least as fast as the guest's.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
+
+use super::vcpu::wall_ns;
+
+/// A timer that would ring later than this from now, ns, is let ring in vain rather than stopped: the counters of a guest are stopped and
+/// started again at each of its interrupts, with an overflow that is out of sight in between.
+const FAR_NS: u64 = 100_000_000;
 
 /// A one-shot timer that signals one thread of this process.
 #[derive(Debug)]
@@ -17,6 +23,8 @@ pub(super) struct Timer {
     id: libc::timer_t,
     /// Not set, as far as we know: the call to stop it can be saved.
     parked: bool,
+    /// When it rings, by the wall's clock: earlier than that by as much as the call took that set it, never later.
+    due_ns: u64,
 }
 
 // SAFETY: a POSIX timer id is a number of the process; its calls may come from any thread.
@@ -33,37 +41,47 @@ impl Timer {
         let mut id = ptr::null_mut();
         // SAFETY: both pointers are to live locals of the right types.
         match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut id) } {
-            0 => Ok(Self { id, parked: true }),
+            0 => Ok(Self {
+                id,
+                parked: true,
+                due_ns: 0,
+            }),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
     /// Rings once, `ns` from now (at least 1), instead of when it was to ring before. One system call.
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
+        // Before the call, so that the timer does not ring earlier.
+        self.due_ns = wall_ns().saturating_add(ns);
         self.settime(ns.max(1), None)?;
         self.parked = false;
         Ok(())
     }
 
-    /// Does not ring any more.
+    /// Does not ring any more, but for once where that is far off. One system call, or none if it is not about to ring.
     pub(super) fn park(&mut self) {
-        if !self.parked {
-            match self.settime(0, None) {
-                Ok(()) => self.parked = true,
-                Err(e) => log::debug!("cannot park an overflow timer: {e}"),
-            }
+        if self.parked {
+            return;
+        }
+        let left_ns = self.due_ns.saturating_sub(wall_ns());
+        if left_ns > FAR_NS {
+            // It will be set again before, as a rule.
+            return;
+        }
+        if left_ns == 0 {
+            self.parked = true;
+            return;
+        }
+        match self.settime(0, None) {
+            Ok(()) => self.parked = true,
+            Err(e) => log::debug!("cannot park an overflow timer: {e}"),
         }
     }
 
-    /// Whether it has rung since it was set. One system call.
+    /// Whether it has rung since it was set, or is about to.
     pub(super) fn rang(&self) -> bool {
-        let mut left = MaybeUninit::<libc::itimerspec>::zeroed();
-        // SAFETY: the timer lives as long as `self`; `left` is writable and, zeroed, a valid itimerspec already.
-        let left = unsafe {
-            libc::timer_gettime(self.id, left.as_mut_ptr());
-            left.assume_init()
-        };
-        left.it_value.tv_sec == 0 && left.it_value.tv_nsec == 0
+        self.parked || wall_ns() >= self.due_ns
     }
 
     /// Does not ring any more; what was left of its time, ns, 0 if it has rung. One system call.

@@ -304,7 +304,7 @@ impl VcpuClock {
     /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3), or halted: `None`.
     ///
     /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is found out here,
-    /// with one system call, and another one sets the next. Cheap when no event needs it.
+    /// and one system call sets the next. Cheap when no event needs it.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
@@ -314,7 +314,7 @@ impl VcpuClock {
 }
 
 /// Time on the wall, ns. No system call where the kernel's clock can be read without one (`vdso(7)`).
-fn wall_ns() -> u64 {
+pub(super) fn wall_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC)
 }
 
