@@ -1,0 +1,107 @@
+//! System calls of the hot paths with the `clock` driver, counted by ptrace. Readings of the clock are left out: they are none where the
+//! kernel's clock can be read without, and the vCPU's exit and entry have theirs.
+#![allow(unsafe_code)]
+
+mod common;
+#[path = "machine/steps.rs"]
+mod steps;
+
+use std::sync::Arc;
+
+use common::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
+use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
+use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
+
+const SET: u64 = libc::SYS_timer_settime as u64;
+
+/// This thread as a vCPU with one event.
+struct Scene {
+    clock: Arc<VcpuClock>,
+    event: Box<dyn PmuEvent>,
+}
+
+impl Scene {
+    fn armed(overflow_in: u64) -> Self {
+        let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let pmu = ClockPmu::new(Some(catch_signals()));
+        pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+        let target = Target::Vcpu {
+            vcpu: VcpuId(0),
+            tid: this_tid(),
+        };
+        let mut event = pmu.open(&clock_attr(GUEST_NS), target).unwrap();
+        event.start(Some(overflow_in)).unwrap();
+        Self { clock, event }
+    }
+
+    /// One whose overflow has passed.
+    fn overflowed() -> Self {
+        let scene = Self::armed(100_000);
+        scene.clock.guest_enter();
+        burn(200_000);
+        scene.clock.guest_exit();
+        scene
+    }
+}
+
+/// Ends the child, so that its parent notices, unless `holds`.
+fn must(holds: bool) {
+    if !holds {
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+fn calls(setup: impl FnOnce() -> Scene, work: impl FnOnce(&mut Scene)) -> Vec<u64> {
+    let mut calls = steps::system_calls(setup, work).expect("processes may be traced, and `must` holds");
+    calls.retain(|&call| call != libc::SYS_clock_gettime as u64);
+    calls
+}
+
+#[test]
+fn an_overflow_sets_its_timer_once() {
+    let calls = calls(Scene::overflowed, |scene| {
+        let count = scene.event.overflowed();
+        must(count.is_some());
+        must(scene.event.rearm(count.unwrap_or(0), 1_000_000).is_ok());
+    });
+    assert_eq!(calls, [SET]);
+}
+
+/// A counter of a guest goes on after its overflow, with the next one out of sight; the guest's handler stops it and starts it again.
+#[test]
+fn a_guests_interrupt_sets_the_timer_twice() {
+    let calls = calls(Scene::overflowed, |scene| {
+        let count = scene.event.overflowed();
+        must(count.is_some());
+        must(scene.event.rearm(count.unwrap_or(0), 1 << 47).is_ok());
+        scene.event.stop();
+        must(scene.event.start(Some(1_000_000)).is_ok());
+    });
+    assert_eq!(calls, [SET, SET]);
+}
+
+#[test]
+fn a_timer_that_rang_early_is_set_once_more() {
+    let setup = || {
+        let before = signals_of_this_thread();
+        let scene = Scene::armed(100_000);
+        // Not in the guest.
+        while signals_of_this_thread() == before {
+            burn(1_000);
+        }
+        scene
+    };
+    let calls = calls(setup, |scene| must(scene.event.overflowed().is_none()));
+    assert_eq!(calls, [SET]);
+}
+
+/// The signal was another event's.
+#[test]
+fn looking_for_an_overflow_makes_no_system_call() {
+    let calls = calls(
+        || Scene::armed(1 << 47),
+        |scene| must(scene.event.overflowed().is_none()),
+    );
+    assert_eq!(calls, []);
+}
