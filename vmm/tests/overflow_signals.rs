@@ -1,7 +1,7 @@
 //! Overflow signals end KVM_RUN, once each and without loss, whether they are handled or held.
 #![allow(unsafe_code)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use perfvisor_vmm::memory::GuestRam;
@@ -70,17 +70,24 @@ impl Looping {
         turns(&self.ram) != before
     }
 
-    /// Enters the guest, with a signal that comes while it runs, or before if this machine is slow.
+    /// Enters the guest, with a signal that comes once it is seen to run.
     fn enter_until(&mut self, signal: i32) {
+        let memory = self.ram.memory().clone();
+        let turns = move || -> u32 { memory.read_obj(GuestAddress(COUNTER)).unwrap() };
+        let before = turns();
         // SAFETY: pthread_self takes nothing and cannot fail.
         let thread = unsafe { libc::pthread_self() };
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                std::thread::sleep(Duration::from_millis(30));
+                let began = Instant::now();
+                // A guest that never runs must not keep the test for ever: the signal ends KVM_RUN, and this fails below.
+                while turns() == before && began.elapsed() < Duration::from_secs(60) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
                 // SAFETY: the thread lives until this scope ends, and the signal has a handler.
                 assert_eq!(unsafe { libc::pthread_kill(thread, signal) }, 0);
             });
-            self.enter();
+            assert!(self.enter(), "the guest ran, and the signal took it out");
         });
     }
 

@@ -23,7 +23,7 @@ pub(super) struct Timer {
     id: libc::timer_t,
     /// Not set, as far as we know: the call to stop it can be saved.
     parked: bool,
-    /// When it rings, by the wall's clock: earlier than that by as much as the call took that set it, never later.
+    /// When it rings, by the wall's clock, or before that by no more than the call took that set it; never later.
     due_ns: u64,
 }
 
@@ -52,7 +52,7 @@ impl Timer {
 
     /// Rings once, `ns` from now (at least 1), instead of when it was to ring before. One system call.
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
-        // Before the call, so that the timer does not ring earlier.
+        // Read before the call, so that the timer cannot ring before this.
         self.due_ns = wall_ns().saturating_add(ns);
         self.settime(ns.max(1), None)?;
         self.parked = false;
