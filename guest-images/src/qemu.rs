@@ -21,6 +21,10 @@ const OVERRIDE: &str = "PERFVISOR_QEMU";
 /// The first version that translates only what it has locked.
 const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 
+/// The first version whose CMPXCHG16B leaves all flags but ZF as they were. Before, they came from whatever the translator had computed
+/// last, in another block, and Linux from 6.12 on, as a guest or not, branched wrongly behind it and died.
+const KNOWS_CMPXCHG16B: Version = Version(8, 0);
+
 const PLUGIN_SOURCE: &str = include_str!("../programs/stale-code.c");
 const PLUGIN_FLAGS: [&str; 7] = [
     "-O1",
@@ -79,6 +83,15 @@ impl Qemu {
         self.plugin
             .iter()
             .flat_map(|plugin| [OsStr::new("-plugin"), plugin.as_os_str()])
+    }
+
+    /// The processor it emulates for the lab: an AMD model that QEMU has since 2.12, with nested paging, less what it gets wrong.
+    pub fn processor(&self) -> &'static str {
+        if self.version < KNOWS_CMPXCHG16B {
+            "EPYC,+svm,-cx16"
+        } else {
+            "EPYC,+svm"
+        }
     }
 
     /// Its version, such as `7.2`.
@@ -192,6 +205,23 @@ mod tests {
         assert!(!keeps_stale_code(Version(7, 2), Some("p.so".into())));
         assert!(!keeps_stale_code(Version(8, 1), None));
         assert!(!keeps_stale_code(Version(10, 0), None));
+    }
+
+    #[test]
+    fn cmpxchg16b_is_hidden_where_its_flags_are_wrong() {
+        let processor = |version| {
+            let program = PROGRAM.into();
+            let plugin = None;
+            Qemu {
+                program,
+                version,
+                plugin,
+            }
+            .processor()
+        };
+        assert_eq!(processor(Version(7, 2)), "EPYC,+svm,-cx16");
+        assert_eq!(processor(Version(8, 0)), "EPYC,+svm");
+        assert_eq!(processor(Version(10, 0)), "EPYC,+svm");
     }
 
     #[test]

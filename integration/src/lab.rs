@@ -1,6 +1,6 @@
 //! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/lab.md`.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read as _, Write as _};
 use std::net::Shutdown;
@@ -27,9 +27,6 @@ const BOOT_LIMITS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs
 
 /// How long moving one file may take.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
-
-/// The processor of the lab: an AMD model that QEMU has since 2.12, with nested paging.
-const CPU: &str = "EPYC,+svm";
 
 /// Part of Debian's base system.
 const SETPRIV: &str = "setpriv";
@@ -634,7 +631,7 @@ fn command_line(
         .arg(qemu.program())
         .args(qemu.arguments())
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
-        .args(["-accel", "tcg,thread=multi", "-cpu", CPU])
+        .args(["-accel", "tcg,thread=multi", "-cpu", qemu.processor()])
         // The lab's init keeps everything off the first, and says why.
         .args(["-smp", &(options.cpus + 1).to_string()])
         .args(["-m", &format!("{}M", options.memory_mib)])
@@ -664,8 +661,10 @@ fn write_initrd(
         append(&host.perf_cpio)?;
     }
     let mut archive = Archive::new(out);
-    archive.directory("guest")?;
-    archive.directory("tests")?;
+    // Directories of the archives before this one may come again: the kernel leaves those that are there as they are, but for their mode.
+    for directory in directories(&options.files) {
+        archive.directory(directory)?;
+    }
     add(&mut archive, "bin/perfvisor", 0o755, &binaries.perfvisor)?;
     add(&mut archive, "bin/lab-agent", 0o755, &binaries.lab_agent)?;
     add(&mut archive, "bin/pvload", 0o755, &guest.pvload)?;
@@ -676,10 +675,62 @@ fn write_initrd(
         archive.file(&format!("guest/{}.elf", kernel.name), 0o644, kernel.image)?;
     }
     for (name, file) in &options.files {
+        let others = options.files.iter().map(|(other, _)| other.as_str());
+        if let Some(why) = refused_place(name, others) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
         let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(file)?.permissions());
         add(&mut archive, name, mode, file)?;
     }
     archive.finish()?.flush()
+}
+
+/// Directories of the lab that its init mounts something over, which hides what an initrd had there.
+const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
+
+/// Why a file cannot be at `place` in the lab, beside `others`, if it cannot.
+pub fn refused_place<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
+    let path = place.trim_start_matches('/');
+    let mut names = path.split('/');
+    if path.split('/').any(|name| ["", ".", ".."].contains(&name)) {
+        return Some(format!(
+            "{place:?} names no file: give a path without \".\", \"..\" and empty names"
+        ));
+    }
+    if let Some(first) = names.next()
+        && COVERED.contains(&first)
+        && names.next().is_some()
+    {
+        return Some(format!(
+            "{place}: the lab mounts a file system of its own over /{first}, which hides the file; choose another directory"
+        ));
+    }
+    let below = |lower: &str, upper: &str| {
+        lower
+            .strip_prefix(upper)
+            .is_some_and(|rest| rest.starts_with('/'))
+    };
+    let other = others.find(|other| {
+        let other = other.trim_start_matches('/');
+        below(path, other) || below(other, path)
+    })?;
+    Some(format!(
+        "{place} and {other}: one is a file and the other is below it"
+    ))
+}
+
+/// The directories that the lab's own files and `files` are in, each behind the one it is in: the kernel makes none for a file,
+/// and leaves the file out.
+fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
+    let mut directories = BTreeSet::from(["guest", "tests"]);
+    for (name, _) in files {
+        let name = name.trim_start_matches('/');
+        directories.extend(
+            name.match_indices('/')
+                .map(|(at, _)| name[..at].trim_end_matches('/')),
+        );
+    }
+    directories
 }
 
 fn add<W: io::Write>(archive: &mut Archive<W>, name: &str, mode: u32, file: &Path) -> io::Result<()> {
@@ -761,4 +812,37 @@ pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
     // QEMU warns once per processor feature that it does not emulate.
     command.stderr(Stdio::null());
     command.status().map_err(LabError::Start).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_directory_of_a_file_is_made_before_it() {
+        let files = ["/new/deeper/x", "guest/y", "new/z"].map(|name| (name.to_owned(), PathBuf::new()));
+        let made: Vec<_> = directories(&files).into_iter().collect();
+        assert_eq!(made, ["guest", "new", "new/deeper", "tests"]);
+    }
+
+    #[test]
+    fn places_where_a_file_would_be_lost_are_refused() {
+        let refused = |place: &str| refused_place(place, ["guest/x", place].into_iter());
+        for place in ["bin/x", "/a/b/c", "x", "tmpfiles/x"] {
+            assert_eq!(refused(place), None);
+        }
+        for (place, word) in [
+            ("/tmp/x", "/tmp"),
+            ("dev/x", "/dev"),
+            ("", "no file"),
+            ("a/", "no file"),
+            ("a//b", "no file"),
+            ("../x", "no file"),
+            ("guest", "below"),
+            ("guest/x/y", "below"),
+        ] {
+            let why = refused(place).unwrap_or_else(|| panic!("{place:?} is not refused"));
+            assert!(why.contains(word) && why.lines().count() == 1, "{why}");
+        }
+    }
 }

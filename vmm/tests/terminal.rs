@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,8 @@ type Settings = (u32, u32, u32, u32);
 fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Settings, ExitStatus) {
     let (master, slave) = pseudo_terminal();
     let before = settings(&slave);
-    let mut child = Command::new(std::env::current_exe().unwrap())
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args([
             "--exact",
             "child_leaves_raw_mode",
@@ -50,9 +52,18 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
         .env(WAY_OUT, way)
         .stdin(Stdio::from(File::from(slave.try_clone().unwrap())))
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
+        .stderr(Stdio::null());
+    // What is ignored here stays ignored there: SIGHUP under nohup, SIGINT and SIGQUIT behind a shell's "&".
+    let by_default = move || {
+        if let Some(signal) = signal {
+            // SAFETY: the signal's number is one of the constants below; the default action is no function.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure calls signal(2) only, which is async-signal-safe, and allocates nothing.
+    unsafe { command.pre_exec(by_default) };
+    let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap())
         .lines()
         .map_while(Result::ok);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use guest_images::linux::KernelChoice;
 use guest_images::qemu::Qemu;
 use integration::artefacts::{self, describe};
-use integration::lab::{Lab, LabOptions, interactive};
+use integration::lab::{Lab, LabOptions, interactive, refused_place};
 use integration::process::Command;
 
 const USAGE: &str = "\
@@ -52,6 +52,10 @@ fn main() -> ExitCode {
                 };
                 if !file.is_file() {
                     return usage_error(&format!("--file: {} is not a file", file.display()));
+                }
+                let others = options.files.iter().map(|(other, _)| other.as_str());
+                if let Some(why) = refused_place(&place, others) {
+                    return usage_error(&format!("--file: {why}"));
                 }
                 options.files.push((place, file));
                 continue;
