@@ -185,7 +185,9 @@ impl Ring {
         let ring = Self {
             protocol: Protocol::new(shape, start),
             mapping,
-            record_max: room.min(RECORD_SIZE_MAX),
+            // After a loss the next record has a LOST record before it. The largest must fit behind one, or it would not be
+            // written any more, even to an empty ring.
+            record_max: room.saturating_sub(LOST_SIZE).min(RECORD_SIZE_MAX),
             lost_id: AtomicU64::new(0),
             control_busy: AtomicBool::new(false),
             control_sequence: AtomicU32::new(0),

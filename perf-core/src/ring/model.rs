@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::protocol::{Claim, Protocol, Shape, Shared};
 
-/// Units of 8 bytes in the modelled ring.
+/// Units of 8 bytes in the modelled ring, but where a model says otherwise.
 const UNITS: usize = 8;
 
 struct Ring {
@@ -31,15 +31,19 @@ unsafe impl Send for Ring {}
 
 impl Ring {
     fn new(overwrite: bool) -> Arc<Self> {
+        Self::with_units(UNITS, overwrite)
+    }
+
+    fn with_units(units: usize, overwrite: bool) -> Arc<Self> {
         let shape = Shape {
-            size: 8 * UNITS as u64,
+            size: 8 * units as u64,
             overwrite,
         };
         Arc::new(Self {
             protocol: Protocol::new(shape, 0),
             head: AtomicU64::new(0),
             tail: AtomicU64::new(0),
-            data: (0..UNITS).map(|_| UnsafeCell::new(0)).collect(),
+            data: (0..units).map(|_| UnsafeCell::new(0)).collect(),
             notified: AtomicU64::new(0),
         })
     }
@@ -70,7 +74,7 @@ impl Ring {
         for unit in first..first + units {
             let value = if unit == first { units } else { tag };
             // SAFETY: loom checks the exclusive access.
-            self.data[unit as usize % UNITS].with_mut(|cell| unsafe { *cell = value });
+            self.data[unit as usize % self.data.len()].with_mut(|cell| unsafe { *cell = value });
         }
     }
 
@@ -101,7 +105,7 @@ impl Ring {
         let mut tail = self.tail.load(Relaxed);
         let (mut records, mut tagged) = (0, 0);
         // SAFETY: loom checks that nobody writes.
-        let unit = |at: u64| self.data[(at / 8) as usize % UNITS].with(|cell| unsafe { *cell });
+        let unit = |at: u64| self.data[(at / 8) as usize % self.data.len()].with(|cell| unsafe { *cell });
         while tail < head {
             let units = unit(tail);
             assert!(units >= 2 && tail + 8 * units <= head, "whole records only");
@@ -362,5 +366,28 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
         seen += ring.read();
         assert_eq!(seen, 3);
         assert_eq!(ring.head.load(Relaxed), 48);
+    });
+}
+
+#[test]
+fn p29_a_joiner_that_comes_between_publishing_and_counting_out_does_not_take_the_head_back() {
+    // Four records. The second closes the generation of the first, the third goes beyond its boundary, and the fourth is
+    // begun just when the first, found alone, has published the head and is about to count out. The protocol asserts in
+    // tests that no publication is behind the one before.
+    check(3, || {
+        let ring = Ring::with_units(16, false);
+        let first = ring.begin(2).expect("room");
+        let ender = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || {
+                ring.fill(&first, 9);
+                ring.end(first);
+            })
+        };
+        (1..4).for_each(|tag| assert!(ring.write(2, tag)));
+        ender.join().expect("no panic");
+        assert_eq!(ring.head.load(Relaxed), 64);
+        assert_eq!(ring.protocol.published(), 64);
+        assert_eq!(ring.read(), 4);
     });
 }

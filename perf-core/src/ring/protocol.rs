@@ -340,10 +340,11 @@ impl<W: Word> Protocol<W> {
                 seen - CURRENT_ONE
             };
             match publish_to {
-                // While we are counted in nobody else gets here, so publications follow one another.
-                Some(to) if done != publish_to => {
+                // While we are counted in nobody else gets here, so publications follow one another. Ours may be ahead of
+                // the boundary already: we found ourselves alone, published the head, and then somebody joined.
+                Some(to) if done.is_none_or(|done| is_ahead(to, done)) => {
                     self.publish(shared, to);
-                    done = publish_to;
+                    done = Some(to);
                 }
                 None if !closed && state.old() == 0 && self.is_long(state) => {
                     match hot.state.swap_if(seen, state.closed()) {
@@ -362,7 +363,7 @@ impl<W: Word> Protocol<W> {
             match hot.state.swap_if(seen, without_us) {
                 // Not before: what is due is for the publisher after whom nobody is left, else the reader is woken while
                 // a record that was counted before the one that is due has still to be published.
-                Ok(_) => return publish_to.is_some_and(|to| self.take_due(to)),
+                Ok(_) => return publish_to.is_some() && done.is_some_and(|to| self.take_due(to)),
                 Err(now) => seen = now,
             }
         }
@@ -379,6 +380,12 @@ impl<W: Word> Protocol<W> {
     /// Makes everything below `to` visible to readers.
     #[inline]
     fn publish(&self, shared: &Shared<'_, W>, to: u64) {
+        // Between two stores of one publisher no reader needs to look: so every store is looked at.
+        #[cfg(test)]
+        assert!(
+            !is_ahead(self.hot.0.published.load(Relaxed), to),
+            "data_head is taken back to {to}"
+        );
         // Release: pairs with the reader's Acquire load of data_head. It sees the records once it sees the head. If
         // another process has written there, this puts it right.
         shared.data_head.store(to, Release);
@@ -400,6 +407,11 @@ impl<W: Word> Protocol<W> {
         }
         true
     }
+}
+
+/// Whether position `a` comes after `b`. Positions wrap; two that are compared are less than half the range apart.
+fn is_ahead(a: u64, b: u64) -> bool {
+    (a.wrapping_sub(b) as i64) > 0
 }
 
 #[cfg(test)]

@@ -195,3 +195,18 @@ fn a_run_without_room_counts_nothing_and_its_losses_stay_pending() {
     let control_only = Ring::new(0, RingMode::Writable).expect("a ring");
     assert!(matches!(control_only.begin_run(64, 2), Err(RingError::NoData)));
 }
+
+#[test]
+fn the_largest_record_fits_an_empty_ring_after_a_loss_too() {
+    for mode in [RingMode::Writable, RingMode::Overwrite] {
+        let ring = ring(1, mode);
+        let mut reader = RingReader::of(Arc::clone(&ring));
+        let largest = ring.record_max();
+        ring.protocol.add_lost(3);
+        write(&ring, largest, 1).expect("room for it and for the LOST record");
+        assert_eq!(ring.pending_lost(), 0);
+        if mode == RingMode::Writable {
+            assert_eq!(drain(&mut reader), (vec![(largest, 1)], 3));
+        }
+    }
+}
