@@ -11,6 +11,7 @@ mod pass;
 pub(crate) use cell::ContextCell;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use slab::Slab;
 use smallvec::SmallVec;
@@ -18,6 +19,7 @@ use smallvec::SmallVec;
 use crate::estimate::{Estimate, linear};
 use crate::event::{Event, EventShared, Source, State, Totals};
 use crate::group::{Group, Queue};
+use crate::lost::{Failure, FailureCause};
 use crate::output::write_page;
 use crate::record::ReadEntry;
 use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy};
@@ -66,8 +68,10 @@ pub(crate) struct Context {
     pub policy: SharePolicy,
     mux: MuxConfig,
     active: usize,
-    /// Counts up whenever an event goes to the error state.
-    pub errors: u64,
+    /// Counts up whenever an event goes to the error state. Read without the lock.
+    pub errors: Arc<AtomicU64>,
+    /// When the drivers were last asked whether what is on counts.
+    pub looked_ns: u64,
     pub samples: u64,
     pub lost_samples: u64,
     pub throttles: u64,
@@ -92,7 +96,8 @@ impl Context {
             policy,
             mux,
             active: 0,
-            errors: 0,
+            errors: Arc::default(),
+            looked_ns: 0,
             samples: 0,
             lost_samples: 0,
             throttles: 0,
@@ -207,14 +212,17 @@ impl Context {
         }
     }
 
-    fn fail(&mut self, group: usize, now_ns: u64) {
+    /// A pinned group that is off goes to the error state: it does not count since `since_ns` of the context's time.
+    pub fn fail(&mut self, group: usize, cause: FailureCause, since_ns: u64, now_ns: u64) {
         let leader = self.groups[group].leader();
         self.settle_group_times(group, now_ns);
         self.unqueue(group);
-        self.events[leader].state = State::Error;
+        let event = &mut self.events[leader];
+        event.state = State::Error;
+        event.failure = Some(Failure { since_ns, cause });
+        log::debug!("pinned event {} does not count: {cause}", event.shared.id);
         self.recount(group);
-        self.errors += 1;
-        log::debug!("pinned event {} finds no slot", self.events[leader].shared.id);
+        self.errors.fetch_add(1, Ordering::Release);
     }
 
     fn settle_group_times(&mut self, group: usize, now_ns: u64) {
@@ -280,8 +288,17 @@ impl Context {
             // It counts nothing itself; the times of its children are the times.
             return Totals::default();
         }
+        let count = event.count();
+        self.notice(key, now_ns);
+        // Whether it is on, and its leader's state, may have changed just now.
+        let leader = if self.is_leader(key) {
+            self.events[key].state
+        } else {
+            leader
+        };
+        let event = &self.events[key];
         Totals {
-            count: event.count(),
+            count,
             times: event.times.at(event.state, leader, time),
         }
     }

@@ -1,6 +1,6 @@
 //! The core: drivers, contexts, and the calls that concern all of them.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
 
 use arc_swap::ArcSwap;
@@ -165,6 +165,7 @@ impl Core {
             core: Arc::downgrade(&self.inner),
             gates: Arc::clone(&self.inner.gates),
             gone: AtomicBool::new(false),
+            seen_errors: AtomicU64::new(0),
         });
         let mut list = Vec::clone(&vcpus);
         list.push(Arc::clone(&context));
@@ -199,12 +200,22 @@ impl Core {
     }
 
     /// To be called by the VM's timer, [`CoreConfig::tick_hz`] times a second while [`Core::needs_tick`]: rotates
-    /// waiting groups, adjusts frequencies, lifts throttles. Takes each context's lock in turn and no other.
+    /// waiting groups, adjusts frequencies, lifts throttles, and looks now and then whether what is on counts. Takes each context's lock in turn and no other.
     pub fn tick(&self) {
         self.inner.tick(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {
             self.inner.tick(&vcpu.cell.load());
         }
+    }
+
+    /// Whether an event of some vCPU went to the error state and its thread has not seen that yet: it may be in the guest for
+    /// long, and wants to be interrupted.
+    #[must_use]
+    pub fn has_unseen_errors(&self) -> bool {
+        let vcpus = self.inner.vcpus.load();
+        vcpus
+            .iter()
+            .any(|v| v.errors() != v.seen_errors.load(Ordering::Relaxed))
     }
 
     /// Whether [`Core::tick`] has anything to do. While not, the VMM may stop its timer and ask again after each
@@ -328,6 +339,7 @@ impl CoreInner {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
         context.tick_sampling(now_ns, self.config.tick_hz, self.limits.sample_rate_hz());
+        context.look_now_and_then(now_ns);
         context.rotate(now_ns);
     }
 
@@ -513,6 +525,8 @@ pub struct VcpuContext {
     pub(crate) gates: Arc<Gates>,
     /// It was removed: nothing happens to it any more, whoever still holds it.
     pub(crate) gone: AtomicBool,
+    /// [`VcpuContext::errors`] as its thread has seen them.
+    pub(crate) seen_errors: AtomicU64,
 }
 
 impl VcpuContext {
@@ -563,10 +577,37 @@ impl VcpuContext {
     }
 
     /// Counts up whenever an event of this context goes to the error state. The VMM compares it at entry to learn
-    /// that a guest counter has lost its slot.
+    /// that a guest counter has lost its place ([`VcpuContext::see_errors`]); one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
-        self.cell.load().lock().errors
+        self.cell.load().errors.load(Ordering::Acquire)
+    }
+
+    /// Whether an event went to the error state since the last call. For the vCPU's thread, at each entry and after it enabled
+    /// something itself.
+    pub fn see_errors(&self) -> bool {
+        let errors = self.errors();
+        let unseen = self.seen_errors.load(Ordering::Relaxed) != errors;
+        if unseen {
+            self.seen_errors.store(errors, Ordering::Relaxed);
+        }
+        unseen
+    }
+
+    /// The context's time: nanoseconds for which it was in. Times of events are of it.
+    #[must_use]
+    pub fn time_ns(&self) -> u64 {
+        let cell = self.cell.load();
+        let now_ns = cell.now_ns();
+        cell.lock().clock.advance(now_ns)
+    }
+
+    /// Asks the drivers whether the events that are on have their counters still: a system call for each hardware event at
+    /// most. Those that have not go to the error state, or wait for their next turn. [`Core::tick`] does it now and then.
+    pub fn look(&self) {
+        let cell = self.cell.load();
+        let now_ns = cell.now_ns();
+        cell.lock().look(now_ns);
     }
 
     /// Serves the overflows of this context: accounts them, writes SAMPLE records, and reports those of events that

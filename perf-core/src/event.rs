@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::attr::Attr;
 use crate::inherit::Family;
+use crate::lost::Failure;
 use crate::notify::Notify;
 use crate::output::{Output, OutputState};
 use crate::pmu::{PmuError, PmuEvent};
@@ -159,6 +160,10 @@ pub(crate) struct Event {
     base: u64,
     /// The driver's count when last looked at.
     raw: u64,
+    /// Why it is in the error state.
+    pub failure: Option<Failure>,
+    /// Its context's time when it last went on.
+    pub on_since_ns: u64,
     /// `raw` is the truth: the event is stopped and has been read since.
     settled: bool,
     /// Position in the context's list of armed events, if armed.
@@ -189,6 +194,8 @@ impl Event {
             enable_on_exec,
             base: 0,
             raw: 0,
+            failure: None,
+            on_since_ns: 0,
             settled: true,
             armed_at: None,
             slices,
@@ -233,6 +240,12 @@ impl Event {
         self.raw().wrapping_sub(self.base)
     }
 
+    /// Whether its driver knows that the host took its counter away.
+    pub fn is_lost(&self) -> bool {
+        self.state == State::Active
+            && matches!(&self.source, Source::Driver(driver) if driver.lost_ns().is_some())
+    }
+
     /// How old a package count is; `None` for ordinary events.
     pub fn count_age_ns(&mut self) -> Option<u64> {
         match &mut self.source {
@@ -264,6 +277,7 @@ impl Event {
             self.settled = false;
         }
         self.times.go_on(time);
+        self.on_since_ns = time;
         self.state = State::Active;
         Ok(())
     }

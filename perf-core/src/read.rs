@@ -119,10 +119,14 @@ impl Handle {
         }
         let event = &self.inner.event;
         let mut context = event.cell.lock();
-        Ok(context
+        let live = context
             .get(event.key, &event.shared)
-            .ok_or(ControlError::Closed)?
-            .count())
+            .ok_or(ControlError::Closed)?;
+        let count = live.count();
+        if live.is_lost() {
+            context.notice(event.key, event.cell.now_ns());
+        }
+        Ok(count)
     }
 
     /// How old, in nanoseconds, the value of a package count is (see [`crate::PmuEvent::count_age_ns`]); `None` for

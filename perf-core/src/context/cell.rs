@@ -21,6 +21,8 @@ pub(crate) struct ContextCell {
     clock: Arc<dyn Clock>,
     /// Whose context it is: [`VM`], or the vCPU in the upper and its thread in the lower half.
     pub who: AtomicU64,
+    /// [`Context::errors`].
+    pub errors: Arc<AtomicU64>,
     /// How many raised events the context holds, readable without its lock.
     pub raised_events: AtomicUsize,
     /// What was raised while the lock was taken.
@@ -34,8 +36,10 @@ impl ContextCell {
         clock: Arc<dyn Clock>,
         vcpu: Option<(VcpuId, i32)>,
     ) -> Self {
+        let context = Context::new(policy, mux);
         Self {
-            inner: Mutex::new(Context::new(policy, mux)),
+            errors: Arc::clone(&context.errors),
+            inner: Mutex::new(context),
             clock,
             who: AtomicU64::new(
                 vcpu.map_or(VM, |(vcpu, tid)| u64::from(vcpu.0) << 32 | u64::from(tid as u32)),

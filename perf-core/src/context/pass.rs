@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 
 use super::Context;
 use crate::event::State;
+use crate::lost::FailureCause;
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
@@ -27,8 +28,9 @@ impl Context {
         for group in leaving {
             self.take_off(group, now_ns);
         }
+        let time = self.clock.advance(now_ns);
         for &group in &plan.failed {
-            self.fail(group, now_ns);
+            self.fail(group, FailureCause::NoSlot, time, now_ns);
         }
         let mut room = true;
         for &group in &plan.on {
@@ -38,7 +40,9 @@ impl Context {
             }
             match self.put_on(group, now_ns) {
                 Ok(()) => {}
-                Err(_) if class.is_pinned() => self.fail(group, now_ns),
+                Err(error) if class.is_pinned() => {
+                    self.fail(group, FailureCause::of(&error), time, now_ns);
+                }
                 Err(_) => room = false,
             }
         }
@@ -138,10 +142,11 @@ impl Context {
 
     pub(super) fn go_software(&mut self, group: usize, now_ns: u64) {
         if self.clock.is_active()
-            && self.put_on(group, now_ns).is_err()
+            && let Err(error) = self.put_on(group, now_ns)
             && self.groups[group].class.is_pinned()
         {
-            self.fail(group, now_ns);
+            let time = self.clock.advance(now_ns);
+            self.fail(group, FailureCause::of(&error), time, now_ns);
         }
     }
 
@@ -176,7 +181,7 @@ impl Context {
     }
 
     /// Takes a group off.
-    pub(super) fn take_off(&mut self, group: usize, now_ns: u64) {
+    pub fn take_off(&mut self, group: usize, now_ns: u64) {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }

@@ -104,6 +104,17 @@ pub trait PmuEvent: Send {
     /// own thread: at most one system call.
     fn read(&mut self) -> u64;
 
+    /// Asks the host whether a started event still has its counter, for [`PmuEvent::lost_ns`]. At most one system call, and none
+    /// for drivers from whom nobody takes anything.
+    fn look(&mut self) {}
+
+    /// How long ago, in nanoseconds, the host took away the counter of a started event; `None` while it counts, as far as the
+    /// last [`PmuEvent::look`] or [`PmuEvent::read`] knows. Where the moment is not known this is the longest it may have been.
+    /// The count stands still from then on; to count again the event is stopped and started. No system call.
+    fn lost_ns(&self) -> Option<u64> {
+        None
+    }
+
     /// Re-arms a started event: the next overflow comes after `overflow_in` further counts from now.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 //!
 //! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be asked for:
 //! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), skid between an overflow and its
-//! notice, and refusal to open or to start.
+//! notice, refusal to open or to start, and slots that are taken away from what runs on them and given back.
 //!
 //! Clones of a [`SimPmu`] are handles on the same simulated PMU, so a test keeps one and gives the other to the core.
 
@@ -22,6 +22,8 @@ pub struct SimConfig {
     pub slots: Option<usize>,
     /// For some `config`s, the slots they fit, one bit each. Others fit all.
     pub allowed_slots: BTreeMap<u64, u64>,
+    /// How long ago, in the answer of an event whose slot was taken away, that was.
+    pub late_ns: u64,
     /// Counts between an overflow and its notice.
     pub skid: u64,
     /// `config`s that do not exist here.
@@ -39,6 +41,8 @@ struct Counter {
     count: u64,
     armed_at: Option<u64>,
     overflows: u32,
+    /// Its slot was taken away while it was on; true once somebody looked.
+    lost: Option<bool>,
 }
 
 #[derive(Debug, Default)]
@@ -47,6 +51,8 @@ struct State {
     next_id: u64,
     package: BTreeMap<u64, u64>,
     refuse_starts: u32,
+    /// Slots of each vCPU that somebody else has, from the first.
+    taken: usize,
     starts: u64,
     stops: u64,
     arms: u64,
@@ -140,6 +146,33 @@ impl SimPmu {
         self.shared.lock().refuse_starts = n;
     }
 
+    /// Somebody else has the first `n` slots of each vCPU from now on. What is on moves to other slots where it can; the events
+    /// put on last that find none stop counting, and their users learn of it only when they look.
+    pub fn take_slots(&self, n: usize) {
+        let config = &self.shared.config;
+        let mut state = self.shared.lock();
+        state.taken = n;
+        let on: Vec<u64> = state
+            .counters
+            .iter()
+            .filter(|(_, c)| c.on)
+            .map(|(&id, _)| id)
+            .collect();
+        for &id in &on {
+            state.counter(id).on = false;
+        }
+        for id in on {
+            let stays = state.place(id, config);
+            let counter = state.counter(id);
+            counter.on = stays;
+            if !stays {
+                counter.slot = None;
+                counter.armed_at = None;
+                counter.lost = Some(false);
+            }
+        }
+    }
+
     /// How many events are on for `vcpu`.
     #[must_use]
     pub fn on(&self, vcpu: VcpuId) -> usize {
@@ -221,6 +254,7 @@ impl Pmu for SimPmu {
                 count: 0,
                 armed_at: None,
                 overflows: 0,
+                lost: None,
             },
         );
         Ok(Box::new(SimEvent {
@@ -252,6 +286,9 @@ impl State {
         let Some(slots) = config.slots else {
             return true;
         };
+        let taken = 1u64
+            .checked_shl(self.taken as u32)
+            .map_or(u64::MAX, |bit| bit - 1);
         let vcpu = self.counter(id).vcpu;
         let mut ids: Vec<u64> = self
             .counters
@@ -264,7 +301,8 @@ impl State {
             .iter()
             .map(|&i| {
                 let c = self.counters[&i].config;
-                config.allowed_slots.get(&c).copied().unwrap_or(u64::MAX)
+                let allowed = config.allowed_slots.get(&c).copied().unwrap_or(u64::MAX);
+                allowed & !taken
             })
             .collect();
         let Some(placed) = match_slots(&masks, slots) else {
@@ -311,7 +349,8 @@ impl PmuEvent for SimEvent {
             if !state.place(self.id, &self.shared.config) {
                 return Err(PmuError::Busy);
             }
-            state.counter(self.id).on = true;
+            let counter = state.counter(self.id);
+            (counter.on, counter.lost) = (true, None);
             state.starts += 1;
         }
         state.arms += u64::from(overflow_in.is_some());
@@ -327,11 +366,25 @@ impl PmuEvent for SimEvent {
         counter.slot = None;
         counter.armed_at = None;
         counter.overflows = 0;
-        state.stops += u64::from(was_on);
+        let was_lost = counter.lost.take().is_some();
+        state.stops += u64::from(was_on || was_lost);
     }
 
     fn read(&mut self) -> u64 {
+        self.look();
         self.shared.lock().counter(self.id).count
+    }
+
+    fn look(&mut self) {
+        let mut state = self.shared.lock();
+        if let Some(seen) = &mut state.counter(self.id).lost {
+            *seen = true;
+        }
+    }
+
+    fn lost_ns(&self) -> Option<u64> {
+        let lost = self.shared.lock().counter(self.id).lost;
+        (lost == Some(true)).then_some(self.shared.config.late_ns)
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {

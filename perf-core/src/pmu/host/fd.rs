@@ -338,6 +338,38 @@ impl PerfMap {
         None
     }
 
+    /// The kernel's time enabled of the event when it was last put on a counter or taken off.
+    pub(crate) fn enabled_ns(&self) -> u64 {
+        self.field_u64(std::mem::offset_of!(perf_event_mmap_page, time_enabled))
+            .load(Ordering::Relaxed)
+    }
+
+    /// The count and the times with which the event left its counter; `None` while it is on one, or if the page kept
+    /// changing.
+    pub(crate) fn left(&self) -> Option<Timed> {
+        const TRIES: usize = 16;
+        let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
+        for _ in 0..TRIES {
+            let seq = lock.load(Ordering::Acquire);
+            if seq & 1 == 1 {
+                continue;
+            }
+            let word = |offset| self.field_u64(offset).load(Ordering::Relaxed);
+            let left = Timed {
+                count: word(std::mem::offset_of!(perf_event_mmap_page, offset)),
+                enabled_ns: word(std::mem::offset_of!(perf_event_mmap_page, time_enabled)),
+                running_ns: word(std::mem::offset_of!(perf_event_mmap_page, time_running)),
+            };
+            let index = self.index();
+            // As in `user_read`.
+            fence(Ordering::Acquire);
+            if lock.load(Ordering::Relaxed) == seq {
+                return (index == 0).then_some(left);
+            }
+        }
+        None
+    }
+
     /// Whether there are data pages.
     pub(crate) fn has_ring(&self) -> bool {
         self.data_len > 0

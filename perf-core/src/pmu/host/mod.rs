@@ -167,6 +167,8 @@ impl Pmu for HostPmu {
             short_told: false,
             last_count: 0,
             stale: false,
+            good: Good::default(),
+            lost_at_ns: None,
             armed_at: None,
         }))
     }
@@ -215,6 +217,19 @@ struct HostEvent {
     /// It was on since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
+    /// When it was last known to be on a counter.
+    good: Good,
+    /// When, at the earliest, the kernel took its counter; it was on then.
+    lost_at_ns: Option<u64>,
+}
+
+/// A moment at which an event was on a counter.
+#[derive(Clone, Copy, Debug, Default)]
+struct Good {
+    /// [`monotonic_ns`].
+    at_ns: u64,
+    /// The kernel's time enabled of the event.
+    enabled_ns: u64,
 }
 
 impl HostEvent {
@@ -290,7 +305,12 @@ impl HostEvent {
             return Ok(Some(count));
         }
         let Some(read) = self.fd.read_timed()? else {
+            self.counter_taken();
             return Ok(None);
+        };
+        self.good = Good {
+            at_ns: monotonic_ns(),
+            enabled_ns: read.enabled_ns,
         };
         if read.running_ns < read.enabled_ns && !std::mem::replace(&mut self.short_told, true) {
             log::warn!(
@@ -300,6 +320,26 @@ impl HostEvent {
             );
         }
         Ok(Some(read.count))
+    }
+}
+
+impl HostEvent {
+    /// The kernel put the event into the error state. What it had counted, and for how long, is in the control page.
+    fn counter_taken(&mut self) {
+        if !self.on || self.lost_at_ns.is_some() {
+            return;
+        }
+        let mut at_ns = self.good.at_ns;
+        if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
+            self.last_count = self.last_count.max(left.count);
+            // Enabled time passes while the thread is on a CPU, so this is the earliest moment.
+            at_ns = at_ns
+                .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
+                .min(monotonic_ns());
+        }
+        self.lost_at_ns = Some(at_ns);
+        // Nothing more comes.
+        self.stale = false;
     }
 }
 
@@ -321,6 +361,13 @@ impl PmuEvent for HostEvent {
         })?;
         self.on = true;
         self.stale = true;
+        self.lost_at_ns = None;
+        if self.hardware {
+            self.good = Good {
+                at_ns: monotonic_ns(),
+                enabled_ns: self.map.as_ref().map_or(0, PerfMap::enabled_ns),
+            };
+        }
         // A pinned event that finds no counter is in the error state at once, and reads as end of file.
         if self.hardware && matches!(self.count_now(), Ok(None)) {
             self.stop();
@@ -338,6 +385,27 @@ impl PmuEvent for HostEvent {
         }
         self.on = false;
         self.armed_at = None;
+        // What the kernel took by now it has told by the next read.
+        self.lost_at_ns = None;
+    }
+
+    fn look(&mut self) {
+        if self.on && self.hardware && self.lost_at_ns.is_none() {
+            match self.fd.read_timed() {
+                Ok(Some(read)) => {
+                    self.good = Good {
+                        at_ns: monotonic_ns(),
+                        enabled_ns: read.enabled_ns,
+                    };
+                }
+                Ok(None) => self.counter_taken(),
+                Err(e) => log::debug!("looking at a host event failed: {e}"),
+            }
+        }
+    }
+
+    fn lost_ns(&self) -> Option<u64> {
+        self.lost_at_ns.map(|at_ns| monotonic_ns().saturating_sub(at_ns))
     }
 
     fn read(&mut self) -> u64 {
@@ -349,7 +417,8 @@ impl PmuEvent for HostEvent {
                 self.last_count = self.last_count.max(count);
                 self.stale = self.on;
             }
-            Ok(None) => log::debug!("a host event lost its counter; its count stands still"),
+            // Noted: whoever reads asks [`PmuEvent::lost_ns`].
+            Ok(None) => {}
             Err(e) => log::debug!("reading a host event failed: {e}"),
         }
         self.last_count

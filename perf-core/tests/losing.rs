@@ -1,0 +1,171 @@
+//! Events that lose their slot while they count: who learns of it, what their times say, and how they go on.
+
+use std::sync::Arc;
+
+use perf_core::pmu::sim::{SimConfig, SimPmu};
+use perf_core::pmu::{Pmu, VcpuId};
+use perf_core::time::ManualClock;
+use perf_core::*;
+
+const VCPU: VcpuId = VcpuId(0);
+/// Longer than the time between two looks of ticks.
+const WHILE_NS: u64 = 50_000_000;
+
+struct Rig {
+    core: Core,
+    clock: Arc<ManualClock>,
+    pmu: SimPmu,
+    vcpu: Arc<VcpuContext>,
+    session: Session,
+}
+
+impl Rig {
+    fn new(config: SimConfig) -> Self {
+        let clock = Arc::new(ManualClock::new());
+        let core = Core::new(CoreConfig {
+            clock: clock.clone(),
+            ..CoreConfig::default()
+        });
+        let pmu = SimPmu::new(config);
+        core.register(Arc::new(pmu.clone()) as Arc<dyn Pmu>);
+        let vcpu = core.add_vcpu(VCPU, 1).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Guest);
+        Self {
+            core,
+            clock,
+            pmu,
+            vcpu,
+            session,
+        }
+    }
+
+    fn slots(slots: usize) -> Self {
+        Self::new(SimConfig {
+            slots: Some(slots),
+            ..SimConfig::default()
+        })
+    }
+
+    fn open(&self, pinned: bool) -> Handle {
+        let attr = Attr {
+            pinned,
+            ..Attr::counting(EventType::SIM, 1)
+        };
+        let target = OpenTarget::Vcpu(VCPU);
+        self.core
+            .open(&self.session, attr, target, None, OpenFlags::default())
+            .unwrap()
+    }
+
+    /// The vCPU runs, and whatever is on counts nanoseconds.
+    fn run(&self, ns: u64) {
+        self.clock.advance(ns);
+        self.pmu.advance(VCPU, |_| ns);
+    }
+}
+
+/// Nobody reads it: a tick finds out.
+#[test]
+fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_enabled() {
+    let rig = Rig::slots(2);
+    let events = [rig.open(true), rig.open(true)];
+    rig.run(1000);
+    let errors = rig.vcpu.errors();
+    rig.pmu.take_slots(1);
+    rig.run(WHILE_NS);
+    assert_eq!(rig.vcpu.errors(), errors, "nobody has looked");
+    rig.core.tick();
+    assert_eq!(rig.vcpu.errors(), errors + 1);
+    assert!(rig.core.has_unseen_errors());
+    assert!(rig.vcpu.see_errors() && !rig.vcpu.see_errors() && !rig.core.has_unseen_errors());
+    let lost = events.iter().find(|e| e.state() == State::Error).unwrap();
+    let kept = events.iter().find(|e| e.state() == State::Active).unwrap();
+    assert_eq!(lost.failure().unwrap().cause, FailureCause::Taken);
+    assert_eq!(kept.failure(), None);
+    assert_eq!(
+        (lost.count().unwrap(), kept.count().unwrap()),
+        (1000, 1000 + WHILE_NS)
+    );
+    lost.enable(Scope::Event).unwrap();
+    let failure = lost.failure().unwrap();
+    assert_eq!(failure.cause, FailureCause::Busy, "it is still somebody else's");
+    assert_eq!(failure.since_ns, rig.vcpu.time_ns());
+    rig.pmu.take_slots(0);
+    lost.enable(Scope::Event).unwrap();
+    assert_eq!((lost.state(), lost.failure()), (State::Active, None));
+    rig.run(10);
+    assert_eq!(lost.count().unwrap(), 1010);
+}
+
+/// The running time ends when the slot was taken, not when somebody looked.
+#[test]
+fn times_end_when_the_slot_was_taken() {
+    let late_ns = 300;
+    let rig = Rig::new(SimConfig {
+        slots: Some(1),
+        late_ns,
+        ..SimConfig::default()
+    });
+    let event = rig.open(true);
+    rig.run(1000);
+    rig.pmu.take_slots(1);
+    rig.run(late_ns);
+    let reading = event.read().unwrap();
+    assert_eq!(event.state(), State::Error);
+    assert_eq!((reading.value, reading.time_running_ns), (1000, 1000));
+    assert_eq!(event.failure().unwrap().since_ns, 1000);
+    // It cannot have been lost before it was put on.
+    rig.pmu.take_slots(0);
+    event.enable(Scope::Event).unwrap();
+    rig.run(100);
+    rig.pmu.take_slots(1);
+    let reading = event.read().unwrap();
+    assert_eq!(event.failure().unwrap().since_ns, 1000 + late_ns);
+    assert!(
+        reading.time_running_ns >= 1000 && reading.time_running_ns <= reading.time_enabled_ns,
+        "{reading:?}"
+    );
+}
+
+/// An event that takes turns does not fail: it waits, its times say for how long, and ticks put it on again.
+#[test]
+fn a_flexible_event_waits_for_its_slot_to_come_back() {
+    let rig = Rig::slots(1);
+    let event = rig.open(false);
+    rig.run(1000);
+    rig.pmu.take_slots(1);
+    rig.run(WHILE_NS);
+    rig.core.tick();
+    assert_eq!((event.state(), rig.vcpu.errors()), (State::Inactive, 0));
+    assert!(rig.core.needs_tick(), "who would put it on again?");
+    rig.run(WHILE_NS);
+    rig.core.tick();
+    rig.pmu.take_slots(0);
+    rig.core.tick();
+    assert_eq!(event.state(), State::Active);
+    rig.run(1000);
+    let reading = event.read().unwrap();
+    assert_eq!(reading.value, 2000);
+    assert_eq!(reading.time_enabled_ns, 2000 + 2 * WHILE_NS);
+    assert_eq!(
+        reading.time_running_ns,
+        2000 + WHILE_NS,
+        "up to the tick that looked"
+    );
+}
+
+/// Looks cost a system call each; ticks that follow closely do without.
+#[test]
+fn a_slot_is_missed_by_a_read_at_once_and_by_ticks_now_and_then() {
+    let rig = Rig::slots(1);
+    let event = rig.open(true);
+    rig.run(WHILE_NS);
+    rig.core.tick();
+    rig.pmu.take_slots(1);
+    rig.run(1000);
+    rig.core.tick();
+    assert_eq!(event.state(), State::Active, "the last look was a moment ago");
+    assert_eq!(event.count().unwrap(), WHILE_NS);
+    assert_eq!(event.state(), State::Error);
+}
