@@ -137,7 +137,7 @@ impl Context {
             .filter(|e| Arc::ptr_eq(&e.shared, shared))
     }
 
-    fn leader_state(&self, key: usize) -> State {
+    pub fn leader_state(&self, key: usize) -> State {
         self.events[self.groups[self.events[key].group].leader()].state
     }
 

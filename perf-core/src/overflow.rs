@@ -11,6 +11,7 @@ use crate::pmu::VcpuId;
 use crate::record::{CpuMode, Encode, Entries, Format, ReadEntry, ReadValues, Sample, Throttle, Words};
 use crate::ring::Ring;
 use crate::sample::Overflowed;
+use crate::software::{Level, LevelGuard};
 use crate::time::Times;
 
 /// Most entries of a call chain, as the kernel's default.
@@ -53,6 +54,11 @@ pub(crate) fn service(
     loop {
         let mut batch = Batch::new();
         let more = {
+            // What the registers raise while the lock is held is dropped, as it is while a raised event is served: it would
+            // wait for the lock of this very thread.
+            let Some(_level) = LevelGuard::enter(Level::Thread) else {
+                return served;
+            };
             let now_ns = cell.now_ns();
             let mut context = cell.lock();
             context.take_overflows(core, cell, now_ns, regs, &mut at, &mut served, &mut batch)
@@ -149,6 +155,8 @@ impl Context {
         self.report(key, countdown.counted, batch);
         if countdown.last {
             self.limit_reached(key, now_ns);
+            // Its next start is still in the tick that throttled it, as the record says.
+            self.events[key].sampling.throttled |= throttle;
         } else if throttle {
             self.throttle(key);
         }
@@ -195,6 +203,7 @@ impl Context {
                     regs.as_deref_mut().map(|r| r as _),
                 );
                 self.limit_reached(key, now_ns);
+                self.events[key].sampling.throttled |= throttle;
                 break;
             }
             if throttle {
@@ -247,12 +256,13 @@ impl Context {
             .note_overflow_time(times, now_ns, 1_000_000_000 / tick_hz);
         let over = event
             .sampling
-            .interrupt(times, tick_hz, core.limits.sample_rate_hz());
+            .interrupt(times, now_ns, tick_hz, core.limits.sample_rate_hz());
         // The guest's own rate is limited where its PMIs are.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         self.throttles += u64::from(throttle && !event.sampling.throttled);
         if event.output.is_none() {
-            event.shared.notify.signal(Poll::IN);
+            // Who polls has the event that was opened, not the child of it that counts on this vCPU.
+            event.top().notify.signal(Poll::IN);
             return throttle;
         }
         let begins = throttle && !event.sampling.throttled;
@@ -447,14 +457,23 @@ impl Context {
         for at in 0..self.armed.len() {
             let key = self.armed[at];
             let was_throttled = self.events[key].sampling.throttled;
-            let stalled = self.events[key].sampling.tick(tick_hz, sample_rate_hz);
+            let stalled = self.events[key].sampling.tick(now_ns, tick_hz, sample_rate_hz);
             if was_throttled {
                 self.unthrottle(key, now_ns);
             } else if stalled {
                 // A period that became huge by accident must not stall the event: begin a new one.
                 let event = &mut self.events[key];
                 let raw = event.raw();
-                event.sampling.restart(raw);
+                // An overflow that passed and waits to be served is no stall.
+                let passed = event.sampling.passed(raw);
+                if passed > 0 {
+                    event.sampling.pending = event.sampling.pending.saturating_add(passed);
+                    if !self.pending.contains(&key) {
+                        self.pending.push(key);
+                    }
+                } else {
+                    event.sampling.restart(raw);
+                }
                 if let Source::Driver(driver) = &mut event.source
                     && let Err(error) = driver.arm(event.sampling.remaining(raw))
                 {

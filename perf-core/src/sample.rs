@@ -44,8 +44,11 @@ pub(crate) struct Sampling {
     covered: u64,
     /// Overflows that passed and were not served yet.
     pub pending: u32,
-    /// Interrupts since the last tick: one for all overflows that were noticed together. What throttles.
+    /// Interrupts since `window_ns`: one for all overflows that were noticed together. What throttles.
     interrupts: u64,
+    /// When the time began for which `interrupts` counts: the last tick, or, where ticks do not come, a tick's length ago at
+    /// most.
+    window_ns: u64,
     /// Overflows since the last tick. What a frequency is held to.
     overflows: u64,
     /// No more overflows until the next tick.
@@ -171,11 +174,15 @@ impl Sampling {
     }
 
     /// Accounts one interrupt for `times` overflows; whether the event is to be throttled: more than the limit allows in one
-    /// tick.
-    pub fn interrupt(&mut self, times: u32, tick_hz: u64, sample_rate_hz: u64) -> bool {
+    /// tick's time. That is measured by the clock, because the VMM may ring its ticks late or not at all.
+    pub fn interrupt(&mut self, times: u32, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
         self.overflows += u64::from(times);
         if self.throttled {
             return true;
+        }
+        if now_ns.saturating_sub(self.window_ns) >= 1_000_000_000 / tick_hz.max(1) {
+            self.window_ns = now_ns;
+            self.interrupts = 0;
         }
         self.interrupts += 1;
         self.interrupts.saturating_mul(tick_hz) > sample_rate_hz
@@ -213,8 +220,9 @@ impl Sampling {
 
     /// By frequency: adjusts the period from the overflows since the last tick. Whether there were none at all.
     /// Clears both counts.
-    pub fn tick(&mut self, tick_hz: u64, sample_rate_hz: u64) -> bool {
+    pub fn tick(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
         self.interrupts = 0;
+        self.window_ns = now_ns;
         let mut overflows = std::mem::take(&mut self.overflows);
         if self.throttled {
             // The true number is unknown; it was more than the limit.

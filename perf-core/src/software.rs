@@ -125,13 +125,13 @@ thread_local! {
 }
 
 /// Holds a level of this thread.
-struct LevelGuard {
+pub(crate) struct LevelGuard {
     bit: u8,
     outermost: bool,
 }
 
 impl LevelGuard {
-    fn enter(level: Level) -> Option<Self> {
+    pub fn enter(level: Level) -> Option<Self> {
         let bit = 1u8 << level as u8;
         BUSY.with(|busy| {
             let before = busy.get();
@@ -248,12 +248,12 @@ impl VcpuContext {
 }
 
 impl Event {
-    /// Whether a raised event is counted. Off and in error: no. Waiting counts only while the whole context waits: that
-    /// is what happens to a vCPU that is off its CPU.
-    fn takes(&self, context_active: bool, mode: Option<CpuMode>) -> bool {
+    /// Whether a raised event is counted. Off and in error: no. Waiting counts only while the whole context waits, which
+    /// is what happens to a vCPU that is off its CPU, and only if the group would be on with it.
+    fn takes(&self, leader: State, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             State::Active => true,
-            State::Inactive => !context_active,
+            State::Inactive => !context_active && leader >= State::Inactive,
             State::Off | State::Error => false,
         };
         let attr = &self.shared.attr;
@@ -284,8 +284,9 @@ impl Context {
         let active = self.clock.is_active();
         for at in 0..self.raised[id as usize].len() {
             let key = self.raised[id as usize][at];
+            let leader = self.leader_state(key);
             let event = &mut self.events[key];
-            if !event.takes(active, mode) {
+            if !event.takes(leader, active, mode) {
                 continue;
             }
             let Source::Raised(count) = &mut event.source else {
@@ -315,8 +316,9 @@ impl Context {
             let active = self.clock.is_active();
             for at in 0..self.raised[id as usize].len() {
                 let key = self.raised[id as usize][at];
+                let leader = self.leader_state(key);
                 let event = &mut self.events[key];
-                if !event.takes(active, None) {
+                if !event.takes(leader, active, None) {
                     continue;
                 }
                 let Source::Raised(count) = &mut event.source else {

@@ -130,6 +130,47 @@ fn the_throttle_record_precedes_its_sample_and_alternates() {
     assert_eq!(kinds, [round, round].concat());
 }
 
+/// The overflow that ends an event by its limit may be the one that throttles it. The record says throttled, so it is:
+/// enabled anew in the same tick it waits for the next.
+#[test]
+fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_tick() {
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 20;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let attr = Attr {
+        disabled: true,
+        ..sampling(1)
+    };
+    let e = m.open_vcpu(attr.clone(), None);
+    let ring = e.map(8, true).unwrap();
+    e.refresh(3).unwrap();
+    for _ in 0..3 {
+        overflow(&m, &v, 1);
+    }
+    assert_eq!(e.state(), State::Off);
+    e.refresh(2).unwrap();
+    overflow(&m, &v, 1);
+    m.core.tick();
+    overflow(&m, &v, 1);
+    let kinds: Vec<_> = records(&ring, &attr)
+        .iter()
+        .map(|r| r.split(' ').next().unwrap().to_owned())
+        .collect();
+    assert_eq!(
+        kinds,
+        [
+            "sample",
+            "sample",
+            "throttled=true",
+            "sample",
+            "throttled=false",
+            "sample"
+        ]
+    );
+}
+
 #[test]
 fn children_write_to_their_parents_ring() {
     let m = Machine::new(4);

@@ -388,3 +388,114 @@ fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
     let n = second();
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
 }
+
+/// A throttle limits samples per tick's time. Where the VMM rings no ticks, old interrupts must not count for ever.
+#[test]
+fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
+    let m = Machine::with(4, |c| {
+        c.sample_rate_hz = 100;
+        c.tick_hz = 10;
+    });
+    let v = m.vcpu(0);
+    let e = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 1_000_000_000), None);
+    e.map(1, true).unwrap();
+    for _ in 0..100 {
+        m.run(0, 1_000_000_000);
+        serve(&v);
+    }
+    assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
+}
+
+/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning: a VMM that looks rarely
+/// otherwise would leave it throttled for as long.
+#[test]
+fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let guests = counter(&m, 1 << 20, 1);
+    guests.arm(100).unwrap();
+    assert!(!m.core.needs_tick());
+    let operators = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 100), None);
+    assert!(m.core.needs_tick());
+    operators.disable(Scope::Event).unwrap();
+    assert!(!m.core.needs_tick());
+    drop(v);
+}
+
+/// A tick that finds no overflow served begins a new period, so that one that became huge does not stall the event. What
+/// has passed and waits to be served is not to be forgotten thereby.
+#[test]
+fn a_tick_keeps_an_overflow_that_passed_and_was_not_served() {
+    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, 1000)
+    };
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let _e = m
+        .core
+        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap();
+    m.run(0, 1000);
+    m.core.tick();
+    let times: u32 = serve(&v).iter().map(|o| o.times).sum();
+    assert_eq!(times, 1000);
+}
+
+/// Registers whose reading raises an event of the thread's own level.
+struct Raising<'a>(&'a VcpuContext, Option<bool>);
+
+impl SampleRegs for Raising<'_> {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        let raised = self
+            .0
+            .software_event_at(Level::Thread, SoftwareId::Halts, 1, None, &mut |_| {});
+        self.1 = Some(raised);
+        0
+    }
+}
+
+/// Serving overflows is work of the thread's level: what its registers raise is dropped as documented, and does not wait
+/// for the lock that the service holds.
+#[test]
+fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_their_own_lock() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        sample_type: SampleType::IP,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open_vcpu(attr, None);
+    let _ring = e.map(1, true).unwrap();
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    m.run(0, 10);
+    let mut regs = Raising(&v, None);
+    assert_eq!(v.service_overflows(&mut regs, &mut |_| {}), 1);
+    assert_eq!(regs.1, Some(false), "dropped, and it says so");
+    assert_eq!(halts.read().unwrap().value, 0);
+    v.software_event(SoftwareId::Halts, 1, None, &mut |_| {});
+    assert_eq!(halts.read().unwrap().value, 1, "the level is free again");
+}
+
+#[test]
+fn a_vm_wide_event_without_a_ring_notifies_whoever_opened_it() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        inherit: true,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open(attr, OpenTarget::Vm, None);
+    assert!(!e.poll().contains(Poll::IN));
+    m.run(0, 10);
+    serve(&v);
+    assert!(e.poll().contains(Poll::IN));
+    assert!(!e.poll().contains(Poll::IN), "taken once");
+}

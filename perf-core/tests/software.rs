@@ -217,3 +217,24 @@ proptest! {
         prop_assert_eq!(e.read().unwrap().value, total + 1000);
     }
 }
+
+/// While its vCPU is out an event counts what is raised only if its group would be on were the vCPU in.
+#[test]
+fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let leader = m.open_vcpu(
+        Attr {
+            disabled: true,
+            ..exits()
+        },
+        None,
+    );
+    let member = m.open_vcpu(exits(), Some(&leader));
+    v.sched_out();
+    v.software_event(SoftwareId::Exits, 5, None, &mut |_| {});
+    assert_eq!(member.read().unwrap().value, 0);
+    leader.enable(Scope::Event).unwrap();
+    v.software_event(SoftwareId::Exits, 7, None, &mut |_| {});
+    assert_eq!(member.read().unwrap().value, 7);
+}

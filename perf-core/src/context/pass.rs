@@ -4,7 +4,7 @@
 use smallvec::SmallVec;
 
 use super::Context;
-use crate::event::State;
+use crate::event::{Owner, State};
 use crate::lost::FailureCause;
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
@@ -120,13 +120,15 @@ impl Context {
         self.pools.iter().filter_map(Pool::next_turn_ns).min()
     }
 
-    /// Whether a periodic tick has anything to do here.
+    /// Whether a periodic tick has anything to do here. Whatever an operator samples may come to be throttled, and a tick lifts
+    /// that; a guest's counters, which are armed one overflow at a time, are not.
     pub fn needs_tick(&self) -> bool {
         self.clock.is_active()
             && (self.pools.iter().any(Pool::is_contended)
                 || self.armed.iter().any(|k| {
-                    let sampling = &self.events[*k].sampling;
-                    sampling.freq != 0 || sampling.throttled
+                    let event = &self.events[*k];
+                    let sampling = &event.sampling;
+                    sampling.throttled || (sampling.period != 0 && event.shared.owner != Owner::Guest)
                 }))
     }
 
