@@ -114,6 +114,26 @@ block_mov_ss:
     cli
     ret
 
+    .globl block_fences     /* 9: what may hide a stop where it is emulated, alone and in a row */
+block_fences:
+    lfence
+    nop
+    mfence
+    nop
+    sfence
+    nop
+    lfence
+    mfence
+    ret
+
+    .globl block_swapgs     /* 5 */
+block_swapgs:
+    swapgs
+    nop
+    swapgs
+    nop
+    ret
+
     .globl block_hlt, block_hlt_taken   /* 4, and the handler */
 block_hlt:
     sti

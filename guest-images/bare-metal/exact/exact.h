@@ -10,7 +10,8 @@
 typedef void block(void);
 void measure(u32 msr, u64 on, block *b, u64 argument);
 block block_empty, block_1000, block_loop, block_branches, block_rep, block_rep_zero, block_memory, block_sti,
-    block_mov_ss, block_hlt, block_nmi, block_ud, block_gp, block_pf, block_pf_retried, block_iret;
+    block_mov_ss, block_hlt, block_nmi, block_ud, block_gp, block_pf, block_pf_retried, block_iret, block_fences,
+    block_swapgs;
 extern u8 block_sti_taken[], block_hlt_taken[];
 extern u8 handler_irq[], handler_nmi[], handler_ud[], handler_gp[], handler_pf_fix[], handler_syscall[];
 #define HANDLER_IRQ 14

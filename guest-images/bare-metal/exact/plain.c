@@ -33,6 +33,16 @@ TEST(iret, ON_ANY, "exact: IRET is one instruction")
     expect(instructions | SEL_OS, block_iret, 0, NULL, AROUND + 8);
 }
 
+TEST(fences, ON_ANY, "exact: LFENCE, MFENCE and SFENCE and what follows them")
+{
+    expect(instructions | SEL_OS, block_fences, 0, NULL, AROUND + 9);
+}
+
+TEST(swapgs, ON_ANY, "exact: a pair of SWAPGS")
+{
+    expect(instructions | SEL_OS, block_swapgs, 0, NULL, AROUND + 5);
+}
+
 TEST(every_counter, ON_ANY, "exact: each general counter counts the same")
 {
     for (u32 i = 0; i < pmu.gp; i++) {

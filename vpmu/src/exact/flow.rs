@@ -42,6 +42,8 @@ pub(super) fn ahead(instruction: &Instruction) -> Ahead {
         {
             Ahead::Shadow
         }
+        // A software-only KVM's emulator does not stop after these.
+        Mnemonic::Lfence | Mnemonic::Mfence | Mnemonic::Sfence | Mnemonic::Swapgs => Ahead::Shadow,
         Mnemonic::Syscall | Mnemonic::Sysenter => Ahead::SystemCall,
         Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => Ahead::InterruptReturn,
         Mnemonic::Hlt => Ahead::Halt,

@@ -9,7 +9,8 @@
 //! - An interrupt, NMI or exception is not an instruction. What its handler executes counts like any other code.
 //! - A repeated string instruction is one instruction, however often it iterates, and also when it iterates zero times. An
 //!   interrupt between two iterations does not make it two.
-//! - Instructions whose shadow hides the next step (MOV SS, POP SS) are stepped together with their successor: two.
+//! - Instructions whose shadow hides the next step (MOV SS, POP SS; where KVM emulates them also the fences and SWAPGS) are
+//!   stepped together with their successor: two, or more where that is another of them.
 //! - HLT counts when it halts. SYSCALL, SYSRET, SYSENTER, SYSEXIT and IRET count one each.
 //! - The WRMSR that enables counting counts and the one that disables it does not, because what a step retired is fed
 //!   after the write took effect. The VMM need do nothing but feed after [`crate::Vpmu::reconcile`].
@@ -43,6 +44,9 @@ use crate::fed;
 use crate::model::Vendor;
 
 use flow::{Leads, ahead, decode, element_count, is_branch, is_near, is_repeated, leads, software_interrupt};
+
+/// Most instructions in a row that one step passes because each hides its stop.
+const MOST_SHADOWS: usize = 16;
 
 /// Size of the code that runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,7 +233,8 @@ impl Step {
 pub enum Ahead {
     /// Nothing special: a step stops after it.
     Plain,
-    /// The step may stop only after the instruction behind it (MOV SS, POP SS).
+    /// The step may stop only after the instruction behind it (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS where
+    /// KVM emulates them).
     Shadow,
     /// It enters the kernel through a register (SYSCALL, SYSENTER), which may clear the trap flag.
     SystemCall,
@@ -416,7 +421,8 @@ impl StepMeter {
         step.at(before.cpl).add(counts);
     }
 
-    /// The step of an instruction with a shadow ended elsewhere than behind it: did its successor, at `next`, lead there?
+    /// The step of an instruction with a shadow ended elsewhere than behind it: did its successor, at `next`, lead
+    /// there, or that one's where it has a shadow too?
     fn shadowed(
         &mut self,
         pending: &Pending,
@@ -425,24 +431,34 @@ impl StepMeter {
         memory: &mut dyn GuestMemory,
         step: &mut Step,
     ) -> bool {
-        let Some(first) = pending.instruction else {
+        let Some(mut last) = pending.instruction else {
             return false;
         };
-        let mut between = pending.before;
-        between.rip = next;
-        if first.mnemonic() == Mnemonic::Pop {
-            between.gpr[4] = between.gpr[4].wrapping_add(first.stack_pointer_increment() as u64);
+        // Counts for nothing unless it ends where the vCPU is.
+        let mut passed = *step;
+        let (mut at, mut next) = (pending.before, next);
+        for _ in 0..MOST_SHADOWS {
+            self.retire(&last, &at, false, false, &mut passed);
+            if last.mnemonic() == Mnemonic::Pop {
+                at.gpr[4] = at.gpr[4].wrapping_add(last.stack_pointer_increment() as u64);
+            }
+            at.rip = next;
+            let Some(successor) = decode(&at, next, memory) else {
+                return false;
+            };
+            match leads(&successor, &at, memory) {
+                Leads::To(target, taken) if target == cpu.rip => {
+                    self.retire(&successor, &at, taken, false, &mut passed);
+                    *step = passed;
+                    return true;
+                }
+                Leads::To(behind, _) if ahead(&successor) == Ahead::Shadow => {
+                    (last, next) = (successor, behind);
+                }
+                _ => return false,
+            }
         }
-        let Some(second) = decode(&between, next, memory) else {
-            return false;
-        };
-        let taken = match leads(&second, &between, memory) {
-            Leads::To(target, taken) if target == cpu.rip => taken,
-            _ => return false,
-        };
-        self.retire(&first, &pending.before, false, false, step);
-        self.retire(&second, &between, taken, false, step);
-        true
+        false
     }
 
     /// An instruction that leads anywhere was stepped: did it complete? It did not if the vCPU is in the handler of an

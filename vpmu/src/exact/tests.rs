@@ -215,6 +215,30 @@ fn a_shadow_hides_one_stop() {
     );
 }
 
+/// Where KVM emulates them, fences and SWAPGS have a shadow too, and several in a row may have one stop.
+#[test]
+fn fences_are_counted_whether_the_stop_is_behind_them_or_one_late() {
+    for fence in [
+        [0x0F, 0xAE, 0xE8],
+        [0x0F, 0xAE, 0xF0],
+        [0x0F, 0xAE, 0xF8],
+        [0x0F, 0x01, 0xF8],
+    ] {
+        let code = [&fence[..], NOP].concat();
+        assert_eq!(step(&code, CODE + 3).kernel, kernel(1), "{fence:x?}");
+        assert_eq!(step(&code, CODE + 4).kernel, kernel(2), "{fence:x?}");
+        let row = [&fence[..], &fence[..], NOP].concat();
+        assert_eq!(step(&row, CODE + 6).kernel, kernel(2), "{fence:x?}");
+        assert_eq!(step(&row, CODE + 7).kernel, kernel(3), "{fence:x?}");
+        // An interrupt in between is not passed over.
+        let interrupted = step(&row, NMI_HANDLER);
+        assert!(interrupted.event && interrupted.kernel.instructions == 0);
+    }
+    // No more than a number that is certain to end.
+    let many = [[0x0F, 0xAE, 0xE8]; 40].concat();
+    assert!(step(&many, CODE + 120).lost);
+}
+
 #[test]
 fn hlt_counts_when_it_halts_and_not_when_it_faults() {
     assert_eq!(step(HLT, CODE + 1).kernel.instructions, 1);
