@@ -13,6 +13,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 const SCRIPT: &str = r#"
 section dmesg dmesg
 section stat perf stat -x, -e cycles spin 0.3
+section detail perf stat -x, -d sleep 1
 "#;
 
 /// What the guest's kernel must find out about a model.
@@ -59,6 +60,7 @@ impl Expected {
             .value("cycles")
             .unwrap_or_else(|error| panic!("{error}\n{run}"));
         assert!(cycles > 1e8, "{cycles} cycles in 0.3 s\n{run}");
+        nothing_is_zero_that_nobody_counted(&run);
         run.expect_success();
         eprintln!(
             "{}{}: {}; version {}, {}+{} counters; {:.1?}",
@@ -81,6 +83,30 @@ impl Expected {
             .run(place)
             .unwrap_or_else(|error| panic!("{error}"))
     }
+}
+
+/// The first command a user types shows what was counted, or says that it was not: no hardware event is 0.
+fn nothing_is_zero_that_nobody_counted(run: &GuestRun) {
+    /// Of the kernel, and counted always.
+    const SOFTWARE: [&str; 4] = ["task-clock", "context-switches", "cpu-migrations", "page-faults"];
+    let mut hardware = 0;
+    for line in run.section("detail").lines() {
+        let mut fields = line.split(',');
+        let (Some(value), Some(event)) = (fields.next(), fields.nth(1)) else {
+            continue;
+        };
+        if event.is_empty() || SOFTWARE.iter().any(|software| event.contains(software)) {
+            continue;
+        }
+        hardware += 1;
+        let counted = value.parse::<u64>().is_ok_and(|count| count > 0);
+        let refused = value == "<not supported>" && !event.starts_with("cycles");
+        assert!(counted || refused, "{line}\n{run}");
+    }
+    assert!(
+        hardware >= 8,
+        "perf stat -d shows {hardware} hardware events\n{run}"
+    );
 }
 
 fn ones(count: u32) -> u64 {

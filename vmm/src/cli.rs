@@ -175,6 +175,10 @@ pub struct RunArgs {
     /// How the guest's RDPMC instruction is served: trap (replaced at load), off, or hwbp (hardware breakpoints).
     #[arg(long, value_name = "HOW", default_value = "trap", value_parser = parse_rdpmc)]
     pub rdpmc: RdpmcMode,
+    /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
+    /// <not supported> where it would read 0: on or off.
+    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    pub hide_uncounted: bool,
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
     pub share: SharePolicy,
@@ -394,6 +398,14 @@ fn parse_rdpmc(text: &str) -> Result<RdpmcMode, String> {
     })
 }
 
+fn parse_on_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("must be on or off".into()),
+    }
+}
+
 pub(crate) fn parse_share(text: &str) -> Result<SharePolicy, String> {
     Ok(match text {
         "guest-first" => SharePolicy::GuestFirst,
@@ -471,6 +483,8 @@ mod tests {
             "clock",
             "--rdpmc",
             "off",
+            "--hide-uncounted",
+            "off",
             "--share",
             "strict",
             "--mux",
@@ -480,6 +494,10 @@ mod tests {
         assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
         assert_eq!((args.share, args.mux), (SharePolicy::Strict, MuxPolicy::Adaptive));
         assert_eq!(run(&[]).unwrap().mux, MuxPolicy::Rotate);
+        assert_eq!(
+            (args.hide_uncounted, run(&[]).unwrap().hide_uncounted),
+            (false, true)
+        );
         assert_eq!((args.cpus, args.memory), (64, 16 << 20));
         assert_eq!(args.pmu, ModelName::Generation(vpmu::Generation::Intel(4)));
         assert_eq!(
@@ -516,6 +534,7 @@ mod tests {
             (&["--pmu-width", "31"], "'31'", "32 to 48"),
             (&["--backing", "x"], "'x'", "hardware"),
             (&["--rdpmc", "x"], "'x'", "hwbp"),
+            (&["--hide-uncounted", "x"], "'x'", "on or off"),
             (&["--share", "x"], "'x'", "strict"),
             (&["--mux", "x"], "'x'", "adaptive"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),

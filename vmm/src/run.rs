@@ -144,6 +144,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
             stepping,
         },
         rdpmc: args.rdpmc,
+        hide_uncounted: args.hide_uncounted,
         nested: args.nested,
     };
 

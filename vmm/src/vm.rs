@@ -7,9 +7,9 @@ use std::sync::Arc;
 use kvm_bindings::{KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
-use vpmu::{Backability, BackingPolicy, Generation};
+use vpmu::{Backability, BackingPolicy, Generation, Vendor};
 
-use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, layout};
+use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
 use crate::cli::RdpmcMode;
 use crate::control::mailbox::Mailbox;
 use crate::devices::{Bus, ports};
@@ -18,6 +18,7 @@ use crate::kvm::host::{self, HostError};
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::stats_fd::stats_fd;
 use crate::memory::{GuestRam, MemoryError};
+use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, PmuConfig, VmPmu};
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::vcpu::control::RunControl;
@@ -91,6 +92,8 @@ pub struct VmConfig {
     pub backability: Backability,
     /// How RDPMC in the kernel's text is served.
     pub rdpmc: RdpmcMode,
+    /// Whether perf in the guest is told what cannot be counted, by its kernel's own tables.
+    pub hide_uncounted: bool,
     /// Whether the guest may run guests of its own.
     pub nested: bool,
 }
@@ -152,6 +155,9 @@ impl Vm {
                 .into());
             }
         }
+        if has_pmu && needs_full_kvm(&loaded.kind) {
+            tell_uncounted(config, probe, &loaded, &ram)?;
+        }
 
         let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
         if !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))? {
@@ -190,10 +196,11 @@ impl Vm {
         let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
         let supported = cpuid::supported(kvm)?;
         let stepped = has_pmu && config.pmu.policy == BackingPolicy::Exact;
-        let guest_cpu = GuestCpu {
+        let guest_cpu = |tsc_khz| GuestCpu {
             pmu: &config.pmu.model,
             backability: config.backability,
             cpus: config.cpus,
+            tsc_khz,
             tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
             nested: config.nested,
             stepped,
@@ -207,19 +214,14 @@ impl Vm {
         let mut stats = Vec::with_capacity(config.cpus.into());
         for id in 0..config.cpus {
             let vcpu = fd.create_vcpu(id.into()).map_err(call("KVM_CREATE_VCPU"))?;
-            let table = cpuid::for_vcpu(&supported, guest_cpu, id)?;
+            let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
+            let table = cpuid::for_vcpu(&supported, guest_cpu(tsc_khz), id)?;
             vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
             boot::configure_local_apic(&vcpu)?;
             if id == 0 {
                 loaded.configure_bsp(&vcpu)?;
             }
-            let vcpu_pmu = match &pmu {
-                Some(pmu) => {
-                    let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
-                    Some(pmu.vcpu(id, tsc_khz, statistics(&vcpu)))
-                }
-                None => None,
-            };
+            let vcpu_pmu = pmu.as_ref().map(|pmu| pmu.vcpu(id, tsc_khz, statistics(&vcpu)));
             let counters = Arc::new(VcpuStats::default());
             stats.push(counters.clone());
             let mut vcpu = Vcpu::new(
@@ -381,6 +383,53 @@ impl Drop for RunningVm {
     fn drop(&mut self) {
         self.stop_and_join();
     }
+}
+
+/// Takes what cannot be counted out of a Linux kernel's tables of events, if that is asked for, and says in one line
+/// what the guest will not count.
+fn tell_uncounted(
+    config: &VmConfig,
+    probe: &HostProbe,
+    loaded: &Loaded,
+    ram: &GuestRam,
+) -> Result<(), VmError> {
+    let vendor = config.pmu.model.vendor();
+    let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
+    let countable = Countable::new(vendor, host, config.pmu.policy, config.backability, probe);
+    let mut known = false;
+    if config.hide_uncounted {
+        let tables = &loaded.event_tables;
+        for table in event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n))? {
+            known = true;
+            let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
+            log::info!(
+                "the kernel's table of events at {:#x}: {} left; not countable and taken out: {}",
+                table.virt,
+                table.left,
+                if names.is_empty() {
+                    "none".to_owned()
+                } else {
+                    names.join(", ")
+                }
+            );
+        }
+    }
+    let missing = countable.missing();
+    if !missing.is_empty() {
+        // What CPUID says an Intel guest needs no table for.
+        let shown = if known || vendor == Vendor::Intel && config.hide_uncounted {
+            "perf there says <not supported>"
+        } else if config.hide_uncounted {
+            "this kernel's tables are not known, so perf there reads 0"
+        } else {
+            "perf there may read 0 (--hide-uncounted off)"
+        };
+        log::warn!(
+            "the guest cannot count {} here: {shown}; raw events that cannot be counted read 0",
+            missing.join(", ")
+        );
+    }
+    Ok(())
 }
 
 /// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses instructions that

@@ -266,6 +266,26 @@ pub struct EventRequest {
 }
 
 impl EventRequest {
+    /// The request of a general-purpose counter whose selector is `config`, as `perf_event_attr.config` of a raw
+    /// event has it, at every privilege level: the reverse of [`EventRequest::raw_config`].
+    pub fn from_raw_config(vendor: Vendor, config: u64) -> Self {
+        let select = match vendor {
+            Vendor::Intel => config & 0xFF,
+            Vendor::Amd => config & 0xFF | config >> 24 & 0xF00,
+        };
+        let (select, umask) = (EventSelect(select as u16), UnitMask((config >> 8) as u8));
+        Self {
+            vendor,
+            selection: Selection::General(select, umask),
+            event: decode(vendor, select, umask),
+            user: true,
+            kernel: true,
+            edge: config & 1 << 18 != 0,
+            invert: config & 1 << 23 != 0,
+            cmask: (config >> 24) as u8,
+        }
+    }
+
     /// The selector as `perf_event_attr.config` of a raw event has it on a host of the same vendor; `None` for a
     /// fixed counter.
     pub const fn raw_config(&self) -> Option<u64> {
@@ -501,6 +521,14 @@ mod tests {
             cmask: 0x34,
         };
         assert_eq!(request.raw_config(), Some(0xA_3484_12BC));
+        let both = EventRequest {
+            kernel: true,
+            ..request
+        };
+        assert_eq!(EventRequest::from_raw_config(Vendor::Amd, 0xA_3484_12BC), both);
+        let cycles = EventRequest::from_raw_config(Vendor::Intel, 0x3C);
+        assert_eq!(cycles.event, GuestEvent::Architectural(ArchEvent::CoreCycles));
+        assert!(!cycles.is_modified());
         assert_eq!(
             EventRequest {
                 selection: Selection::Fixed(1),

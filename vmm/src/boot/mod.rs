@@ -7,6 +7,7 @@
 mod acpi;
 mod elf;
 mod error;
+pub mod event_tables;
 mod kallsyms;
 pub mod layout;
 mod linux;
@@ -123,6 +124,8 @@ pub struct Loaded {
     /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
     /// `patch_rdpmc` each of them is now an exit on [`rdpmc::TRAP_PORT`].
     pub rdpmc_sites: Vec<PatchedSite>,
+    /// A Linux kernel's tables of perf's generic events, as they are in the file.
+    pub event_tables: Vec<event_tables::EventTable>,
 }
 
 impl Loaded {
@@ -479,6 +482,7 @@ fn load_linux(
         text: text_ranges(&image.code),
         symbols: Arc::new(symbols),
         rdpmc_sites,
+        event_tables: event_tables::find(&image.segments),
     })
 }
 
@@ -570,5 +574,6 @@ fn load_multiboot(
         text: text_ranges(&code),
         symbols: Arc::new(symbols),
         rdpmc_sites,
+        event_tables: Vec::new(),
     })
 }

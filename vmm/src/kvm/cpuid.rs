@@ -59,6 +59,19 @@ const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 
 /// The one among them with which KVM writes to the guest's memory at each entry that follows a call from here: stolen time
 /// (bit 5).
 const STEAL_TIME: u32 = 1 << 5;
+/// Time stamp counter and core crystal clock: EBX/EAX is the ratio of the two, ECX the crystal's frequency in Hz. Intel
+/// SDM vol. 2, CPUID.
+const TSC_LEAF: u32 = 0x15;
+/// Processor frequencies in MHz: base in EAX, most in EBX, bus in ECX.
+const FREQUENCY_LEAF: u32 = 0x16;
+/// The crystal clock drives the local APIC's timer, and guests take its frequency for that of the timer. KVM's timer
+/// ticks once in a nanosecond (`APIC_BUS_CYCLE_NS`, the default of `KVM_CAP_X86_APIC_BUS_CYCLES_NS`).
+const APIC_TIMER_KHZ: u32 = 1_000_000;
+/// Denominators tried for the ratio. Linux multiplies the crystal's kilohertz by the numerator in 32 bits
+/// (`native_calibrate_tsc`), which leaves no room for larger ones.
+const MAX_DENOMINATOR: u64 = 4000;
+/// What processors with leaf 16H say their bus has, in MHz.
+const BUS_MHZ: u32 = 100;
 /// CPUID.80000001:ECX.CMP_LEGACY.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
@@ -71,6 +84,8 @@ pub struct GuestCpu<'a> {
     pub backability: Backability,
     /// Number of vCPUs.
     pub cpus: u8,
+    /// The guest's TSC frequency in kHz, which an Intel processor tells.
+    pub tsc_khz: u32,
     /// Whether the in-kernel local APIC offers TSC-deadline mode.
     pub tsc_deadline: bool,
     /// Whether the guest may run guests of its own.
@@ -120,6 +135,9 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
         return Err(CpuidError::NestedVendor);
     } else if !has_virtualisation(&entries) {
         return Err(CpuidError::NestedRefused);
+    }
+    if vendor == Vendor::Intel {
+        set_frequencies(&mut entries, guest.tsc_khz);
     }
     for entry in &mut entries {
         set_topology(entry, guest, id);
@@ -189,6 +207,54 @@ fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
             _ => {}
         }
     }
+}
+
+/// Tells the TSC's frequency. KVM tells none, and then perf in the guest takes it for 0 (`#system_tsc_freq`), and with it
+/// what a metric divides by it.
+fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
+    let Some((crystal_khz, numerator, denominator)) = crystal(tsc_khz) else {
+        return;
+    };
+    entries.retain(|entry| !matches!(entry.function, TSC_LEAF | FREQUENCY_LEAF));
+    let mhz = (tsc_khz + 500) / 1000 & 0xffff;
+    entries.push(kvm_cpuid_entry2 {
+        function: TSC_LEAF,
+        eax: denominator,
+        ebx: numerator,
+        ecx: crystal_khz * 1000,
+        ..Default::default()
+    });
+    entries.push(kvm_cpuid_entry2 {
+        function: FREQUENCY_LEAF,
+        eax: mhz,
+        ebx: mhz,
+        ecx: BUS_MHZ,
+        ..Default::default()
+    });
+    for entry in entries.iter_mut().filter(|entry| entry.function == 0) {
+        entry.eax = entry.eax.max(FREQUENCY_LEAF);
+    }
+}
+
+/// The crystal's frequency in kHz, and the numerator and denominator of the TSC's ratio to it. The frequency is as close to the
+/// local APIC timer's as a ratio allows that guests can multiply with, and what is left is given to the crystal: a timer that
+/// is off by some millionths does no harm, a TSC would. `None`: a frequency that no processor has.
+fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
+    let tsc = u64::from(tsc_khz);
+    let timer = u64::from(APIC_TIMER_KHZ);
+    let ratios = (1..=MAX_DENOMINATOR).filter_map(|denominator| {
+        let numerator = (tsc * denominator + timer / 2) / timer;
+        let crystal = (tsc * denominator + numerator / 2).checked_div(numerator)?;
+        (crystal * numerator <= u64::from(u32::MAX)).then_some((crystal, numerator, denominator))
+    });
+    let (crystal, numerator, denominator) = ratios.min_by_key(|(crystal, ..)| crystal.abs_diff(timer))?;
+    // A part in a thousand.
+    (crystal.abs_diff(timer) <= timer / 1000).then_some(())?;
+    Some((
+        u32::try_from(crystal).ok()?,
+        u32::try_from(numerator).ok()?,
+        u32::try_from(denominator).ok()?,
+    ))
 }
 
 fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpu<'_>, id: u8) {
@@ -288,6 +354,7 @@ mod tests {
             pmu,
             backability: Backability::NONE,
             cpus: 1,
+            tsc_khz: 2_595_124,
             tsc_deadline: true,
             nested,
             stepped: false,
@@ -353,6 +420,47 @@ mod tests {
             ..guest(&model, false)
         };
         assert_eq!(for_vcpu(&all, stepped, 0).unwrap().as_slice()[0].eax, !(1 << 5));
+    }
+
+    /// What Linux and perf work out from the two leaves, with Linux's 32-bit product.
+    #[test]
+    fn an_intel_guest_is_told_the_frequency_of_its_tsc() {
+        for tsc_khz in [
+            1_000_000, 2_595_124, 2_000_000, 2_100_003, 3_699_997, 4_294_000, 999_983, 800_001,
+        ] {
+            let guest = GuestCpu {
+                tsc_khz,
+                ..guest(&Model::INTEL, false)
+            };
+            let table = for_vcpu(&supported(false), guest, 0).unwrap();
+            let leaf = |n| *table.as_slice().iter().find(|e| e.function == n).unwrap();
+            assert_eq!(leaf(0).eax, FREQUENCY_LEAF);
+            let tsc = leaf(TSC_LEAF);
+            let product = (tsc.ecx / 1000)
+                .checked_mul(tsc.ebx)
+                .expect("Linux multiplies in 32 bits");
+            assert!((product / tsc.eax).abs_diff(tsc_khz) <= 2, "{tsc_khz}: {tsc:?}");
+            // The timer of KVM's local APIC.
+            assert!(tsc.ecx.abs_diff(1_000_000_000) < 100_000, "{tsc:?}");
+            assert!(leaf(FREQUENCY_LEAF).eax.abs_diff(tsc_khz / 1000) <= 1);
+        }
+        let amd = for_vcpu(&supported(false), guest(&Model::AMD, false), 0).unwrap();
+        assert!(amd.as_slice().iter().all(|e| e.function != TSC_LEAF));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_frequency_can_be_told_and_leaves_the_timer_its_own(khz in 100_000u32..4_200_000_000) {
+            match crystal(khz) {
+                Some((crystal, numerator, denominator)) => {
+                    let product = crystal.checked_mul(numerator).unwrap();
+                    // Half a kilohertz of the crystal, and what the division leaves.
+                    proptest::prop_assert!((product / denominator).abs_diff(khz) <= khz / 2_000_000 + 1);
+                    proptest::prop_assert!(crystal.abs_diff(APIC_TIMER_KHZ) <= APIC_TIMER_KHZ / 1000);
+                }
+                None => proptest::prop_assert!(khz > 10_000_000),
+            }
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
 
 pub mod backing;
+pub mod countable;
 pub mod mappings;
 mod operator;
 mod regs;

@@ -35,7 +35,7 @@ use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, current_tid, new_attr};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
-pub use probe::{GenericEvent, HostProbe, ignore_sigio};
+pub use probe::{GenericEvent, HostProbe, cache_event_opens, ignore_sigio};
 
 /// `PERF_COUNT_SW_TASK_CLOCK`, the last of the clocks.
 const TASK_CLOCK: u64 = 1;

@@ -126,6 +126,16 @@ impl HostProbe {
     }
 }
 
+/// Whether the host's kernel knows the `PERF_TYPE_HW_CACHE` event `config` for its processor, as one that counts
+/// a guest. Opens the event on the calling thread, for that time only.
+#[must_use]
+pub fn cache_event_opens(config: u64) -> bool {
+    let mut attr = new_attr(b::PERF_TYPE_HW_CACHE, config);
+    attr.set_disabled(1);
+    attr.set_exclude_host(1);
+    PerfFd::open(&mut attr, 0).is_ok()
+}
+
 /// Makes the process ignore `SIGIO` unless it already has a disposition for it.
 ///
 /// The kernel sends `SIGIO` in place of an overflow's real-time signal when the queue of those is full. Its

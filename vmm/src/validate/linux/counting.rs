@@ -198,7 +198,7 @@ impl Linux<'_> {
                 continue;
             };
             if !counts_here {
-                // Perf says "not supported" where CPUID does; on AMD, which has no bit for it, the count is 0.
+                // Perf says "not supported" where CPUID or the kernel's tables do; where neither can, the count is 0.
                 let why = match backing {
                     "hardware" => "the host's PMU does not open this event",
                     _ => "a clock counts time only",

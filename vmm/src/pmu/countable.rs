@@ -1,0 +1,173 @@
+//! Which of perf's generic events can be counted for a guest, by the numbers its kernel has for them.
+
+use perf_core::pmu::host::{self, HostProbe};
+use vpmu::{ArchEvent, Backability, Backing, BackingPolicy, EventRequest, GuestEvent, Sources, Vendor};
+
+use crate::boot::event_tables::TableEvent;
+
+/// The generic events a plain `perf stat` asks for. What is not among them is no loss to say once.
+const ASKED_FIRST: [ArchEvent; 7] = [
+    ArchEvent::CoreCycles,
+    ArchEvent::RefCycles,
+    ArchEvent::Instructions,
+    ArchEvent::CacheReferences,
+    ArchEvent::CacheMisses,
+    ArchEvent::Branches,
+    ArchEvent::BranchMisses,
+];
+
+/// What can be counted under one policy on one host, for a model of one vendor.
+#[derive(Debug)]
+pub struct Countable<'a> {
+    vendor: Vendor,
+    sources: Sources,
+    backability: Backability,
+    probe: &'a HostProbe,
+}
+
+impl<'a> Countable<'a> {
+    /// For a model of `vendor`; `host` is the vendor of this host's processor.
+    pub fn new(
+        vendor: Vendor,
+        host: Vendor,
+        policy: BackingPolicy,
+        backability: Backability,
+        probe: &'a HostProbe,
+    ) -> Self {
+        Self {
+            vendor,
+            // The statistics of KVM back no generic event.
+            sources: Sources::new(policy, probe.hardware_pmu.then_some(host), |_| None),
+            backability,
+            probe,
+        }
+    }
+
+    /// Whether `event`, for which the guest's kernel has the numbers `config`, is counted by anybody.
+    pub fn can_count(&self, event: TableEvent, config: u64) -> bool {
+        let request = EventRequest::from_raw_config(self.vendor, config);
+        let mut ways = self.sources.choose(&request);
+        ways.any(|(backing, _)| backing != Backing::Hardware || self.host_knows(event, &request))
+    }
+
+    /// Whether the host's kernel knows the event. A host that is itself a guest takes any raw numbers, and its own virtual
+    /// PMU may count none of them; but its tables of generic events are true.
+    fn host_knows(&self, event: TableEvent, request: &EventRequest) -> bool {
+        let generic = |config: u64| self.probe.generic.iter().any(|g| g.config == config && g.opens);
+        match (request.event, event) {
+            (GuestEvent::Architectural(arch), _) if ASKED_FIRST.contains(&arch) && !request.is_modified() => {
+                self.backability.has(arch)
+            }
+            (_, TableEvent::Hardware(config)) => generic(config),
+            (_, TableEvent::Cache(config)) => host::cache_event_opens(config),
+        }
+    }
+
+    /// The events of a plain `perf stat` that nobody counts. AMD has no reference cycles before Zen 4.
+    pub fn missing(&self) -> Vec<&'static str> {
+        let asked = ASKED_FIRST.into_iter();
+        let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
+        asked
+            .filter(|event| !self.backability.has(*event))
+            .map(ArchEvent::name)
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perf_core::pmu::host::GenericEvent;
+
+    /// A host whose PMU, if it has one, opens these generic events.
+    fn probe(opens: &[(&str, u64)]) -> HostProbe {
+        HostProbe {
+            hardware_pmu: !opens.is_empty(),
+            slots: opens.len(),
+            generic: opens
+                .iter()
+                .map(|&(name, config)| GenericEvent {
+                    name: name.into(),
+                    config,
+                    opens: true,
+                })
+                .collect(),
+            ..HostProbe::run()
+        }
+    }
+
+    fn check(policy: BackingPolicy, probe: &HostProbe, event: TableEvent, config: u64) -> bool {
+        let backability = crate::pmu::backing::backability(policy, probe);
+        Countable::new(Vendor::Amd, Vendor::Amd, policy, backability, probe).can_count(event, config)
+    }
+
+    const CYCLES: (TableEvent, u64) = (TableEvent::Hardware(0), 0x76);
+    const INSTRUCTIONS: (TableEvent, u64) = (TableEvent::Hardware(1), 0xC0);
+    const STALLED: (TableEvent, u64) = (TableEvent::Hardware(7), 0x287);
+    const BRANCH_LOADS: (TableEvent, u64) = (TableEvent::Cache(5), 0xC2);
+    const L1_LOADS: (TableEvent, u64) = (TableEvent::Cache(0), 0x40);
+
+    #[test]
+    fn each_backing_counts_what_it_says() {
+        let none = probe(&[]);
+        for (policy, counted) in [
+            (BackingPolicy::Auto, [true, false, false, false, false]),
+            (BackingPolicy::Clock, [true, false, false, false, false]),
+            (BackingPolicy::Exact, [true, true, false, true, false]),
+            (BackingPolicy::None, [false; 5]),
+        ] {
+            let found = [CYCLES, INSTRUCTIONS, STALLED, BRANCH_LOADS, L1_LOADS]
+                .map(|(event, config)| check(policy, &none, event, config));
+            assert_eq!(found, counted, "{policy:?}");
+        }
+    }
+
+    /// On a host with a PMU the kernel of the host is asked, also for what it would take as raw numbers.
+    #[test]
+    fn with_hardware_the_host_has_to_know_the_event() {
+        let some = probe(&[("cycles", 0), ("instructions", 1), ("stalled-cycles-frontend", 7)]);
+        for (event, expected) in [
+            (CYCLES, true),
+            (INSTRUCTIONS, true),
+            (STALLED, true),
+            (BRANCH_LOADS, false),
+            ((TableEvent::Hardware(8), 0x187), false),
+        ] {
+            assert_eq!(
+                check(BackingPolicy::Auto, &some, event.0, event.1),
+                expected,
+                "{event:?}"
+            );
+        }
+        let foreign = Countable::new(
+            Vendor::Intel,
+            Vendor::Amd,
+            BackingPolicy::Auto,
+            Backability::CLOCK,
+            &some,
+        );
+        assert!(!foreign.can_count(TableEvent::Cache(0), 0x81D0));
+    }
+
+    #[test]
+    fn what_a_plain_perf_stat_lacks_has_perfs_names() {
+        let none = probe(&[]);
+        let clock = Countable::new(
+            Vendor::Amd,
+            Vendor::Amd,
+            BackingPolicy::Clock,
+            Backability::CLOCK,
+            &none,
+        );
+        assert_eq!(
+            clock.missing(),
+            [
+                "instructions",
+                "cache-references",
+                "cache-misses",
+                "branches",
+                "branch-misses"
+            ]
+        );
+    }
+}
