@@ -125,7 +125,7 @@ fn a_multiboot_elf32_kernel_gets_its_command_line_and_its_rdpmc_traps() {
     let Some(run) = run(kernel, None, "hello multiboot") else {
         return;
     };
-    assert_eq!(run.console, "hello multiboot");
+    assert_eq!(run.console, "k hello multiboot", "the program's name comes first");
     assert_eq!(run.traps, [7]);
     assert_eq!(run.outcome, BusOutcome::Exit((COUNTER as u8) << 1 | 1));
     assert_eq!(run.loaded.rdpmc_sites.len(), 1);
@@ -143,8 +143,27 @@ fn a_flat_multiboot_image_starts_by_its_address_fields() {
     let Some(run) = run(common::file(dir.path(), "k", &bytes), None, "flat") else {
         return;
     };
-    assert_eq!(run.console, "flat");
+    assert_eq!(run.console, "k flat");
     assert_eq!(run.loaded.kernel, u64::from(load)..u64::from(load) + 0x8000);
+}
+
+/// In conventional memory, over the places where kernels above 1 MiB find what they are handed.
+#[test]
+fn a_multiboot_image_below_1_mib_starts_with_its_command_line_beside_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = 0x1000u32;
+    let mut bytes = vec![0u8; 32];
+    let header = common::multiboot_header(0x1_0003, Some([load, load, 0, load + 0x3_0000, load + 32]));
+    bytes[..32].copy_from_slice(&header);
+    bytes.extend_from_slice(MULTIBOOT_CODE);
+    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
+    let Some(run) = run(common::file(dir.path(), "low", &bytes), Some(&initrd), "words") else {
+        return;
+    };
+    assert_eq!(run.console, "low words");
+    assert_eq!(run.loaded.kernel, 0x1000..0x3_1000);
+    assert!(run.loaded.initrd.unwrap().start >= 0x10_0000);
+    assert_eq!(run.traps, [7]);
 }
 
 #[test]
@@ -162,7 +181,7 @@ fn a_multiboot_elf64_kernel_starts_in_32_bit_mode_too() {
     let Some(run) = run(kernel, None, "elf64") else {
         return;
     };
-    assert_eq!((run.console.as_str(), run.traps.len()), ("elf64", 1));
+    assert_eq!((run.console.as_str(), run.traps.len()), ("k elf64", 1));
 }
 
 #[test]

@@ -116,22 +116,75 @@ fn files_that_are_no_kernel_are_told_what_they_are() {
 }
 
 #[test]
-fn segments_outside_ram_name_the_segment_and_the_limit() {
-    for (phys, mem_bytes) in [
-        (RAM_BYTES, 0x1000),
-        (0x10_0000, RAM_BYTES),
-        (0x9000, 0x1000),           // over our page tables
-        (0xF_F000, 0x2000),         // reaches into the firmware tables
-        (u64::MAX - 0xFFF, 0x1000), // wraps
-        (0x1_0000_0000, 0x1000),    // above 4 GiB
-        (0x10_0000, u64::MAX - 0x1000),
+fn segments_outside_ram_name_the_segment_the_limit_and_a_remedy_that_helps() {
+    for (phys, mem_bytes, limit, remedy) in [
+        (RAM_BYTES, 0x1000, "0x2000000", "--memory"),
+        (0x10_0000, RAM_BYTES, "0x2000000", "--memory"),
+        (u64::MAX - 0xFFF, 0x1000, "0x2000000", "--memory"), // wraps
+        (0x1_0000_0000, 0x1000, "0x2000000", "--memory"),    // above 4 GiB
+        (0x10_0000, u64::MAX - 0x1000, "0x2000000", "--memory"),
+        // No memory is large enough for these.
+        (0x9000, 0x1000, "0x100000", "link it"), // over our page tables
+        (0xF_F000, 0x2000, "0x100000", "link it"), // reaches into the firmware tables
     ] {
         let text = kernel_error(&linux(phys, mem_bytes));
         assert!(
-            text.contains("segment 0") && text.contains("0x2000000"),
+            text.contains("segment 0") && text.contains(limit) && text.contains(remedy),
             "{phys:#x}: {text}"
         );
     }
+}
+
+/// A multiboot image in conventional memory is loaded, but not where the machine has something else.
+#[test]
+fn multiboot_images_below_1_mib_are_refused_only_where_something_lies() {
+    let image = |load: u32, bytes: u32| {
+        let mut image = common::multiboot_header(0x1_0003, Some([load, load, 0, load + bytes, load]));
+        image.resize(bytes as usize, 0x90);
+        image
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let fits = common::file(dir.path(), "fits", &image(0x1000, 0x9_0000));
+    attempt(&fits, None, "", 1).unwrap();
+    for (load, bytes) in [
+        (0x500, 0x1000),
+        (0x9_F000, 0x1000),
+        (0xF_0000, 0x100),
+        (0x9_0000, 0x8_0000),
+    ] {
+        let text = kernel_error(&image(load, bytes));
+        assert!(
+            text.contains("a multiboot kernel")
+                && text.contains("0x1000..0x9fc00")
+                && !text.contains("--memory"),
+            "{load:#x}: {text}"
+        );
+    }
+    let text = kernel_error(&image(0x1000, 0x9_EC00));
+    assert!(text.contains("no two free pages"), "{text}");
+}
+
+/// They look like kernels and are sound, but nothing would ever happen.
+#[test]
+fn programs_for_a_bios_are_told_what_they_are() {
+    let mut memtest = common::bzimage(&linux(0x10_0000, 0x1000));
+    memtest[0x248..0x250].fill(0);
+    let text = kernel_error(&memtest);
+    assert!(
+        text.contains("memtest86+") && text.contains("accepted are"),
+        "{text}"
+    );
+    assert!(!text.contains("damaged"), "{text}");
+    let mut core = vec![0u8; 512];
+    core[283..308].copy_from_slice(b"loading\0.\0\r\n\0Geom\0Read\0");
+    core[308..315].copy_from_slice(b" Error\0");
+    core.extend(common::multiboot_header(
+        0x1_0000,
+        Some([0x10_0200, 0x10_0000, 0, 0, 0x10_0200]),
+    ));
+    core.resize(4096, 0);
+    let text = kernel_error(&core);
+    assert!(text.contains("GRUB") && text.contains("BIOS"), "{text}");
 }
 
 #[test]

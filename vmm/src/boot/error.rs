@@ -138,7 +138,7 @@ pub enum BootError {
     },
     /// A segment reaches outside guest RAM.
     #[error(
-        "kernel {name}: segment {index} occupies {start:#x}..{end:#x} but usable guest RAM is {limit_start:#x}..{limit_end:#x}; use a larger --memory or another kernel"
+        "kernel {name}: segment {index} occupies {start:#x}..{end:#x} but usable guest RAM ends at {limit_end:#x}; use a larger --memory"
     )]
     SegmentOutsideRam {
         /// The file.
@@ -149,10 +149,34 @@ pub enum BootError {
         start: u64,
         /// Guest-physical end.
         end: u64,
-        /// Where kernels may start.
-        limit_start: u64,
         /// Where RAM ends.
         limit_end: u64,
+    },
+    /// A segment lies where the machine has something else, whatever the size of its memory.
+    #[error(
+        "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which {kind} cannot have; link it to load {room}"
+    )]
+    SegmentReserved {
+        /// The file.
+        name: String,
+        /// Program header index.
+        index: usize,
+        /// Guest-physical start.
+        start: u64,
+        /// Guest-physical end.
+        end: u64,
+        /// What it is.
+        kind: &'static str,
+        /// Where it may load.
+        room: String,
+    },
+    /// A kernel fills the memory below 1 MiB.
+    #[error(
+        "kernel {name} leaves no two free pages below 0x9fc00 for what it is handed; link it to load at 0x100000 or above"
+    )]
+    LowMemoryFull {
+        /// The file.
+        name: String,
     },
     /// Nothing to load.
     #[error("kernel {name} has no loadable segment")]

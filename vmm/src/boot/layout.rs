@@ -1,13 +1,16 @@
 //! Where our own structures lie in guest-physical memory.
 //!
-//! Everything is below 1 MiB, where no kernel segment may be loaded, so a kernel file cannot
-//! overwrite what we hand it.
+//! Everything is below 1 MiB, where no segment of a Linux kernel may be loaded, so a kernel file cannot
+//! overwrite what we hand it. A multiboot kernel may lie between [`LOW_KERNEL_START`] and the extended BIOS
+//! data area; what it is handed then lies beside it.
 
 /// Global descriptor table given to the boot processor.
 pub const GDT: u64 = 0x500;
 /// Interrupt descriptor table base of the boot processor (limit 0 until the guest loads its own).
 pub const IDT: u64 = 0x560;
-/// Multiboot information structure.
+/// Lowest address of a multiboot kernel: the page below has our descriptor table.
+pub const LOW_KERNEL_START: u64 = 0x1000;
+/// Multiboot information structure, where no kernel lies there.
 pub const MULTIBOOT_INFO: u64 = 0x6000;
 /// Linux boot_params ("zero page").
 pub const ZERO_PAGE: u64 = 0x7000;
@@ -19,7 +22,7 @@ pub const PDPT: u64 = 0xA000;
 pub const PAGE_DIRECTORIES: u64 = 0xB000;
 /// Stack top for 64-bit entry (grows down; nothing else lies in the page below).
 pub const BOOT_STACK: u64 = 0x8FF0;
-/// Command line, NUL-terminated.
+/// Command line, NUL-terminated; a multiboot kernel's where no kernel lies there.
 pub const CMDLINE: u64 = 0x2_0000;
 /// Longest command line we ever store, without its NUL.
 pub const CMDLINE_MAX_BYTES: usize = 0xFFFF;

@@ -30,7 +30,7 @@ pub use error::BootError;
 pub use regs::{Entry, configure_local_apic};
 pub use symbols::SymbolTable;
 
-use crate::memory::{GuestRam, HIGH_RAM_START};
+use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::rdpmc::{self, PatchedSite};
 use elf::{Code, ElfImage, Segment};
 
@@ -52,6 +52,14 @@ impl KernelSource {
         match self {
             KernelSource::File(path) => path.display().to_string(),
             KernelSource::Builtin(_) => "(built-in guest)".into(),
+        }
+    }
+
+    /// The name that a program finds first in its command line.
+    fn program_name(&self) -> Option<String> {
+        match self {
+            KernelSource::File(path) => Some(path.file_name()?.to_string_lossy().into_owned()),
+            KernelSource::Builtin(_) => Some("perfvisor-guest".into()),
         }
     }
 }
@@ -285,23 +293,48 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     Ok(())
 }
 
-/// Copies segments into RAM. They may use RAM from 1 MiB up, below 4 GiB; our structures are below.
-fn load_segments(ram: &GuestRam, name: &str, segments: &[Segment<'_>]) -> Result<Range<u64>, BootError> {
+/// Copies segments into RAM. They may use RAM from 1 MiB up, below 4 GiB, and with `low` also conventional memory.
+fn load_segments(
+    ram: &GuestRam,
+    name: &str,
+    segments: &[Segment<'_>],
+    low: bool,
+) -> Result<Range<u64>, BootError> {
     let limit_end = ram.low_end();
+    let conventional = layout::LOW_KERNEL_START..EBDA_START;
     let (mut first, mut last) = (u64::MAX, 0);
     for segment in segments {
-        let end = segment.phys.saturating_add(segment.mem_bytes);
-        if segment.phys < HIGH_RAM_START || end > limit_end {
+        let (index, start) = (segment.index, segment.phys);
+        let end = start.saturating_add(segment.mem_bytes);
+        let in_low = low && start >= conventional.start && end <= conventional.end;
+        if start < HIGH_RAM_START && !in_low {
+            let high = format!("at {HIGH_RAM_START:#x} or above");
+            return Err(BootError::SegmentReserved {
+                name: name.into(),
+                index,
+                start,
+                end,
+                kind: if low {
+                    "a multiboot kernel"
+                } else {
+                    "a Linux kernel"
+                },
+                room: match low {
+                    true => format!("{high}, or in {:#x}..{:#x}", conventional.start, conventional.end),
+                    false => high,
+                },
+            });
+        }
+        if end > limit_end {
             return Err(BootError::SegmentOutsideRam {
                 name: name.into(),
-                index: segment.index,
-                start: segment.phys,
+                index,
+                start,
                 end,
-                limit_start: HIGH_RAM_START,
                 limit_end,
             });
         }
-        (first, last) = (first.min(segment.phys), last.max(end));
+        (first, last) = (first.min(start), last.max(end));
     }
     for segment in segments {
         ram.memory()
@@ -444,7 +477,7 @@ fn load_linux(
         None => (linux::DEFAULT_INITRD_MAX, linux::DEFAULT_CMDLINE_BYTES),
     };
     check_cmdline(request.cmdline, cmdline_max)?;
-    let kernel = load_segments(ram, name, &image.segments)?;
+    let kernel = load_segments(ram, name, &image.segments, false)?;
     let rip = entry_point(name, image.entry, &image.segments)?;
     let initrd = request
         .initrd
@@ -515,7 +548,15 @@ fn load_multiboot(
     header: &multiboot::Header,
 ) -> Result<Loaded, BootError> {
     multiboot::check_flags(name, header)?;
-    check_cmdline(request.cmdline, multiboot::CMDLINE_MAX_BYTES)?;
+    if multiboot::is_grub_core(data) {
+        return Err(BootError::NotAKernel {
+            name: name.into(),
+            found: "it is GRUB's core image, which needs a BIOS, and this machine has none (pass the kernel that \
+                    it would load)",
+        });
+    }
+    let cmdline = multiboot::command_line(request.kernel.program_name().as_deref(), request.cmdline);
+    check_cmdline(&cmdline, multiboot::CMDLINE_MAX_BYTES)?;
     let elf = if elf::is_elf(data) {
         Some(elf::parse(name, data))
     } else {
@@ -539,7 +580,8 @@ fn load_multiboot(
         Some(Ok(image)) => image.symbols,
         _ => SymbolTable::default(),
     };
-    let kernel = load_segments(ram, name, &segments)?;
+    let kernel = load_segments(ram, name, &segments, true)?;
+    let places = multiboot::places(name, &segments)?;
     let eip = entry_point(name, entry, &segments)?;
     let eip = u32::try_from(eip).map_err(|_| BootError::EntryOutside {
         name: name.into(),
@@ -547,7 +589,10 @@ fn load_multiboot(
     })?;
     let initrd = request
         .initrd
-        .map(|path| load_initrd(ram, path, kernel.end..ram.low_end(), true))
+        .map(|path| {
+            let room = kernel.end.max(HIGH_RAM_START)..ram.low_end();
+            load_initrd(ram, path, room, true)
+        })
         .transpose()?;
     write_firmware_tables(ram, request.cpus)?;
     let module_name = request
@@ -557,12 +602,13 @@ fn load_multiboot(
         .unwrap_or_default();
     multiboot::write_info(
         ram,
-        request.cmdline,
+        places,
+        &cmdline,
         initrd.as_ref().map(|r| (r, module_name.as_str())),
     )?;
     let entry = Entry::Protected32 {
         eip,
-        ebx: layout::MULTIBOOT_INFO as u32,
+        ebx: places.info as u32,
     };
     regs::write_tables(ram, &entry)?;
     let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], rdpmc::CodeBits::Either)?;

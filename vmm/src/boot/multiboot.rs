@@ -36,13 +36,70 @@ const INFO_BYTES: u64 = 120;
 
 /// Longest command line passed to a multiboot kernel.
 pub(crate) const CMDLINE_MAX_BYTES: usize = 4095;
+/// Longest program name put before it.
+const PROGRAM_NAME_MAX_BYTES: usize = 255;
 /// Longest module string.
 const MODULE_STRING_MAX_BYTES: usize = 255;
-/// Where the parts after the information structure lie.
-const MODULE_LIST: u64 = layout::MULTIBOOT_INFO + 0x100;
-const MMAP: u64 = layout::MULTIBOOT_INFO + 0x200;
-const LOADER_NAME: u64 = layout::MULTIBOOT_INFO + 0x400;
-const MODULE_STRING: u64 = layout::MULTIBOOT_INFO + 0x500;
+/// Where the parts after the information structure lie, from its start.
+const MODULE_LIST: u64 = 0x100;
+const MMAP: u64 = 0x200;
+const LOADER_NAME: u64 = 0x400;
+const MODULE_STRING: u64 = 0x500;
+/// The information structure and its parts, like the command line, need this much.
+const PLACE_BYTES: u64 = 0x1000;
+
+/// Where a kernel finds what it is handed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Places {
+    /// The information structure and its parts.
+    pub info: u64,
+    /// The command line.
+    pub cmdline: u64,
+}
+
+/// Finds room below 1 MiB for what is handed to a kernel, beside its segments.
+pub(crate) fn places(name: &str, segments: &[Segment<'_>]) -> Result<Places, BootError> {
+    let free = |preferred: u64, taken: Option<u64>| {
+        let pages = (layout::LOW_KERNEL_START..=EBDA_START - PLACE_BYTES).step_by(PLACE_BYTES as usize);
+        std::iter::once(preferred).chain(pages).find(|place| {
+            let apart = |start: u64, bytes: u64| {
+                place.saturating_add(PLACE_BYTES) <= start || start.saturating_add(bytes) <= *place
+            };
+            segments.iter().all(|s| apart(s.phys, s.mem_bytes))
+                && taken.is_none_or(|other| apart(other, PLACE_BYTES))
+        })
+    };
+    let full = || BootError::LowMemoryFull { name: name.into() };
+    let info = free(layout::MULTIBOOT_INFO, None).ok_or_else(full)?;
+    let cmdline = free(layout::CMDLINE, Some(info)).ok_or_else(full)?;
+    Ok(Places { info, cmdline })
+}
+
+/// The command line as loaders hand it over: the program's name first, which kernels skip.
+pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
+    let Some(program) = program else {
+        return words.to_owned();
+    };
+    // One word, of characters that can be passed.
+    let mut line: String = program
+        .chars()
+        .map(|c| if c.is_ascii_graphic() { c } else { '_' })
+        .take(PROGRAM_NAME_MAX_BYTES)
+        .collect();
+    if !words.is_empty() {
+        line.push(' ');
+        line.push_str(words);
+    }
+    line
+}
+
+/// Whether a file is GRUB's core image: its first sector is the loader of the rest, known by its messages. What follows has a
+/// multiboot header, for other loaders on a PC to start it with.
+pub(crate) fn is_grub_core(data: &[u8]) -> bool {
+    let sector = &data[..data.len().min(512)];
+    let has = |text: &[u8]| memchr::memmem::find(sector, text).is_some();
+    has(b"loading\0") && has(b"Geom\0") && has(b"Read\0") && has(b" Error\0")
+}
 
 /// The header found in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,6 +207,7 @@ pub(crate) fn address_fields<'a>(
 /// Writes the information structure and what it points to.
 pub(crate) fn write_info(
     ram: &GuestRam,
+    places: Places,
     cmdline: &str,
     module: Option<(&Range<u64>, &str)>,
 ) -> Result<(), BootError> {
@@ -169,7 +227,7 @@ pub(crate) fn write_info(
     let mut flags = INFO_MEMORY | INFO_CMDLINE | INFO_MMAP | INFO_LOADER_NAME;
     set(4, EBDA_START >> 10);
     set(8, (ram.low_end() - HIGH_RAM_START) >> 10);
-    set(16, layout::CMDLINE);
+    set(16, places.cmdline);
     let mut mmap = Vec::new();
     for entry in ram.map() {
         mmap.extend_from_slice(&20u32.to_le_bytes());
@@ -182,32 +240,33 @@ pub(crate) fn write_info(
         mmap.extend_from_slice(&kind.to_le_bytes());
     }
     set(44, mmap.len() as u64);
-    set(48, MMAP);
-    set(64, LOADER_NAME);
+    set(48, places.info + MMAP);
+    set(64, places.info + LOADER_NAME);
     if let Some((range, string)) = module {
         flags |= INFO_MODULES;
+        let string_at = places.info + MODULE_STRING;
         set(20, 1);
-        set(24, MODULE_LIST);
+        set(24, places.info + MODULE_LIST);
         let mut text: Vec<u8> = string
             .bytes()
             .filter(|b| *b != 0)
             .take(MODULE_STRING_MAX_BYTES)
             .collect();
         text.push(0);
-        write("the module string", MODULE_STRING, &text)?;
+        write("the module string", string_at, &text)?;
         let mut list = Vec::with_capacity(16);
-        for value in [range.start, range.end, MODULE_STRING, 0] {
+        for value in [range.start, range.end, string_at, 0] {
             list.extend_from_slice(&(value as u32).to_le_bytes());
         }
-        write("the module list", MODULE_LIST, &list)?;
+        write("the module list", places.info + MODULE_LIST, &list)?;
     }
     set(0, u64::from(flags));
-    write("the memory map", MMAP, &mmap)?;
-    write("the loader name", LOADER_NAME, b"perfvisor\0")?;
-    write("the multiboot information", layout::MULTIBOOT_INFO, &info)?;
+    write("the memory map", places.info + MMAP, &mmap)?;
+    write("the loader name", places.info + LOADER_NAME, b"perfvisor\0")?;
+    write("the multiboot information", places.info, &info)?;
     let mut line = cmdline.as_bytes().to_vec();
     line.push(0);
-    write("the command line", layout::CMDLINE, &line)
+    write("the command line", places.cmdline, &line)
 }
 
 #[cfg(test)]
@@ -299,10 +358,61 @@ mod tests {
         }
     }
 
+    fn segment(phys: u64, mem_bytes: u64) -> Segment<'static> {
+        Segment {
+            index: 0,
+            virt: phys,
+            phys,
+            mem_bytes,
+            data: &[],
+            executable: true,
+        }
+    }
+
+    /// A kernel below 1 MiB is not overwritten by what it is handed.
+    #[test]
+    fn what_a_kernel_is_handed_lies_beside_it() {
+        let usual = Places {
+            info: layout::MULTIBOOT_INFO,
+            cmdline: layout::CMDLINE,
+        };
+        assert_eq!(places("k", &[segment(0x10_0000, 0x1000)]).unwrap(), usual);
+        let beside = places("k", &[segment(0x1000, 0x8_0000)]).unwrap();
+        assert_eq!((beside.info, beside.cmdline), (0x8_1000, 0x8_2000));
+        let between = places("k", &[segment(0x2000, 0x4001), segment(0x2_0FFF, 1)]).unwrap();
+        assert_eq!((between.info, between.cmdline), (0x1000, 0x7000));
+        // One page is not enough.
+        let full = [segment(0x1000, 0x7000), segment(0x9000, EBDA_START - 0x9000)];
+        assert!(matches!(places("k", &full), Err(BootError::LowMemoryFull { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn places_are_free_and_apart(parts in proptest::collection::vec((0u64..0x12_0000, 1u64..0x3_0000), 0..6)) {
+            let segments: Vec<_> = parts.iter().map(|&(phys, len)| segment(phys, len)).collect();
+            if let Ok(Places { info, cmdline }) = places("k", &segments) {
+                prop_assert!(info.abs_diff(cmdline) >= PLACE_BYTES);
+                for place in [info, cmdline] {
+                    prop_assert!(place >= layout::LOW_KERNEL_START && place + PLACE_BYTES <= EBDA_START);
+                    prop_assert!(parts.iter().all(|&(p, len)| place + PLACE_BYTES <= p || p + len <= place));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_command_line_begins_with_the_programs_name() {
+        assert_eq!(command_line(Some("k.elf"), "a b=c"), "k.elf a b=c");
+        assert_eq!(command_line(Some("k.elf"), ""), "k.elf");
+        assert_eq!(command_line(Some("my kernel\u{e4}"), "a"), "my_kernel_ a");
+        assert_eq!(command_line(None, "a"), "a");
+    }
+
     #[test]
     fn the_information_structure_reads_back() {
         let ram = GuestRam::new(32 << 20).unwrap();
-        write_info(&ram, "a b", Some((&(0x40_0000..0x40_0123), "file"))).unwrap();
+        let places = places("k", &[]).unwrap();
+        write_info(&ram, places, "a b", Some((&(0x40_0000..0x40_0123), "file"))).unwrap();
         let at = |a: u64| ram.memory().read_obj::<u32>(GuestAddress(a)).unwrap();
         let info = layout::MULTIBOOT_INFO;
         assert_eq!(at(info), 0x24D);

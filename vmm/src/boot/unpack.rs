@@ -8,7 +8,7 @@ use std::io::Read;
 
 use liblzma::stream::Stream;
 
-use super::elf::{malformed, truncated};
+use super::elf::truncated;
 use super::error::BootError;
 
 /// Most bytes a kernel may unpack to.
@@ -75,7 +75,11 @@ pub(crate) fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, BootE
     let payload_bytes = u32_at(data, 0x24C) as usize;
     let payload_end = payload_start.saturating_add(payload_bytes);
     if payload_bytes < 16 {
-        return Err(malformed(name, "the setup header names no payload".into()));
+        // Sound, but nothing for us: such programs are entered at 1 MiB by the 32-bit protocol.
+        return Err(BootError::NotAKernel {
+            name: name.into(),
+            found: "it boots by the Linux protocol but has no Linux kernel inside (memtest86+ is made so)",
+        });
     }
     if payload_end > data.len() {
         return Err(truncated(name, "the compressed kernel", payload_end as u64, data));

@@ -24,6 +24,11 @@ use cmos::Cmos;
 use fw_cfg::FwCfg;
 use i8042::I8042;
 
+/// System control port A: a one here resets the processor.
+const CONTROL_A_RESET: u8 = 1 << 0;
+/// System control port A: address line 20 is on, which it always is here.
+const CONTROL_A_A20: u8 = 1 << 1;
+
 /// What a write to a device means for the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BusOutcome {
@@ -46,6 +51,8 @@ pub struct Bus {
     pm: Mutex<AcpiPm>,
     /// Last value written to the reset control register.
     reset_control: AtomicU8,
+    /// Last value written to system control port A.
+    control_a: AtomicU8,
     /// Reads of system control port B, whose refresh bit toggles.
     control_b_reads: AtomicU8,
     /// Accesses to ports nobody owns.
@@ -68,6 +75,7 @@ impl Bus {
             fw_cfg: Mutex::new(FwCfg::new(ram_bytes, cpus)),
             pm: Mutex::new(AcpiPm::default()),
             reset_control: AtomicU8::new(0),
+            control_a: AtomicU8::new(0),
             control_b_reads: AtomicU8::new(0),
             unclaimed: AtomicU64::new(0),
         })
@@ -172,6 +180,7 @@ impl Bus {
                 let toggle = self.control_b_reads.fetch_add(1, Ordering::Relaxed) & 1;
                 0x20 | (toggle << 4)
             }
+            ports::SYSTEM_CONTROL_A => self.control_a.load(Ordering::Relaxed) | CONTROL_A_A20,
             ports::CMOS_DATA => lock(&self.cmos).read(),
             ports::POST => 0,
             ports::RESET_CONTROL => self.reset_control.load(Ordering::Relaxed),
@@ -200,6 +209,14 @@ impl Bus {
             ports::CMOS_DATA => {
                 lock(&self.cmos).write(value);
                 BusOutcome::Continue
+            }
+            ports::SYSTEM_CONTROL_A => {
+                self.control_a.store(value & !CONTROL_A_RESET, Ordering::Relaxed);
+                if value & CONTROL_A_RESET != 0 {
+                    BusOutcome::Reset
+                } else {
+                    BusOutcome::Continue
+                }
             }
             ports::RESET_CONTROL => {
                 self.reset_control.store(value & !0x04, Ordering::Relaxed);
@@ -262,7 +279,8 @@ mod tests {
     }
 
     #[test]
-    fn the_three_ways_to_reset_reset() {
+    fn the_four_ways_to_reset_reset() {
+        assert_eq!(bus().io_out(0x92, &[0x03]), BusOutcome::Reset);
         assert_eq!(bus().io_out(0x64, &[0xFE]), BusOutcome::Reset);
         assert_eq!(bus().io_out(0xCF9, &[0x02]), BusOutcome::Continue);
         assert_eq!(bus().io_out(0xCF9, &[0x06]), BusOutcome::Reset);
@@ -270,6 +288,18 @@ mod tests {
         let b = bus();
         assert_eq!(b.io_out(0x64, &[0xD1]), BusOutcome::Continue);
         assert_eq!(b.io_out(0x60, &[0xDE]), BusOutcome::Reset);
+    }
+
+    /// Code that switches address line 20 on by port 0x92 waits until it reads so.
+    #[test]
+    fn address_line_20_is_on_and_its_port_keeps_the_other_bits() {
+        let b = bus();
+        assert_eq!(inb(&b, 0x92), 0x02);
+        assert_eq!(b.io_out(0x92, &[0xC2]), BusOutcome::Continue);
+        assert_eq!(inb(&b, 0x92), 0xC2);
+        b.io_out(0x92, &[0x00]);
+        assert_eq!(inb(&b, 0x92), 0x02);
+        assert_eq!(b.unclaimed_accesses(), 0);
     }
 
     #[test]
@@ -328,7 +358,7 @@ mod tests {
         #[test]
         fn any_access_to_a_device_is_safe(
             accesses in proptest::collection::vec(
-                (proptest::sample::select(vec![0x60u16, 0x61, 0x64, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
+                (proptest::sample::select(vec![0x60u16, 0x61, 0x64, 0x92, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
                  1usize..5, any::<u32>(), any::<bool>()), 0..400)
         ) {
             let b = bus();

@@ -26,6 +26,8 @@ pub const POST: u16 = 0x80;
 pub const DEBUG_EXIT: u16 = 0xF4;
 /// Its ports (a test device of four).
 pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;
+/// System control port A: fast A20 gate and fast reset.
+pub const SYSTEM_CONTROL_A: u16 = 0x92;
 /// fw_cfg selector.
 pub const FW_CFG_SELECT: u16 = 0x510;
 /// fw_cfg data.
