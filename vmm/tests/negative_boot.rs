@@ -176,8 +176,9 @@ fn programs_for_a_bios_are_told_what_they_are() {
     );
     assert!(!text.contains("damaged"), "{text}");
     let mut core = vec![0u8; 512];
-    core[283..308].copy_from_slice(b"loading\0.\0\r\n\0Geom\0Read\0");
-    core[308..315].copy_from_slice(b" Error\0");
+    // Where the first sector of Debian's core image has its messages.
+    let messages = b"loading\0.\0\r\n\0Geom\0Read\0 Error\0";
+    core[283..][..messages.len()].copy_from_slice(messages);
     core.extend(common::multiboot_header(
         0x1_0000,
         Some([0x10_0200, 0x10_0000, 0, 0, 0x10_0200]),
@@ -289,7 +290,7 @@ fn multiboot_headers_that_make_no_sense_are_refused() {
     assert!(kernel_error(&flat(0x1_0000, [load, load, load + 1000, 0, load])).contains("truncated"));
     assert!(kernel_error(&flat(0x1_0000, [load, load, 0, load + 8, load])).contains("bss"));
     assert!(kernel_error(&flat(0x1_0000, [load, load, 0, 0, load - 1])).contains("entry point"));
-    assert!(kernel_error(&flat(0x1_0000, [0x7000, 0x7000, 0, 0, 0x7020])).contains("segment 0"));
+    assert!(kernel_error(&flat(0x1_0000, [0xF_7000, 0xF_7000, 0, 0, 0xF_7020])).contains("segment 0"));
     assert!(kernel_error(&flat(0x1_0000, [load, load, 0, u32::MAX, load])).contains("segment 0"));
 }
 
