@@ -64,6 +64,24 @@ fn values_out_of_range_name_the_value_and_the_range() {
     refused(&[], &["run"]);
 }
 
+/// KVM's own vPMU answers RDPMC and delivers PMIs itself; and where KVM has none, that is said with what to do instead.
+#[test]
+fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
+    refused(&["run", "--backing", "kvm", "--rdpmc", "hwbp"], &["--rdpmc hwbp", "KVM answers"]);
+    refused(&["run", "--backing", "kvm", "--pmi-limit", "9"], &["--pmi-limit", "leave"]);
+    let check = run(&["check", "--json"]);
+    let report: serde_json::Value = serde_json::from_slice(&check.stdout).unwrap();
+    let own = &report["own_pmu"];
+    let Some(why) = own["Err"].as_str() else {
+        assert!(own["Ok"]["pmu"].is_string(), "{own}");
+        return;
+    };
+    refused(&["run", "--backing", "kvm"], &["--backing kvm: ", why, "--backing auto"]);
+    refused(&["validate", "--backing", "kvm"], &["--backing kvm: ", why]);
+    let text = run(&["check"]).stdout_text();
+    assert!(text.contains("--backing kvm"), "{text}");
+}
+
 #[test]
 fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
     let directory = tempfile::tempdir().unwrap();

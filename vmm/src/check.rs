@@ -10,6 +10,7 @@ use crate::cli::{CheckArgs, ExitStatus};
 use crate::commands::print;
 use crate::kvm::cpuid;
 use crate::kvm::host::{self, KvmFacts};
+use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::stepping::{self, Stepping};
 use crate::pmu::backing;
 
@@ -22,6 +23,8 @@ struct Report {
     kernel: String,
     /// KVM, or why there is none.
     kvm: Result<KvmFacts, String>,
+    /// KVM's own vPMU, or why there is none.
+    own_pmu: Result<OwnPmu, String>,
     /// What the exact backing can step.
     stepping: Option<Stepping>,
     /// perf events.
@@ -65,6 +68,10 @@ impl Report {
     fn collect() -> Self {
         let perf = HostProbe::run();
         let opened = host::open();
+        let own_pmu = match &opened {
+            Ok(kvm) => own_pmu::probe(kvm, &perf).map_err(|e| e.to_string()),
+            Err(e) => Err(e.to_string()),
+        };
         let stepping = opened.as_ref().ok().and_then(|kvm| stepping::probe(kvm).ok());
         let kvm = opened
             .and_then(|kvm| host::facts(&kvm))
@@ -76,6 +83,7 @@ impl Report {
             kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
                 .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
             kvm,
+            own_pmu,
             stepping,
             paranoid_applies: !has_perfmon_capability(),
             pmu_auto,
@@ -104,11 +112,10 @@ impl Report {
                 );
                 line("  PMU registers trapped", yes(kvm.traps_msrs));
                 line(
-                    "  KVM's own vPMU",
-                    if kvm.can_disable_own_pmu {
-                        "is switched off per VM"
-                    } else {
-                        "is not offered"
+                    "  --backing kvm",
+                    &match &self.own_pmu {
+                        Ok(own) => format!("KVM's own vPMU: {own}"),
+                        Err(why) => format!("no: {}", why.split("; ").next().unwrap_or(why)),
                     },
                 );
                 line(

@@ -169,7 +169,7 @@ pub struct RunArgs {
     /// Most PMIs per second and vCPU; 0 is no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
     pub pmi_limit: Option<u32>,
-    /// What counts for the guest's counters: auto, hardware, clock, exact or none.
+    /// What counts for the guest's counters: auto, hardware, clock, exact, kvm (KVM's own vPMU) or none.
     #[arg(long, value_name = "BACKING", default_value = "auto", value_parser = parse_backing)]
     pub backing: BackingPolicy,
     /// How the guest's RDPMC instruction is served: trap (replaced at load), off, or hwbp (hardware breakpoints).

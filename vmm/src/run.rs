@@ -12,7 +12,7 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vpmu::{BackingPolicy, EventFilter, Generation, Model};
+use vpmu::{BackingPolicy, EventFilter, Generation, Model, Vendor};
 
 use crate::boot::KernelKind;
 use crate::boot::KernelSource;
@@ -82,13 +82,9 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     ignore_sigio().map_err(|e| format!("sigaction failed: {e}"))?;
 
     let mut read_cpuid = crate::kvm::cpuid::read_host;
-    let model = Model::resolve(
-        args.pmu,
-        args.pmu_counters,
-        args.pmu_width.map(u32::from),
-        &mut read_cpuid,
-    )
-    .map_err(|e| e.to_string())?;
+    let width = args.pmu_width.map(u32::from);
+    let mut model =
+        Model::resolve(args.pmu, args.pmu_counters, width, &mut read_cpuid).map_err(|e| e.to_string())?;
     let filter = match &args.pmu_filter {
         Some(path) => EventFilter::from_file(path).map_err(|e| chain(&e))?,
         None => EventFilter::allow_all(),
@@ -100,6 +96,15 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     if has_pmu {
         backing::check_policy(policy, &probe).map_err(|e| e.to_string())?;
     }
+    let own_pmu = if has_pmu && policy == BackingPolicy::Kvm {
+        let own = backing::check_own(&kvm, &probe, args.rdpmc, args.pmi_limit).map_err(|e| e.to_string())?;
+        model = own
+            .model(args.pmu, args.pmu_counters, width)
+            .map_err(|e| e.to_string())?;
+        Some(own)
+    } else {
+        None
+    };
     let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
     let stepping = if has_pmu && needs_debug {
         stepping::probe(&kvm).map_err(|e| e.to_string())?
@@ -129,7 +134,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         },
         cpus: args.cpus,
         memory_bytes: args.memory,
-        backability: backing::backability(policy, &probe),
+        backability: match own_pmu {
+            Some(own) if model.vendor() == Vendor::Intel => own.events,
+            _ => backing::backability(policy, &probe),
+        },
+        own_pmu,
         pmu: PmuConfig {
             model,
             policy,
@@ -264,6 +273,7 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
     );
     for site in &loaded.rdpmc_sites {
         let what = match config.rdpmc {
+            _ if config.own_pmu.is_some() => "KVM's own vPMU answers it",
             RdpmcMode::Trap => "replaced by a trap",
             RdpmcMode::Hwbp => "a hardware breakpoint",
             RdpmcMode::Off => "left as it is",

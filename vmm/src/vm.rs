@@ -14,12 +14,14 @@ use crate::cli::RdpmcMode;
 use crate::control::mailbox::Mailbox;
 use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
+use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::host::{self, HostError};
 use crate::kvm::msr_filter::{self, MsrFilterError};
+use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::stats_fd::stats_fd;
 use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::countable::Countable;
-use crate::pmu::{GuestProbe, PmuConfig, VmPmu};
+use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::gate::Gate;
@@ -49,6 +51,15 @@ pub enum VmError {
     /// RDPMC cannot be served by breakpoints.
     #[error(transparent)]
     Hwbp(#[from] HwbpError),
+    /// KVM's own vPMU cannot filter events as asked.
+    #[error(transparent)]
+    Filter(#[from] KvmFilterError),
+    /// The host's PMU is in use by events that count guests, and KVM's mediated vPMU needs it whole.
+    #[error(
+        "--backing kvm: the host's PMU is taken by events that count guests, and KVM's mediated vPMU needs it whole; end them (perf on \
+         the host, other VMs with --backing hardware), or use --backing auto"
+    )]
+    PmuTaken,
     /// A vCPU could not be made.
     #[error(transparent)]
     Vcpu(#[from] VcpuError),
@@ -90,6 +101,8 @@ pub struct VmConfig {
     pub pmu: PmuConfig,
     /// What the PMU's backing can count.
     pub backability: Backability,
+    /// KVM's own vPMU, if the guest is to have that.
+    pub own_pmu: Option<OwnPmu>,
     /// How RDPMC in the kernel's text is served.
     pub rdpmc: RdpmcMode,
     /// Whether perf in the guest is told what cannot be counted, by its kernel's own tables.
@@ -125,6 +138,8 @@ impl Vm {
     ) -> Result<Self, VmError> {
         let call = |what| move |source| VmError::Kvm { what, source };
         let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
+        // With KVM's own vPMU registers and RDPMC are KVM's.
+        let traps = has_pmu && config.own_pmu.is_none();
         let limit = kvm.get_max_vcpus();
         if usize::from(config.cpus) > limit {
             return Err(VmError::TooManyVcpus {
@@ -138,10 +153,10 @@ impl Vm {
             initrd: config.initrd.as_deref(),
             cmdline: &config.cmdline,
             cpus: config.cpus,
-            patch_rdpmc: config.rdpmc == RdpmcMode::Trap && has_pmu,
+            patch_rdpmc: config.rdpmc == RdpmcMode::Trap && traps,
         };
         let loaded = boot::load(&ram, &request)?;
-        let breakpoints = if config.rdpmc == RdpmcMode::Hwbp && has_pmu {
+        let breakpoints = if config.rdpmc == RdpmcMode::Hwbp && traps {
             hwbp::addresses(&loaded.rdpmc_sites, config.pmu.stepping)?
         } else {
             Vec::new()
@@ -160,7 +175,9 @@ impl Vm {
         }
 
         let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
-        if !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))? {
+        if config.own_pmu.is_none()
+            && !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
+        {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
         }
         fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
@@ -175,15 +192,22 @@ impl Vm {
         .map_err(call("KVM_CREATE_PIT2"))?;
         ram.register(&fd)?;
         let pmu = has_pmu.then(|| {
-            Arc::new(VmPmu::new(
+            let pmu = VmPmu::new(
                 config.pmu.clone(),
                 probe,
                 statistics(&*fd),
                 GuestProbe::new(ram.memory().clone()),
-            ))
+            );
+            Arc::new(match config.own_pmu {
+                Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),
+                None => pmu,
+            })
         });
-        if has_pmu {
-            msr_filter::install(&fd, &config.pmu.model.trapped_msrs())?;
+        if let Some(pmu) = &pmu {
+            if traps {
+                msr_filter::install(&fd, &config.pmu.model.trapped_msrs())?;
+            }
+            pmu.set_kvms_filter(&config.pmu.filter)?;
             stop_halt_polling(&fd);
         }
 
@@ -205,7 +229,7 @@ impl Vm {
             nested: config.nested,
             stepped,
         };
-        let rdpmc_faults = has_pmu && rdpmc_faults(kvm, &loaded.kind)?;
+        let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;
         // A breakpoint on the handler of #GP needs one that is left over.
         let gate =
             rdpmc_faults && !stepped && config.rdpmc != RdpmcMode::Off && breakpoints.len() < BREAKPOINTS;
@@ -213,10 +237,16 @@ impl Vm {
         let mut vcpus = Vec::with_capacity(config.cpus.into());
         let mut stats = Vec::with_capacity(config.cpus.into());
         for id in 0..config.cpus {
-            let vcpu = fd.create_vcpu(id.into()).map_err(call("KVM_CREATE_VCPU"))?;
+            let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
+                Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
+                _ => call("KVM_CREATE_VCPU")(e),
+            })?;
             let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
             let table = cpuid::for_vcpu(&supported, guest_cpu(tsc_khz), id)?;
             vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
+            if config.own_pmu.is_some() {
+                own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
+            }
             boot::configure_local_apic(&vcpu)?;
             if id == 0 {
                 loaded.configure_bsp(&vcpu)?;
@@ -395,7 +425,12 @@ fn tell_uncounted(
 ) -> Result<(), VmError> {
     let vendor = config.pmu.model.vendor();
     let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
-    let countable = Countable::new(vendor, host, config.pmu.policy, config.backability, probe);
+    let policy = match config.pmu.policy {
+        // KVM's own vPMU opens the same events on the host.
+        BackingPolicy::Kvm => BackingPolicy::Hardware,
+        policy => policy,
+    };
+    let countable = Countable::new(vendor, host, policy, config.backability, probe);
     let mut known = false;
     if config.hide_uncounted {
         let tables = &loaded.event_tables;

@@ -96,7 +96,7 @@ impl Sources {
                 ways[0] = source.map(|(ty, config)| {
                     let backing = match ty {
                         EventType::SOFTWARE => Backing::Software,
-                        EventType::KVM => Backing::Kvm,
+                        EventType::KVM => Backing::KvmStat,
                         _ => Backing::Exact,
                     };
                     (
@@ -518,7 +518,7 @@ mod tests {
         let exits = request(Vendor::Amd, 0xFFF, 1);
         assert_eq!(
             chosen(BackingPolicy::None, None, &exits),
-            [(Backing::Kvm, EventType::KVM.0, 42)]
+            [(Backing::KvmStat, EventType::KVM.0, 42)]
         );
         assert_eq!(
             chosen(

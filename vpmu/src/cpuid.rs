@@ -58,6 +58,19 @@ const EBX_EVENTS: [ArchEvent; 8] = [
     ArchEvent::TopdownSlots,
 ];
 
+impl Backability {
+    /// What leaf 0AH says that can be counted: EBX has a one for an event that cannot, and EAX\[31:24\] their number.
+    pub fn of_leaf_a(leaf: CpuidRegs) -> Self {
+        EBX_EVENTS
+            .into_iter()
+            .take((leaf.eax >> 24) as usize)
+            .enumerate()
+            .filter(|(n, _)| leaf.ebx >> n & 1 == 0)
+            .map(|(_, event)| event)
+            .collect()
+    }
+}
+
 impl Model {
     /// Leaves (and subleaf 0 of each) the guest's CPUID table must contain for this model to be found. A VMM whose
     /// host lacks one adds it with zeros and passes it through [`Model::adjust_cpuid`] like the others.

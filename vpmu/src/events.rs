@@ -399,6 +399,8 @@ pub enum BackingPolicy {
     Clock,
     /// The single-stepper.
     Exact,
+    /// KVM's own vPMU: its registers are KVM's, and nothing here counts.
+    Kvm,
     /// Nothing: registers only.
     None,
 }
@@ -412,6 +414,7 @@ impl FromStr for BackingPolicy {
             "hardware" => Self::Hardware,
             "clock" => Self::Clock,
             "exact" => Self::Exact,
+            "kvm" => Self::Kvm,
             "none" => Self::None,
             _ => return Err(UnknownPolicy(crate::model::printable(name))),
         })
@@ -420,7 +423,7 @@ impl FromStr for BackingPolicy {
 
 /// `--backing` names no policy.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("unknown backing \"{0}\": choose auto, hardware, clock, exact or none")]
+#[error("unknown backing \"{0}\": choose auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownPolicy(String);
 
 /// Who counts for a counter.
@@ -435,6 +438,8 @@ pub enum Backing {
     /// A software event of the host's kernel.
     Software,
     /// A KVM statistic.
+    KvmStat,
+    /// KVM's own vPMU.
     Kvm,
     /// Nobody: the counter stays where it is.
     None,
@@ -448,6 +453,7 @@ impl Backing {
             Self::Clock => "clock",
             Self::Exact => "exact",
             Self::Software => "software",
+            Self::KvmStat => "kvm-stat",
             Self::Kvm => "kvm",
             Self::None => "none",
         }
@@ -545,7 +551,7 @@ mod tests {
         let error = "best".parse::<BackingPolicy>().unwrap_err().to_string();
         assert_eq!(
             error,
-            "unknown backing \"best\": choose auto, hardware, clock, exact or none"
+            "unknown backing \"best\": choose auto, hardware, clock, exact, kvm or none"
         );
     }
 

@@ -126,11 +126,15 @@ pub enum FilterError {
 
 /// One checked entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Entry {
-    select: u16,
-    mask: u8,
-    matches: u8,
-    exclude: bool,
+pub struct Entry {
+    /// Event select, 12 bits.
+    pub select: u16,
+    /// Bits of the unit mask that are compared.
+    pub mask: u8,
+    /// What they must be.
+    pub matches: u8,
+    /// It takes events out of the list that others put in.
+    pub exclude: bool,
 }
 
 /// A filter, checked and ready for use. Asking it allocates nothing.
@@ -233,8 +237,23 @@ impl EventFilter {
         listed == (self.action == Action::Allow)
     }
 
+    /// What happens to the listed events.
+    pub fn action(&self) -> Action {
+        self.action
+    }
+
+    /// Bit n: fixed counter n is listed.
+    pub fn fixed_counters(&self) -> u8 {
+        self.fixed_counters
+    }
+
+    /// The list for general-purpose counters, by event select and without doubles.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
     /// Whether some entry puts the event in and none takes it out.
-    fn lists(&self, select: u16, umask: UnitMask) -> bool {
+    pub fn lists(&self, select: u16, umask: UnitMask) -> bool {
         let first = self.entries.partition_point(|entry| entry.select < select);
         let mut included = false;
         for entry in self.entries[first..]

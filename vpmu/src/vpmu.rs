@@ -260,6 +260,32 @@ impl Vpmu {
         MsrWrite::Done
     }
 
+    /// Takes over what a register of another PMU of the same model holds, as it is: nothing that a guest's write would do is
+    /// done. For PMUs that others emulate, whose state is shown or saved by this one; see [`Model::state_msrs`]. Returns
+    /// whether the model has that register.
+    pub fn take_over(&mut self, msr: MsrAddress, value: u64) -> bool {
+        let Some(register) = self.vendor.register(&self.model, msr) else {
+            return false;
+        };
+        match register {
+            Register::Selector(counter) => self.registers.selectors[counter.slot()] = value,
+            Register::Counter(counter) | Register::FullWidthCounter(counter) => {
+                self.counters[counter.slot()].value = value & self.model.width().mask();
+            }
+            Register::FixedControl => self.registers.fixed_control = value,
+            Register::GlobalControl => self.registers.global_control = value,
+            Register::GlobalStatus => self.registers.global_status = value,
+            Register::DebugControl => self.registers.debug_control = value,
+            Register::GlobalStatusReset
+            | Register::GlobalStatusSet
+            | Register::GlobalInUse
+            | Register::Capabilities
+            | Register::Absent => {}
+        }
+        self.all_changed();
+        true
+    }
+
     /// RDPMC with ECX = `index` at privilege level `cpl`; `cr4_pce` is CR4.PCE. Intel SDM vol. 2 and AMD APM vol. 3,
     /// RDPMC: outside CPL 0 it needs CR4.PCE.
     pub fn rdpmc(

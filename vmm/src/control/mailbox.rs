@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(mailbox.view(1), None);
         let view = VcpuView {
             vcpu: 0,
-            pmis: 0,
+            pmis: Some(0),
             counters: Vec::new(),
         };
         mailbox.answer(2, view.clone());

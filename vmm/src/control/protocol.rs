@@ -334,8 +334,8 @@ pub struct GuestViews {
 pub struct VcpuView {
     /// The vCPU.
     pub vcpu: u32,
-    /// PMIs delivered so far.
-    pub pmis: u64,
+    /// PMIs delivered so far; not known where KVM's own vPMU delivers them.
+    pub pmis: Option<u64>,
     /// Its counters.
     pub counters: Vec<GuestCounter>,
 }
@@ -356,16 +356,17 @@ pub struct GuestCounter {
     /// What the guest would read.
     pub value: u64,
     /// What the present event has counted, whatever the guest wrote into the counter meanwhile.
+    /// Like all that follows, not known where KVM's own vPMU counts.
     #[serde(default)]
-    pub counted: u64,
+    pub counted: Option<u64>,
     /// Time the present event was enabled, in ns.
-    pub enabled_ns: u64,
+    pub enabled_ns: Option<u64>,
     /// Time of that it counted, in ns.
-    pub running_ns: u64,
+    pub running_ns: Option<u64>,
     /// Overflows so far.
-    pub overflows: u64,
+    pub overflows: Option<u64>,
     /// Overflows that asked for a PMI.
-    pub pmi_requests: u64,
+    pub pmi_requests: Option<u64>,
 }
 
 #[cfg(test)]

@@ -404,6 +404,9 @@ impl ControlServer {
                 self.pmu()?;
                 let filter =
                     EventFilter::from_toml(&toml).or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
+                self.pmu()?
+                    .set_kvms_filter(&filter)
+                    .or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
                 let filter = Arc::new(filter);
                 for mailbox in &vm.mailboxes {
                     mailbox.send_filter(filter.clone());

@@ -2,8 +2,10 @@
 //! kvm-ioctls does not wrap.
 
 pub mod cpuid;
+pub mod event_filter;
 pub mod host;
 pub mod memslot;
 pub mod msr_filter;
+pub mod own_pmu;
 pub mod stats_fd;
 pub mod stepping;

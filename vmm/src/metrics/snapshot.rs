@@ -242,6 +242,10 @@ impl Snapshot {
         out.counts("vcpu_register_faults", help, self.each(|c| c.gp_injected))?;
         let mut pmis = Vec::new();
         for (i, vcpu) in self.vcpus.iter().enumerate() {
+            // KVM's own vPMU delivers its interrupts itself, and nobody here knows how many.
+            if vcpu.view.as_ref().is_some_and(|view| view.pmis.is_none()) {
+                continue;
+            }
             let c = &vcpu.counts;
             for (how, n) in [
                 ("nmi", c.pmi_nmi),
@@ -282,8 +286,8 @@ impl Snapshot {
                 let place: Labels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
                 let is_on = c.enabled && c.allowed;
                 on.push((place.clone(), if is_on { 1.0 } else { 0.0 }));
-                overflows.push((place.clone(), c.overflows));
-                requests.push((place.clone(), c.pmi_requests));
+                overflows.extend(c.overflows.map(|n| (place.clone(), n)));
+                requests.extend(c.pmi_requests.map(|n| (place.clone(), n)));
                 // What nobody counts for has no count and no times.
                 let (Some(event), Some(backing)) =
                     (&c.event, c.backing.as_ref().filter(|b| b.as_str() != "none"))
@@ -293,10 +297,13 @@ impl Snapshot {
                 let mut labels = place;
                 labels.push(("event", event.clone()));
                 labels.push(("backing", backing.clone()));
-                counted.push((labels.clone(), c.counted));
-                enabled.push((labels.clone(), c.enabled_ns));
-                running.push((labels.clone(), c.running_ns));
-                shares.extend(share(c.enabled_ns, c.running_ns).map(|share| (labels, share)));
+                counted.extend(c.counted.map(|n| (labels.clone(), n)));
+                let (Some(enabled_ns), Some(running_ns)) = (c.enabled_ns, c.running_ns) else {
+                    continue;
+                };
+                enabled.push((labels.clone(), enabled_ns));
+                running.push((labels.clone(), running_ns));
+                shares.extend(share(enabled_ns, running_ns).map(|share| (labels, share)));
             }
         }
         out.gauges(
@@ -406,11 +413,11 @@ mod tests {
             allowed: true,
             backing: backing.map(Into::into),
             value: 0xffff_ffff_0000,
-            counted: 1234,
-            enabled_ns: 4_000_000_000,
-            running_ns: 1_000_000_000,
-            overflows: 5,
-            pmi_requests: 4,
+            counted: Some(1234),
+            enabled_ns: Some(4_000_000_000),
+            running_ns: Some(1_000_000_000),
+            overflows: Some(5),
+            pmi_requests: Some(4),
         };
         let stats = VcpuStats::default();
         stats.exits.add(9);
@@ -418,7 +425,7 @@ mod tests {
         stats.pmi_throttled.add(2);
         let view = VcpuView {
             vcpu: 0,
-            pmis: 3,
+            pmis: Some(3),
             counters: vec![
                 counter("gp0", Some("cycles:u"), Some("clock")),
                 counter("gp1", Some("cache-misses"), Some("none")),

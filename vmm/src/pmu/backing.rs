@@ -1,5 +1,9 @@
 //! Which backing a host can give, and what it can count: the part of the choice that is made once per VM.
 
+use kvm_ioctls::Kvm;
+
+use crate::cli::RdpmcMode;
+use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
 use crate::kvm::stepping::Stepping;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, Backability, BackingPolicy};
@@ -24,6 +28,42 @@ pub enum BackingError {
         "--backing exact: this host's KVM cannot hold interrupts back during a step (Linux 5.14 and later can)"
     )]
     NoBlocking,
+    /// No vPMU of KVM's own.
+    #[error("--backing kvm: {0}")]
+    NoOwn(#[source] NoOwnPmu),
+    /// Breakpoints where KVM answers RDPMC.
+    #[error("--rdpmc hwbp with --backing kvm: KVM answers RDPMC itself there; leave --rdpmc out")]
+    OwnAnswers,
+    /// A limit of interrupts that are not ours.
+    #[error(
+        "--pmi-limit with --backing kvm: KVM delivers the PMIs there and has no limit; leave --pmi-limit out"
+    )]
+    OwnPmis,
+}
+
+/// Checks whether a guest can have KVM's own vPMU here, with these options, and returns it.
+///
+/// # Errors
+/// [`BackingError`].
+pub fn check_own(
+    kvm: &Kvm,
+    probe: &HostProbe,
+    rdpmc: RdpmcMode,
+    pmi_limit: Option<u32>,
+) -> Result<OwnPmu, BackingError> {
+    if rdpmc == RdpmcMode::Hwbp {
+        return Err(BackingError::OwnAnswers);
+    }
+    if pmi_limit.is_some() {
+        return Err(BackingError::OwnPmis);
+    }
+    let own = own_pmu::probe(kvm, probe).map_err(BackingError::NoOwn)?;
+    if own.mediated {
+        log::warn!(
+            "--backing kvm: the vPMU is mediated: the host's hardware events cannot count this guest (cycles by the clock and software events can)"
+        );
+    }
+    Ok(own)
 }
 
 /// Checks whether the exact backing can work for a VM of `cpus`, and says what it cannot do here.
@@ -90,7 +130,8 @@ pub fn backability(policy: BackingPolicy, probe: &HostProbe) -> Backability {
         BackingPolicy::Auto => [ArchEvent::CoreCycles, ArchEvent::RefCycles]
             .into_iter()
             .fold(hardware(), Backability::with),
-        BackingPolicy::Hardware => hardware(),
+        // KVM's vPMU opens the same events on the host. What of them Intel's CPUID shows is KVM's to say.
+        BackingPolicy::Hardware | BackingPolicy::Kvm => hardware(),
         BackingPolicy::Clock => Backability::CLOCK,
         BackingPolicy::Exact => Backability::EXACT,
         BackingPolicy::None => Backability::NONE,

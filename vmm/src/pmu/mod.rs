@@ -5,6 +5,7 @@ pub mod backing;
 pub mod countable;
 pub mod mappings;
 mod operator;
+pub mod own;
 mod regs;
 mod steal;
 
@@ -32,11 +33,13 @@ use vpmu::{
 
 use crate::control::protocol::GuestCounter;
 use crate::kvm::cpuid;
+use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::stepping::Stepping;
 use crate::vcpu::kick;
 use steal::StealClock;
 
 pub use operator::{HostSampling, OperatorEvent};
+pub use own::OwnVmPmu;
 pub use regs::{GuestProbe, RAW_BYTES, RawSample, SampleMemory, Synced, VcpuRegs};
 
 /// Why the PMU could not be set up.
@@ -69,6 +72,13 @@ pub struct PmuConfig {
     pub mux: MuxPolicy,
 }
 
+impl PmuConfig {
+    /// Whether the guest has KVM's own vPMU.
+    pub fn is_kvms(&self) -> bool {
+        self.policy == BackingPolicy::Kvm
+    }
+}
+
 /// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from.
 #[derive(Debug)]
 pub struct VmPmu {
@@ -81,6 +91,8 @@ pub struct VmPmu {
     started: Instant,
     /// What samples of the operator look into.
     probe: GuestProbe,
+    /// The guest has KVM's own vPMU.
+    own: Option<OwnVmPmu>,
 }
 
 impl VmPmu {
@@ -115,7 +127,23 @@ impl VmPmu {
             hardware,
             started: Instant::now(),
             probe: guest,
+            own: None,
         }
+    }
+
+    /// The same for a guest that has KVM's own vPMU.
+    #[must_use]
+    pub fn with_own(mut self, own: OwnVmPmu) -> Self {
+        self.own = Some(own);
+        self
+    }
+
+    /// Has KVM filter events, where its own vPMU counts them; else each vCPU's thread does.
+    ///
+    /// # Errors
+    /// [`KvmFilterError`]; nothing has changed.
+    pub fn set_kvms_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
+        self.own.as_ref().map_or(Ok(()), |own| own.set_filter(filter))
     }
 
     /// What samples look into.
@@ -147,6 +175,7 @@ impl VmPmu {
             id,
             tsc_khz,
             vpmu,
+            filter: self.config.filter.clone(),
             attached: None,
             changed: false,
             fed_overflow: false,
@@ -192,7 +221,10 @@ pub struct VcpuPmu {
     vm: Arc<VmPmu>,
     id: u8,
     tsc_khz: u32,
+    /// The register file; stays in its reset state where the guest has KVM's own vPMU.
     vpmu: Vpmu,
+    /// Which events the guest may count.
+    filter: Arc<EventFilter>,
     attached: Option<Attached>,
     /// A register was written since the last reconcile.
     changed: bool,
@@ -453,8 +485,14 @@ impl VcpuPmu {
 
     /// Which events the guest may count from now on.
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
+        self.filter = filter.clone();
         self.vpmu.set_filter(filter);
         self.changed = true;
+    }
+
+    /// Whether the guest has KVM's own vPMU: its registers do not come here.
+    pub fn is_kvms(&self) -> bool {
+        self.vm.own.is_some()
     }
 
     /// Starts a search for the guest's kernel; [`GuestProbe::begin_search`] said so.
@@ -463,7 +501,16 @@ impl VcpuPmu {
     }
 
     /// What the guest has programmed, for the operator.
-    pub fn view(&mut self) -> Vec<GuestCounter> {
+    pub fn view(&mut self, fd: &VcpuFd) -> Vec<GuestCounter> {
+        if self.is_kvms() {
+            return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(
+                |e| {
+                    log::warn!("vcpu{}: KVM_GET_MSRS: {e}", self.id);
+                    Vec::new()
+                },
+                |mut registers| own::view(&mut registers),
+            );
+        }
         let Some(attached) = self.attached.as_mut() else {
             return Vec::new();
         };

@@ -127,7 +127,7 @@ impl VmPmu {
                     .kvm
                     .config(name)
                     .ok_or_else(|| format!("this host's KVM keeps no statistic '{name}'"))?;
-                (EventType::KVM, config, 0, 0, "kvm", false)
+                (EventType::KVM, config, 0, 0, "kvm-stat", false)
             }
             EventKind::Paravirtual(name) => {
                 let (ty, config, backing) = self
@@ -161,7 +161,7 @@ impl VmPmu {
 
     /// What counts a paravirtual event on behalf of an operator: the same that does so for the guest.
     fn paravirtual(&self, name: &str) -> Option<(EventType, u64, &'static str)> {
-        let kvm = |statistic| Some((EventType::KVM, self.kvm.config(statistic)?, "kvm"));
+        let kvm = |statistic| Some((EventType::KVM, self.kvm.config(statistic)?, "kvm-stat"));
         let software = |event: SoftwareEvent| Some((EventType::SOFTWARE, event as u64, "software"));
         match ParavirtualEvent::ALL.into_iter().find(|e| e.name() == name)? {
             ParavirtualEvent::VmExits => kvm("exits"),
@@ -198,11 +198,11 @@ pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
         allowed: view.allowed,
         backing: view.backing.map(|b| b.name().to_owned()),
         value: view.value,
-        counted: view.counted,
-        enabled_ns: view.times.time_enabled_ns,
-        running_ns: view.times.time_running_ns,
-        overflows: view.overflows,
-        pmi_requests: view.pmi_requests,
+        counted: Some(view.counted),
+        enabled_ns: Some(view.times.time_enabled_ns),
+        running_ns: Some(view.times.time_running_ns),
+        overflows: Some(view.overflows),
+        pmi_requests: Some(view.pmi_requests),
     }
 }
 

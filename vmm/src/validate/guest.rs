@@ -202,8 +202,8 @@ impl Outcome {
 
     /// Overflows of a counter of CPU `cpu` meanwhile, as the host saw them.
     pub fn overflows(&self, cpu: usize, counter: &str) -> Option<u64> {
-        let then = find(&self.before, cpu, counter)?.overflows;
-        Some(self.host(cpu, counter)?.overflows.saturating_sub(then))
+        let then = find(&self.before, cpu, counter)?.overflows?;
+        Some(self.host(cpu, counter)?.overflows?.saturating_sub(then))
     }
 }
 

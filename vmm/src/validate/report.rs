@@ -129,6 +129,15 @@ impl Row {
         self
     }
 
+    /// The same, where the host tells.
+    #[must_use]
+    pub fn running_if_known(self, running_ns: Option<u64>, enabled_ns: Option<u64>) -> Self {
+        match (running_ns, enabled_ns) {
+            (Some(running_ns), Some(enabled_ns)) => self.running(running_ns, enabled_ns),
+            _ => self,
+        }
+    }
+
     /// Not supported here, because of `why`. What that is said on must have been looked at.
     #[must_use]
     pub fn unsupported(mut self, why: impl Into<String>) -> Self {

@@ -304,8 +304,8 @@ impl Vcpu {
         if let Some(generation) = mail.view {
             let view = VcpuView {
                 vcpu: self.id.into(),
-                pmis: self.stats.pmi_nmi.get() + self.stats.pmi_fixed.get(),
-                counters: pmu.view(),
+                pmis: (!pmu.is_kvms()).then(|| self.stats.pmi_nmi.get() + self.stats.pmi_fixed.get()),
+                counters: pmu.view(&self.fd),
             };
             self.mailbox.answer(generation, view);
         }

@@ -45,9 +45,20 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, S
     Ok(DONE)
 }
 
+/// Where KVM's own vPMU counts, it tells values and nothing else.
+const NOT_KNOWN: &str = "unknown";
+
+fn known(count: Option<u64>) -> String {
+    count.map_or_else(|| NOT_KNOWN.to_owned(), thousands)
+}
+
 fn view_table(view: &VcpuView) -> String {
     let mut out = String::new();
-    let _ = writeln!(out, "vCPU {}: {} PMIs delivered", view.vcpu, thousands(view.pmis));
+    let pmis = match view.pmis {
+        Some(pmis) => format!("{} PMIs delivered", thousands(pmis)),
+        None => "KVM's own vPMU".to_owned(),
+    };
+    let _ = writeln!(out, "vCPU {}: {pmis}", view.vcpu);
     let _ = writeln!(
         out,
         "  {:<8} {:<24} {:<8} {:<9} {:>24} {:>8} {:>10} {:>10}",
@@ -60,9 +71,10 @@ fn view_table(view: &VcpuView) -> String {
             (false, true) => "off",
         };
         let backing = c.backing.as_deref().unwrap_or("-");
-        let running = match c.enabled_ns {
-            0 => "-".to_owned(),
-            enabled => format!("{:.1}%", 100.0 * c.running_ns as f64 / enabled as f64),
+        let running = match (c.enabled_ns, c.running_ns) {
+            (Some(0), _) => "-".to_owned(),
+            (Some(enabled), Some(running)) => format!("{:.1}%", 100.0 * running as f64 / enabled as f64),
+            _ => NOT_KNOWN.to_owned(),
         };
         // A counter that nobody counts for stays where the guest put it: its value is no count.
         let value = if backing == "none" {
@@ -75,8 +87,8 @@ fn view_table(view: &VcpuView) -> String {
             "  {:<8} {:<24} {state:<8} {backing:<9} {value:>24} {running:>8} {:>10} {:>10}",
             c.counter,
             c.event.as_deref().unwrap_or("-"),
-            thousands(c.overflows),
-            thousands(c.pmi_requests)
+            known(c.overflows),
+            known(c.pmi_requests)
         );
     }
     out

@@ -319,11 +319,14 @@ impl Screen {
                 let counted = match backing {
                     "none" => "<not supported>".to_owned(),
                     "-" => "-".to_owned(),
-                    _ => thousands(c.counted),
+                    _ => known(c.counted),
                 };
-                let share = match c.enabled_ns {
-                    0 => "-".to_owned(),
-                    enabled => format!("{:.1}%", 100.0 * c.running_ns as f64 / enabled as f64),
+                let share = match (c.enabled_ns, c.running_ns) {
+                    (Some(0), _) => "-".to_owned(),
+                    (Some(enabled), Some(running)) => {
+                        format!("{:.1}%", 100.0 * running as f64 / enabled as f64)
+                    }
+                    _ => "unknown".to_owned(),
                 };
                 let cells = vec![
                     view.vcpu.to_string(),
@@ -333,8 +336,8 @@ impl Screen {
                     backing.to_owned(),
                     counted,
                     share,
-                    thousands(c.overflows),
-                    thousands(c.pmi_requests),
+                    known(c.overflows),
+                    known(c.pmi_requests),
                 ];
                 let style = if state == "on" {
                     Style::new().add_modifier(Modifier::BOLD)
@@ -417,6 +420,11 @@ impl Sheet {
     }
 }
 
+/// What KVM's own vPMU does not tell is not known.
+fn known(count: Option<u64>) -> String {
+    count.map_or_else(|| "unknown".to_owned(), thousands)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -443,11 +451,11 @@ mod tests {
             allowed: true,
             backing: backing.map(Into::into),
             value: 7,
-            counted: 1_234_567,
-            enabled_ns: 2,
-            running_ns: 1,
-            overflows: 3,
-            pmi_requests: 2,
+            counted: Some(1_234_567),
+            enabled_ns: Some(2),
+            running_ns: Some(1),
+            overflows: Some(3),
+            pmi_requests: Some(2),
         };
         Screen {
             vm: VmInfo {
@@ -491,7 +499,7 @@ mod tests {
             ],
             views: vec![VcpuView {
                 vcpu: 0,
-                pmis: 0,
+                pmis: Some(0),
                 counters: vec![
                     counter(Some("cycles"), Some("clock")),
                     counter(Some("cache-misses"), Some("none")),

@@ -226,7 +226,7 @@ fn judged(
 ) -> Row {
     let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
     match outcome.host(cpu, &counter.name()) {
-        Some(counter) => row.running(counter.running_ns, counter.enabled_ns),
+        Some(counter) => row.running_if_known(counter.running_ns, counter.enabled_ns),
         None => row,
     }
 }

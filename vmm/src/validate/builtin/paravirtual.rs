@@ -121,7 +121,7 @@ fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row)
     }
     // Interrupts that a processor delivers by itself (APICv, AVIC) are not injected, and KVM counts none. KVM's own number
     // tells that from a counter of ours that is broken.
-    if row.guest == Some(0) && statistic == Some(0) && expected.value > 0 && backing == Some("kvm") {
+    if row.guest == Some(0) && statistic == Some(0) && expected.value > 0 && backing == Some("kvm-stat") {
         return Ok(row.unsupported("KVM's own statistic of it stood still meanwhile on this host"));
     }
     Ok(row)

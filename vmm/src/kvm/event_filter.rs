@@ -1,0 +1,281 @@
+//! The event filter where KVM's own vPMU counts: `KVM_SET_PMU_EVENT_FILTER` (KVM API 4.120).
+//!
+//! KVM's filter means what ours does: listed is what some entry puts in and no entry takes out, and a bitmap alone decides for
+//! fixed counters. It takes 300 entries; and only exact ones before Linux 6.3, so that masked ones are written out.
+#![allow(unsafe_code)]
+
+use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
+use kvm_ioctls::VmFd;
+use vmm_sys_util::ioctl::ioctl_with_ptr;
+use vmm_sys_util::ioctl_iow_nr;
+use vpmu::events::UnitMask;
+use vpmu::filter::Action;
+use vpmu::{EventFilter, Vendor};
+
+/// `KVM_PMU_EVENT_FILTER_MAX_EVENTS`, which is no part of the kernel's user-space headers.
+const MAX_EVENTS: usize = 300;
+
+/// Entries have masks (`linux/kvm.h`; the bindings leave it out).
+const KVM_PMU_EVENT_FLAG_MASKED_EVENTS: u32 = 1 << 0;
+
+/// Why KVM cannot have a filter.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmFilterError {
+    /// No filter at all.
+    #[error(
+        "the event filter: this host's KVM has none for its own vPMU (KVM_CAP_PMU_EVENT_FILTER, Linux 5.3 and later); leave it out, or use --backing auto"
+    )]
+    Unsupported,
+    /// It becomes too long.
+    #[error(
+        "the event filter becomes {entries} entries for KVM's own vPMU, which takes {MAX_EVENTS}{}; shorten it, or use --backing auto",
+        if *.written_out { " (this KVM, older than Linux 6.3, takes exact unit masks only, and each of an entry's counts)" } else { "" }
+    )]
+    TooLong {
+        /// How many.
+        entries: usize,
+        /// Masked entries were written out.
+        written_out: bool,
+    },
+    /// KVM refused it.
+    #[error("KVM_SET_PMU_EVENT_FILTER failed: {0}")]
+    Kvm(#[source] kvm_ioctls::Error),
+}
+
+/// A filter in KVM's words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvmFilter {
+    action: u32,
+    fixed_counter_bitmap: u32,
+    flags: u32,
+    events: Vec<u64>,
+}
+
+/// An event select and unit mask where a selector register has them.
+fn exact(select: u16, umask: u8) -> u64 {
+    u64::from(select) & 0xFF | (u64::from(select) & 0xF00) << 24 | u64::from(umask) << 8
+}
+
+/// `KVM_PMU_ENCODE_MASKED_ENTRY`: as [`exact`] with what the unit mask must be; its mask in bits 63:56, exclusion in bit 55.
+fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
+    exact(select, matches) | u64::from(mask) << 56 | u64::from(exclude) << 55
+}
+
+impl KvmFilter {
+    /// Translates. `takes_masks`: KVM takes masked entries.
+    ///
+    /// # Errors
+    /// [`KvmFilterError::TooLong`].
+    pub fn new(filter: &EventFilter, vendor: Vendor, takes_masks: bool) -> Result<Self, KvmFilterError> {
+        // Intel's selects have eight bits: no counter can ask for more, and KVM refuses such entries.
+        let highest = match vendor {
+            Vendor::Intel => 0xFF,
+            Vendor::Amd => 0xFFF,
+        };
+        let entries = filter.entries().iter().filter(|entry| entry.select <= highest);
+        let plain = filter.entries().iter().all(|e| e.mask == 0xFF && !e.exclude);
+        let events: Vec<u64> = if takes_masks && !plain {
+            entries
+                .map(|e| masked(e.select, e.mask, e.matches, e.exclude))
+                .collect()
+        } else {
+            let mut selects: Vec<u16> = entries.map(|e| e.select).collect();
+            selects.dedup();
+            selects
+                .into_iter()
+                .flat_map(|select| {
+                    (0..=0xFF)
+                        .filter(move |umask| filter.lists(select, UnitMask(*umask)))
+                        .map(move |umask| exact(select, umask))
+                })
+                .collect()
+        };
+        if events.len() > MAX_EVENTS {
+            return Err(KvmFilterError::TooLong {
+                entries: events.len(),
+                written_out: !takes_masks && !plain,
+            });
+        }
+        Ok(Self {
+            action: match filter.action() {
+                Action::Allow => KVM_PMU_EVENT_ALLOW,
+                Action::Deny => KVM_PMU_EVENT_DENY,
+            },
+            fixed_counter_bitmap: filter.fixed_counters().into(),
+            flags: if takes_masks && !plain {
+                KVM_PMU_EVENT_FLAG_MASKED_EVENTS
+            } else {
+                0
+            },
+            events,
+        })
+    }
+
+    /// Has KVM use it from now on; counters that are already programmed follow.
+    ///
+    /// # Errors
+    /// [`KvmFilterError::Kvm`].
+    pub fn install(&self, vm: &VmFd) -> Result<(), KvmFilterError> {
+        let structure = self.structure();
+        // SAFETY: KVM reads a `kvm_pmu_event_filter` and as many entries behind it as it says, which is what the words are;
+        // it writes nothing. `vm` and the words live until the call has returned.
+        let result = unsafe { ioctl_with_ptr(vm, KVM_SET_PMU_EVENT_FILTER(), structure.as_ptr()) };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(KvmFilterError::Kvm(kvm_ioctls::Error::last()))
+        }
+    }
+
+    /// `struct kvm_pmu_event_filter` in words of 64 bits: action and number of entries, bitmap and flags, two of padding, entries.
+    fn structure(&self) -> Vec<u64> {
+        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        // At most `MAX_EVENTS`.
+        let count = self.events.len() as u32;
+        let header = [
+            pair(self.action, count),
+            pair(self.fixed_counter_bitmap, self.flags),
+            0,
+            0,
+        ];
+        const _: () = assert!(size_of::<kvm_pmu_event_filter>() == 4 * size_of::<u64>());
+        header.into_iter().chain(self.events.iter().copied()).collect()
+    }
+}
+
+mod request {
+    use super::{KVMIO, ioctl_iow_nr, kvm_pmu_event_filter};
+    ioctl_iow_nr!(KVM_SET_PMU_EVENT_FILTER, KVMIO, 0xb2, kvm_pmu_event_filter);
+}
+use request::KVM_SET_PMU_EVENT_FILTER;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vpmu::events::{EventSelect, Selection};
+    use vpmu::filter::{EntrySpec, FilterSpec};
+
+    use super::*;
+
+    fn translated(toml: &str, vendor: Vendor, takes_masks: bool) -> KvmFilter {
+        KvmFilter::new(&EventFilter::from_toml(toml).unwrap(), vendor, takes_masks).unwrap()
+    }
+
+    #[test]
+    fn entries_are_where_kvm_looks_for_them() {
+        let filter = translated(
+            "action = \"allow\"\nfixed-counters = 5\nevents = [{ select = 0xABC, umask = 0x12 }]",
+            Vendor::Amd,
+            true,
+        );
+        assert_eq!(
+            filter,
+            KvmFilter {
+                action: 0,
+                fixed_counter_bitmap: 5,
+                flags: 0,
+                events: vec![0xA_0000_12BC],
+            }
+        );
+        let filter = translated(
+            "action = \"deny\"\nevents = [{ select = 0xD0, umask-mask = 0x80, umask-match = 0x80 }, { select = 0xD0, umask = 0x82, exclude = true }]",
+            Vendor::Intel,
+            true,
+        );
+        assert_eq!((filter.action, filter.flags), (1, 1));
+        let mut events = filter.events;
+        events.sort_unstable();
+        assert_eq!(events, [0x8000_0000_0000_80D0, 0xFF80_0000_0000_82D0]);
+    }
+
+    #[test]
+    fn an_old_kvm_gets_every_unit_mask_and_says_when_that_is_too_much() {
+        let toml = "action = \"deny\"\nevents = [{ select = 0xD0, umask-mask = 0xFE, umask-match = 0x80 }]";
+        assert_eq!(translated(toml, Vendor::Intel, false).events, [0x80D0, 0x81D0]);
+        let two = "action = \"deny\"\nevents = [{ select = 1 }, { select = 2 }]";
+        let line = KvmFilter::new(&EventFilter::from_toml(two).unwrap(), Vendor::Amd, false)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            line.contains("512 entries") && line.contains("takes 300 (this KVM"),
+            "{line}"
+        );
+        assert_eq!(translated(two, Vendor::Amd, true).events, [1, 2]);
+    }
+
+    #[test]
+    fn selects_that_intel_counters_cannot_ask_for_are_left_out() {
+        let toml = "action = \"deny\"\nevents = [{ select = 0xFFF }, { select = 0xC0, umask = 0 }]";
+        for masks in [false, true] {
+            assert_eq!(translated(toml, Vendor::Intel, masks).events.len(), 1);
+        }
+    }
+
+    /// What KVM's kernel does with a filter (`is_gp_event_allowed` and what it calls; `is_fixed_event_allowed`).
+    fn kvm_allows(filter: &KvmFilter, selection: Selection) -> bool {
+        let listed = match selection {
+            Selection::Fixed(n) => filter.fixed_counter_bitmap >> n & 1 != 0,
+            Selection::General(select, umask) => {
+                let key = exact(select.0, 0);
+                let of = |exclude: bool| {
+                    filter.events.iter().any(|event| {
+                        let (mask, excludes) = match filter.flags {
+                            0 => (0xFF, false),
+                            _ => (event >> 56, event >> 55 & 1 == 1),
+                        };
+                        event & 0xF_0000_00FF == key
+                            && excludes == exclude
+                            && u64::from(umask.0) & mask == event >> 8 & 0xFF
+                    })
+                };
+                of(false) && !of(true)
+            }
+        };
+        listed == (filter.action == KVM_PMU_EVENT_ALLOW)
+    }
+
+    fn entry() -> impl Strategy<Value = EntrySpec> {
+        (
+            prop_oneof![Just(0xC0u64), Just(0x2E), Just(0x120)],
+            any::<u8>(),
+            any::<u8>(),
+            any::<bool>(),
+        )
+            .prop_map(|(select, mask, matches, exclude)| EntrySpec {
+                select,
+                umask: None,
+                umask_mask: Some(mask.into()),
+                umask_match: Some((mask & matches).into()),
+                exclude,
+            })
+    }
+
+    proptest! {
+        /// KVM's kernel lets exactly those events be counted that we do.
+        #[test]
+        fn the_translation_means_the_same(
+            events in prop::collection::vec(entry(), 0..6),
+            allow in any::<bool>(),
+            fixed_counters in 0u64..16,
+            masks in any::<bool>(),
+            amd in any::<bool>(),
+            select in prop_oneof![Just(0xC0u16), Just(0x2E), Just(0x120), Just(0x20)],
+            umask in any::<u8>(),
+        ) {
+            let action = if allow { Action::Allow } else { Action::Deny };
+            let ours = EventFilter::new(&FilterSpec { action, fixed_counters, events }).unwrap();
+            let vendor = if amd { Vendor::Amd } else { Vendor::Intel };
+            let select = if amd { select } else { select & 0xFF };
+            let Ok(theirs) = KvmFilter::new(&ours, vendor, masks) else {
+                // At most six masked entries: only written out can they be too many.
+                prop_assert!(!masks);
+                return Ok(());
+            };
+            let general = Selection::General(EventSelect(select), UnitMask(umask));
+            prop_assert_eq!(ours.allows(general), kvm_allows(&theirs, general));
+            for n in 0..4 {
+                prop_assert_eq!(ours.allows(Selection::Fixed(n)), kvm_allows(&theirs, Selection::Fixed(n)));
+            }
+        }
+    }
+}

@@ -1,0 +1,465 @@
+//! KVM's own vPMU: whether this host's KVM offers guests one, which, and which models it can be.
+//!
+//! KVM emulates it with host perf events, or (Linux 6.20 and later, if its module is loaded so) hands the processor's
+//! counters to the guest: *mediated*. What it supports it says in `KVM_GET_SUPPORTED_CPUID`, in the leaves in which a
+//! processor does.
+
+use std::fs;
+use std::path::Path;
+
+use kvm_bindings::{
+    CpuId, KVM_CAP_PMU_CAPABILITY, KVM_CAP_PMU_EVENT_FILTER, KVM_CAP_PMU_EVENT_MASKED_EVENTS, Msrs,
+    kvm_msr_entry,
+};
+use kvm_ioctls::{Kvm, VcpuFd};
+use perf_core::pmu::host::HostProbe;
+use serde::Serialize;
+use vpmu::cpuid::LEAF_ARCH_PERFMON;
+use vpmu::registers::IA32_PERF_CAPABILITIES;
+use vpmu::{
+    Backability, CounterNumbers, CpuidRegs, Generation, HostPmu, Model, ModelError, ModelName, Vendor,
+};
+
+use super::cpuid::{self, CpuidError};
+
+/// IA32_PERF_CAPABILITIES.FW_WRITE: full-width writes of counters (SDM vol. 3, "Full-Width Writes to Performance Counter
+/// Registers").
+const FW_WRITE: u64 = 1 << 13;
+
+/// Why a guest cannot have KVM's own vPMU.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum NoOwnPmu {
+    /// KVM is older than the capability that tells.
+    #[error(
+        "this host's KVM does not tell whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 and later); use --backing auto"
+    )]
+    Untold,
+    /// The host has no PMU, without which KVM has no vPMU.
+    #[error(
+        "KVM's own vPMU needs a host PMU, and {0} (kvm.enable_pmu is N); use --backing auto, which counts without one"
+    )]
+    NoHostPmu(String),
+    /// It was switched off when KVM was loaded.
+    #[error(
+        "KVM's own vPMU is switched off on this host (kvm.enable_pmu is N): load the module kvm with enable_pmu=1, or use --backing auto"
+    )]
+    SwitchedOff,
+    /// KVM's CPUID shows none.
+    #[error("this host's KVM supports no vPMU in its guests' CPUID; use --backing auto")]
+    NotInCpuid,
+    /// KVM does not say what it supports.
+    #[error("KVM_GET_SUPPORTED_CPUID failed: {0}; use --backing auto")]
+    Cpuid(kvm_ioctls::Error),
+}
+
+/// Why KVM's own vPMU cannot be the model that was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum NotThisModel {
+    /// The other vendor's.
+    #[error(
+        "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use --pmu auto, or --backing auto, which can be both"
+    )]
+    Vendor {
+        /// What was asked.
+        asked: Generation,
+        /// The host's vendor.
+        host: Vendor,
+    },
+    /// A later generation than KVM's.
+    #[error(
+        "--backing kvm: KVM's own vPMU is at most {offered} on this host, and --pmu {asked} was asked for; use --pmu {offered} or --pmu auto"
+    )]
+    Generation {
+        /// What was asked.
+        asked: Generation,
+        /// KVM's.
+        offered: Generation,
+    },
+    /// More counters than KVM's.
+    #[error(
+        "--backing kvm: {asked} {kind} counters were asked for, and KVM's own vPMU has {offered} on this host; ask for fewer with --pmu-counters, or use --pmu auto"
+    )]
+    Counters {
+        /// What was asked.
+        asked: u32,
+        /// Of what kind.
+        kind: &'static str,
+        /// KVM's.
+        offered: u32,
+    },
+    /// Wider counters than KVM's.
+    #[error(
+        "--backing kvm: counters of {asked} bits were asked for, and those of KVM's own vPMU have {offered} on this host; use --pmu-width {offered}"
+    )]
+    Width {
+        /// What was asked.
+        asked: u32,
+        /// KVM's.
+        offered: u32,
+    },
+    /// No model at all.
+    #[error("{0}")]
+    Model(#[from] ModelError),
+}
+
+/// What KVM offers.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct OwnPmu {
+    /// The guest has the processor's counters, not host events behind emulated registers.
+    pub mediated: bool,
+    /// The event filter takes masked entries (`KVM_PMU_EVENT_FLAG_MASKED_EVENTS`, Linux 6.3 and later).
+    pub masked_filter: bool,
+    /// It takes an event filter at all.
+    pub filter: bool,
+    /// What its CPUID shows.
+    #[serde(serialize_with = "in_words")]
+    pub pmu: HostPmu,
+    /// Intel: architectural events that it counts.
+    #[serde(skip)]
+    pub events: Backability,
+}
+
+fn in_words<S: serde::Serializer>(pmu: &HostPmu, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&words(pmu))
+}
+
+fn words(pmu: &HostPmu) -> String {
+    let fixed = match pmu.fixed_bitmap.count_ones() {
+        0 => String::new(),
+        fixed => format!("+{fixed}"),
+    };
+    format!(
+        "{} with {}{fixed} counters of {} bits",
+        pmu.generation, pmu.general, pmu.width
+    )
+}
+
+impl std::fmt::Display for OwnPmu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let how = if self.mediated { "mediated" } else { "emulated" };
+        write!(f, "{how}, {}", words(&self.pmu))
+    }
+}
+
+/// Looks.
+///
+/// # Errors
+/// Why there is none.
+pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<OwnPmu, NoOwnPmu> {
+    if kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) <= 0 {
+        return Err(match parameter("kvm", "enable_pmu") {
+            Some(false) => match &host.no_slots_because {
+                Some(why) if !host.hardware_pmu && !host.mediated => NoOwnPmu::NoHostPmu(why.clone()),
+                _ => NoOwnPmu::SwitchedOff,
+            },
+            _ => NoOwnPmu::Untold,
+        });
+    }
+    let supported = cpuid::supported(kvm).map_err(|e| match e {
+        CpuidError::Supported(e) => NoOwnPmu::Cpuid(e),
+        _ => NoOwnPmu::NotInCpuid,
+    })?;
+    let pmu = in_cpuid(&supported).ok_or(NoOwnPmu::NotInCpuid)?;
+    let has = |cap| kvm.check_extension_raw(u64::from(cap)) > 0;
+    Ok(OwnPmu {
+        mediated: ["kvm_intel", "kvm_amd", "kvm"]
+            .iter()
+            .any(|module| parameter(module, "enable_mediated_pmu") == Some(true)),
+        masked_filter: has(KVM_CAP_PMU_EVENT_MASKED_EVENTS),
+        filter: has(KVM_CAP_PMU_EVENT_FILTER),
+        pmu,
+        events: Backability::of_leaf_a(table(&supported)(LEAF_ARCH_PERFMON, 0)),
+    })
+}
+
+/// A boolean parameter of a module, if it has it.
+fn parameter(module: &str, name: &str) -> Option<bool> {
+    let path = Path::new("/sys/module")
+        .join(module)
+        .join("parameters")
+        .join(name);
+    match fs::read_to_string(path).ok()?.trim() {
+        "Y" | "1" => Some(true),
+        "N" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+/// Reads CPUID out of a table, as [`Model::resolve`] wants it.
+fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
+    move |leaf, subleaf| {
+        let found = entries
+            .as_slice()
+            .iter()
+            .find(|e| e.function == leaf && (e.index == subleaf || e.index == 0));
+        found.map_or_else(CpuidRegs::default, |e| CpuidRegs {
+            eax: e.eax,
+            ebx: e.ebx,
+            ecx: e.ecx,
+            edx: e.edx,
+        })
+    }
+}
+
+fn in_cpuid(supported: &CpuId) -> Option<HostPmu> {
+    let read = table(supported);
+    HostPmu::read(&mut |leaf, subleaf| read(leaf, subleaf))
+}
+
+impl OwnPmu {
+    /// The model for what the user asked. `auto` and `host` are what KVM has, `auto` within what it is elsewhere.
+    ///
+    /// # Errors
+    /// [`NotThisModel`], one line with the limit and a remedy.
+    pub fn model(
+        &self,
+        name: ModelName,
+        counters: Option<CounterNumbers>,
+        width: Option<u32>,
+    ) -> Result<Model, NotThisModel> {
+        let offered = &self.pmu;
+        let (generation, default, bits) = match (offered.generation, name) {
+            (Generation::Intel(version), ModelName::Auto) => (
+                Generation::Intel(version.min(2)),
+                CounterNumbers {
+                    general: offered.general.min(4),
+                    fixed: Some(offered.fixed_bitmap.trailing_ones().min(3)).filter(|_| version >= 2),
+                },
+                Some(offered.width.min(48)),
+            ),
+            (generation, ModelName::Auto | ModelName::Host) => {
+                let generation = match (generation, name) {
+                    (Generation::AmdV2, ModelName::Auto) => Generation::AmdCore,
+                    _ => generation,
+                };
+                let intel = matches!(generation, Generation::Intel(_));
+                (
+                    generation,
+                    CounterNumbers {
+                        general: match generation {
+                            Generation::Intel(_) => offered.general.min(8),
+                            Generation::AmdCore => 6,
+                            _ => offered.general,
+                        },
+                        fixed: intel.then_some(offered.fixed_bitmap.trailing_ones().min(4)),
+                    },
+                    intel.then_some(offered.width.min(48)),
+                )
+            }
+            (_, ModelName::Off) => {
+                return Ok(Model::resolve(name, counters, width, &mut cpuid::read_host)?);
+            }
+            (_, ModelName::Generation(generation)) => {
+                let model = Model::new(generation, counters, width)?;
+                self.can_be(&model)?;
+                return Ok(model);
+            }
+        };
+        if name == ModelName::Host && (counters.is_some() || width.is_some()) {
+            return Err(ModelError::NotAdjustable("host").into());
+        }
+        let numbers = counters.map_or(default, |asked| CounterNumbers {
+            fixed: asked.fixed.or(default.fixed),
+            ..asked
+        });
+        let model = Model::new(generation, Some(numbers), width.or(bits))?;
+        self.can_be(&model)?;
+        Ok(model)
+    }
+
+    /// Whether KVM can be this PMU.
+    fn can_be(&self, model: &Model) -> Result<(), NotThisModel> {
+        let offered = &self.pmu;
+        let (asked, host) = (model.generation(), offered.generation);
+        if asked.vendor() != host.vendor() {
+            return Err(NotThisModel::Vendor {
+                asked,
+                host: host.vendor(),
+            });
+        }
+        let rank = |generation| match generation {
+            Generation::Off(_) | Generation::AmdK7 => 0,
+            Generation::Intel(version) => version,
+            Generation::AmdCore => 1,
+            Generation::AmdV2 => 2,
+        };
+        if rank(asked) > rank(host) {
+            return Err(NotThisModel::Generation { asked, offered: host });
+        }
+        // A K7's four are the first four of any AMD PMU, and the core extension is six.
+        if model.general() > offered.general {
+            return Err(NotThisModel::Counters {
+                asked: model.general(),
+                kind: "general-purpose",
+                offered: offered.general,
+            });
+        }
+        if u32::from(model.fixed_bitmap()) & !offered.fixed_bitmap != 0 {
+            return Err(NotThisModel::Counters {
+                asked: model.fixed_bitmap().count_ones(),
+                kind: "fixed",
+                offered: offered.fixed_bitmap.trailing_ones(),
+            });
+        }
+        if model.width().bits() > offered.width {
+            return Err(NotThisModel::Width {
+                asked: model.width().bits(),
+                offered: offered.width,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Has IA32_PERF_CAPABILITIES show what the model has and KVM does: full-width writes, no branch records, no PEBS. KVM's own
+/// initial value is all that it supports. Nothing to do on AMD models.
+///
+/// # Errors
+/// KVM's.
+pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), kvm_ioctls::Error> {
+    if !matches!(model.generation(), Generation::Intel(2..)) {
+        return Ok(());
+    }
+    let entry = kvm_msr_entry {
+        index: IA32_PERF_CAPABILITIES,
+        ..Default::default()
+    };
+    let one = |entry| Msrs::from_entries(&[entry]).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM));
+    let mut supported = one(entry)?;
+    // The register is a feature that KVM reports for the system; where it does not, it lacks the register.
+    if kvm.get_msrs(&mut supported)? != 1 {
+        return Ok(());
+    }
+    let data = supported.as_slice()[0].data & FW_WRITE;
+    vcpu.set_msrs(&one(kvm_msr_entry { data, ..entry })?).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offers(generation: Generation, general: u32, fixed: u32, width: u32) -> OwnPmu {
+        OwnPmu {
+            mediated: false,
+            masked_filter: true,
+            filter: true,
+            pmu: HostPmu {
+                generation,
+                general,
+                fixed_bitmap: (1 << fixed) - 1,
+                width,
+            },
+            events: Backability::NONE,
+        }
+    }
+
+    fn asked(own: &OwnPmu, name: &str, counters: Option<&str>, width: Option<u32>) -> Result<String, String> {
+        let counters = counters.map(|text| text.parse().unwrap());
+        own.model(name.parse().unwrap(), counters, width)
+            .map(|model| model.to_string())
+            .map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn auto_is_what_kvm_has_within_what_it_is_elsewhere() {
+        let intel = offers(Generation::Intel(2), 8, 3, 48);
+        assert_eq!(
+            asked(&intel, "auto", None, None).unwrap(),
+            Model::INTEL.to_string()
+        );
+        let small = offers(Generation::Intel(2), 2, 3, 40);
+        assert_eq!(
+            asked(&small, "auto", None, None).unwrap(),
+            "intel-v2 with 2+3 counters of 40 bits"
+        );
+        assert_eq!(
+            asked(&intel, "host", None, None).unwrap(),
+            "intel-v2 with 8+3 counters of 48 bits"
+        );
+        for amd in [
+            offers(Generation::AmdCore, 6, 0, 48),
+            offers(Generation::AmdV2, 6, 0, 48),
+        ] {
+            assert_eq!(asked(&amd, "auto", None, None).unwrap(), Model::AMD.to_string());
+        }
+        let k7 = offers(Generation::AmdK7, 4, 0, 48);
+        assert!(asked(&k7, "auto", None, None).unwrap().starts_with("amd-k7"));
+        // A version 1 has no fixed counters.
+        let first = offers(Generation::Intel(1), 4, 0, 40);
+        assert!(asked(&first, "auto", None, None).unwrap().starts_with("intel-v1"));
+        assert_eq!(
+            asked(&intel, "auto", Some("2"), None).unwrap(),
+            "intel-v2 with 2+3 counters of 48 bits"
+        );
+    }
+
+    #[test]
+    fn what_kvm_cannot_be_is_refused_with_its_limit() {
+        let intel = offers(Generation::Intel(2), 4, 3, 48);
+        let amd = offers(Generation::AmdCore, 6, 0, 48);
+        for (own, name, counters, width, words) in [
+            (
+                &amd,
+                "intel",
+                None,
+                None,
+                &["AMD's", "--pmu intel-v2", "--pmu auto"][..],
+            ),
+            (&intel, "amd", None, None, &["Intel's", "--pmu amd"]),
+            (&intel, "intel-v5", None, None, &["at most intel-v2", "intel-v5"]),
+            (&intel, "intel", Some("8"), None, &["8 general-purpose", "has 4"]),
+            (&intel, "intel", Some("4+4"), None, &["4 fixed", "has 3"]),
+            (&amd, "amd-v2", None, None, &["at most amd ", "amd-v2"]),
+            (
+                &offers(Generation::Intel(2), 4, 3, 40),
+                "intel",
+                None,
+                None,
+                &["48 bits", "--pmu-width 40"],
+            ),
+        ] {
+            let line = asked(own, name, counters, width).unwrap_err();
+            assert!(!line.contains('\n'), "{line}");
+            for word in words {
+                assert!(line.contains(word), "{name}: no {word:?} in {line}");
+            }
+        }
+        // Fewer and narrower than KVM's is what a guest may be shown.
+        assert!(asked(&intel, "intel", Some("2+1"), Some(40)).is_ok());
+        assert!(asked(&intel, "intel-v1", None, None).is_ok());
+        assert!(asked(&amd, "amd-k7", None, None).is_ok());
+        assert!(asked(&intel, "off", None, None).is_ok());
+    }
+
+    /// CPUID entries as KVM gives them, with an index only where leaves have several.
+    #[test]
+    fn what_is_offered_is_read_from_kvms_cpuid() {
+        let leaf = |function, eax, ebx, ecx, edx| kvm_bindings::kvm_cpuid_entry2 {
+            function,
+            eax,
+            ebx,
+            ecx,
+            edx,
+            ..Default::default()
+        };
+        let name = |vendor: Vendor| {
+            let name = vendor.cpuid_name().as_bytes();
+            let word = |n: usize| u32::from_le_bytes(name[n..n + 4].try_into().unwrap());
+            leaf(0, 0x10, word(0), word(8), word(4))
+        };
+        let intel = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0x0730_0802, 0x7a, 0, 3 | 48 << 5)])
+            .unwrap();
+        assert_eq!(in_cpuid(&intel), Some(offers(Generation::Intel(2), 8, 3, 48).pmu));
+        // Without a vPMU the leaf is zero.
+        let none = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0, 0, 0, 0)]).unwrap();
+        assert_eq!(in_cpuid(&none), None);
+        let amd = CpuId::from_entries(&[
+            name(Vendor::Amd),
+            leaf(0x8000_0000, 0x8000_0022, 0, 0, 0),
+            leaf(0x8000_0001, 0, 0, 1 << 23, 0),
+            leaf(0x8000_0022, 1, 6, 0, 0),
+        ])
+        .unwrap();
+        assert_eq!(in_cpuid(&amd), Some(offers(Generation::AmdV2, 6, 0, 48).pmu));
+    }
+}

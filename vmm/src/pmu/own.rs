@@ -1,0 +1,195 @@
+//! The PMU of a VM whose guest has KVM's own vPMU: nothing traps, and what there is to see of it comes from KVM.
+//!
+//! Its registers are read with `KVM_GET_MSRS` and taken over by a register file of ours that nothing counts for. So they are shown,
+//! and saved, as those of any other guest.
+
+use std::sync::Arc;
+
+use kvm_bindings::{Msrs, kvm_msr_entry};
+use kvm_ioctls::{VcpuFd, VmFd};
+use vpmu::{
+    Backing, CounterEvents, CounterIndex, CounterTimes, EventFilter, EventRequest, Model, MsrAddress, Vpmu,
+};
+
+use super::operator;
+use crate::control::protocol::GuestCounter;
+use crate::kvm::event_filter::{KvmFilter, KvmFilterError};
+use crate::kvm::own_pmu::OwnPmu;
+
+/// What of KVM's own vPMU belongs to the whole VM.
+#[derive(Debug)]
+pub struct OwnVmPmu {
+    vm: Arc<VmFd>,
+    offered: OwnPmu,
+}
+
+impl OwnVmPmu {
+    /// For `vm`, of what KVM offers.
+    pub fn new(vm: Arc<VmFd>, offered: OwnPmu) -> Self {
+        Self { vm, offered }
+    }
+
+    /// Which events the guest may count from now on.
+    ///
+    /// # Errors
+    /// [`KvmFilterError`]: KVM cannot have such a filter, and keeps the one it has.
+    pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
+        let translated = KvmFilter::new(
+            filter,
+            self.offered.pmu.generation.vendor(),
+            self.offered.masked_filter,
+        )?;
+        if !self.offered.filter {
+            return if *filter == EventFilter::allow_all() {
+                Ok(())
+            } else {
+                Err(KvmFilterError::Unsupported)
+            };
+        }
+        translated.install(&self.vm)
+    }
+}
+
+/// A PMU with the registers that KVM has for this vCPU now. To be called on the vCPU's thread.
+///
+/// # Errors
+/// KVM's, and `EIO` where it does not have a register of the model.
+pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<Vpmu, kvm_ioctls::Error> {
+    let wanted = model.state_msrs();
+    let entries: Vec<_> = wanted
+        .iter()
+        .map(|msr| kvm_msr_entry {
+            index: msr.0,
+            ..Default::default()
+        })
+        .collect();
+    let mut msrs = Msrs::from_entries(&entries).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM))?;
+    if fd.get_msrs(&mut msrs)? != wanted.len() {
+        return Err(kvm_ioctls::Error::new(libc::EIO));
+    }
+    let values = msrs.as_slice().iter().map(|e| (MsrAddress(e.index), e.data));
+    Ok(mirror(model, filter, values))
+}
+
+fn mirror(model: Model, filter: Arc<EventFilter>, values: impl Iterator<Item = (MsrAddress, u64)>) -> Vpmu {
+    let mut vpmu = Vpmu::new(model);
+    vpmu.set_filter(filter);
+    for (msr, value) in values {
+        vpmu.take_over(msr, value);
+    }
+    vpmu
+}
+
+/// The counters as an operator sees them. What KVM does not tell is not known: what was counted apart from what the guest wrote,
+/// times, overflows.
+pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
+    let views = mirror.counters_view(&mut KvmCounts);
+    let counters = views.iter().map(operator::guest_counter);
+    counters
+        .map(|counter| GuestCounter {
+            backing: counter.event.is_some().then(|| Backing::Kvm.name().to_owned()),
+            counted: None,
+            enabled_ns: None,
+            running_ns: None,
+            overflows: None,
+            pmi_requests: None,
+            ..counter
+        })
+        .collect()
+}
+
+/// Events of a register file that others count for: it has none of its own.
+#[derive(Debug)]
+pub struct KvmCounts;
+
+impl CounterEvents for KvmCounts {
+    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> Backing {
+        Backing::Kvm
+    }
+
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> bool {
+        false
+    }
+
+    fn disable(&mut self, _: CounterIndex) {}
+
+    fn count(&mut self, _: CounterIndex) -> u64 {
+        0
+    }
+
+    fn arm(&mut self, _: CounterIndex, _: u64) {}
+
+    fn times(&mut self, _: CounterIndex) -> CounterTimes {
+        CounterTimes::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vpmu::registers::{
+        IA32_FIXED_CTR_CTRL, IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, PERF_CTL0, PERF_CTR0,
+    };
+
+    use super::*;
+
+    fn with(model: Model, registers: &[(u32, u64)]) -> Vpmu {
+        let values = model.state_msrs().into_iter().map(|msr| {
+            let found = registers.iter().find(|(index, _)| *index == msr.0);
+            (msr, found.map_or(0, |(_, value)| *value))
+        });
+        mirror(model, Arc::new(EventFilter::allow_all()), values)
+    }
+
+    /// What KVM told is shown, and nothing that it did not.
+    #[test]
+    fn a_view_has_kvms_values_and_no_invented_ones() {
+        // Cycles at both levels, enabled, on counter 1.
+        let mut amd = with(
+            Model::AMD,
+            &[(PERF_CTL0 + 2, 0x0053_0076), (PERF_CTR0 + 2, 0xFFFF_0000_1234)],
+        );
+        let counters = view(&mut amd);
+        assert_eq!(counters.len(), 6);
+        let counter = &counters[1];
+        assert_eq!(counter.event.as_deref(), Some("cycles"));
+        assert!(counter.enabled && counter.allowed);
+        assert_eq!(
+            (counter.value, counter.backing.as_deref()),
+            (0xFFFF_0000_1234, Some("kvm"))
+        );
+        assert_eq!(
+            (counter.enabled_ns, counter.overflows, counter.counted),
+            (None, None, None)
+        );
+        assert_eq!(
+            (counters[0].event.as_deref(), counters[0].backing.as_deref()),
+            (None, None)
+        );
+
+        let mut intel = with(
+            Model::INTEL,
+            &[
+                (IA32_PERFEVTSEL0, 0x0053_003C),
+                (IA32_FIXED_CTR_CTRL, 0x30),
+                (IA32_PERF_GLOBAL_CTRL, 1 << 33),
+            ],
+        );
+        let counters = view(&mut intel);
+        let named = |name: &str| counters.iter().find(|c| c.counter == name).unwrap();
+        assert!(!named("gp0").enabled && named("fixed1").enabled);
+    }
+
+    /// KVM's state can go on in a PMU of ours.
+    #[test]
+    fn the_registers_are_saved_as_those_of_any_pmu() {
+        for model in [Model::AMD, Model::INTEL] {
+            let selector = model.state_msrs()[if model == Model::AMD { 0 } else { 6 }];
+            let mut from = with(model, &[(selector.0, 0x0053_00C0)]);
+            let saved = from.save(&mut KvmCounts);
+            let mut to = Vpmu::new(model);
+            to.restore(&saved, &mut KvmCounts).unwrap();
+            let read = to.read_msr(selector, &mut KvmCounts);
+            assert_eq!(read, vpmu::MsrRead::Value(0x0053_00C0), "{model}");
+        }
+    }
+}
