@@ -67,8 +67,14 @@ fn values_out_of_range_name_the_value_and_the_range() {
 /// KVM's own vPMU answers RDPMC and delivers PMIs itself; and where KVM has none, that is said with what to do instead.
 #[test]
 fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
-    refused(&["run", "--backing", "kvm", "--rdpmc", "hwbp"], &["--rdpmc hwbp", "KVM answers"]);
-    refused(&["run", "--backing", "kvm", "--pmi-limit", "9"], &["--pmi-limit", "leave"]);
+    refused(
+        &["run", "--backing", "kvm", "--rdpmc", "hwbp"],
+        &["--rdpmc hwbp", "KVM answers"],
+    );
+    refused(
+        &["run", "--backing", "kvm", "--pmi-limit", "9"],
+        &["--pmi-limit", "leave"],
+    );
     let check = run(&["check", "--json"]);
     let report: serde_json::Value = serde_json::from_slice(&check.stdout).unwrap();
     let own = &report["own_pmu"];
@@ -76,7 +82,10 @@ fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
         assert!(own["Ok"]["pmu"].is_string(), "{own}");
         return;
     };
-    refused(&["run", "--backing", "kvm"], &["--backing kvm: ", why, "--backing auto"]);
+    refused(
+        &["run", "--backing", "kvm"],
+        &["--backing kvm: ", why, "--backing auto"],
+    );
     refused(&["validate", "--backing", "kvm"], &["--backing kvm: ", why]);
     let text = run(&["check"]).stdout_text();
     assert!(text.contains("--backing kvm"), "{text}");

@@ -7,8 +7,10 @@ use clap::Args;
 use vpmu::{Generation, Model, ModelName};
 
 use super::print;
-use crate::cli::ExitStatus;
-use crate::kvm::cpuid;
+use crate::cli::{ExitStatus, RdpmcMode};
+use crate::kvm::own_pmu::OwnPmu;
+use crate::kvm::{cpuid, host};
+use crate::pmu::backing;
 use crate::signals::StopSignals;
 use crate::validate::child::ChildError;
 use crate::validate::{self, Host, LinuxFiles, Options};
@@ -36,6 +38,9 @@ pub struct ValidateArgs {
     /// Virtual PMU of the guests: as for perfvisor run, but not off.
     #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
     pub pmu: String,
+    /// What is to count for the guests' counters: all (each that this host has, but for KVM's own vPMU), or kvm (KVM's own vPMU).
+    #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_backing)]
+    pub backing: ValidatedBacking,
     /// How far counts of time may be off.
     #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
     pub tolerance: f64,
@@ -50,6 +55,23 @@ fn parse_pmu(text: &str) -> Result<String, String> {
     match model.generation() {
         Generation::Off(_) => Err("there is nothing to validate without a PMU; choose intel or amd".into()),
         _ => Ok(text.to_owned()),
+    }
+}
+
+/// What is validated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ValidatedBacking {
+    /// All that Perfvisor counts with on this host.
+    All,
+    /// KVM's own vPMU.
+    Kvm,
+}
+
+fn parse_backing(text: &str) -> Result<ValidatedBacking, String> {
+    match text {
+        "all" => Ok(ValidatedBacking::All),
+        "kvm" => Ok(ValidatedBacking::Kvm),
+        _ => Err("must be all or kvm".into()),
     }
 }
 
@@ -70,12 +92,17 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
         std::fs::File::open(file).map_err(|e| format!("{}: {e}", file.display()))?;
     }
     let host = Host::probe()?;
+    let own_pmu = match args.backing {
+        ValidatedBacking::All => None,
+        ValidatedBacking::Kvm => Some(own_pmu(args, &host)?),
+    };
     let (linux, linux_skipped) = linux_guest(args, &host)?;
     let options = Options {
         pmu: args.pmu.clone(),
         tolerance_percent: args.tolerance,
         linux,
         linux_skipped,
+        own_pmu,
     };
     let report = match validate::run(&options, &host, &signals) {
         Ok(report) => report,
@@ -93,6 +120,22 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
     } else {
         ExitStatus::CheckFailed
     })
+}
+
+/// KVM's own vPMU, if this host has it and it can be what is asked for.
+fn own_pmu(args: &ValidateArgs, host: &Host) -> Result<OwnPmu, String> {
+    let kvm = host::open().map_err(|e| e.to_string())?;
+    let own = backing::check_own(&kvm, &host.probe, RdpmcMode::Trap, None).map_err(|e| e.to_string())?;
+    let name: ModelName = args.pmu.parse().map_err(|e: vpmu::ModelError| e.to_string())?;
+    own.model(name, None, None).map_err(|e| e.to_string())?;
+    if own.mediated {
+        return Err(
+            "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused beside it; \
+             load the module with enable_mediated_pmu=0"
+                .into(),
+        );
+    }
+    Ok(own)
 }
 
 /// The Linux guest that is to run, or why none does.

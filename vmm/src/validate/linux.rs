@@ -77,7 +77,9 @@ struct Gate {
 impl Linux<'_> {
     /// All of it.
     pub(super) fn rows(&self, summary: &mut Summary) -> Result<Vec<Row>, ChildError> {
-        let backing = if self.host.no_hardware.is_none() {
+        let backing = if self.options.own_pmu.is_some() {
+            "kvm"
+        } else if self.host.no_hardware.is_none() {
             "hardware"
         } else {
             "clock"
@@ -101,7 +103,7 @@ impl Linux<'_> {
         let mut guest = self.start(backing, "2", "nohz_full=1")?;
         rows.extend(self.levels(&mut guest, backing)?);
         guest.end()?;
-        if self.host.no_exact.is_none() && self.host.steps_user {
+        if backing != "kvm" && self.host.no_exact.is_none() && self.host.steps_user {
             // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another way.
             let mut guest = self.start("exact", "1", "nowatchdog norandmaps")?;
             rows.extend(self.exact(&mut guest)?);

@@ -31,6 +31,7 @@ use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
 
 use crate::kvm::cpuid;
 use crate::kvm::host::{self, KvmFacts};
+use crate::kvm::own_pmu::OwnPmu;
 use crate::kvm::stepping;
 use crate::pmu::backing;
 use crate::signals::StopSignals;
@@ -48,6 +49,8 @@ pub struct Options {
     pub linux: Option<LinuxFiles>,
     /// Why it is not.
     pub linux_skipped: Option<String>,
+    /// With this, what is validated is KVM's own vPMU.
+    pub own_pmu: Option<OwnPmu>,
 }
 
 /// The Linux guest's files.
@@ -147,11 +150,14 @@ fn summary(options: &Options, host: &Host) -> Summary {
         let line = cpuinfo.lines().find(|line| line.starts_with(name))?;
         Some(line.split_once(':')?.1.trim().to_owned())
     };
-    let pmu = options
-        .pmu
-        .parse::<ModelName>()
-        .and_then(|name| Model::resolve(name, None, None, &mut cpuid::read_host))
-        .map_or_else(|_| options.pmu.clone(), |model| model.to_string());
+    let pmu = options.pmu.parse::<ModelName>().ok().and_then(|name| {
+        let model = match &options.own_pmu {
+            Some(own) => own.model(name, None, None).ok()?,
+            None => Model::resolve(name, None, None, &mut cpuid::read_host).ok()?,
+        };
+        Some(model.to_string())
+    });
+    let pmu = pmu.unwrap_or_else(|| options.pmu.clone());
     Summary {
         perfvisor: env!("CARGO_PKG_VERSION").into(),
         host_kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),

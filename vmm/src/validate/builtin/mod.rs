@@ -38,6 +38,9 @@ pub(super) struct Builtin<'a> {
 impl Builtin<'_> {
     /// All of it.
     pub(super) fn rows(&self) -> Result<Vec<Row>, ChildError> {
+        if self.options.own_pmu.is_some() {
+            return self.backed_by("kvm");
+        }
         let mut rows = Vec::new();
         if let Some(why) = &self.host.no_hardware {
             rows.push(
@@ -62,11 +65,24 @@ impl Builtin<'_> {
     fn backed_by(&self, backing: &'static str) -> Result<Vec<Row>, ChildError> {
         let mut guest = self.start(backing, "1")?;
         let mut rows = self.time_rows(&mut guest, backing)?;
-        if backing == "clock" || self.host.no_clock.is_some() {
+        if backing == "kvm" {
+            rows.push(
+                Row::new(Check::Counting, "paravirtual events", backing, "-")
+                    .unsupported("KVM's own vPMU has none"),
+            );
+        } else if backing == "clock" || self.host.no_clock.is_some() {
             rows.extend(self.paravirtual_rows(&mut guest)?);
         }
         rows.extend(self.multiplexing_rows(&mut guest, backing)?);
-        rows.extend(self.contention_rows(&mut guest, backing)?);
+        if backing == "kvm" {
+            rows.push(
+                Row::new(Check::Contention, "cycles", backing, "--share").unsupported(
+                    "the counters of KVM's own vPMU are the host kernel's events, which take no part in --share",
+                ),
+            );
+        } else {
+            rows.extend(self.contention_rows(&mut guest, backing)?);
+        }
         rows.extend(self.sampling_rows(&mut guest, backing)?);
         guest.end()?;
         let mut guest = self.start(backing, "2")?;
@@ -122,6 +138,11 @@ impl Builtin<'_> {
         let ns = ns.saturating_sub(outcome.overhead_ns);
         (u128::from(ns) * u128::from(self.host.tsc_hz) / 1_000_000_000) as u64
     }
+}
+
+/// Whether the counts are those of the host's PMU: by our events, or by KVM's own vPMU.
+pub(in crate::validate) fn on_host_pmu(backing: &str) -> bool {
+    matches!(backing, "hardware" | "kvm")
 }
 
 /// How much of `work` is done in a millisecond of CPU time.
@@ -236,6 +257,8 @@ fn unbacked(guest: &mut MeasuringGuest, row: Row, job: &Job, why: &str) -> Resul
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
+    // KVM tells what a counter reads, and not whether anything counts for it.
+    let backing = backing.filter(|backing| backing != "kvm");
     let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
     let shown = (verdict == Verdict::Fail).then_some(count).flatten();
     Ok(Row {

@@ -2,7 +2,10 @@
 
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, Counter, KNOWN, evidence, judged, known, selector, settled, unbacked};
+use super::{
+    BOTH, Builtin, CPU_TIME, Counter, KNOWN, evidence, judged, known, on_host_pmu, selector, settled,
+    unbacked,
+};
 use crate::validate::child::ChildError;
 use crate::validate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
 use crate::validate::judge::{Expected, Tolerance};
@@ -34,14 +37,14 @@ impl Builtin<'_> {
             };
             let follows_time = matches!(event, ArchEvent::CoreCycles | ArchEvent::RefCycles);
             let counts = match backing {
-                "hardware" => self.host.hardware_events.contains(&event),
+                "hardware" | "kvm" => self.host.hardware_events.contains(&event),
                 _ => follows_time,
             };
             if !counts {
                 let row = Row::new(Check::Counting, event.name(), backing, "busy, CPL0");
                 let job = Job::new("busy", 500).counter(select | BOTH);
                 let why = match backing {
-                    "hardware" => "the host's PMU does not open this event",
+                    "hardware" | "kvm" => "the host's PMU does not open this event",
                     _ => "a clock counts time only",
                 };
                 rows.push(unbacked(guest, row, &job, why)?);
@@ -84,7 +87,7 @@ impl Builtin<'_> {
             let tolerance = Tolerance::PercentAnd(KNOWN_PERCENT, 250);
             return Some((Expected { value, tolerance }, KNOWN));
         }
-        if backing == "hardware" && event != ArchEvent::RefCycles {
+        if on_host_pmu(backing) && event != ArchEvent::RefCycles {
             // The processor's clock is not the TSC: the host's own count of the same vCPU, enabled and disabled around.
             let saw = outcome.operator.as_ref()?;
             let reading = saw.reading(0, cpu as u32)?;
@@ -115,7 +118,7 @@ impl Builtin<'_> {
         };
         let row = Row::new(Check::Counting, event.name(), backing, name);
         let job = Job::new(work, n).at(cpl).counter(select | BOTH);
-        let operator = (backing == "hardware").then_some(Operator {
+        let operator = on_host_pmu(backing).then_some(Operator {
             events: event.name(),
             period: None,
         });
@@ -135,7 +138,7 @@ impl Builtin<'_> {
             (2, ArchEvent::RefCycles),
             (0, ArchEvent::Instructions),
         ] {
-            let counts = event != ArchEvent::Instructions || backing == "hardware";
+            let counts = event != ArchEvent::Instructions || on_host_pmu(backing);
             if guest.hello.fixed & 1 << index == 0 || !counts {
                 continue;
             }
@@ -150,7 +153,7 @@ impl Builtin<'_> {
                     fixed_control: 3 << (4 * index),
                     ..Job::new("busy", n).at(3)
                 };
-                let operator = (backing == "hardware").then_some(Operator {
+                let operator = on_host_pmu(backing).then_some(Operator {
                     events: event.name(),
                     period: None,
                 });
@@ -207,7 +210,7 @@ impl Builtin<'_> {
         let slack = (*both as f64 * LEVEL_PERCENT / 100.0) as u64;
         let expected = Expected {
             value: if cpl == 3 { *both } else { 0 },
-            tolerance: if backing == "hardware" {
+            tolerance: if on_host_pmu(backing) {
                 Tolerance::PercentAnd(1.0, 100_000)
             } else {
                 Tolerance::PercentAnd(0.0, slack)
@@ -252,7 +255,7 @@ impl Builtin<'_> {
                     cpus: 2,
                     ..Job::new("busy", n).at(3).counter(select | BOTH)
                 };
-                let operator = (backing == "hardware").then_some(Operator {
+                let operator = on_host_pmu(backing).then_some(Operator {
                     events: event.name(),
                     period: None,
                 });

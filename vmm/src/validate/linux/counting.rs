@@ -2,6 +2,7 @@
 
 use super::{Count, Done, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::control::protocol::Call;
+use crate::validate::builtin::on_host_pmu;
 use crate::validate::child::ChildError;
 use crate::validate::guest::Operator;
 use crate::validate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
@@ -130,7 +131,7 @@ impl Linux<'_> {
             let tolerance = Tolerance::PercentAnd(self.percent(), 5_000_000);
             Some(Expected { value, tolerance })
         };
-        let (expected, basis) = if backing == "hardware" && event == "cycles" {
+        let (expected, basis) = if on_host_pmu(backing) && event == "cycles" {
             (own(), "the host's own event on the vCPU")
         } else {
             let value = self.ticks(gate.cpu_ns);
@@ -183,7 +184,7 @@ impl Linux<'_> {
                 _ => None,
             };
             let counts_here =
-                backing == "hardware" && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
+                on_host_pmu(backing) && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
             let name = if counts_here { "busy loop" } else { "tried" };
             let row = Row::new(Check::Counting, event, backing, name);
             let loops = if counts_here { LOOPS } else { LOOPS / 10 };
@@ -200,7 +201,7 @@ impl Linux<'_> {
             if !counts_here {
                 // Perf says "not supported" where CPUID or the kernel's tables do; where neither can, the count is 0.
                 let why = match backing {
-                    "hardware" => "the host's PMU does not open this event",
+                    "hardware" | "kvm" => "the host's PMU does not open this event",
                     _ => "a clock counts time only",
                 };
                 let (verdict, reason) = judge_unbacked(count.value, None, why);
@@ -303,7 +304,7 @@ impl Linux<'_> {
                     continue;
                 };
                 let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
-                let expected = (backing != "hardware").then(|| Expected {
+                let expected = (!on_host_pmu(backing)).then(|| Expected {
                     value: self.ticks(ns),
                     tolerance: Tolerance::Percent(self.percent()),
                 });
@@ -440,7 +441,7 @@ impl Linux<'_> {
                 value,
                 tolerance: Tolerance::Percent(2.0 * self.percent()),
             }),
-            expected: (backing != "hardware").then(|| Expected {
+            expected: (!on_host_pmu(backing)).then(|| Expected {
                 value: self.ticks(gate.cpu_ns),
                 tolerance: Tolerance::Percent(self.percent()),
             }),
