@@ -98,6 +98,11 @@ overhead-in-lab: lab-files
 	$(CARGO) run -q -p integration --bin lab -- --file bin/overhead=$(TARGET_DIR)/static/$(LAB_TARGET)/release/overhead \
 		env PATH=/bin:/sbin:/usr/bin overhead $(OVERHEAD_OPTIONS)
 
+## compare: Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab (ROUNDS=1; a quarter of an hour and more)
+.PHONY: compare
+compare: lab-files
+	$(CARGO) run -q -p integration --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
+
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
 # address finds more and is slower; the code is safe Rust but for system calls and rings.

@@ -4,6 +4,8 @@
 //! `--nested`, a second Linux guest: in one turn with `--backing hardware`, in the next with `--backing kvm`. What is measured
 //! there are exits, which are what a vPMU costs, and how right the guest's perf is. `docs/compare.md` has the table.
 
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,12 +14,14 @@ use integration::artefacts::{self, describe};
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::place::{Place, PlaceError};
+use serde_json::{Value, json};
 
 /// For the slowest machine: an exit of the inner guest costs half a millisecond and more.
 const LIMIT: Duration = Duration::from_secs(3000);
 /// What an exit costs on silicon, for the projection.
-#[allow(dead_code)]
 const EXIT_US: f64 = 1.5;
+/// The two ways.
+const WAYS: [&str; 2] = ["hardware", "kvm"];
 /// What the inner guest runs. Each phase is announced, and `sleep` lets the host read KVM's statistics before it begins. The work is
 /// the same in all.
 const INNER: &str = r#"
@@ -59,7 +63,6 @@ inner() {
 	done
 	cat /tmp/stats
 }
-section validate timeout 420 perfvisor validate --backing kvm --no-linux --json
 for round in ROUNDS; do
 	section hardware-$round inner hardware
 	section kvm-$round inner kvm
@@ -125,13 +128,240 @@ fn compare(options: &Options) -> Result<bool, PlaceError> {
         return Ok(true);
     }
     let run = measure(options, &place)?;
-    let check = run.section("check");
-    print!("{check}");
-    println!("console: {}", run.log().display());
-    for (name, section) in &run.console.sections {
-        println!("== {name}\n{}", section.text);
+    print!("{}", run.section("check"));
+    let mut ways = Vec::new();
+    for way in WAYS {
+        let rounds: Vec<Figures> = (1..=options.rounds)
+            .filter_map(|round| run.console.sections.get(&format!("{way}-{round}")))
+            .filter_map(|section| figures(&section.text))
+            .collect();
+        if rounds.len() != options.rounds as usize {
+            println!(
+                "compare: --backing {way}: {} of {} rounds gave all figures; console: {}",
+                rounds.len(),
+                options.rounds,
+                run.log().display()
+            );
+            return Ok(false);
+        }
+        ways.push((way, rounds));
     }
+    print!("{}", table(&ways));
+    let path = artefacts::target_dir().join("bench/compare.json");
+    let text = serde_json::to_string_pretty(&as_json(options, &ways)).unwrap_or_default();
+    let written = fs::create_dir_all(path.parent().unwrap_or(&path)).and_then(|()| fs::write(&path, text));
+    written.map_err(|error| PlaceError::File {
+        path: path.clone(),
+        message: error.to_string(),
+    })?;
+    println!("console: {}; figures: {}", run.log().display(), path.display());
     Ok(true)
+}
+
+/// What one turn of one way came to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Figures {
+    exits_per_pmi: f64,
+    exits_per_switch: f64,
+    /// With one event and with ten: the guest's CPU time over that of the same work alone, less one.
+    slowdown: [f64; 2],
+    /// Exits for the sake of sampling, for each second of the guest's CPU time.
+    exits_per_second: [f64; 2],
+    /// PMIs of the same.
+    pmis: [f64; 2],
+    /// `cycles:u` over CPU time and the TSC's frequency, less one.
+    count_error: f64,
+    /// The worst and the mean of ten events that take turns, likewise.
+    mux_error: [f64; 2],
+}
+
+/// What there was at the beginning of a phase.
+#[derive(Debug, Clone, Copy, Default)]
+struct Mark {
+    pmis: f64,
+    switches: f64,
+    exits: f64,
+}
+
+/// The number after `key=` among words.
+fn field(line: &str, key: &str) -> Option<f64> {
+    line.split_whitespace()
+        .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
+}
+
+/// The inner guest's lines with KVM's statistics behind them; `None` if one is missing.
+fn figures(text: &str) -> Option<Figures> {
+    let mut marks: Vec<(&str, Mark)> = Vec::new();
+    let mut seconds: BTreeMap<&str, f64> = BTreeMap::new();
+    let (mut counted, mut turns, mut tsc_hz) = (None, Vec::new(), None);
+    for line in text.lines() {
+        if let Some((_, rest)) = line.split_once("@@phase ") {
+            let mark = Mark {
+                pmis: field(rest, "pmi")?,
+                switches: field(rest, "ctxt")?,
+                exits: field(rest, "exits")?,
+            };
+            marks.push((rest.split_whitespace().next()?, mark));
+        } else if let Some((_, rest)) = line.split_once("@@result ") {
+            let mut words = rest.split_whitespace();
+            let (name, value) = (words.next()?, words.next()?);
+            let csv = || value.split(',').next()?.parse::<f64>().ok();
+            match name {
+                "counted" => counted = csv(),
+                // An event that never got a turn has no count: it is no figure.
+                "turn" => turns.push(csv()?),
+                "tsc_mhz" => tsc_hz = value.parse::<f64>().ok().map(|mhz| mhz * 1e6),
+                _ => {
+                    if let Some(cpu) = field(rest, "cpu_seconds") {
+                        seconds.insert(name, cpu);
+                    }
+                }
+            }
+        }
+    }
+    // How much a phase added.
+    let during = |name: &str, of: fn(&Mark) -> f64| {
+        let at = marks.iter().position(|(phase, _)| *phase == name)?;
+        Some(of(&marks.get(at + 1)?.1) - of(&marks[at].1))
+    };
+    let exits = |name| during(name, |mark| mark.exits);
+    let pmis = |name| during(name, |mark| mark.pmis);
+    let cpu = |name| seconds.get(name).copied().filter(|cpu| *cpu > 0.0);
+    let sampling = |name| Some(exits(name)? - exits("quiet")?);
+    let slowdown = |name| Some(cpu(name)? / cpu("alone")? - 1.0);
+    let rate = |name| Some(sampling(name)? / cpu(name)?);
+    let error = |count: f64, name| Some(count / (cpu(name)? * tsc_hz?) - 1.0);
+    let mean = turns.iter().sum::<f64>() / turns.len() as f64;
+    let worst = turns.iter().copied().max_by(|a, b| {
+        let off = |x: f64| (x - mean).abs();
+        off(*a).total_cmp(&off(*b))
+    })?;
+    let all = Figures {
+        exits_per_pmi: sampling("one")? / pmis("one")?,
+        exits_per_switch: (exits("switched")? - exits("unswitched")?)
+            / during("switched", |mark| mark.switches)?,
+        slowdown: [slowdown("one")?, slowdown("ten")?],
+        exits_per_second: [rate("one")?, rate("ten")?],
+        pmis: [pmis("one")?, pmis("ten")?],
+        count_error: error(counted?, "count")?,
+        mux_error: [error(worst, "mux")?, error(mean, "mux")?],
+    };
+    // Without an interrupt there is nothing by which to divide.
+    (all.pmis[0] >= 1.0 && all.exits_per_switch.is_finite()).then_some(all)
+}
+
+/// A row of the table: its words, what it takes of a turn, its unit, and what it would be at the price of an exit on silicon.
+type Measure = (
+    &'static str,
+    fn(&Figures) -> f64,
+    &'static str,
+    Option<fn(f64, &Figures) -> String>,
+);
+
+const MEASURES: [Measure; 8] = [
+    (
+        "exits for each PMI (perf record -F 1000, 1 event)",
+        |f| f.exits_per_pmi,
+        "",
+        Some(|x, _| format!("{:.1} µs", x * EXIT_US)),
+    ),
+    (
+        "exits for each context switch (1 event, one side counted)",
+        |f| f.exits_per_switch,
+        "",
+        Some(|x, _| format!("{:.1} µs", x * EXIT_US)),
+    ),
+    (
+        "slowdown, perf record -F 1000, 1 event",
+        |f| f.slowdown[0] * 100.0,
+        " %",
+        Some(|_, f| priced(f.exits_per_second[0])),
+    ),
+    (
+        "slowdown, perf record -F 1000, 10 events",
+        |f| f.slowdown[1] * 100.0,
+        " %",
+        Some(|_, f| priced(f.exits_per_second[1])),
+    ),
+    ("PMIs in it, 10 events", |f| f.pmis[1], "", None),
+    (
+        "error of a count (cycles:u)",
+        |f| f.count_error * 100.0,
+        " %",
+        None,
+    ),
+    (
+        "error of 10 events in turns, mean",
+        |f| f.mux_error[1] * 100.0,
+        " %",
+        None,
+    ),
+    (
+        "error of 10 events in turns, farthest from the mean",
+        |f| f.mux_error[0] * 100.0,
+        " %",
+        None,
+    ),
+];
+
+/// What so many exits a second cost, each at its price on silicon.
+fn priced(exits_per_second: f64) -> String {
+    format!("{:.2} %", exits_per_second * EXIT_US / 1e6 * 100.0)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let n = values.len();
+    (values[(n - 1) / 2] + values[n / 2]) / 2.0
+}
+
+fn table(ways: &[(&str, Vec<Figures>)]) -> String {
+    let mut out = String::new();
+    let _ = write!(out, "\n| medians of {} turn(s) |", ways[0].1.len());
+    for (way, _) in ways {
+        let _ = write!(out, " --backing {way} | at {EXIT_US} µs an exit (estimate) |");
+    }
+    let _ = writeln!(out, "\n|---|{}", "---|---|".repeat(ways.len()));
+    for (name, of, unit, projected) in MEASURES {
+        let _ = write!(out, "| {name} |");
+        for (_, rounds) in ways {
+            let value = median(rounds.iter().map(of).collect());
+            let middle = Figures {
+                exits_per_second: [0, 1]
+                    .map(|i| median(rounds.iter().map(|f| f.exits_per_second[i]).collect())),
+                ..rounds[0]
+            };
+            let estimate = projected.map_or("-".to_owned(), |p| p(value, &middle));
+            let _ = write!(out, " {value:.1}{unit} | {estimate} |");
+        }
+        out.push('\n');
+    }
+    out
+}
+
+fn as_json(options: &Options, ways: &[(&str, Vec<Figures>)]) -> Value {
+    let round = |f: &Figures| {
+        json!({
+            "exits_per_pmi": f.exits_per_pmi,
+            "exits_per_context_switch": f.exits_per_switch,
+            "slowdown_1_event": f.slowdown[0],
+            "slowdown_10_events": f.slowdown[1],
+            "sampling_exits_per_cpu_second": f.exits_per_second,
+            "pmis": f.pmis,
+            "count_error": f.count_error,
+            "mux_error_farthest_and_mean": f.mux_error,
+        })
+    };
+    let ways: serde_json::Map<_, _> = ways
+        .iter()
+        .map(|(way, rounds)| ((*way).to_owned(), rounds.iter().map(round).collect()))
+        .collect();
+    json!({
+        "rounds": options.rounds,
+        "work_iterations": options.work,
+        "price_of_an_exit_us": EXIT_US,
+        "ways": ways,
+    })
 }
 
 fn measure(options: &Options, place: &Place) -> Result<GuestRun, PlaceError> {
@@ -170,4 +400,72 @@ fn script_archive(script: &str) -> std::io::Result<Vec<u8>> {
     let mut archive = guest_images::cpio::Archive::new(Vec::new());
     archive.file("scripts/compare", 0o644, script.as_bytes())?;
     archive.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text() -> String {
+        let phases = [
+            ("alone", 0, 0, 100),
+            ("quiet", 0, 10, 200),
+            ("one", 0, 20, 260),
+            ("ten", 100, 30, 1520),
+            ("count", 300, 40, 3000),
+            ("mux", 300, 50, 3100),
+            ("unswitched", 300, 60, 3200),
+            ("switched", 300, 160, 3300),
+            ("end", 300, 260, 4200),
+        ];
+        let mut text = String::new();
+        for (name, pmi, ctxt, exits) in phases {
+            let _ = writeln!(text, "@@phase {name} pmi={pmi} ctxt={ctxt} exits={exits} up=1.5");
+            let cpu = if name == "one" { 1.5 } else { 1.0 };
+            let _ = writeln!(
+                text,
+                "@@result {name} spin: iterations=5 seconds=2 cpu_seconds={cpu} exits=7 up=2"
+            );
+        }
+        text + "@@result counted 990000000,,cycles:u,1,100.00,, exits=1 up=1\n\
+                @@result turn 800000000,,cycles,1,60.00,, exits=1 up=1\n\
+                @@result turn 900000000,,cycles,1,60.00,, exits=1 up=1\n\
+                @@result tsc_mhz 1000.0 exits=1 up=1\n"
+    }
+
+    /// Exits are those of a phase less those of the same without samples, and each figure is divided by its own.
+    #[test]
+    fn figures_are_differences_of_phases() {
+        let f = figures(&text()).unwrap();
+        assert_eq!(f.exits_per_pmi, (1260.0 - 60.0) / 100.0);
+        assert_eq!(f.exits_per_switch, (900.0 - 100.0) / 100.0);
+        assert_eq!(f.slowdown, [0.5, 0.0]);
+        assert_eq!(f.exits_per_second[0], 800.0);
+        assert!((f.count_error + 0.01).abs() < 1e-9);
+        assert!((f.mux_error[1] + 0.15).abs() < 1e-9);
+        assert!(table(&[("kvm", vec![f])]).contains("| 12.0 | 18.0 µs |"));
+    }
+
+    /// A figure that was not measured is none, and no zero.
+    #[test]
+    fn a_missing_line_gives_no_figures() {
+        for word in [
+            "@@phase end",
+            "@@result counted",
+            "@@result turn 8",
+            "tsc_mhz",
+            "@@result alone",
+        ] {
+            let without: String = text()
+                .lines()
+                .filter(|l| !l.contains(word))
+                .map(|l| format!("{l}\n"))
+                .collect();
+            if word == "@@result turn 8" {
+                assert!(figures(&without.replace("turn 900000000", "turn <not counted>")).is_none());
+            } else {
+                assert!(figures(&without).is_none(), "{word}");
+            }
+        }
+    }
 }
