@@ -436,17 +436,14 @@ fn tell_uncounted(
         let tables = &loaded.event_tables;
         for table in event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n))? {
             known = true;
-            let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
             log::info!(
-                "the kernel's table of events at {:#x}: {} left; not countable and taken out: {}",
+                "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
                 table.virt,
-                table.left,
-                if names.is_empty() {
-                    "none".to_owned()
-                } else {
-                    names.join(", ")
-                }
+                table.hidden.len(),
+                table.left
             );
+            let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
+            log::debug!("taken out at {:#x}: {}", table.virt, names.join(", "));
         }
     }
     let missing = countable.missing();

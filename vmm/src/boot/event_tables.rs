@@ -117,7 +117,7 @@ impl EventTable {
     fn event(&self, at: u64) -> TableEvent {
         match self.kind {
             Kind::Hardware => TableEvent::Hardware(at),
-            Kind::Cache => TableEvent::Cache(at / 6 | (at / 2 % 3) << 8 | (at % 2) << 16),
+            Kind::Cache => TableEvent::Cache((at / 6) | ((at / 2 % 3) << 8) | ((at % 2) << 16)),
         }
     }
 }

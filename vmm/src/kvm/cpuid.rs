@@ -216,7 +216,7 @@ fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
         return;
     };
     entries.retain(|entry| !matches!(entry.function, TSC_LEAF | FREQUENCY_LEAF));
-    let mhz = (tsc_khz + 500) / 1000 & 0xffff;
+    let mhz = (tsc_khz.saturating_add(500) / 1000) & 0xffff;
     entries.push(kvm_cpuid_entry2 {
         function: TSC_LEAF,
         eax: denominator,
