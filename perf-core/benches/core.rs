@@ -37,7 +37,7 @@ impl Pmu for Nothing {
         ty == EventType::SIM
     }
     fn capacity(&self) -> Capacity {
-        Capacity::Slots(self.slots)
+        Capacity::counters(self.slots)
     }
     fn open(&self, _: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
         Ok(Box::new(NoEvent(0)))

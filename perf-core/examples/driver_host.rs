@@ -12,7 +12,7 @@ fn main() -> Result<(), PmuError> {
     let probe = HostProbe::run();
     println!("{probe:#?}");
     let hardware = HostPmu::hardware(None, &probe);
-    println!("hardware slots: {:?}", hardware.capacity());
+    println!("hardware counters: {:?}", hardware.capacity());
 
     let attr = Attr {
         ty: EventType::SOFTWARE,

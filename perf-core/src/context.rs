@@ -21,8 +21,9 @@ use crate::event::{Event, EventShared, Source, State, Totals};
 use crate::group::{Group, Queue};
 use crate::lost::{Failure, FailureCause};
 use crate::output::write_page;
+use crate::pmu::CounterMask;
 use crate::record::ReadEntry;
-use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy};
+use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy, Want};
 use crate::slices::EstimateSum;
 use crate::software::IDS;
 use crate::time::ContextClock;
@@ -122,11 +123,11 @@ impl Context {
     }
 
     /// The pool of hardware driver `driver`, made when first needed.
-    pub fn pool(&mut self, driver: usize, slots: usize, reserved: usize) -> usize {
+    pub fn pool(&mut self, driver: usize, counters: CounterMask, reserved: usize) -> usize {
         if let Some(at) = self.pools.iter().position(|p| p.driver == driver) {
             return at;
         }
-        self.pools.push(Pool::new(driver, slots, reserved, self.mux));
+        self.pools.push(Pool::new(driver, counters, reserved, self.mux));
         self.pools.len() - 1
     }
 
@@ -235,13 +236,23 @@ impl Context {
     }
 
     fn recount(&mut self, group: usize) {
-        let need = {
-            let g = &self.groups[group];
-            let wants =
-                |m: &&usize| self.events[**m].pool.is_some() && self.events[**m].state >= State::Inactive;
-            g.members.iter().filter(wants).count()
-        };
-        if std::mem::replace(&mut self.groups[group].need, need) != need
+        let Group { members, wants, .. } = &mut self.groups[group];
+        let events = &self.events;
+        let wanting = |key: usize| events[key].pool.is_some() && events[key].state >= State::Inactive;
+        let before = wants.len();
+        wants.retain(|want| wanting(want.event));
+        let mut changed = wants.len() != before;
+        for &event in members.iter().filter(|m| wanting(**m)) {
+            if !wants.iter().any(|want| want.event == event) {
+                changed = true;
+                wants.push(Want {
+                    event,
+                    fits: events[event].fits,
+                    seat: None,
+                });
+            }
+        }
+        if changed
             && let Some(pool) = self.groups[group].pool
         {
             // It may fit now.

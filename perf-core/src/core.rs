@@ -14,7 +14,7 @@ use crate::notify::Poll;
 use crate::open::OpenError;
 use crate::output::Locked;
 use crate::overflow::SampleRegs;
-use crate::pmu::{Capacity, Pmu, VcpuId};
+use crate::pmu::{Capacity, CounterMask, Pmu, VcpuId};
 use crate::sample::{Overflowed, Rate};
 use crate::schedule::SharePolicy;
 use crate::sideband::Wanted;
@@ -54,6 +54,31 @@ pub(crate) struct Topology {
 pub(crate) struct Driver {
     pub pmu: Arc<dyn Pmu>,
     pub capacity: Capacity,
+}
+
+/// What an event needs of a hardware driver.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hardware {
+    /// Index of the driver in the registry.
+    pub driver: usize,
+    /// All of its counters.
+    pub counters: CounterMask,
+    /// Those that can hold the event.
+    pub fits: CounterMask,
+}
+
+impl Hardware {
+    /// `None` for a driver of the software class.
+    pub fn of(driver: usize, pmu: &dyn Pmu, capacity: Capacity, attr: &Attr) -> Option<Self> {
+        match capacity {
+            Capacity::Unlimited => None,
+            Capacity::Counters(counters) => Some(Self {
+                driver,
+                counters,
+                fits: pmu.constraint(attr) & counters,
+            }),
+        }
+    }
 }
 
 impl std::fmt::Debug for Core {
@@ -303,7 +328,7 @@ impl CoreInner {
     pub fn fewest_slots(&self) -> usize {
         let drivers = self.drivers.read().unwrap_or_else(PoisonError::into_inner);
         let slots = |d: &Driver| match d.capacity {
-            Capacity::Slots(slots) => Some(slots),
+            Capacity::Counters(counters) => Some(counters.len()),
             Capacity::Unlimited => None,
         };
         drivers.iter().filter_map(slots).min().unwrap_or(0)
@@ -393,7 +418,7 @@ impl CoreInner {
             parent.cookie,
             false,
         ));
-        let (source, driver) = self.source(&parent.attr, cell)?;
+        let (source, hardware) = self.source(&parent.attr, cell)?;
         let family = parent.family.as_ref().expect("only families are inherited");
         // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
         let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
@@ -417,9 +442,9 @@ impl CoreInner {
         }
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
-        let pool = driver
-            .map(|(d, slots)| context.pool(d, slots, self.limits.reserved_slots.load(Ordering::Relaxed)));
-        let mut event = Event::new(shared, Some(Arc::clone(parent)), pool, source, enabled);
+        let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
+        let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
+        let mut event = Event::new(shared, Some(Arc::clone(parent)), place, source, enabled);
         event.sampling.inherit_rate(rate);
         event.output = output;
         event.enable_on_exec = enable_on_exec;
@@ -433,12 +458,12 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Where the counts of `attr` in `cell` come from, and the hardware driver and its slots if it is one.
+    /// Where the counts of `attr` in `cell` come from, and what it needs of the hardware if that is a hardware driver.
     pub fn source(
         &self,
         attr: &crate::attr::Attr,
         cell: &ContextCell,
-    ) -> Result<(Source, Option<(usize, usize)>), OpenError> {
+    ) -> Result<(Source, Option<Hardware>), OpenError> {
         if attr.ty == EventType::VMM {
             if SoftwareId::from_config(attr.config).is_none() {
                 return Err(OpenError::NoSuchSoftwareEvent(attr.config));
@@ -447,11 +472,7 @@ impl CoreInner {
         }
         let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
         let event = pmu.open(attr, cell.target())?;
-        let hardware = match capacity {
-            Capacity::Unlimited => None,
-            Capacity::Slots(slots) => Some((at, slots)),
-        };
-        Ok((Source::Driver(event), hardware))
+        Ok((Source::Driver(event), Hardware::of(at, &*pmu, capacity, attr)))
     }
 
     /// Takes back a hot-add that failed: children are unlinked and nothing is folded.

@@ -9,7 +9,7 @@ use crate::inherit::Family;
 use crate::lost::Failure;
 use crate::notify::Notify;
 use crate::output::{Output, OutputState};
-use crate::pmu::{PmuError, PmuEvent};
+use crate::pmu::{CounterMask, PmuError, PmuEvent};
 use crate::sample::Sampling;
 use crate::slices::Slices;
 use crate::time::{EventTimes, Times};
@@ -146,6 +146,8 @@ pub(crate) struct Event {
     pub group: usize,
     /// The pool of slots it uses one of, if it is a hardware event.
     pub pool: Option<usize>,
+    /// The counters of that pool it may sit on.
+    pub fits: CounterMask,
     pub source: Source,
     pub state: State,
     pub times: EventTimes,
@@ -171,13 +173,15 @@ pub(crate) struct Event {
 }
 
 impl Event {
+    /// `place`: its pool and the counters there it may sit on, if it is a hardware event.
     pub fn new(
         shared: Arc<EventShared>,
         parent: Option<Arc<EventShared>>,
-        pool: Option<usize>,
+        place: Option<(usize, CounterMask)>,
         source: Source,
         enabled: bool,
     ) -> Self {
+        let (pool, fits) = place.unzip();
         let slices = (pool.is_some() && !shared.attr.pinned).then(Slices::default);
         let sampling = Sampling::new(&shared.attr);
         let enable_on_exec = shared.attr.enable_on_exec;
@@ -186,6 +190,7 @@ impl Event {
             parent,
             group: usize::MAX,
             pool,
+            fits: fits.unwrap_or_default(),
             source,
             state: if enabled { State::Inactive } else { State::Off },
             times: EventTimes::default(),

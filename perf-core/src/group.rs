@@ -7,6 +7,8 @@
 use slab::Slab;
 use smallvec::SmallVec;
 
+use crate::schedule::Want;
+
 /// A leader and its siblings: on the PMU all together or not at all.
 #[derive(Debug)]
 pub(crate) struct Group {
@@ -16,8 +18,8 @@ pub(crate) struct Group {
     pub pool: Option<usize>,
     /// Which queue of that pool it belongs to.
     pub class: Class,
-    /// Slots it needs now: hardware members that are neither off nor in error.
-    pub need: usize,
+    /// The counters it needs now: one for each hardware member that is neither off nor in error.
+    pub wants: SmallVec<[Want; 4]>,
     pub exclusive: bool,
     /// It is on.
     pub on: bool,
@@ -40,7 +42,7 @@ impl Group {
             members: SmallVec::new(),
             pool,
             class,
-            need: 0,
+            wants: SmallVec::new(),
             exclusive,
             on: false,
             parked: false,

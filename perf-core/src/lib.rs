@@ -9,8 +9,8 @@
 //! - **event**: something that is counted, opened with [`Core::open`] and used through its [`Handle`].
 //! - **vCPU context**, **VM context**: the events of one vCPU, and of the machine as a whole.
 //! - **group**: a leader and its siblings, on the PMU all together or not at all.
-//! - **slot**: one hardware counter. Drivers with [`pmu::Capacity::Slots`] have that many for each vCPU; events of the
-//!   other drivers are *software* events and need none.
+//! - **slot**: one hardware counter. Drivers with [`pmu::Capacity::Counters`] have these for each vCPU, and say of each event
+//!   which of them can hold it ([`Pmu::constraint`]); events of the other drivers are *software* events and need none.
 //! - **pinned**: always on, or in the error state. **flexible**: takes turns. **exclusive**: alone on the PMU.
 //! - **family**: a VM-wide event and its children, one in each vCPU context.
 //! - **session**: an operator, or the guest; it owns the events it opens.

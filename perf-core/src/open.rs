@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use crate::attr::{Attr, AttrError, EventType, ReadFormat, SampleType};
 use crate::context::ContextCell;
 use crate::control::ControlError;
-use crate::core::{Core, CoreInner};
+use crate::core::{Core, CoreInner, Hardware};
 use crate::event::{Event, EventShared, Owner, Source};
 use crate::handle::{EventRef, Handle, HandleInner};
 use crate::limits::{Role, Session, SessionInner};
-use crate::pmu::{Capacity, PmuError, Target, VcpuId};
-use crate::schedule::SharePolicy;
+use crate::pmu::{PmuError, Target, VcpuId};
+use crate::schedule::{Crowd, Seats, SharePolicy};
 use crate::software::SoftwareId;
 
 /// Whose counts to collect.
@@ -102,20 +102,23 @@ pub enum OpenError {
     /// The group handle cannot be joined.
     #[error("cannot join the group: {0}")]
     Group(&'static str),
-    /// The group needs more slots than there are.
-    #[error("the group needs {needed} slots, the PMU has {slots}")]
+    /// The group needs more slots than there are for its events.
+    #[error("{needed} events of the group need a slot of a kind of which the PMU has {slots}")]
     GroupTooLarge {
-        /// Slots needed.
+        /// Events that can share these slots only.
         needed: usize,
-        /// Slots there are.
+        /// Slots there are for them.
         slots: usize,
     },
     /// Sharing is off and the slots are taken.
-    #[error("all {slots} slots of vCPU {} are taken and sharing is off; close an event or allow sharing", .vcpu.0)]
+    #[error(
+        "all {slots} slots of vCPU {} that could hold it are taken and sharing is off; close an event or allow sharing",
+        .vcpu.0
+    )]
     Overcommitted {
         /// Where.
         vcpu: VcpuId,
-        /// Slots there are.
+        /// Slots there are for such an event.
         slots: usize,
     },
     /// The VMM raises no such event.
@@ -171,8 +174,8 @@ pub(crate) fn pmu_errno(error: &PmuError) -> i32 {
 struct Place {
     cell: Arc<ContextCell>,
     source: Source,
-    /// Hardware driver and its slots.
-    hardware: Option<(usize, usize)>,
+    /// What it needs of a hardware driver.
+    hardware: Option<Hardware>,
     owner: Owner,
 }
 
@@ -329,18 +332,12 @@ impl CoreInner {
             Some(_) if leads_family == Some(true) => Err(OpenError::Group(
                 "a package count cannot join a group that fans out over vCPUs",
             )),
-            Some(event) => {
-                let hardware = match capacity {
-                    Capacity::Unlimited => None,
-                    Capacity::Slots(slots) => Some((at, slots)),
-                };
-                Ok(Place {
-                    cell,
-                    source: Source::Driver(event),
-                    hardware,
-                    owner,
-                })
-            }
+            Some(event) => Ok(Place {
+                cell,
+                source: Source::Driver(event),
+                hardware: Hardware::of(at, &*pmu, capacity, attr),
+                owner,
+            }),
             None => Ok(family(cell)),
         }
     }
@@ -369,8 +366,8 @@ impl CoreInner {
         let key = {
             let mut context = cell.lock();
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
-            let pool = hardware.map(|(driver, slots)| context.pool(driver, slots, reserved));
-            let event = Event::new(Arc::clone(&shared), None, pool, source, enabled);
+            let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
+            let event = Event::new(Arc::clone(&shared), None, place, source, enabled);
             context.clone_of = None;
             let key = context.add(event, leader.map(|l| l.key), now_ns);
             cell.publish_raised(&context);
@@ -401,10 +398,7 @@ impl CoreInner {
             };
             let hardware = self
                 .driver(event.shared.attr.ty)
-                .and_then(|(at, _, capacity)| match capacity {
-                    Capacity::Slots(slots) => Some((at, slots)),
-                    Capacity::Unlimited => None,
-                });
+                .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, &event.shared.attr));
             self.check_slots(&cell, hardware, leader_key)?;
             self.inherit(event.key, &event.shared, &cell, leader_key)?;
         }
@@ -415,45 +409,49 @@ impl CoreInner {
     fn check_slots(
         &self,
         cell: &ContextCell,
-        hardware: Option<(usize, usize)>,
+        hardware: Option<Hardware>,
         leader: Option<usize>,
     ) -> Result<(), OpenError> {
-        let Some((driver, slots)) = hardware else {
+        let Some(hardware) = hardware else {
             return Ok(());
         };
         let mut context = cell.lock();
         let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
-        let pool = context.pool(driver, slots, reserved);
-        let mut needed = 1;
+        let pool = context.pool(hardware.driver, hardware.counters, reserved);
+        let mut group = Seats::new(hardware.counters);
         if let Some(leader) = leader {
-            let group = context.events[leader].group;
-            match context.groups[group].pool {
+            let members = &context.groups[context.events[leader].group];
+            match members.pool {
                 Some(other) if other != pool => {
                     return Err(OpenError::Group("its hardware events belong to another driver"));
                 }
                 _ => {}
             }
-            needed += context.groups[group]
-                .members
-                .iter()
-                .filter(|m| context.events[**m].pool.is_some())
-                .count();
+            for event in members.members.iter().map(|m| &context.events[*m]) {
+                if event.pool.is_some() {
+                    // They were checked when they were opened.
+                    let _ = group.take_one(event.fits);
+                }
+            }
         }
-        if needed > slots {
-            return Err(OpenError::GroupTooLarge { needed, slots });
-        }
+        let too_large = |crowd: Crowd| OpenError::GroupTooLarge {
+            needed: crowd.events,
+            slots: crowd.counters,
+        };
+        group.take_one(hardware.fits).map_err(too_large)?;
         let strict =
             self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed);
-        if strict
-            && context
-                .events
-                .iter()
-                .filter(|(_, e)| e.pool == Some(pool))
-                .count()
-                >= slots
-        {
+        if strict {
+            let mut all = Seats::new(hardware.counters);
+            for (_, event) in context.events.iter().filter(|(_, e)| e.pool == Some(pool)) {
+                let _ = all.take_one(event.fits);
+            }
             let vcpu = cell.vcpu().map_or(VcpuId(0), |(vcpu, _)| vcpu);
-            return Err(OpenError::Overcommitted { vcpu, slots });
+            all.take_one(hardware.fits)
+                .map_err(|crowd| OpenError::Overcommitted {
+                    vcpu,
+                    slots: crowd.counters,
+                })?;
         }
         Ok(())
     }

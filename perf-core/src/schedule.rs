@@ -1,14 +1,19 @@
 //! Who gets the slots: a plain function from what waits and what there is to the next set.
 //!
-//! The plan is made by walking the queues in the share policy's order and stops as soon as the slots are used up, so
-//! its cost follows the number of slots, not of groups. [`crate::context`] then tells the drivers the difference to
-//! what is on.
+//! The plan is made by walking the queues in the share policy's order and stops as soon as a group finds no room, so
+//! its cost follows the number of slots, not of groups. Whether there is room is a question of which event may sit on
+//! which counter: [`seats`] answers it. [`crate::context`] then tells the drivers the difference to what is on.
+
+mod seats;
 
 use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::group::{Class, Group, Queue};
 use crate::mux::{MuxPolicy, MuxQueue, Turn};
+use crate::pmu::CounterMask;
+
+pub(crate) use seats::{Crowd, Seats, Want};
 
 /// Who gets slots when there are not enough.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,10 +42,10 @@ impl SharePolicy {
 pub(crate) struct Pool {
     /// Index of the driver in the core's registry.
     pub driver: usize,
-    /// Events that can be on at once.
-    pub slots: usize,
-    /// Slots that only events for the VM as a whole may use.
-    pub reserved: usize,
+    /// Its counters.
+    pub counters: CounterMask,
+    /// Those that one vCPU's own events may use. The others are for events for the VM as a whole.
+    pub vcpu_counters: CounterMask,
     /// Slots in use.
     pub used: usize,
     pinned: [Queue; Class::PINNED],
@@ -55,16 +60,16 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    pub fn new(driver: usize, slots: usize, reserved: usize, mux: MuxConfig) -> Self {
+    pub fn new(driver: usize, counters: CounterMask, reserved: usize, mux: MuxConfig) -> Self {
         Self {
             driver,
-            slots,
-            reserved: reserved.min(slots),
+            counters,
+            vcpu_counters: counters.skip(reserved),
             used: 0,
             pinned: [Queue::default(); Class::PINNED],
             flexible: std::array::from_fn(|_| mux.queue()),
             parked: Vec::new(),
-            left: [Left::default(); Class::FLEXIBLE],
+            left: Default::default(),
             on: SmallVec::new(),
         }
     }
@@ -78,6 +83,11 @@ impl Pool {
                 ClassQueue::Pinned(&mut self.pinned[class as usize])
             }
         }
+    }
+
+    /// Keeps `reserved` counters for events for the VM as a whole, those first that hold most.
+    pub fn reserve(&mut self, reserved: usize) {
+        self.vcpu_counters = self.counters.skip(reserved);
     }
 
     /// Puts a parked group back in line.
@@ -166,73 +176,118 @@ pub(crate) struct Plan {
 }
 
 /// What is left for the groups of a flexible queue by those before them that are always on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 struct Left {
-    slots: usize,
-    vcpu_slots: usize,
+    /// The counters that each event of those before them may sit on.
+    before: SmallVec<[CounterMask; 16]>,
+    vcpu_counters: CounterMask,
+    /// One of those before them is exclusive.
+    exclusive: bool,
     /// All of it.
     untouched: bool,
 }
 
-impl Left {
-    /// Whether a group could go on if no other flexible group were there.
-    fn ever_takes(self, group: &Group) -> bool {
-        let slots = if group.class.is_vcpu() {
-            self.slots.min(self.vcpu_slots)
-        } else {
-            self.slots
-        };
-        group.need <= slots && (!group.exclusive || self.untouched)
-    }
+/// The first groups of a plan: those that are always on.
+#[derive(Clone, Copy, Debug, Default)]
+struct Always {
+    /// How many events they are.
+    events: usize,
+    exclusive: bool,
 }
 
 /// What the groups planned so far leave.
 struct Room {
-    slots: usize,
-    /// Slots one vCPU's own events may use.
-    vcpu_slots: usize,
-    used: usize,
-    used_by_vcpu: usize,
+    seats: Seats,
+    /// The counters one vCPU's own events may use.
+    vcpu_counters: CounterMask,
     /// An exclusive group is among them.
     exclusive: bool,
 }
 
 impl Room {
-    fn offer(&mut self, group: &Group) -> Turn {
-        let vcpu = group.class.is_vcpu();
+    /// An empty one, that knows where sits what is on.
+    fn new(pool: &Pool, groups: &Slab<Group>) -> Self {
+        let mut seats = Seats::new(pool.counters);
+        for &key in &pool.on {
+            groups[key].wants.iter().for_each(|want| seats.keep(want.seat));
+        }
+        Self {
+            seats,
+            vcpu_counters: pool.vcpu_counters,
+            exclusive: false,
+        }
+    }
+
+    fn allowed(&self, class: Class) -> CounterMask {
+        if class.is_vcpu() {
+            self.vcpu_counters
+        } else {
+            CounterMask::ALL
+        }
+    }
+
+    fn offer(&mut self, key: usize, group: &Group) -> Turn {
         // An exclusive group that is first in line lets nobody overtake it: otherwise those that share the PMU in turns
         // would never leave it to one.
-        if self.exclusive
-            || (group.exclusive && self.used > 0)
-            || self.used + group.need > self.slots
-            || (vcpu && self.used_by_vcpu + group.need > self.vcpu_slots)
-        {
+        if self.exclusive || (group.exclusive && self.seats.len() > 0) {
             return Turn::NoRoom;
         }
-        self.used += group.need;
-        self.used_by_vcpu += if vcpu { group.need } else { 0 };
-        self.exclusive |= group.exclusive && group.need > 0;
+        let allowed = self.allowed(group.class);
+        if self.seats.take(key, &group.wants, allowed, group.on).is_err() {
+            return Turn::NoRoom;
+        }
+        self.exclusive |= group.exclusive && !group.wants.is_empty();
         Turn::Taken
+    }
+
+    /// Whether a group that finds no room now could go on with those alone that are always on.
+    fn ever_takes(&self, always: Always, untouched: bool, key: usize, group: &Group) -> bool {
+        if group.exclusive && !untouched {
+            return false;
+        }
+        if group.wants.is_empty() {
+            return true;
+        }
+        let allowed = self.allowed(group.class);
+        !always.exclusive
+            && self
+                .seats
+                .truncated(always.events)
+                .take(key, &group.wants, allowed, false)
+                .is_ok()
+    }
+}
+
+impl Left {
+    /// Notes what is left now. Returns whether it was something else before.
+    fn update(&mut self, room: &Room, always: Always, untouched: bool) -> bool {
+        let before = || room.seats.fits().take(always.events);
+        let same = self.vcpu_counters == room.vcpu_counters
+            && self.exclusive == always.exclusive
+            && self.untouched == untouched
+            && self.before.iter().copied().eq(before());
+        if !same {
+            self.before.clear();
+            self.before.extend(before());
+            self.vcpu_counters = room.vcpu_counters;
+            self.exclusive = always.exclusive;
+            self.untouched = untouched;
+        }
+        !same
     }
 }
 
 /// Plans the next set of one pool, and moves the flexible groups between on and waiting accordingly.
 pub(crate) fn plan(pool: &mut Pool, groups: &mut Slab<Group>, policy: SharePolicy) -> Plan {
     let mut plan = Plan::default();
-    let mut room = Room {
-        slots: pool.slots,
-        vcpu_slots: pool.slots - pool.reserved,
-        used: 0,
-        used_by_vcpu: 0,
-        exclusive: false,
-    };
-    let mut left = Left::default();
+    let mut room = Room::new(pool, groups);
+    let mut always = Always::default();
     let mut shared = false;
     for class in policy.order() {
         match pool.queue(class) {
             ClassQueue::Pinned(queue) => {
                 for key in queue.iter(groups) {
-                    match room.offer(&groups[key]) {
+                    match room.offer(key, &groups[key]) {
                         Turn::Taken => plan.on.push(key),
                         Turn::NoRoom | Turn::NotNow => plan.failed.push(key),
                     }
@@ -241,13 +296,13 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Slab<Group>, policy: SharePolic
             ClassQueue::Flexible(_) => {
                 // Flexible groups before these are always on only if none of them has to wait.
                 if !shared {
-                    left.slots = if room.exclusive { 0 } else { room.slots - room.used };
-                    left.vcpu_slots = room.vcpu_slots.saturating_sub(room.used_by_vcpu);
+                    always = Always {
+                        events: room.seats.len(),
+                        exclusive: room.exclusive,
+                    };
                 }
-                left.untouched = room.used == 0;
-                let number = class as usize - Class::PINNED;
-                if pool.left[number] != left {
-                    pool.left[number] = left;
+                let untouched = room.seats.len() == 0;
+                if pool.left[class as usize - Class::PINNED].update(&room, always, untouched) {
                     pool.unpark_all(groups, class);
                 }
                 let mut hopeless: SmallVec<[usize; 16]> = SmallVec::new();
@@ -255,13 +310,13 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Slab<Group>, policy: SharePolic
                     continue;
                 };
                 queue.fill(|key| {
-                    if !left.ever_takes(&groups[key]) {
-                        hopeless.push(key);
-                        return Turn::NotNow;
-                    }
-                    let turn = room.offer(&groups[key]);
+                    let group = &groups[key];
+                    let turn = room.offer(key, group);
                     if turn == Turn::Taken {
                         plan.on.push(key);
+                    } else if !room.ever_takes(always, untouched, key, group) {
+                        hopeless.push(key);
+                        return Turn::NotNow;
                     }
                     turn
                 });
@@ -280,5 +335,11 @@ pub(crate) fn plan(pool: &mut Pool, groups: &mut Slab<Group>, policy: SharePolic
             }
         }
     }
+    for (group, want, seat) in room.seats.seated() {
+        groups[group].wants[want].seat = Some(seat);
+    }
     plan
 }
+
+#[cfg(test)]
+mod tests;

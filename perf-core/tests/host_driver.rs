@@ -292,14 +292,14 @@ fn a_count_outlives_its_thread() {
     );
 }
 
-/// As many hardware events as the probe promised are on at once. On a host with no PMU, opening says there is no such event.
+/// What the probe promised is on at once: an event on each general counter, and that of each free fixed one beside them. On a host with no PMU, opening says there is no such event.
 #[test]
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostProbe::run();
     let pmu = HostPmu::hardware(None, &probe);
-    assert_eq!(pmu.capacity(), Capacity::Slots(probe.slots));
+    assert_eq!(pmu.capacity(), Capacity::Counters(probe.counters.mask()));
     if !probe.hardware_pmu {
-        assert_eq!(probe.slots, 0);
+        assert_eq!(probe.slots(), 0);
         assert!(probe.no_slots_because.is_some());
         assert!(pmu.open(&hardware(4), here()).is_err());
         return;
@@ -310,9 +310,13 @@ fn hardware_events_fit_the_slots_that_were_probed() {
         .into_iter()
         .find(|attr| pmu.open(attr, here()).is_ok())
         .unwrap();
-    let mut events: Vec<_> = (0..probe.slots)
-        .map(|_| pmu.open(&branches, here()).unwrap())
+    let fixed = probe.counters.fixed.iter().filter(|f| f.free);
+    let fixed = fixed.map(|f| hardware(f.config));
+    let mut events: Vec<_> = std::iter::repeat_n(branches, probe.counters.general)
+        .chain(fixed)
+        .map(|attr| pmu.open(&attr, here()).unwrap())
         .collect();
+    assert_eq!(events.len(), probe.slots());
     for ev in &mut events {
         ev.start(None).unwrap();
     }

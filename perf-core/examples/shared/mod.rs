@@ -112,7 +112,7 @@ impl Pmu for FewCounters {
         self.host.serves(ty)
     }
     fn capacity(&self) -> Capacity {
-        Capacity::Slots(self.slots)
+        Capacity::counters(self.slots)
     }
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.host.open(attr, target)

@@ -31,12 +31,12 @@ impl Context {
             let parked = &mut self.pools[pool].parked;
             parked.reserve(events.saturating_sub(parked.len()));
         }
-        self.entries.reserve(
-            self.groups[group]
-                .members
-                .len()
-                .saturating_sub(self.entries.len()),
-        );
+        let Group { members, wants, .. } = &mut self.groups[group];
+        self.entries
+            .reserve(members.len().saturating_sub(self.entries.len()));
+        if pool.is_some() {
+            wants.reserve(members.len().saturating_sub(wants.len()));
+        }
         if matches!(self.events[key].source, Source::Raised(_)) {
             self.raised[self.events[key].shared.attr.config as usize].push(key);
         }

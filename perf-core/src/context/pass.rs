@@ -99,7 +99,7 @@ impl Context {
     /// Keeps `reserved` slots of each pool for VM-wide events from now on.
     pub fn reserve(&mut self, reserved: usize, now_ns: u64) {
         for pool in 0..self.pools.len() {
-            self.pools[pool].reserved = reserved.min(self.pools[pool].slots);
+            self.pools[pool].reserve(reserved);
             self.reschedule(pool, now_ns);
         }
     }

@@ -5,6 +5,7 @@
 //! a driver only knows how to start, stop, read and arm one.
 
 pub mod clock;
+mod counters;
 pub mod fed;
 pub mod host;
 pub mod kvm;
@@ -14,6 +15,8 @@ pub mod sim;
 use std::fmt::Debug;
 
 use crate::attr::{Attr, EventType};
+
+pub use counters::CounterMask;
 
 /// Index of a vCPU in its VM, as the operator sees it (0-based).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,8 +41,17 @@ pub enum Target {
 pub enum Capacity {
     /// A software class driver: any number, no slot is used.
     Unlimited,
-    /// A hardware class driver: this many slots per vCPU thread.
-    Slots(usize),
+    /// A hardware class driver: each vCPU thread has these counters, one event on each at a time. Which events a counter
+    /// can hold is said by [`Pmu::constraint`].
+    Counters(CounterMask),
+}
+
+impl Capacity {
+    /// A hardware class driver with `n` counters, at most 64.
+    #[must_use]
+    pub const fn counters(n: usize) -> Self {
+        Self::Counters(CounterMask::first(n))
+    }
 }
 
 /// Why a driver refused. The core maps these to the error numbers of `perf_event_open(2)`.
@@ -78,6 +90,13 @@ pub trait Pmu: Send + Sync + Debug {
 
     /// How many events can be on at once, per vCPU.
     fn capacity(&self) -> Capacity;
+
+    /// The counters that can hold `attr`. Asked once, when the event is opened. All of them unless the driver says
+    /// otherwise.
+    fn constraint(&self, attr: &Attr) -> CounterMask {
+        let _ = attr;
+        CounterMask::ALL
+    }
 
     /// Checks `attr` and makes the driver's half of an event, stopped.
     ///

@@ -1,8 +1,11 @@
 //! The `sim` driver: a PMU that counts what a test tells it to, exactly when it tells it to.
 //!
 //! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be asked for:
-//! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), skid between an overflow and its
-//! notice, refusal to open or to start, and slots that are taken away from what runs on them and given back.
+//! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that somebody else holds
+//! ([`SimConfig::taken`]), skid between an overflow and its notice, refusal to open or to start, and slots that are taken away from
+//! what runs on them and given back. [`SimHost`] describes PMUs as they are built.
+//!
+//! An event that is on keeps its slot as long as what is started beside it fits without moving it.
 //!
 //! Clones of a [`SimPmu`] are handles on the same simulated PMU, so a test keeps one and gives the other to the core.
 
@@ -10,10 +13,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use crate::pmu::{Capacity, CounterMask, Pmu, PmuError, PmuEvent, Target, VcpuId};
+
+mod hosts;
+
+pub use hosts::{SimFixed, SimHost};
 
 /// The most slots a simulated PMU may have.
-pub const MAX_SLOTS: usize = 64;
+pub const MAX_SLOTS: usize = CounterMask::MOST;
 
 /// How a simulated PMU behaves.
 #[derive(Clone, Debug, Default)]
@@ -24,6 +31,12 @@ pub struct SimConfig {
     pub allowed_slots: BTreeMap<u64, u64>,
     /// How long ago, in the answer of an event whose slot was taken away, that was.
     pub late_ns: u64,
+    /// The slots that events without an entry in `allowed_slots` fit; `None`: all.
+    pub general: Option<u64>,
+    /// Which slots an event fits is found out by starting it only, as with a host whose kernel knows more of its PMU than we.
+    pub untold: bool,
+    /// Slots that somebody else holds, one bit each: they are there, and no event of ours gets them.
+    pub taken: u64,
     /// Counts between an overflow and its notice.
     pub skid: u64,
     /// `config`s that do not exist here.
@@ -220,8 +233,17 @@ impl Pmu for SimPmu {
 
     fn capacity(&self) -> Capacity {
         match self.shared.config.slots {
-            Some(n) => Capacity::Slots(n),
+            Some(n) => Capacity::Counters(CounterMask::first(n).without(self.shared.config.taken())),
             None => Capacity::Unlimited,
+        }
+    }
+
+    fn constraint(&self, attr: &Attr) -> CounterMask {
+        let config = &self.shared.config;
+        if config.untold {
+            CounterMask::ALL
+        } else {
+            config.fits(attr.config)
         }
     }
 
@@ -281,7 +303,7 @@ impl State {
         }
     }
 
-    /// Places `id` on a slot, moving others as a real scheduler would, or says that they cannot all fit.
+    /// Places `id` on a free slot, or moves others as a real scheduler would, or says that they cannot all fit.
     fn place(&mut self, id: u64, config: &SimConfig) -> bool {
         let Some(slots) = config.slots else {
             return true;
@@ -296,19 +318,27 @@ impl State {
             .filter(|(_, c)| c.on && c.vcpu == vcpu)
             .map(|(&i, _)| i)
             .collect();
+        let mut seats = vec![None; slots];
+        for (event, on) in ids.iter().enumerate() {
+            if let Some(slot) = self.counters[on].slot {
+                seats[slot] = Some(event);
+            }
+        }
         ids.push(id);
+        let had = self.counter(id).slot;
         let masks: Vec<u64> = ids
             .iter()
-            .map(|&i| {
-                let c = self.counters[&i].config;
-                let allowed = config.allowed_slots.get(&c).copied().unwrap_or(u64::MAX);
-                allowed & !taken
-            })
+            .map(|i| config.fits(self.counters[i].config).bits() & !taken)
             .collect();
-        let Some(placed) = match_slots(&masks, slots) else {
-            return false;
-        };
-        for (slot, event) in placed.into_iter().enumerate() {
+        let event = ids.len() - 1;
+        // Where slots were taken away, who is put on again.
+        let again = had.filter(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
+        match again {
+            Some(slot) => seats[slot] = Some(event),
+            None if !seat(event, &masks, &mut seats) => return false,
+            None => {}
+        }
+        for (slot, event) in seats.into_iter().enumerate() {
             if let Some(event) = event {
                 self.counter(ids[event]).slot = Some(slot);
             }
@@ -317,25 +347,41 @@ impl State {
     }
 }
 
-/// Gives each of `masks` a slot it allows, all different: for each slot, whose it is. `None` if that cannot be done.
-fn match_slots(masks: &[u64], slots: usize) -> Option<Vec<Option<usize>>> {
-    fn seat(event: usize, masks: &[u64], seats: &mut [Option<usize>], tried: &mut u64) -> bool {
+impl SimConfig {
+    fn taken(&self) -> CounterMask {
+        CounterMask::from_bits(self.taken)
+    }
+
+    /// The slots that `config` fits and may have.
+    fn fits(&self, config: u64) -> CounterMask {
+        let general = self.general.unwrap_or(u64::MAX);
+        let allowed = self.allowed_slots.get(&config).copied().unwrap_or(general);
+        CounterMask::from_bits(allowed).without(self.taken())
+    }
+}
+
+/// Gives `event` a slot that its mask allows: a free one, or one whose event can go elsewhere. Where that cannot be done
+/// nobody is moved.
+fn seat(event: usize, masks: &[u64], seats: &mut [Option<usize>]) -> bool {
+    fn give(event: usize, masks: &[u64], seats: &mut [Option<usize>], tried: &mut u64) -> bool {
+        let free = (0..seats.len()).find(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
+        if let Some(slot) = free {
+            seats[slot] = Some(event);
+            return true;
+        }
         for slot in 0..seats.len() {
             if masks[event] & !*tried & (1 << slot) == 0 {
                 continue;
             }
             *tried |= 1 << slot;
-            if seats[slot].is_none_or(|other| seat(other, masks, seats, tried)) {
+            if seats[slot].is_none_or(|other| give(other, masks, seats, tried)) {
                 seats[slot] = Some(event);
                 return true;
             }
         }
         false
     }
-    let mut seats = vec![None; slots];
-    (0..masks.len())
-        .all(|event| seat(event, masks, &mut seats, &mut 0))
-        .then_some(seats)
+    give(event, masks, seats, &mut 0)
 }
 
 impl PmuEvent for SimEvent {
@@ -567,27 +613,39 @@ mod tests {
             prop_assert_eq!(ev.read(), 0);
         }
 
-        /// A placement, once found, respects every mask and uses no slot twice; when none is found there is none.
+        /// A placement, once found, respects every mask and uses no slot twice; when none is found there is none. Who has
+        /// a slot is not moved while a free one fits.
         #[test]
-        fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..5)) {
+        fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..6)) {
             fn possible(masks: &[u64], free: u64) -> bool {
                 match masks.split_first() {
                     None => true,
                     Some((&m, rest)) => (0..4).any(|s| m & free & (1 << s) != 0 && possible(rest, free & !(1 << s))),
                 }
             }
-            match match_slots(&masks, 4) {
-                Some(seats) => {
-                    let mut seated = vec![0; masks.len()];
-                    for (slot, event) in seats.iter().enumerate() {
-                        if let Some(e) = *event {
-                            prop_assert!(masks[e] & (1 << slot) != 0);
-                            seated[e] += 1;
-                        }
-                    }
-                    prop_assert!(seated.iter().all(|&n| n == 1));
+            let mut seats = vec![None; 4];
+            let mut seated: Vec<u64> = Vec::new();
+            for mask in masks {
+                let with: Vec<u64> = seated.iter().copied().chain([mask]).collect();
+                let before = seats.clone();
+                let free = (0..4).any(|s: usize| mask & (1 << s) != 0 && before[s].is_none());
+                if seat(seated.len(), &with, &mut seats) {
+                    prop_assert!(possible(&with, 0b1111));
+                    let moved = before.iter().zip(&seats).any(|(b, s)| b.is_some() && b != s);
+                    prop_assert!(!(free && moved), "moved though there was a free slot");
+                    seated = with;
+                } else {
+                    prop_assert!(!possible(&with, 0b1111));
+                    prop_assert_eq!(&seats, &before);
                 }
-                None => prop_assert!(!possible(&masks, 0b1111)),
+                let mut places = vec![0; seated.len()];
+                for (slot, event) in seats.iter().enumerate() {
+                    if let Some(e) = *event {
+                        prop_assert!(seated[e] & (1 << slot) != 0);
+                        places[e] += 1;
+                    }
+                }
+                prop_assert!(places.iter().all(|&n| n == 1));
             }
         }
     }

@@ -101,7 +101,7 @@ impl Pmu for TestPmu {
         if self.slots == 0 {
             Capacity::Unlimited
         } else {
-            Capacity::Slots(self.slots)
+            Capacity::counters(self.slots)
         }
     }
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {

@@ -1,8 +1,8 @@
 //! The `host` driver: perf events of the host's kernel on a vCPU's thread.
 //!
 //! Two drivers share this code, because they differ in what they need: [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has as many slots as the host has counters to give;
-//! [`HostPmu::software`] serves [`EventType::SOFTWARE`] and has no limit.
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has the slots that the host has counters to give,
+//! general and fixed ones apart; [`HostPmu::software`] serves [`EventType::SOFTWARE`] and has no limit.
 //!
 //! Events are opened pinned and never more of them are on than there are slots, so the kernel never multiplexes them
 //! behind our back; should it do so all the same, its own times of the event show it, and it is logged. They are opened
@@ -21,18 +21,21 @@
 //! signals queue, and when the queue, one for all processes of a user, is full, the kernel sends `SIGIO` instead. That
 //! ends the process by default, see [`ignore_sigio`], and the overflow goes unnoticed until the next exit.
 
+mod counters;
 pub(crate) mod fd;
 mod guest_ring;
+mod hybrid;
 mod probe;
 
 use std::io;
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
+use crate::pmu::{Capacity, CounterMask, Pmu, PmuError, PmuEvent, Target};
 
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
 pub use fd::monotonic_ns;
+pub use counters::{FixedCounter, HostCounters};
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, current_tid, new_attr};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, cache_event_opens, ignore_sigio};
@@ -51,7 +54,7 @@ enum Class {
 pub struct HostPmu {
     class: Class,
     signal: Option<i32>,
-    slots: usize,
+    counters: HostCounters,
     user_read: bool,
 }
 
@@ -63,7 +66,7 @@ impl HostPmu {
         Self {
             class: Class::Hardware,
             signal,
-            slots: probe.slots,
+            counters: probe.counters.clone(),
             user_read: probe.user_read,
         }
     }
@@ -74,7 +77,7 @@ impl HostPmu {
         Self {
             class: Class::Software,
             signal,
-            slots: 0,
+            counters: HostCounters::default(),
             user_read: false,
         }
     }
@@ -113,8 +116,15 @@ impl Pmu for HostPmu {
 
     fn capacity(&self) -> Capacity {
         match self.class {
-            Class::Hardware => Capacity::Slots(self.slots),
+            Class::Hardware => Capacity::Counters(self.counters.mask()),
             Class::Software => Capacity::Unlimited,
+        }
+    }
+
+    fn constraint(&self, attr: &Attr) -> CounterMask {
+        match self.class {
+            Class::Hardware => self.counters.constraint(attr),
+            Class::Software => CounterMask::ALL,
         }
     }
 

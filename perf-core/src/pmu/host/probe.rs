@@ -9,10 +9,9 @@ use std::str::FromStr;
 use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
 
+use super::counters::{HostCounters, Trial, Tried};
 use super::fd::{PerfFd, new_attr};
-
-/// Nobody has more counters than this per thread; bounds the probing.
-const MOST_SLOTS: usize = 64;
+use super::hybrid;
 
 /// The generic hardware events of `perf_event_open(2)`, with perf's names.
 const GENERIC: [(&str, u32); 10] = [
@@ -57,11 +56,12 @@ pub struct GenericEvent {
 pub struct HostProbe {
     /// The host has a hardware PMU that we may use.
     pub hardware_pmu: bool,
-    /// Hardware events that can be on at once, per thread. One less than the counters there are when the NMI watchdog
-    /// holds one.
-    pub slots: usize,
+    /// The counters a thread can have.
+    pub counters: HostCounters,
     /// Why there are no slots, in one line; `None` when there are.
     pub no_slots_because: Option<String>,
+    /// The host has cores of several kinds, each with a PMU of its own, none of which is used.
+    pub hybrid: bool,
     /// `/proc/sys/kernel/perf_event_paranoid`.
     pub paranoid: Option<i32>,
     /// `/proc/sys/kernel/nmi_watchdog` is on.
@@ -100,9 +100,16 @@ impl HostProbe {
             })
             .collect();
         let nmi_watchdog = read_number::<i32>("/proc/sys/kernel/nmi_watchdog").unwrap_or(0) > 0;
-        let slots = count_slots(nmi_watchdog);
+        let hybrid = hybrid::refusal(Path::new(DEVICES));
+        let counters = match hybrid {
+            Some(_) => HostCounters::default(),
+            None => HostCounters::find(&mut ThisThread, nmi_watchdog),
+        };
+        let slots = counters.free();
         let no_slots_because = (slots == 0).then(|| {
-            if mediated {
+            if let Some(line) = &hybrid {
+                line.clone()
+            } else if mediated {
                 "the host holds its PMU for mediated guests".to_owned()
             } else {
                 match first_error {
@@ -112,9 +119,10 @@ impl HostProbe {
             }
         });
         Self {
-            hardware_pmu: slots > 0 || generic.iter().any(|g| g.opens),
-            slots,
+            hardware_pmu: hybrid.is_none() && (slots > 0 || generic.iter().any(|g| g.opens)),
+            counters,
             no_slots_because,
+            hybrid: hybrid.is_some(),
             paranoid: read_number("/proc/sys/kernel/perf_event_paranoid"),
             nmi_watchdog,
             mediated,
@@ -123,6 +131,12 @@ impl HostProbe {
             pmus: list_pmus(),
             generic,
         }
+    }
+
+    /// Hardware events of whatever kinds that can be on at once.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        self.counters.free()
     }
 }
 
@@ -135,6 +149,10 @@ pub fn cache_event_opens(config: u64) -> bool {
     attr.set_exclude_host(1);
     PerfFd::open(&mut attr, 0).is_ok()
 }
+
+/// Where the kernel lists its PMUs.
+
+const DEVICES: &str = "/sys/bus/event_source/devices";
 
 /// Makes the process ignore `SIGIO` unless it already has a disposition for it.
 ///
@@ -194,10 +212,14 @@ fn counts(config: u32) -> bool {
 
 fn host_attr(config: u32) -> b::perf_event_attr {
     let mut attr = new_attr(b::PERF_TYPE_HARDWARE, u64::from(config));
+    on_host_user_mode(&mut attr);
+    attr
+}
+
+fn on_host_user_mode(attr: &mut b::perf_event_attr) {
     attr.set_exclude_guest(1);
     attr.set_exclude_kernel(1);
     attr.set_exclude_hv(1);
-    attr
 }
 
 fn open_clock() -> io::Result<PerfFd> {
@@ -207,48 +229,48 @@ fn open_clock() -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
-/// How many events of one kind can be on at once. Two ways, and the smaller answer:
-/// pinned events until one is refused or loses its counter, which is what is free now; and a group until the
-/// kernel says it can never fit, less the watchdog's counter.
-fn count_slots(nmi_watchdog: bool) -> usize {
-    // Not cycles or instructions where possible: those may sit on fixed counters that other events cannot use.
-    let Some(config) = [
-        b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS,
-        b::PERF_COUNT_HW_CACHE_REFERENCES,
-        b::PERF_COUNT_HW_INSTRUCTIONS,
-        b::PERF_COUNT_HW_CPU_CYCLES,
-    ]
-    .into_iter()
-    .find(|&c| open_host(c).is_ok()) else {
-        return 0;
-    };
-    pinned_at_once(config).min(group_size(config).saturating_sub(usize::from(nmi_watchdog)))
+/// Tries events on the calling thread, in host user mode, which needs no privilege.
+struct ThisThread;
+
+impl ThisThread {
+    fn attr(event: Tried) -> b::perf_event_attr {
+        let mut attr = new_attr(event.ty.0, event.config);
+        on_host_user_mode(&mut attr);
+        attr
+    }
 }
 
-fn pinned_at_once(config: u32) -> usize {
-    let mut open = Vec::new();
-    while open.len() < MOST_SLOTS {
-        let mut attr = host_attr(config);
-        attr.set_pinned(1);
-        match PerfFd::open(&mut attr, 0) {
-            Ok(fd) if matches!(fd.read_count(), Ok(Some(_))) => open.push(fd),
-            _ => break,
-        }
+impl Trial for ThisThread {
+    fn on_at_once(&mut self, events: &[Tried]) -> bool {
+        let mut on = Vec::with_capacity(events.len());
+        events.iter().all(|&event| {
+            let mut attr = Self::attr(event);
+            attr.set_pinned(1);
+            match PerfFd::open(&mut attr, 0) {
+                // In error it reads as end of file.
+                Ok(fd) if matches!(fd.read_count(), Ok(Some(_))) => {
+                    on.push(fd);
+                    true
+                }
+                _ => false,
+            }
+        })
     }
-    open.len()
-}
 
-fn group_size(config: u32) -> usize {
-    let mut open: Vec<PerfFd> = Vec::new();
-    while open.len() < MOST_SLOTS {
-        let mut attr = host_attr(config);
-        attr.set_disabled(open.is_empty().into());
-        match PerfFd::open_in_group(&mut attr, 0, open.first()) {
-            Ok(fd) => open.push(fd),
-            Err(_) => break,
-        }
+    fn in_a_group(&mut self, events: &[Tried]) -> bool {
+        let mut group: Vec<PerfFd> = Vec::with_capacity(events.len());
+        events.iter().all(|&event| {
+            let mut attr = Self::attr(event);
+            attr.set_disabled(group.is_empty().into());
+            match PerfFd::open_in_group(&mut attr, 0, group.first()) {
+                Ok(fd) => {
+                    group.push(fd);
+                    true
+                }
+                Err(_) => false,
+            }
+        })
     }
-    open.len()
 }
 
 /// Whether user space can really read a counter. The control page alone does not tell: a kernel that is itself a guest
@@ -316,7 +338,7 @@ fn read_number<T: FromStr>(path: &str) -> Option<T> {
 }
 
 fn list_pmus() -> Vec<String> {
-    let mut names: Vec<String> = fs::read_dir(Path::new("/sys/bus/event_source/devices"))
+    let mut names: Vec<String> = fs::read_dir(DEVICES)
         .into_iter()
         .flatten()
         .flatten()
@@ -333,9 +355,9 @@ mod tests {
     #[test]
     fn the_probe_agrees_with_itself() {
         let probe = HostProbe::run();
-        assert_eq!(probe.slots == 0, probe.no_slots_because.is_some());
-        assert!(!probe.user_read || probe.slots > 0);
-        assert!(probe.slots <= MOST_SLOTS);
+        assert_eq!(probe.slots() == 0, probe.no_slots_because.is_some());
+        assert!(!probe.user_read || probe.slots() > 0);
+        assert_eq!(probe.slots(), probe.counters.mask().len());
         assert!(probe.hardware_pmu || probe.generic.iter().all(|g| !g.opens));
     }
 

@@ -1,0 +1,362 @@
+//! Which event sits on which counter: a matching, grown by one group at a time.
+//!
+//! An event that finds a free counter among those it may sit on takes it. If there is none, others are moved on along the
+//! shortest chain that ends at a free counter; if there is no such chain then there is no way to seat them all, because a
+//! matching that no chain enlarges is a largest one. A chain is looked for in at most as many steps as there are counters.
+//!
+//! Change is kept small: an event that is on keeps its counter as long as nothing with precedence needs that one, and what is
+//! new prefers counters that nobody who is on has.
+
+use smallvec::SmallVec;
+
+use crate::pmu::CounterMask;
+
+/// An event of a group that wants a counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Want {
+    /// Its key in its context.
+    pub event: usize,
+    /// The counters it may sit on.
+    pub fits: CounterMask,
+    /// Where the last plan that took its group put it.
+    pub seat: Option<u8>,
+}
+
+/// An event that has a counter.
+#[derive(Clone, Copy, Debug)]
+struct Seated {
+    fits: CounterMask,
+    seat: u8,
+    group: usize,
+    /// Which of the group's wants it is.
+    want: usize,
+}
+
+/// More events than counters they may sit on: why some cannot be on together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Crowd {
+    /// Events that want these counters and no others.
+    pub events: usize,
+    /// How many counters these are.
+    pub counters: usize,
+}
+
+/// Events on counters.
+#[derive(Debug)]
+pub(crate) struct Seats {
+    counters: CounterMask,
+    free: CounterMask,
+    /// Counters of events that are on: what is new leaves them alone if it can.
+    kept: CounterMask,
+    events: SmallVec<[Seated; 16]>,
+    /// For each counter that is not free, which of `events` sits there.
+    sits: [u8; CounterMask::MOST],
+}
+
+impl Seats {
+    pub fn new(counters: CounterMask) -> Self {
+        Self {
+            counters,
+            free: counters,
+            kept: CounterMask::NONE,
+            events: SmallVec::new(),
+            sits: [0; CounterMask::MOST],
+        }
+    }
+
+    /// Says where an event sits that is on now.
+    pub fn keep(&mut self, seat: Option<u8>) {
+        if let Some(seat) = seat {
+            self.kept = self.kept | CounterMask::one(seat.into());
+        }
+    }
+
+    /// Events that have a counter.
+    pub fn len(&self) -> usize {
+        self.events.len()
+    }
+
+    /// The counters each event may sit on, in the order they came.
+    pub fn fits(&self) -> impl Iterator<Item = CounterMask> + '_ {
+        self.events.iter().map(|e| e.fits)
+    }
+
+    /// Who sits where: group, number of the want in it, counter.
+    pub fn seated(&self) -> impl Iterator<Item = (usize, usize, u8)> + '_ {
+        self.events.iter().map(|e| (e.group, e.want, e.seat))
+    }
+
+    /// The first `len` events alone, where they sit now.
+    pub fn truncated(&self, len: usize) -> Self {
+        let mut base = Self::new(self.counters);
+        for event in &self.events[..len] {
+            base.push(*event);
+        }
+        base
+    }
+
+    /// Seats all of a group, on counters of `allowed`, or none of it. `on`: it is on and keeps its seats if possible.
+    pub fn take(
+        &mut self,
+        group: usize,
+        wants: &[Want],
+        allowed: CounterMask,
+        on: bool,
+    ) -> Result<(), Crowd> {
+        let before: SmallVec<[u8; 16]> = match wants {
+            // One alone moves nobody if it fails.
+            [] | [_] => SmallVec::new(),
+            _ => self.events.iter().map(|e| e.seat).collect(),
+        };
+        let len = self.events.len();
+        for (want, w) in wants.iter().enumerate() {
+            let fits = w.fits & allowed & self.counters;
+            let hint = w.seat.filter(|_| on);
+            match self.seat(fits, hint) {
+                Ok(seat) => self.push(Seated {
+                    fits,
+                    seat,
+                    group,
+                    want,
+                }),
+                Err(crowd) => {
+                    if want > 0 {
+                        self.restore(len, &before);
+                    }
+                    return Err(crowd);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Seats one event that may sit on `fits`.
+    pub fn take_one(&mut self, fits: CounterMask) -> Result<(), Crowd> {
+        let want = Want {
+            event: 0,
+            fits,
+            seat: None,
+        };
+        self.take(0, &[want], CounterMask::ALL, false)
+    }
+
+    fn push(&mut self, event: Seated) {
+        self.free = self.free.without(CounterMask::one(event.seat.into()));
+        self.sits[usize::from(event.seat)] = self.events.len() as u8;
+        self.events.push(event);
+    }
+
+    /// Takes all but the first events away and puts those back where they were.
+    fn restore(&mut self, len: usize, seats: &[u8]) {
+        self.events.truncate(len);
+        self.free = self.counters;
+        for (n, (event, &seat)) in self.events.iter_mut().zip(seats).enumerate() {
+            event.seat = seat;
+            self.free = self.free.without(CounterMask::one(seat.into()));
+            self.sits[usize::from(seat)] = n as u8;
+        }
+    }
+
+    /// A counter for an event that may sit on `fits`, which is free on return.
+    fn seat(&mut self, fits: CounterMask, hint: Option<u8>) -> Result<u8, Crowd> {
+        let open = fits & self.free;
+        if let Some(seat) = hint.filter(|&seat| open.contains(seat.into())) {
+            return Ok(seat);
+        }
+        match self.best(open) {
+            Some(seat) => Ok(seat),
+            None => self.make_room(fits),
+        }
+    }
+
+    /// Of these free counters, the one whose loss matters least.
+    fn best(&self, open: CounterMask) -> Option<u8> {
+        let seat = open.without(self.kept).last().or(open.last())?;
+        Some(seat as u8)
+    }
+
+    /// Moves others along the shortest chain that frees a counter of `fits`, all of which are taken.
+    fn make_room(&mut self, fits: CounterMask) -> Result<u8, Crowd> {
+        // For each counter reached but not in `fits`: the counter whose event may move there.
+        let mut from = [0u8; CounterMask::MOST];
+        let mut reached = fits;
+        let mut edge = fits;
+        while !edge.is_empty() && !self.free.is_empty() {
+            let mut next = CounterMask::NONE;
+            for counter in edge.iter() {
+                let event = &self.events[usize::from(self.sits[counter])];
+                let more = event.fits.without(reached);
+                for other in more.iter() {
+                    from[other] = counter as u8;
+                }
+                if let Some(end) = self.best(more & self.free) {
+                    return Ok(self.shift(fits, &from, end));
+                }
+                reached = reached | more;
+                next = next | more;
+            }
+            edge = next;
+        }
+        Err(self.crowd(reached))
+    }
+
+    /// Moves the events of a chain that ends at the free counter `end`; returns the counter that is free then.
+    fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MOST], end: u8) -> u8 {
+        let mut to = end;
+        self.free = self.free.without(CounterMask::one(end.into()));
+        while !fits.contains(to.into()) {
+            let seat = from[usize::from(to)];
+            let event = self.sits[usize::from(seat)];
+            self.events[usize::from(event)].seat = to;
+            self.sits[usize::from(to)] = event;
+            to = seat;
+        }
+        self.free = self.free | CounterMask::one(to.into());
+        to
+    }
+
+    /// Whom a newcomer that wants counters of `reached` finds there.
+    fn crowd(&self, mut reached: CounterMask) -> Crowd {
+        // Where no counter at all is free the chains were not followed.
+        loop {
+            let more = reached.iter().fold(reached, |all, counter| {
+                all | self.events[usize::from(self.sits[counter])].fits
+            });
+            if more == reached {
+                return Crowd {
+                    events: reached.len() + 1,
+                    counters: reached.len(),
+                };
+            }
+            reached = more;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn want(bits: u64) -> Want {
+        Want {
+            event: 0,
+            fits: CounterMask::from_bits(bits),
+            seat: None,
+        }
+    }
+
+    /// Tries all ways.
+    fn possible(masks: &[u64], free: u64) -> bool {
+        match masks.split_first() {
+            None => true,
+            Some((&mask, rest)) => {
+                CounterMask::from_bits(mask & free).iter().any(|c| possible(rest, free & !(1 << c)))
+            }
+        }
+    }
+
+    fn seats_of(seats: &Seats) -> Vec<u8> {
+        seats.events.iter().map(|e| e.seat).collect()
+    }
+
+    #[test]
+    fn a_fixed_counter_is_taken_before_a_general_one() {
+        // Four general, three fixed: cycles may sit on any general one and on the second fixed one.
+        let mut seats = Seats::new(CounterMask::first(7));
+        seats.take(0, &[want(0b010_1111)], CounterMask::ALL, false).unwrap();
+        assert_eq!(seats_of(&seats), [5]);
+        for _ in 0..4 {
+            seats.take_one(CounterMask::first(4)).unwrap();
+        }
+        let refused = seats.take_one(CounterMask::first(4)).unwrap_err();
+        assert_eq!(
+            refused,
+            Crowd {
+                events: 5,
+                counters: 4
+            }
+        );
+    }
+
+    #[test]
+    fn the_shortest_chain_is_moved() {
+        let mut seats = Seats::new(CounterMask::first(4));
+        // Counters 3, 2 and 1 are taken by events that could go elsewhere; the newcomer wants 3.
+        for bits in [0b1111, 0b0110, 0b0011] {
+            seats.take_one(CounterMask::from_bits(bits)).unwrap();
+        }
+        assert_eq!(seats_of(&seats), [3, 2, 1]);
+        seats.take_one(CounterMask::from_bits(0b1000)).unwrap();
+        assert_eq!(seats_of(&seats), [0, 2, 1, 3], "one moved, not three");
+    }
+
+    proptest! {
+        /// Each group is taken exactly if brute force finds a way to seat it with those taken before; nobody sits where he
+        /// may not, no two on one counter; a group that is refused moves nobody; and what is called a crowd is one.
+        #[test]
+        fn groups_are_taken_exactly_if_there_is_a_way(
+            counters in 0u64..128,
+            groups in prop::collection::vec(prop::collection::vec(0u64..128, 0..4), 0..8),
+        ) {
+            let mut seats = Seats::new(CounterMask::from_bits(counters));
+            let mut taken: Vec<u64> = Vec::new();
+            for (key, group) in groups.iter().enumerate() {
+                let wants: Vec<Want> = group.iter().map(|&bits| want(bits)).collect();
+                let with: Vec<u64> = taken.iter().chain(group).copied().collect();
+                let before = seats_of(&seats);
+                match seats.take(key, &wants, CounterMask::ALL, false) {
+                    Ok(()) => {
+                        prop_assert!(possible(&with, counters));
+                        taken = with;
+                    }
+                    Err(crowd) => {
+                        prop_assert!(!possible(&with, counters));
+                        prop_assert_eq!(seats_of(&seats), before);
+                        prop_assert!(crowd.events == crowd.counters + 1);
+                    }
+                }
+                let mut used = 0;
+                for (event, mask) in seats.events.iter().zip(&taken) {
+                    let bit = 1u64 << event.seat;
+                    prop_assert!(mask & counters & bit != 0 && used & bit == 0);
+                    used |= bit;
+                }
+                prop_assert_eq!(seats.free.bits(), counters & !used);
+            }
+        }
+
+        /// What is on and asks again, in any order, with newcomers behind it, stays where it is.
+        #[test]
+        fn what_is_on_and_has_precedence_stays(masks in prop::collection::vec(1u64..128, 1..7), new in prop::collection::vec(0u64..128, 0..4), swap: bool) {
+            let mut seats = Seats::new(CounterMask::first(7));
+            let mut on: Vec<Want> = Vec::new();
+            for mask in masks {
+                if seats.take_one(CounterMask::from_bits(mask)).is_ok() {
+                    on.push(want(mask));
+                }
+            }
+            for (w, seat) in on.iter_mut().zip(seats_of(&seats)) {
+                w.seat = Some(seat);
+            }
+            if swap {
+                on.reverse();
+            }
+            let mut next = Seats::new(CounterMask::first(7));
+            on.iter().for_each(|w| next.keep(w.seat));
+            for w in &on {
+                prop_assert!(next.take(0, &[*w], CounterMask::ALL, true).is_ok());
+            }
+            prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.seat.unwrap()).collect::<Vec<_>>());
+            // Newcomers that find a free counter move nobody.
+            for mask in new {
+                let free = !(next.free & CounterMask::from_bits(mask)).is_empty();
+                let before = seats_of(&next);
+                let taken = next.take_one(CounterMask::from_bits(mask)).is_ok();
+                if free || !taken {
+                    prop_assert_eq!(&seats_of(&next)[..before.len()], &before[..]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Plans against brute force.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// What a test asks of the host and of the groups.
+#[derive(Clone, Debug)]
+struct Asked {
+    counters: u64,
+    reserved: usize,
+    groups: Vec<AskedGroup>,
+    policy: SharePolicy,
+    turns: Vec<bool>,
+}
+
+#[derive(Clone, Debug)]
+struct AskedGroup {
+    class: Class,
+    exclusive: bool,
+    /// What each of its events fits.
+    fits: Vec<u64>,
+}
+
+fn asked() -> impl Strategy<Value = Asked> {
+    let class = prop_oneof![
+        Just(Class::Guest),
+        Just(Class::PinnedVm),
+        Just(Class::PinnedVcpu),
+        Just(Class::FlexibleVm),
+        Just(Class::FlexibleVcpu),
+    ];
+    // Most events fit whole ranges of counters, as real ones do; some fit odd sets.
+    let fits = prop_oneof![
+        3 => Just(0b00_1111u64),
+        2 => (0usize..6).prop_map(|n| 0b00_1111 | 1 << n),
+        1 => (0usize..6).prop_map(|n| 1 << n),
+        2 => 0u64..64,
+    ];
+    let group = (class, prop::bool::weighted(0.1), prop::collection::vec(fits, 0..4)).prop_map(
+        |(class, exclusive, fits)| AskedGroup {
+            class,
+            exclusive,
+            fits,
+        },
+    );
+    let policy = prop_oneof![
+        Just(SharePolicy::GuestFirst),
+        Just(SharePolicy::OperatorFirst)
+    ];
+    (
+        0u64..64,
+        prop_oneof![2 => Just(0usize), 1 => 0usize..4],
+        prop::collection::vec(group, 0..9),
+        policy,
+        prop::collection::vec(any::<bool>(), 0..12),
+    )
+        .prop_map(|(counters, reserved, groups, policy, turns)| Asked {
+            counters,
+            reserved,
+            groups,
+            policy,
+            turns,
+        })
+}
+
+struct World {
+    pool: Pool,
+    groups: Slab<Group>,
+    asked: Asked,
+}
+
+/// Whether all of `masks` find different counters: every way is tried.
+fn possible(masks: &[u64], free: u64) -> bool {
+    match masks.split_first() {
+        None => true,
+        Some((&mask, rest)) => CounterMask::from_bits(mask & free)
+            .iter()
+            .any(|c| possible(rest, free & !(1 << c))),
+    }
+}
+
+impl World {
+    fn new(asked: Asked) -> Self {
+        let mux = MuxConfig {
+            policy: MuxPolicy::Rotate,
+            turn_ns: 1,
+        };
+        let counters = CounterMask::from_bits(asked.counters);
+        let mut pool = Pool::new(0, counters, asked.reserved, mux);
+        let mut groups = Slab::new();
+        for group in &asked.groups {
+            let mut new = Group::new(Some(0), group.class, group.exclusive);
+            new.wants = group
+                .fits
+                .iter()
+                .map(|&bits| Want {
+                    event: 0,
+                    fits: CounterMask::from_bits(bits),
+                    seat: None,
+                })
+                .collect();
+            new.queued = true;
+            let key = groups.insert(new);
+            match pool.queue(group.class) {
+                ClassQueue::Pinned(queue) => queue.push_back(&mut groups, key),
+                ClassQueue::Flexible(queue) => queue.insert(key),
+            }
+        }
+        Self { pool, groups, asked }
+    }
+
+    /// What the events of `key` may sit on, of all counters.
+    fn masks(&self, key: usize) -> Vec<u64> {
+        let vcpu = CounterMask::from_bits(self.asked.counters)
+            .skip(self.asked.reserved)
+            .bits();
+        let group = &self.asked.groups[key];
+        let allowed = if group.class.is_vcpu() { vcpu } else { u64::MAX };
+        group.fits.iter().map(|bits| bits & allowed).collect()
+    }
+
+    fn fit_together(&self, keys: &[usize]) -> bool {
+        let exclusive = |key: &usize| {
+            self.asked.groups[*key].exclusive && !self.asked.groups[*key].fits.is_empty()
+        };
+        let others = |key: &usize| keys.iter().any(|k| k != key && !self.asked.groups[*k].fits.is_empty());
+        let masks: Vec<u64> = keys.iter().flat_map(|&key| self.masks(key)).collect();
+        keys.iter().all(|key| !exclusive(key) || !others(key)) && possible(&masks, self.asked.counters)
+    }
+
+    /// Plans, and makes the plan what is on. Returns it with where everybody sat before.
+    fn plan(&mut self) -> Plan {
+        let plan = plan(&mut self.pool, &mut self.groups, self.asked.policy);
+        for (key, group) in &mut self.groups {
+            group.on = plan.on.contains(&key);
+        }
+        self.pool.on = plan.on.iter().copied().collect();
+        plan
+    }
+
+    fn seats(&self) -> Vec<(usize, usize, Option<u8>)> {
+        let on = self.pool.on.iter();
+        on.flat_map(|&key| {
+            let wants = self.groups[key].wants.iter().enumerate();
+            wants.map(move |(n, want)| (key, n, want.seat))
+        })
+        .collect()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    /// What a plan takes can be on together by brute force; every pinned group that it fails could not have been on beside
+    /// those before it; the first flexible group in line that has to wait could not either; and each event sits on a
+    /// counter of its own that can hold it.
+    #[test]
+    fn plans_are_what_brute_force_says(asked in asked()) {
+        let mut world = World::new(asked);
+        let mut now_ns = 0;
+        for turn in world.asked.turns.clone() {
+            let plan = world.plan();
+            prop_assert!(world.fit_together(&plan.on));
+            let mut before: Vec<usize> = Vec::new();
+            for class in world.asked.policy.order() {
+                let taken = |key: &&usize| world.asked.groups[**key].class == class;
+                if class.is_pinned() {
+                    // The queue's order is that of the keys here.
+                    for (key, group) in world.asked.groups.iter().enumerate() {
+                        if group.class == class {
+                            let with: Vec<usize> = before.iter().copied().chain([key]).collect();
+                            // An exclusive group that is first lets nobody in, not even one that needs no counter.
+                            let alone = before.iter().any(|k| {
+                                world.asked.groups[*k].exclusive && !world.asked.groups[*k].fits.is_empty()
+                            });
+                            let first = !group.exclusive
+                                || before.iter().all(|k| world.asked.groups[*k].fits.is_empty());
+                            let fits = !alone && first && world.fit_together(&with);
+                            prop_assert_eq!(plan.on.contains(&key), fits, "group {}", key);
+                            prop_assert_eq!(plan.failed.contains(&key), !fits);
+                            if fits {
+                                before.push(key);
+                            }
+                        }
+                    }
+                } else {
+                    before.extend(plan.on.iter().filter(taken));
+                }
+            }
+            // Nobody waits in vain: if nothing flexible is on, no flexible group fits beside the pinned ones.
+            let flexible = |key: usize| !world.asked.groups[key].class.is_pinned();
+            if !plan.on.iter().any(|&key| flexible(key)) {
+                let pinned: Vec<usize> = plan.on.to_vec();
+                let no_pinned_event = pinned.iter().all(|k| world.asked.groups[*k].fits.is_empty());
+                for (key, group) in world.asked.groups.iter().enumerate().filter(|(k, _)| flexible(*k)) {
+                    let with: Vec<usize> = pinned.iter().copied().chain([key]).collect();
+                    let alone = pinned.iter().any(|k| {
+                        world.asked.groups[*k].exclusive && !world.asked.groups[*k].fits.is_empty()
+                    });
+                    prop_assert!(
+                        alone || (group.exclusive && !no_pinned_event) || !world.fit_together(&with),
+                        "group {} waits beside {:?}", key, pinned
+                    );
+                }
+            }
+            let mut used = CounterMask::NONE;
+            for (key, n, seat) in world.seats() {
+                let seat = CounterMask::one(usize::from(seat.unwrap()));
+                let fits = CounterMask::from_bits(world.masks(key)[n] & world.asked.counters);
+                prop_assert!(fits & seat == seat && (used & seat).is_empty());
+                used = used | seat;
+            }
+            // Planned again, nothing changes: not who is on, nor where.
+            let seats = world.seats();
+            let again = world.plan();
+            prop_assert_eq!(again.on, plan.on);
+            prop_assert_eq!(world.seats(), seats);
+            if turn {
+                now_ns += 10;
+                world.pool.turn(now_ns);
+            }
+        }
+    }
+
+    /// After a turn, whoever stays on moves only if what came needs it: with the counters of those that stayed left where they
+    /// were there is no way to seat the newcomers.
+    #[test]
+    fn who_stays_on_keeps_its_counter(asked in asked()) {
+        let mut world = World::new(asked);
+        world.plan();
+        let mut now_ns = 0;
+        for _ in 0..6 {
+            let before = world.seats();
+            now_ns += 10;
+            world.pool.turn(now_ns);
+            let plan = world.plan();
+            let after = world.seats();
+            let stay: Vec<_> = before.iter().filter(|(key, ..)| plan.on.contains(key)).collect();
+            let moved = stay.iter().any(|s| !after.contains(s));
+            let held = stay.iter().fold(0u64, |all, (.., seat)| all | 1 << seat.unwrap());
+            let new: Vec<u64> = plan
+                .on
+                .iter()
+                .filter(|key| !before.iter().any(|(b, ..)| b == *key))
+                .flat_map(|&key| world.masks(key))
+                .collect();
+            if new.len() == 1 && possible(&new, world.asked.counters & !held) {
+                prop_assert!(!moved, "{:?} became {:?}", before, after);
+            }
+        }
+    }
+}
+
+/// Groups that can never go on beside the pinned ones wait apart, and come back when what is pinned changes its kind, not only
+/// its number.
+#[test]
+fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
+    let group = |class, bits| AskedGroup {
+        class,
+        exclusive: false,
+        fits: vec![bits],
+    };
+    let mut world = World::new(Asked {
+        counters: 0b11,
+        reserved: 0,
+        groups: vec![group(Class::Guest, 0b01), group(Class::FlexibleVcpu, 0b01)],
+        policy: SharePolicy::GuestFirst,
+        turns: vec![],
+    });
+    assert_eq!(world.plan().on[..], [0]);
+    assert!(world.groups[1].parked, "it can not go on");
+    // The pinned event goes, and another comes that fits elsewhere.
+    world.groups[0].wants[0].fits = CounterMask::from_bits(0b10);
+    assert_eq!(world.plan().on[..], [0, 1]);
+    assert!(!world.groups[1].parked);
+}
