@@ -143,7 +143,7 @@ fn second_level_script() -> String {
     );
     for (n, only) in SECOND_LEVEL_TESTS.iter().enumerate() {
         script.push_str(&format!(
-            "section tap{n} timeout 40 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing hardware --memory 32M \
+            "section tap{n} timeout 40 perfvisor run --kernel /tests/vpmu.elf --pmu amd --pmu-counters 6 --backing hardware --memory 32M \
              --cmdline 'model=amd backing=hardware only={only}'\n"
         ));
     }

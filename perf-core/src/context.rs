@@ -240,7 +240,8 @@ impl Context {
         let events = &self.events;
         let wanting = |key: usize| events[key].pool.is_some() && events[key].state >= State::Inactive;
         let before = wants.len();
-        wants.retain(|want| wanting(want.event));
+        // A member that left is no event any more.
+        wants.retain(|want| members.contains(&want.event) && wanting(want.event));
         let mut changed = wants.len() != before;
         for &event in members.iter().filter(|m| wanting(**m)) {
             if !wants.iter().any(|want| want.event == event) {

@@ -349,6 +349,7 @@ struct Simulated {
     core: Core,
     pmu: perf_core::pmu::sim::SimPmu,
     vcpu: std::sync::Arc<VcpuContext>,
+    session: Session,
 }
 
 impl Simulated {
@@ -358,14 +359,19 @@ impl Simulated {
         core.register(std::sync::Arc::new(pmu.clone()));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         vcpu.sched_in();
-        Self { core, pmu, vcpu }
+        let session = core.session(0, Role::Admin);
+        Self {
+            core,
+            pmu,
+            vcpu,
+            session,
+        }
     }
 
     fn open(&self, attr: Attr, leader: Option<&Handle>) -> Result<Handle, OpenError> {
-        let session = self.core.session(0, Role::Admin);
         let target = OpenTarget::Vcpu(VcpuId(0));
         self.core
-            .open(&session, attr, target, leader, OpenFlags::default())
+            .open(&self.session, attr, target, leader, OpenFlags::default())
     }
 
     fn pinned(&self, config: u64) -> Handle {

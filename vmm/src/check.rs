@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
-use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, Model, ModelError, ModelName};
 
 use crate::cli::{CheckArgs, ExitStatus};
 use crate::commands::print;
@@ -13,6 +13,7 @@ use crate::kvm::host::{self, KvmFacts};
 use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::stepping::{self, Stepping};
 use crate::pmu::backing;
+use crate::pmu::fit::{self, fit};
 
 /// Everything `perfvisor check` says.
 #[derive(Debug, Serialize)]
@@ -33,6 +34,10 @@ struct Report {
     paranoid_applies: bool,
     /// What `--pmu auto` gives here.
     pmu_auto: String,
+    /// What the model that was asked about gives here.
+    pmu_asked: Option<String>,
+    /// How counters of that model compete for the host's, in one line.
+    pmu_competition: Option<String>,
     /// What counts each event of a guest under `--backing auto`.
     events: Vec<EventBacking>,
 }
@@ -51,7 +56,7 @@ struct EventBacking {
 /// # Errors
 /// One line for the user when the host cannot run any guest.
 pub fn check(args: &CheckArgs) -> Result<ExitStatus, String> {
-    let report = Report::collect();
+    let report = Report::collect(args)?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?;
         print(&(text + "\n"))?;
@@ -65,7 +70,7 @@ pub fn check(args: &CheckArgs) -> Result<ExitStatus, String> {
 }
 
 impl Report {
-    fn collect() -> Self {
+    fn collect(args: &CheckArgs) -> Result<Self, String> {
         let perf = HostProbe::run();
         let opened = host::open();
         let own_pmu = match &opened {
@@ -76,9 +81,16 @@ impl Report {
         let kvm = opened
             .and_then(|kvm| host::facts(&kvm))
             .map_err(|e| e.to_string());
-        let pmu_auto = Model::resolve(ModelName::Auto, None, None, &mut cpuid::read_host)
-            .map_or_else(|e| e.to_string(), |model| model.to_string());
-        Self {
+        let resolve = |name, numbers: Option<CounterNumbers>| {
+            let model = Model::resolve(name, numbers, None, &mut cpuid::read_host)?;
+            Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, &perf))
+        };
+        let pmu_auto =
+            resolve(ModelName::Auto, None).map_or_else(|e| e.to_string(), |fitted| fitted.model.to_string());
+        let asked = (args.pmu != ModelName::Auto || args.pmu_counters.is_some())
+            .then(|| resolve(args.pmu, args.pmu_counters).map_err(|e| e.to_string()))
+            .transpose()?;
+        Ok(Self {
             perfvisor: env!("CARGO_PKG_VERSION"),
             kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
                 .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
@@ -87,9 +99,11 @@ impl Report {
             stepping,
             paranoid_applies: !has_perfmon_capability(),
             pmu_auto,
+            pmu_asked: asked.as_ref().map(|fitted| fitted.model.to_string()),
+            pmu_competition: asked.and_then(|fitted| fitted.competition),
             events: backings(&perf),
             perf,
-        }
+        })
     }
 
     fn text(&self) -> String {
@@ -142,13 +156,21 @@ impl Report {
         }
         let perf = &self.perf;
         match &perf.no_slots_because {
-            None => line("host PMU", &format!("{} slots per vCPU", perf.slots)),
+            None => {
+                let counters = &perf.counters;
+                line("host PMU", &fit::slots(counters));
+                line(
+                    "  general counters",
+                    &format!("{} of {} free", counters.general, counters.general_there),
+                );
+                line("  fixed counters", &fit::fixed(counters));
+            }
             Some(reason) => line("host PMU", &format!("none ({reason})")),
         }
         line(
             "  NMI watchdog",
             if perf.nmi_watchdog {
-                "on: it holds one slot"
+                "on: it holds one counter of each CPU"
             } else {
                 "off"
             },
@@ -166,6 +188,12 @@ impl Report {
         line("perf_event_paranoid", &paranoid);
         line("software clock events", yes(perf.software_clock));
         line("--pmu auto", &self.pmu_auto);
+        if let Some(asked) = &self.pmu_asked {
+            line("--pmu as asked", asked);
+        }
+        if let Some(competition) = &self.pmu_competition {
+            line("  counters", competition);
+        }
         let _ = writeln!(out, "\n{:<24}{:<12}note", "guest event", "backing");
         for event in &self.events {
             let _ = writeln!(out, "{:<24}{:<12}{}", event.event, event.backing, event.note);

@@ -130,6 +130,12 @@ pub struct CheckArgs {
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
+    /// Say what this virtual PMU of `perfvisor run` gives on this host too.
+    #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
+    pub pmu: ModelName,
+    /// The same with these counters.
+    #[arg(long, value_name = "GP[+FIXED]", value_parser = parse_counters)]
+    pub pmu_counters: Option<CounterNumbers>,
 }
 
 /// `perfvisor run`.

@@ -25,6 +25,7 @@ use crate::kvm::host;
 use crate::kvm::stepping::{self, Stepping};
 use crate::metrics::address::Listener;
 use crate::metrics::server::MetricsServer;
+use crate::pmu::fit::{Fitted, fit};
 use crate::pmu::{PmuConfig, VmPmu, backing};
 use crate::signals::StopSignals;
 use crate::turns::{Ticks, Turns};
@@ -105,6 +106,20 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     } else {
         None
     };
+    let Fitted {
+        model: fitted,
+        competition,
+    } = fit(model, args.pmu_counters.is_some(), policy, &probe);
+    model = fitted;
+    if let Some(line) = competition {
+        log::warn!("{line}");
+    }
+    if has_pmu && policy == BackingPolicy::Auto && probe.hybrid {
+        log::warn!(
+            "cycles are counted by the clock: {}",
+            probe.no_slots_because.as_deref().unwrap_or_default()
+        );
+    }
     let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
     let stepping = if has_pmu && needs_debug {
         stepping::probe(&kvm).map_err(|e| e.to_string())?

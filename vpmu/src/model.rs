@@ -445,6 +445,44 @@ impl Model {
         }
     }
 
+    /// The nearest model with fewer counters for which `holds` says yes: this one, or one with fewer general counters, or with
+    /// fewer fixed ones too. The smallest there is if `holds` says no to all.
+    ///
+    /// General counters go first, down to two, which is the least that every guest's driver takes: a fixed counter may be the only
+    /// one for its event. AMD's models have four at least.
+    #[must_use]
+    pub fn lowered(self, mut holds: impl FnMut(&Self) -> bool) -> Self {
+        let mut model = self;
+        while !holds(&model) {
+            match model.one_less() {
+                Some(less) => model = less,
+                None => break,
+            }
+        }
+        model
+    }
+
+    fn one_less(self) -> Option<Self> {
+        let with = |general: u32| {
+            let numbers = CounterNumbers {
+                general,
+                fixed: Some(0),
+            };
+            Self::new(self.generation, Some(numbers), Some(self.width.bits()))
+                .ok()?
+                .with_fixed_bitmap(self.fixed_bitmap)
+        };
+        let least = match self.vendor() {
+            Vendor::Intel => 2,
+            Vendor::Amd => 4,
+        };
+        let general = (least..self.general()).rev().find_map(with);
+        general.or_else(|| {
+            let highest = self.fixed_bitmap.checked_ilog2()?;
+            self.with_fixed_bitmap(self.fixed_bitmap & !(1 << highest))
+        })
+    }
+
     /// The same model with exactly the fixed counters of `bitmap`; used when a saved state is read.
     /// `None` where the generation cannot have or enumerate them.
     pub(crate) fn with_fixed_bitmap(self, bitmap: u8) -> Option<Self> {
@@ -719,5 +757,26 @@ mod tests {
             message.len() < 500 && !message.contains(['\n', '\x1b']),
             "{message:?}"
         );
+    }
+
+    /// A model is made smaller step by step, and each step is one that the generation can have.
+    #[test]
+    fn models_are_lowered_to_what_holds() {
+        let numbers = |m: Model| (m.generation(), m.general(), m.fixed_bitmap());
+        let new = |generation| Model::new(generation, None, None).unwrap();
+        let at_most = |n| move |m: &Model| m.general() + m.fixed() <= n;
+        let intel = new(Generation::Intel(2));
+        assert_eq!(intel.lowered(|_| true), intel);
+        assert_eq!(numbers(intel.lowered(at_most(6))), (Generation::Intel(2), 3, 0b111));
+        assert_eq!(numbers(intel.lowered(at_most(3))), (Generation::Intel(2), 2, 0b001));
+        assert_eq!(numbers(intel.lowered(|_| false)), (Generation::Intel(2), 2, 0));
+        // Five cannot be told by the core extension's bit, and four are told without it.
+        let amd = new(Generation::AmdCore);
+        assert_eq!(numbers(amd.lowered(at_most(5))), (Generation::AmdK7, 4, 0));
+        let v2 = new(Generation::AmdV2);
+        assert_eq!(numbers(v2.lowered(at_most(5))), (Generation::AmdV2, 5, 0));
+        assert_eq!(numbers(v2.lowered(|_| false)), (Generation::AmdV2, 4, 0));
+        let off = Model::off(Vendor::Intel);
+        assert_eq!(off.lowered(|_| false), off);
     }
 }

@@ -141,12 +141,14 @@ pub fn backability(policy: BackingPolicy, probe: &HostProbe) -> Backability {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use perf_core::pmu::host::HostCounters;
 
     fn no_pmu() -> HostProbe {
         HostProbe {
             hardware_pmu: false,
-            slots: 0,
+            counters: HostCounters::default(),
             no_slots_because: Some("the host opens no hardware event: No such file or directory".into()),
+            hybrid: false,
             paranoid: Some(2),
             nmi_watchdog: false,
             mediated: false,

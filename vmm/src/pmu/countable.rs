@@ -77,13 +77,16 @@ impl<'a> Countable<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use perf_core::pmu::host::GenericEvent;
+    use perf_core::pmu::host::{GenericEvent, HostCounters};
 
     /// A host whose PMU, if it has one, opens these generic events.
     fn probe(opens: &[(&str, u64)]) -> HostProbe {
         HostProbe {
             hardware_pmu: !opens.is_empty(),
-            slots: opens.len(),
+            counters: HostCounters {
+                general: opens.len(),
+                ..HostCounters::default()
+            },
             generic: opens
                 .iter()
                 .map(|&(name, config)| GenericEvent {

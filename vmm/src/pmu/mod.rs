@@ -3,6 +3,7 @@
 
 pub mod backing;
 pub mod countable;
+pub mod fit;
 pub mod mappings;
 mod operator;
 pub mod own;

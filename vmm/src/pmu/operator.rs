@@ -75,6 +75,9 @@ impl VmPmu {
             });
         }
         if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
+            if !self.hardware {
+                return Err("no hardware PMU of this host can be used; perfvisor check says why".into());
+            }
             return Ok(HostSampling {
                 sampler: GuestSampler::hardware(clock.tid(), attr).map_err(with_source)?,
                 period: None,

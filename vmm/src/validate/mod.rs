@@ -34,6 +34,7 @@ use crate::kvm::host::{self, KvmFacts};
 use crate::kvm::own_pmu::OwnPmu;
 use crate::kvm::stepping;
 use crate::pmu::backing;
+use crate::pmu::fit::{self, fit};
 use crate::signals::StopSignals;
 use child::ChildError;
 use report::{Report, Summary};
@@ -153,7 +154,10 @@ fn summary(options: &Options, host: &Host) -> Summary {
     let pmu = options.pmu.parse::<ModelName>().ok().and_then(|name| {
         let model = match &options.own_pmu {
             Some(own) => own.model(name, None, None).ok()?,
-            None => Model::resolve(name, None, None, &mut cpuid::read_host).ok()?,
+            None => {
+                let model = Model::resolve(name, None, None, &mut cpuid::read_host).ok()?;
+                fit(model, false, BackingPolicy::Auto, &host.probe).model
+            }
         };
         Some(model.to_string())
     });
@@ -168,7 +172,7 @@ fn summary(options: &Options, host: &Host) -> Summary {
         kvm: Some(host.kvm),
         host_pmu: match &host.no_hardware {
             Some(why) => format!("none ({why})"),
-            None => format!("{} slots per vCPU", host.probe.slots),
+            None => fit::slots(&host.probe.counters),
         },
         perf_event_paranoid: host.probe.paranoid,
         pmu,

@@ -151,7 +151,6 @@ pub fn cache_event_opens(config: u64) -> bool {
 }
 
 /// Where the kernel lists its PMUs.
-
 const DEVICES: &str = "/sys/bus/event_source/devices";
 
 /// Makes the process ignore `SIGIO` unless it already has a disposition for it.

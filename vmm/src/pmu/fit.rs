@@ -1,0 +1,208 @@
+//! Whether the host has a counter for each of the guest's.
+//!
+//! A guest may use all its counters at once, the general ones for anything. A model whose numbers nobody chose is made
+//! small enough for that. Where the user chose them, one line says which counters compete.
+
+use perf_core::pmu::host::{HostCounters, HostProbe};
+use vpmu::{BackingPolicy, Model};
+
+/// The generic events that Intel's fixed counters hold, by their numbers, with perf's names and numbers.
+const FIXED: [(&str, u64); 3] = [("instructions", 1), ("cycles", 0), ("ref-cycles", 9)];
+
+/// A model, and how it goes with the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fitted {
+    /// The model the guest gets.
+    pub model: Model,
+    /// Which of its counters compete for the host's and what comes of it, in one line; `None` if the host has one for each.
+    pub competition: Option<String>,
+}
+
+/// Fits `model` to the host. `asked`: the user chose its numbers, which stay as they are.
+pub fn fit(model: Model, asked: bool, policy: BackingPolicy, probe: &HostProbe) -> Fitted {
+    let by_hardware = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
+    if model.is_off() || !by_hardware {
+        return Fitted {
+            model,
+            competition: None,
+        };
+    }
+    let holds = |model: &Model| probe.counters.hold(model.general() as usize, &fixed_events(model, probe));
+    let lowered = model.lowered(holds);
+    let given = if asked { model } else { lowered };
+    let competition = (!holds(&given)).then(|| competition(&given, &lowered, holds(&lowered), probe));
+    Fitted {
+        model: given,
+        competition,
+    }
+}
+
+/// What the model's fixed counters need of the host's PMU. Events that the host does not count need nothing.
+fn fixed_events(model: &Model, probe: &HostProbe) -> Vec<u64> {
+    let counted = |config: u64| probe.generic.iter().any(|e| e.config == config && e.opens);
+    FIXED
+        .iter()
+        .enumerate()
+        .filter(|&(n, &(_, config))| model.fixed_bitmap() & (1 << n) != 0 && counted(config))
+        .map(|(_, &(_, config))| config)
+        .collect()
+}
+
+fn competition(model: &Model, lowered: &Model, enough: bool, probe: &HostProbe) -> String {
+    let counters = &probe.counters;
+    // Of the fixed ones those compete that have none of their own on the host.
+    let fixed: Vec<&str> = fixed_events(model, probe)
+        .into_iter()
+        .filter(|&config| !counters.fixed.iter().any(|f| f.config == config && f.free))
+        .filter_map(|config| FIXED.iter().find(|f| f.1 == config).map(|f| f.0))
+        .collect();
+    let also = match fixed.as_slice() {
+        [] => String::new(),
+        names => format!(" and the fixed ones for {}", names.join(", ")),
+    };
+    let remedy = if enough {
+        let fixed = match lowered.fixed() {
+            0 => String::new(),
+            n => format!("+{n}"),
+        };
+        format!("--pmu-counters {}{fixed} has one for each", lowered.general())
+    } else {
+        "this model has no fewer".to_owned()
+    };
+    format!(
+        "the guest's {} general counters{also} compete for the {} general ones that this host has free: what is enabled when \
+         all are taken is not counted until one is free; {remedy}",
+        model.general(),
+        counters.general,
+    )
+}
+
+/// How many counters there are for a vCPU, in a few words.
+pub fn slots(counters: &HostCounters) -> String {
+    let fixed = counters.free() - counters.general;
+    format!("{} general and {fixed} fixed counters per vCPU", counters.general)
+}
+
+/// The fixed counters, and which of them somebody else holds.
+pub fn fixed(counters: &HostCounters) -> String {
+    if counters.fixed.is_empty() {
+        return "none".to_owned();
+    }
+    let names: Vec<String> = counters
+        .fixed
+        .iter()
+        .map(|f| match f.free {
+            true => f.event.clone(),
+            false => format!("{} (taken)", f.event),
+        })
+        .collect();
+    names.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perf_core::pmu::host::{FixedCounter, GenericEvent};
+    use vpmu::{CounterNumbers, Generation};
+
+    /// A host with `general` free counters and fixed ones for these events, which are free or not.
+    fn host(general: usize, fixed: &[(&str, bool)]) -> HostProbe {
+        let config = |name: &str| FIXED.iter().find(|f| f.0 == name).unwrap().1;
+        let fixed = fixed.iter().map(|&(event, free)| FixedCounter {
+            event: event.to_owned(),
+            config: config(event),
+            free,
+            general_too: event != "ref-cycles",
+        });
+        let generic = FIXED.iter().map(|&(name, config)| GenericEvent {
+            name: name.to_owned(),
+            config,
+            opens: true,
+        });
+        HostProbe {
+            hardware_pmu: true,
+            counters: HostCounters {
+                general,
+                general_there: general,
+                fixed: fixed.collect(),
+            },
+            no_slots_because: None,
+            hybrid: false,
+            paranoid: Some(1),
+            nmi_watchdog: false,
+            mediated: false,
+            user_read: true,
+            software_clock: true,
+            pmus: vec!["cpu".to_owned()],
+            generic: generic.collect(),
+        }
+    }
+
+    const INTEL: [(&str, bool); 3] = [("instructions", true), ("cycles", true), ("ref-cycles", true)];
+    const WATCHED: [(&str, bool); 3] = [("instructions", true), ("cycles", false), ("ref-cycles", true)];
+
+    fn model(name: Generation, numbers: Option<&str>) -> Model {
+        let numbers = numbers.map(|text| text.parse::<CounterNumbers>().unwrap());
+        Model::new(name, numbers, None).unwrap()
+    }
+
+    fn default_on(generation: Generation, host: &HostProbe) -> (u32, u32) {
+        let fitted = fit(model(generation, None), false, BackingPolicy::Auto, host);
+        assert_eq!(fitted.competition, None);
+        (fitted.model.general(), fitted.model.fixed())
+    }
+
+    /// The default model announces no counter that the host could not back while all others count.
+    #[test]
+    fn a_default_model_fits_the_host() {
+        assert_eq!(default_on(Generation::Intel(2), &host(4, &INTEL)), (4, 3));
+        assert_eq!(default_on(Generation::Intel(2), &host(4, &WATCHED)), (3, 3));
+        assert_eq!(default_on(Generation::Intel(2), &host(6, &[])), (3, 3));
+        assert_eq!(default_on(Generation::Intel(2), &host(5, &[])), (2, 3));
+        assert_eq!(default_on(Generation::AmdCore, &host(6, &[])), (6, 0));
+        assert_eq!(default_on(Generation::AmdCore, &host(5, &[])), (4, 0));
+        assert_eq!(default_on(Generation::AmdV2, &host(5, &[])), (5, 0));
+        assert_eq!(default_on(Generation::AmdCore, &host(4, &INTEL)), (4, 0));
+    }
+
+    #[test]
+    fn more_than_the_host_has_is_said_in_one_line_with_the_remedy() {
+        let asked = model(Generation::AmdV2, Some("15"));
+        let fitted = fit(asked, true, BackingPolicy::Auto, &host(6, &[]));
+        assert_eq!(fitted.model, asked, "the user's choice stays");
+        let line = fitted.competition.unwrap();
+        for part in ["15 general counters compete", "the 6 general ones", "--pmu-counters 6 "] {
+            assert!(line.contains(part) && !line.contains('\n'), "{part}: {line}");
+        }
+        let asked = model(Generation::Intel(4), Some("4+3"));
+        let line = fit(asked, true, BackingPolicy::Hardware, &host(4, &WATCHED)).competition.unwrap();
+        assert!(line.contains("and the fixed ones for cycles compete"), "{line}");
+        assert!(line.contains("--pmu-counters 3+3 "), "{line}");
+        let asked = model(Generation::Intel(4), Some("4+3"));
+        assert_eq!(fit(asked, true, BackingPolicy::Auto, &host(4, &INTEL)).competition, None);
+    }
+
+    /// AMD's models cannot have fewer than four: said even of a default.
+    #[test]
+    fn a_model_that_cannot_be_small_enough_says_so() {
+        let fitted = fit(model(Generation::AmdCore, None), false, BackingPolicy::Auto, &host(3, &[]));
+        assert_eq!(fitted.model.general(), 4);
+        let line = fitted.competition.unwrap();
+        assert!(line.contains("this model has no fewer"), "{line}");
+    }
+
+    /// What is not counted by the PMU needs none of its counters.
+    #[test]
+    fn other_backings_have_as_many_counters_as_they_like() {
+        let asked = model(Generation::AmdV2, Some("15"));
+        for policy in [BackingPolicy::Clock, BackingPolicy::Exact, BackingPolicy::None] {
+            assert_eq!(fit(asked, true, policy, &host(6, &[])).competition, None);
+        }
+        let without = HostProbe {
+            hardware_pmu: false,
+            ..host(0, &[])
+        };
+        let fitted = fit(asked, true, BackingPolicy::Auto, &without);
+        assert_eq!((fitted.model, fitted.competition), (asked, None));
+    }
+}
