@@ -253,9 +253,7 @@ impl Context {
                 });
             }
         }
-        if changed
-            && let Some(pool) = self.groups[group].pool
-        {
+        if changed && let Some(pool) = self.groups[group].pool {
             // It may fit now.
             self.pools[pool].unpark(&mut self.groups, group);
         }

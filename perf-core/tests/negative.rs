@@ -215,7 +215,10 @@ fn errors_name_what_was_wrong() {
         .core
         .open(&m.admin, hw(), V0, Some(&leader), OpenFlags::default())
         .unwrap_err();
-    assert_eq!(error.to_string(), "2 events of the group need a slot of a kind of which the PMU has 1");
+    assert_eq!(
+        error.to_string(),
+        "2 events of the group need a slot of a kind of which the PMU has 1"
+    );
 }
 
 #[test]

@@ -395,11 +395,17 @@ fn fixed_counters_leave_the_general_ones_to_others() {
         let m = Simulated::new(host.config());
         let branches = || m.pinned(SimHost::BRANCHES);
         let mut on: Vec<Handle> = (0..2).map(|_| branches()).collect();
-        on.extend([SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES].map(|config| m.pinned(config)));
+        on.extend(
+            [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES].map(|config| m.pinned(config)),
+        );
         on.extend((2..general).map(|_| branches()));
         assert!(on.iter().all(|e| e.state() == State::Active), "{host:?}");
         assert_eq!(branches().state(), State::Error);
-        assert_eq!(m.pinned(SimHost::REF_CYCLES).state(), State::Error, "on none but its own");
+        assert_eq!(
+            m.pinned(SimHost::REF_CYCLES).state(),
+            State::Error,
+            "on none but its own"
+        );
         assert_eq!(m.pmu.calls().stops, 0);
     }
 }
@@ -412,7 +418,10 @@ fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
     let cycles = m.pinned(SimHost::CYCLES);
     let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHost::BRANCHES)).collect();
     let on = |e: &&Handle| e.state() == State::Active;
-    assert_eq!((cycles.state(), branches.iter().filter(on).count()), (State::Active, 3));
+    assert_eq!(
+        (cycles.state(), branches.iter().filter(on).count()),
+        (State::Active, 3)
+    );
 }
 
 #[test]
@@ -441,15 +450,26 @@ fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
     let leader = m.open(branches(), None).unwrap();
     let _second = m.open(branches(), Some(&leader)).unwrap();
     let third = m.open(branches(), Some(&leader)).unwrap_err();
-    assert!(matches!(third, OpenError::GroupTooLarge { needed: 3, slots: 2 }), "{third}");
+    assert!(
+        matches!(third, OpenError::GroupTooLarge { needed: 3, slots: 2 }),
+        "{third}"
+    );
     let cycles = || Attr::counting(EventType::SIM, SimHost::CYCLES);
     let _cycles = m.open(cycles(), Some(&leader)).unwrap();
     let more = m.open(cycles(), Some(&leader)).unwrap_err();
-    assert!(matches!(more, OpenError::GroupTooLarge { needed: 4, slots: 3 }), "{more}");
+    assert!(
+        matches!(more, OpenError::GroupTooLarge { needed: 4, slots: 3 }),
+        "{more}"
+    );
     m.core.set_share(SharePolicy::Strict);
     let refused = m.open(branches(), None).unwrap_err();
-    assert!(matches!(refused, OpenError::Overcommitted { slots: 2, .. }), "{refused}");
-    let _instructions = m.open(Attr::counting(EventType::SIM, SimHost::INSTRUCTIONS), None).unwrap();
+    assert!(
+        matches!(refused, OpenError::Overcommitted { slots: 2, .. }),
+        "{refused}"
+    );
+    let _instructions = m
+        .open(Attr::counting(EventType::SIM, SimHost::INSTRUCTIONS), None)
+        .unwrap();
 }
 
 /// Flexible groups of different kinds do not wait for each other's counters longer than they must: an event of a fixed counter
@@ -460,7 +480,10 @@ fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
     let m = Simulated::new(SimHost::intel(2).config());
     let pinned = m.pinned(SimHost::REF_CYCLES);
     let general: Vec<_> = (0..5)
-        .map(|_| m.open(Attr::counting(EventType::SIM, SimHost::BRANCHES), None).unwrap())
+        .map(|_| {
+            m.open(Attr::counting(EventType::SIM, SimHost::BRANCHES), None)
+                .unwrap()
+        })
         .collect();
     for _ in 0..20 {
         m.pmu.advance(VcpuId(0), |_| 1);

@@ -767,8 +767,14 @@ mod tests {
         let at_most = |n| move |m: &Model| m.general() + m.fixed() <= n;
         let intel = new(Generation::Intel(2));
         assert_eq!(intel.lowered(|_| true), intel);
-        assert_eq!(numbers(intel.lowered(at_most(6))), (Generation::Intel(2), 3, 0b111));
-        assert_eq!(numbers(intel.lowered(at_most(3))), (Generation::Intel(2), 2, 0b001));
+        assert_eq!(
+            numbers(intel.lowered(at_most(6))),
+            (Generation::Intel(2), 3, 0b111)
+        );
+        assert_eq!(
+            numbers(intel.lowered(at_most(3))),
+            (Generation::Intel(2), 2, 0b001)
+        );
         assert_eq!(numbers(intel.lowered(|_| false)), (Generation::Intel(2), 2, 0));
         // Five cannot be told by the core extension's bit, and four are told without it.
         let amd = new(Generation::AmdCore);

@@ -83,7 +83,9 @@ impl CounterMask {
     /// These but for the first `n`.
     #[must_use]
     pub fn skip(self, n: usize) -> Self {
-        self.iter().take(n).fold(self, |left, c| left.without(Self::one(c)))
+        self.iter()
+            .take(n)
+            .fold(self, |left, c| left.without(Self::one(c)))
     }
 
     /// The counters, in order.

@@ -250,9 +250,9 @@ mod tests {
     fn possible(masks: &[u64], free: u64) -> bool {
         match masks.split_first() {
             None => true,
-            Some((&mask, rest)) => {
-                CounterMask::from_bits(mask & free).iter().any(|c| possible(rest, free & !(1 << c)))
-            }
+            Some((&mask, rest)) => CounterMask::from_bits(mask & free)
+                .iter()
+                .any(|c| possible(rest, free & !(1 << c))),
         }
     }
 
@@ -264,7 +264,9 @@ mod tests {
     fn a_fixed_counter_is_taken_before_a_general_one() {
         // Four general, three fixed: cycles may sit on any general one and on the second fixed one.
         let mut seats = Seats::new(CounterMask::first(7));
-        seats.take(0, &[want(0b010_1111)], CounterMask::ALL, false).unwrap();
+        seats
+            .take(0, &[want(0b010_1111)], CounterMask::ALL, false)
+            .unwrap();
         assert_eq!(seats_of(&seats), [5]);
         for _ in 0..4 {
             seats.take_one(CounterMask::first(4)).unwrap();

@@ -37,17 +37,17 @@ fn asked() -> impl Strategy<Value = Asked> {
         1 => (0usize..6).prop_map(|n| 1 << n),
         2 => 0u64..64,
     ];
-    let group = (class, prop::bool::weighted(0.1), prop::collection::vec(fits, 0..4)).prop_map(
-        |(class, exclusive, fits)| AskedGroup {
+    let group = (
+        class,
+        prop::bool::weighted(0.1),
+        prop::collection::vec(fits, 0..4),
+    )
+        .prop_map(|(class, exclusive, fits)| AskedGroup {
             class,
             exclusive,
             fits,
-        },
-    );
-    let policy = prop_oneof![
-        Just(SharePolicy::GuestFirst),
-        Just(SharePolicy::OperatorFirst)
-    ];
+        });
+    let policy = prop_oneof![Just(SharePolicy::GuestFirst), Just(SharePolicy::OperatorFirst)];
     (
         0u64..64,
         prop_oneof![2 => Just(0usize), 1 => 0usize..4],
@@ -121,10 +121,12 @@ impl World {
     }
 
     fn fit_together(&self, keys: &[usize]) -> bool {
-        let exclusive = |key: &usize| {
-            self.asked.groups[*key].exclusive && !self.asked.groups[*key].fits.is_empty()
+        let exclusive =
+            |key: &usize| self.asked.groups[*key].exclusive && !self.asked.groups[*key].fits.is_empty();
+        let others = |key: &usize| {
+            keys.iter()
+                .any(|k| k != key && !self.asked.groups[*k].fits.is_empty())
         };
-        let others = |key: &usize| keys.iter().any(|k| k != key && !self.asked.groups[*k].fits.is_empty());
         let masks: Vec<u64> = keys.iter().flat_map(|&key| self.masks(key)).collect();
         keys.iter().all(|key| !exclusive(key) || !others(key)) && possible(&masks, self.asked.counters)
     }

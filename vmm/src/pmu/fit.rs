@@ -27,7 +27,11 @@ pub fn fit(model: Model, asked: bool, policy: BackingPolicy, probe: &HostProbe) 
             competition: None,
         };
     }
-    let holds = |model: &Model| probe.counters.hold(model.general() as usize, &fixed_events(model, probe));
+    let holds = |model: &Model| {
+        probe
+            .counters
+            .hold(model.general() as usize, &fixed_events(model, probe))
+    };
     let lowered = model.lowered(holds);
     let given = if asked { model } else { lowered };
     let competition = (!holds(&given)).then(|| competition(&given, &lowered, holds(&lowered), probe));
@@ -171,21 +175,35 @@ mod tests {
         let fitted = fit(asked, true, BackingPolicy::Auto, &host(6, &[]));
         assert_eq!(fitted.model, asked, "the user's choice stays");
         let line = fitted.competition.unwrap();
-        for part in ["15 general counters compete", "the 6 general ones", "--pmu-counters 6 "] {
+        for part in [
+            "15 general counters compete",
+            "the 6 general ones",
+            "--pmu-counters 6 ",
+        ] {
             assert!(line.contains(part) && !line.contains('\n'), "{part}: {line}");
         }
         let asked = model(Generation::Intel(4), Some("4+3"));
-        let line = fit(asked, true, BackingPolicy::Hardware, &host(4, &WATCHED)).competition.unwrap();
+        let line = fit(asked, true, BackingPolicy::Hardware, &host(4, &WATCHED))
+            .competition
+            .unwrap();
         assert!(line.contains("and the fixed ones for cycles compete"), "{line}");
         assert!(line.contains("--pmu-counters 3+3 "), "{line}");
         let asked = model(Generation::Intel(4), Some("4+3"));
-        assert_eq!(fit(asked, true, BackingPolicy::Auto, &host(4, &INTEL)).competition, None);
+        assert_eq!(
+            fit(asked, true, BackingPolicy::Auto, &host(4, &INTEL)).competition,
+            None
+        );
     }
 
     /// AMD's models cannot have fewer than four: said even of a default.
     #[test]
     fn a_model_that_cannot_be_small_enough_says_so() {
-        let fitted = fit(model(Generation::AmdCore, None), false, BackingPolicy::Auto, &host(3, &[]));
+        let fitted = fit(
+            model(Generation::AmdCore, None),
+            false,
+            BackingPolicy::Auto,
+            &host(3, &[]),
+        );
         assert_eq!(fitted.model.general(), 4);
         let line = fitted.competition.unwrap();
         assert!(line.contains("this model has no fewer"), "{line}");

@@ -402,7 +402,11 @@ mod tests {
             assert_eq!(raw(changed), CounterMask::first(4), "{changed:#x}");
         }
         let cache = found.constraint(&Attr::counting(EventType::HW_CACHE, 0));
-        assert_eq!(cache, CounterMask::first(4), "0 is cycles among the generic events only");
+        assert_eq!(
+            cache,
+            CounterMask::first(4),
+            "0 is cycles among the generic events only"
+        );
     }
 
     proptest! {

@@ -47,7 +47,10 @@ mod tests {
 
     #[test]
     fn a_hybrid_host_is_refused_with_its_cores_and_the_remedy() {
-        let dir = devices("two", &[("cpu_core", "0-7\n"), ("cpu_atom", "8-15\n"), ("software", "")]);
+        let dir = devices(
+            "two",
+            &[("cpu_core", "0-7\n"), ("cpu_atom", "8-15\n"), ("software", "")],
+        );
         let line = refusal(&dir).unwrap();
         fs::remove_dir_all(&dir).unwrap();
         assert!(line.contains("cpu_core: 0-7, cpu_atom: 8-15"), "{line}");

@@ -34,8 +34,8 @@ use crate::pmu::{Capacity, CounterMask, Pmu, PmuError, PmuEvent, Target};
 
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
-pub use fd::monotonic_ns;
 pub use counters::{FixedCounter, HostCounters};
+pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, current_tid, new_attr};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, cache_event_opens, ignore_sigio};
