@@ -131,6 +131,13 @@ const SECOND_LEVEL_TESTS: [&str; 5] = [
     "rdpmc:-an-index",
 ];
 
+/// Those that a second-level guest runs with KVM's own vPMU, each counter an event of the first level's kernel too.
+const OWN_VPMU_TESTS: [&str; 3] = [
+    "counting:-cycles",
+    "overflow:-the-counter-goes-on",
+    "rdpmc:-an-index",
+];
+
 /// Loads KVM, looks at the machine as Perfvisor sees it, and runs guests. The built-in guest is ended after what it
 /// counts: its overflow interrupts take longer than the periods between them here (docs/guests.md).
 fn second_level_script() -> String {
@@ -147,6 +154,19 @@ fn second_level_script() -> String {
              --cmdline 'model=amd backing=hardware only={only}'\n"
         ));
     }
+    for (n, only) in OWN_VPMU_TESTS.iter().enumerate() {
+        script.push_str(&format!(
+            "section own{n} timeout 60 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
+             --cmdline 'model=amd backing=hardware only={only}'\n"
+        ));
+    }
+    // KVM's filter is ours translated; and what it cannot be is refused.
+    script.push_str(
+        "printf 'action = \"deny\"\\nevents = [{ select = 0x76 }]\\n' >/tmp/deny.toml\n\
+         section own-filter timeout 60 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
+         --pmu-filter /tmp/deny.toml --cmdline 'model=amd backing=hardware deny=0x76 only=filter'\n\
+         section own-intel sh -c 'perfvisor run --backing kvm --pmu intel; echo status $?'\n",
+    );
     script
 }
 
@@ -183,6 +203,10 @@ fn a_second_level_guest_counts_with_the_first_levels_pmu() {
         .unwrap_or_else(|error| panic!("{error}"));
     let check = run.section("check");
     assert!(check.contains("AMD-V"), "{check}");
+    assert!(
+        check.contains("KVM's own vPMU: emulated, amd with 6 counters of 48 bits"),
+        "{check}"
+    );
 
     // The second level's cycles are events of the first level's kernel, which the outer vPMU counts.
     let counts = run.section("counts");
@@ -216,6 +240,19 @@ fn a_second_level_guest_counts_with_the_first_levels_pmu() {
             tap.passed.len()
         })
         .sum();
+    let own = (0..OWN_VPMU_TESTS.len()).map(|n| format!("own{n}"));
+    for name in own.chain(["own-filter".to_owned()]) {
+        let tap = parse_tap(run.section(&name));
+        assert!(
+            tap.all_passed() && !tap.passed.is_empty(),
+            "{name}: {tap:?}\n{run}"
+        );
+    }
+    let refused = run.section("own-intel");
+    assert!(
+        refused.contains("KVM's own vPMU is AMD's on this host") && refused.contains("status 2"),
+        "{refused}"
+    );
     eprintln!(
         "second level: {passed} tests of the vPMU passed; {:.1?}; console: {}",
         run.elapsed,

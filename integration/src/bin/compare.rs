@@ -20,6 +20,10 @@ use serde_json::{Value, json};
 const LIMIT: Duration = Duration::from_secs(3000);
 /// What an exit costs on silicon, for the projection.
 const EXIT_US: f64 = 1.5;
+/// Counters of the guest's PMU, so many events are sampled at a time.
+const COUNTERS: f64 = 6.0;
+/// How often perf samples in the projection, for each event that is on.
+const HZ: f64 = 1000.0;
 /// The two ways.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
 /// What the inner guest runs. Each phase is announced, and `sleep` lets the host read KVM's statistics before it begins. The work is
@@ -35,8 +39,8 @@ result() { grep -h "^spin" | sed "s/^/@@result $1 /"; }
 count() { sed "s/^/@@result $1 /"; }
 phase alone; spin $w | result alone
 phase quiet; perf record -q -c 100000000000 -e cycles -o /tmp/q spin $w 2>&1 | result quiet
-phase one; perf record -q -F 1000 -e cycles -o /tmp/1 spin $w 2>&1 | result one
-phase ten; perf record -q -F 1000 -e $ten -o /tmp/10 spin $w 2>&1 | result ten
+phase one; perf record -q -F HZ -e cycles -o /tmp/1 spin $w 2>&1 | result one
+phase ten; perf record -q -F HZ -e $ten -o /tmp/10 spin $w 2>&1 | result ten
 phase count; perf stat -x, -e cycles:u -o /tmp/s spin $w | result count; grep cycles /tmp/s | count counted
 phase mux; perf stat -x, -e $ten -o /tmp/m spin $w | result mux; grep cycles /tmp/m | count turn
 phase unswitched; perf stat -x, -i -e task-clock -o /tmp/b perf bench sched pipe -l SWITCHES >/dev/null 2>&1
@@ -73,13 +77,15 @@ struct Options {
     rounds: u32,
     work: u64,
     switches: u32,
+    /// What perf record samples with. A PMI takes milliseconds in a guest's guest, so at 1000 Hz the guest would do nothing else.
+    hz: u32,
 }
 
 fn main() -> ExitCode {
     let options = match options(std::env::args().skip(1)) {
         Ok(options) => options,
         Err(line) => {
-            eprintln!("compare: {line}; usage: compare [--rounds N] [--work N] [--switches N]");
+            eprintln!("compare: {line}; usage: compare [--rounds N] [--work N] [--switches N] [--hz N]");
             return ExitCode::from(2);
         }
     };
@@ -96,8 +102,9 @@ fn main() -> ExitCode {
 fn options(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
     let mut options = Options {
         rounds: 1,
-        work: 100_000_000,
-        switches: 200,
+        work: 20_000_000,
+        switches: 50,
+        hz: 25,
     };
     while let Some(word) = words.next() {
         let value = words.next().ok_or_else(|| format!("{word} needs a number"))?;
@@ -108,6 +115,7 @@ fn options(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
         match word.as_str() {
             "--rounds" => options.rounds = number(20)? as u32,
             "--work" => options.work = number(1 << 40)?,
+            "--hz" => options.hz = number(100_000)? as u32,
             "--switches" => options.switches = number(1_000_000)? as u32,
             _ => return Err(format!("unknown option {word}")),
         }
@@ -161,12 +169,11 @@ fn compare(options: &Options) -> Result<bool, PlaceError> {
 /// What one turn of one way came to.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
-    exits_per_pmi: f64,
+    /// With one event, and with ten that take turns: the turns are in it.
+    exits_per_pmi: [f64; 2],
     exits_per_switch: f64,
     /// With one event and with ten: the guest's CPU time over that of the same work alone, less one.
     slowdown: [f64; 2],
-    /// Exits for the sake of sampling, for each second of the guest's CPU time.
-    exits_per_second: [f64; 2],
     /// PMIs of the same.
     pmis: [f64; 2],
     /// `cycles:u` over CPU time and the TSC's frequency, less one.
@@ -229,7 +236,6 @@ fn figures(text: &str) -> Option<Figures> {
     let cpu = |name| seconds.get(name).copied().filter(|cpu| *cpu > 0.0);
     let sampling = |name| Some(exits(name)? - exits("quiet")?);
     let slowdown = |name| Some(cpu(name)? / cpu("alone")? - 1.0);
-    let rate = |name| Some(sampling(name)? / cpu(name)?);
     let error = |count: f64, name| Some(count / (cpu(name)? * tsc_hz?) - 1.0);
     let mean = turns.iter().sum::<f64>() / turns.len() as f64;
     let worst = turns.iter().copied().max_by(|a, b| {
@@ -237,17 +243,16 @@ fn figures(text: &str) -> Option<Figures> {
         off(*a).total_cmp(&off(*b))
     })?;
     let all = Figures {
-        exits_per_pmi: sampling("one")? / pmis("one")?,
+        exits_per_pmi: [sampling("one")? / pmis("one")?, sampling("ten")? / pmis("ten")?],
         exits_per_switch: (exits("switched")? - exits("unswitched")?)
             / during("switched", |mark| mark.switches)?,
         slowdown: [slowdown("one")?, slowdown("ten")?],
-        exits_per_second: [rate("one")?, rate("ten")?],
         pmis: [pmis("one")?, pmis("ten")?],
         count_error: error(counted?, "count")?,
         mux_error: [error(worst, "mux")?, error(mean, "mux")?],
     };
     // Without an interrupt there is nothing by which to divide.
-    (all.pmis[0] >= 1.0 && all.exits_per_switch.is_finite()).then_some(all)
+    (all.pmis.iter().all(|n| *n >= 1.0) && all.exits_per_switch.is_finite()).then_some(all)
 }
 
 /// A row of the table: its words, what it takes of a turn, its unit, and what it would be at the price of an exit on silicon.
@@ -255,35 +260,41 @@ type Measure = (
     &'static str,
     fn(&Figures) -> f64,
     &'static str,
-    Option<fn(f64, &Figures) -> String>,
+    Option<fn(&Figures) -> String>,
 );
 
-const MEASURES: [Measure; 8] = [
+const MEASURES: [Measure; 9] = [
     (
-        "exits for each PMI (perf record -F 1000, 1 event)",
-        |f| f.exits_per_pmi,
+        "exits for each PMI, perf record of 1 event",
+        |f| f.exits_per_pmi[0],
         "",
-        Some(|x, _| format!("{:.1} µs", x * EXIT_US)),
+        Some(|f| format!("{:.1} µs", f.exits_per_pmi[0] * EXIT_US)),
     ),
     (
-        "exits for each context switch (1 event, one side counted)",
+        "exits for each PMI, perf record of 10 events, their turns included",
+        |f| f.exits_per_pmi[1],
+        "",
+        Some(|f| format!("{:.1} µs", f.exits_per_pmi[1] * EXIT_US)),
+    ),
+    (
+        "exits for each context switch between a task with 1 event and one without",
         |f| f.exits_per_switch,
         "",
-        Some(|x, _| format!("{:.1} µs", x * EXIT_US)),
+        Some(|f| format!("{:.1} µs", f.exits_per_switch * EXIT_US)),
     ),
     (
-        "slowdown, perf record -F 1000, 1 event",
+        "slowdown by perf record of 1 event (estimate: at 1000 Hz)",
         |f| f.slowdown[0] * 100.0,
         " %",
-        Some(|_, f| priced(f.exits_per_second[0])),
+        Some(|f| slowed(f.exits_per_pmi[0], 1.0)),
     ),
     (
-        "slowdown, perf record -F 1000, 10 events",
+        "slowdown by perf record of 10 events (estimate: six on at a time, 1000 Hz each)",
         |f| f.slowdown[1] * 100.0,
         " %",
-        Some(|_, f| priced(f.exits_per_second[1])),
+        Some(|f| slowed(f.exits_per_pmi[1], COUNTERS)),
     ),
-    ("PMIs in it, 10 events", |f| f.pmis[1], "", None),
+    ("PMIs of 10 events", |f| f.pmis[1], "", None),
     (
         "error of a count (cycles:u)",
         |f| f.count_error * 100.0,
@@ -304,9 +315,9 @@ const MEASURES: [Measure; 8] = [
     ),
 ];
 
-/// What so many exits a second cost, each at its price on silicon.
-fn priced(exits_per_second: f64) -> String {
-    format!("{:.2} %", exits_per_second * EXIT_US / 1e6 * 100.0)
+/// What the exits of `events` that are sampled a thousand times a second cost, each at its price on silicon.
+fn slowed(exits_per_pmi: f64, events: f64) -> String {
+    format!("{:.1} %", exits_per_pmi * events * HZ * EXIT_US / 1e6 * 100.0)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -326,12 +337,13 @@ fn table(ways: &[(&str, Vec<Figures>)]) -> String {
         let _ = write!(out, "| {name} |");
         for (_, rounds) in ways {
             let value = median(rounds.iter().map(of).collect());
+            let of_each = |i: usize| median(rounds.iter().map(|f| f.exits_per_pmi[i]).collect());
             let middle = Figures {
-                exits_per_second: [0, 1]
-                    .map(|i| median(rounds.iter().map(|f| f.exits_per_second[i]).collect())),
+                exits_per_pmi: [of_each(0), of_each(1)],
+                exits_per_switch: median(rounds.iter().map(|f| f.exits_per_switch).collect()),
                 ..rounds[0]
             };
-            let estimate = projected.map_or("-".to_owned(), |p| p(value, &middle));
+            let estimate = projected.map_or("-".to_owned(), |p| p(&middle));
             let _ = write!(out, " {value:.1}{unit} | {estimate} |");
         }
         out.push('\n');
@@ -346,7 +358,6 @@ fn as_json(options: &Options, ways: &[(&str, Vec<Figures>)]) -> Value {
             "exits_per_context_switch": f.exits_per_switch,
             "slowdown_1_event": f.slowdown[0],
             "slowdown_10_events": f.slowdown[1],
-            "sampling_exits_per_cpu_second": f.exits_per_second,
             "pmis": f.pmis,
             "count_error": f.count_error,
             "mux_error_farthest_and_mean": f.mux_error,
@@ -359,6 +370,7 @@ fn as_json(options: &Options, ways: &[(&str, Vec<Figures>)]) -> Value {
     json!({
         "rounds": options.rounds,
         "work_iterations": options.work,
+        "sampling_hz": options.hz,
         "price_of_an_exit_us": EXIT_US,
         "ways": ways,
     })
@@ -375,6 +387,7 @@ fn measure(options: &Options, place: &Place) -> Result<GuestRun, PlaceError> {
     };
     let inner = INNER
         .replace("WORK", &options.work.to_string())
+        .replace("HZ", &options.hz.to_string())
         .replace("SWITCHES", &options.switches.to_string());
     let rounds: Vec<String> = (1..=options.rounds).map(|n| n.to_string()).collect();
     let outer = OUTER.replace("ROUNDS", &rounds.join(" "));
@@ -437,10 +450,10 @@ mod tests {
     #[test]
     fn figures_are_differences_of_phases() {
         let f = figures(&text()).unwrap();
-        assert_eq!(f.exits_per_pmi, (1260.0 - 60.0) / 100.0);
+        assert_eq!(f.exits_per_pmi, [12.0, (1480.0 - 60.0) / 200.0]);
         assert_eq!(f.exits_per_switch, (900.0 - 100.0) / 100.0);
         assert_eq!(f.slowdown, [0.5, 0.0]);
-        assert_eq!(f.exits_per_second[0], 800.0);
+        assert_eq!(slowed(f.exits_per_pmi[0], 1.0), "1.8 %");
         assert!((f.count_error + 0.01).abs() < 1e-9);
         assert!((f.mux_error[1] + 0.15).abs() < 1e-9);
         assert!(table(&[("kvm", vec![f])]).contains("| 12.0 | 18.0 µs |"));

@@ -23,8 +23,8 @@ use crate::signals::StopSignals;
 
 /// How long the guest may take to start.
 const START_PATIENCE: Duration = Duration::from_secs(30);
-/// How long a measurement may take. Stepped code is slow.
-const PATIENCE: Duration = Duration::from_secs(90);
+/// How long a measurement may take. Stepped code is slow, and so is a guest of a guest.
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Data pages of a ring for the operator's samples.
 const RING_PAGES: u32 = 64;
 
