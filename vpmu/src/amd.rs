@@ -148,6 +148,10 @@ impl VendorOps for Amd {
         0
     }
 
+    fn has_status(&self, model: &Model) -> bool {
+        model.generation() == Generation::AmdV2
+    }
+
     /// APM vol. 2 §16.4: no entry of the local vector table is masked by a delivery.
     fn delivery_masks_lvtpc(&self) -> bool {
         false

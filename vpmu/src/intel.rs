@@ -298,6 +298,10 @@ impl VendorOps for Intel {
         })
     }
 
+    fn has_status(&self, model: &Model) -> bool {
+        model.intel_version() >= 2
+    }
+
     /// SDM vol. 3, "Local Vector Table": the performance counter entry is masked when its interrupt is delivered.
     fn delivery_masks_lvtpc(&self) -> bool {
         true

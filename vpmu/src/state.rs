@@ -169,7 +169,7 @@ impl Vpmu {
         self.release(events);
         self.registers = registers;
         self.counters = counters;
-        self.pmi_due = pmi_due;
+        self.restore_pmi(pmi_due);
         self.all_changed();
         Ok(())
     }

@@ -94,6 +94,9 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Value of the register that tells which counters are programmed.
     fn in_use(&self, model: &Model, registers: &Registers) -> u64;
 
+    /// Whether guests see which counters overflowed in a status register.
+    fn has_status(&self, model: &Model) -> bool;
+
     /// Whether the local APIC masks its LVT entry when it delivers a PMI.
     fn delivery_masks_lvtpc(&self) -> bool;
 

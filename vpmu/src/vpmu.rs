@@ -59,6 +59,8 @@ pub struct PmiCounts {
     pub delivered: u64,
     /// Held back by the rate limit before they were delivered.
     pub throttled: u64,
+    /// Forgotten, because the guest had served what asked for them while they waited.
+    pub withdrawn: u64,
 }
 
 /// A counter, as the operator sees it.
@@ -128,6 +130,10 @@ pub struct Vpmu {
     /// Running counters whose armed overflow is out of date.
     rearm: u64,
     pub(crate) pmi_due: bool,
+    /// Counters that asked for the due PMI and have not been served since.
+    pub(crate) pmi_sources: u64,
+    /// The due PMI could not be delivered when it was to be: from now on it is only kept while it has a source.
+    pmi_waits: bool,
     /// The due PMI was already counted as throttled.
     pmi_held: bool,
     pmi_limit: RateLimit,
@@ -151,6 +157,8 @@ impl Vpmu {
             running: 0,
             rearm: 0,
             pmi_due: false,
+            pmi_sources: 0,
+            pmi_waits: false,
             pmi_held: false,
             pmi_limit: RateLimit::new(DEFAULT_PMI_LIMIT),
             pmi_counts: PmiCounts::default(),
@@ -218,6 +226,10 @@ impl Vpmu {
             }
             Register::Counter(counter) | Register::FullWidthCounter(counter) => {
                 self.fold(counter, events);
+                if !self.vendor.has_status(&self.model) {
+                    // Without a status register this is how a handler serves a counter.
+                    self.served(counter.mask(), events);
+                }
                 self.counters[counter.slot()].value = value;
                 if self.running & counter.mask() != 0 {
                     self.changed(counter.mask());
@@ -247,6 +259,7 @@ impl Vpmu {
             Register::GlobalStatusReset => {
                 // An overflow from before this write is cleared by it.
                 self.fold_all(events);
+                self.served(value & self.model.counters_mask(), events);
                 self.change_globals(|registers| registers.global_status &= !value);
             }
             Register::GlobalStatusSet => self.change_globals(|registers| registers.global_status |= value),
@@ -338,8 +351,8 @@ impl Vpmu {
 
     /// Whether a due PMI may be delivered at `now_ns`, nanoseconds of any monotonic clock.
     ///
-    /// Overflows that come before the delivery share one PMI, as they share one NMI on a processor. One that is due
-    /// stays due until it is delivered, whatever the guest does to its status bit.
+    /// Overflows that come before the delivery share one PMI, as they share one NMI on a processor. One that the limit
+    /// holds back waits as [`Self::pmi_must_wait`] says.
     pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReady {
         if !self.pmi_due {
             return PmiReady::No;
@@ -347,6 +360,9 @@ impl Vpmu {
         let time_ns = self.pmi_limit.next_ns();
         if time_ns <= now_ns {
             return PmiReady::Now;
+        }
+        if !self.pmi_must_wait() {
+            return PmiReady::No;
         }
         if !self.pmi_held {
             self.pmi_held = true;
@@ -366,11 +382,67 @@ impl Vpmu {
         PmiReady::NotBefore { time_ns }
     }
 
+    /// The due PMI cannot be delivered now: LVTPC is masked, or the local APIC is off. Returns whether it is still due.
+    ///
+    /// A local APIC latches nothing behind a mask (SDM vol. 3, "Local Vector Table"; KVM's `kvm_apic_local_deliver` drops
+    /// such an interrupt). But here an overflow may be noticed later than it would be on a processor, and so behind a mask that it would have
+    /// come before. What makes both right is the status: as long as a counter that asked for the PMI shows its
+    /// overflow, the interrupt is still to come; once the guest has served all of them it would be one for nothing, and is forgotten.
+    /// A counter is served when its bit of the global status is cleared, or, where the model has no global status, when
+    /// the counter is written: what handlers there look at is the top bit of its value, and until it is written that says
+    /// "overflowed". Stopping a counter serves nothing.
+    pub fn pmi_must_wait(&mut self) -> bool {
+        self.pmi_waits = self.pmi_due;
+        self.withdraw_if_served();
+        self.pmi_due
+    }
+
+    /// The guest has served the overflows of these counters.
+    fn served(&mut self, counters: u64, events: &mut dyn CounterEvents) {
+        if self.pmi_waits {
+            // Others may have overflowed, too, and are not served by this.
+            self.fold_all(events);
+        }
+        self.pmi_sources &= !counters;
+        self.withdraw_if_served();
+    }
+
+    /// A PMI that waits and has no source left is forgotten. One that was never made to wait is delivered whatever the guest has
+    /// cleared meanwhile: on a processor it would have come before.
+    fn withdraw_if_served(&mut self) {
+        if self.pmi_waits && self.pmi_sources == 0 {
+            self.pmi_counts.withdrawn += 1;
+            self.forget_pmi();
+        }
+    }
+
+    fn forget_pmi(&mut self) {
+        self.pmi_due = false;
+        self.pmi_sources = 0;
+        self.pmi_waits = false;
+        self.pmi_held = false;
+    }
+
+    /// Takes over a PMI that was due when the state was saved. Who asked for it is not in there, so it is everyone who can
+    /// have: better one too many than one too few.
+    pub(crate) fn restore_pmi(&mut self, due: bool) {
+        self.forget_pmi();
+        if due {
+            self.pmi_due = true;
+            self.pmi_sources = if self.vendor.has_status(&self.model) {
+                self.registers.global_status & self.model.counters_mask()
+            } else {
+                counters_in(self.model.counters_mask())
+                    .filter(|&counter| self.vendor.interrupts(&self.registers, counter))
+                    .fold(0, |mask, counter| mask | counter.mask())
+            };
+        }
+    }
+
     /// The due PMI was delivered. Where [`Self::delivery_masks_lvtpc`] says so, the caller also masks LVTPC.
     pub fn pmi_delivered(&mut self, now_ns: u64) {
         if self.pmi_due {
-            self.pmi_due = false;
-            self.pmi_held = false;
+            self.forget_pmi();
             self.pmi_counts.delivered += 1;
             self.pmi_limit.take(now_ns);
         }
@@ -381,20 +453,21 @@ impl Vpmu {
         self.vendor.delivery_masks_lvtpc()
     }
 
-    /// PMIs delivered and held back so far.
+    /// PMIs delivered, held back and withdrawn so far.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.pmi_counts
     }
 
     /// RESET of the vCPU: registers and counters take their reset values, a due PMI is forgotten, events are released.
-    /// (INIT leaves a PMU as it is.)
+    ///
+    /// Only for a machine that is reset as a whole. INIT and SIPI, with which guests start and restart processors, leave a
+    /// PMU as it is, so starting a vCPU must not call this.
     pub fn reset(&mut self, events: &mut dyn CounterEvents) {
         self.release(events);
         self.registers = self.vendor.at_reset(&self.model);
         self.counters = [Counter::default(); MAX_COUNTERS];
         self.dirty = 0;
-        self.pmi_due = false;
-        self.pmi_held = false;
+        self.forget_pmi();
     }
 
     /// Folds the counters and releases their events, because the vCPU goes to another thread or pauses for long. Counters
@@ -507,6 +580,7 @@ impl Vpmu {
         }
         self.counters[counter.slot()].pmi_requests += 1;
         self.pmi_due = true;
+        self.pmi_sources |= counter.mask();
         if self.vendor.freeze(&self.model, &mut self.registers) {
             self.dirty |= self.running;
         }

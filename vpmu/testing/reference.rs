@@ -44,6 +44,10 @@ pub struct Reference {
     global_status: u64,
     debugctl: u64,
     pub pmi_due: bool,
+    /// Bits of the counters for which it is due.
+    pmi_for: u64,
+    /// It was made to wait.
+    pmi_waits: bool,
     filter: Option<FilterSpec>,
     uncountable: Uncountable,
 }
@@ -63,6 +67,8 @@ impl Reference {
             global_status: 0,
             debugctl: 0,
             pmi_due: false,
+            pmi_for: 0,
+            pmi_waits: false,
             filter: None,
             uncountable,
         };
@@ -78,7 +84,47 @@ impl Reference {
         self.global_ctrl = (0..self.gp).map(|n| 1 << n).sum();
         self.global_status = 0;
         self.debugctl = 0;
+        self.pmi_is_over();
+    }
+
+    /// The PMI was delivered.
+    pub fn pmi_is_over(&mut self) {
         self.pmi_due = false;
+        self.pmi_for = 0;
+        self.pmi_waits = false;
+    }
+
+    /// The PMI cannot be delivered now.
+    pub fn pmi_waits(&mut self) {
+        if self.pmi_due {
+            self.pmi_waits = true;
+            self.served(0);
+        }
+    }
+
+    /// Counters whose overflow the guest has seen to.
+    fn served(&mut self, counters: u64) {
+        self.pmi_for &= !counters;
+        if self.pmi_waits && self.pmi_for == 0 {
+            self.pmi_is_over();
+        }
+    }
+
+    fn shows_status(&self) -> bool {
+        self.version() >= 2 || self.kind == Kind::V2
+    }
+
+    /// The PMU was saved and restored: who asked for a PMI is not known any more.
+    pub fn moved(&mut self) {
+        self.pmi_waits = false;
+        if self.pmi_due && self.shows_status() {
+            self.pmi_for = self.global_status & self.all();
+        } else if self.pmi_due {
+            self.pmi_for = (0..self.gp)
+                .filter(|&n| self.evtsel[n as usize] & 1 << 20 != 0)
+                .map(|n| 1 << n)
+                .sum();
+        }
     }
 
     pub fn set_filter(&mut self, filter: Option<FilterSpec>) {
@@ -190,6 +236,9 @@ impl Reference {
                     extended |= 0xFFFF_FFFF_0000_0000;
                 }
                 self.pmc[(msr - 0xC1) as usize] = extended & highest;
+                if v == 1 {
+                    self.served(1 << (msr - 0xC1));
+                }
             }
             0x4C1..=0x4C8 => {
                 no_bit_outside(highest)?;
@@ -219,6 +268,7 @@ impl Reference {
                 let frozen_bits = if v >= 4 { 3 << 58 } else { 0 };
                 no_bit_outside(all | 3 << 62 | frozen_bits)?;
                 self.global_status &= !value;
+                self.served(value & all);
             }
             0x391 => {
                 no_bit_outside(all | 1 << 62 | 3 << 58)?;
@@ -264,11 +314,19 @@ impl Reference {
             (Kind::AmdOff, 0xC001_0000..=0xC001_0007) => {}
             (Kind::V2, 0xC000_0300) => {}
             (Kind::V2, 0xC000_0301) => self.global_ctrl = value & self.all(),
-            (Kind::V2, 0xC000_0302) => self.global_status &= !value,
+            (Kind::V2, 0xC000_0302) => {
+                self.global_status &= !value;
+                self.served(value);
+            }
             (Kind::V2, 0xC000_0303) => self.global_status |= value & self.all(),
             _ => match self.amd_register(msr)? {
                 (n, true) => self.evtsel[n] = value & !0xFFFF_FFF0_0028_0000,
-                (n, false) => self.pmc[n] = value & self.highest(),
+                (n, false) => {
+                    self.pmc[n] = value & self.highest();
+                    if self.kind != Kind::V2 {
+                        self.served(1 << n);
+                    }
+                }
             },
         }
         Some(())
@@ -353,13 +411,15 @@ impl Reference {
     pub fn tick(&mut self) {
         let general: Vec<bool> = (0..self.gp).map(|n| self.general_counts(n)).collect();
         let fixed: Vec<bool> = (0..self.fixed).map(|n| self.fixed_counts(n)).collect();
-        let mut interrupt = false;
+        let mut interrupt = 0;
         for n in 0..self.gp as usize {
             if general[n] {
                 if self.pmc[n] == self.highest() {
                     self.pmc[n] = 0;
                     self.global_status |= 1 << n;
-                    interrupt |= self.evtsel[n] & 1 << 20 != 0;
+                    if self.evtsel[n] & 1 << 20 != 0 {
+                        interrupt |= 1 << n;
+                    }
                 } else {
                     self.pmc[n] += 1;
                 }
@@ -370,14 +430,17 @@ impl Reference {
                 if self.fixed_ctr[n] == self.highest() {
                     self.fixed_ctr[n] = 0;
                     self.global_status |= 1 << (32 + n);
-                    interrupt |= self.fixed_ctrl >> (4 * n) & 8 != 0;
+                    if self.fixed_ctrl >> (4 * n) & 8 != 0 {
+                        interrupt |= 1 << (32 + n);
+                    }
                 } else {
                     self.fixed_ctr[n] += 1;
                 }
             }
         }
-        if interrupt {
+        if interrupt != 0 {
             self.pmi_due = true;
+            self.pmi_for |= interrupt;
             if self.freezes() {
                 if self.version() >= 4 {
                     self.global_status |= 1 << 59;

@@ -335,10 +335,25 @@ impl<H: Host> Pair<H> {
                     self.reference
                 );
                 self.now_ns += u64::from(bytes.byte()) << 16;
-                if self.vpmu.pmi_ready(self.now_ns) == PmiReady::Now {
-                    self.vpmu.pmi_delivered(self.now_ns);
-                    self.reference.pmi_due = false;
+                let masked = bytes.flag();
+                match self.vpmu.pmi_ready(self.now_ns) {
+                    PmiReady::Now if masked => {
+                        self.vpmu.pmi_must_wait();
+                        self.reference.pmi_waits();
+                    }
+                    PmiReady::Now => {
+                        self.vpmu.pmi_delivered(self.now_ns);
+                        self.reference.pmi_is_over();
+                    }
+                    // Not due any more, or not yet to be delivered.
+                    PmiReady::No | PmiReady::NotBefore { .. } => self.reference.pmi_waits(),
                 }
+                assert_eq!(
+                    self.vpmu.pmi_pending(),
+                    self.reference.pmi_due,
+                    "{:?}",
+                    self.reference
+                );
             }
             29 => {
                 let spec = self.filter(bytes);
@@ -364,6 +379,7 @@ impl<H: Host> Pair<H> {
                 assert_eq!(there.save(&mut events), saved, "restored bit for bit");
                 self.vpmu = there;
                 self.events = events;
+                self.reference.moved();
                 self.late = false;
             }
             _ => match bytes.below(9) {

@@ -51,7 +51,7 @@ fn the_intel_driver_finds_its_pmu_and_samples_with_it() {
         guest.vpmu.pmi_counts(),
         PmiCounts {
             delivered: 100,
-            throttled: 0
+            ..PmiCounts::default()
         }
     );
 }

@@ -1,8 +1,6 @@
 /* The local APIC, in x2APIC mode where there is one. */
 #include "lib.h"
 
-#define MSR_APIC_BASE 0x1b
-#define APIC_BASE_EXTD BIT(10)
 #define MSR_X2APIC 0x800
 #define CPUID1_ECX_X2APIC BIT(21)
 #define XAPIC 0xfee00000UL

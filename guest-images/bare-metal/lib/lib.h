@@ -84,12 +84,16 @@ u32 fw_cfg_cpus(void);                                  /* fw_cfg key 5; 1 if th
 #define APIC_ID 0x20
 #define APIC_EOI 0xb0
 #define APIC_SVR 0xf0
+#define APIC_ISR 0x100
 #define APIC_ICR 0x300
 #define APIC_ICR2 0x310
 #define APIC_LVT_TIMER 0x320
 #define APIC_LVTPC 0x340
 #define APIC_TIMER_INIT 0x380
 #define APIC_TIMER_DIV 0x3e0
+#define MSR_APIC_BASE 0x1b
+#define APIC_BASE_EXTD BIT(10)
+#define APIC_BASE_EN BIT(11)
 #define LVT_MASKED BIT(16)
 #define LVT_NMI 0x400
 #define X2APIC_SELF_IPI 0x83f

@@ -110,7 +110,7 @@ TEST(pmi_interrupts_off, ON_ANY, "pmi: in fixed mode it waits for STI")
     CHECK(pmis() == 1, "%lu after STI", pmis());
 }
 
-TEST(pmi_despite_clearing, ON_ANY, "pmi: once due it is delivered even if the guest has cleared the status meanwhile")
+TEST(pmi_despite_clearing, ON_ANY, "pmi: one that LVTPC lets through comes even if the guest has cleared the status meanwhile")
 {
     NEED_COUNTING();
     apic_write(APIC_LVTPC, VEC_PMI);
@@ -150,7 +150,11 @@ TEST(pmi_leaves_lvtpc, ON_AMD, "pmi: a delivery leaves LVTPC as it is, and a sec
     CHECK(pmis() == 2, "%lu", pmis());
 }
 
-TEST(pmi_while_masked, ON_ANY, "pmi: it waits while LVTPC is masked, and comes once when it is not any more")
+/*
+ * Behind the mask the local APIC latches nothing. Perfvisor notices some overflows later than a processor does, so it keeps
+ * the interrupt for as long as the status asks for it, and no longer.
+ */
+TEST(pmi_while_masked, ON_ANY, "pmi: it waits while LVTPC is masked, and comes once when it is not any more and the status bit is left")
 {
     NEED_COUNTING();
     for (u32 k = 0; k < 2; k++) {
@@ -167,6 +171,113 @@ TEST(pmi_while_masked, ON_ANY, "pmi: it waits while LVTPC is masked, and comes o
     }
 }
 
+/* What a handler does with counter i: without a global status it looks at the counter, and writes it. */
+static void serve(u32 i)
+{
+    if (pmu.global)
+        status_clear(BIT(i));
+    else
+        ctr_write(i, 0);
+}
+
+/* SDM volume 3, local vector table, and Linux's handler from Haswell on, which unmasks LVTPC when all has been served. */
+TEST(pmi_served_while_masked, ON_ANY, "pmi: none after unmasking LVTPC for an overflow that was served behind the mask")
+{
+    NEED_COUNTING();
+    for (u32 k = 0; k < 2; k++) {
+        u32 lvt = k ? VEC_PMI : LVT_NMI;
+        apic_write(APIC_LVTPC, lvt | LVT_MASKED);
+        overflow(0, true);
+        settle();
+        serve(0);
+        apic_write(APIC_LVTPC, lvt);
+        for (u32 i = 0; i < 5; i++)
+            settle();
+        CHECK(pmis() == 0, "%lu", pmis());
+    }
+}
+
+static bool serves_both, in_service;
+static void serve_late(struct trap_frame *f)
+{
+    if (pmis() == 1) {
+        in_service = apic_read(APIC_ISR + f->vector / 32 * 16) >> f->vector % 32 & 1;
+        arm(1, 1);
+        global_write(2);
+        CHECK(wait_wrapped(1), "counter 1 did not overflow in the handler");
+        delay_us(3000);
+    }
+    global_write(0);
+    serve(0);
+    if (serves_both || pmis() > 1)
+        serve(1);
+    apic_write(APIC_LVTPC, f->vector == VEC_NMI ? LVT_NMI : f->vector);
+}
+
+TEST(pmi_late_ack, ON_INTEL, "pmi: a handler that serves a second overflow and then unmasks LVTPC is not called again; one that leaves it is")
+{
+    NEED_COUNTING();
+    if (pmu.gp < 2)
+        SKIP("needs two counters");
+    this_cpu()->pmi_hook = serve_late;
+    for (u32 k = 0; k < 4; k++) {
+        u64 expected = k < 2 ? 1 : 2;
+        serves_both = k < 2;
+        this_cpu()->pmi_nmi = this_cpu()->pmi_fixed = 0;
+        apic_write(APIC_LVTPC, k & 1 ? VEC_PMI : LVT_NMI);
+        arm(0, 1);
+        sti();
+        global_write(1);
+        CHECK(wait_wrapped(0));
+        await(expected);
+        for (u32 i = 0; i < 5; i++)
+            settle();
+        if ((k & 1) && !x2apic && !in_service)
+            /* In xAPIC mode the handler of a vector is known by it. One software-only KVM shows no vector in service. */
+            kprintf("# this local APIC shows no interrupt in service: %lu PMIs by vector\n", pmis());
+        else
+            CHECK(pmis() == expected, "%s: %lu, expected %lu", k & 1 ? "vector" : "NMI", pmis(), expected);
+        global_write(0);
+        sel_write(0, 0);
+        sel_write(1, 0);
+        status_clear(status_read());
+    }
+}
+
+TEST(pmi_apic_off, ON_ANY, "pmi: none while the local APIC is globally disabled")
+{
+    u64 base = rdmsr(MSR_APIC_BASE);
+
+    NEED_COUNTING();
+    apic_write(APIC_LVTPC, LVT_NMI);
+    wrmsr(MSR_APIC_BASE, base & ~(APIC_BASE_EN | APIC_BASE_EXTD));
+    overflow(0, false);
+    delay_us(3000);
+    CHECK(pmis() == 0, "%lu", pmis());
+    serve(0);
+    wrmsr(MSR_APIC_BASE, (base | APIC_BASE_EN) & ~APIC_BASE_EXTD);
+    apic_setup();
+    settle();
+    CHECK(pmis() == 0, "%lu after it was enabled", pmis());
+}
+
+TEST(pmi_renamed_apic, ON_ANY, "pmi: in fixed mode it comes to a processor that has changed its APIC id")
+{
+    u32 id = apic_read(APIC_ID);
+
+    NEED_COUNTING();
+    if (x2apic)
+        SKIP("an x2APIC id cannot be changed");
+    apic_write(APIC_ID, 77 << 24);
+    if (apic_read(APIC_ID) >> 24 != 77)
+        SKIP("this local APIC's id cannot be changed");
+    apic_write(APIC_LVTPC, VEC_PMI);
+    overflow(0, true);
+    await(1);
+    apic_write(APIC_ID, id);
+    CHECK(pmis() == 1, "%lu", pmis());
+}
+
 /* Starts counter 0 far from its overflow and runs it a little; false if the host was so slow that it overflowed. */
 static bool run_without_overflow(void)
 {
@@ -176,6 +287,7 @@ static bool run_without_overflow(void)
         global_write(1);
         busy(0, 1);
         global_write(0);
+        sel_write(0, counting_event | BOTH | SEL_INT);
         if (!counter_wrapped(0))
             return true;
         delay_us(1000);
@@ -191,7 +303,6 @@ TEST(no_pmi_when_off, ON_ANY, "pmi: none for a counter that was stopped before i
     NEED_COUNTING();
     if (!run_without_overflow())
         return;
-    sel_write(0, counting_event | BOTH | SEL_INT);
     global_write(1);
     busy(0, 25);
     CHECK(pmis() == 0, "%lu", pmis());
@@ -203,6 +314,7 @@ TEST(no_pmi_when_rewritten, ON_ANY, "pmi: none for a counter that was rewritten 
     if (!run_without_overflow())
         return;
     ctr_write(0, 0);
+    sel_write(0, counting_event | INTERRUPTING);
     global_write(1);
     busy(0, 25);
     CHECK(pmis() == 0, "%lu", pmis());

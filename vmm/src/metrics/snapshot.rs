@@ -53,6 +53,7 @@ pub struct VcpuCounts {
     pub pmi_dropped: u64,
     pub pmi_throttled: u64,
     pub pmi_masked_waits: u64,
+    pub pmi_withdrawn: u64,
     pub steps: u64,
     pub steps_lost: u64,
     pub unstepped: u64,
@@ -82,6 +83,7 @@ impl VcpuSnapshot {
                 pmi_dropped: stats.pmi_dropped.get(),
                 pmi_throttled: stats.pmi_throttled.get(),
                 pmi_masked_waits: stats.pmi_masked_waits.get(),
+                pmi_withdrawn: stats.pmi_withdrawn.get(),
                 steps: stats.steps.get(),
                 steps_lost: stats.steps_lost.get(),
                 unstepped: stats.unstepped.get(),
@@ -263,6 +265,8 @@ impl Snapshot {
         let help =
             "Entries to the guest at which a due interrupt had to wait because the guest had masked LVTPC.";
         out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits))?;
+        let help = "Performance monitoring interrupts that were forgotten because the guest had served what asked for them while they waited.";
+        out.counts("vcpu_pmis_withdrawn", help, self.each(|c| c.pmi_withdrawn))?;
         let help = "Instructions that were single-stepped for the exact backing.";
         out.counts("vcpu_steps", help, self.each(|c| c.steps))?;
         let help = "Single steps whose outcome is not known; nothing was counted for them.";
@@ -423,6 +427,7 @@ mod tests {
         stats.exits.add(9);
         stats.pmi_nmi.add(3);
         stats.pmi_throttled.add(2);
+        stats.pmi_withdrawn.add(6);
         let view = VcpuView {
             vcpu: 0,
             pmis: Some(3),
@@ -473,6 +478,7 @@ mod tests {
             format!("perfvisor_guest_counter_running_ratio{gp0} 0.25"),
             "perfvisor_guest_counter_pmi_requests_total{vm=\"a\",vcpu=\"0\",counter=\"gp1\"} 4".into(),
             "perfvisor_vcpu_pmis_throttled_total{vm=\"a\",vcpu=\"0\"} 2".into(),
+            "perfvisor_vcpu_pmis_withdrawn_total{vm=\"a\",vcpu=\"0\"} 6".into(),
             "perfvisor_vcpu_pmis_total{vm=\"a\",vcpu=\"0\",delivery=\"nmi\"} 3".into(),
             "perfvisor_vcpu_steal_seconds_total{vm=\"a\",vcpu=\"0\"} 2.5".into(),
             "perfvisor_vcpu_lost_samples_total{vm=\"a\",vcpu=\"0\"} 7".into(),

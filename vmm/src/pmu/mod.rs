@@ -29,7 +29,7 @@ use smallvec::SmallVec;
 use vpmu::exact::Step;
 use vpmu::{
     BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
-    PerfCoreEvents, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vpmu,
+    PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vpmu,
 };
 
 use crate::control::protocol::GuestCounter;
@@ -468,9 +468,14 @@ impl VcpuPmu {
         self.vpmu.pmi_ready(now_ns)
     }
 
-    /// PMIs that the rate limit held back so far.
-    pub fn pmis_throttled(&self) -> u64 {
-        self.vpmu.pmi_counts().throttled
+    /// The due PMI cannot be delivered now. Returns whether it still waits: what the guest has served is forgotten.
+    pub fn pmi_must_wait(&mut self) -> bool {
+        self.vpmu.pmi_must_wait()
+    }
+
+    /// What became of PMIs so far.
+    pub fn pmi_counts(&self) -> PmiCounts {
+        self.vpmu.pmi_counts()
     }
 
     /// The due PMI went to the guest.

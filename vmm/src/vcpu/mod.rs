@@ -20,7 +20,7 @@ pub mod step;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch};
 use kvm_ioctls::{Cap, SyncReg, VcpuExit, VcpuFd, VmFd};
@@ -34,14 +34,11 @@ use crate::pmu::{Synced, VcpuPmu};
 use crate::rdpmc::TRAP_PORT;
 use control::{RunControl, RunState, StopReason};
 use gate::Gate;
-use pmi::{Delivery, Lvtpc};
+use pmi::{Delivery, Lvtpc, Recheck};
 use rdpmc::Read;
 use stats::VcpuStats;
 use step::debug::GuestDebug;
 use step::{Prepared, StepError, Stepper};
-
-/// How soon a PMI that waits for the guest to unmask LVTPC is tried again when the guest does not exit by itself.
-const MASKED_PMI_POLL: Duration = Duration::from_millis(1);
 
 /// Why a vCPU thread could not be started.
 #[derive(Debug, thiserror::Error)]
@@ -99,6 +96,10 @@ pub struct Vcpu {
     bus: Arc<Bus>,
     pmu: Option<VcpuPmu>,
     lvtpc: Lvtpc,
+    /// When to look at LVTPC again while a PMI waits behind its mask.
+    recheck: Recheck,
+    /// A PMI waited at the last entry, behind a mask or for the rate limit.
+    pmi_waits: bool,
     stats: Arc<VcpuStats>,
     control: Arc<RunControl>,
     debug: GuestDebug,
@@ -146,6 +147,8 @@ impl Vcpu {
             bus,
             pmu,
             lvtpc: Lvtpc::new(id, masks)?,
+            recheck: Recheck::default(),
+            pmi_waits: false,
             stats,
             control,
             debug: GuestDebug::default(),
@@ -409,31 +412,57 @@ impl Vcpu {
         }
         pmu.reconcile();
         if !pmu.pmi_pending() {
+            if std::mem::take(&mut self.pmi_waits) {
+                self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.recheck.over();
+            }
             return Ok(());
         }
+        self.serve_pmi(timer)
+    }
+
+    /// A PMI that is due.
+    fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), EntryError> {
+        let Some(pmu) = &mut self.pmu else { return Ok(()) };
         match pmu.pmi_ready() {
-            PmiReady::No => return Ok(()),
+            PmiReady::No => {
+                self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.pmi_waits = false;
+                return Ok(());
+            }
             PmiReady::Now => {}
             PmiReady::NotBefore { time_ns } => {
-                self.stats.pmi_throttled.set(pmu.pmis_throttled());
+                self.stats.pmi_throttled.set(pmu.pmi_counts().throttled);
+                self.pmi_waits = true;
+                self.recheck.over();
                 timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
                 return Ok(());
             }
         }
+        let Some(open) = self.lvtpc.look(&mut self.fd)? else {
+            // The guest unmasks LVTPC without telling us; look again at every exit, and now and then without one.
+            self.pmi_waits = pmu.pmi_must_wait();
+            if self.pmi_waits {
+                self.stats.pmi_masked_waits.inc();
+                if let Some(wait) = self.recheck.waits(Instant::now()) {
+                    timer.kick_in(wait);
+                }
+            } else {
+                self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.recheck.over();
+            }
+            return Ok(());
+        };
+        self.pmi_waits = false;
+        self.recheck.over();
         if let Some(wait) = self.interrupt_before_read().map_err(EntryError::Read)? {
             timer.kick_in(wait);
             return Ok(());
         }
-        match self.lvtpc.deliver(&self.vm, &mut self.fd)? {
+        match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
             Delivery::Nmi => self.stats.pmi_nmi.inc(),
             Delivery::Fixed => self.stats.pmi_fixed.inc(),
             Delivery::Dropped => self.stats.pmi_dropped.inc(),
-            Delivery::Masked => {
-                // The guest unmasks LVTPC without telling us; look again at every exit, and soon without one.
-                self.stats.pmi_masked_waits.inc();
-                timer.kick_in(MASKED_PMI_POLL);
-                return Ok(());
-            }
         }
         if let Some(pmu) = &mut self.pmu {
             pmu.pmi_delivered();

@@ -1,17 +1,33 @@
 //! Delivering a PMI through the local APIC's LVTPC entry.
 //!
 //! The local APIC is KVM's, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H, x2APIC MSR 834H) has to be
-//! read when a PMI is due. In x2APIC mode it is read and written as an MSR, one register at a time. In xAPIC mode only
-//! the whole register page can be had, and *writing* a page back would lose any interrupt that another vCPU or a
-//! device raised in between; so there the mask bit that Intel's delivery sets is not shown to the guest.
+//! read when a PMI is due. In x2APIC mode it is read and written as an MSR, one register at a time.
+//!
+//! In xAPIC mode only the whole register page can be had. KVM_SET_LAPIC copies all of it over KVM's own, the requested
+//! interrupts (IRR) with it and those posted to a running processor, and starts the APIC's timer anew: an interrupt that another
+//! vCPU, a device or a timer of the kernel sends between the reading and the writing is lost, and nothing tells that one was. A guest
+//! that loses an interrupt between processors hangs. So there the mask bit that Intel's delivery sets is not written, and a guest that reads
+//! LVTPC does not see it. What the bit is for is done without it: see [`Handled`].
 
-use kvm_bindings::{Msrs, kvm_msi, kvm_msr_entry};
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
 use kvm_ioctls::{VcpuFd, VmFd};
 
 /// IA32_X2APIC_LVT_PMI, present in x2APIC mode (SDM vol. 3 table 11-6).
 const X2APIC_LVT_PMI: u32 = 0x834;
 /// IA32_APIC_BASE (SDM vol. 4); bit 10 EXTD: x2APIC mode.
 const APIC_BASE_EXTD: u64 = 1 << 10;
+/// IA32_APIC_BASE bit 11 EN: the local APIC is not globally disabled.
+const APIC_BASE_EN: u64 = 1 << 11;
+/// Offset of the local APIC's id in the xAPIC register page; the guest may write it. The id is in bits 31:24.
+const XAPIC_ID: usize = 0x20;
+/// Offset of the first in-service register in the xAPIC register page: 32 vectors each, 16 bytes apart.
+const XAPIC_ISR: usize = 0x100;
+/// Offset of the first interrupt request register.
+const XAPIC_IRR: usize = 0x200;
+/// An xAPIC destination that means every local APIC.
+const XAPIC_EVERYONE: u8 = 0xff;
 /// Offset of LVTPC in the xAPIC register page.
 const XAPIC_LVTPC: usize = 0x340;
 /// LVT mask bit.
@@ -26,10 +42,8 @@ pub enum Delivery {
     Nmi,
     /// A fixed vector was sent.
     Fixed,
-    /// LVTPC is masked: the PMI waits.
-    Masked,
-    /// LVTPC asks for a delivery mode that performance interrupts cannot have here (SMI, INIT, ExtINT) or an illegal
-    /// vector: as on hardware with nothing behind it, the interrupt is gone.
+    /// LVTPC asks for a delivery mode that performance interrupts cannot have here (SMI, INIT, ExtINT), an illegal
+    /// vector, or the local APIC cannot be told from others: as on hardware with nothing behind it, the interrupt is gone.
     Dropped,
 }
 
@@ -41,23 +55,70 @@ pub struct PmiError {
     source: kvm_ioctls::Error,
 }
 
+/// A PMI that Intel's LVTPC, in xAPIC mode, has delivered and the guest still handles.
+///
+/// Were the mask bit written, no second PMI would come until the guest takes it away, and one would be withdrawn if the guest serves what asks
+/// for it before that. Linux takes it away at the end of its handler (from Haswell on), or at its beginning; an NMI that comes
+/// behind that is held by the processor until the handler's IRET. In both cases the next PMI does not begin before the first's handler
+/// has ended, which KVM does tell: so until then LVTPC is taken for masked. What differs: a handler that leaves LVTPC masked for good
+/// still gets the next PMI, and one that unmasks it early and serves a second overflow afterwards is spared the NMI
+/// for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Handled {
+    /// As an NMI.
+    Nmi,
+    /// As this vector.
+    Vector(u8),
+}
+
+impl Handled {
+    /// Whether the handler has not ended yet. `page` was read just now.
+    fn still(self, vcpu: &VcpuFd, page: &kvm_lapic_state) -> Result<bool, PmiError> {
+        match self {
+            Self::Nmi => {
+                let nmi = vcpu.get_vcpu_events().map_err(|source| PmiError {
+                    what: "KVM_GET_VCPU_EVENTS",
+                    source,
+                })?;
+                Ok(nmi.nmi.pending | nmi.nmi.injected | nmi.nmi.masked != 0)
+            }
+            Self::Vector(vector) => {
+                let at = usize::from(vector / 32) * 16;
+                let both = register(page, XAPIC_IRR + at) | register(page, XAPIC_ISR + at);
+                Ok(both >> (vector % 32) & 1 != 0)
+            }
+        }
+    }
+}
+
+/// LVTPC as it was read, not masked.
+#[derive(Clone, Copy, Debug)]
+pub struct Open {
+    lvtpc: u32,
+    x2apic: bool,
+    apic_id: u8,
+}
+
 /// The local APIC's LVTPC entry of one vCPU. Owns the one-entry MSR list KVM is asked with, so that a PMI allocates
 /// nothing.
 #[derive(Debug)]
 pub struct Lvtpc {
-    apic_id: u8,
+    /// The number of the vCPU, which is its x2APIC id.
+    vcpu_id: u8,
     /// The vendor's processor sets the mask bit when it delivers: Intel's does (SDM vol. 3 §11.5.1, Local Vector
     /// Table), AMD's does not.
     mask_on_delivery: bool,
+    /// Only in xAPIC mode, and only where a delivery masks.
+    handled: Option<Handled>,
     msr: Msrs,
 }
 
 impl Lvtpc {
-    /// The entry of the vCPU with this APIC id.
+    /// The entry of this vCPU.
     ///
     /// # Errors
     /// [`PmiError`] when no memory is left.
-    pub fn new(apic_id: u8, mask_on_delivery: bool) -> Result<Self, PmiError> {
+    pub fn new(vcpu_id: u8, mask_on_delivery: bool) -> Result<Self, PmiError> {
         let entry = kvm_msr_entry {
             index: X2APIC_LVT_PMI,
             ..Default::default()
@@ -67,51 +128,78 @@ impl Lvtpc {
             source: kvm_ioctls::Error::new(libc::ENOMEM),
         })?;
         Ok(Self {
-            apic_id,
+            vcpu_id,
             mask_on_delivery,
+            handled: None,
             msr,
         })
     }
 
-    /// Delivers one PMI as LVTPC says. Must run on the vCPU's own thread, after a KVM_RUN.
+    /// Looks whether a PMI can pass now; `None`: LVTPC is masked, or the local APIC is globally disabled. Must run on the
+    /// vCPU's own thread, after a KVM_RUN.
     ///
     /// # Errors
     /// [`PmiError`].
-    pub fn deliver(&mut self, vm: &VmFd, vcpu: &mut VcpuFd) -> Result<Delivery, PmiError> {
-        let x2apic = vcpu.get_kvm_run().apic_base & APIC_BASE_EXTD != 0;
-        let lvtpc = if x2apic {
-            self.read_x2apic(vcpu)?
-        } else {
-            read_xapic(vcpu)?
-        };
-        if lvtpc & LVT_MASKED != 0 {
-            return Ok(Delivery::Masked);
+    pub fn look(&mut self, vcpu: &mut VcpuFd) -> Result<Option<Open>, PmiError> {
+        let apic_base = vcpu.get_kvm_run().apic_base;
+        if apic_base & APIC_BASE_EN == 0 {
+            // SDM vol. 3 §11.4.3: the processor then has no local APIC, and so no LVTPC.
+            return Ok(None);
         }
-        let delivery = match lvtpc >> 8 & 7 {
+        let open = if apic_base & APIC_BASE_EXTD != 0 {
+            self.handled = None;
+            Open {
+                lvtpc: self.read_x2apic(vcpu)?,
+                x2apic: true,
+                apic_id: self.vcpu_id,
+            }
+        } else {
+            let page = vcpu.get_lapic().map_err(|source| PmiError {
+                what: "KVM_GET_LAPIC",
+                source,
+            })?;
+            if let Some(handled) = self.handled {
+                if handled.still(vcpu, &page)? {
+                    return Ok(None);
+                }
+                self.handled = None;
+            }
+            Open {
+                lvtpc: register(&page, XAPIC_LVTPC),
+                x2apic: false,
+                apic_id: (register(&page, XAPIC_ID) >> 24) as u8,
+            }
+        };
+        Ok((open.lvtpc & LVT_MASKED == 0).then_some(open))
+    }
+
+    /// Delivers one PMI as LVTPC says. The guest must not have run since `open` was read.
+    ///
+    /// # Errors
+    /// [`PmiError`].
+    pub fn deliver(&mut self, open: Open, vm: &VmFd, vcpu: &VcpuFd) -> Result<Delivery, PmiError> {
+        let vector = open.lvtpc as u8;
+        let delivery = match open.lvtpc >> 8 & 7 {
             0b100 => {
                 vcpu.nmi().map_err(|source| PmiError {
                     what: "KVM_NMI",
                     source,
                 })?;
+                self.handled = Some(Handled::Nmi);
                 Delivery::Nmi
             }
             // Vectors below 16 are illegal (SDM vol. 3 §11.5.2).
-            0b000 if lvtpc & 0xff >= 16 => {
-                let msi = kvm_msi {
-                    address_lo: MSI_ADDRESS | u32::from(self.apic_id) << 12,
-                    data: lvtpc & 0xff,
-                    ..Default::default()
-                };
-                vm.signal_msi(msi).map_err(|source| PmiError {
-                    what: "KVM_SIGNAL_MSI",
-                    source,
-                })?;
-                Delivery::Fixed
+            0b000 if vector >= 16 && (open.x2apic || open.apic_id != XAPIC_EVERYONE) => {
+                self.handled = Some(Handled::Vector(vector));
+                send(vm, open.apic_id, vector)?
             }
             _ => Delivery::Dropped,
         };
-        if self.mask_on_delivery && x2apic {
-            self.write_x2apic(vcpu, lvtpc | LVT_MASKED)?;
+        if !self.mask_on_delivery || open.x2apic {
+            self.handled = None;
+        }
+        if self.mask_on_delivery && open.x2apic {
+            self.write_x2apic(vcpu, open.lvtpc | LVT_MASKED)?;
         }
         Ok(delivery)
     }
@@ -148,14 +236,109 @@ impl Lvtpc {
     }
 }
 
-fn read_xapic(vcpu: &VcpuFd) -> Result<u32, PmiError> {
-    let lapic = vcpu.get_lapic().map_err(|source| PmiError {
-        what: "KVM_GET_LAPIC",
-        source,
-    })?;
+/// Sends a fixed interrupt to the local APIC with this physical id. KVM has no call for an interrupt that only the vCPU's own local APIC
+/// sees; should the guest have given two of them the same id, both get it.
+fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
+    let msi = kvm_msi {
+        address_lo: MSI_ADDRESS | u32::from(apic_id) << 12,
+        data: u32::from(vector),
+        ..Default::default()
+    };
+    match vm.signal_msi(msi) {
+        Ok(_) => Ok(Delivery::Fixed),
+        // KVM's -1: no local APIC has this id.
+        Err(e) if e.errno() == libc::EPERM => Ok(Delivery::Dropped),
+        Err(source) => Err(PmiError {
+            what: "KVM_SIGNAL_MSI",
+            source,
+        }),
+    }
+}
+
+/// The register at this offset of an xAPIC page.
+fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     let mut bytes = [0u8; 4];
-    for (byte, reg) in bytes.iter_mut().zip(&lapic.regs[XAPIC_LVTPC..XAPIC_LVTPC + 4]) {
+    for (byte, reg) in bytes.iter_mut().zip(&page.regs[offset..offset + 4]) {
         *byte = *reg as u8;
     }
-    Ok(u32::from_le_bytes(bytes))
+    u32::from_le_bytes(bytes)
+}
+
+/// When a PMI that waits behind a mask is looked at again if the guest does not leave by itself: a guest unmasks LVTPC without telling
+/// us. Soon at first, as the end of a handler is near, and ever more seldom, as a mask that has stayed for long
+/// will stay for longer.
+#[derive(Debug, Default)]
+pub struct Recheck {
+    /// Until when the timer runs, and for how long it was set.
+    set: Option<(Instant, Duration)>,
+}
+
+impl Recheck {
+    /// After the first entry with a PMI that waits.
+    const SOONEST: Duration = Duration::from_millis(1);
+    /// At most so long between two looks.
+    const LATEST: Duration = Duration::from_millis(64);
+
+    /// The PMI waits at an entry. Returns what the timer is to be set to; `None`: it is still to ring.
+    pub fn waits(&mut self, now: Instant) -> Option<Duration> {
+        let interval = match self.set {
+            Some((until, _)) if now < until => return None,
+            Some((_, interval)) => (interval * 2).min(Self::LATEST),
+            None => Self::SOONEST,
+        };
+        self.set = Some((now + interval, interval));
+        Some(interval)
+    }
+
+    /// Nothing waits, or the timer was set to something else.
+    pub fn over(&mut self) {
+        self.set = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A guest that masks LVTPC for good does not pay for it with an exit a millisecond, and one that leaves often not with
+    /// a timer set each time.
+    #[test]
+    fn a_mask_that_stays_is_looked_at_ever_more_seldom() {
+        let mut recheck = Recheck::default();
+        let start = Instant::now();
+        let mut rings = 0;
+        for us in (0..10_000_000).step_by(100) {
+            rings += u32::from(recheck.waits(start + Duration::from_micros(us)).is_some());
+        }
+        assert!((150..=175).contains(&rings), "{rings} in 10 s");
+        recheck.over();
+        assert_eq!(recheck.waits(start), Some(Recheck::SOONEST));
+        assert_eq!(recheck.waits(start), None);
+        assert_eq!(
+            recheck.waits(start + Recheck::SOONEST),
+            Some(2 * Recheck::SOONEST)
+        );
+    }
+
+    /// A vector's bit is found in the register that holds it.
+    #[test]
+    fn an_interrupt_is_handled_while_it_is_requested_or_in_service() {
+        let kvm = kvm_ioctls::Kvm::new().unwrap();
+        let vm = kvm.create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let mut page = kvm_lapic_state::default();
+        let handled = Handled::Vector(0x45);
+        assert!(!handled.still(&vcpu, &page).unwrap());
+        for first in [XAPIC_ISR, XAPIC_IRR] {
+            page.regs[first + 2 * 16] = 1 << 5;
+            assert!(handled.still(&vcpu, &page).unwrap());
+            page.regs[first + 2 * 16] = 1 << 4;
+            assert!(!handled.still(&vcpu, &page).unwrap());
+        }
+        // Nothing was ever sent.
+        assert!(!Handled::Nmi.still(&vcpu, &page).unwrap());
+        vcpu.nmi().unwrap();
+        assert!(Handled::Nmi.still(&vcpu, &page).unwrap());
+    }
 }

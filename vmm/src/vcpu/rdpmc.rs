@@ -8,7 +8,7 @@ use kvm_ioctls::SyncReg;
 use super::control::StopReason;
 use super::gate::Stopped;
 use super::step::state::State;
-use super::{Fresh, MASKED_PMI_POLL, Vcpu};
+use super::{Fresh, Vcpu};
 use crate::rdpmc::{TRAP, complete_port_write, hwbp};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
@@ -16,6 +16,8 @@ use crate::rdpmc::{TRAP, complete_port_write, hwbp};
 const READ_SETTLES: Duration = Duration::from_micros(50);
 /// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must get on.
 const MOST_READS_AGAIN: u32 = 16;
+/// How long a PMI waits then.
+const ONE_READ: Duration = Duration::from_millis(1);
 
 /// An RDPMC that was answered.
 #[derive(Clone, Copy, Debug)]
@@ -202,7 +204,7 @@ impl Vcpu {
         if in_a_row == MOST_READS_AGAIN {
             // Its counters overflow again each time it gets here: this time it goes on first.
             self.reads_again = in_a_row;
-            return Ok(Some(MASKED_PMI_POLL));
+            return Ok(Some(ONE_READ));
         }
         self.synced = Fresh::default();
         if regs.rip == at {
