@@ -22,6 +22,7 @@ use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
+use crate::kvm::signature::{CpuSignature, SignatureError};
 use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 use crate::metrics::DEFAULT_EVENTS;
 use crate::metrics::address::MetricsAddress;
@@ -194,6 +195,10 @@ pub struct RunArgs {
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
+    /// Family, model and stepping the guest's CPUID shows: host, FAMILY/MODEL/STEPPING, or EAX in hexadecimal [default: the host's, or
+    /// with a --pmu of another vendor one that guests have no special treatment for]
+    #[arg(long, value_name = "SIGNATURE", value_parser = parse_signature)]
+    pub cpu_signature: Option<CpuSignature>,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
@@ -391,6 +396,10 @@ fn parse_pmi_limit(text: &str) -> Result<u32, String> {
         .map_err(|_| format!("must be a number of PMIs per second, 0 to {}", u32::MAX))
 }
 
+fn parse_signature(text: &str) -> Result<CpuSignature, String> {
+    text.parse().map_err(|e: SignatureError| e.to_string())
+}
+
 fn parse_backing(text: &str) -> Result<BackingPolicy, String> {
     text.parse().map_err(|e: UnknownPolicy| e.to_string())
 }
@@ -544,6 +553,8 @@ mod tests {
             (&["--share", "x"], "'x'", "strict"),
             (&["--mux", "x"], "'x'", "adaptive"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),
+            (&["--cpu-signature", "skylake"], "'skylake'", "6/94/3"),
+            (&["--cpu-signature", "6/94/16"], "'6/94/16'", "0 to 15"),
             (&["--frobnicate"], "--frobnicate", "--help"),
             (&["--initrd", "x"], "--kernel", ""),
             (&["stray"], "stray", ""),

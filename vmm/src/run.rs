@@ -170,6 +170,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         rdpmc: args.rdpmc,
         hide_uncounted: args.hide_uncounted,
         nested: args.nested,
+        cpu_signature: args.cpu_signature,
     };
 
     // Mistakes in what is asked for end it before anything runs.

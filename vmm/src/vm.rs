@@ -18,6 +18,7 @@ use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::host::{self, HostError};
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self, OwnPmu};
+use crate::kvm::signature::CpuSignature;
 use crate::kvm::stats_fd::stats_fd;
 use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::countable::Countable;
@@ -109,6 +110,8 @@ pub struct VmConfig {
     pub hide_uncounted: bool,
     /// Whether the guest may run guests of its own.
     pub nested: bool,
+    /// Family, model and stepping of its processors, if not the usual ones.
+    pub cpu_signature: Option<CpuSignature>,
 }
 
 /// A VM that is ready to start.
@@ -227,6 +230,7 @@ impl Vm {
             tsc_khz,
             tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
             nested: config.nested,
+            signature: config.cpu_signature,
             stepped,
         };
         let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;

@@ -7,6 +7,8 @@ use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
 use vpmu::{Backability, CpuidRegs, HostPmu, Model, Vendor};
 
+use super::signature::CpuSignature;
+
 /// Why the guest's CPUID could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuidError {
@@ -22,6 +24,12 @@ pub enum CpuidError {
          choose a --pmu of the host's vendor"
     )]
     NestedVendor,
+    /// `--cpu-signature host` with a PMU of another vendor than the host's.
+    #[error(
+        "--cpu-signature host: the guest's processor is of another vendor than the host's; name a signature of that vendor, as in \
+         6/94/3, or choose a --pmu of the host's vendor"
+    )]
+    SignatureVendor,
     /// `--nested` where KVM offers no virtualisation to guests.
     #[error(
         "--nested: this host's KVM offers guests no VT-x or AMD-V; load kvm_intel or kvm_amd with nested=1, or leave \
@@ -92,6 +100,8 @@ pub struct GuestCpu<'a> {
     pub nested: bool,
     /// Whether it is single-stepped.
     pub stepped: bool,
+    /// Family, model and stepping, if not the host's or the generic ones.
+    pub signature: Option<CpuSignature>,
 }
 
 /// Executes CPUID on this processor; the reader that [`Model::resolve`] takes.
@@ -125,6 +135,12 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     if foreign {
         set_identity(&mut entries, vendor);
         hide_hypercalls(&mut entries);
+    }
+    match guest.signature {
+        None => {}
+        Some(CpuSignature::Host) if foreign => return Err(CpuidError::SignatureVendor),
+        Some(CpuSignature::Host) => set_signature(&mut entries, vendor, read_host(1, 0).eax),
+        Some(CpuSignature::Eax(eax)) => set_signature(&mut entries, vendor, eax),
     }
     if guest.stepped {
         hide_stolen_time(&mut entries);
@@ -191,22 +207,29 @@ fn has_virtualisation(entries: &[kvm_cpuid_entry2]) -> bool {
     })
 }
 
+/// What is said of the processor's family, model and stepping, and nothing else about it.
+fn set_signature(entries: &mut [kvm_cpuid_entry2], vendor: Vendor, signature: u32) {
+    for entry in entries {
+        match entry.function {
+            1 => entry.eax = signature,
+            0x8000_0001 if vendor == Vendor::Amd => entry.eax = signature,
+            _ => {}
+        }
+    }
+}
+
 fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
     let (name, signature) = match vendor {
         Vendor::Intel => (b"GenuineIntel", GENERIC_INTEL_SIGNATURE),
         Vendor::Amd => (b"AuthenticAMD", GENERIC_AMD_SIGNATURE),
     };
     let word = |i: usize| u32::from_le_bytes([name[i], name[i + 1], name[i + 2], name[i + 3]]);
-    for entry in entries {
-        match entry.function {
-            0 | 0x8000_0000 => {
-                (entry.ebx, entry.edx, entry.ecx) = (word(0), word(4), word(8));
-            }
-            1 => entry.eax = signature,
-            0x8000_0001 if vendor == Vendor::Amd => entry.eax = signature,
-            _ => {}
+    for entry in &mut *entries {
+        if matches!(entry.function, 0 | 0x8000_0000) {
+            (entry.ebx, entry.edx, entry.ecx) = (word(0), word(4), word(8));
         }
     }
+    set_signature(entries, vendor, signature);
 }
 
 /// Tells the TSC's frequency. KVM tells none, and then perf in the guest takes it for 0 (`#system_tsc_freq`), and with it
@@ -358,6 +381,7 @@ mod tests {
             tsc_deadline: true,
             nested,
             stepped: false,
+            signature: None,
         }
     }
 
@@ -461,6 +485,26 @@ mod tests {
                 None => proptest::prop_assert!(khz > 10_000_000),
             }
         }
+    }
+
+    /// Guests choose tables of events, and what to work around, by the signature.
+    #[test]
+    fn a_guest_sees_the_signature_that_was_asked_for() {
+        let (own, other) = (host_model(), other_model());
+        let eax = |model, signature| {
+            let guest = GuestCpu {
+                signature,
+                ..guest(model, false)
+            };
+            for_vcpu(&supported(false), guest, 0).map(|table| table.as_slice()[1].eax)
+        };
+        let skylake = CpuSignature::Eax(0x506e3);
+        assert_eq!(eax(&own, Some(skylake)).unwrap(), 0x506e3);
+        assert_eq!(eax(&other, Some(skylake)).unwrap(), 0x506e3);
+        assert_ne!(eax(&other, None).unwrap(), 0x506e3);
+        assert_eq!(eax(&own, Some(CpuSignature::Host)).unwrap(), read_host(1, 0).eax);
+        let error = eax(&other, Some(CpuSignature::Host)).unwrap_err();
+        assert!(matches!(error, CpuidError::SignatureVendor), "{error}");
     }
 
     #[test]

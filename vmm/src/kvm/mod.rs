@@ -7,5 +7,6 @@ pub mod host;
 pub mod memslot;
 pub mod msr_filter;
 pub mod own_pmu;
+pub mod signature;
 pub mod stats_fd;
 pub mod stepping;

@@ -1,0 +1,157 @@
+//! `--cpu-signature`: the family, model and stepping a guest finds in its CPUID.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// What CPUID leaf 1 EAX is to say. Intel SDM vol. 2, CPUID, figure "Version Information Returned by CPUID in EAX"; AMD APM
+/// vol. 3 appendix E.3.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CpuSignature {
+    /// What the host's processor says.
+    Host,
+    /// This.
+    Eax(u32),
+}
+
+/// Not a signature.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SignatureError {
+    /// Of no known shape.
+    #[error("must be host, FAMILY/MODEL/STEPPING as in 6/94/3, or CPUID's EAX in hexadecimal as in 0x506e3")]
+    Shape,
+    /// The family cannot be told.
+    #[error("the family must be 1 to 270")]
+    Family,
+    /// The model cannot be told.
+    #[error("the model must be 0 to {0} in this family")]
+    Model(u32),
+    /// The stepping cannot be told.
+    #[error("the stepping must be 0 to 15")]
+    Stepping,
+    /// Reserved bits.
+    #[error("bits 31 to 28 and 15 to 12 of a signature are 0")]
+    Reserved,
+}
+
+/// Bits of EAX that are reserved, and the processor type, which no processor uses any more.
+const RESERVED: u32 = 0xf000_f000;
+/// Families from this on have an extended family; this one and 6 have an extended model.
+const EXTENDED: u32 = 15;
+
+impl CpuSignature {
+    /// From the numbers as processors are known by them.
+    ///
+    /// # Errors
+    /// [`SignatureError`].
+    pub fn of(family: u32, model: u32, stepping: u32) -> Result<Self, SignatureError> {
+        if !(1..=EXTENDED + 0xff).contains(&family) {
+            return Err(SignatureError::Family);
+        }
+        let most = if family == 6 || family >= EXTENDED {
+            0xff
+        } else {
+            0xf
+        };
+        if model > most {
+            return Err(SignatureError::Model(most));
+        }
+        if stepping > 0xf {
+            return Err(SignatureError::Stepping);
+        }
+        let base = family.min(EXTENDED);
+        Ok(Self::Eax(
+            (family - base) << 20 | (model >> 4) << 16 | base << 8 | (model & 0xf) << 4 | stepping,
+        ))
+    }
+}
+
+impl FromStr for CpuSignature {
+    type Err = SignatureError;
+
+    fn from_str(text: &str) -> Result<Self, SignatureError> {
+        if text == "host" {
+            return Ok(Self::Host);
+        }
+        if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+            return match digits(hex, 16)? {
+                0 => Err(SignatureError::Shape),
+                eax if eax & RESERVED != 0 => Err(SignatureError::Reserved),
+                eax => Ok(Self::Eax(eax)),
+            };
+        }
+        let mut parts = text.split('/').map(|part| digits(part, 10));
+        match (parts.next(), parts.next(), parts.next(), parts.next()) {
+            (Some(family), Some(model), Some(stepping), None) => Self::of(family?, model?, stepping?),
+            _ => Err(SignatureError::Shape),
+        }
+    }
+}
+
+/// A number without sign or blanks.
+fn digits(text: &str, radix: u32) -> Result<u32, SignatureError> {
+    if text.chars().all(|c| c.is_digit(radix)) {
+        u32::from_str_radix(text, radix).map_err(|_| SignatureError::Shape)
+    } else {
+        Err(SignatureError::Shape)
+    }
+}
+
+impl fmt::Display for CpuSignature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("host"),
+            Self::Eax(eax) => write!(f, "{eax:#x}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers Linux prints ("family: 0x6, model: 0x5e, stepping: 0x3") and the signatures of the same processors.
+    #[test]
+    fn both_ways_to_write_a_signature_are_the_same_one() {
+        for (numbers, eax) in [
+            ("6/94/3", 0x506e3),
+            ("6/60/3", 0x306c3),
+            ("6/106/6", 0x606a6),
+            ("15/4/1", 0xf41),
+            ("23/49/0", 0x0083_0f10),
+            ("26/2/1", 0x00b0_0f21),
+            ("5/2/12", 0x52c),
+        ] {
+            let hex: CpuSignature = format!("{eax:#x}").parse().unwrap();
+            assert_eq!(numbers.parse(), Ok(hex), "{numbers}");
+            assert_eq!(hex, CpuSignature::Eax(eax));
+        }
+        assert_eq!("host".parse(), Ok(CpuSignature::Host));
+    }
+
+    #[test]
+    fn what_is_no_signature_is_refused_with_the_limit() {
+        use SignatureError::*;
+        for (text, error) in [
+            ("", Shape),
+            ("skylake", Shape),
+            ("506e3", Shape),
+            ("6/94", Shape),
+            ("6/94/3/1", Shape),
+            ("+6/94/3", Shape),
+            ("6//3", Shape),
+            ("0x", Shape),
+            ("0x0", Shape),
+            ("0x1000506e3", Shape),
+            ("0x100506e3", Reserved),
+            ("0x516e3", Reserved),
+            ("0/1/1", Family),
+            ("271/1/1", Family),
+            ("6/256/3", Model(255)),
+            ("5/16/3", Model(15)),
+            ("6/94/16", Stepping),
+            ("4294967296/1/1", Shape),
+        ] {
+            assert_eq!(text.parse::<CpuSignature>(), Err(error), "{text}");
+        }
+    }
+}
