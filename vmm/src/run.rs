@@ -30,7 +30,7 @@ use crate::pmu::{PmuConfig, VmPmu, backing};
 use crate::signals::StopSignals;
 use crate::turns::{Ticks, Turns};
 use crate::vcpu::control::{RunControl, StopReason};
-use crate::vcpu::{kick, stats};
+use crate::vcpu::{Kicker, kick, stats};
 use crate::vm::{RunningVm, Vm, VmConfig};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
@@ -335,6 +335,7 @@ fn serve(
         signals,
         ticks: Ticks::new(running.pmu().is_some()).map_err(io_error)?,
         turns: Turns::new(mux).map_err(io_error)?,
+        kicker: running.kicker().clone(),
     }));
     manager.add_subscriber(housekeeping.clone());
     for server in servers {
@@ -364,6 +365,7 @@ struct Housekeeping {
     signals: StopSignals,
     ticks: Ticks,
     turns: Turns,
+    kicker: Kicker,
 }
 
 impl Housekeeping {
@@ -400,6 +402,10 @@ impl MutEventSubscriber for Housekeeping {
             && let Some(pmu) = &self.pmu
         {
             self.ticks.rang(pmu.core());
+            if pmu.core().has_unseen_errors() {
+                // A counter lost its place, and its vCPU may stay in the guest for long.
+                self.kicker.kick();
+            }
         } else if fd == self.turns.as_raw_fd()
             && let Some(pmu) = &self.pmu
         {

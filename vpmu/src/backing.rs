@@ -2,18 +2,23 @@
 //!
 //! Which driver counts for a request is decided here ([`Sources::choose`]), from the request, the policy and what the
 //! host has. An event is opened when a counter is first enabled for a request, pinned and stopped, and kept: enabling,
-//! disabling and re-arming open nothing. A counter also keeps the last few events it no longer counts, because guests
+//! disabling and re-arming open nothing. Each time a counter is enabled the best way to count for it is tried first; where
+//! that one has no place the next counts meanwhile, if there is one. A counter also keeps the last few events it no longer counts, because guests
 //! that share their counters among more events than there are take turns between the same few.
 
-use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock;
-use perf_core::{Attr, Core, EventType, Handle, OpenFlags, OpenTarget, Role, Scope, Session, State};
+use perf_core::pmu::{PmuError, VcpuId};
+use std::sync::Arc;
+
+use perf_core::{
+    Attr, Core, EventType, Handle, OpenError, OpenFlags, OpenTarget, Role, Scope, Session, State, VcpuContext,
+};
 
 use crate::events::{ArchEvent, Backing, BackingPolicy, EventRequest, GuestEvent, ParavirtualEvent};
 use crate::fed;
 use crate::index::{CounterIndex, MAX_COUNTERS};
 use crate::model::Vendor;
-use crate::source::{CounterEvents, CounterTimes};
+use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 
 /// Events a counter keeps besides the one it counts.
 const PARKED: usize = 3;
@@ -58,7 +63,8 @@ impl Sources {
             ParavirtualEvent::IoExits
             | ParavirtualEvent::MmioExits
             | ParavirtualEvent::MsrExits
-            | ParavirtualEvent::StealNs => Some((EventType::FED, fed::paravirtual(event) as u64)),
+            | ParavirtualEvent::StealNs
+            | ParavirtualEvent::UncountedNs => Some((EventType::FED, fed::paravirtual(event) as u64)),
         });
         Self {
             policy,
@@ -198,12 +204,64 @@ fn exact_event(request: &EventRequest) -> Option<u64> {
     }
 }
 
-/// An open event and what it counts.
+/// One way to count for a request.
+#[derive(Debug)]
+struct Way {
+    backing: Backing,
+    attr: Attr,
+    /// Opened when first tried.
+    handle: Option<Handle>,
+}
+
+/// Why a way does not count.
+#[derive(Debug)]
+enum No {
+    /// It may another time.
+    Now(Lack),
+    /// The event cannot be counted in this form, ever.
+    Never(OpenError),
+}
+
+impl No {
+    fn of(error: OpenError) -> Self {
+        match &error {
+            OpenError::Driver(PmuError::Busy) => Self::Now(Lack::Busy),
+            OpenError::Driver(PmuError::Mediated(_) | PmuError::Os { .. }) => {
+                Self::Now(Lack::Refused(error.errno()))
+            }
+            OpenError::Overcommitted { .. } => Self::Now(Lack::NoSlot),
+            _ => Self::Never(error),
+        }
+    }
+}
+
+/// The ways to count for a request, best first, without those that never can.
 #[derive(Debug)]
 struct Open {
     request: EventRequest,
-    backing: Backing,
-    handle: Handle,
+    ways: [Option<Way>; 2],
+    /// Which of them counts, or counted last.
+    using: usize,
+}
+
+impl Open {
+    /// The way in use.
+    fn way(&self) -> Option<&Way> {
+        self.ways[self.using].as_ref()
+    }
+
+    fn handle(&self) -> Option<&Handle> {
+        self.way()?.handle.as_ref()
+    }
+
+    /// The best way that may count.
+    fn backing(&self) -> Backing {
+        self.ways
+            .iter()
+            .flatten()
+            .next()
+            .map_or(Backing::None, |way| way.backing)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -235,7 +293,7 @@ impl Slot {
 
     fn warn(&mut self, counter: CounterIndex, what: std::fmt::Arguments<'_>) {
         if !std::mem::replace(&mut self.warned, true) {
-            log::warn!("counter {counter}: {what}; the guest sees it stand still");
+            log::warn!("counter {counter}: {what}");
         }
     }
 }
@@ -262,6 +320,9 @@ pub struct PerfCoreEvents {
     core: Core,
     session: Session,
     vcpu: VcpuId,
+    context: Option<Arc<VcpuContext>>,
+    /// An event of the context failed, and it was not looked which.
+    unseen: bool,
     sources: Sources,
     slots: [Slot; MAX_COUNTERS],
     /// Enabled counters that the single-stepper counts for, of CPL 1 to 3 and of CPL 0.
@@ -273,9 +334,12 @@ impl PerfCoreEvents {
     /// Events for `vcpu`, which must have been added to `core`.
     pub fn new(core: Core, vcpu: VcpuId, sources: Sources) -> Self {
         let session = core.session(0, Role::Guest);
+        let context = core.vcpu(vcpu);
         Self {
             core,
             session,
+            context,
+            unseen: false,
             vcpu,
             sources,
             slots: Default::default(),
@@ -311,36 +375,84 @@ impl PerfCoreEvents {
             .any(|open| open.request.event == GuestEvent::Paravirtual(event))
     }
 
-    fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Option<Open> {
-        let slot = &mut self.slots[counter.slot()];
+    /// An event failed while this thread enabled it: nobody need tell it. Others that may have failed at the same time are
+    /// looked for at the next entry.
+    fn seen_here(&mut self) {
+        if let Some(context) = &self.context {
+            self.unseen |= context.see_errors();
+        }
+    }
+
+    /// The ways to count for `request`. The best one that can is opened, so that those that never can are known.
+    fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Open {
+        let mut ways = [None, None];
+        for (way, (backing, attr)) in ways.iter_mut().zip(self.sources.choose(request)) {
+            *way = Some(Way {
+                backing,
+                attr,
+                handle: None,
+            });
+        }
         let mut refusal = None;
-        for (backing, attr) in self.sources.choose(request) {
-            let flags = OpenFlags {
-                cookie: Some(u64::from(counter.bit())),
-                ..OpenFlags::default()
-            };
-            match self
-                .core
-                .open(&self.session, attr, OpenTarget::Vcpu(self.vcpu), None, flags)
-            {
-                Ok(handle) => {
-                    return Some(Open {
-                        request: *request,
-                        backing,
-                        handle,
-                    });
+        for way in &mut ways {
+            let Some(open) = way else { continue };
+            match open_way(&self.core, &self.session, self.vcpu, counter, open) {
+                Err(No::Never(error)) => {
+                    refusal = Some((open.backing, error));
+                    *way = None;
                 }
-                Err(error) => refusal = Some((backing, error)),
+                Ok(_) | Err(No::Now(_)) => {
+                    refusal = None;
+                    break;
+                }
             }
         }
         if let Some((backing, error)) = refusal {
-            slot.warn(
+            self.slots[counter.slot()].warn(
                 counter,
                 format_args!("the {backing} backing refuses {}: {error}", request.event),
             );
         }
-        None
+        Open {
+            request: *request,
+            ways,
+            using: 0,
+        }
     }
+}
+
+/// The way's event, opened now if it is not yet.
+fn open_way<'w>(
+    core: &Core,
+    session: &Session,
+    vcpu: VcpuId,
+    counter: CounterIndex,
+    way: &'w mut Way,
+) -> Result<&'w Handle, No> {
+    if way.handle.is_none() {
+        let flags = OpenFlags {
+            cookie: Some(u64::from(counter.bit())),
+            ..OpenFlags::default()
+        };
+        let handle = core
+            .open(session, way.attr.clone(), OpenTarget::Vcpu(vcpu), None, flags)
+            .map_err(No::of)?;
+        way.handle = Some(handle);
+    }
+    way.handle.as_ref().ok_or(No::Now(Lack::Busy))
+}
+
+/// Has an event count, or leaves it stopped and says why.
+fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<(), Lack> {
+    let armed = overflow_in.map_or(Ok(()), |counts| handle.arm(counts));
+    let enabled = armed.and_then(|()| handle.enable(Scope::Event));
+    let lack = match enabled {
+        Ok(()) if handle.state() == State::Active => return Ok(()),
+        Ok(()) => handle.failure().map_or(Lack::NoSlot, |failure| failure.cause),
+        Err(error) => Lack::Refused(error.errno()),
+    };
+    let _ = handle.disable(Scope::Event);
+    Err(lack)
 }
 
 impl CounterEvents for PerfCoreEvents {
@@ -356,80 +468,113 @@ impl CounterEvents for PerfCoreEvents {
             let found = slot.unpark(request);
             slot.park();
             let open = match found {
-                Some(open) => Some(open),
+                Some(open) => open,
                 None => self.open(counter, request),
             };
-            self.slots[counter.slot()].current = open;
+            self.slots[counter.slot()].current = Some(open);
         }
-        self.slots[counter.slot()]
-            .current
-            .as_ref()
-            .map_or(Backing::None, |open| open.backing)
+        let Some(open) = &mut self.slots[counter.slot()].current else {
+            return Backing::None;
+        };
+        open.using = open.ways.iter().position(Option::is_some).unwrap_or(0);
+        open.backing()
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> bool {
-        let slot = &mut self.slots[counter.slot()];
-        let Some(open) = &slot.current else { return false };
-        let handle = &open.handle;
-        let armed = overflow_in.map_or(Ok(()), |counts| handle.arm(counts));
-        let enabled = armed.and_then(|()| handle.enable(Scope::Event));
-        match enabled {
-            Ok(()) if handle.state() == State::Active => {
-                if open.backing == Backing::Exact
-                    && matches!(open.request.event, GuestEvent::Architectural(_))
-                {
-                    self.stepping_user |= if open.request.user { counter.mask() } else { 0 };
-                    self.stepping_kernel |= if open.request.kernel { counter.mask() } else { 0 };
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
+        let Some(open) = &mut self.slots[counter.slot()].current else {
+            return Enabled::Refused(Lack::NoSlot);
+        };
+        let mut lack = None;
+        for at in 0..open.ways.len() {
+            let Some(way) = &mut open.ways[at] else { continue };
+            let backing = way.backing;
+            let started = open_way(&self.core, &self.session, self.vcpu, counter, way)
+                .and_then(|handle| start(handle, overflow_in).map_err(No::Now));
+            match started {
+                Ok(()) => {
+                    open.using = at;
+                    if backing == Backing::Exact && matches!(open.request.event, GuestEvent::Architectural(_))
+                    {
+                        self.stepping_user |= if open.request.user { counter.mask() } else { 0 };
+                        self.stepping_kernel |= if open.request.kernel { counter.mask() } else { 0 };
+                    }
+                    let Some(lack) = lack else {
+                        return Enabled::Counting(backing);
+                    };
+                    self.seen_here();
+                    return Enabled::Fallback(backing, lack);
                 }
-                true
-            }
-            Ok(()) => {
-                let _ = handle.disable(Scope::Event);
-                slot.warn(counter, format_args!("no slot is free for its event"));
-                false
-            }
-            Err(error) => {
-                let _ = handle.disable(Scope::Event);
-                slot.warn(counter, format_args!("its event cannot be started: {error}"));
-                false
+                Err(No::Now(why)) => lack = lack.or(Some(why)),
+                Err(No::Never(error)) => {
+                    lack = lack.or(Some(Lack::Refused(error.errno())));
+                    open.ways[at] = None;
+                }
             }
         }
+        self.seen_here();
+        Enabled::Refused(lack.unwrap_or(Lack::NoSlot))
     }
 
     fn disable(&mut self, counter: CounterIndex) {
         self.stepping_user &= !counter.mask();
         self.stepping_kernel &= !counter.mask();
-        if let Some(open) = &self.slots[counter.slot()].current {
+        if let Some(open) = &self.slots[counter.slot()].current
+            && let Some(handle) = open.handle()
+        {
             // An event that is closed is stopped.
-            let _ = open.handle.disable(Scope::Event);
+            let _ = handle.disable(Scope::Event);
         }
     }
 
     fn count(&mut self, counter: CounterIndex) -> u64 {
+        // An event that could not be opened yet has counted nothing, and handles are closed only with their slot.
         self.slots[counter.slot()]
             .current
             .as_ref()
-            .map_or(0, |open| open.handle.count().unwrap_or(0))
+            .and_then(|open| open.handle()?.count().ok())
+            .unwrap_or(0)
     }
 
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
         let slot = &mut self.slots[counter.slot()];
         if let Some(open) = &slot.current
-            && let Err(error) = open.handle.arm(overflow_in)
+            && let Some(handle) = open.handle()
+            && let Err(error) = handle.arm(overflow_in)
         {
-            slot.warn(counter, format_args!("its overflow cannot be armed: {error}"));
+            slot.warn(
+                counter,
+                format_args!("its overflow cannot be armed and will be found late: {error}"),
+            );
         }
     }
 
+    fn may_have_lost(&mut self) -> bool {
+        let seen = self.context.as_ref().is_some_and(|context| context.see_errors());
+        std::mem::take(&mut self.unseen) | seen
+    }
+
+    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+        let failure = self.slots[counter.slot()].current.as_ref()?.handle()?.failure()?;
+        Some(Loss {
+            since_ns: failure.since_ns,
+            cause: failure.cause,
+        })
+    }
+
+    fn now_ns(&mut self) -> u64 {
+        self.context.as_ref().map_or(0, |context| context.time_ns())
+    }
+
     fn times(&mut self, counter: CounterIndex) -> CounterTimes {
-        self.slots[counter.slot()]
-            .current
-            .as_ref()
-            .and_then(|open| open.handle.read().ok())
-            .map_or_else(CounterTimes::default, |reading| CounterTimes {
-                time_enabled_ns: reading.time_enabled_ns,
-                time_running_ns: reading.time_running_ns,
-            })
+        let open = self.slots[counter.slot()].current.as_ref();
+        let ways = open.into_iter().flat_map(|open| open.ways.iter().flatten());
+        ways.filter_map(|way| way.handle.as_ref()?.read().ok()).fold(
+            CounterTimes::default(),
+            |sum, reading| CounterTimes {
+                time_enabled_ns: sum.time_enabled_ns + reading.time_enabled_ns,
+                time_running_ns: sum.time_running_ns + reading.time_running_ns,
+            },
+        )
     }
 }
 

@@ -115,11 +115,13 @@ pub enum ParavirtualEvent {
     MsrExits = 10,
     /// Nanoseconds the vCPU was ready to run and waited for a host CPU.
     StealNs = 11,
+    /// Nanoseconds in which at least one counter that the guest has enabled was not counted.
+    UncountedNs = 12,
 }
 
 impl ParavirtualEvent {
     /// Every event, in the order of the unit masks.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::VmExits,
         Self::IoExits,
         Self::MmioExits,
@@ -131,6 +133,7 @@ impl ParavirtualEvent {
         Self::NmiInjections,
         Self::MsrExits,
         Self::StealNs,
+        Self::UncountedNs,
     ];
 
     /// The event with this unit mask.
@@ -157,6 +160,7 @@ impl ParavirtualEvent {
             Self::NmiInjections => "NMIs injected",
             Self::MsrExits => "Exits to the VMM for RDMSR and WRMSR",
             Self::StealNs => "Nanoseconds the vCPU was ready and waited for a host CPU",
+            Self::UncountedNs => "Nanoseconds in which an enabled counter of the vCPU was not counted",
         }
     }
 
@@ -174,6 +178,7 @@ impl ParavirtualEvent {
             Self::NmiInjections => "nmi-injections",
             Self::MsrExits => "msr-exits",
             Self::StealNs => "steal-ns",
+            Self::UncountedNs => "uncounted-ns",
         }
     }
 }
@@ -509,7 +514,7 @@ mod tests {
             GuestEvent::Raw
         );
         assert_eq!(
-            decode(Vendor::Intel, EventSelect(0xFF), UnitMask(12)),
+            decode(Vendor::Intel, EventSelect(0xFF), UnitMask(13)),
             GuestEvent::Raw
         );
     }

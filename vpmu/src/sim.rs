@@ -1,8 +1,8 @@
 //! Counting events without a host: a guest's work is a number of calls. For tests, fuzzing and benchmarks.
 
-use crate::events::{Backing, EventRequest};
+use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::source::{CounterEvents, CounterTimes};
+use crate::source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct SimEvent {
@@ -10,6 +10,13 @@ struct SimEvent {
     count: u64,
     /// Counts left to the armed overflow.
     armed: Option<u64>,
+    /// It lost its place at this tick.
+    lost: Option<u64>,
+    /// Ticks for which it was enabled.
+    ran: u64,
+    /// Counts and ticks are those of the clock, which counts while there is no place.
+    on_clock: bool,
+    clock_count: u64,
 }
 
 /// Events of which each counts every tick while it is enabled.
@@ -18,6 +25,15 @@ pub struct SimEvents {
     events: [SimEvent; MAX_COUNTERS],
     running: u64,
     notified: u64,
+    now: u64,
+    /// Somebody has not looked yet.
+    unseen: bool,
+    /// How many more hardware events there are places for; events that lost theirs are those of the highest counters.
+    places: Option<usize>,
+    /// What is said to those without a place.
+    pub lack: Lack,
+    /// Cycles without a place are counted by the clock.
+    pub clock: bool,
     /// Calls that a real backing would turn into system calls, for tests of what a pass costs.
     pub calls: u64,
     /// Answers a request; by default everything is counted by hardware.
@@ -30,6 +46,11 @@ impl Default for SimEvents {
             events: [SimEvent::default(); MAX_COUNTERS],
             running: 0,
             notified: 0,
+            now: 0,
+            unseen: false,
+            places: None,
+            lack: Lack::Busy,
+            clock: false,
             calls: 0,
             backing_of: |_| Backing::Hardware,
         }
@@ -43,9 +64,16 @@ impl SimEvents {
         let passed = counters_in(self.running)
             .filter_map(|counter| self.events[counter.slot()].armed)
             .fold(ticks, u64::min);
+        self.now += passed;
         for counter in counters_in(self.running) {
             let event = &mut self.events[counter.slot()];
-            event.count = event.count.wrapping_add(passed);
+            event.ran += passed;
+            let count = if event.on_clock {
+                &mut event.clock_count
+            } else {
+                &mut event.count
+            };
+            *count = count.wrapping_add(passed);
             if let Some(left) = &mut event.armed {
                 *left -= passed;
                 if *left == 0 {
@@ -63,6 +91,24 @@ impl SimEvents {
         while left > 0 {
             left -= self.run(left);
         }
+    }
+
+    /// From now on there are so many places; `None`: enough for all. Events above that lose theirs at once.
+    pub fn set_places(&mut self, places: Option<usize>) {
+        self.places = places;
+        let on: Vec<CounterIndex> = counters_in(self.running)
+            .filter(|counter| !self.events[counter.slot()].on_clock)
+            .collect();
+        for counter in on.into_iter().skip(places.unwrap_or(MAX_COUNTERS)) {
+            self.running &= !counter.mask();
+            self.events[counter.slot()].lost = Some(self.now);
+            self.unseen = true;
+        }
+    }
+
+    /// Whether the clock counts for the counter.
+    pub fn is_on_clock(&self, counter: CounterIndex) -> bool {
+        self.is_running(counter) && self.events[counter.slot()].on_clock
     }
 
     /// Counters whose armed overflow came and was not taken yet.
@@ -92,22 +138,49 @@ impl CounterEvents for SimEvents {
         request.map_or(Backing::None, self.backing_of)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> bool {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
         self.calls += 1;
-        self.events[counter.slot()].armed = overflow_in;
+        let backing = self.events[counter.slot()]
+            .request
+            .map_or(Backing::None, |request| (self.backing_of)(&request));
+        let on = counters_in(self.running & !counter.mask())
+            .filter(|other| !self.events[other.slot()].on_clock)
+            .count();
+        let fits = backing != Backing::Hardware || self.places.is_none_or(|places| on < places);
+        let event = &mut self.events[counter.slot()];
+        let falls_back = !fits
+            && self.clock
+            && event
+                .request
+                .is_some_and(|r| r.event == GuestEvent::Architectural(ArchEvent::CoreCycles));
+        (event.on_clock, event.lost) = (falls_back, None);
+        if !fits && !falls_back {
+            event.armed = None;
+            return Enabled::Refused(self.lack);
+        }
+        event.armed = overflow_in;
         self.running |= counter.mask();
-        true
+        if falls_back {
+            return Enabled::Fallback(Backing::Clock, self.lack);
+        }
+        Enabled::Counting(backing)
     }
 
     fn disable(&mut self, counter: CounterIndex) {
         self.calls += 1;
-        self.events[counter.slot()].armed = None;
+        let event = &mut self.events[counter.slot()];
+        (event.armed, event.lost) = (None, None);
         self.running &= !counter.mask();
     }
 
     fn count(&mut self, counter: CounterIndex) -> u64 {
         self.calls += 1;
-        self.events[counter.slot()].count
+        let event = &self.events[counter.slot()];
+        if event.on_clock {
+            event.clock_count
+        } else {
+            event.count
+        }
     }
 
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
@@ -115,11 +188,27 @@ impl CounterEvents for SimEvents {
         self.events[counter.slot()].armed = Some(overflow_in);
     }
 
+    fn may_have_lost(&mut self) -> bool {
+        std::mem::take(&mut self.unseen)
+    }
+
+    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+        let since_ns = self.events[counter.slot()].lost?;
+        Some(Loss {
+            since_ns,
+            cause: Lack::Taken,
+        })
+    }
+
+    fn now_ns(&mut self) -> u64 {
+        self.now
+    }
+
     fn times(&mut self, counter: CounterIndex) -> CounterTimes {
-        let count = self.events[counter.slot()].count;
+        let ran = self.events[counter.slot()].ran;
         CounterTimes {
-            time_enabled_ns: count,
-            time_running_ns: count,
+            time_enabled_ns: ran,
+            time_running_ns: ran,
         }
     }
 }

@@ -3,6 +3,28 @@
 use crate::events::{Backing, EventRequest};
 use crate::index::CounterIndex;
 
+pub use perf_core::FailureCause as Lack;
+
+/// What came of enabling a counter's event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Enabled {
+    /// It counts.
+    Counting(Backing),
+    /// Who should count has no place for it or refuses; this backing counts meanwhile.
+    Fallback(Backing, Lack),
+    /// Nobody counts: there is no place, or it is refused.
+    Refused(Lack),
+}
+
+/// An event that was counting and no longer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loss {
+    /// Since when, in the vCPU's event time.
+    pub since_ns: u64,
+    /// Why.
+    pub cause: Lack,
+}
+
 /// How long a counter's event was wanted and how long it counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CounterTimes {
@@ -19,12 +41,13 @@ pub struct CounterTimes {
 /// counter opens nothing.
 pub trait CounterEvents {
     /// Makes `request` the event of `counter`, stopped; `None` releases what the counter holds. Returns who will count
-    /// it; [`Backing::None`] when nobody can.
+    /// it, or will when it is enabled; [`Backing::None`] when nobody ever can.
     fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing;
 
     /// Starts counting. `overflow_in` asks for a notification, through [`crate::Vpmu::overflowed`], after that many
-    /// further counts; `None`: nobody waits for the overflow. Returns whether the event counts now.
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> bool;
+    /// further counts; `None`: nobody waits for the overflow. Each call begins with the best backing there is for the event.
+    /// When another backing than before counts now, the counter's count is that one's own.
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled;
 
     /// Stops counting; the count is kept.
     fn disable(&mut self, counter: CounterIndex);
@@ -36,6 +59,15 @@ pub trait CounterEvents {
     /// before.
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64);
 
-    /// Times of the counter's present event.
+    /// Whether an event may have lost its place since the last call. Asked at every entry: it must cost next to nothing.
+    fn may_have_lost(&mut self) -> bool;
+
+    /// Since when and why the counter's event, which was enabled, no longer counts; `None` while it does.
+    fn lost(&mut self, counter: CounterIndex) -> Option<Loss>;
+
+    /// The vCPU's event time in ns: it stands still while the vCPU is paused.
+    fn now_ns(&mut self) -> u64;
+
+    /// Times of the counter's present event, with all backings that counted for it.
     fn times(&mut self, counter: CounterIndex) -> CounterTimes;
 }

@@ -12,8 +12,9 @@ use crate::events::{Backing, EventRequest, GuestEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
 use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
+use crate::lost::Lost;
 use crate::model::Model;
-use crate::source::{CounterEvents, CounterTimes};
+use crate::source::{CounterEvents, CounterTimes, Enabled};
 use crate::vendor::{Register, Registers, VendorOps, Written};
 
 /// Outcome of a guest's RDMSR or RDPMC.
@@ -83,6 +84,12 @@ pub struct CounterView {
     pub counted: u64,
     /// How long the present event was enabled and counted.
     pub times: CounterTimes,
+    /// Whether it is counted now.
+    pub counting: bool,
+    /// [`Self::backing`] counts only while the one that should has no place.
+    pub fallback: bool,
+    /// How long it was enabled for the present event and not counted, ns; part of the time enabled.
+    pub uncounted_ns: u64,
     /// Overflows so far.
     pub overflows: u64,
     /// Overflows that asked for a PMI.
@@ -127,6 +134,8 @@ pub struct Vpmu {
     dirty: u64,
     /// Counters whose event is counting.
     running: u64,
+    /// Counters that the guest has enabled and nobody counts, or not who should.
+    lost: Lost,
     /// Running counters whose armed overflow is out of date.
     rearm: u64,
     pub(crate) pmi_due: bool,
@@ -155,6 +164,7 @@ impl Vpmu {
             counters: [Counter::default(); MAX_COUNTERS],
             dirty: 0,
             running: 0,
+            lost: Lost::default(),
             rearm: 0,
             pmi_due: false,
             pmi_sources: 0,
@@ -321,14 +331,65 @@ impl Vpmu {
     /// it is one test.
     #[inline]
     pub fn reconcile(&mut self, events: &mut dyn CounterEvents) {
+        if events.may_have_lost() {
+            self.look_for_losses(events);
+        }
+        let mut due = 0;
+        if self.lost.is_retrying() {
+            due = self.lost.take_due(events.now_ns());
+            self.dirty |= due;
+        }
         // A fold in the pass may find an overflow that freezes the other counters, hence the loop. It ends: a counter
         // is only marked again by an overflow, and nothing counts outside guest mode.
         while self.dirty != 0 {
             let dirty = std::mem::take(&mut self.dirty);
             for counter in counters_in(dirty) {
-                self.reconcile_counter(counter, events);
+                self.reconcile_counter(counter, due & counter.mask() != 0, events);
             }
         }
+    }
+
+    /// Counters whose event has lost its place are not counted since then.
+    #[cold]
+    fn look_for_losses(&mut self, events: &mut dyn CounterEvents) {
+        for counter in counters_in(self.running) {
+            let Some(loss) = events.lost(counter) else {
+                continue;
+            };
+            self.fold(counter, events);
+            events.disable(counter);
+            self.running &= !counter.mask();
+            self.rearm &= !counter.mask();
+            let now_ns = events.now_ns();
+            self.lost.begin(counter, loss.since_ns, now_ns);
+            log::debug!("counter {counter}: {}", loss.cause);
+            // It may have another place at once, or somebody else to count for it.
+            self.dirty |= counter.mask();
+        }
+    }
+
+    /// Time in which at least one counter that the guest has enabled was not counted, in ns of the vCPU's event time.
+    #[inline]
+    pub fn uncounted_ns(&mut self, events: &mut dyn CounterEvents) -> u64 {
+        self.lost.total_ns(|| events.now_ns())
+    }
+
+    /// Whether some counter that the guest has enabled is not counted now.
+    pub fn has_uncounted(&self) -> bool {
+        self.lost.any_uncounted()
+    }
+
+    /// How often a counter lost its place, or was enabled and found none.
+    pub fn places_lost(&self) -> u64 {
+        self.lost.times()
+    }
+
+    /// In how many nanoseconds of event time [`Self::reconcile`] is wanted for a counter that waits for a place; `None`
+    /// while none does.
+    #[inline]
+    pub fn retry_in_ns(&self, events: &mut dyn CounterEvents) -> Option<u64> {
+        let next_ns = self.lost.is_retrying().then(|| self.lost.next_try_ns())??;
+        Some(next_ns.saturating_sub(events.now_ns()))
     }
 
     /// The host notified an overflow of `counter`'s event. Returns whether the counter has overflowed: `false` when the
@@ -481,11 +542,19 @@ impl Vpmu {
     /// What the guest has programmed, for each existing counter.
     pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
         let enabled = self.vendor.globally_enabled(&self.registers);
+        self.uncounted_ns(events);
         counters_in(self.model.counters_mask())
             .map(|counter| {
                 let request = self.vendor.request(&self.registers, counter);
                 let value = self.value(counter, events);
                 let held = &self.counters[counter.slot()];
+                let uncounted_ns = self.lost.of(counter);
+                let mut times = if held.programmed.is_some() {
+                    events.times(counter)
+                } else {
+                    CounterTimes::default()
+                };
+                times.time_enabled_ns = times.time_enabled_ns.saturating_add(uncounted_ns);
                 CounterView {
                     counter,
                     enabled: enabled & counter.mask() != 0
@@ -495,11 +564,10 @@ impl Vpmu {
                     backing: held.programmed.map(|(_, backing)| backing),
                     value,
                     counted: held.counted,
-                    times: if held.programmed.is_some() {
-                        events.times(counter)
-                    } else {
-                        CounterTimes::default()
-                    },
+                    times,
+                    counting: self.running & counter.mask() != 0,
+                    fallback: self.lost.is_fallback(counter),
+                    uncounted_ns,
                     overflows: held.overflows,
                     pmi_requests: held.pmi_requests,
                 }
@@ -510,6 +578,7 @@ impl Vpmu {
     /// Stops and releases every event.
     pub(crate) fn release(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.model.counters_mask()) {
+            self.lost.end(counter, || events.now_ns());
             if self.running & counter.mask() != 0 {
                 events.disable(counter);
             }
@@ -598,13 +667,13 @@ impl Vpmu {
             .filter(|request| self.filter.allows(request.selection))
     }
 
-    /// Brings one counter's event in line with the registers.
-    fn reconcile_counter(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+    /// Brings one counter's event in line with the registers. `retry`: its time to look for a place has come.
+    fn reconcile_counter(&mut self, counter: CounterIndex, retry: bool, events: &mut dyn CounterEvents) {
         let mask = counter.mask();
         let slot = counter.slot();
         let wanted = self.wanted(counter);
         let kept = wanted.is_some() && wanted == self.counters[slot].programmed.map(|(request, _)| request);
-        if self.running & mask != 0 && !kept {
+        if self.running & mask != 0 && (!kept || retry) {
             events.disable(counter);
             self.fold(counter, events);
             self.running &= !mask;
@@ -615,9 +684,13 @@ impl Vpmu {
                 return;
             }
         }
-        let Some(request) = wanted else { return };
+        let Some(request) = wanted else {
+            self.not_wanted(counter, events);
+            return;
+        };
         if !kept {
             let backing = events.program(counter, Some(&request));
+            self.lost.forget(counter, || events.now_ns());
             if backing == Backing::None {
                 self.warn_uncountable(request.event);
             }
@@ -634,6 +707,9 @@ impl Vpmu {
             .programmed
             .is_none_or(|(_, backing)| backing == Backing::None)
         {
+            // Nothing that passes.
+            let now_ns = events.now_ns();
+            self.lost.begin(counter, now_ns, now_ns);
             return;
         }
         let until_overflow = self.model.width().until_overflow(self.counters[slot].value);
@@ -641,13 +717,65 @@ impl Vpmu {
         // found when the guest looks, and the host need not be bothered.
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         if self.running & mask == 0 {
-            if events.enable(counter, interrupts.then_some(until_overflow)) {
-                self.running |= mask;
+            if !kept || !self.lost.waits(counter) {
+                self.enable(counter, request, interrupts.then_some(until_overflow), events);
             }
         } else if self.rearm & mask != 0 && interrupts {
             events.arm(counter, until_overflow);
         }
         self.rearm &= !mask;
+    }
+
+    /// Has the counter's event count, as well as can be.
+    fn enable(
+        &mut self,
+        counter: CounterIndex,
+        request: EventRequest,
+        overflow_in: Option<u64>,
+        events: &mut dyn CounterEvents,
+    ) {
+        let enabled = events.enable(counter, overflow_in);
+        let held = &mut self.counters[counter.slot()];
+        if let Enabled::Counting(backing) | Enabled::Fallback(backing, _) = enabled {
+            self.running |= counter.mask();
+            if held.programmed != Some((request, backing)) {
+                // Another counts than before, from a count of its own.
+                held.programmed = Some((request, backing));
+                held.base = events.count(counter);
+            }
+        }
+        match enabled {
+            Enabled::Counting(_) => {
+                if self.lost.end(counter, || events.now_ns()) {
+                    log::debug!("counter {counter} ({}) counts again", request.event);
+                }
+            }
+            Enabled::Fallback(_, lack) => {
+                let now_ns = events.now_ns();
+                self.lost.fall_back(counter, now_ns);
+                self.lost.retry(counter, now_ns);
+                self.lost.warn(counter, &request.event, lack, true, now_ns);
+            }
+            Enabled::Refused(lack) => {
+                let now_ns = events.now_ns();
+                self.lost.begin(counter, now_ns, now_ns);
+                self.lost.retry(counter, now_ns);
+                self.lost.warn(counter, &request.event, lack, false, now_ns);
+            }
+        }
+    }
+
+    /// The counter is disabled, or enabled for what it may not count.
+    fn not_wanted(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+        let enabled = self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
+            && self.vendor.is_selected(&self.registers, counter)
+            && self.vendor.request(&self.registers, counter).is_some();
+        if enabled {
+            let now_ns = events.now_ns();
+            self.lost.begin(counter, now_ns, now_ns);
+        } else {
+            self.lost.end(counter, || events.now_ns());
+        }
     }
 
     /// Logs once for each kind of event that it will not count.

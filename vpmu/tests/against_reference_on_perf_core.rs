@@ -128,7 +128,7 @@ impl Host for Machine {
         };
         let select = select_of(amd, selector);
         let umask = selector >> 8 & 0xFF;
-        let paravirtual = select == if amd { 0xFFF } else { 0xFF } && (1..=11).contains(&umask);
+        let paravirtual = select == if amd { 0xFFF } else { 0xFF } && (1..=12).contains(&umask);
         let modified = selector & 0xFF84_0000 != 0;
         select == UNCOUNTABLE_SELECT || paravirtual && modified
     }
@@ -168,7 +168,7 @@ impl CounterEvents for Machine {
         self.events.program(counter, request)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> bool {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
         self.events.enable(counter, overflow_in)
     }
 
@@ -182,6 +182,18 @@ impl CounterEvents for Machine {
 
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {
         self.events.arm(counter, overflow_in);
+    }
+
+    fn may_have_lost(&mut self) -> bool {
+        self.events.may_have_lost()
+    }
+
+    fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
+        self.events.lost(counter)
+    }
+
+    fn now_ns(&mut self) -> u64 {
+        self.events.now_ns()
     }
 
     fn times(&mut self, counter: CounterIndex) -> CounterTimes {

@@ -98,6 +98,8 @@ mod tests {
         let view = VcpuView {
             vcpu: 0,
             pmis: Some(0),
+            uncounted_ns: Some(0),
+            places_lost: Some(0),
             counters: Vec::new(),
         };
         mailbox.answer(2, view.clone());

@@ -336,6 +336,13 @@ pub struct VcpuView {
     pub vcpu: u32,
     /// PMIs delivered so far; not known where KVM's own vPMU delivers them.
     pub pmis: Option<u64>,
+    /// Time in which at least one counter that the guest had enabled was not counted, in ns; like the
+    /// next, not known where KVM's own vPMU counts.
+    #[serde(default)]
+    pub uncounted_ns: Option<u64>,
+    /// How often a counter lost its place on the host, or was enabled and found none.
+    #[serde(default)]
+    pub places_lost: Option<u64>,
     /// Its counters.
     pub counters: Vec<GuestCounter>,
 }
@@ -367,6 +374,15 @@ pub struct GuestCounter {
     pub overflows: Option<u64>,
     /// Overflows that asked for a PMI.
     pub pmi_requests: Option<u64>,
+    /// It is counted now.
+    #[serde(default)]
+    pub counting: Option<bool>,
+    /// The backing counts only while the one that should has no place on the host.
+    #[serde(default)]
+    pub fallback: bool,
+    /// Time the present event was enabled and not counted, in ns.
+    #[serde(default)]
+    pub uncounted_ns: Option<u64>,
 }
 
 #[cfg(test)]

@@ -279,7 +279,7 @@ fn software(name: &str) -> Option<SoftwareEvent> {
 }
 
 /// The paravirtual events' names.
-pub const PARAVIRTUAL: [&str; 11] = [
+pub const PARAVIRTUAL: [&str; 12] = [
     "vm-exits",
     "io-exits",
     "mmio-exits",
@@ -291,6 +291,7 @@ pub const PARAVIRTUAL: [&str; 11] = [
     "nmi-injections",
     "msr-exits",
     "steal-ns",
+    "uncounted-ns",
 ];
 
 fn paravirtual(name: &str) -> Option<EventKind> {

@@ -285,13 +285,19 @@ impl Snapshot {
     fn encode_guest_counters(&self, out: &mut Families<'_>) -> fmt::Result {
         let (mut counted, mut enabled, mut running, mut shares) = (vec![], vec![], vec![], vec![]);
         let (mut on, mut overflows, mut requests) = (vec![], vec![], vec![]);
+        let (mut uncounted, mut fallbacks, mut vcpu_uncounted, mut places_lost) =
+            (vec![], vec![], vec![], vec![]);
         for view in self.vcpus.iter().filter_map(|v| v.view.as_ref()) {
+            vcpu_uncounted.extend(view.uncounted_ns.map(|ns| (vec![vcpu_label(view.vcpu)], ns)));
+            places_lost.extend(view.places_lost.map(|n| (vec![vcpu_label(view.vcpu)], n)));
             for c in &view.counters {
                 let place: Labels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
                 let is_on = c.enabled && c.allowed;
                 on.push((place.clone(), if is_on { 1.0 } else { 0.0 }));
                 overflows.extend(c.overflows.map(|n| (place.clone(), n)));
                 requests.extend(c.pmi_requests.map(|n| (place.clone(), n)));
+                uncounted.extend(c.uncounted_ns.map(|n| (place.clone(), n)));
+                fallbacks.push((place.clone(), if c.fallback { 1.0 } else { 0.0 }));
                 // What nobody counts for has no count and no times.
                 let (Some(event), Some(backing)) =
                     (&c.event, c.backing.as_ref().filter(|b| b.as_str() != "none"))
@@ -316,6 +322,15 @@ impl Snapshot {
             None,
             on,
         )?;
+        let help = "Time in which at least one counter that the guest had enabled was not counted.";
+        out.seconds("vcpu_uncounted", help, vcpu_uncounted)?;
+        let help =
+            "How often a counter of the guest lost its place on the host, or was enabled and found none.";
+        out.counts("vcpu_places_lost", help, places_lost)?;
+        let help = "Time the counter was enabled for its present event and not counted.";
+        out.seconds("guest_counter_uncounted", help, uncounted)?;
+        let help = "1 while the clock counts for a counter because the host's PMU has no place for it.";
+        out.gauges("guest_counter_fallback", help, None, fallbacks)?;
         let help = "What a counter of the guest counted since the guest programmed this event.";
         out.counts("guest_counter_events", help, counted)?;
         let help = "Time the counter's event was enabled.";
@@ -422,6 +437,9 @@ mod tests {
             running_ns: Some(1_000_000_000),
             overflows: Some(5),
             pmi_requests: Some(4),
+            counting: Some(event.is_some()),
+            fallback: backing == Some("clock"),
+            uncounted_ns: Some(500_000_000),
         };
         let stats = VcpuStats::default();
         stats.exits.add(9);
@@ -431,6 +449,8 @@ mod tests {
         let view = VcpuView {
             vcpu: 0,
             pmis: Some(3),
+            uncounted_ns: Some(750_000_000),
+            places_lost: Some(6),
             counters: vec![
                 counter("gp0", Some("cycles:u"), Some("clock")),
                 counter("gp1", Some("cache-misses"), Some("none")),
@@ -483,6 +503,10 @@ mod tests {
             "perfvisor_vcpu_steal_seconds_total{vm=\"a\",vcpu=\"0\"} 2.5".into(),
             "perfvisor_vcpu_lost_samples_total{vm=\"a\",vcpu=\"0\"} 7".into(),
             "perfvisor_vm_paused{vm=\"a\"} 1.0".into(),
+            "perfvisor_vcpu_uncounted_seconds_total{vm=\"a\",vcpu=\"0\"} 0.75".into(),
+            "perfvisor_vcpu_places_lost_total{vm=\"a\",vcpu=\"0\"} 6".into(),
+            "perfvisor_guest_counter_uncounted_seconds_total{vm=\"a\",vcpu=\"0\",counter=\"gp1\"} 0.5".into(),
+            "perfvisor_guest_counter_fallback{vm=\"a\",vcpu=\"0\",counter=\"gp0\"} 1.0".into(),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
         }

@@ -13,7 +13,7 @@ mod steal;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::KVM_MP_STATE_HALTED;
 use kvm_ioctls::VcpuFd;
@@ -179,6 +179,7 @@ impl VmPmu {
             filter: self.config.filter.clone(),
             attached: None,
             changed: false,
+            fed_uncounted_ns: 0,
             fed_overflow: false,
             samples: SampleMemory::default(),
         }
@@ -229,6 +230,8 @@ pub struct VcpuPmu {
     attached: Option<Attached>,
     /// A register was written since the last reconcile.
     changed: bool,
+    /// What of [`Vpmu::uncounted_ns`] was fed to the guest's event.
+    fed_uncounted_ns: u64,
     /// A count we feed ourselves has reached an armed overflow.
     fed_overflow: bool,
     /// What samples keep for the next.
@@ -350,6 +353,7 @@ impl VcpuPmu {
     /// RDPMC at `cpl`, with CR4.PCE set or not; `None`: #GP.
     pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> Option<u64> {
         self.feed_steal();
+        self.feed_uncounted();
         let attached = self.attached.as_mut()?;
         match self
             .vpmu
@@ -424,6 +428,7 @@ impl VcpuPmu {
     fn count_msr_exit(&mut self) {
         self.count_event(ParavirtualEvent::MsrExits);
         self.feed_steal();
+        self.feed_uncounted();
     }
 
     /// Brings the count of stolen time up to date, if a counter counts it.
@@ -434,6 +439,39 @@ impl VcpuPmu {
             let selector = vpmu::fed::paravirtual(ParavirtualEvent::StealNs);
             self.fed_overflow |= attached.fed.add(selector, 0, ns);
         }
+    }
+
+    /// Brings the count of uncounted time up to date. While every counter counts this is two loads.
+    #[inline]
+    fn feed_uncounted(&mut self) {
+        if let Some(attached) = self.attached.as_mut() {
+            let total_ns = self.vpmu.uncounted_ns(&mut attached.events);
+            let more = total_ns - self.fed_uncounted_ns;
+            if more > 0 {
+                self.fed_uncounted_ns = total_ns;
+                let selector = vpmu::fed::paravirtual(ParavirtualEvent::UncountedNs);
+                self.fed_overflow |= attached.fed.add(selector, 0, more);
+            }
+        }
+    }
+
+    /// How soon the vCPU is to leave the guest, because a counter that has no place waits for one; `None` while none does.
+    #[inline]
+    pub fn retry_in(&mut self) -> Option<Duration> {
+        let attached = self.attached.as_mut()?;
+        let ns = self.vpmu.retry_in_ns(&mut attached.events)?;
+        Some(Duration::from_nanos(ns))
+    }
+
+    /// Nanoseconds in which at least one enabled counter was not counted, and how often one lost its place or found none.
+    /// `None` where KVM's own vPMU counts.
+    pub fn uncounted(&mut self) -> Option<(u64, u64)> {
+        if self.is_kvms() {
+            return None;
+        }
+        let attached = self.attached.as_mut()?;
+        let ns = self.vpmu.uncounted_ns(&mut attached.events);
+        Some((ns, self.vpmu.places_lost()))
     }
 
     /// Whether overflows are to be served although no signal came.
@@ -449,6 +487,12 @@ impl VcpuPmu {
             return;
         };
         self.vpmu.reconcile(&mut attached.events);
+        if self.vpmu.has_uncounted() {
+            self.feed_uncounted();
+        }
+        let Some(attached) = self.attached.as_mut() else {
+            return;
+        };
         if std::mem::take(&mut self.changed) {
             attached
                 .steal
@@ -584,6 +628,40 @@ mod tests {
         assert_eq!(pmu.read_msr(IA32_PMC0), Some(6));
         assert!(!pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63));
         assert_eq!(pmu.rdpmc(0), Some(7));
+        pmu.detach();
+    }
+
+    /// A guest that counts what nobody here can count reads for how long: never less than passed between two reads of
+    /// its, never more than passed around them, and nothing when that counter is off.
+    #[test]
+    fn a_guest_reads_how_long_its_counters_were_not_counted() {
+        let mut pmu = pmu();
+        let raw = 0xd1 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 22;
+        program(&mut pmu, ParavirtualEvent::UncountedNs);
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(pmu.rdpmc(0), Some(0), "its own counter is counted");
+        let outer = Instant::now();
+        assert!(pmu.write_msr(IA32_PERFEVTSEL0 + 1, raw) && pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 3));
+        pmu.reconcile();
+        let inner = Instant::now();
+        std::thread::sleep(Duration::from_millis(20));
+        let inner_ns = inner.elapsed().as_nanos() as u64;
+        let read = pmu.rdpmc(0).unwrap();
+        let outer_ns = outer.elapsed().as_nanos() as u64;
+        assert!(
+            (inner_ns..=outer_ns).contains(&read),
+            "{inner_ns} <= {read} <= {outer_ns}"
+        );
+        assert!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1));
+        pmu.reconcile();
+        let stopped = pmu.rdpmc(0).unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(pmu.rdpmc(0), Some(stopped));
+        assert_eq!(pmu.uncounted().map(|(_, times)| times), Some(1));
+        assert_eq!(pmu.retry_in(), None, "there is nobody to try again");
+        let views = pmu.vpmu.counters_view(&mut pmu.attached.as_mut().unwrap().events);
+        assert!(views[0].counting && views[0].uncounted_ns == 0);
+        assert!(!views[1].counting && views[1].uncounted_ns >= inner_ns);
         pmu.detach();
     }
 

@@ -136,7 +136,7 @@ impl VmPmu {
                 let (ty, config, backing) = self
                     .paravirtual(name)
                     .ok_or_else(|| format!("this host cannot count '{name}' for an operator"))?;
-                (ty, config, 0, 0, backing, *name == "steal-ns")
+                (ty, config, 0, 0, backing, name.ends_with("-ns"))
             }
         };
         let attr = Attr {
@@ -175,8 +175,10 @@ impl VmPmu {
             ParavirtualEvent::HostContextSwitches => software(SoftwareEvent::ContextSwitches),
             ParavirtualEvent::HostMigrations => software(SoftwareEvent::CpuMigrations),
             // KVM's own io_exits and mmio_exits miss the accesses of emulated code.
-            event
-            @ (ParavirtualEvent::IoExits | ParavirtualEvent::MmioExits | ParavirtualEvent::MsrExits) => {
+            event @ (ParavirtualEvent::IoExits
+            | ParavirtualEvent::MmioExits
+            | ParavirtualEvent::MsrExits
+            | ParavirtualEvent::UncountedNs) => {
                 Some((EventType::FED, vpmu::fed::paravirtual(event) as u64, "vmm"))
             }
             // The guest's is fed in steps; an operator asks the host directly.
@@ -206,6 +208,9 @@ pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
         running_ns: Some(view.times.time_running_ns),
         overflows: Some(view.overflows),
         pmi_requests: Some(view.pmi_requests),
+        counting: Some(view.counting),
+        fallback: view.fallback,
+        uncounted_ns: Some(view.uncounted_ns),
     }
 }
 

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::{VcpuFd, VmFd};
 use vpmu::{
-    Backing, CounterEvents, CounterIndex, CounterTimes, EventFilter, EventRequest, Model, MsrAddress, Vpmu,
+    Backing, CounterEvents, CounterIndex, CounterTimes, Enabled, EventFilter, EventRequest, Loss, Model,
+    MsrAddress, Vpmu,
 };
 
 use super::operator;
@@ -93,6 +94,9 @@ pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
             running_ns: None,
             overflows: None,
             pmi_requests: None,
+            counting: None,
+            fallback: false,
+            uncounted_ns: None,
             ..counter
         })
         .collect()
@@ -107,8 +111,8 @@ impl CounterEvents for KvmCounts {
         Backing::Kvm
     }
 
-    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> bool {
-        false
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> Enabled {
+        Enabled::Counting(Backing::Kvm)
     }
 
     fn disable(&mut self, _: CounterIndex) {}
@@ -118,6 +122,18 @@ impl CounterEvents for KvmCounts {
     }
 
     fn arm(&mut self, _: CounterIndex, _: u64) {}
+
+    fn may_have_lost(&mut self) -> bool {
+        false
+    }
+
+    fn lost(&mut self, _: CounterIndex) -> Option<Loss> {
+        None
+    }
+
+    fn now_ns(&mut self) -> u64 {
+        0
+    }
 
     fn times(&mut self, _: CounterIndex) -> CounterTimes {
         CounterTimes::default()

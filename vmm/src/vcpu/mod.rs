@@ -305,8 +305,11 @@ impl Vcpu {
             pmu.find_kernel(&self.fd);
         }
         if let Some(generation) = mail.view {
+            let (uncounted_ns, places_lost) = pmu.uncounted().unzip();
             let view = VcpuView {
                 vcpu: self.id.into(),
+                uncounted_ns,
+                places_lost,
                 pmis: (!pmu.is_kvms()).then(|| self.stats.pmi_nmi.get() + self.stats.pmi_fixed.get()),
                 counters: pmu.view(&self.fd),
             };
@@ -411,6 +414,9 @@ impl Vcpu {
             }
         }
         pmu.reconcile();
+        if let Some(wait) = pmu.retry_in() {
+            timer.kick_in(wait);
+        }
         if !pmu.pmi_pending() {
             if std::mem::take(&mut self.pmi_waits) {
                 self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);

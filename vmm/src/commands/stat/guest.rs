@@ -58,19 +58,33 @@ fn view_table(view: &VcpuView) -> String {
         Some(pmis) => format!("{} PMIs delivered", thousands(pmis)),
         None => "KVM's own vPMU".to_owned(),
     };
-    let _ = writeln!(out, "vCPU {}: {pmis}", view.vcpu);
+    let _ = write!(out, "vCPU {}: {pmis}", view.vcpu);
+    if let (Some(ns), Some(places)) = (view.uncounted_ns.filter(|ns| *ns > 0), view.places_lost) {
+        let _ = write!(
+            out,
+            "; for {:.3} s some enabled counter was not counted ({} times a place was lost or not found)",
+            ns as f64 / 1e9,
+            thousands(places)
+        );
+    }
+    out.push('\n');
     let _ = writeln!(
         out,
-        "  {:<8} {:<24} {:<8} {:<9} {:>24} {:>8} {:>10} {:>10}",
+        "  {:<8} {:<24} {:<9} {:<16} {:>24} {:>8} {:>10} {:>10}",
         "counter", "event", "state", "backing", "value", "running", "overflows", "PMIs asked"
     );
     for c in &view.counters {
         let state = match (c.enabled, c.allowed) {
             (_, false) => "filtered",
+            (true, true) if c.counting == Some(false) => "uncounted",
             (true, true) => "on",
             (false, true) => "off",
         };
-        let backing = c.backing.as_deref().unwrap_or("-");
+        let backing = match c.backing.as_deref() {
+            None => "-".to_owned(),
+            Some(backing) if c.fallback => format!("{backing} (fallback)"),
+            Some(backing) => backing.to_owned(),
+        };
         let running = match (c.enabled_ns, c.running_ns) {
             (Some(0), _) => "-".to_owned(),
             (Some(enabled), Some(running)) => format!("{:.1}%", 100.0 * running as f64 / enabled as f64),
@@ -84,7 +98,7 @@ fn view_table(view: &VcpuView) -> String {
         };
         let _ = writeln!(
             out,
-            "  {:<8} {:<24} {state:<8} {backing:<9} {value:>24} {running:>8} {:>10} {:>10}",
+            "  {:<8} {:<24} {state:<9} {backing:<16} {value:>24} {running:>8} {:>10} {:>10}",
             c.counter,
             c.event.as_deref().unwrap_or("-"),
             known(c.overflows),

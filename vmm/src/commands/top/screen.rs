@@ -311,6 +311,7 @@ impl Screen {
             for c in &view.counters {
                 let state = match (c.enabled, c.allowed) {
                     (_, false) => "filtered",
+                    (true, true) if c.counting == Some(false) => "uncounted",
                     (true, true) => "on",
                     (false, true) => "off",
                 };
@@ -333,7 +334,11 @@ impl Screen {
                     c.counter.clone(),
                     state.to_owned(),
                     c.event.clone().unwrap_or_else(|| "-".into()),
-                    backing.to_owned(),
+                    if c.fallback {
+                        format!("{backing} (fallback)")
+                    } else {
+                        backing.to_owned()
+                    },
                     counted,
                     share,
                     known(c.overflows),
@@ -456,6 +461,9 @@ mod tests {
             running_ns: Some(1),
             overflows: Some(3),
             pmi_requests: Some(2),
+            counting: Some(true),
+            fallback: false,
+            uncounted_ns: Some(0),
         };
         Screen {
             vm: VmInfo {
@@ -500,6 +508,8 @@ mod tests {
             views: vec![VcpuView {
                 vcpu: 0,
                 pmis: Some(0),
+                uncounted_ns: Some(0),
+                places_lost: Some(0),
                 counters: vec![
                     counter(Some("cycles"), Some("clock")),
                     counter(Some("cache-misses"), Some("none")),
