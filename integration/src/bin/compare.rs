@@ -102,7 +102,7 @@ fn main() -> ExitCode {
 fn options(mut words: impl Iterator<Item = String>) -> Result<Options, String> {
     let mut options = Options {
         rounds: 1,
-        work: 20_000_000,
+        work: 500_000_000,
         switches: 50,
         hz: 25,
     };
