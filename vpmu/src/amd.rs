@@ -33,14 +33,22 @@ const SELECTOR_RESERVED: u64 = 0xFFFF_FFF0_0028_0000;
 
 /// Every address at which an AMD processor may have a PMU register, whether ours exist or not.
 pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
+    // Lightweight profiling: LWP_CFG, LWP_CBADDR.
+    0xC000_0105..=0xC000_0106,
+    // LBR_SELECT, DBG_EXTN_CFG: branch records of version 2.
+    0xC000_010E..=0xC000_010F,
     PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET,
     PERF_LEGACY_CTL0..=0xC001_0007,
     // PERF_CTL and PERF_CTR 0 to 14.
     PERF_CTL0..=0xC001_021D,
-    // Last-level-cache counters.
-    0xC001_0230..=0xC001_023B,
-    // Northbridge (data fabric) counters.
-    0xC001_0240..=0xC001_0247,
+    // Last-level-cache counters, northbridge (data fabric) counters.
+    0xC001_0230..=0xC001_025F,
+    // Performance timestamp.
+    0xC001_0280..=0xC001_0280,
+    // LBR_FROM and LBR_TO 0 to 15 of version 2.
+    0xC001_0300..=0xC001_031F,
+    // Memory controller counters.
+    0xC001_0800..=0xC001_08FF,
     // Instruction-based sampling.
     0xC001_1030..=0xC001_103D,
 ];

@@ -55,9 +55,13 @@ const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
 pub const STATUS_CTR_FRZ: u64 = 1 << 59;
 /// IA32_PERF_GLOBAL_STATUS.LBR_FRZ (version 4): never set by us, we have no branch records.
 const STATUS_LBR_FRZ: u64 = 1 << 58;
+/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include work for an enclave; only software can set it here.
+const STATUS_ASCI: u64 = 1 << 60;
+/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed; only software can set it here (version 4).
+const STATUS_OVF_UNCORE: u64 = 1 << 61;
 /// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store's buffer overflowed; only software can set it here (version 4).
 const STATUS_OVF_BUF: u64 = 1 << 62;
-/// IA32_PERF_GLOBAL_STATUS.CondChgd: never set by us.
+/// IA32_PERF_GLOBAL_STATUS.CondChgd: never set, not by software either.
 const STATUS_COND_CHGD: u64 = 1 << 63;
 
 /// IA32_PERF_GLOBAL_INUSE.PMI: some counter would interrupt.
@@ -77,10 +81,15 @@ const RDPMC_FIXED: u32 = 1 << 30;
 /// KVM answers some of them with 0 on its own when its PMU is off, so all of them must come to us.
 /// IA32_DEBUGCTL is not among them: see [`Model::trapped_msrs`].
 pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
+    // MSR_LASTBRANCH_n_FROM_IP and _TO_IP of the Core 2 and of Atoms.
+    0x40..=0x47,
+    0x60..=0x67,
     IA32_PMC0..=0xC8,
     IA32_PERFEVTSEL0..=0x18D,
     // MSR_OFFCORE_RSP_0 and _1.
     0x1A6..=0x1A7,
+    // MSR_LBR_SELECT, MSR_LASTBRANCH_TOS.
+    0x1C8..=0x1C9,
     // IA32_FIXED_CTR0 to 15.
     IA32_FIXED_CTR0..=0x318,
     // MSR_PERF_METRICS.
@@ -94,6 +103,17 @@ pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     IA32_A_PMC0..=0x4C8,
     // IA32_DS_AREA.
     0x600..=0x600,
+    // MSR_LASTBRANCH_n_FROM_IP, _TO_IP and MSR_LBR_INFO_n.
+    0x680..=0x69F,
+    0x6C0..=0x6DF,
+    0xDC0..=0xDDF,
+    // Architectural LBRs: IA32_LBR_n_INFO, IA32_LBR_CTL and _DEPTH, IA32_LBR_n_FROM_IP and _TO_IP.
+    0x1200..=0x121F,
+    0x14CE..=0x14CF,
+    0x1500..=0x151F,
+    0x1600..=0x161F,
+    // Version 6: IA32_PMC_GPn and IA32_PMC_FXn, four registers each, as far as such addresses may reach.
+    0x1900..=0x19FF,
 ];
 
 /// The definition.
@@ -115,6 +135,28 @@ fn fixed_control_mask(model: &Model) -> u64 {
     (0..u8::BITS)
         .filter(|n| model.fixed_bitmap() >> n & 1 != 0)
         .fold(0, |mask, n| mask | FIXED_WRITABLE << (n * FIXED_FIELD_BITS))
+}
+
+/// Bits of the status, beside the counters', that IA32_PERF_GLOBAL_STATUS_RESET takes. SDM vol. 4, 390H; Trace_ToPA_PMI
+/// (55) exists with processor trace only, which no model has.
+fn clearable_status(version: u8) -> u64 {
+    let mut bits = STATUS_OVF_BUF | STATUS_COND_CHGD;
+    if version >= 3 {
+        bits |= STATUS_OVF_UNCORE;
+    }
+    if version >= 4 {
+        bits |= STATUS_LBR_FRZ | STATUS_CTR_FRZ | STATUS_ASCI;
+    }
+    bits
+}
+
+/// Bits of the status, beside the counters', that IA32_PERF_GLOBAL_STATUS_SET takes. SDM vol. 4, 391H.
+fn settable_status(version: u8) -> u64 {
+    if version >= 4 {
+        STATUS_LBR_FRZ | STATUS_CTR_FRZ | STATUS_ASCI | STATUS_OVF_UNCORE | STATUS_OVF_BUF
+    } else {
+        0
+    }
 }
 
 /// `value` if it has no bit outside `allowed`.
@@ -173,27 +215,9 @@ impl VendorOps for Intel {
             Register::Counter(_) | Register::FullWidthCounter(_) => checked(value, width.mask()),
             Register::FixedControl => checked(value, fixed_control_mask(model)),
             Register::GlobalControl => checked(value, counters),
-            Register::GlobalStatusReset => {
-                let frozen = if model.intel_version() >= 4 {
-                    STATUS_CTR_FRZ | STATUS_LBR_FRZ
-                } else {
-                    0
-                };
-                checked(value, counters | STATUS_OVF_BUF | STATUS_COND_CHGD | frozen)
-            }
-            Register::GlobalStatusSet => {
-                // Before version 4 nothing but an overflow sets a bit; this then serves to check a saved state.
-                let by_software = STATUS_OVF_BUF | STATUS_CTR_FRZ | STATUS_LBR_FRZ;
-                checked(
-                    value,
-                    counters
-                        | if model.intel_version() >= 4 {
-                            by_software
-                        } else {
-                            0
-                        },
-                )
-            }
+            Register::GlobalStatusReset => checked(value, counters | clearable_status(model.intel_version())),
+            // Before version 4 nothing but an overflow sets a bit; this then serves to check a saved state.
+            Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
             Register::DebugControl => checked(value, DEBUGCTL_WRITABLE),
             Register::Absent => Written::Dropped,
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => Written::Fault,

@@ -245,7 +245,10 @@ impl Reference {
                 self.pmc[(msr - 0x4C1) as usize] = value;
             }
             0x186..=0x18D => {
-                no_bit_outside(0xFFDF_FFFF)?;
+                // Volume 3, figure of version 3's IA32_PERFEVTSELx: AnyThread (21), which CPUID calls deprecated, and all
+                // above the counter mask are reserved.
+                let fields = [0..=7u32, 8..=15, 16..=20, 22..=23, 24..=31];
+                no_bit_outside(fields.into_iter().flatten().map(|bit| 1u64 << bit).sum())?;
                 self.evtsel[(msr - 0x186) as usize] = value;
             }
             0x309..=0x30C => {
@@ -265,13 +268,18 @@ impl Reference {
                 self.global_ctrl = value;
             }
             0x390 => {
-                let frozen_bits = if v >= 4 { 3 << 58 } else { 0 };
-                no_bit_outside(all | 3 << 62 | frozen_bits)?;
+                // Volume 4, 390H, bit by bit.
+                let clear_ovf_buf = 1u64 << 62;
+                let clear_cond_chgd = 1u64 << 63;
+                let clear_ovf_uncore = if v > 2 { 1u64 << 61 } else { 0 };
+                let clear_lbr_frz_ctr_frz_asci = if v > 3 { 0b111u64 << 58 } else { 0 };
+                no_bit_outside(all + clear_ovf_buf + clear_cond_chgd + clear_ovf_uncore + clear_lbr_frz_ctr_frz_asci)?;
                 self.global_status &= !value;
                 self.served(value & all);
             }
             0x391 => {
-                no_bit_outside(all | 1 << 62 | 3 << 58)?;
+                // Volume 4, 391H: 58 LBR_Frz, 59 CTR_Frz, 60 ASCI, 61 uncore, 62 OvfBuf; 63 is reserved.
+                no_bit_outside(all + [58u32, 59, 60, 61, 62].map(|bit| 1u64 << bit).iter().sum::<u64>())?;
                 self.global_status |= value;
             }
             _ => return None, // read-only

@@ -135,11 +135,12 @@ TEST(status_read_only, ON_INTEL, "intel registers: a write of global status rais
     CHECK(wrmsr_gp(MSR_GLOBAL_STATUS, 1), "1");
     wrmsr(MSR_GLOBAL_OVF_CTRL, global_enabled());
     CHECK(rdmsr(MSR_GLOBAL_OVF_CTRL) == 0, "0x%lx", rdmsr(MSR_GLOBAL_OVF_CTRL));
-    /* OvfBuffer and CondChgd can be cleared on every version. */
-    CHECK(!wrmsr_safe(MSR_GLOBAL_OVF_CTRL, BIT(62) | BIT(63)));
-    for (u32 bit = 0; bit < 58; bit++)
-        if (!(global_enabled() >> bit & 1) && bit != 48 && bit != 55)
-            CHECK(wrmsr_gp(MSR_GLOBAL_OVF_CTRL, BIT(bit)), "bit %u", bit);
+    /* OvfBuffer and CondChgd can be cleared on every version, the uncore's bit from version 3, those of freezing and ASCI from 4. */
+    for (u32 bit = 0; bit < 64; bit++) {
+        bool takes = (global_enabled() >> bit & 1) || bit >= 62 || (bit == 61 && pmu.version >= 3) ||
+                     (bit >= 58 && bit <= 60 && pmu.version >= 4);
+        CHECK(wrmsr_safe(MSR_GLOBAL_OVF_CTRL, BIT(bit)) == !takes, "bit %u", bit);
+    }
 }
 
 TEST(status_set, ON_INTEL, "intel registers: from version 4 on 0x391 sets and 0x390 clears bits of global status")
@@ -151,9 +152,10 @@ TEST(status_set, ON_INTEL, "intel registers: from version 4 on 0x391 sets and 0x
         return;
     }
     for (u32 bit = 0; bit < 64; bit++) {
-        if (!(all >> bit & 1))
+        bool takes = (all >> bit & 1) || (bit >= 58 && bit <= 62);
+        CHECK(wrmsr_safe(MSR_GLOBAL_STATUS_SET, BIT(bit)) == !takes, "bit %u", bit);
+        if (!takes)
             continue;
-        wrmsr(MSR_GLOBAL_STATUS_SET, BIT(bit));
         CHECK(rdmsr(MSR_GLOBAL_STATUS) == BIT(bit), "bit %u: 0x%lx", bit, rdmsr(MSR_GLOBAL_STATUS));
         wrmsr(MSR_GLOBAL_OVF_CTRL, BIT(bit));
         CHECK(rdmsr(MSR_GLOBAL_STATUS) == 0, "bit %u: 0x%lx", bit, rdmsr(MSR_GLOBAL_STATUS));
@@ -186,4 +188,14 @@ TEST(in_use, ON_INTEL, "intel registers: from version 4 on 0x392 shows the count
         wrmsr(MSR_FIXED_CTR_CTRL, 0);
     }
     CHECK(wrmsr_gp(MSR_GLOBAL_INUSE, 0), "a write");
+}
+
+TEST(no_branch_records, ON_ANY, "registers: branch records, debug store and version 6 are no one's and raise #GP")
+{
+    static const u32 absent[] = { 0x40, 0x60, 0x1a6, 0x1c8, 0x1c9, 0x3f1, 0x3f6, 0x600, 0x680, 0x6c0, 0xdc0, 0x1200, 0x14ce, 0x14cf,
+                                  0x1500, 0x1600, 0x1900, 0x1980, 0x1984, 0xc0000105, 0xc000010e, 0xc0010230, 0xc0010240,
+                                  0xc0010280, 0xc0010300, 0xc0010800, 0xc0011030 };
+
+    for (u32 k = 0; k < ARRAY_LEN(absent); k++)
+        CHECK(rdmsr_gp(absent[k]) && wrmsr_gp(absent[k], 0), "MSR 0x%x", absent[k]);
 }
