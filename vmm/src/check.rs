@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
-use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, Model, ModelError, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName};
 
 use crate::cli::{CheckArgs, ExitStatus};
 use crate::commands::print;
@@ -228,8 +228,9 @@ fn yes(value: bool) -> &'static str {
 
 /// What backs each event under `--backing auto`.
 fn backings(perf: &HostProbe) -> Vec<EventBacking> {
-    let hardware = backing::backability(BackingPolicy::Hardware, perf);
-    let auto = backing::backability(BackingPolicy::Auto, perf);
+    let vendor = HostPmu::vendor(&mut cpuid::read_host);
+    let hardware = backing::backability(BackingPolicy::Hardware, perf, vendor, vendor);
+    let auto = backing::backability(BackingPolicy::Auto, perf, vendor, vendor);
     ArchEvent::ALL
         .into_iter()
         .map(|event| {

@@ -12,7 +12,7 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vpmu::{BackingPolicy, EventFilter, Generation, Model, Vendor};
+use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, Vendor};
 
 use crate::boot::KernelKind;
 use crate::boot::KernelSource;
@@ -129,6 +129,18 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     if has_pmu && policy == BackingPolicy::Exact {
         backing::check_stepping(stepping, args.cpus).map_err(|e| e.to_string())?;
     }
+    let backability = match own_pmu {
+        Some(own) if model.vendor() == Vendor::Intel => own.events,
+        _ => backing::backability(policy, &probe, model.vendor(), HostPmu::vendor(&mut read_cpuid)),
+    };
+    let asked = model;
+    // What KVM's own vPMU has is KVM's to say.
+    if own_pmu.is_none() {
+        model = asked.without_uncountable_slots(backability);
+    }
+    if model != asked {
+        log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
+    }
     let config = VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
@@ -149,10 +161,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         },
         cpus: args.cpus,
         memory_bytes: args.memory,
-        backability: match own_pmu {
-            Some(own) if model.vendor() == Vendor::Intel => own.events,
-            _ => backing::backability(policy, &probe),
-        },
+        backability,
         own_pmu,
         pmu: PmuConfig {
             model,

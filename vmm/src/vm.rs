@@ -16,6 +16,7 @@ use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::host::{self, HostError};
+use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::signature::CpuSignature;
@@ -25,6 +26,7 @@ use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::vcpu::control::RunControl;
+use crate::vcpu::debugctl::DebugControl;
 use crate::vcpu::gate::Gate;
 use crate::vcpu::stats::VcpuStats;
 use crate::vcpu::step::Stepper;
@@ -194,9 +196,15 @@ impl Vm {
         })
         .map_err(call("KVM_CREATE_PIT2"))?;
         ram.register(&fd)?;
+        let supported = cpuid::supported(kvm)?;
+        let mut pmu_config = config.pmu.clone();
+        if cpuid::has_transactions(&supported) {
+            pmu_config.model = pmu_config.model.with_transactions();
+        }
+        let model = pmu_config.model;
         let pmu = has_pmu.then(|| {
             let pmu = VmPmu::new(
-                config.pmu.clone(),
+                pmu_config,
                 probe,
                 statistics(&*fd),
                 GuestProbe::new(ram.memory().clone()),
@@ -221,10 +229,13 @@ impl Vm {
         let bus = Arc::new(bus);
 
         let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
-        let supported = cpuid::supported(kvm)?;
         let stepped = has_pmu && config.pmu.policy == BackingPolicy::Exact;
+        let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;
+        // A breakpoint on the handler of #GP needs one that is left over.
+        let gate =
+            rdpmc_faults && !stepped && config.rdpmc != RdpmcMode::Off && breakpoints.len() < BREAKPOINTS;
         let guest_cpu = |tsc_khz| GuestCpu {
-            pmu: &config.pmu.model,
+            pmu: &model,
             backability: config.backability,
             cpus: config.cpus,
             tsc_khz,
@@ -232,11 +243,8 @@ impl Vm {
             nested: config.nested,
             signature: config.cpu_signature,
             stepped,
+            enters_handlers: gate || stepped,
         };
-        let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;
-        // A breakpoint on the handler of #GP needs one that is left over.
-        let gate =
-            rdpmc_faults && !stepped && config.rdpmc != RdpmcMode::Off && breakpoints.len() < BREAKPOINTS;
         let planted = (config.rdpmc == RdpmcMode::Trap).then(Arc::default);
         let mut vcpus = Vec::with_capacity(config.cpus.into());
         let mut stats = Vec::with_capacity(config.cpus.into());
@@ -250,6 +258,12 @@ impl Vm {
             vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
             if config.own_pmu.is_some() {
                 own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
+            } else if model.intel_version() > 0
+                && !misc_enable::announce_pmu(&vcpu).map_err(call("KVM_SET_MSRS(IA32_MISC_ENABLE)"))?
+            {
+                log::info!(
+                    "this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU"
+                );
             }
             boot::configure_local_apic(&vcpu)?;
             if id == 0 {
@@ -268,6 +282,12 @@ impl Vm {
                 control.clone(),
             )?;
             vcpu.stop_at_rdpmc(&breakpoints);
+            if model.intel_version() >= 2 {
+                let control = DebugControl::new(&table).ok_or_else(|| {
+                    VmError::Os("making an MSR list", io::Error::from_raw_os_error(libc::ENOMEM))
+                })?;
+                vcpu.keep_debug_control(control);
+            }
             if gate {
                 vcpu.serve_rdpmc_at(Gate::new(
                     planted.clone(),

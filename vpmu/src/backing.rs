@@ -130,7 +130,11 @@ impl Sources {
                         },
                     ));
                 }
-                if let Some(config) = clock_event(request).filter(|_| clock) {
+                // A clock of another frequency must not go on with what the host's own event counts.
+                let own = hardware
+                    && self.hardware == Some(request.vendor)
+                    && request.event == GuestEvent::Architectural(ArchEvent::BusCycles);
+                if let Some(config) = clock_event(request).filter(|_| clock && !own) {
                     ways[1] = Some((
                         Backing::Clock,
                         Attr {
@@ -157,12 +161,13 @@ impl Sources {
         ways.into_iter().flatten()
     }
 
-    /// The host's hardware event for a request: the generic one where there is one, else the guest's own numbers on a
-    /// host of the same vendor.
+    /// The host's hardware event for a request: the generic one where there is one that means the same, else the guest's own
+    /// numbers on a host of the same vendor.
     fn hardware_event(&self, request: &EventRequest) -> Option<(EventType, u64)> {
         let vendor = self.hardware?;
         if !request.is_modified()
             && let GuestEvent::Architectural(event) = request.event
+            && (vendor == request.vendor || event.means_the_same_everywhere())
             && let Some(config) = generic_hardware(event)
         {
             return Some((EventType::HARDWARE, config));
@@ -191,7 +196,8 @@ const fn clock_event(request: &EventRequest) -> Option<u64> {
     match request.event {
         _ if request.is_modified() => None,
         GuestEvent::Architectural(ArchEvent::CoreCycles) => Some(clock::CYCLES),
-        GuestEvent::Architectural(ArchEvent::RefCycles) => Some(clock::REF_CYCLES),
+        // The SDM leaves the clock of the bus cycles open and names the TSC's among those in use.
+        GuestEvent::Architectural(ArchEvent::RefCycles | ArchEvent::BusCycles) => Some(clock::REF_CYCLES),
         _ => None,
     }
 }
@@ -594,6 +600,8 @@ mod tests {
             edge: false,
             invert: false,
             cmask: 0,
+            in_transaction: false,
+            checkpointed: false,
         }
     }
 
@@ -644,6 +652,51 @@ mod tests {
             [(Backing::Hardware, EventType::RAW.0, 0x1080_00C0)]
         );
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
+    }
+
+    /// The bus cycles of a host of the same vendor run at that host's clock, which is not the TSC's; with anything else they are
+    /// the TSC's.
+    #[test]
+    fn bus_cycles_have_one_clock_for_all_their_time() {
+        let bus = request(Vendor::Intel, 0x3C, 1);
+        let clock = (Backing::Clock, EventType::CLOCK.0, clock::REF_CYCLES);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &bus),
+            [(Backing::Hardware, EventType::RAW.0, 0x013C)]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &bus), [clock]);
+        assert_eq!(chosen(BackingPolicy::Auto, None, &bus), [clock]);
+        assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Intel), &bus), [clock]);
+        assert_eq!(chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &bus), []);
+    }
+
+    /// Linux's generic cache events are the second level's on AMD.
+    #[test]
+    fn the_last_level_cache_is_not_counted_by_another_vendors_events() {
+        for umask in [0x4F, 0x41] {
+            let cache = request(Vendor::Intel, 0x2E, umask);
+            assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cache), []);
+            assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Intel), &cache).len(), 1);
+        }
+        let misses = request(Vendor::Intel, 0xC5, 0);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Amd), &misses),
+            [(Backing::Hardware, EventType::HARDWARE.0, 5)]
+        );
+    }
+
+    #[test]
+    fn transactions_are_counted_by_the_hosts_own_numbers_or_not_at_all() {
+        let in_transaction = EventRequest {
+            in_transaction: true,
+            checkpointed: true,
+            ..request(Vendor::Intel, 0x3C, 0)
+        };
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &in_transaction),
+            [(Backing::Hardware, EventType::RAW.0, 0x3_0000_003C)]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, None, &in_transaction), []);
     }
 
     #[test]

@@ -50,7 +50,8 @@ const EXT22_EAX_PERFMON_V2: u32 = 1;
 const EBX_EVENTS: [ArchEvent; 8] = [
     ArchEvent::CoreCycles,
     ArchEvent::Instructions,
-    ArchEvent::RefCycles,
+    // Event 3CH/01H, which is not what fixed counter 2 counts.
+    ArchEvent::BusCycles,
     ArchEvent::CacheReferences,
     ArchEvent::CacheMisses,
     ArchEvent::Branches,
@@ -202,7 +203,8 @@ impl HostPmu {
                 let leaf = host(LEAF_ARCH_PERFMON, 0);
                 let version = leaf.eax & 0xFF;
                 let general = leaf.eax >> 8 & 0xFF;
-                if version == 0 || general == 0 {
+                // One counter is no PMU for Linux either.
+                if version == 0 || general < 2 {
                     return None;
                 }
                 let run = (1u32 << (leaf.edx & 0x1F)) - 1;

@@ -27,7 +27,7 @@ pub const PARAVIRTUAL_SELECT_AMD: EventSelect = EventSelect(0xFFF);
 pub enum ArchEvent {
     /// Core cycles while not halted.
     CoreCycles,
-    /// Cycles at a constant frequency while not halted.
+    /// Cycles at the frequency of the TSC while not halted.
     RefCycles,
     /// Instructions retired.
     Instructions,
@@ -47,11 +47,14 @@ pub enum ArchEvent {
     Stores,
     /// Issue slots for the top-down method.
     TopdownSlots,
+    /// Cycles at a constant frequency while not halted, of a clock that each processor chooses: the core crystal's, the bus's or
+    /// the TSC's.
+    BusCycles,
 }
 
 impl ArchEvent {
     /// Every event, for tables and checks.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::CoreCycles,
         Self::RefCycles,
         Self::Instructions,
@@ -63,6 +66,7 @@ impl ArchEvent {
         Self::Loads,
         Self::Stores,
         Self::TopdownSlots,
+        Self::BusCycles,
     ];
 
     /// The name `perf list` users know.
@@ -79,7 +83,16 @@ impl ArchEvent {
             Self::Loads => "loads",
             Self::Stores => "stores",
             Self::TopdownSlots => "slots",
+            Self::BusCycles => "bus-cycles",
         }
+    }
+
+    /// Whether a PMU of another vendor that has an event of this name counts the same.
+    ///
+    /// The last level cache of one vendor's events is the second level of the other's, and the clock of the bus cycles is each
+    /// processor's own.
+    pub const fn means_the_same_everywhere(self) -> bool {
+        !matches!(self, Self::CacheReferences | Self::CacheMisses | Self::BusCycles)
     }
 
     const fn bit(self) -> u16 {
@@ -268,6 +281,10 @@ pub struct EventRequest {
     pub invert: bool,
     /// Count cycles in which at least this many events happened; 0: count the events.
     pub cmask: u8,
+    /// Count inside transactions only (Intel).
+    pub in_transaction: bool,
+    /// Count what happened in transactions that were aborted not at all (Intel).
+    pub checkpointed: bool,
 }
 
 impl EventRequest {
@@ -304,14 +321,17 @@ impl EventRequest {
                 | (umask.0 as u64) << 8
                 | (self.edge as u64) << 18
                 | (self.invert as u64) << 23
-                | (self.cmask as u64) << 24,
+                | (self.cmask as u64) << 24
+                // Bits of AMD's event select, whose requests have neither.
+                | (self.in_transaction as u64) << 32
+                | (self.checkpointed as u64) << 33,
         )
     }
 
-    /// Whether the request changes *how* its event is counted: an edge, an inversion or a threshold. Only hardware
-    /// can do that, cycle by cycle.
+    /// Whether the request changes *how* its event is counted: an edge, an inversion, a threshold, or by transactions. Only
+    /// hardware can do that, cycle by cycle.
     pub const fn is_modified(&self) -> bool {
-        self.edge || self.invert || self.cmask > 0
+        self.edge || self.invert || self.cmask > 0 || self.in_transaction || self.checkpointed
     }
 }
 
@@ -324,7 +344,8 @@ pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEven
     use ArchEvent::*;
     let arch = match (vendor, select.0, umask.0) {
         (Vendor::Intel, 0x3C, 0x00) | (Vendor::Amd, 0x76, 0x00) => CoreCycles,
-        (Vendor::Intel, 0x3C, 0x01) | (Vendor::Amd, 0x120, 0x01) => RefCycles,
+        (Vendor::Amd, 0x120, 0x01) => RefCycles,
+        (Vendor::Intel, 0x3C, 0x01) => BusCycles,
         (_, 0xC0, 0x00) => Instructions,
         (Vendor::Intel, 0x2E, 0x4F) => CacheReferences,
         (Vendor::Intel, 0x2E, 0x41) => CacheMisses,
@@ -365,7 +386,10 @@ impl Backability {
     /// Nothing can be counted.
     pub const NONE: Self = Self(0);
     /// What the clock backing counts.
-    pub const CLOCK: Self = Self::NONE.with(ArchEvent::CoreCycles).with(ArchEvent::RefCycles);
+    pub const CLOCK: Self = Self::NONE
+        .with(ArchEvent::CoreCycles)
+        .with(ArchEvent::RefCycles)
+        .with(ArchEvent::BusCycles);
     /// What the exact backing counts. Cycles are its retired instructions.
     pub const EXACT: Self = Self::CLOCK
         .with(ArchEvent::Instructions)
@@ -530,6 +554,8 @@ mod tests {
             edge: true,
             invert: true,
             cmask: 0x34,
+            in_transaction: false,
+            checkpointed: false,
         };
         assert_eq!(request.raw_config(), Some(0xA_3484_12BC));
         let both = EventRequest {

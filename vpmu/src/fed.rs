@@ -14,10 +14,10 @@ pub const EXACT: [ArchEvent; 5] = [
     ArchEvent::Stores,
 ];
 
-/// Selector of what the single-stepper counts. Cycles of both kinds are retired instructions there.
+/// Selector of what the single-stepper counts. Cycles of all kinds are retired instructions there.
 pub fn exact(event: ArchEvent) -> Option<usize> {
     let counted = match event {
-        ArchEvent::CoreCycles | ArchEvent::RefCycles => ArchEvent::Instructions,
+        ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => ArchEvent::Instructions,
         other => other,
     };
     EXACT.iter().position(|&e| e == counted)

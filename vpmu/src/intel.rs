@@ -36,9 +36,16 @@ pub const IA32_A_PMC0: u32 = 0x4C1;
 /// IA32_PERF_CAPABILITIES.FW_WRITE: the registers at 0x4C1 exist. LBR and PEBS formats are 0: neither exists.
 const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
 
-/// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 (transactional ones included) and AnyThread (21), which
-/// CPUID.0AH:EDX\[15\] declares deprecated. Pin control (19) is taken and does nothing, as on processors without the pins.
+/// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\] declares deprecated.
+/// Pin control (19) is taken and does nothing, as on processors without the pins.
 const SELECTOR_RESERVED: u64 = 0xFFFF_FFFF_0000_0000 | 1 << 21;
+/// IA32_PERFEVTSELn.IN_TX: count in transactions only. CPUID.(07H,0):EBX.RTM or HLE. SDM vol. 3, "Intel TSX and
+/// Performance Monitoring".
+const SELECTOR_IN_TX: u64 = 1 << 32;
+/// IA32_PERFEVTSEL2.IN_TXCP: leave out what aborted transactions did. The same bits of CPUID; in this selector only.
+const SELECTOR_IN_TXCP: u64 = 1 << 33;
+/// The counter that has IN_TXCP.
+const IN_TXCP_COUNTER: u32 = 2;
 
 /// Each fixed counter's field of IA32_FIXED_CTR_CTRL: four bits.
 const FIXED_FIELD_BITS: u32 = 4;
@@ -69,9 +76,9 @@ const INUSE_PMI: u64 = 1 << 63;
 
 /// IA32_DEBUGCTL.FREEZE_PERFMON_ON_PMI.
 pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
-/// IA32_DEBUGCTL bits kept as written: LBR (0), BTF (1) and freeze-on-PMI. Everything else faults: no branch trace,
-/// no freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0), no frozen LBRs.
-const DEBUGCTL_WRITABLE: u64 = 0b11 | DEBUGCTL_FREEZE_ON_PMI;
+/// The bits of IA32_DEBUGCTL that are the PMU's. A VMM gives the others to the processor, as far as it has them: no branch
+/// records, no branch trace, no freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0).
+pub const DEBUGCTL_PMU: u64 = DEBUGCTL_FREEZE_ON_PMI;
 
 /// RDPMC: ECX\[30\] selects the fixed counters.
 const RDPMC_FIXED: u32 = 1 << 30;
@@ -159,6 +166,16 @@ fn settable_status(version: u8) -> u64 {
     }
 }
 
+/// Bits that may be written to the selector of `counter`.
+fn selector_mask(model: &Model, counter: CounterIndex) -> u64 {
+    let transactions = match (model.has_transactions(), counter.bit()) {
+        (false, _) => 0,
+        (true, IN_TXCP_COUNTER) => SELECTOR_IN_TX | SELECTOR_IN_TXCP,
+        (true, _) => SELECTOR_IN_TX,
+    };
+    !SELECTOR_RESERVED | transactions
+}
+
 /// `value` if it has no bit outside `allowed`.
 fn checked(value: u64, allowed: u64) -> Written {
     if value & !allowed == 0 {
@@ -210,7 +227,7 @@ impl VendorOps for Intel {
         let width = model.width();
         let counters = model.counters_mask();
         match register {
-            Register::Selector(_) => checked(value, !SELECTOR_RESERVED),
+            Register::Selector(c) => checked(value, selector_mask(model, c)),
             Register::Counter(c) if c.fixed_number().is_none() => Written::Store(width.sign_extend_32(value)),
             Register::Counter(_) | Register::FullWidthCounter(_) => checked(value, width.mask()),
             Register::FixedControl => checked(value, fixed_control_mask(model)),
@@ -218,7 +235,7 @@ impl VendorOps for Intel {
             Register::GlobalStatusReset => checked(value, counters | clearable_status(model.intel_version())),
             // Before version 4 nothing but an overflow sets a bit; this then serves to check a saved state.
             Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
-            Register::DebugControl => checked(value, DEBUGCTL_WRITABLE),
+            Register::DebugControl => checked(value, DEBUGCTL_PMU),
             Register::Absent => Written::Dropped,
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => Written::Fault,
         }
@@ -277,15 +294,21 @@ impl VendorOps for Intel {
                     edge: false,
                     invert: false,
                     cmask: 0,
+                    in_transaction: false,
+                    checkpointed: false,
                 }
             }
             None => {
                 let value = registers.selectors[counter.slot()];
-                general_request(
-                    Vendor::Intel,
-                    EventSelect((value & selector::SELECT) as u16),
-                    value,
-                )
+                EventRequest {
+                    in_transaction: value & SELECTOR_IN_TX != 0,
+                    checkpointed: value & SELECTOR_IN_TXCP != 0,
+                    ..general_request(
+                        Vendor::Intel,
+                        EventSelect((value & selector::SELECT) as u16),
+                        value,
+                    )
+                }
             }
         };
         (request.user || request.kernel).then_some(request)

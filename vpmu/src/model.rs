@@ -7,6 +7,7 @@ use crate::amd::{
     PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS, PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0, PERF_LEGACY_CTR0,
 };
 use crate::cpuid::{CpuidReader, HostPmu};
+use crate::events::{ArchEvent, Backability};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL, MsrAddress};
 use crate::intel::{
     IA32_FIXED_CTR_CTRL, IA32_FIXED_CTR0, IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERFEVTSEL0,
@@ -226,6 +227,8 @@ pub struct Model {
     /// Bit n: fixed counter n exists.
     fixed_bitmap: u8,
     width: CounterWidth,
+    /// The processor has transactions (Intel TSX), and selectors the bits for them.
+    transactions: bool,
 }
 
 impl Model {
@@ -238,6 +241,7 @@ impl Model {
         general: 4,
         fixed_bitmap: 0b111,
         width: CounterWidth::W48,
+        transactions: false,
     };
     /// `--pmu amd`: the core extension's six counters of 48 bits.
     pub const AMD: Self = Self {
@@ -245,6 +249,7 @@ impl Model {
         general: 6,
         fixed_bitmap: 0,
         width: CounterWidth::W48,
+        transactions: false,
     };
 
     /// The model for what the user asked, `--pmu`, `--pmu-counters` and `--pmu-width`.
@@ -294,9 +299,10 @@ impl Model {
                 "none",
                 "choose a model by name, for example --pmu intel",
             ),
+            // Linux takes a processor with one counter for one that has no PMU (its X86_FEATURE_ARCH_PERFMON).
             Generation::Intel(_) => (
-                (1..=8).contains(&general),
-                "1 to 8",
+                (2..=8).contains(&general),
+                "2 to 8",
                 "ask for a number in that range",
             ),
             Generation::AmdK7 => (
@@ -379,6 +385,7 @@ impl Model {
             general: general as u8,
             fixed_bitmap: ((1u32 << fixed) - 1) as u8,
             width,
+            transactions: false,
         })
     }
 
@@ -389,6 +396,7 @@ impl Model {
             general: 0,
             fixed_bitmap: 0,
             width: CounterWidth::W48,
+            transactions: false,
         }
     }
 
@@ -531,6 +539,36 @@ impl Model {
         globals.into_iter().chain(general).map(MsrAddress).collect()
     }
 
+    /// The same model on a processor that shows the guest transactions (CPUID.(07H,0):EBX.RTM or HLE). Nothing changes on AMD
+    /// models, and with the PMU off.
+    #[must_use]
+    pub const fn with_transactions(self) -> Self {
+        Self {
+            transactions: matches!(self.generation, Generation::Intel(_)),
+            ..self
+        }
+    }
+
+    /// Whether selectors have the bits for transactions.
+    pub const fn has_transactions(&self) -> bool {
+        self.transactions
+    }
+
+    /// The same model without the fixed counters whose event `backability` lacks and for which CPUID has no other way to say so.
+    /// That is fixed counter 3, top-down slots: Linux uses the first three whatever CPUID.0AH:EBX says of their events.
+    #[must_use]
+    pub const fn without_uncountable_slots(self, backability: Backability) -> Self {
+        let slots = if backability.has(ArchEvent::TopdownSlots) {
+            0
+        } else {
+            1 << 3
+        };
+        Self {
+            fixed_bitmap: self.fixed_bitmap & !slots,
+            ..self
+        }
+    }
+
     /// Its generation.
     pub const fn generation(&self) -> Generation {
         self.generation
@@ -629,9 +667,9 @@ mod tests {
     fn numbers_at_the_limits_are_taken() {
         for (name, counters) in [
             ("intel-v1", "8"),
-            ("intel-v1", "1+0"),
+            ("intel-v1", "2+0"),
             ("intel-v2", "8+4"),
-            ("intel-v5", "1+0"),
+            ("intel-v5", "2+0"),
             ("amd-k7", "4"),
             ("amd", "4"),
             ("amd", "6"),
@@ -670,7 +708,13 @@ mod tests {
                 "intel",
                 Some("9"),
                 None,
-                "9 general-purpose counters: intel-v2 can have 1 to 8; ask for a number in that range",
+                "9 general-purpose counters: intel-v2 can have 2 to 8; ask for a number in that range",
+            ),
+            (
+                "intel-v4",
+                Some("1+3"),
+                None,
+                "1 general-purpose counters: intel-v4 can have 2 to 8; ask for a number in that range",
             ),
             (
                 "amd",

@@ -265,10 +265,12 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
     }
 }
 
-/// Generation, its version, general-purpose counters, fixed bitmap, width: one byte each.
+/// Generation (Intel's with and without transactions are two), its version, general-purpose counters, fixed bitmap, width: one
+/// byte each.
 fn write_model(body: &mut Vec<u8>, model: &Model) {
     let (kind, version) = match model.generation() {
         Generation::Off(vendor) => (0, vendor_byte(vendor)),
+        Generation::Intel(version) if model.has_transactions() => (5, version),
         Generation::Intel(version) => (1, version),
         Generation::AmdK7 => (2, 0),
         Generation::AmdCore => (3, 0),
@@ -289,7 +291,7 @@ fn read_model(reader: &mut Reader<'_>) -> Result<Model, StateError> {
     let generation = match (kind, version) {
         (0, 1) => Generation::Off(Vendor::Intel),
         (0, 2) => Generation::Off(Vendor::Amd),
-        (1, 1..=5) => Generation::Intel(version),
+        (1 | 5, 1..=5) => Generation::Intel(version),
         (2, 0) => Generation::AmdK7,
         (3, 0) => Generation::AmdCore,
         (4, 0) => Generation::AmdV2,
@@ -308,6 +310,13 @@ fn read_model(reader: &mut Reader<'_>) -> Result<Model, StateError> {
     )
     .ok()
     .and_then(|model| model.with_fixed_bitmap(fixed_bitmap))
+    .map(|model| {
+        if kind == 5 {
+            model.with_transactions()
+        } else {
+            model
+        }
+    })
     .ok_or(BAD)
 }
 

@@ -126,6 +126,8 @@ pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -
         edge: value & selector::EDGE != 0,
         invert: value & selector::INV != 0,
         cmask: (value >> selector::CMASK_SHIFT) as u8,
+        in_transaction: false,
+        checkpointed: false,
     }
 }
 

@@ -256,7 +256,8 @@ impl Reference {
                 self.fixed_ctr[(msr - 0x309) as usize] = value;
             }
             0x1D9 => {
-                no_bit_outside(0x1003)?;
+                // FREEZE_PERFMON_ON_PMI. The rest is for whoever has the processor.
+                no_bit_outside(1 << 12)?;
                 self.debugctl = value;
             }
             0x38D => {
@@ -273,7 +274,9 @@ impl Reference {
                 let clear_cond_chgd = 1u64 << 63;
                 let clear_ovf_uncore = if v > 2 { 1u64 << 61 } else { 0 };
                 let clear_lbr_frz_ctr_frz_asci = if v > 3 { 0b111u64 << 58 } else { 0 };
-                no_bit_outside(all + clear_ovf_buf + clear_cond_chgd + clear_ovf_uncore + clear_lbr_frz_ctr_frz_asci)?;
+                no_bit_outside(
+                    all + clear_ovf_buf + clear_cond_chgd + clear_ovf_uncore + clear_lbr_frz_ctr_frz_asci,
+                )?;
                 self.global_status &= !value;
                 self.served(value & all);
             }

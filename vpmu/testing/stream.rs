@@ -111,8 +111,8 @@ impl<H: Host> Pair<H> {
         };
         let (gp, fixed) = match kind {
             Kind::IntelOff | Kind::AmdOff => (0, 0),
-            Kind::Intel(1) => (1 + bytes.below(8), 0),
-            Kind::Intel(_) => (1 + bytes.below(8), bytes.below(5)),
+            Kind::Intel(1) => (2 + bytes.below(7), 0),
+            Kind::Intel(_) => (2 + bytes.below(7), bytes.below(5)),
             Kind::K7 => (4, 0),
             Kind::Core => (6, 0),
             Kind::V2 => (4 + bytes.below(12), 0),

@@ -117,7 +117,7 @@ fn each_reserved_bit_faults_and_each_other_one_is_kept() {
             (IA32_PERF_GLOBAL_CTRL, 0x7_0000_000F),
             (IA32_PERF_GLOBAL_STATUS_RESET, clearable),
             (IA32_PERF_GLOBAL_STATUS_SET, 0x7C00_0007_0000_000F),
-            (IA32_DEBUGCTL, 0x1003),
+            (IA32_DEBUGCTL, 0x1000),
             (IA32_PERF_GLOBAL_STATUS, 0),
             (IA32_PERF_CAPABILITIES, 0),
         ] {
@@ -134,7 +134,11 @@ fn each_reserved_bit_faults_and_each_other_one_is_kept() {
                 match msr {
                     IA32_PERF_GLOBAL_STATUS_RESET => {}
                     IA32_PERF_GLOBAL_STATUS_SET if expected => {
-                        assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 1 << bit, "bit {bit} is shown");
+                        assert_eq!(
+                            guest.read(IA32_PERF_GLOBAL_STATUS),
+                            1 << bit,
+                            "bit {bit} is shown"
+                        );
                         guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1 << bit);
                         assert_eq!(guest.read(IA32_PERF_GLOBAL_STATUS), 0, "bit {bit} is cleared");
                     }
@@ -326,20 +330,148 @@ fn fixed_counters_exist_by_bitmap_in_version_five() {
 #[test]
 fn registers_no_model_has_are_trapped_and_fault() {
     let absent = [
-        0x40, 0x60, 0x1A6, 0x1C8, 0x1C9, 0x329, 0x3F1, 0x3F2, 0x3F6, 0x3F7, 0x600, 0x680, 0x69F, 0x6C0, 0x6DF, 0xDC0,
-        0xDDF, 0x1200, 0x121F, 0x14CE, 0x14CF, 0x1500, 0x151F, 0x1600, 0x161F, 0x1900, 0x1903, 0x1980, 0x1984, 0xC000_0105,
-        0xC000_010E, 0xC000_010F, 0xC001_0230, 0xC001_0247, 0xC001_025F, 0xC001_0280, 0xC001_0300, 0xC001_031F, 0xC001_0800,
-        0xC001_1030, 0xC001_103D,
+        0x40,
+        0x60,
+        0x1A6,
+        0x1C8,
+        0x1C9,
+        0x329,
+        0x3F1,
+        0x3F2,
+        0x3F6,
+        0x3F7,
+        0x600,
+        0x680,
+        0x69F,
+        0x6C0,
+        0x6DF,
+        0xDC0,
+        0xDDF,
+        0x1200,
+        0x121F,
+        0x14CE,
+        0x14CF,
+        0x1500,
+        0x151F,
+        0x1600,
+        0x161F,
+        0x1900,
+        0x1903,
+        0x1980,
+        0x1984,
+        0xC000_0105,
+        0xC000_010E,
+        0xC000_010F,
+        0xC001_0230,
+        0xC001_0247,
+        0xC001_025F,
+        0xC001_0280,
+        0xC001_0300,
+        0xC001_031F,
+        0xC001_0800,
+        0xC001_1030,
+        0xC001_103D,
     ];
     for name in ["intel-v1", "intel-v2", "intel-v5", "amd-k7", "amd", "amd-v2"] {
         let mut guest = Guest::of(name, None);
         let trapped = guest.vpmu.model().trapped_msrs();
         for msr in absent {
-            assert!(trapped.iter().any(|range| range.contains(&msr)), "{name}: {msr:#x}");
-            assert!(guest.try_read(msr).is_none() && !guest.try_write(msr, 0), "{name}: {msr:#x}");
+            assert!(
+                trapped.iter().any(|range| range.contains(&msr)),
+                "{name}: {msr:#x}"
+            );
+            assert!(
+                guest.try_read(msr).is_none() && !guest.try_write(msr, 0),
+                "{name}: {msr:#x}"
+            );
         }
         for pair in trapped.windows(2) {
             assert!(pair[0].end() < pair[1].start(), "{name}: {pair:x?} overlap");
         }
     }
+}
+
+/// SDM vol. 3, "Intel TSX and Performance Monitoring": IN_TX in each selector, IN_TXCP in that of counter 2, both only where the
+/// processor has transactions.
+#[test]
+fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
+    for (model, in_tx) in [(Model::INTEL, false), (Model::INTEL.with_transactions(), true)] {
+        let mut guest = Guest::new(model);
+        for n in 0..4 {
+            assert_eq!(
+                guest.try_write(IA32_PERFEVTSEL0 + n, ENABLED | 1 << 32),
+                in_tx,
+                "IN_TX of {n}"
+            );
+            let checkpointed = in_tx && n == 2;
+            assert_eq!(
+                guest.try_write(IA32_PERFEVTSEL0 + n, ENABLED | 1 << 33),
+                checkpointed,
+                "IN_TXCP of {n}"
+            );
+            assert!(!guest.try_write(IA32_PERFEVTSEL0 + n, ENABLED | 1 << 34));
+        }
+        if in_tx {
+            let request = |guest: &Guest, n| guest.events.request(CounterIndex::general(n).unwrap()).unwrap();
+            assert!(request(&guest, 0).in_transaction && !request(&guest, 0).checkpointed);
+            assert!(!request(&guest, 2).in_transaction && request(&guest, 2).checkpointed);
+            let saved = guest.vpmu.save(&mut guest.events);
+            assert!(Vpmu::new(model).restore(&saved, &mut guest.events).is_ok());
+            assert!(
+                Vpmu::new(Model::INTEL)
+                    .restore(&saved, &mut guest.events)
+                    .is_err()
+            );
+        }
+    }
+    assert_eq!(Model::AMD.with_transactions(), Model::AMD);
+}
+
+/// KVM, too, keeps the two apart: fixed counter 2 runs at the TSC's frequency, 3CH/01H at a clock of the processor's choice.
+#[test]
+fn event_3c_01_is_not_what_fixed_counter_2_counts() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x43_013C);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x300);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 1 << 34 | 1);
+    let event = |counter: Option<CounterIndex>| guest.events.request(counter.unwrap()).unwrap().event;
+    assert_eq!(
+        event(CounterIndex::general(0)),
+        GuestEvent::Architectural(ArchEvent::BusCycles)
+    );
+    assert_eq!(
+        event(CounterIndex::fixed(2)),
+        GuestEvent::Architectural(ArchEvent::RefCycles)
+    );
+    // CPUID speaks of 3CH/01H in bit 2, whatever fixed counter 2 can do.
+    let mut leaf = CpuidRegs::default();
+    let all_but_bus = ArchEvent::ALL
+        .into_iter()
+        .filter(|&event| event != ArchEvent::BusCycles);
+    Model::INTEL.adjust_cpuid(0xA, 0, &mut leaf, all_but_bus.collect());
+    assert_eq!(leaf.ebx, 1 << 2);
+}
+
+/// CPUID has no other way to say that fixed counter 3 counts nothing than to leave it out.
+#[test]
+fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
+    let four = Model::new(
+        Generation::Intel(5),
+        Some(CounterNumbers {
+            general: 8,
+            fixed: Some(4),
+        }),
+        None,
+    )
+    .unwrap();
+    assert_eq!(
+        four.without_uncountable_slots(Backability::EXACT).fixed_bitmap(),
+        0b111
+    );
+    let slots = Backability::NONE.with(ArchEvent::TopdownSlots);
+    assert_eq!(four.without_uncountable_slots(slots), four);
+    let mut leaf = CpuidRegs::default();
+    four.without_uncountable_slots(Backability::CLOCK)
+        .adjust_cpuid(0xA, 0, &mut leaf, Backability::CLOCK);
+    assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
 }

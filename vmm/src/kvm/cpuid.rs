@@ -80,6 +80,14 @@ const APIC_TIMER_KHZ: u32 = 1_000_000;
 const MAX_DENOMINATOR: u64 = 4000;
 /// What processors with leaf 16H say their bus has, in MHz.
 const BUS_MHZ: u32 = 100;
+/// CPUID.(7,0):ECX.SHSTK: shadow stacks.
+const LEAF7_ECX_SHADOW_STACKS: u32 = 1 << 7;
+/// CPUID.(7,0):ECX.BUS_LOCK_DETECT.
+const LEAF7_ECX_BUS_LOCK_DETECT: u32 = 1 << 24;
+/// CPUID.(7,0):EBX: HLE (4) and RTM (11), Intel's transactions.
+const LEAF7_EBX_TRANSACTIONS: u32 = 1 << 4 | 1 << 11;
+/// CPUID.(7,1):EAX.FRED: events that are delivered without an interrupt descriptor table.
+const LEAF7_1_EAX_FRED: u32 = 1 << 17;
 /// CPUID.80000001:ECX.CMP_LEGACY.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
@@ -102,6 +110,9 @@ pub struct GuestCpu<'a> {
     pub stepped: bool,
     /// Family, model and stepping, if not the host's or the generic ones.
     pub signature: Option<CpuSignature>,
+    /// Whether its handlers are looked at or entered by us, found in the interrupt descriptor table: for steps, and for RDPMC at
+    /// the handler of #GP.
+    pub enters_handlers: bool,
 }
 
 /// Executes CPUID on this processor; the reader that [`Model::resolve`] takes.
@@ -135,6 +146,10 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpu<'_>, id: u8) -> Result<CpuId,
     if foreign {
         set_identity(&mut entries, vendor);
         hide_hypercalls(&mut entries);
+        hide_bus_lock_detection(&mut entries);
+    }
+    if guest.enters_handlers {
+        hide_other_entries(&mut entries);
     }
     match guest.signature {
         None => {}
@@ -187,6 +202,35 @@ fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
             entry.eax &= !HYPERCALL_FEATURES;
         }
     }
+}
+
+/// KVM does not give a guest its processor's bus lock detection where that processor is AMD's, although it shows it.
+fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
+    for entry in entries {
+        if (entry.function, entry.index) == (7, 0) {
+            entry.ecx &= !LEAF7_ECX_BUS_LOCK_DETECT;
+        }
+    }
+}
+
+/// With FRED no handler is in the interrupt descriptor table. With shadow stacks a handler cannot be left by setting registers:
+/// the frame on the shadow stack would stay.
+fn hide_other_entries(entries: &mut [kvm_cpuid_entry2]) {
+    for entry in entries {
+        match (entry.function, entry.index) {
+            (7, 0) => entry.ecx &= !LEAF7_ECX_SHADOW_STACKS,
+            (7, 1) => entry.eax &= !LEAF7_1_EAX_FRED,
+            _ => {}
+        }
+    }
+}
+
+/// Whether what KVM supports includes Intel's transactions.
+pub fn has_transactions(supported: &CpuId) -> bool {
+    supported
+        .as_slice()
+        .iter()
+        .any(|e| (e.function, e.index) == (7, 0) && e.ebx & LEAF7_EBX_TRANSACTIONS != 0)
 }
 
 /// A guest reads its stolen time until a version is the same before and after, and KVM may write a new one at each entry. A
@@ -382,6 +426,7 @@ mod tests {
             nested,
             stepped: false,
             signature: None,
+            enters_handlers: false,
         }
     }
 
@@ -505,6 +550,46 @@ mod tests {
         assert_eq!(eax(&own, Some(CpuSignature::Host)).unwrap(), read_host(1, 0).eax);
         let error = eax(&other, Some(CpuSignature::Host)).unwrap_err();
         assert!(matches!(error, CpuidError::SignatureVendor), "{error}");
+    }
+
+    /// What serves RDPMC at the handler of #GP finds it in the interrupt descriptor table and leaves it by setting registers.
+    #[test]
+    fn fred_and_shadow_stacks_are_hidden_where_we_enter_handlers() {
+        let leaf = |index, eax, ecx| kvm_cpuid_entry2 {
+            function: 7,
+            index,
+            eax,
+            ecx,
+            ..Default::default()
+        };
+        let all = CpuId::from_entries(&[leaf(0, 2, 1 << 7), leaf(1, 1 << 17 | 1 << 18, 0)]).unwrap();
+        let model = host_model();
+        for enters_handlers in [false, true] {
+            let guest = GuestCpu {
+                enters_handlers,
+                ..guest(&model, false)
+            };
+            let shown = for_vcpu(&all, guest, 0).unwrap();
+            let [first, second] = [shown.as_slice()[0], shown.as_slice()[1]];
+            assert_eq!(first.ecx >> 7 & 1 == 0, enters_handlers);
+            assert_eq!(second.eax >> 17 & 1 == 0, enters_handlers);
+            // LKGS, which goes well without.
+            assert_eq!(second.eax >> 18 & 1, 1);
+        }
+    }
+
+    /// KVM takes the bit in IA32_DEBUGCTL of its host's vendor only; Linux writes it when CPUID shows it.
+    #[test]
+    fn bus_lock_detection_is_shown_by_the_hosts_vendor_only() {
+        let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
+            function: 7,
+            ecx: 1 << 24,
+            ..Default::default()
+        }])
+        .unwrap();
+        let shown =
+            |model: &Model| for_vcpu(&all, guest(model, false), 0).unwrap().as_slice()[0].ecx >> 24 & 1;
+        assert_eq!((shown(&host_model()), shown(&other_model())), (1, 0));
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub mod cpuid;
 pub mod event_filter;
 pub mod host;
 pub mod memslot;
+pub mod misc_enable;
 pub mod msr_filter;
 pub mod own_pmu;
 pub mod signature;

@@ -6,7 +6,7 @@ use crate::cli::RdpmcMode;
 use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
 use crate::kvm::stepping::Stepping;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, Backability, BackingPolicy};
+use vpmu::{ArchEvent, Backability, BackingPolicy, Vendor};
 
 /// A backing that this host cannot give.
 #[derive(Debug, thiserror::Error)]
@@ -115,21 +115,26 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// The architectural events that can be counted under `policy` on this host.
-pub fn backability(policy: BackingPolicy, probe: &HostProbe) -> Backability {
+/// The architectural events of a `model` vendor's PMU that can be counted under `policy` on this host, whose processor is `host`'s.
+pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> Backability {
     let hardware = || {
         probe
             .generic
             .iter()
             .filter(|event| event.opens && probe.hardware_pmu)
             .filter_map(|event| ArchEvent::ALL.into_iter().find(|arch| arch.name() == event.name))
+            .filter(|event| model == host || event.means_the_same_everywhere())
             .collect::<Backability>()
     };
     match policy {
         // What the host's PMU lacks of the clock's events, the clock counts.
-        BackingPolicy::Auto => [ArchEvent::CoreCycles, ArchEvent::RefCycles]
-            .into_iter()
-            .fold(hardware(), Backability::with),
+        BackingPolicy::Auto => {
+            let own_bus_clock = probe.hardware_pmu && model == host;
+            [ArchEvent::CoreCycles, ArchEvent::RefCycles, ArchEvent::BusCycles]
+                .into_iter()
+                .filter(|&event| !(own_bus_clock && event == ArchEvent::BusCycles))
+                .fold(hardware(), Backability::with)
+        }
         // KVM's vPMU opens the same events on the host. What of them Intel's CPUID shows is KVM's to say.
         BackingPolicy::Hardware | BackingPolicy::Kvm => hardware(),
         BackingPolicy::Clock => Backability::CLOCK,
@@ -141,7 +146,7 @@ pub fn backability(policy: BackingPolicy, probe: &HostProbe) -> Backability {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use perf_core::pmu::host::HostCounters;
+    use perf_core::pmu::host::{GenericEvent, HostCounters};
 
     fn no_pmu() -> HostProbe {
         HostProbe {
@@ -163,7 +168,10 @@ mod tests {
     #[test]
     fn a_host_without_a_pmu_counts_by_the_clock_only() {
         let probe = no_pmu();
-        assert_eq!(backability(BackingPolicy::Auto, &probe), Backability::CLOCK);
+        assert_eq!(
+            backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
+            Backability::CLOCK
+        );
         assert!(check_policy(BackingPolicy::Auto, &probe).is_ok());
         let line = check_policy(BackingPolicy::Hardware, &probe)
             .unwrap_err()
@@ -171,6 +179,44 @@ mod tests {
         assert!(
             line.contains("opens no hardware event") && line.contains("--backing auto"),
             "{line}"
+        );
+    }
+
+    /// What an Intel guest calls the last level cache AMD's generic events do not count: CPUID must say so.
+    #[test]
+    fn another_vendors_cache_events_are_not_the_guests() {
+        let opens = |name: &str| GenericEvent {
+            name: name.into(),
+            config: 0,
+            opens: true,
+        };
+        let probe = HostProbe {
+            hardware_pmu: true,
+            generic: [
+                "cycles",
+                "cache-references",
+                "cache-misses",
+                "bus-cycles",
+                "branch-misses",
+            ]
+            .map(opens)
+            .into(),
+            ..no_pmu()
+        };
+        let of = |host| backability(BackingPolicy::Auto, &probe, Vendor::Intel, host);
+        for event in [ArchEvent::CacheReferences, ArchEvent::CacheMisses] {
+            assert!(
+                of(Vendor::Intel).has(event) && !of(Vendor::Amd).has(event),
+                "{event:?}"
+            );
+        }
+        assert!(of(Vendor::Amd).has(ArchEvent::BranchMisses));
+        // By the clock there, by the host's own event here.
+        assert!(of(Vendor::Amd).has(ArchEvent::BusCycles) && of(Vendor::Intel).has(ArchEvent::BusCycles));
+        let hardware = |host| backability(BackingPolicy::Hardware, &probe, Vendor::Intel, host);
+        assert!(
+            hardware(Vendor::Intel).has(ArchEvent::BusCycles)
+                && !hardware(Vendor::Amd).has(ArchEvent::BusCycles)
         );
     }
 

@@ -27,7 +27,7 @@ use std::time::Instant;
 
 use kvm_ioctls::Kvm;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, Model, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, HostPmu, Model, ModelName};
 
 use crate::kvm::cpuid;
 use crate::kvm::host::{self, KvmFacts};
@@ -96,7 +96,8 @@ impl Host {
         let probe = HostProbe::run();
         let stepping = stepping::probe(&kvm).map_err(|e| e.to_string())?;
         let refused = |policy| backing::check_policy(policy, &probe).err().map(|e| e.to_string());
-        let hardware = backing::backability(BackingPolicy::Hardware, &probe);
+        let vendor = HostPmu::vendor(&mut cpuid::read_host);
+        let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
         Ok(Self {
             kvm: facts,
             no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),

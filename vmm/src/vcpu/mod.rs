@@ -10,6 +10,7 @@
 //! 6. handle the exit.
 
 pub mod control;
+pub mod debugctl;
 pub mod gate;
 pub mod kick;
 pub mod pmi;
@@ -22,9 +23,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch};
+use kvm_bindings::kvm_debug_exit_arch;
 use kvm_ioctls::{Cap, SyncReg, VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
+use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{ParavirtualEvent, PmiReady};
 
 use crate::control::mailbox::Mailbox;
@@ -33,6 +35,7 @@ use crate::devices::{Bus, BusOutcome};
 use crate::pmu::{Synced, VcpuPmu};
 use crate::rdpmc::TRAP_PORT;
 use control::{RunControl, RunState, StopReason};
+use debugctl::DebugControl;
 use gate::Gate;
 use pmi::{Delivery, Lvtpc, Recheck};
 use rdpmc::Read;
@@ -103,6 +106,8 @@ pub struct Vcpu {
     stats: Arc<VcpuStats>,
     control: Arc<RunControl>,
     debug: GuestDebug,
+    /// The rest of IA32_DEBUGCTL, where it is trapped.
+    debug_control: Option<DebugControl>,
     /// Where RDPMC is served that was not there when the guest was loaded.
     gate: Option<Gate>,
     /// With the exact backing.
@@ -152,6 +157,7 @@ impl Vcpu {
             stats,
             control,
             debug: GuestDebug::default(),
+            debug_control: None,
             gate: None,
             stepper: None,
             mailbox: Arc::default(),
@@ -179,6 +185,11 @@ impl Vcpu {
     /// Counts by single steps where counters ask for it.
     pub fn step_with(&mut self, stepper: Stepper) {
         self.stepper = Some(stepper);
+    }
+
+    /// Gives KVM what is not the PMU's of a trapped IA32_DEBUGCTL.
+    pub fn keep_debug_control(&mut self, debug_control: DebugControl) {
+        self.debug_control = Some(debug_control);
     }
 
     /// Serves RDPMC at these linear addresses by hardware breakpoints.
@@ -375,13 +386,8 @@ impl Vcpu {
             pmu.feed_step(&step);
             return Ok(());
         }
-        // The guest's own: INT3, or its own trap flag.
-        let mut events = self.fd.get_vcpu_events().map_err(EntryError::Debug)?;
-        events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
-        events.exception.injected = 1;
-        events.exception.nr = if stop.exception == 3 { 3 } else { 1 };
-        events.exception.has_error_code = 0;
-        self.fd.set_vcpu_events(&events).map_err(EntryError::Debug)
+        // The guest's own: INT3, or its own trap flag or breakpoint.
+        step::debug::give_back(&self.fd, stop).map_err(EntryError::Debug)
     }
 
     /// Overflows, what the guest wrote into its registers, and a PMI that is due.
@@ -503,8 +509,12 @@ impl Vcpu {
         match exit {
             Ok(VcpuExit::X86Rdmsr(msr)) => {
                 stats.rdmsr.inc();
+                let others = match &self.debug_control {
+                    Some(control) if msr.index == IA32_DEBUGCTL => control.read(),
+                    _ => 0,
+                };
                 match self.pmu.as_mut().and_then(|pmu| pmu.read_msr(msr.index)) {
-                    Some(value) => *msr.data = value,
+                    Some(value) => *msr.data = value | others,
                     None => {
                         stats.gp_injected.inc();
                         *msr.error = 1;
@@ -520,13 +530,22 @@ impl Vcpu {
                 if let Some(gate) = &mut self.gate {
                     gate.wrote();
                 }
-                if !self
-                    .pmu
-                    .as_mut()
-                    .is_some_and(|pmu| pmu.write_msr(msr.index, msr.data))
+                let (index, value) = (msr.index, msr.data);
+                let (pmu_part, control) = match &mut self.debug_control {
+                    Some(control) if index == IA32_DEBUGCTL => (control.pmu_part(value), Some(control)),
+                    _ => (Some(value), None),
+                };
+                let pmu = self.pmu.as_mut();
+                if !pmu
+                    .zip(pmu_part)
+                    .is_some_and(|(pmu, part)| pmu.write_msr(index, part))
                 {
                     stats.gp_injected.inc();
                     *msr.error = 1;
+                } else if let Some(control) = control
+                    && let Err(e) = control.write(&self.fd, value)
+                {
+                    return self.fail(&format!("KVM_SET_MSRS(IA32_DEBUGCTL): {e}"));
                 }
                 Next::Continue
             }

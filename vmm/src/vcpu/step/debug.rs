@@ -2,12 +2,50 @@
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
-    kvm_guest_debug,
+    KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug,
 };
 use kvm_ioctls::VcpuFd;
 
 /// How many hardware breakpoints a processor has.
 pub const BREAKPOINTS: usize = 4;
+
+/// DR6 (SDM vol. 3 §19.2.3): B0 to B3, which a #DB sets anew.
+const DR6_BREAKPOINTS: u64 = 0xf;
+/// DR6: BD (13), BS (14) and BT (15), which a #DB sets and software clears.
+const DR6_CAUSES: u64 = 0b111 << 13;
+/// DR6: bits that read 1.
+const DR6_ONES: u64 = 0xffff_0ff0;
+/// DR7.GD (13), which a #DB clears.
+const DR7_GENERAL_DETECT: u64 = 1 << 13;
+/// Vectors.
+const DB: u8 = 1;
+const BP: u8 = 3;
+
+/// What DR6 shows after a #DB that came with `causes`.
+fn dr6_after(dr6: u64, causes: u64) -> u64 {
+    dr6 & !DR6_BREAKPOINTS | DR6_ONES | causes & (DR6_BREAKPOINTS | DR6_CAUSES)
+}
+
+/// Gives the guest an exception of its own that stopped here: #BP, or #DB with what DR6 says of it. While KVM leaves debug
+/// exceptions to us it does not touch the guest's DR6.
+///
+/// # Errors
+/// KVM's, which no guest can cause.
+pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), kvm_ioctls::Error> {
+    let vector = if stop.exception == u32::from(BP) { BP } else { DB };
+    if vector == DB {
+        let mut registers = fd.get_debug_regs()?;
+        registers.dr6 = dr6_after(registers.dr6, stop.dr6);
+        registers.dr7 &= !DR7_GENERAL_DETECT;
+        fd.set_debug_regs(&registers)?;
+    }
+    let mut events = fd.get_vcpu_events()?;
+    events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
+    events.exception.injected = 1;
+    events.exception.nr = vector;
+    events.exception.has_error_code = 0;
+    fd.set_vcpu_events(&events)
+}
 
 /// What the next entry is to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -99,5 +137,24 @@ impl GuestDebug {
         self.set = want;
         self.told = true;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// SDM vol. 3 §19.2.3: the processor clears B0 to B3 at a #DB and leaves the other causes to software.
+    #[test]
+    fn dr6_has_the_cause_of_the_last_exception_and_those_nobody_cleared() {
+        const RESET: u64 = 0xffff_0ff0;
+        assert_eq!(dr6_after(RESET, RESET | 1 << 14), RESET | 1 << 14);
+        assert_eq!(dr6_after(RESET | 0b0001, RESET | 0b0100), RESET | 0b0100);
+        assert_eq!(
+            dr6_after(RESET | 1 << 14, RESET | 0b0001),
+            RESET | 1 << 14 | 0b0001
+        );
+        // Only what a #DB sets is taken over.
+        assert_eq!(dr6_after(RESET, !0), RESET | 0xe00f);
     }
 }
