@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use crate::events::{Backing, EventRequest, GuestEvent};
+use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
 use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
@@ -96,6 +96,10 @@ pub struct CounterView {
     pub pmi_requests: u64,
 }
 
+/// An instruction of [`Vpmu::retired_outside`] puts off a PMI by one instruction. Up to this part of the way to the overflow that is
+/// let be, because arming the host's event anew costs system calls: within the skid that PMIs have anyway.
+const LATE_PART: u64 = 256;
+
 /// A counter's value and its event.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counter {
@@ -106,11 +110,20 @@ pub(crate) struct Counter {
     counted: u64,
     /// The event's request and who counts it.
     programmed: Option<(EventRequest, Backing)>,
+    /// Counts to the overflow when the host's event was last armed for it, and how many came otherwise since.
+    armed: u64,
+    outside: u64,
     pub(crate) overflows: u64,
     pub(crate) pmi_requests: u64,
 }
 
 impl Counter {
+    /// The host's event was armed.
+    fn armed_for(&mut self, until_overflow: u64) {
+        self.armed = until_overflow;
+        self.outside = 0;
+    }
+
     /// A counter without an event.
     pub(crate) fn restored(value: u64, overflows: u64, pmi_requests: u64) -> Self {
         Self {
@@ -120,6 +133,14 @@ impl Counter {
             ..Self::default()
         }
     }
+}
+
+/// Whether this event, counted by this backing, counts instructions but not those that a hypervisor completes for the guest. The
+/// single-stepper decodes these too.
+fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
+    backing == Backing::Hardware
+        && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
+        && !request.is_modified()
 }
 
 /// The PMU of one vCPU.
@@ -138,6 +159,8 @@ pub struct Vpmu {
     lost: Lost,
     /// Running counters whose armed overflow is out of date.
     rearm: u64,
+    /// Running counters of instructions whose event does not see those that leave guest mode.
+    misses_exits: u64,
     pub(crate) pmi_due: bool,
     /// Counters that asked for the due PMI and have not been served since.
     pub(crate) pmi_sources: u64,
@@ -166,6 +189,7 @@ impl Vpmu {
             running: 0,
             lost: Lost::default(),
             rearm: 0,
+            misses_exits: 0,
             pmi_due: false,
             pmi_sources: 0,
             pmi_waits: false,
@@ -359,6 +383,7 @@ impl Vpmu {
             self.fold(counter, events);
             events.disable(counter);
             self.running &= !counter.mask();
+            self.misses_exits &= !counter.mask();
             self.rearm &= !counter.mask();
             let now_ns = events.now_ns();
             self.lost.begin(counter, loss.since_ns, now_ns);
@@ -402,6 +427,58 @@ impl Vpmu {
             self.changed(counter.mask());
         }
         self.counters[counter.slot()].overflows != before
+    }
+
+    /// Whether some counter that counts now wants to hear of instructions that complete outside guest mode, and whether it must know
+    /// at which privilege level.
+    #[inline]
+    pub fn wants_retired_outside(&self) -> (bool, bool) {
+        if self.misses_exits == 0 {
+            return (false, false);
+        }
+        let one_level = |counter: CounterIndex| {
+            self.counters[counter.slot()]
+                .programmed
+                .is_some_and(|(request, _)| request.user != request.kernel)
+        };
+        (true, counters_in(self.misses_exits).any(one_level))
+    }
+
+    /// The guest executed an instruction at `cpl` that left guest mode and was completed by its hypervisor: the processor did not retire
+    /// it there, so no host event has counted it. Instructions count it, as on a processor (and as KVM's `kvm_pmu_trigger_event`
+    /// does for its own vPMU); no such instruction is a branch.
+    ///
+    /// Call it after [`Self::reconcile`], so that the WRMSR that enables a counter counts and the one that disables it does not;
+    /// and call that again afterwards.
+    pub fn retired_outside(&mut self, cpl: Cpl, events: &mut dyn CounterEvents) {
+        for counter in counters_in(self.misses_exits) {
+            let held = &mut self.counters[counter.slot()];
+            let counts = held.programmed.is_some_and(|(request, _)| {
+                if cpl == Cpl(0) {
+                    request.kernel
+                } else {
+                    request.user
+                }
+            });
+            if !counts {
+                continue;
+            }
+            // What the event has counted since `base` comes on top of the value, now or later: the sum is the same.
+            let advanced = self.model.width().advance(held.value, 1);
+            held.value = advanced.value;
+            held.counted = held.counted.saturating_add(1);
+            held.outside += 1;
+            if advanced.overflows > 0 {
+                held.overflows = held.overflows.saturating_add(1);
+                self.account_overflow(counter);
+                self.fold(counter, events);
+            } else if held.outside > held.armed / LATE_PART
+                && self.vendor.interrupts(&self.registers, counter)
+            {
+                self.fold(counter, events);
+                self.changed(counter.mask());
+            }
+        }
     }
 
     /// Whether a PMI is due, be it held back or not.
@@ -587,6 +664,7 @@ impl Vpmu {
             }
         }
         self.running = 0;
+        self.misses_exits = 0;
         self.rearm = 0;
     }
 
@@ -677,6 +755,7 @@ impl Vpmu {
             events.disable(counter);
             self.fold(counter, events);
             self.running &= !mask;
+            self.misses_exits &= !mask;
             self.rearm &= !mask;
             if self.wanted(counter) != wanted {
                 // The fold found an overflow that froze the counters; the next round sees to it.
@@ -719,9 +798,16 @@ impl Vpmu {
         if self.running & mask == 0 {
             if !kept || !self.lost.waits(counter) {
                 self.enable(counter, request, interrupts.then_some(until_overflow), events);
+                if self.running & mask != 0 {
+                    if self.counters[slot].programmed.is_some_and(misses_exits) {
+                        self.misses_exits |= mask;
+                    }
+                    self.counters[slot].armed_for(until_overflow);
+                }
             }
         } else if self.rearm & mask != 0 && interrupts {
             events.arm(counter, until_overflow);
+            self.counters[slot].armed_for(until_overflow);
         }
         self.rearm &= !mask;
     }

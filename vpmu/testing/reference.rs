@@ -462,6 +462,45 @@ impl Reference {
         }
     }
 
+    /// One instruction at CPL 0 or another, that its hypervisor completed. Events 0xC0 with unit mask 0 and fixed counter 0 count
+    /// instructions.
+    pub fn retire(&mut self, kernel: bool) {
+        let mut interrupt = false;
+        for n in 0..self.gp {
+            let selector = self.evtsel[n as usize];
+            let instructions = select_of(self.is_amd(), selector) == 0xC0 && selector >> 8 & 0xFF == 0;
+            let plain = selector & 1 << 18 == 0 && selector & 1 << 23 == 0 && selector >> 24 & 0xFF == 0;
+            let level = if kernel { 1 << 17 } else { 1 << 16 };
+            if self.general_counts(n) && instructions && plain && selector & level != 0 {
+                self.pmc[n as usize] += 1;
+                if self.pmc[n as usize] > self.highest() {
+                    self.pmc[n as usize] = 0;
+                    self.global_status |= 1 << n;
+                    interrupt |= selector & 1 << 20 != 0;
+                }
+            }
+        }
+        let level = if kernel { 1 } else { 2 };
+        if self.fixed > 0 && self.fixed_counts(0) && self.fixed_ctrl & level != 0 {
+            self.fixed_ctr[0] += 1;
+            if self.fixed_ctr[0] > self.highest() {
+                self.fixed_ctr[0] = 0;
+                self.global_status |= 1 << 32;
+                interrupt |= self.fixed_ctrl & 8 != 0;
+            }
+        }
+        if interrupt {
+            self.pmi_due = true;
+            if self.freezes() {
+                if self.version() >= 4 {
+                    self.global_status |= 1 << 59;
+                } else {
+                    self.global_ctrl = 0;
+                }
+            }
+        }
+    }
+
     /// CPUID.0AH as (EAX, EBX, ECX, EDX), when no event is unavailable.
     pub fn cpuid_a(&self) -> [u32; 4] {
         let v = self.version();

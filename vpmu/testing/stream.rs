@@ -273,7 +273,7 @@ impl<H: Host> Pair<H> {
     /// When they disagree.
     pub fn step(&mut self, bytes: &mut Bytes<'_>) {
         self.operations += 1;
-        match bytes.below(32) {
+        match bytes.below(33) {
             0..=9 => {
                 let msr = self.address(bytes);
                 let value = self.value(msr, bytes);
@@ -381,6 +381,17 @@ impl<H: Host> Pair<H> {
                 self.events = events;
                 self.reference.moved();
                 self.late = false;
+            }
+            32 => {
+                // An instruction that left guest mode. Its counters are as the registers say by then.
+                let cpl = if bytes.flag() { Cpl(0) } else { Cpl(3) };
+                self.deliver();
+                for _ in 0..bytes.below(8) {
+                    self.vpmu.reconcile(&mut self.events);
+                    self.vpmu.retired_outside(cpl, &mut self.events);
+                    self.vpmu.reconcile(&mut self.events);
+                    self.reference.retire(cpl == Cpl(0));
+                }
             }
             _ => match bytes.below(9) {
                 8 => {

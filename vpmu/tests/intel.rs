@@ -475,3 +475,100 @@ fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
         .adjust_cpuid(0xA, 0, &mut leaf, Backability::CLOCK);
     assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
 }
+
+/// An OUT, an RDMSR and the like leave guest mode before they retire; a guest that counts instructions must not miss them. Those at the
+/// other privilege level are not its, and branches there are none.
+#[test]
+fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
+    let mut guest = Guest::of("intel", None);
+    for (n, selector) in [0x43_00C0u64, 0x41_00C0, 0x42_00C0, 0x43_00C4]
+        .into_iter()
+        .enumerate()
+    {
+        guest.write(IA32_PERFEVTSEL0 + n as u32, selector);
+    }
+    guest.write(IA32_FIXED_CTR_CTRL, 0x033);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0x3_0000_000F);
+    guest.run(100);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.retired_outside(Cpl(3), &mut guest.events);
+    let general: Vec<u64> = (0..4).map(|n| guest.read(IA32_PMC0 + n)).collect();
+    assert_eq!(general, [103, 101, 102, 100]);
+    assert_eq!(
+        (guest.read(IA32_FIXED_CTR0), guest.read(IA32_FIXED_CTR0 + 1)),
+        (103, 100)
+    );
+    // Who counts by itself what leaves guest mode is told nothing.
+    for backing in [Backing::Exact, Backing::Clock, Backing::None] {
+        let mut guest = Guest::of("amd", None);
+        guest.events.backing_of = match backing {
+            Backing::Exact => |_| Backing::Exact,
+            Backing::Clock => |_| Backing::Clock,
+            _ => |_| Backing::None,
+        };
+        guest.write(PERF_CTL0, 0x43_00C0);
+        assert_eq!(guest.vpmu.wants_retired_outside(), (false, false));
+        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        assert_eq!(guest.read(PERF_CTR0), 0, "{backing:?}");
+    }
+}
+
+/// The WRMSR that enables a counter retires when it counts, the one that disables it when it does not any more.
+#[test]
+fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x43_00C0);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    for control in [1, 0] {
+        guest.write(IA32_PERF_GLOBAL_CTRL, control);
+        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        guest.run(10);
+    }
+    assert_eq!(guest.read(IA32_PMC0), 11);
+}
+
+/// Such an instruction may be the one that overflows the counter, and it brings the PMI nearer for the host's event, too.
+#[test]
+fn an_overflow_outside_guest_mode_is_an_overflow() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    guest.write(IA32_A_PMC0, (1 << 48) - 3);
+    guest.run(1);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    guest.vpmu.reconcile(&mut guest.events);
+    assert!(!guest.vpmu.pmi_pending());
+    guest.run(1);
+    assert!(guest.vpmu.pmi_pending(), "two in guest mode and one outside");
+    assert_eq!(
+        (guest.read(IA32_PMC0), guest.read(IA32_PERF_GLOBAL_STATUS)),
+        (0, 1)
+    );
+    guest.vpmu.pmi_delivered(0);
+    guest.write(IA32_A_PMC0, (1 << 48) - 1);
+    guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+    assert!(guest.vpmu.pmi_pending());
+    assert_eq!(guest.read(IA32_PMC0), 0);
+}
+
+/// Far from the overflow the host's event is armed anew once in a while, not at each exit.
+#[test]
+fn exits_far_from_an_overflow_arm_nothing() {
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    guest.write(IA32_A_PMC0, (1 << 48) - 100_000);
+    let before = guest.events.calls;
+    for _ in 0..1000 {
+        guest.vpmu.retired_outside(Cpl(0), &mut guest.events);
+        guest.vpmu.reconcile(&mut guest.events);
+    }
+    assert!(
+        guest.events.calls - before <= 10,
+        "{} calls",
+        guest.events.calls - before
+    );
+    // And the PMI is late by less than a part of the way.
+    guest.run(99_000 + 400);
+    assert!(guest.vpmu.pmi_pending());
+}

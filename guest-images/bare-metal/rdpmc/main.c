@@ -173,6 +173,35 @@ TEST(second_cpu, ON_ANY, "rdpmc: a program on another CPU reads that CPU's count
     CHECK(on_other == 0x99, "0x%lx", on_other);
 }
 
+/* A program's own trap flag, behind the NOP that follows POPFQ. */
+extern u64 user_step(u64 unused);
+extern u8 user_stepped[];
+asm(".text\n.globl user_step, user_stepped\nuser_step:\n pushfq\n orl $0x100,(%rsp)\n popfq\n nop\nuser_stepped: nop\n ret\n");
+
+static u64 step_dr6;
+static bool catch_step(struct trap_frame *f)
+{
+    if (f->vector != 1)
+        return false;
+    asm volatile("mov %%db6,%0" : "=r"(step_dr6));
+    seen = *f;
+    faults++;
+    f->rflags &= ~BIT(8);
+    return true;
+}
+
+TEST(own_step, ON_ANY, "#DB: a program's own trap flag reaches the handler, and DR6 says so")
+{
+    faults = 0;
+    asm volatile("mov %0,%%db6" : : "r"(0xffff0ff0UL));
+    trap_hook = catch_step;
+    run_user(user_step, 0);
+    trap_hook = NULL;
+    CHECK(faults == 1 && seen.rip == (u64)user_stepped, "%u at 0x%lx", faults, seen.rip);
+    CHECK((step_dr6 & 0xe00f) == BIT(14), "DR6 0x%lx", step_dr6);
+    asm volatile("mov %0,%%db6" : : "r"(0xffff0ff0UL));
+}
+
 static void before(void)
 {
     cli();

@@ -364,6 +364,22 @@ impl VcpuPmu {
         }
     }
 
+    /// The guest's last instruction left guest mode and is complete with the next entry; call it after [`VcpuPmu::reconcile`]. `cpl` is
+    /// asked only if some counter wants to know the level.
+    #[inline]
+    pub fn retired_outside(&mut self, cpl: impl FnOnce() -> u8) {
+        let (wanted, level) = self.vpmu.wants_retired_outside();
+        if !wanted {
+            return;
+        }
+        let Some(attached) = self.attached.as_mut() else {
+            return;
+        };
+        let cpl = if level { cpl() } else { 0 };
+        self.vpmu.retired_outside(Cpl(cpl), &mut attached.events);
+        self.vpmu.reconcile(&mut attached.events);
+    }
+
     /// The privilege levels that the vCPU must be stepped for; as of the last reconcile.
     #[inline]
     pub fn stepped_levels(&self) -> SteppedLevels {

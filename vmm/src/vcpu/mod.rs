@@ -79,6 +79,15 @@ struct Fresh {
     system: bool,
 }
 
+/// Whether the instruction that left the guest completes with the next entry, without having retired in guest mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Completed {
+    #[default]
+    None,
+    AtCpl0,
+    AtAnyCpl,
+}
+
 /// What the loop does after an exit.
 enum Next {
     /// Enter the guest again.
@@ -125,6 +134,8 @@ pub struct Vcpu {
     synced: Fresh,
     /// The last exit was for a signal's sake only.
     left_by_signal: bool,
+    /// What the last exit's instruction is to the guest's counters.
+    completed: Completed,
     overflow_signals: kick::OverflowSignals,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
@@ -167,6 +178,7 @@ impl Vcpu {
             syncs_system: false,
             synced: Fresh::default(),
             left_by_signal: false,
+            completed: Completed::None,
             overflow_signals: kick::OverflowSignals::default(),
             on_first_entry: None,
         })
@@ -420,6 +432,14 @@ impl Vcpu {
             }
         }
         pmu.reconcile();
+        match std::mem::take(&mut self.completed) {
+            Completed::None => {}
+            Completed::AtCpl0 => pmu.retired_outside(|| 0),
+            Completed::AtAnyCpl => {
+                let fd = &self.fd;
+                pmu.retired_outside(|| fd.get_sregs().map_or(0, |sregs| sregs.ss.dpl));
+            }
+        }
         if let Some(wait) = pmu.retry_in() {
             timer.kick_in(wait);
         }
@@ -514,7 +534,10 @@ impl Vcpu {
                     _ => 0,
                 };
                 match self.pmu.as_mut().and_then(|pmu| pmu.read_msr(msr.index)) {
-                    Some(value) => *msr.data = value | others,
+                    Some(value) => {
+                        self.completed = Completed::AtCpl0;
+                        *msr.data = value | others;
+                    }
                     None => {
                         stats.gp_injected.inc();
                         *msr.error = 1;
@@ -546,29 +569,35 @@ impl Vcpu {
                     && let Err(e) = control.write(&self.fd, value)
                 {
                     return self.fail(&format!("KVM_SET_MSRS(IA32_DEBUGCTL): {e}"));
+                } else {
+                    self.completed = Completed::AtCpl0;
                 }
                 Next::Continue
             }
             Ok(VcpuExit::IoOut(TRAP_PORT, _)) if self.pmu.is_some() => Next::Rdpmc,
             Ok(VcpuExit::IoOut(port, data)) => {
                 stats.io_out.inc();
+                self.completed = Completed::AtAnyCpl;
                 count(&mut self.pmu, ParavirtualEvent::IoExits);
                 after_io(self.bus.io_out_string(port, armed.io_width(), data))
             }
             Ok(VcpuExit::IoIn(port, data)) => {
                 stats.io_in.inc();
+                self.completed = Completed::AtAnyCpl;
                 count(&mut self.pmu, ParavirtualEvent::IoExits);
                 self.bus.io_in_string(port, armed.io_width(), data);
                 Next::Continue
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
                 stats.mmio.inc();
+                self.completed = Completed::AtAnyCpl;
                 count(&mut self.pmu, ParavirtualEvent::MmioExits);
                 self.bus.mmio_read(address, data);
                 Next::Continue
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 stats.mmio.inc();
+                self.completed = Completed::AtAnyCpl;
                 count(&mut self.pmu, ParavirtualEvent::MmioExits);
                 self.bus.mmio_write(address, data);
                 Next::Continue

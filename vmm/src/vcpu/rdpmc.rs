@@ -8,7 +8,7 @@ use kvm_ioctls::SyncReg;
 use super::control::StopReason;
 use super::gate::Stopped;
 use super::step::state::State;
-use super::{Fresh, Vcpu};
+use super::{Completed, Fresh, Vcpu};
 use crate::rdpmc::{TRAP, complete_port_write, hwbp};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
@@ -61,6 +61,7 @@ impl Vcpu {
         let Some(pmu) = &mut self.pmu else { return };
         match pmu.rdpmc(regs.rcx as u32) {
             Some(value) => {
+                self.completed = Completed::AtAnyCpl;
                 self.just_read = Read::now(regs.rip);
                 regs.rax = value & 0xffff_ffff;
                 regs.rdx = value >> 32;
@@ -120,6 +121,7 @@ impl Vcpu {
             let pce = state.sregs.cr4 & CR4_PCE != 0;
             if let Some(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
                 self.stats.rdpmc.inc();
+                self.completed = Completed::AtAnyCpl;
                 read.give(value, &mut state);
                 if read.cpl != 0 {
                     self.fd.set_sregs(&state.sregs)?;
@@ -156,6 +158,7 @@ impl Vcpu {
             Some(value) => {
                 regs.rax = value & 0xffff_ffff;
                 regs.rdx = value >> 32;
+                self.completed = Completed::AtAnyCpl;
                 self.just_read = Read::now(regs.rip);
                 regs.rip = regs.rip.wrapping_add(hwbp::LENGTH);
                 self.fd.set_regs(&regs)
