@@ -145,7 +145,7 @@ models! {
     intel_v2: "intel-v2" None => "Intel PMU driver", 2, 4 + 3;
     intel_v3: "intel-v3" None => "Intel PMU driver", 3, 4 + 3;
     intel_v4: "intel-v4" None => "Intel PMU driver", 4, 4 + 3;
-    intel_v5: "intel-v5" Some("8+4") => "Intel PMU driver", 5, 8 + 4;
+    intel_v5: "intel-v5" Some("8+3") => "Intel PMU driver", 5, 8 + 3;
     amd_k7: "amd-k7" None => "AMD PMU driver", 0, 4 + 0;
     amd_core: "amd" None => "core perfctr, AMD PMU driver", 0, 6 + 0;
     amd_v2: "amd-v2" Some("15") => "core perfctr, AMD PMU driver", 2, 15 + 0;

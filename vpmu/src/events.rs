@@ -305,6 +305,8 @@ impl EventRequest {
             edge: config & 1 << 18 != 0,
             invert: config & 1 << 23 != 0,
             cmask: (config >> 24) as u8,
+            in_transaction: vendor == Vendor::Intel && config & 1 << 32 != 0,
+            checkpointed: vendor == Vendor::Intel && config & 1 << 33 != 0,
         }
     }
 

@@ -100,7 +100,7 @@ mod tests {
     }
 
     fn check(policy: BackingPolicy, probe: &HostProbe, event: TableEvent, config: u64) -> bool {
-        let backability = crate::pmu::backing::backability(policy, probe);
+        let backability = crate::pmu::backing::backability(policy, probe, Vendor::Amd, Vendor::Amd);
         Countable::new(Vendor::Amd, Vendor::Amd, policy, backability, probe).can_count(event, config)
     }
 

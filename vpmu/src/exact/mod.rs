@@ -169,7 +169,9 @@ impl Counts {
     /// The count that serves an event, `None` when no exact count does.
     pub const fn of(&self, event: ArchEvent) -> Option<u32> {
         match event {
-            ArchEvent::Instructions | ArchEvent::CoreCycles | ArchEvent::RefCycles => Some(self.instructions),
+            ArchEvent::Instructions | ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => {
+                Some(self.instructions)
+            }
             ArchEvent::Branches => Some(self.branches),
             ArchEvent::TakenBranches => Some(self.taken_branches),
             ArchEvent::Loads => Some(self.loads),

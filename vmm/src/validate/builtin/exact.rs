@@ -27,7 +27,9 @@ impl Builtin<'_> {
             };
             // Each instruction takes one cycle here.
             let counted_as = match event {
-                ArchEvent::CoreCycles | ArchEvent::RefCycles => ArchEvent::Instructions,
+                ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => {
+                    ArchEvent::Instructions
+                }
                 other => other,
             };
             for work in ["busy", "chase"] {

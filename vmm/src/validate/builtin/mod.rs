@@ -296,7 +296,7 @@ fn selector(event: ArchEvent, amd: bool) -> Option<u64> {
     Some(match (event, amd) {
         (CoreCycles, false) => 0x003C,
         (CoreCycles, true) => 0x0076,
-        (RefCycles, false) => 0x013C,
+        (BusCycles, false) => 0x013C,
         (RefCycles, true) => 0x1_0000_0120,
         (Instructions, _) => 0x00C0,
         (CacheReferences, false) => 0x4F2E,

@@ -35,7 +35,10 @@ impl Builtin<'_> {
             let Some(select) = selector(event, amd) else {
                 continue;
             };
-            let follows_time = matches!(event, ArchEvent::CoreCycles | ArchEvent::RefCycles);
+            let follows_time = matches!(
+                event,
+                ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles
+            );
             let counts = match backing {
                 "hardware" | "kvm" => self.host.hardware_events.contains(&event),
                 _ => follows_time,

@@ -157,4 +157,52 @@ mod tests {
         // Only what a #DB sets is taken over.
         assert_eq!(dr6_after(RESET, !0), RESET | 0xe00f);
     }
+
+    /// A guest whose #DB stopped here finds in DR6 why it came. Runs on this machine's KVM, if it has one.
+    #[test]
+    fn a_guests_debug_exception_comes_with_its_cause() {
+        use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+        const CODE: u16 = 0x1000;
+        const HANDLER: u16 = 0x1100;
+        const SEEN: u16 = 0x1300;
+        let Ok(kvm) = crate::kvm::host::open() else {
+            eprintln!("not tested: there is no KVM here");
+            return;
+        };
+        let vm = kvm.create_vm().unwrap();
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
+        let write = |at: u16, bytes: &[u8]| memory.write_slice(bytes, GuestAddress(at.into())).unwrap();
+        // The vector of #DB in the table of real mode; NOP, HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
+        write(4, &[HANDLER.to_le_bytes(), [0, 0]].concat());
+        write(CODE, &[0x90, 0xf4]);
+        write(
+            HANDLER,
+            &[0x0f, 0x21, 0xf0, 0x66, 0xa3, SEEN as u8, (SEEN >> 8) as u8, 0xf4],
+        );
+        let host = memory.get_host_address(GuestAddress(0)).unwrap() as u64;
+        let region = kvm_bindings::kvm_userspace_memory_region {
+            memory_size: 0x3000,
+            userspace_addr: host,
+            ..Default::default()
+        };
+        crate::kvm::memslot::set(&vm, region, &memory).unwrap();
+        let mut vcpu = vm.create_vcpu(0).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rsp, regs.rflags) = (CODE.into(), 0x2000, 2);
+        vcpu.set_regs(&regs).unwrap();
+        let stop = kvm_debug_exit_arch {
+            exception: DB.into(),
+            dr6: DR6_ONES | 1 << 14,
+            ..Default::default()
+        };
+        give_back(&vcpu, &stop).unwrap();
+        let exit = format!("{:?}", vcpu.run().unwrap());
+        assert_eq!(exit, "Hlt");
+        let seen: u32 = memory.read_obj(GuestAddress(SEEN.into())).unwrap();
+        assert_eq!(seen, 0xffff_4ff0, "{seen:#x}");
+    }
 }
