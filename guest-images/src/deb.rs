@@ -93,6 +93,26 @@ impl<'a> Archive<'a> {
     /// The backports of this machine's Debian release, from the mirror that apt is configured for, with `lists` for apt's
     /// state. Whether they can be reached shows when something is asked.
     pub fn backports(cache: &Path, lists: &Path, progress: &'a Progress) -> Result<Self, DebError> {
+        Self::suite(cache, lists, progress, |codename| format!("{codename}-backports"))
+    }
+
+    /// A suite of Debian's, such as `trixie`, whatever release this machine has, from the mirror that apt is configured for.
+    pub fn of_suite(
+        cache: &Path,
+        lists: &Path,
+        suite: &str,
+        progress: &'a Progress,
+    ) -> Result<Self, DebError> {
+        Self::suite(cache, lists, progress, |_| suite.to_owned())
+    }
+
+    /// The suite that `name` makes of this machine's codename.
+    fn suite(
+        cache: &Path,
+        lists: &Path,
+        progress: &'a Progress,
+        name: impl FnOnce(&str) -> String,
+    ) -> Result<Self, DebError> {
         let mut archive = Self::new(cache, progress)?;
         let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
         let codename = codename(&release)
@@ -113,7 +133,7 @@ impl<'a> Archive<'a> {
         fs::create_dir_all(state.join("partial")).map_err(io(&state))?;
         let lists = fs::canonicalize(lists).map_err(io(lists))?;
         let sources = lists.join("sources.list");
-        fs::write(&sources, format!("deb {mirror} {codename}-backports main\n")).map_err(io(&sources))?;
+        fs::write(&sources, format!("deb {mirror} {} main\n", name(codename))).map_err(io(&sources))?;
         let set = |name: &str, value: &Path| {
             let mut option = OsString::from(format!("-o{name}="));
             option.push(value);

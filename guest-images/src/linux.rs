@@ -109,11 +109,52 @@ pub enum KernelChoice {
     Newest,
     /// This package, or the kernel this metapackage depends on.
     Package(String),
+    /// A kernel of Debian 13, on whatever release of Debian.
+    Debian13(Debian13),
+}
+
+/// Kernels of Debian 13.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Debian13 {
+    /// The release's cloud kernel.
+    Cloud,
+    /// The release's general kernel.
+    Generic,
+    /// The release's real-time kernel.
+    Rt,
+    /// The cloud kernel of the highest version in its backports.
+    Backports,
+}
+
+impl Debian13 {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Cloud, Self::Generic, Self::Rt, Self::Backports];
+
+    /// Its name on command lines.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cloud => "debian13-cloud",
+            Self::Generic => "debian13-generic",
+            Self::Rt => "debian13-rt",
+            Self::Backports => "debian13-backports",
+        }
+    }
+
+    /// Where it is in Debian's archive.
+    fn suite(self) -> &'static str {
+        match self {
+            Self::Backports => "trixie-backports",
+            _ => "trixie",
+        }
+    }
 }
 
 impl KernelChoice {
-    /// Reads a choice as given on a command line: `cloud`, `generic`, `newest` or a package name.
+    /// Reads a choice as given on a command line: `cloud`, `generic`, `newest`, `debian13-…` or a package name.
     pub fn parse(text: &str) -> Self {
+        if let Some(kernel) = Debian13::ALL.into_iter().find(|kernel| kernel.name() == text) {
+            return Self::Debian13(kernel);
+        }
         match text {
             "cloud" => Self::Cloud,
             "generic" => Self::Generic,
@@ -129,6 +170,7 @@ impl KernelChoice {
             Self::Generic => "generic",
             Self::Newest => "newest",
             Self::Package(name) => name,
+            Self::Debian13(kernel) => kernel.name(),
         }
     }
 }
@@ -254,19 +296,34 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     }
     let mut archive = Archive::new(&base.join("debs"), progress)?;
 
-    let package = kernel_package(&mut archive, choice);
-    let mut backports = None;
-    let package = match newer_in_backports(base, choice, package.as_deref().ok(), progress) {
-        Some((archive, newer)) => {
-            backports = Some(archive);
-            newer
+    let mut elsewhere = None;
+    let package = if let KernelChoice::Debian13(kernel) = choice {
+        let lists = base.join(kernel.suite());
+        let mut suite = Archive::of_suite(&base.join("debs"), &lists, kernel.suite(), progress)?;
+        let package = kernel_package(&mut suite, choice)?;
+        elsewhere = Some(suite);
+        package
+    } else {
+        let package = kernel_package(&mut archive, choice);
+        match newer_in_backports(base, choice, package.as_deref().ok(), progress) {
+            Some((archive, newer)) => {
+                elsewhere = Some(archive);
+                newer
+            }
+            None => package?,
         }
-        None => package?,
     };
-    let mut debs = match &mut backports {
-        Some(backports) => backports.fetch(&[&package])?,
-        None => archive.fetch(&[&package])?,
-    };
+    let source = elsewhere.as_mut().unwrap_or(&mut archive);
+    let mut packages = vec![package.clone()];
+    // From 7.1 on the image and its modules are packages of their own, which the kernel's depends on.
+    packages.extend(
+        source
+            .dependencies([package.as_str()])?
+            .into_iter()
+            .filter(|name| name.starts_with("linux-binary-") || name.starts_with("linux-modules-")),
+    );
+    let packages: Vec<&str> = packages.iter().map(String::as_str).collect();
+    let mut debs = source.fetch(&packages)?;
     debs.extend(archive.fetch(&["busybox-static", "linux-perf"])?);
     progress.step("unpacking packages");
     for deb in debs {
@@ -298,13 +355,17 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     write(&images.initrd, &initrd)?;
 
     progress.step("writing the lab host's initrd");
-    let module_dir = root.join("lib/modules").join(&release);
+    let module_dir = ["lib/modules", "usr/lib/modules"]
+        .map(|directory| root.join(directory).join(&release))
+        .into_iter()
+        .find(|directory| directory.exists())
+        .ok_or_else(|| BuildError::NoKernel(package.clone()))?;
     write(&images.lab_initrd, &lab_archive(&root, &module_dir)?)?;
 
     let manifest: String = archive
         .versions()
         .iter()
-        .chain(backports.iter().flat_map(Archive::versions))
+        .chain(elsewhere.iter().flat_map(Archive::versions))
         .map(|(name, version)| format!("{name} {version}\n"))
         .collect();
     write(&images.manifest, manifest.as_bytes())?;
@@ -319,9 +380,12 @@ fn kernel_package(archive: &mut Archive<'_>, choice: &KernelChoice) -> Result<St
         KernelChoice::Cloud => "linux-image-cloud-amd64",
         KernelChoice::Generic => "linux-image-amd64",
         KernelChoice::Package(name) => name,
-        KernelChoice::Newest => {
+        KernelChoice::Newest | KernelChoice::Debian13(Debian13::Backports) => {
             return newest(archive.names(IMAGE)?).ok_or(BuildError::NoneOffered("linux-image-*-cloud-amd64"));
         }
+        KernelChoice::Debian13(Debian13::Cloud) => "linux-image-cloud-amd64",
+        KernelChoice::Debian13(Debian13::Generic) => "linux-image-amd64",
+        KernelChoice::Debian13(Debian13::Rt) => "linux-image-rt-amd64",
     };
     let depends = archive.dependencies([name])?;
     let real = depends.into_iter().find(|dependency| {
@@ -388,12 +452,27 @@ fn numbers(name: &str) -> Vec<u64> {
 /// Puts the kernel's files in place and returns its release string.
 fn unpack_kernel(root: &Path, package: &str, images: &Images) -> Result<String, BuildError> {
     let boot = root.join("boot");
-    let release = fs::read_dir(&boot)
-        .map_err(io_error(&boot))?
-        .flatten()
-        .find_map(|entry| Some(entry.file_name().to_str()?.strip_prefix("vmlinuz-")?.to_owned()))
+    let names = |directory: &Path| -> Vec<String> {
+        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+        entries
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .collect()
+    };
+    let in_boot = names(&boot)
+        .iter()
+        .find_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
+        .map(|release| (boot.join(format!("vmlinuz-{release}")), release));
+    // Beside its modules from 7.1 on.
+    let modules = root.join("usr/lib/modules");
+    let (packaged, release) = in_boot
+        .or_else(|| {
+            let with_image = |release: String| (modules.join(&release).join("vmlinuz"), release);
+            names(&modules)
+                .into_iter()
+                .map(with_image)
+                .find(|(image, _)| image.exists())
+        })
         .ok_or_else(|| BuildError::NoKernel(package.to_owned()))?;
-    let packaged = boot.join(format!("vmlinuz-{release}"));
     let bz_image = fs::read(&packaged).map_err(io_error(&packaged))?;
     let vmlinux = kernel::extract_vmlinux(&bz_image).map_err(|source| BuildError::Kernel {
         path: packaged,

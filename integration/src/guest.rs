@@ -11,8 +11,13 @@ use base64::engine::general_purpose::STANDARD;
 use guest_images::cpio::Archive;
 
 use crate::artefacts;
+use crate::limit::Limit;
+use crate::parse::judge_kernel_log;
 use crate::place::{Place, PlaceError};
 use crate::process::{Command, Output, ProcessError, last_lines};
+
+/// The section that the guest's init writes behind the script: what its kernel may have complained of.
+const KERNEL_LOG: &str = "kernel-log";
 
 /// Longest kernel command line on x86 (`COMMAND_LINE_SIZE`), with room for what the VMM adds.
 const MAX_CMDLINE_BYTES: usize = 2048 - 256;
@@ -45,7 +50,7 @@ pub struct LinuxGuest {
     below: Vec<u8>,
     files: Vec<GuestFile>,
     arguments: Vec<String>,
-    limit: Duration,
+    limit: Limit,
 }
 
 /// A file that a guest gets in its initrd.
@@ -73,7 +78,7 @@ impl LinuxGuest {
             below: Vec::new(),
             files: Vec::new(),
             arguments: Vec::new(),
-            limit: Duration::from_secs(90),
+            limit: Limit::GENEROUS,
         }
     }
 
@@ -149,9 +154,9 @@ impl LinuxGuest {
         self
     }
 
-    /// Time limit from start to end, 90 s unless set.
-    pub fn limit(mut self, limit: Duration) -> Self {
-        self.limit = limit;
+    /// Bounds for its run, [`Limit::GENEROUS`] unless set.
+    pub fn limit(mut self, limit: impl Into<Limit>) -> Self {
+        self.limit = limit.into();
         self
     }
 
@@ -226,7 +231,7 @@ impl LinuxGuest {
         let join = Command::shell(format!(
             "cat '{below}' '{initrd}' '{extra}' >'{joined}' && rm '{below}' '{extra}'"
         ));
-        let output = place.run(&join, Duration::from_secs(60))?;
+        let output = place.run(&join, Limit::GENEROUS)?;
         if output.success() {
             Ok(joined)
         } else {
@@ -256,31 +261,39 @@ impl LinuxGuest {
         archive.finish()
     }
 
-    /// The time limit from start to end.
-    pub fn time_limit(&self) -> Duration {
+    /// The bounds for its run.
+    pub fn limits(&self) -> Limit {
         self.limit
     }
 
-    /// Takes the console of a guest apart that was started with [`LinuxGuest::command`].
+    /// Takes the console of a guest apart that was started with [`LinuxGuest::command`], and reads its kernel's messages: all of them,
+    /// after the last of its script has run.
     ///
     /// # Errors
-    /// When the console cannot be kept.
+    /// When the console cannot be kept, or the guest's kernel complained.
     pub fn finish(&self, output: &Output) -> Result<GuestRun, PlaceError> {
-        GuestRun::new(&self.name, output)
+        let run = GuestRun::new(&self.name, output)?;
+        // A guest that did not come to its end fails its test by that.
+        let said = match run.console.sections.get(KERNEL_LOG) {
+            Some(section) => judge_kernel_log(&section.text),
+            None if run.console.done.is_some() => Err(format!("the guest printed no section {KERNEL_LOG}")),
+            None => Ok(()),
+        };
+        match said {
+            Ok(()) => Ok(run),
+            Err(why) => Err(PlaceError::Guest(format!("{why}\n{run}"))),
+        }
     }
 
-    /// Runs the guest to its end and takes its console apart.
+    /// Runs the guest to its end, takes its console apart and reads its kernel's messages.
     ///
     /// # Errors
-    /// When it cannot be started or takes longer than its limit. That the guest's script failed
+    /// When it cannot be started or passes its limit, and when its kernel complained. That the guest's script failed
     /// is no error here.
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
-        // The command is made anew each time: it may put files into the lab.
-        let result = place.survive_lab(|| {
-            let process = place.start(&self.command(place)?)?;
-            Ok(process.wait_or_look(self.limit, || place.look_at_a_hang())?)
-        });
-        if let Err(PlaceError::Process(ProcessError::TimedOut { .. })) = &result
+        let process = place.start(&self.command(place)?)?;
+        let result = process.wait_or_look(self.limit, || place.look_at_a_hang());
+        if let Err(ProcessError::TimedOut { .. }) = &result
             && let Place::Lab(host) = place
         {
             // Not for this guest: for those that come after it.

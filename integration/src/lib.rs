@@ -11,6 +11,8 @@ pub mod guest;
 mod hang;
 pub mod heartbeat;
 pub mod lab;
+pub mod limit;
+pub mod measure;
 pub mod parse;
 pub mod place;
 pub mod process;

@@ -4,11 +4,11 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
 
 use crate::artefacts::{self, ArtefactError};
 use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
+use crate::limit::Limit;
 use crate::process::{Command, Output, Process, ProcessError};
 
 /// Why a scenario could not be run.
@@ -31,6 +31,9 @@ pub enum PlaceError {
         /// What went wrong.
         message: String,
     },
+    /// A guest's kernel is not content.
+    #[error("{0}")]
+    Guest(String),
     /// `perfvisor check` does not say what it should.
     #[error("perfvisor check --json has no {pointer}:\n{output}")]
     Check {
@@ -80,7 +83,7 @@ pub enum Place {
     Lab(LabHost),
 }
 
-/// A lab, and another one like it should it die: an emulated machine that emulates a machine is not beyond that.
+/// A lab, and for later tests another one like it should it die. The test it died under has failed.
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
@@ -258,26 +261,12 @@ impl Place {
         })
     }
 
-    /// Runs a process there to its end, at most for `limit`; a second time if the lab died under it.
+    /// Runs a process there to its end, within the bounds of `limit`.
     ///
     /// # Errors
-    /// When it cannot be started or takes longer.
-    pub fn run(&self, command: &Command, limit: Duration) -> Result<Output, PlaceError> {
-        self.survive_lab(|| Ok(self.start(command)?.wait(limit)?))
-    }
-
-    /// Does `what`, and once more if the lab host died under it.
-    ///
-    /// # Errors
-    /// Those of `what`.
-    pub fn survive_lab<T>(&self, what: impl Fn() -> Result<T, PlaceError>) -> Result<T, PlaceError> {
-        match what() {
-            Err(error @ PlaceError::Process(ProcessError::LabGone { .. })) => {
-                eprintln!("{error}\nonce more, in another lab");
-                what()
-            }
-            result => result,
-        }
+    /// When it cannot be started or passes a bound.
+    pub fn run(&self, command: &Command, limit: impl Into<Limit>) -> Result<Output, PlaceError> {
+        Ok(self.start(command)?.wait(limit)?)
     }
 
     /// What `perfvisor check` says of this host, a truth value by its JSON pointer, as `/kvm/Ok/rdpmc_faults`.
@@ -286,7 +275,7 @@ impl Place {
     /// When it does not run there, or has no such value.
     pub fn check(&self, pointer: &str) -> Result<bool, PlaceError> {
         let command = Command::new(self.perfvisor()?).args(["check", "--json"]);
-        let output = self.run(&command, Duration::from_secs(60))?.stdout_text();
+        let output = self.run(&command, Limit::GENEROUS)?.stdout_text();
         serde_json::from_str::<serde_json::Value>(&output)
             .ok()
             .and_then(|facts| facts.pointer(pointer)?.as_bool())

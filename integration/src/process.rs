@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::limit::{Limit, Overrun, cpu_ticks_of_group};
 use crate::wire::Ended;
 
 /// Why a process could not be run to its end.
@@ -20,13 +21,13 @@ pub enum ProcessError {
         /// What the system said.
         message: String,
     },
-    /// It took longer than allowed, and was killed.
-    #[error("{command}: not done after {limit:?}; last output, {silent:.0?} before:\n{tail}")]
+    /// It took longer than allowed, or did nothing any more, and was killed.
+    #[error("{command}: {overrun}; last output, {silent:.0?} before:\n{tail}")]
     TimedOut {
         /// The command line.
         command: String,
-        /// The time limit.
-        limit: Duration,
+        /// The bound it passed.
+        overrun: Overrun,
         /// For how long it had printed nothing: all the time tells a hang from slowness.
         silent: Duration,
         /// The end of what it printed.
@@ -150,6 +151,9 @@ struct State {
     stderr: Vec<u8>,
     /// When the last of it came.
     heard: Option<Instant>,
+    /// What CPU time was last known to be used, and when that had changed.
+    ticks: u64,
+    worked: Option<Instant>,
     end: Option<End>,
 }
 
@@ -196,24 +200,54 @@ impl Progress {
         self.changed.notify_all();
     }
 
-    /// Waits until `done` says so or the deadline has passed; returns whether it said so.
-    fn wait_until(&self, deadline: Instant, mut done: impl FnMut(&State) -> bool) -> bool {
+    /// So much CPU time has been used.
+    pub(crate) fn used(&self, ticks: u64) {
+        let mut state = self.lock();
+        if state.ticks != ticks {
+            state.ticks = ticks;
+            state.worked = Some(Instant::now());
+        }
+    }
+
+    /// Waits until `done` says so; if a bound is passed before, counted from `start`, says which.
+    fn wait_until(
+        &self,
+        start: Instant,
+        limit: Limit,
+        mut done: impl FnMut(&State) -> bool,
+    ) -> Result<(), Overrun> {
         let mut state = self.lock();
         loop {
             if done(&state) {
-                return true;
+                return Ok(());
             }
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                return false;
-            };
+            let silent = state.heard.unwrap_or(start).max(start);
+            let still = state.worked.unwrap_or(silent).max(silent);
+            let [all, silent, still] = [start, silent, still].map(|instant| instant.elapsed());
+            if let Some(overrun) = limit.overrun(all, silent, still) {
+                return Err(overrun);
+            }
             state = self
                 .changed
-                .wait_timeout(state, left)
+                .wait_timeout(state, limit.left(all, silent, still))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
     }
+
+    /// Watches the CPU time of a process group of this machine until it has ended.
+    fn watch(&self, group: i32) {
+        while self
+            .wait_until(Instant::now(), WATCH_PERIOD.into(), |state| state.end.is_some())
+            .is_err()
+        {
+            self.used(cpu_ticks_of_group(group));
+        }
+    }
 }
+
+/// How often the CPU time of a process is looked at.
+pub const WATCH_PERIOD: Duration = Duration::from_secs(5);
 
 /// How to reach a process: it is here or in the lab.
 pub(crate) trait Control: Send {
@@ -271,6 +305,8 @@ impl Process {
         };
         let stdout = child.stdout.take();
         let stderr = child.stderr.take();
+        let watched = Arc::clone(&progress);
+        thread::spawn(move || watched.watch(pid));
         let feed = Arc::clone(&progress);
         thread::spawn(move || {
             let errors = {
@@ -293,11 +329,11 @@ impl Process {
         Ok(Self::new(command, progress, Box::new(control)))
     }
 
-    /// Waits until the process has ended, at most until `limit` after its start; then kills it.
+    /// Waits until the process has ended; kills it when it passes one of the bounds of `limit`, which begin with its start.
     ///
     /// # Errors
     /// When it could not be started, took too long, or the lab went away.
-    pub fn wait(self, limit: Duration) -> Result<Output, ProcessError> {
+    pub fn wait(self, limit: impl Into<Limit>) -> Result<Output, ProcessError> {
         self.wait_or_look(limit, String::new)
     }
 
@@ -307,12 +343,12 @@ impl Process {
     /// Those of [`Process::wait`].
     pub fn wait_or_look(
         mut self,
-        limit: Duration,
+        limit: impl Into<Limit>,
         look: impl FnOnce() -> String,
     ) -> Result<Output, ProcessError> {
-        let deadline = self.started + limit;
-        if !self.progress.wait_until(deadline, |state| state.end.is_some()) {
-            let error = self.timed_out(limit, look);
+        let ended = |state: &State| state.end.is_some();
+        if let Err(overrun) = self.progress.wait_until(self.started, limit.into(), ended) {
+            let error = self.timed_out(overrun, look);
             self.control.signal(libc::SIGKILL);
             return Err(error);
         }
@@ -331,35 +367,37 @@ impl Process {
         }
     }
 
-    /// Waits until standard output contains `text`, at most until `limit` from now. Returns
+    /// Waits until standard output contains `text`, within the bounds of `limit` from now on. Returns
     /// whether it does; false also when the process ended without printing it.
-    pub fn wait_for(&self, text: &str, limit: Duration) -> bool {
+    pub fn wait_for(&self, text: &str, limit: impl Into<Limit>) -> bool {
         let contains = |state: &State| {
             state
                 .stdout
                 .windows(text.len())
                 .any(|window| window == text.as_bytes())
         };
-        self.progress.wait_until(Instant::now() + limit, |state| {
-            contains(state) || state.end.is_some()
-        }) && contains(&self.progress.lock())
+        let done = |state: &State| contains(state) || state.end.is_some();
+        self.progress
+            .wait_until(Instant::now(), limit.into(), done)
+            .is_ok()
+            && contains(&self.progress.lock())
     }
 
     /// Passes what it prints on standard output to `sink` as it comes, until it has ended or
-    /// `limit` has passed since its start. Call [`Process::wait`] afterwards.
-    pub fn follow(&self, limit: Duration, mut sink: impl FnMut(&[u8])) {
+    /// it has passed a bound of `limit`. Call [`Process::wait`] afterwards.
+    pub fn follow(&self, limit: impl Into<Limit>, mut sink: impl FnMut(&[u8])) {
         let mut seen = 0;
-        let deadline = self.started + limit;
+        let limit = limit.into();
         loop {
             let mut fresh = Vec::new();
-            let in_time = self.progress.wait_until(deadline, |state| {
+            let result = self.progress.wait_until(self.started, limit, |state| {
                 fresh.extend_from_slice(&state.stdout[seen..]);
                 seen = state.stdout.len();
                 !fresh.is_empty() || state.end.is_some()
             });
             // Not under the lock: the sink may be slow.
             sink(&fresh);
-            if !in_time || fresh.is_empty() {
+            if result.is_err() || fresh.is_empty() {
                 return;
             }
         }
@@ -398,7 +436,7 @@ impl Process {
         })
     }
 
-    fn timed_out(&self, limit: Duration, look: impl FnOnce() -> String) -> ProcessError {
+    fn timed_out(&self, overrun: Overrun, look: impl FnOnce() -> String) -> ProcessError {
         let (silent, mut tail) = {
             let state = self.progress.lock();
             let mut tail = last_lines(&text(&state.stdout), 30);
@@ -409,7 +447,7 @@ impl Process {
         tail.push_str(&look());
         ProcessError::TimedOut {
             command: self.command.clone(),
-            limit,
+            overrun,
             silent,
             tail,
         }
@@ -501,6 +539,27 @@ mod tests {
         };
         assert_eq!(tail, "before\nlooked\n");
         assert!(*silent > Duration::ZERO, "{error}");
+    }
+
+    /// The bound on stillness is what tells a hang from slowness: it must not end what works in silence.
+    #[test]
+    fn a_process_that_works_in_silence_is_not_taken_for_one_that_hangs() {
+        let limit = Limit {
+            still: 2 * WATCH_PERIOD + WATCH_PERIOD / 2,
+            ..Limit::from(LIMIT * 10)
+        };
+        let busy = Command::shell(
+            "end=$(($(date +%s) + 16)); while [ $(date +%s) -lt $end ]; do :; done; echo done",
+        );
+        let still = Command::shell("sleep 1000");
+        let [busy, still] = [busy, still].map(|command| Process::start_here(&command).unwrap());
+        let error = still.wait(limit).unwrap_err();
+        let bound = Overrun::Still(limit.still);
+        assert!(
+            matches!(&error, ProcessError::TimedOut { overrun, .. } if *overrun == bound),
+            "{error}"
+        );
+        assert_eq!(busy.wait(limit).unwrap().stdout_text(), "done\n");
     }
 
     #[test]

@@ -41,13 +41,15 @@ pub enum Kind {
     Fetch = 11,
     /// Agent: that did not work. Payload: why, as text.
     Failed = 12,
+    /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes little-endian.
+    Used = 13,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Self> {
         use Kind::*;
         [
-            Hello, Start, Stdin, Signal, Stdout, Stderr, Exit, Create, Data, Done, Fetch, Failed,
+            Hello, Start, Stdin, Signal, Stdout, Stderr, Exit, Create, Data, Done, Fetch, Failed, Used,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

@@ -2,14 +2,15 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
 
 use integration::artefacts;
 use integration::lab::{Lab, LabOptions};
+use integration::limit::Limit;
+use integration::measure::skipped;
 use integration::place::{Kvm, probe_kvm};
 use integration::process::{Command, Output, Process};
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Limit = Limit::GENEROUS;
 
 fn perfvisor() -> &'static Path {
     &artefacts::binaries()
@@ -119,8 +120,10 @@ fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
 #[test]
 fn linux_on_a_kvm_that_cannot_run_it_is_refused_with_the_way_out() {
     if probe_kvm() != Kvm::SoftwareOnly {
-        eprintln!("this machine's KVM is not software-only: nothing to refuse");
-        return;
+        return skipped(
+            "this machine's KVM is not software-only: nothing to refuse",
+            false,
+        );
     }
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let kernel = images.vmlinux.to_string_lossy();

@@ -3,14 +3,13 @@
 //! On this machine's KVM of whatever kind first; where that cannot step CPL 3, the rest is done in the lab.
 //! `PERFVISOR_EXACT=all` takes every model there too.
 
-use std::time::Duration;
-
 use integration::guest::LinuxGuest;
+use integration::limit::Limit;
 use integration::parse::{Tap, parse_stat_csv, parse_tap};
 use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::Command;
 
-const LIMIT: Duration = Duration::from_secs(150);
+const LIMIT: Limit = Limit::GENEROUS;
 
 const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",

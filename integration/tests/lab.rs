@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
+use integration::limit::Limit;
 use integration::place::{LabHost, Place};
 use integration::process::{Command, ProcessError};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Limit = Limit::GENEROUS;
 
 /// One boot for all of it: the lab's start is what takes the time.
 #[test]

@@ -2,17 +2,18 @@
 //! of its functions; and perf itself reading what was recorded.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
+use integration::limit::Limit;
+use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::place::Place;
 use integration::process::Command;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Limit = Limit::GENEROUS;
 
 /// Where the profiled guest's metrics are.
 const METRICS: &str = "127.0.0.1:19464";
@@ -300,8 +301,7 @@ fn perf_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     let shell = |line: String| Command::shell(format!("PATH=$PATH:/usr/bin; {line}"));
     let there = shell("command -v perf".to_owned());
     if !place.run(&there, LIMIT).unwrap().success() {
-        eprintln!("skipped: no perf at this place");
-        return;
+        return skipped("no perf at this place", matches!(place, Place::Lab(_)));
     }
     let symbols = format!("--guestkallsyms={kallsyms}");
     let script = format!("perf script -i {data} {symbols} -F comm,ip,sym 2>/dev/null");
@@ -379,6 +379,7 @@ section recorded-alone recorded
 echo together-begins; sleep 8
 section together perf stat -x, -e instructions:u,branches:u busybox true
 section recorded-together recorded
+kernel_log
 echo both-done
 sleep 1000
 "#;

@@ -157,6 +157,9 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         } + match policy {
             // What cannot be counted here is not supported, and no failure of the built-in guest's test.
             BackingPolicy::Exact if args.kernel.is_none() && has_pmu && !stepping.user => " no-user",
+            // Cycles at the TSC's rate, which the test can hold them to.
+            BackingPolicy::Clock if args.kernel.is_none() && has_pmu => " clock",
+            BackingPolicy::Auto if args.kernel.is_none() && has_pmu && probe.slots() == 0 => " clock",
             _ => "",
         },
         cpus: args.cpus,

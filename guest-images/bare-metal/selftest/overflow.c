@@ -3,6 +3,8 @@
 
 #define RUN_MS 80
 #define PERIODS_PER_SECOND 1000
+/* A PMI that was due when the row before was stopped, with LVTPC masked since, may still come: see docs/bare-metal-guests.md. */
+#define CARRIED_OVER 1
 #define LEAST_PERIOD 1000 /* so that the handler's own work cannot be all there is */
 
 static u32 lvtpc;
@@ -73,6 +75,17 @@ static u64 calibrate(u32 cpl)
     }
 }
 
+/*
+ * Each period has its PMI, or went by while the one before was on its way (late). None is lost beyond what starting and stopping two counters
+ * one after the other explains, and none but one that was carried over comes without an overflow. Where most are late, there is little to be told.
+ */
+static enum verdict pmi_verdict(u64 expected)
+{
+    if (spurious > CARRIED_OVER || !near(pmis + late, expected, expected / 20 + 2))
+        return V_FAILED;
+    return pmis > late ? V_OK : V_BUSY;
+}
+
 static void overflow_row(const char *mode, u32 lvt, u32 cpl)
 {
     u64 rounds = calibrate(cpl), t0, tsc, total, expected;
@@ -114,11 +127,12 @@ static void overflow_row(const char *mode, u32 lvt, u32 cpl)
         kprintf("    %-20s CPL%u  %'15lu  %'15lu         ", mode, cpl, pmis + late, expected);
     if (tables && late)
         kprintf("  (%lu late)", late);
+    if (tables && spurious)
+        kprintf("  (%lu more came without an overflow)", spurious);
     verdict(lvt & LVT_NMI ? "pmi-nmi" : "pmi-vector", cpl ? "cpl3" : "cpl0", pmis + late, expected,
-            pmis && pmis + late + expected / 10 + 2 >= expected && pmis + late <= expected + expected / 10 + 2 ? V_OK
-                                                                                                         : V_FAILED);
-    if (spurious && tables)
-        kprintf("      %lu came without an overflow\n", spurious);
+            pmi_verdict(expected));
+    if (lines)
+        kprintf("result pmis.%s late=%lu spurious=%lu\n", cpl ? "cpl3" : "cpl0", late, spurious);
 }
 
 static void profile(void)

@@ -12,7 +12,7 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use kvm_ioctls::{Kvm, VmFd};
@@ -21,6 +21,8 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
 
 use integration::heartbeat;
+use integration::limit::cpu_ticks_of_group;
+use integration::process::WATCH_PERIOD;
 use integration::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start};
 use integration::wire::{read_frame, write_frame};
 
@@ -192,7 +194,7 @@ fn handle(
             let runner = runner.clone();
             thread::spawn(move || fetch(&path, id, &runner));
         }
-        Kind::Hello | Kind::Stdout | Kind::Stderr | Kind::Exit | Kind::Failed => {
+        Kind::Hello | Kind::Stdout | Kind::Stderr | Kind::Exit | Kind::Failed | Kind::Used => {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 format!("{kind:?} is not for the agent"),
@@ -226,10 +228,17 @@ fn watch(mut child: Child, id: u32, runner: &Runner) {
         let runner = runner.clone();
         thread::spawn(move || stderr.map(|pipe| forward(pipe, Kind::Stderr, id, &runner)))
     };
+    let (ended, watching) = mpsc::channel();
+    let watch = {
+        let (runner, group) = (runner.clone(), i32::try_from(child.id()).unwrap_or(0));
+        thread::spawn(move || tell_what_is_used(group, id, &runner, &watching))
+    };
     if let Some(pipe) = stdout {
         forward(pipe, Kind::Stdout, id, runner);
     }
     let _ = errors.join();
+    drop(ended);
+    let _ = watch.join();
     let ended = match child.wait() {
         Ok(status) => Ended {
             code: status.code(),
@@ -242,6 +251,16 @@ fn watch(mut child: Child, id: u32, runner: &Runner) {
     };
     // The runner may have hung up; then the main loop ends the agent.
     let _ = runner.send_json(Kind::Exit, id, &ended);
+}
+
+/// Tells again and again how much CPU time a process group has used, until the other end of `ended` is gone.
+fn tell_what_is_used(group: i32, id: u32, runner: &Runner, ended: &mpsc::Receiver<()>) {
+    while ended.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
+        let ticks = cpu_ticks_of_group(group);
+        if runner.send(Kind::Used, id, &ticks.to_le_bytes()).is_err() {
+            return;
+        }
+    }
 }
 
 fn forward(mut pipe: impl Read, kind: Kind, id: u32, runner: &Runner) {

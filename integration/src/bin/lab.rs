@@ -11,7 +11,7 @@ use integration::lab::{Lab, LabOptions, interactive, refused_place};
 use integration::process::Command;
 
 const USAGE: &str = "\
-usage: lab [--no-perf] [--cpus N] [--memory MIB] [--kernel cloud|generic|newest|PACKAGE] [--file PLACE=FILE]... [COMMAND [ARGUMENT...]]
+usage: lab [--no-perf] [--cpus N] [--memory MIB] [--kernel cloud|generic|newest|debian13-cloud|debian13-backports|PACKAGE] [--file PLACE=FILE]... [COMMAND [ARGUMENT...]]
        lab --build-only
 
 Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.

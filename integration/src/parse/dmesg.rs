@@ -24,9 +24,115 @@ pub fn pmu_driver_lines(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
+/// What a kernel says when something is wrong with it or with the machine under it.
+const COMPLAINTS: [&str; 19] = [
+    // An NMI that no handler knew: a PMI that should not have come, or came too late.
+    "Uhhuh",
+    "Dazed and confused",
+    "unknown reason",
+    // A register that is announced and does not exist.
+    "unchecked MSR access",
+    "WARNING:",
+    "BUG:",
+    "Oops",
+    "Kernel panic",
+    "rcu_sched",
+    "rcu_preempt",
+    "self-detected stall",
+    "detected stalls",
+    "soft lockup",
+    "hard LOCKUP",
+    "blocked for more than",
+    // The PMU's driver.
+    "Broken PMU",
+    "irq loop stuck",
+    "[Firmware Bug]: the BIOS",
+    "arch/x86/events/",
+];
+
+/// Complaints that are known, each with the exact place in the kernel and the reason.
+const KNOWN: [(&str, &str); 2] = [
+    (
+        XSTATE_6_1,
+        "the lab's emulator: CPUID 0DH does not follow the guest's XCR0, under any VMM",
+    ),
+    (XSTATE_6_12, "the same in Linux 6.12"),
+];
+const XSTATE_6_1: &str = "at arch/x86/kernel/fpu/xstate.c:605 ";
+const XSTATE_6_12: &str = "at arch/x86/kernel/fpu/xstate.c:606 ";
+
+/// The lines in which the kernel complains, known ones left out.
+pub fn complaints(dmesg: &str) -> Vec<&str> {
+    dmesg
+        .lines()
+        .filter(|line| COMPLAINTS.iter().any(|word| line.contains(word)))
+        .filter(|line| !KNOWN.iter().any(|(place, _)| line.contains(place)))
+        .collect()
+}
+
+/// Why a guest's kernel cannot be called sound, from its section `kernel-log`: a complaint, or messages that are not all there.
+pub fn judge_kernel_log(section: &str) -> Result<(), String> {
+    let mut lines = section.lines();
+    let (first, count) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+    if !first.contains("Linux version") {
+        return Err(format!(
+            "the kernel's messages do not begin with its version, some are lost: {first:?}"
+        ));
+    }
+    match count.trim().parse::<u32>() {
+        Ok(count) if count >= 50 => {}
+        _ => return Err(format!("{count:?} messages of the kernel: not all were read")),
+    }
+    let found = complaints(section);
+    if found.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("the guest's kernel complains:\n{}", found.join("\n")))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SOUND: &str = "[    0.000000] Linux version 6.1.0-56-cloud-amd64\n387\n\
+        [    0.1] spectre_v2_user: Vulnerable, no microcode warning\n";
+
+    #[test]
+    fn a_sound_kernel_is_let_pass_and_one_that_complains_is_not() {
+        assert_eq!(judge_kernel_log(SOUND), Ok(()));
+        for complaint in [
+            "Uhhuh. NMI received for unknown reason 3d on CPU 0.",
+            "Dazed and confused, but trying to continue",
+            "unchecked MSR access error: WRMSR to 0x1d9 (tried to write 0x4) at rIP: 0xffffffff81069a84",
+            "WARNING: CPU: 0 PID: 0 at arch/x86/kernel/fpu/xstate.c:6055 paranoid_xstate_size_valid+0x4a",
+            "WARNING: arch/x86/kernel/fpu/xstate.c:639 at fpu__init_system_xstate+0x4fd/0xc20, CPU#0: swapper/0/0",
+            "rcu: INFO: rcu_preempt self-detected stall on CPU",
+            "watchdog: BUG: soft lockup - CPU#1 stuck for 22s!",
+            "perfevents: irq loop stuck!",
+        ] {
+            let why = judge_kernel_log(&format!("{SOUND}[    9.9] {complaint}\n")).unwrap_err();
+            assert!(why.contains(complaint), "{why}");
+        }
+    }
+
+    #[test]
+    fn what_is_known_is_known_at_its_place_only() {
+        let at = |place: &str| {
+            format!(
+                "{SOUND}WARNING: CPU: 0 PID: 0 at arch/x86/kernel/{place} paranoid_xstate_size_valid+0x4a\n"
+            )
+        };
+        assert_eq!(judge_kernel_log(&at("fpu/xstate.c:605")), Ok(()));
+        assert!(judge_kernel_log(&at("fpu/xstate.c:607")).is_err());
+    }
+
+    #[test]
+    fn messages_that_are_not_all_there_prove_nothing() {
+        assert!(judge_kernel_log("").is_err());
+        assert!(judge_kernel_log("[    9.0] something later\n400\n").is_err());
+        assert!(judge_kernel_log("[    0.0] Linux version 6.1\n3\n").is_err());
+    }
 
     #[test]
     fn the_refined_frequency_wins() {

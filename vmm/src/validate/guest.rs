@@ -122,6 +122,8 @@ pub struct CpuResult {
     /// Periods that went by unseen before one.
     #[serde(default)]
     pub late: u64,
+    /// PMIs whose handler found no overflow.
+    pub spurious: u64,
     /// Where they struck: the three functions, anywhere else.
     #[serde(default)]
     pub struck: Vec<u64>,

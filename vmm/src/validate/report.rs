@@ -9,6 +9,9 @@ use super::judge::{Evidence, Tolerance, Verdict, judge};
 use crate::events::format::thousands;
 use crate::kvm::host::KvmFacts;
 
+/// Where a count is from that does not depend on time.
+pub const KNOWN: &str = "counted by hand";
+
 /// One measurement, or one thing that cannot be measured here.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
@@ -36,6 +39,8 @@ pub struct Row {
     pub tolerance: Option<Tolerance>,
     /// Share of its enabled time the event was on, in percent.
     pub running_percent: Option<f64>,
+    /// It goes with time, which a host that does other things may spoil: such a row, and no other, is measured again if it is off.
+    pub of_time: bool,
     /// How often it was measured until it was right; the last one is shown.
     pub tries: u32,
     /// What it comes to.
@@ -89,6 +94,7 @@ impl Row {
             ratio: None,
             tolerance: None,
             running_percent: None,
+            of_time: false,
             tries: 1,
             verdict: Verdict::Fail,
             reason: Some("it was not measured".into()),
@@ -119,7 +125,21 @@ impl Row {
             .filter(|(_, expected)| *expected > 0)
             .map(|(guest, expected)| guest as f64 / expected as f64);
         self.basis = basis;
+        // Guest and host differ, where they must be one number: no other measurement makes that right.
+        let apart = seen
+            .guest
+            .zip(seen.host)
+            .is_some_and(|(guest, host)| host.tolerance == Tolerance::Exact && guest != host.value);
+        let exact = self
+            .tolerance
+            .is_none_or(|tolerance| tolerance == Tolerance::Exact);
+        self.of_time = !exact && !apart && basis != KNOWN;
         self
+    }
+
+    /// Whether it may be measured once more.
+    pub fn is_off_in_time(&self) -> bool {
+        self.of_time && self.verdict == Verdict::Fail
     }
 
     /// With the share of its time it was on.
@@ -327,7 +347,7 @@ fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<St
             None => String::new(),
         };
         let tries = if row.tries > 1 {
-            format!(" (try {})", row.tries)
+            format!(" ({} try)", ordinal(row.tries))
         } else {
             String::new()
         };
@@ -350,10 +370,59 @@ fn section(out: &mut String, title: &str, rows: &[&Row], notes: &mut BTreeMap<St
     out.push('\n');
 }
 
+/// 2 as "2nd".
+fn ordinal(n: u32) -> String {
+    match n {
+        1 => "1st".into(),
+        2 => "2nd".into(),
+        3 => "3rd".into(),
+        n => format!("{n}th"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::validate::judge::Expected;
+
+    /// What is counted is right or wrong; only what goes with time may be measured again, and the table and the JSON say that it was.
+    #[test]
+    fn only_time_is_measured_again_and_that_is_said() {
+        assert!(!row(5, 6).is_off_in_time());
+        let timed = |guest, host: Option<u64>, basis| {
+            let exactly = |value| Expected {
+                value,
+                tolerance: Tolerance::Exact,
+            };
+            let seen = Evidence {
+                guest: Some(guest),
+                host: host.map(exactly),
+                expected: Some(Expected {
+                    value: 100,
+                    tolerance: Tolerance::Percent(5.0),
+                }),
+            };
+            Row::new(Check::Counting, "cycles", "clock", "busy").judged(&seen, basis)
+        };
+        assert!(timed(80, Some(80), "CPU time").is_off_in_time());
+        assert!(!timed(99, Some(99), "CPU time").is_off_in_time(), "it is right");
+        assert!(
+            !timed(80, Some(81), "CPU time").is_off_in_time(),
+            "guest and host differ"
+        );
+        assert!(!timed(80, None, KNOWN).is_off_in_time());
+        let again = Row {
+            tries: 2,
+            ..timed(99, None, "CPU time")
+        };
+        let report = Report::new(vec![again], Summary::default());
+        assert!(report.text().contains("PASS (2nd try)"), "{}", report.text());
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(
+            (&json["rows"][0]["tries"], &json["rows"][0]["of_time"]),
+            (&2.into(), &true.into())
+        );
+    }
 
     fn row(guest: u64, expected: u64) -> Row {
         let seen = Evidence {

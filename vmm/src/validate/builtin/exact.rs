@@ -2,11 +2,11 @@
 
 use vpmu::ArchEvent;
 
-use super::{Builtin, Counter, KNOWN, OS, USR, judged, known, selector, unbacked};
+use super::{Builtin, Counter, OS, USR, judged, known, selector, unbacked};
 use crate::validate::child::ChildError;
 use crate::validate::guest::Job;
 use crate::validate::judge::{Expected, Tolerance};
-use crate::validate::report::{Check, Row};
+use crate::validate::report::{Check, KNOWN, Row};
 
 /// Rounds of the loops: some thousand steps.
 const ROUNDS: u64 = 1000;

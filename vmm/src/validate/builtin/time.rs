@@ -3,13 +3,12 @@
 use vpmu::ArchEvent;
 
 use super::{
-    BOTH, Builtin, CPU_TIME, Counter, KNOWN, evidence, judged, known, on_host_pmu, selector, settled,
-    unbacked,
+    BOTH, Builtin, CPU_TIME, Counter, evidence, judged, known, on_host_pmu, selector, settled, unbacked,
 };
 use crate::validate::child::ChildError;
 use crate::validate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
 use crate::validate::judge::{Expected, Tolerance};
-use crate::validate::report::{Check, Row};
+use crate::validate::report::{Check, KNOWN, Row};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;

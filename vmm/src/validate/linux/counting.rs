@@ -6,7 +6,7 @@ use crate::validate::builtin::on_host_pmu;
 use crate::validate::child::ChildError;
 use crate::validate::guest::Operator;
 use crate::validate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
-use crate::validate::report::{Check, Row};
+use crate::validate::report::{Check, KNOWN, Row};
 
 /// How often a measurement of time is taken before it counts as wrong.
 const TRIES: u32 = 3;
@@ -29,7 +29,6 @@ const MISSED: u64 = 2;
 const GUEST_CPU_TIME: &str = "CPU time of the program, by the guest's kernel, times the TSC frequency";
 const HOST_CPU_TIME: &str =
     "CPU time of the vCPU's thread, as the host's kernel accounts it, times the TSC frequency";
-const KNOWN: &str = "counted by hand";
 
 /// The count of `event`, of all lines that are it the first.
 fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
@@ -43,12 +42,17 @@ fn with_share(row: Row, count: Option<&Count>) -> Row {
     }
 }
 
-/// Measures until it passes, at most [`TRIES`] times.
+/// Whether a measurement of several rows is off in time, and in nothing else: that would not go away.
+fn may_be_measured_again(rows: &[Row]) -> bool {
+    rows.iter().any(Row::is_off_in_time) && rows.iter().all(|row| row.verdict != Verdict::Fail || row.of_time)
+}
+
+/// Measures; what goes with time until it passes, at most [`TRIES`] times.
 pub(super) fn settled(mut measure: impl FnMut() -> Result<Row, ChildError>) -> Result<Row, ChildError> {
     let mut tries = 1;
     loop {
         let row = measure()?;
-        if row.verdict != Verdict::Fail || tries == TRIES {
+        if !row.is_off_in_time() || tries == TRIES {
             return Ok(Row { tries, ..row });
         }
         log::info!(
@@ -266,7 +270,7 @@ impl Linux<'_> {
                 let row = row.judged(&seen, basis);
                 rows.push(with_share(Row { tries, ..row }, of(&counted, event)));
             }
-            if rows.iter().all(|row| row.verdict != Verdict::Fail) {
+            if !may_be_measured_again(&rows) {
                 break;
             }
             tries += 1;
@@ -328,7 +332,7 @@ impl Linux<'_> {
                     count,
                 ));
             }
-            if rows.iter().all(|row| row.verdict != Verdict::Fail) {
+            if !may_be_measured_again(&rows) {
                 break;
             }
             tries += 1;

@@ -1,0 +1,89 @@
+//! Measurements of time, which a machine that does other things may spoil, and tests that cannot be run.
+//!
+//! Nothing else is tried again: a guest that dies, a count that is not there and a kernel that complains fail at once.
+
+use std::fmt::Write as _;
+use std::fs::OpenOptions;
+use std::io::Write as _;
+
+use crate::artefacts;
+
+/// How often a measurement of time is taken.
+const TRIES: usize = 3;
+
+/// A time, or a rate, is not what it should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Off(pub String);
+
+/// [`Off`] unless `right`.
+///
+/// # Errors
+/// As said.
+pub fn in_time(right: bool, what: impl FnOnce() -> String) -> Result<(), Off> {
+    if right { Ok(()) } else { Err(Off(what())) }
+}
+
+/// Takes a measurement of time until it is right, at most three times. Further tries are part of the result: they are printed, and
+/// added to `target/integration/tries.txt`. `once` gets the number of its try, from 0.
+///
+/// # Panics
+/// When it was never right, with what was measured each time.
+#[track_caller]
+pub fn measured(name: &str, mut once: impl FnMut(usize) -> Result<(), Off>) {
+    let mut offs = String::new();
+    for n in 0..TRIES {
+        match once(n) {
+            Ok(()) if n == 0 => return,
+            Ok(()) => {
+                let result = format!("{name}: right at try {} of {TRIES}; before:{offs}", n + 1);
+                eprintln!("{result}");
+                keep(&result);
+                return;
+            }
+            Err(Off(what)) => {
+                _ = write!(offs, " [{}] {what};", n + 1);
+            }
+        }
+    }
+    panic!("{name}: off in {TRIES} of {TRIES} tries:{offs}");
+}
+
+/// A result that is only printed is not seen of a test that passes.
+fn keep(line: &str) {
+    let file = artefacts::log_dir()
+        .ok()
+        .map(|directory| directory.join("tries.txt"));
+    let file = file.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
+    if let Some(mut file) = file {
+        let _ = writeln!(file, "{line}");
+    }
+}
+
+/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there that is not.
+///
+/// # Panics
+/// When it is able and the environment has `CI`: there a test that does not run has failed.
+#[track_caller]
+pub fn skipped(why: &str, able: bool) {
+    let ci = std::env::var_os("CI").is_some_and(|value| !["", "0", "false"].iter().any(|no| value == *no));
+    assert!(!(able && ci), "SKIP in CI, where it could run: {why}");
+    eprintln!("SKIP: {why}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_off_is_measured_again_and_three_times_is_a_failure() {
+        let mut tries = 0;
+        measured("unit test", |n| {
+            tries = n + 1;
+            in_time(n == 1, || format!("{n} is early"))
+        });
+        assert_eq!(tries, 2);
+        let failed = std::panic::catch_unwind(|| measured("unit test", |n| Err(Off(format!("try {n}")))));
+        let message = *failed.unwrap_err().downcast::<String>().unwrap();
+        assert!(message.contains("[1] try 0; [2] try 1; [3] try 2;"), "{message}");
+    }
+}
