@@ -9,7 +9,7 @@
 mod common;
 
 use std::fs;
-use std::os::fd::RawFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -606,4 +606,96 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
     let mean = sum / shared.len() as f64;
     assert!((0.4..2.5).contains(&mean), "{mean}");
     assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
+}
+
+/// Takes every counter of this thread's CPU away, by pinned events of the CPU as a whole: the kernel puts those on before any
+/// thread's. The thread stays on that CPU.
+fn take_all_counters() -> Vec<OwnedFd> {
+    // SAFETY: sched_getcpu takes nothing; the set is a plain bit mask that lives until the call returns.
+    let cpu = unsafe {
+        let cpu = libc::sched_getcpu();
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(usize::try_from(cpu).unwrap(), &mut set);
+        assert_eq!(libc::sched_setaffinity(0, size_of_val(&set), &set), 0);
+        cpu
+    };
+    let mut held = Vec::new();
+    for _ in 0..64 {
+        // A `perf_event_attr` of version 1 (64 bytes): type hardware, its size, config cycles, and the flag `pinned`.
+        let mut attr = [0u64; 8];
+        attr[0] = 64 << 32;
+        attr[5] = 1 << 2;
+        // SAFETY: the attribute is 64 bytes, as its size says.
+        let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, attr.as_ptr(), -1, cpu, -1, 0) };
+        let fd = RawFd::try_from(fd).unwrap();
+        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+        // SAFETY: it was just opened, and nobody else has it.
+        held.push(unsafe { OwnedFd::from_raw_fd(fd) });
+        let mut count = 0u64;
+        // SAFETY: eight writable bytes.
+        if unsafe { libc::read(fd, (&raw mut count).cast(), 8) } == 0 {
+            // This one found none any more.
+            return held;
+        }
+    }
+    panic!("64 events are on at once");
+}
+
+/// The kernel takes the counter of a running event away and tells nobody: a look finds out, says since when, loses nothing of
+/// what was counted, and the event goes on when the counters are back.
+#[test]
+fn counters_taken_by_the_kernel_are_missed_and_got_back() {
+    let Some(probe) = pmu() else { return };
+    let t = Thread::new(probe);
+    let pinned = t.open(Attr {
+        pinned: true,
+        ..cycles()
+    });
+    let flexible = t.open(cycles());
+    burn(20 * MS);
+    t.vcpu.look();
+    assert_eq!(
+        (t.vcpu.errors(), pinned.state(), flexible.state()),
+        (0, State::Active, State::Active)
+    );
+    burn(30 * MS);
+    let counted = pinned.count().unwrap();
+    let before_ns = t.vcpu.time_ns();
+    let hogs = take_all_counters();
+    let taken_ns = t.vcpu.time_ns();
+    burn(100 * MS);
+    t.vcpu.look();
+    assert_eq!((t.vcpu.errors(), pinned.state()), (1, State::Error));
+    assert_eq!(flexible.state(), State::Inactive, "it waits for its turn");
+    let failure = pinned.failure().unwrap();
+    assert_eq!(failure.cause, FailureCause::Taken);
+    let uncounted_ns = t.vcpu.time_ns() - failure.since_ns;
+    let true_ns = t.vcpu.time_ns() - before_ns;
+    eprintln!(
+        "lost at {} ns, truly from {before_ns} to {taken_ns}; uncounted for {uncounted_ns} of {true_ns} ns",
+        failure.since_ns
+    );
+    // A clock on the wall against the thread's own: what the thread waits for its CPU is a part of both here.
+    let off = (uncounted_ns as f64 - true_ns as f64).abs() / true_ns as f64;
+    assert!(off < 0.05, "{:.1} % off", 100.0 * off);
+    let stands = pinned.count().unwrap();
+    assert!(stands >= counted, "{stands} after {counted}");
+    burn(10 * MS);
+    assert_eq!(pinned.count().unwrap(), stands);
+    pinned.enable(Scope::Event).unwrap();
+    assert_eq!(
+        (pinned.state(), pinned.failure().unwrap().cause),
+        (State::Error, FailureCause::Busy)
+    );
+    drop(hogs);
+    pinned.enable(Scope::Event).unwrap();
+    t.core.tick();
+    assert_eq!((pinned.state(), flexible.state()), (State::Active, State::Active));
+    burn(20 * MS);
+    assert!(pinned.count().unwrap() > stands);
+    let reading = flexible.read().unwrap();
+    assert!(
+        reading.time_running_ns + 90 * MS < reading.time_enabled_ns,
+        "{reading:?}"
+    );
 }
