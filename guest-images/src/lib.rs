@@ -17,6 +17,8 @@ pub mod deb;
 #[cfg(feature = "builder")]
 pub mod kernel;
 #[cfg(feature = "builder")]
+pub mod kexec;
+#[cfg(feature = "builder")]
 pub mod linux;
 #[cfg(feature = "builder")]
 pub mod modules;

@@ -68,7 +68,7 @@ fn code_made_at_run_time_reads_counters(place: &Place) {
             let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
             let command = Command::new(perfvisor)
                 .args(["run", "--kernel", &kernel, "--pmu", model, "--rdpmc", mode])
-                .args(["--cpus", "2"]);
+                .args(["--cpus", "2", "-v"]);
             let output = place
                 .run(&command, LIMIT)
                 .unwrap_or_else(|error| panic!("{error}"));
@@ -81,11 +81,14 @@ fn code_made_at_run_time_reads_counters(place: &Place) {
                 output.elapsed
             );
             assert!(
-                output.success() && tap.all_passed() && tap.passed.len() == 8 && tap.skipped.is_empty(),
+                output.success() && tap.all_passed() && tap.passed.len() == 15 && tap.skipped.is_empty(),
                 "{mode}, {model}: {:?}\n{text}\n{}",
                 output.ended,
                 output.stderr_text()
             );
+            // What the guest's file has is found in it.
+            let in_file = output.stderr_text().matches("info: rdpmc at ").count();
+            assert_eq!(in_file, 3, "{mode}, {model}: {}", output.stderr_text());
         }
     }
 }

@@ -179,8 +179,9 @@ pub struct RunArgs {
     /// What counts for the guest's counters: auto, hardware, clock, exact, kvm (KVM's own vPMU) or none.
     #[arg(long, value_name = "BACKING", default_value = "auto", value_parser = parse_backing)]
     pub backing: BackingPolicy,
-    /// How the guest's RDPMC instruction is served: trap (replaced at load), off, or hwbp (hardware breakpoints).
-    #[arg(long, value_name = "HOW", default_value = "trap", value_parser = parse_rdpmc)]
+    /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file only), trap (replaced where it is
+    /// found, by exits elsewhere), off, or hwbp (hardware breakpoints).
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_rdpmc)]
     pub rdpmc: RdpmcMode,
     /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
     /// <not supported> where it would read 0: on or off.
@@ -216,7 +217,9 @@ pub struct RunArgs {
 /// How RDPMC reaches us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RdpmcMode {
-    /// Replaced at load by an exit.
+    /// As [`RdpmcMode::Trap`] for Linux; nothing is changed in another guest but the RDPMC found in its file.
+    Auto,
+    /// Replaced by an exit where it is found, and served at the guest's handler of #GP elsewhere.
     Trap,
     /// Not at all: the guest gets KVM's answer.
     Off,
@@ -406,10 +409,11 @@ fn parse_backing(text: &str) -> Result<BackingPolicy, String> {
 
 fn parse_rdpmc(text: &str) -> Result<RdpmcMode, String> {
     Ok(match text {
+        "auto" => RdpmcMode::Auto,
         "trap" => RdpmcMode::Trap,
         "off" => RdpmcMode::Off,
         "hwbp" => RdpmcMode::Hwbp,
-        _ => return Err("must be trap, off or hwbp".into()),
+        _ => return Err("must be auto, trap, off or hwbp".into()),
     })
 }
 
@@ -469,7 +473,7 @@ mod tests {
         );
         assert_eq!(
             (args.pmu, args.backing, args.rdpmc),
-            (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Trap)
+            (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)
         );
     }
 

@@ -302,7 +302,7 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
     for site in &loaded.rdpmc_sites {
         let what = match config.rdpmc {
             _ if config.own_pmu.is_some() => "KVM's own vPMU answers it",
-            RdpmcMode::Trap => "replaced by a trap",
+            RdpmcMode::Auto | RdpmcMode::Trap => "replaced by a trap",
             RdpmcMode::Hwbp => "a hardware breakpoint",
             RdpmcMode::Off => "left as it is",
         };

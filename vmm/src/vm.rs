@@ -25,13 +25,15 @@ use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::hwbp::{self, HwbpError};
+use crate::rdpmc::running::RunningKernels;
+use crate::rdpmc::sites::{Sites, SitesOfVcpu};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::debugctl::DebugControl;
 use crate::vcpu::gate::Gate;
 use crate::vcpu::stats::VcpuStats;
 use crate::vcpu::step::Stepper;
 use crate::vcpu::step::debug::BREAKPOINTS;
-use crate::vcpu::{Kicker, Vcpu, VcpuError};
+use crate::vcpu::{Kicker, Rdpmc, Vcpu, VcpuError};
 
 /// Why a VM could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -153,12 +155,13 @@ impl Vm {
             });
         }
         let ram = GuestRam::new(config.memory_bytes)?;
+        let replaces = traps && matches!(config.rdpmc, RdpmcMode::Auto | RdpmcMode::Trap);
         let request = BootRequest {
             kernel: &config.kernel,
             initrd: config.initrd.as_deref(),
             cmdline: &config.cmdline,
             cpus: config.cpus,
-            patch_rdpmc: config.rdpmc == RdpmcMode::Trap && traps,
+            patch_rdpmc: replaces,
         };
         let loaded = boot::load(&ram, &request)?;
         let breakpoints = if config.rdpmc == RdpmcMode::Hwbp && traps {
@@ -231,9 +234,16 @@ impl Vm {
         let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
         let stepped = has_pmu && config.pmu.policy == BackingPolicy::Exact;
         let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;
-        // A breakpoint on the handler of #GP needs one that is left over.
-        let gate =
-            rdpmc_faults && !stepped && config.rdpmc != RdpmcMode::Off && breakpoints.len() < BREAKPOINTS;
+        let linux = needs_full_kvm(&loaded.kind);
+        // A breakpoint on the handler of #GP needs one that is left over. What is not Linux is left as it is unless the user asks.
+        let gate = rdpmc_faults
+            && !stepped
+            && breakpoints.len() < BREAKPOINTS
+            && match config.rdpmc {
+                RdpmcMode::Auto => linux,
+                RdpmcMode::Trap | RdpmcMode::Hwbp => true,
+                RdpmcMode::Off => false,
+            };
         let guest_cpu = |tsc_khz| GuestCpu {
             pmu: &model,
             backability: config.backability,
@@ -245,7 +255,16 @@ impl Vm {
             stepped,
             enters_handlers: gate || stepped,
         };
-        let planted = (config.rdpmc == RdpmcMode::Trap).then(Arc::default);
+        let planted = replaces.then(Arc::default);
+        let sites = Sites::new(if replaces { &loaded.rdpmc_sites } else { &[] });
+        let running = (replaces && linux).then(|| {
+            Arc::new(RunningKernels::new(
+                ram.memory().clone(),
+                sites.clone(),
+                loaded.text.clone(),
+                gate,
+            ))
+        });
         let mut vcpus = Vec::with_capacity(config.cpus.into());
         let mut stats = Vec::with_capacity(config.cpus.into());
         for id in 0..config.cpus {
@@ -288,12 +307,19 @@ impl Vm {
                 })?;
                 vcpu.keep_debug_control(control);
             }
-            if gate {
-                vcpu.serve_rdpmc_at(Gate::new(
-                    planted.clone(),
-                    ram.memory().clone(),
-                    loaded.symbols.clone(),
-                ));
+            if traps && config.rdpmc != RdpmcMode::Off {
+                let mut rdpmc = Rdpmc::new(ram.memory().clone(), linux, SitesOfVcpu::new(sites.clone()));
+                if gate {
+                    rdpmc = rdpmc.with_gate(Gate::new(
+                        planted.clone(),
+                        ram.memory().clone(),
+                        loaded.symbols.clone(),
+                    ));
+                }
+                if let Some(running) = &running {
+                    rdpmc = rdpmc.with_running(running.clone());
+                }
+                vcpu.serve_rdpmc(rdpmc);
             }
             if stepped {
                 vcpu.step_with(Stepper::new(

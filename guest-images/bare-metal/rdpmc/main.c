@@ -1,12 +1,13 @@
 /*
- * RDPMC in code that was not there when the guest was loaded: made at run time, executed by the kernel and by programs. There is
- * none in this kernel's own text.
+ * RDPMC in code that was not there when the guest was loaded: made at run time, executed by the kernel and by programs. And what is
+ * replaced in this kernel's own text, and port writes to the port that stands for it, which are none.
  *
  * Command line: only=PREFIX.
  */
 #include "tap.h"
 
 #define CR4_PCE BIT(8)
+#define VEC_DB 1
 
 typedef u64 (*routine)(u64 index);
 
@@ -39,14 +40,14 @@ static routine make(u32 what)
 }
 
 static struct trap_frame seen;
-static u32 faults;
+static u32 faults, fault_length = 2;
 static bool catch_fault(struct trap_frame *f)
 {
     if (f->vector != VEC_GP)
         return false;
     seen = *f;
     faults++;
-    f->rip += 2;
+    f->rip += fault_length;
     return true;
 }
 
@@ -138,7 +139,7 @@ TEST(other_faults, ON_ANY, "#GP: other faults reach the handler, their error cod
 extern u8 own_handler[];
 asm(".text\n.p2align 4\n.globl own_handler\nown_handler:\n nopl (%rax)\n cld\n jmp trap_stubs + 16 * 13\n");
 
-TEST(another_handler, ON_ANY, "rdpmc: is served at another handler too, found at one of 4,096 writes")
+TEST(another_handler, ON_ANY, "rdpmc: is served at another handler too, found within 4,096 writes")
 {
     write_cr4(read_cr4() | CR4_PCE);
     trap_entry(VEC_GP, own_handler);
@@ -179,7 +180,7 @@ extern u8 user_stepped[];
 asm(".text\n.globl user_step, user_stepped\nuser_step:\n pushfq\n orl $0x100,(%rsp)\n popfq\n nop\nuser_stepped: nop\n ret\n");
 
 static u64 step_dr6;
-static bool catch_step(struct trap_frame *f)
+static bool catch_own_step(struct trap_frame *f)
 {
     if (f->vector != 1)
         return false;
@@ -194,12 +195,172 @@ TEST(own_step, ON_ANY, "#DB: a program's own trap flag reaches the handler, and 
 {
     faults = 0;
     asm volatile("mov %0,%%db6" : : "r"(0xffff0ff0UL));
-    trap_hook = catch_step;
+    trap_hook = catch_own_step;
     run_user(user_step, 0);
     trap_hook = NULL;
     CHECK(faults == 1 && seen.rip == (u64)user_stepped, "%u at 0x%lx", faults, seen.rip);
     CHECK((step_dr6 & 0xe00f) == BIT(14), "DR6 0x%lx", step_dr6);
     asm volatile("mov %0,%%db6" : : "r"(0xffff0ff0UL));
+}
+
+/* As Linux's begins; not where the handler was before. */
+extern u8 third_handler[];
+asm(".text\n.p2align 4\n.globl third_handler\nthird_handler:\n push $0x77\n lea 8(%rsp),%rsp\n jmp trap_stubs + 16 * 13\n");
+
+TEST(changed_gate, ON_ANY, "rdpmc: is served at another handler at the next write")
+{
+    write_cr4(read_cr4() | CR4_PCE);
+    ctr_write(0, 0x11);
+    trap_entry(VEC_GP, third_handler);
+    ctr_write(0, 0x66);
+    CHECK(run_user(make(VALUE), 0) == 0x66);
+    trap_entry(VEC_GP, NULL);
+    ctr_write(0, 0x55);
+    CHECK(run_user(make(VALUE), 0) == 0x55);
+}
+
+TEST(prefixes, ON_ANY, "rdpmc: prefixes change nothing")
+{
+    static const u8 prefixes[][4] = { { 0x66 }, { 0x67 }, { 0xf2 }, { 0xf3 }, { 0x48 }, { 0x65 }, { 0x66, 0xf3, 0x4f } };
+    static u8 prefixed[32];
+
+    write_cr4(read_cr4() | CR4_PCE);
+    for (u32 i = 0; i < sizeof(prefixes) / sizeof(prefixes[0]); i++) {
+        u8 *from = (u8 *)make(VALUE), *to = prefixed, *pair = fault_at[VALUE];
+
+        while (from < pair)
+            *to++ = *from++;
+        for (u32 j = 0; j < 4 && prefixes[i][j]; j++)
+            *to++ = prefixes[i][j];
+        while (from < code[VALUE] + 20)
+            *to++ = *from++;
+        ctr_write(0, 0x5500 + i);
+        for (u32 cpl = 0; cpl <= 3; cpl += 3) {
+            u64 v = run_at(cpl, (routine)prefixed, 0);
+            CHECK(v == 0x5500 + i, "prefix 0x%x, CPL%u: 0x%lx", prefixes[i][0], cpl, v);
+        }
+    }
+}
+
+static u64 first_step, step_status;
+static u32 steps;
+static bool catch_step(struct trap_frame *f)
+{
+    if (f->vector != VEC_DB)
+        return false;
+    if (!steps++) {
+        first_step = f->rip;
+        asm volatile("mov %%dr6,%0" : "=r"(step_status));
+    }
+    if (steps == 2)
+        f->rflags &= ~BIT(8);
+    return true;
+}
+
+TEST(single_step, ON_ANY, "rdpmc: #DB comes right behind it while the trap flag is set")
+{
+    /* pushfq; orl $0x100,(%rsp); mov %edi,%ecx; popfq; RDPMC; nop; nop; nop; ret */
+    static const u8 head[] = { 0x9c, 0x81, 0x0c, 0x24, 0, 1, 0, 0, 0x89, 0xf9, 0x9d };
+    static u8 stepped[24];
+    static volatile u8 half = 0x0e;
+    u8 *at = stepped;
+
+    for (u32 i = 0; i < sizeof(head); i++)
+        *at++ = head[i];
+    *at++ = half + 1;
+    *at++ = 0x33;
+    u8 *behind_it = at;
+    for (u32 i = 0; i < 3; i++)
+        *at++ = 0x90;
+    *at = 0xc3;
+    ctr_write(0, 0x4321);
+    steps = 0;
+    asm volatile("mov %0,%%dr6" : : "r"(0xffff0ff0UL));
+    trap_hook = catch_step;
+    u64 v = (u32)((routine)stepped)(0);
+    trap_hook = NULL;
+    CHECK(v == 0x4321, "0x%lx", v);
+    CHECK(steps == 2 && first_step == (u64)behind_it, "%u steps, the first %ld bytes behind it", steps,
+          first_step - (u64)behind_it);
+    CHECK(step_status & BIT(14), "DR6 0x%lx", step_status);
+}
+
+/* Found when the file is loaded: no symbol but the functions' is to be an anchor for the search. Each RDPMC is behind a MOV of two bytes. */
+extern u64 of_the_file(u64 index), of_the_file_prefixed(u64 index);
+#define OF_THE_FILE(function) ((u8 *)(function) + 2)
+asm(".text\n.globl of_the_file, of_the_file_prefixed\n"
+    ".type of_the_file, @function\n.type of_the_file_prefixed, @function\n"
+    "of_the_file:\n mov %edi,%ecx\n rdpmc\n shl $32,%rdx\n or %rdx,%rax\n ret\n"
+    "of_the_file_prefixed:\n mov %edi,%ecx\n .byte 0x66,0x48,0x0f,0x33\n shl $32,%rdx\n or %rdx,%rax\n ret\n");
+
+TEST(file, ON_ANY, "rdpmc: in the file, with prefixes or without, and a fault is at its first byte")
+{
+    ctr_write(0, 0x7654);
+    CHECK(of_the_file(0) == 0x7654 && of_the_file_prefixed(0) == 0x7654);
+    for (u32 i = 0; i < 2; i++) {
+        u8 *at = OF_THE_FILE(i ? of_the_file_prefixed : of_the_file);
+
+        faults = 0;
+        fault_length = i ? 4 : 2;
+        trap_hook = catch_fault;
+        i ? of_the_file_prefixed(pmu.gp) : of_the_file(pmu.gp);
+        trap_hook = NULL;
+        fault_length = 2;
+        CHECK(faults == 1 && seen.rip == (u64)at && seen.error == 0, "%u: %u faults, 0x%lx", i, faults, seen.rip);
+    }
+}
+
+/* RAX, RDX and how often an instruction behind it was executed; a step back or a wrong length would change all. */
+#define OUT(instruction, a, d, n) asm volatile(instruction "\n incl %2\n incl %2" : "+a"(a), "+d"(d), "+r"(n) : "c"(0) : "memory")
+
+TEST(other_port_writes, ON_ANY, "port 0xe1: a write elsewhere is no RDPMC")
+{
+    static const u8 bytes[4] = { 1, 2, 3, 4 };
+    const u8 *string = bytes;
+    u64 a = 0x1111222233334444UL, d = 0x55556666777700e1UL, count = 4;
+    u32 n = 0;
+
+    ctr_write(0, 0x123456789aUL);
+    OUT("out %%al,$0xe1", a, d, n);
+    OUT("out %%eax,$0xe1", a, d, n);
+    OUT("out %%al,%%dx", a, d, n);
+    OUT("out %%ax,%%dx", a, d, n);
+    OUT("out %%eax,%%dx", a, d, n);
+    asm volatile("rep outsb" : "+S"(string), "+c"(count) : "d"(0xe1) : "memory");
+    CHECK(a == 0x1111222233334444UL && d == 0x55556666777700e1UL && n == 10, "0x%lx 0x%lx %u", a, d, n);
+    CHECK(count == 0 && string == bytes + 4);
+}
+
+/* Beside one that is replaced: OUT, RDPMC, OUT. */
+extern u64 crowded(u64 index);
+asm(".text\n.globl crowded\n.type crowded, @function\ncrowded:\n mov %edi,%ecx\n mov $0xe1,%edx\n mov $5,%eax\n out %al,%dx\n"
+    " cmp $5,%eax\n jne 1f\n mov $0xe1,%edx\n out %al,%dx\n rdpmc\n out %al,$0xe1\n shl $32,%rdx\n or %rdx,%rax\n ret\n1: ud2\n");
+
+TEST(beside_a_write, ON_ANY, "port 0xe1: a write right beside an RDPMC is none")
+{
+    for (u64 i = 0; i < 3; i++) {
+        ctr_write(0, 0x9900000000UL + i);
+        u64 v = crowded(0);
+        CHECK(v == 0x9900000000UL + i, "0x%lx", v);
+    }
+}
+
+TEST(level_of_the_file, ON_ANY, "rdpmc: in the file, at CPL 3: CR4.PCE decides")
+{
+    for (u32 iopl = 0; iopl <= 3; iopl += 3) {
+        asm volatile("pushfq\n andl $~0x3000,(%%rsp)\n orl %0,(%%rsp)\n popfq" : : "r"(iopl << 12) : "memory", "cc");
+        write_cr4(read_cr4() | CR4_PCE);
+        ctr_write(0, 0x3131);
+        u64 v = run_user(of_the_file, 0);
+        CHECK(v == 0x3131, "IOPL %u: 0x%lx", iopl, v);
+        write_cr4(read_cr4() & ~CR4_PCE);
+        faults = 0;
+        trap_hook = catch_fault;
+        run_user(of_the_file, 0);
+        trap_hook = NULL;
+        CHECK(faults == 1 && seen.rip == (u64)OF_THE_FILE(of_the_file), "IOPL %u: %u faults", iopl, faults);
+    }
+    asm volatile("pushfq\n andl $~0x3000,(%%rsp)\n popfq" : : : "memory", "cc");
 }
 
 static void before(void)

@@ -244,7 +244,7 @@ fn read_sections<'a, H: FileHeader<Endian = Endianness>>(
 
 /// The addresses an `.orc_unwind_ip` section at `virt` describes: each entry is the distance from
 /// itself to an instruction, as a signed 32-bit number.
-fn orc_addresses(virt: u64, data: &[u8]) -> Vec<u64> {
+pub(crate) fn orc_addresses(virt: u64, data: &[u8]) -> Vec<u64> {
     let mut ips: Vec<u64> = data
         .chunks_exact(4)
         .enumerate()

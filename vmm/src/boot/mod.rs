@@ -26,6 +26,7 @@ use std::sync::Arc;
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
+pub(crate) use elf::orc_addresses;
 pub use error::BootError;
 pub use regs::{Entry, configure_local_apic};
 pub use symbols::SymbolTable;

@@ -158,6 +158,19 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
     result
 }
 
+/// The memory of the kernel that `anchor` points into, copied: where it starts, and its bytes, holes as zeros. Slow.
+///
+/// # Errors
+/// [`LocateError::Mode`].
+pub fn memory_around<M: GuestPhys + ?Sized>(
+    mem: &M,
+    regs: &GuestRegs,
+    anchor: u64,
+) -> Result<(u64, Vec<u8>), LocateError> {
+    let mut space = AddressSpace::of(mem, regs)?;
+    Ok(mapped_around(&mut space, anchor))
+}
+
 /// The mapped range that `anchor` is in, holes up to [`MAX_GAP`] above it as zeros.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;

@@ -1,4 +1,5 @@
-//! Telling an RDPMC instruction from the byte pair 0F 33 inside another one.
+//! Telling an RDPMC instruction from the byte pair 0F 33 inside another one. Prefixes before the pair (operand and address size, REP,
+//! segments, REX) belong to the instruction and change nothing about it.
 //!
 //! Evidence, strongest first:
 //! 1. An instruction boundary the kernel itself names: its ORC unwind table has one for each place
@@ -10,11 +11,13 @@
 //!    must make sense: ECX set before, EAX or EDX used after.
 
 use iced_x86::{
-    Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess, Register,
+    Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
+    Register,
 };
 
-use super::{CodeBits, PatchedSite, RDPMC, Text};
+use super::{CodeBits, LONGEST, PatchedSite, RDPMC, TRAP_PORT, Text};
 use crate::boot::SymbolTable;
+use crate::profile::symbols::KernelSymbols;
 
 /// Farthest a boundary may lie before the pair, in bytes.
 const MAX_ANCHOR_DISTANCE: u64 = 16 * 1024;
@@ -31,10 +34,40 @@ const NEIGHBOURS: usize = 10;
 /// Instructions after the pair that must decode.
 const MUST_DECODE_AFTER: usize = 4;
 
+/// The names of a kernel's functions, from its file or from its memory.
+pub trait Names {
+    /// The function that contains `address`, and the offset into it.
+    fn function_at(&self, address: u64) -> Option<(&str, u64)>;
+    /// Where a symbol starts at or before `address`.
+    fn start_before(&self, address: u64) -> Option<u64>;
+}
+
+impl Names for SymbolTable {
+    fn function_at(&self, address: u64) -> Option<(&str, u64)> {
+        self.lookup(address)
+    }
+
+    fn start_before(&self, address: u64) -> Option<u64> {
+        SymbolTable::start_before(self, address)
+    }
+}
+
+impl Names for KernelSymbols {
+    fn function_at(&self, address: u64) -> Option<(&str, u64)> {
+        self.resolve(address)
+            .map(|(symbol, offset)| (symbol.name, offset))
+    }
+
+    fn start_before(&self, address: u64) -> Option<u64> {
+        self.resolve(address).map(|(symbol, _)| symbol.address)
+    }
+}
+
 /// What one piece of evidence says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    Instruction,
+    /// It is the end of an RDPMC that starts here in the text; the pair, or a prefix of it.
+    Instruction(usize),
     NotInstruction,
     /// The boundary led into bytes that do not decode.
     Unknown,
@@ -43,7 +76,7 @@ enum Verdict {
 /// All RDPMC instructions in `texts`, by address.
 pub fn find(
     texts: &[Text<'_>],
-    symbols: &SymbolTable,
+    symbols: &impl Names,
     boundaries: &[u64],
     bits: CodeBits,
 ) -> Vec<PatchedSite> {
@@ -52,14 +85,24 @@ pub fn find(
     for text in texts {
         for offset in memchr::memmem::find_iter(text.bytes, &RDPMC) {
             pairs += 1;
-            if !is_instruction(text, offset, symbols, boundaries, bits) {
+            let Some(start) = instruction(text, offset, symbols, boundaries, bits) else {
                 continue;
-            }
-            let virt = text.virt + offset as u64;
+            };
+            // In 32-bit code a REX prefix is an instruction of its own, INC or DEC.
+            let rex = text.bytes[start..offset].last().is_some_and(|b| b & 0xF0 == 0x40);
+            let (start, lead) = match bits {
+                CodeBits::Either if rex => (offset, offset - start),
+                _ => (start, 0),
+            };
+            let virt = text.virt + start as u64;
+            let length = offset + RDPMC.len() - start;
             sites.push(PatchedSite {
                 virt,
-                phys: text.phys + offset as u64,
-                symbol: symbols.lookup(virt).map(|(name, at)| (name.to_owned(), at)),
+                phys: text.phys + start as u64,
+                length: length as u8,
+                lead: lead as u8,
+                beside_out: beside_out(text.bytes, start, length, bits.modes()),
+                symbol: symbols.function_at(virt).map(|(name, at)| (name.to_owned(), at)),
             });
         }
     }
@@ -72,17 +115,41 @@ pub fn find(
     sites
 }
 
-fn is_instruction(
+/// Whether `code` begins with a port write that may be to the port of the exit, in code of `mode` bits.
+pub fn is_out(code: &[u8], mode: u32) -> bool {
+    let instruction = Decoder::new(mode, code, DecoderOptions::NONE).decode();
+    match instruction.code() {
+        Code::Out_imm8_AL | Code::Out_imm8_AX | Code::Out_imm8_EAX => {
+            u16::from(instruction.immediate8()) == TRAP_PORT
+        }
+        _ => matches!(
+            instruction.mnemonic(),
+            Mnemonic::Out | Mnemonic::Outsb | Mnemonic::Outsw | Mnemonic::Outsd
+        ),
+    }
+}
+
+/// Whether the bytes right before an instruction look like a port write that an exit could be of as well, or the next is one.
+fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
+    let (before, behind) = (&bytes[..start], &bytes[start + length..]);
+    let ends_in_out = match *before {
+        // To DX, of a string or not.
+        [.., 0xEE | 0xEF | 0x6E | 0x6F] => true,
+        [.., 0xE6 | 0xE7, port] => u16::from(port) == TRAP_PORT,
+        _ => false,
+    };
+    ends_in_out || modes.iter().any(|mode| is_out(behind, *mode))
+}
+
+/// Where in `text` the RDPMC starts whose last two bytes are at `offset`.
+fn instruction(
     text: &Text<'_>,
     offset: usize,
-    symbols: &SymbolTable,
+    symbols: &impl Names,
     boundaries: &[u64],
     bits: CodeBits,
-) -> bool {
-    let modes: &[u32] = match bits {
-        CodeBits::Only64 => &[64],
-        CodeBits::Either => &[64, 32],
-    };
+) -> Option<usize> {
+    let modes = bits.modes();
     let virt = text.virt + offset as u64;
     let orc = boundaries
         .partition_point(|b| *b <= virt)
@@ -105,18 +172,18 @@ fn is_instruction(
         let mut known = false;
         for (mode, verdict) in verdicts {
             match verdict {
-                Verdict::Instruction if !needs_neighbours || sensible(text, start as usize, offset, mode) => {
-                    return true;
+                Verdict::Instruction(at) if !needs_neighbours || sensible(text, start as usize, at, mode) => {
+                    return Some(at);
                 }
-                Verdict::Instruction | Verdict::NotInstruction => known = true,
+                Verdict::Instruction(_) | Verdict::NotInstruction => known = true,
                 Verdict::Unknown => {}
             }
         }
         if known {
-            return false;
+            return None;
         }
     }
-    modes.iter().any(|mode| by_agreement(text, offset, *mode))
+    modes.iter().find_map(|mode| by_agreement(text, offset, *mode))
 }
 
 fn decoder<'a>(text: &Text<'a>, start: usize, mode: u32) -> Decoder<'a> {
@@ -138,50 +205,48 @@ fn from_boundary(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> Ver
         if instruction.is_invalid() {
             return Verdict::Unknown;
         }
-        if at == offset {
-            return if is_rdpmc(&instruction) {
-                Verdict::Instruction
-            } else {
-                Verdict::NotInstruction
-            };
+        if instruction.code() == Code::Rdpmc && at + instruction.len() == offset + RDPMC.len() {
+            return Verdict::Instruction(at);
         }
     }
     Verdict::NotInstruction
 }
 
-fn is_rdpmc(instruction: &Instruction) -> bool {
-    instruction.code() == Code::Rdpmc && instruction.len() == 2
-}
-
-/// Whether nearly all starts before `offset` land on it, with a sensible neighbourhood.
-fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> bool {
+/// Where the instruction starts, if nearly all starts before `offset` land on it, with a sensible neighbourhood.
+fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
     let far = offset.saturating_sub(SWEEP_FAR);
     let near = offset.saturating_sub(SWEEP_NEAR);
-    let mut landed = Vec::new();
+    // By where they land: the first of them, and how many.
+    let mut landed = [(0usize, 0usize); LONGEST];
     let mut usable = 0usize;
     for start in far..=near {
         match from_boundary(text, start, offset, mode) {
             Verdict::Unknown => {}
             Verdict::NotInstruction => usable += 1,
-            Verdict::Instruction => {
+            Verdict::Instruction(at) => {
                 usable += 1;
-                landed.push(start);
+                let (first, starts) = &mut landed[offset - at];
+                if *starts == 0 {
+                    *first = start;
+                }
+                *starts += 1;
             }
         }
     }
     // At the very start of a text there is no room for many starts; its first byte is a boundary.
     if far == 0 && near < SWEEP_MIN_STARTS {
-        return from_boundary(text, 0, offset, mode) == Verdict::Instruction
-            && sensible(text, 0, offset, mode);
+        return match from_boundary(text, 0, offset, mode) {
+            Verdict::Instruction(at) => sensible(text, 0, at, mode).then_some(at),
+            _ => None,
+        };
     }
-    usable >= SWEEP_MIN_STARTS
-        && landed.len() * 100 >= usable * SWEEP_AGREE_PERCENT
-        && landed
-            .first()
-            .is_some_and(|start| sensible(text, *start, offset, mode))
+    let (prefixes, &(start, starts)) = landed.iter().enumerate().max_by_key(|(_, l)| l.1)?;
+    let at = offset - prefixes;
+    let agreed = usable >= SWEEP_MIN_STARTS && starts * 100 >= usable * SWEEP_AGREE_PERCENT;
+    (agreed && sensible(text, start, at, mode)).then_some(at)
 }
 
-/// Whether the instructions around `offset`, decoded from `start`, set ECX before and use EAX or EDX
+/// Whether the instructions around that at `offset`, decoded from `start`, set ECX before and use EAX or EDX
 /// after it, and go on decoding.
 fn sensible(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> bool {
     let mut info = InstructionInfoFactory::new();
@@ -304,6 +369,79 @@ mod tests {
         );
     }
 
+    /// Where it starts is where its first prefix is; how that is known does not matter.
+    #[test]
+    fn prefixes_belong_to_the_instruction() {
+        for prefixes in [
+            &[0x66][..],
+            &[0x67],
+            &[0xF2],
+            &[0xF3],
+            &[0x48],
+            &[0x4F],
+            &[0x2E],
+            &[0x65],
+            &[0x66, 0x67, 0xF3, 0x41],
+        ] {
+            let mut code = filler(20);
+            let function = code.len() as u64;
+            code.extend_from_slice(&FUNCTION[..2]);
+            code.extend_from_slice(prefixes);
+            code.extend_from_slice(&FUNCTION[2..]);
+            code.extend(filler(5));
+            let text = Text {
+                virt: 0x1000,
+                phys: 0x20_1000,
+                bytes: &code,
+            };
+            for boundaries in [&[][..], &[0x1000 + function]] {
+                let found = find(&[text], &SymbolTable::default(), boundaries, CodeBits::Only64);
+                assert_eq!(found.len(), 1, "{prefixes:x?}");
+                let site = &found[0];
+                assert_eq!(
+                    (site.virt, site.phys),
+                    (0x1002 + function, 0x20_1002 + function),
+                    "{prefixes:x?}"
+                );
+                assert_eq!(usize::from(site.length), prefixes.len() + 2);
+            }
+        }
+        // LOCK is none of them: that raises #UD.
+        let mut code = filler(20);
+        code.extend_from_slice(&[0x89, 0xF9, 0xF0, 0x0F, 0x33]);
+        code.extend_from_slice(&FUNCTION[4..]);
+        code.extend(filler(5));
+        let at = 0x1000 + filler(20).len() as u64;
+        assert_eq!(
+            search(&code, &SymbolTable::default(), &[at], CodeBits::Only64),
+            [] as [u64; 0]
+        );
+    }
+
+    /// An exit right beside a port write of the guest's own may be of either.
+    #[test]
+    fn port_writes_beside_the_instruction_are_seen() {
+        for (before, behind, expected) in [
+            (&[][..], &[][..], false),
+            (&[0xEE], &[], true),
+            (&[0xE6, 0xE1], &[], true),
+            (&[0xE6, 0x80], &[], false),
+            (&[], &[0x66, 0xEF], true),
+            (&[], &[0xE6, 0xE1], true),
+            (&[], &[0xE6, 0xF4], false),
+            // shl rdx, 32; a displacement with EE in it.
+            (&[0x89, 0xF9], &[0x48, 0xC1, 0xE2, 0x20], false),
+            (&[], &[0xE9, 0xEE, 0xEE, 0xEE, 0xEE], false),
+        ] {
+            let code = [before, &RDPMC, behind].concat();
+            assert_eq!(
+                beside_out(&code, before.len(), 2, &[64]),
+                expected,
+                "{before:x?} {behind:x?}"
+            );
+        }
+    }
+
     #[test]
     fn a_pair_inside_an_immediate_or_displacement_is_left_alone() {
         for inside in [
@@ -351,8 +489,9 @@ mod tests {
         assert_eq!(found, [function + 2]);
     }
 
+    /// What is INC ECX and RDPMC in 32-bit code is one instruction in 64-bit code. Its last two bytes are what is replaced.
     #[test]
-    fn thirty_two_bit_code_is_found_in_multiboot_images_only() {
+    fn in_multiboot_images_a_rex_prefix_may_be_an_instruction() {
         // inc ecx (41) is a REX prefix in 64-bit code.
         let code: Vec<u8> = filler(3)
             .into_iter()
@@ -366,7 +505,7 @@ mod tests {
         symbols.push(0x1000 + at, 0, "f");
         symbols.finish();
         assert_eq!(search(&code, &symbols, &[], CodeBits::Either), [at + 6]);
-        assert_eq!(search(&code, &symbols, &[], CodeBits::Only64), [] as [u64; 0]);
+        assert_eq!(search(&code, &symbols, &[], CodeBits::Only64), [at + 5]);
     }
 
     #[test]
@@ -393,8 +532,8 @@ mod tests {
             let text = Text { virt: 0x1000, phys: 0x1000, bytes: &bytes };
             for bits in [CodeBits::Only64, CodeBits::Either] {
                 for site in find(&[text], &SymbolTable::default(), &[b % 0x1400], bits) {
-                    let at = (site.virt - 0x1000) as usize;
-                    prop_assert_eq!(&bytes[at..at + 2], &RDPMC[..]);
+                    let end = (site.virt - 0x1000) as usize + usize::from(site.length);
+                    prop_assert_eq!(&bytes[end - 2..end], &RDPMC[..]);
                 }
             }
         }

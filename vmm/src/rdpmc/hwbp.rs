@@ -3,12 +3,9 @@
 //! A breakpoint on an instruction stops the vCPU before it executes. The exit handler then does what RDPMC does and steps
 //! over it. The breakpoints are at linear addresses, so the kernel has to run where it was linked.
 
-use super::{PatchedSite, RDPMC};
+use super::PatchedSite;
 use crate::kvm::stepping::Stepping;
 use crate::vcpu::step::debug::BREAKPOINTS;
-
-/// Bytes of the instruction.
-pub const LENGTH: u64 = RDPMC.len() as u64;
 
 /// Why breakpoints cannot serve a guest's RDPMC.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -56,6 +53,9 @@ mod tests {
             .map(|i| PatchedSite {
                 virt: 0xffff_ffff_8100_0000 + 16 * i,
                 phys: 0x100_0000 + 16 * i,
+                length: 2,
+                lead: 0,
+                beside_out: false,
                 symbol: None,
             })
             .collect()

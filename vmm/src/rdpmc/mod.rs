@@ -2,19 +2,24 @@
 //!
 //! KVM has no exit for RDPMC: with KVM's own PMU off the guest gets #GP. So each RDPMC (0F 33) of the
 //! guest kernel is replaced, before the guest starts, by `out imm8, al` (E6 nn), two bytes as well, on
-//! a port reserved for it. The exit handler reads ECX and writes EDX:EAX as RDPMC would.
+//! a port reserved for it. The exit handler reads ECX and writes EDX:EAX as RDPMC would. Prefixes stay where they are: they mean nothing
+//! to either instruction. A port write counts as RDPMC at such a place only ([`sites`]); elsewhere it goes to the bus.
 //!
 //! The byte pair 0F 33 also occurs inside other instructions (37 times in the text of a Debian cloud
 //! kernel, once as an instruction). Replacing one of those corrupts the kernel, so the finder in
 //! [`find`] accepts a pair only when decoding proves it an instruction.
+//!
+//! A kernel that the guest starts itself (kexec, kdump) is searched in its memory ([`running`]).
 
 mod finder;
 pub mod hwbp;
+pub mod running;
+pub mod sites;
 
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
-pub use finder::find;
+pub use finder::{Names, find, is_out};
 
 use crate::boot::BootError;
 use crate::memory::GuestRam;
@@ -25,6 +30,9 @@ pub const TRAP_PORT: u16 = 0xE1;
 pub const RDPMC: [u8; 2] = [0x0F, 0x33];
 /// `out TRAP_PORT, al`.
 pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT as u8];
+
+/// Longest instruction (SDM vol. 2 §2.3.11).
+pub const LONGEST: usize = 15;
 
 /// Executable bytes to search.
 #[derive(Clone, Copy, Debug)]
@@ -46,18 +54,38 @@ pub enum CodeBits {
     Either,
 }
 
+impl CodeBits {
+    fn modes(self) -> &'static [u32] {
+        match self {
+            CodeBits::Only64 => &[64],
+            CodeBits::Either => &[64, 32],
+        }
+    }
+}
+
 /// One RDPMC instruction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PatchedSite {
-    /// Link-time address.
+    /// Link-time address of its first byte, which may be a prefix.
     pub virt: u64,
-    /// Guest-physical address.
+    /// Guest-physical address of the same.
     pub phys: u64,
+    /// Its length in bytes: two and its prefixes.
+    pub length: u8,
+    /// Bytes before it that are prefixes in 64-bit code and instructions in 32-bit code.
+    pub lead: u8,
+    /// A port write of the guest's own is right before or behind it, as far as bytes tell.
+    pub beside_out: bool,
     /// Symbol it lies in and the offset into it.
     pub symbol: Option<(String, u64)>,
 }
 
 impl PatchedSite {
+    /// Guest-physical address of the two bytes that are replaced, its last.
+    fn opcode(&self) -> u64 {
+        self.phys + u64::from(self.length) - RDPMC.len() as u64
+    }
+
     /// `symbol+offset`, or the address where no symbol is known.
     pub fn place(&self) -> String {
         match &self.symbol {
@@ -69,10 +97,10 @@ impl PatchedSite {
 
 /// Replaces the instruction at `site` in guest memory.
 pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), BootError> {
-    let at = GuestAddress(site.phys);
+    let at = GuestAddress(site.opcode());
     let failed = |reason: String| BootError::GuestMemory {
         what: "the RDPMC trap",
-        address: site.phys,
+        address: site.opcode(),
         reason,
     };
     let mut there = [0u8; 2];
@@ -114,7 +142,10 @@ mod tests {
         let ram = GuestRam::new(16 << 20).unwrap();
         let site = PatchedSite {
             virt: 0xFFFF_FFFF_8100_0000,
-            phys: 0x10_0000,
+            phys: 0x0F_FFFF,
+            length: 3,
+            lead: 0,
+            beside_out: false,
             symbol: None,
         };
         assert!(patch(&ram, &site).is_err());

@@ -36,8 +36,8 @@ use crate::pmu::{Synced, VcpuPmu};
 use crate::rdpmc::TRAP_PORT;
 use control::{RunControl, RunState, StopReason};
 use debugctl::DebugControl;
-use gate::Gate;
 use pmi::{Delivery, Lvtpc, Recheck};
+pub use rdpmc::Rdpmc;
 use rdpmc::Read;
 use stats::VcpuStats;
 use step::debug::GuestDebug;
@@ -63,9 +63,9 @@ enum EntryError {
     Step(#[from] StepError),
     #[error("serving a breakpoint failed: {0}")]
     Debug(#[source] kvm_ioctls::Error),
-    #[error("doing an RDPMC again failed: {0}")]
+    #[error("serving RDPMC failed: {0}")]
     Read(#[source] kvm_ioctls::Error),
-    #[error("looking for the guest's handler of #GP failed: {0}")]
+    #[error("looking which kernel the guest runs failed: {0}")]
     Gate(#[source] kvm_ioctls::Error),
 }
 
@@ -92,8 +92,8 @@ enum Completed {
 enum Next {
     /// Enter the guest again.
     Continue,
-    /// The guest executed the instruction that stands for RDPMC.
-    Rdpmc,
+    /// The guest wrote this to the port that stands for RDPMC.
+    TrapPort(u8),
     /// The guest stopped at a breakpoint or behind a single step.
     Debug(kvm_debug_exit_arch),
     /// End the VM.
@@ -117,8 +117,8 @@ pub struct Vcpu {
     debug: GuestDebug,
     /// The rest of IA32_DEBUGCTL, where it is trapped.
     debug_control: Option<DebugControl>,
-    /// Where RDPMC is served that was not there when the guest was loaded.
-    gate: Option<Gate>,
+    /// `None`: nothing stands for RDPMC.
+    rdpmc: Option<Rdpmc>,
     /// With the exact backing.
     stepper: Option<Stepper>,
     mailbox: Arc<Mailbox>,
@@ -169,7 +169,7 @@ impl Vcpu {
             control,
             debug: GuestDebug::default(),
             debug_control: None,
-            gate: None,
+            rdpmc: None,
             stepper: None,
             mailbox: Arc::default(),
             just_read: None,
@@ -209,9 +209,9 @@ impl Vcpu {
         self.debug.set_sites(addresses);
     }
 
-    /// Serves RDPMC elsewhere at the guest's handler of #GP. Not together with stepping, which has exits of its own there.
-    pub fn serve_rdpmc_at(&mut self, gate: Gate) {
-        self.gate = Some(gate);
+    /// How RDPMC is served.
+    pub fn serve_rdpmc(&mut self, rdpmc: Rdpmc) {
+        self.rdpmc = Some(rdpmc);
     }
 
     /// Starts the thread of this vCPU, named `vcpuN`.
@@ -288,26 +288,20 @@ impl Vcpu {
                     break;
                 }
             }
-            match self.enter(&armed) {
-                Next::Continue => {}
-                Next::Rdpmc => match self.breakpoint_on_gate() {
-                    Ok(true) => {}
-                    Ok(false) => self.rdpmc(),
-                    Err(e) => {
-                        log::error!("vcpu{}: {e}", self.id);
-                        self.control.stop(StopReason::Failed);
-                        break;
-                    }
-                },
-                Next::Debug(stop) => {
-                    if let Err(e) = self.debug_exit(&stop) {
-                        log::error!("vcpu{}: {e}", self.id);
-                        self.control.stop(StopReason::Failed);
-                        break;
-                    }
-                }
-                Next::Stop(reason) => {
+            let next = match self.enter(&armed) {
+                Next::TrapPort(byte) => self.trap_port_exit(byte),
+                Next::Debug(stop) => self.debug_exit(&stop),
+                next => Ok(next),
+            };
+            match next {
+                Ok(Next::Stop(reason)) => {
                     self.control.stop(reason);
+                    break;
+                }
+                Ok(_) => {}
+                Err(e) => {
+                    log::error!("vcpu{}: {e}", self.id);
+                    self.control.stop(StopReason::Failed);
                     break;
                 }
             }
@@ -349,7 +343,7 @@ impl Vcpu {
             pmu.feed_step(&step);
         }
         self.serve_pmu(timer)?;
-        self.look_for_gate().map_err(EntryError::Gate)?;
+        self.look_at_kernel().map_err(EntryError::Gate)?;
         self.prepare_entry()
     }
 
@@ -376,19 +370,19 @@ impl Vcpu {
         }
     }
 
-    /// Whether a write to the trap port was the stepper's and not an RDPMC.
-    fn breakpoint_on_gate(&mut self) -> Result<bool, EntryError> {
+    /// A write to the trap port: the stepper's, or what stands for RDPMC, or the guest's own.
+    fn trap_port_exit(&mut self, byte: u8) -> Result<Next, EntryError> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?
         {
             pmu.feed_step(&step);
-            return Ok(true);
+            return Ok(Next::Continue);
         }
-        Ok(false)
+        self.trap_port(byte).map_err(EntryError::Read)
     }
 
     /// A stop at a breakpoint or behind a step.
-    fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<(), EntryError> {
+    fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<Next, EntryError> {
         if stop.exception != 3 && stop.dr6 & 0xf != 0 && self.debug.is_site(stop.pc) {
             return self.rdpmc_at_breakpoint().map_err(EntryError::Debug);
         }
@@ -396,10 +390,11 @@ impl Vcpu {
             && let Some(step) = stepper.stopped(&self.fd, stop)?
         {
             pmu.feed_step(&step);
-            return Ok(());
+            return Ok(Next::Continue);
         }
         // The guest's own: INT3, or its own trap flag or breakpoint.
-        step::debug::give_back(&self.fd, stop).map_err(EntryError::Debug)
+        step::debug::give_back(&self.fd, stop).map_err(EntryError::Debug)?;
+        Ok(Next::Continue)
     }
 
     /// Overflows, what the guest wrote into its registers, and a PMI that is due.
@@ -550,8 +545,8 @@ impl Vcpu {
                 if let Some(stepper) = &mut self.stepper {
                     stepper.registers_changed();
                 }
-                if let Some(gate) = &mut self.gate {
-                    gate.wrote();
+                if let Some(rdpmc) = &mut self.rdpmc {
+                    rdpmc.wrote();
                 }
                 let (index, value) = (msr.index, msr.data);
                 let (pmu_part, control) = match &mut self.debug_control {
@@ -574,7 +569,7 @@ impl Vcpu {
                 }
                 Next::Continue
             }
-            Ok(VcpuExit::IoOut(TRAP_PORT, _)) if self.pmu.is_some() => Next::Rdpmc,
+            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if self.pmu.is_some() => Next::TrapPort(byte),
             Ok(VcpuExit::IoOut(port, data)) => {
                 stats.io_out.inc();
                 self.completed = Completed::AtAnyCpl;

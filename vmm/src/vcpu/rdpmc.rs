@@ -1,15 +1,22 @@
 //! RDPMC while the guest runs: what stands for it exits here, and a PMI must not come at a bad moment behind it.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvm_bindings::KVM_VCPUEVENT_VALID_NMI_PENDING;
-use kvm_ioctls::SyncReg;
+use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_msr_entry, kvm_regs};
+use kvm_ioctls::{SyncReg, VcpuFd};
+use vm_memory::GuestMemoryMmap;
+use vpmu::ParavirtualEvent;
+use vpmu::exact::GuestMemory;
 
 use super::control::StopReason;
-use super::gate::Stopped;
-use super::step::state::State;
-use super::{Completed, Fresh, Vcpu};
-use crate::rdpmc::{TRAP, complete_port_write, hwbp};
+use super::gate::{Gate, Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
+use super::step::state::{Linear, State};
+use super::{Completed, Fresh, Next, Vcpu, after_io, count};
+use crate::profile::GuestRegs;
+use crate::rdpmc::running::RunningKernels;
+use crate::rdpmc::sites::{Hit, SitesOfVcpu};
+use crate::rdpmc::{LONGEST, TRAP_PORT, complete_port_write, is_out};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
 /// back into it.
@@ -18,106 +25,309 @@ const READ_SETTLES: Duration = Duration::from_micros(50);
 const MOST_READS_AGAIN: u32 = 16;
 /// How long a PMI waits then.
 const ONE_READ: Duration = Duration::from_millis(1);
+/// Where SYSCALL goes in 64-bit mode (SDM vol. 4, IA32_LSTAR).
+const IA32_LSTAR: u32 = 0xC000_0082;
+/// Time between looks at the guest's kernel while it writes PMU registers. One takes a microsecond or two.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
+const CR4_PCE: u64 = 1 << 8;
+/// RFLAGS.RF: no breakpoint at the next instruction (SDM vol. 3 §2.3).
+const RFLAGS_RF: u64 = 1 << 16;
+/// DR6.BS: #DB is for a single step (SDM vol. 3 §17.2.3).
+const DR6_BS: u64 = 1 << 14;
 
 /// An RDPMC that was answered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Read {
     /// Where it is.
     at: u64,
+    /// Where the next instruction is.
+    behind: u64,
     when: Instant,
 }
 
 impl Read {
-    pub(super) fn now(at: u64) -> Option<Self> {
+    pub(super) fn now(at: u64, behind: u64) -> Option<Self> {
         Some(Self {
             at,
+            behind,
             when: Instant::now(),
         })
     }
 }
 
-/// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
-const CR4_PCE: u64 = 1 << 8;
+/// How one vCPU's RDPMC is served.
+pub struct Rdpmc {
+    memory: GuestMemoryMmap,
+    /// The kernel is Linux: nothing in the upper half of the address space is a program's.
+    linux: bool,
+    /// Where it was replaced, by exits or by breakpoints.
+    sites: SitesOfVcpu,
+    /// Where that is served which was not replaced.
+    gate: Option<Gate>,
+    /// Finds it in the kernels that the guest starts itself.
+    running: Option<Arc<RunningKernels>>,
+    looks: Looks,
+}
+
+impl Rdpmc {
+    /// Of a vCPU that has yet to run. `linux`: the kernel is one, and nothing in the upper half of the address space is a program's.
+    pub fn new(memory: GuestMemoryMmap, linux: bool, sites: SitesOfVcpu) -> Self {
+        Self {
+            memory,
+            linux,
+            sites,
+            gate: None,
+            running: None,
+            looks: Looks::default(),
+        }
+    }
+
+    /// Serves what was not replaced at the guest's handler of #GP. Not together with stepping, which has exits of its own there.
+    #[must_use]
+    pub fn with_gate(mut self, gate: Gate) -> Self {
+        self.gate = Some(gate);
+        self
+    }
+
+    /// Replaces RDPMC in the kernels that the guest starts itself.
+    #[must_use]
+    pub fn with_running(mut self, running: Arc<RunningKernels>) -> Self {
+        self.running = Some(running);
+        self
+    }
+
+    /// The replaced RDPMC that a port write is of, and the level that it is executed at.
+    fn site_at(&mut self, regs: &kvm_regs, fd: &VcpuFd) -> Result<Option<(Hit, Level)>, kvm_ioctls::Error> {
+        if self.linux
+            && let Some(hit) = self.sites.in_kernel_half(regs.rip)
+        {
+            return Ok(Some((hit, Level::KERNEL)));
+        }
+        if self.sites.is_empty() {
+            return Ok(None);
+        }
+        let state = State {
+            regs: *regs,
+            sregs: fd.get_sregs()?,
+        };
+        let mut memory = Linear::new(&self.memory, &state);
+        let linear = |back: u64| {
+            let rip = state.regs.rip.wrapping_sub(back);
+            if state.is_64bit() {
+                rip
+            } else {
+                state.sregs.cs.base.wrapping_add(rip) & 0xffff_ffff
+            }
+        };
+        let hit = self
+            .sites
+            .in_memory(regs.rip, state.is_64bit(), |back| memory.physical(linear(back)));
+        Ok(hit.map(|hit| (hit, Level::of(&state))))
+    }
+
+    /// The guest has written a PMU register, as it does before it reads a counter.
+    #[inline]
+    pub(super) fn wrote(&mut self) {
+        if self.gate.is_some() || self.running.is_some() {
+            self.looks.wrote();
+            self.looks.due |= self.gate.as_ref().is_some_and(Gate::has_changed);
+        }
+    }
+}
+
+/// What decides whether RDPMC is allowed.
+#[derive(Clone, Copy, Debug)]
+struct Level {
+    cpl: u8,
+    pce: bool,
+}
+
+impl Level {
+    const KERNEL: Self = Self { cpl: 0, pce: true };
+
+    fn of(state: &State) -> Self {
+        let cpl = state.cpl();
+        Self {
+            cpl,
+            pce: cpl == 0 || state.sregs.cr4 & CR4_PCE != 0,
+        }
+    }
+}
+
+/// When the guest's kernel is looked at.
+#[derive(Debug, Default)]
+struct Looks {
+    /// Since it was found to be another one.
+    writes: u32,
+    last: Option<Instant>,
+    due: bool,
+}
+
+impl Looks {
+    #[inline]
+    fn wrote(&mut self) {
+        self.writes = self.writes.saturating_add(1);
+        self.due |=
+            self.writes.is_power_of_two() || self.last.is_none_or(|last| last.elapsed() >= LOOK_AGAIN);
+    }
+
+    fn looked(&mut self, changed: bool) {
+        self.due = false;
+        self.last = Some(Instant::now());
+        if changed {
+            self.writes = 0;
+        }
+    }
+}
 
 impl Vcpu {
-    /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
-    pub(super) fn rdpmc(&mut self) {
+    /// The guest wrote `byte` to the port that stands for RDPMC: it is one where one was replaced, the exit in the handler of #GP, or the
+    /// guest's own, which the bus gets.
+    ///
+    /// # Errors
+    /// KVM's, which no guest can cause.
+    pub(super) fn trap_port(&mut self, byte: u8) -> Result<Next, kvm_ioctls::Error> {
         let regs = if self.syncs_registers {
-            Ok(self.fd.sync_regs_mut().regs)
+            self.fd.sync_regs_mut().regs
         } else {
-            self.fd.get_regs()
+            self.fd.get_regs()?
         };
-        let mut regs = match regs {
-            Ok(regs) => regs,
-            Err(e) => return self.fail_rdpmc("KVM_GET_REGS", &e),
+        let planted = self
+            .rdpmc
+            .as_ref()
+            .and_then(|rdpmc| rdpmc.gate.as_ref()?.planted_at(regs.rip));
+        match planted {
+            Some(Planted::Here(at)) => {
+                complete_port_write(&mut self.fd)?;
+                return self.at_gate(at);
+            }
+            Some(Planted::Gone(at)) if !self.is_out(&[at, regs.rip])? => {
+                complete_port_write(&mut self.fd)?;
+                self.go_to(at)?;
+                return Ok(Next::Continue);
+            }
+            _ => {}
+        }
+        let site = match &mut self.rdpmc {
+            Some(rdpmc) => rdpmc.site_at(&regs, &self.fd)?,
+            None => None,
         };
-        if self.gate.as_ref().is_some_and(|gate| gate.is_at(regs.rip)) {
-            if let Err(e) = complete_port_write(&mut self.fd).and_then(|()| self.at_gate()) {
-                self.fail_rdpmc("serving the handler of #GP", &e);
-            }
-            return;
+        // The stepper takes the end of a step for the end of the instruction: it must not be lost in finding out.
+        let site = site.map(|(hit, level)| {
+            let ambiguous = hit.ambiguous && self.stepper.is_none();
+            (Hit { ambiguous, ..hit }, level)
+        });
+        if let Some((hit, level)) = site
+            && (!hit.ambiguous || self.is_of(hit, regs.rip)?)
+        {
+            self.answer(hit, level, regs)?;
+            return Ok(Next::Continue);
         }
-        self.stats.rdpmc.inc();
-        let Some(pmu) = &mut self.pmu else { return };
-        match pmu.rdpmc(regs.rcx as u32) {
-            Some(value) => {
-                self.completed = Completed::AtAnyCpl;
-                self.just_read = Read::now(regs.rip);
-                regs.rax = value & 0xffff_ffff;
-                regs.rdx = value >> 32;
-                if self.syncs_registers {
-                    // Before it completes the port write, the next KVM_RUN takes them.
-                    self.fd.sync_regs_mut().regs = regs;
-                    self.fd.set_sync_dirty_reg(SyncReg::Register);
-                } else if let Err(e) = self.fd.set_regs(&regs) {
-                    self.fail_rdpmc("KVM_SET_REGS", &e);
-                }
-            }
-            None => {
-                self.stats.gp_injected.inc();
-                if let Err(e) = self.fault_at_port_write() {
-                    self.fail_rdpmc("injecting #GP for RDPMC", &e);
-                }
-            }
-        }
+        self.stats.io_out.inc();
+        self.completed = Completed::AtAnyCpl;
+        count(&mut self.pmu, ParavirtualEvent::IoExits);
+        Ok(after_io(self.bus.io_out(TRAP_PORT, &[byte])))
     }
 
-    /// A call failed that no guest can make fail.
-    fn fail_rdpmc(&self, what: &str, e: &kvm_ioctls::Error) {
-        log::error!("vcpu{}: {what}: {e}", self.id);
-        self.control.stop(StopReason::Failed);
+    /// Whether there is a port write of the guest's own at one of these addresses.
+    fn is_out(&self, rips: &[u64]) -> Result<bool, kvm_ioctls::Error> {
+        let Some(rdpmc) = &self.rdpmc else {
+            return Ok(false);
+        };
+        let state = State::read(&self.fd)?;
+        let mut memory = Linear::new(&rdpmc.memory, &state);
+        Ok(rips.iter().any(|&rip| {
+            let mut code = [0; LONGEST];
+            let readable = memory.read(rip, &mut code);
+            is_out(&code[..readable], 64)
+        }))
     }
 
-    /// Raises #GP(0) *at* the two-byte instruction whose port write is being handled.
-    fn fault_at_port_write(&mut self) -> Result<(), kvm_ioctls::Error> {
+    /// Whether a port write with the vCPU at `rip` is of the instruction at `hit` and not of its neighbour: KVM completes it.
+    fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, kvm_ioctls::Error> {
         self.synced = Fresh::default();
         complete_port_write(&mut self.fd)?;
-        let mut regs = self.fd.get_regs()?;
-        regs.rip = regs.rip.wrapping_sub(2);
-        self.fd.set_regs(&regs)?;
-        self.raise_general_protection()
+        let now = self.fd.get_regs()?.rip;
+        Ok(now == hit.behind() && (rip == hit.start || rip == now))
     }
 
-    /// After a write of a PMU register, now and then: looks where the guest's handler of #GP is.
-    pub(super) fn look_for_gate(&mut self) -> Result<(), kvm_ioctls::Error> {
-        let Some(gate) = self.gate.as_mut().filter(|gate| gate.is_due()) else {
+    /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
+    fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), kvm_ioctls::Error> {
+        self.stats.rdpmc.inc();
+        let Some(pmu) = &mut self.pmu else { return Ok(()) };
+        let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
+            self.stats.gp_injected.inc();
+            complete_port_write(&mut self.fd)?;
+            self.go_to(hit.start)?;
+            return self.raise_general_protection();
+        };
+        self.completed = Completed::AtAnyCpl;
+        self.just_read = Read::now(hit.start, hit.behind());
+        regs.rax = value & 0xffff_ffff;
+        regs.rdx = value >> 32;
+        if hit.ambiguous {
+            // It has been completed.
+            regs.rip = hit.behind();
+            return self.fd.set_regs(&regs);
+        }
+        if self.syncs_registers {
+            // Before it completes the port write, the next KVM_RUN takes them.
+            self.fd.sync_regs_mut().regs = regs;
+            self.fd.set_sync_dirty_reg(SyncReg::Register);
+            Ok(())
+        } else {
+            self.fd.set_regs(&regs)
+        }
+    }
+
+    /// The vCPU goes on at `rip`.
+    fn go_to(&mut self, rip: u64) -> Result<(), kvm_ioctls::Error> {
+        self.synced = Fresh::default();
+        let mut regs = self.fd.get_regs()?;
+        regs.rip = rip;
+        self.fd.set_regs(&regs)
+    }
+
+    /// After a write of a PMU register, now and then: looks which kernel runs, and where its handler of #GP is.
+    pub(super) fn look_at_kernel(&mut self) -> Result<(), kvm_ioctls::Error> {
+        let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
             return Ok(());
         };
-        if let Some(breakpoint) = gate.look(&State::read(&self.fd)?) {
-            self.debug.set_last_site(breakpoint);
+        let state = State::read(&self.fd)?;
+        let mut changed = false;
+        if let Some(gate) = &mut rdpmc.gate
+            && let Looked::Changed(breakpoint) = gate.look(&state)
+        {
+            changed = true;
+            if let Some(breakpoint) = breakpoint {
+                self.debug.set_last_site(breakpoint);
+            }
         }
+        if let Some(running) = &rdpmc.running
+            && state.is_64bit()
+            && let Some(lstar) = lstar(&self.fd)
+        {
+            let mut regs = GuestRegs::default();
+            regs.set_system(&state.sregs);
+            changed |= running.look(&regs, lstar);
+        }
+        rdpmc.looks.looked(changed);
         Ok(())
     }
 
-    /// The vCPU is at the beginning of the guest's handler of #GP: an RDPMC is done, with anything else the handler goes on.
-    fn at_gate(&mut self) -> Result<(), kvm_ioctls::Error> {
-        let (Some(gate), Some(pmu)) = (&self.gate, &mut self.pmu) else {
-            return Ok(());
+    /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything else the handler goes on.
+    fn at_gate(&mut self, at: u64) -> Result<Next, kvm_ioctls::Error> {
+        let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
+            return Ok(Next::Continue);
+        };
+        let Some(gate) = &rdpmc.gate else {
+            return Ok(Next::Continue);
         };
         self.stats.gp_looked_at.inc();
         self.synced = Fresh::default();
         let mut state = State::read(&self.fd)?;
-        if let Stopped::Rdpmc(read) = gate.stopped(&state) {
+        if let Stopped::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
             let pce = state.sregs.cr4 & CR4_PCE != 0;
             if let Some(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
                 self.stats.rdpmc.inc();
@@ -126,58 +336,95 @@ impl Vcpu {
                 if read.cpl != 0 {
                     self.fd.set_sregs(&state.sregs)?;
                 }
-                return self.fd.set_regs(&state.regs);
+                self.fd.set_regs(&state.regs)?;
+                if read.traps() {
+                    self.raise_single_step()?;
+                } else {
+                    let (at, behind) = read.place();
+                    self.just_read = Read::now(at, behind);
+                }
+                return Ok(Next::Continue);
             }
             self.stats.gp_injected.inc();
         }
-        if gate.enter_handler(&mut state).is_none() {
+        if gate.enter_handler(at, &mut state).is_none() {
             log::error!(
                 "vcpu{}: the guest's handler of #GP cannot push at {:#x}",
                 self.id,
                 state.regs.rsp
             );
-            self.control.stop(StopReason::TripleFault);
-            return Ok(());
+            return Ok(Next::Stop(StopReason::TripleFault));
         }
-        self.fd.set_regs(&state.regs)
+        self.fd.set_regs(&state.regs)?;
+        Ok(Next::Continue)
     }
 
     /// Executes the RDPMC that a breakpoint stopped at.
-    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<(), kvm_ioctls::Error> {
-        let mut regs = self.fd.get_regs()?;
-        if self.gate.as_ref().is_some_and(|gate| gate.is_at(regs.rip)) {
-            return self.at_gate();
+    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Next, kvm_ioctls::Error> {
+        let regs = self.fd.get_regs()?;
+        let Some(rdpmc) = &mut self.rdpmc else {
+            return Ok(Next::Continue);
+        };
+        if rdpmc.gate.as_ref().is_some_and(|gate| gate.breaks_at(regs.rip)) {
+            return self.at_gate(regs.rip);
         }
-        self.stats.rdpmc.inc();
         self.synced = Fresh::default();
-        let Some(pmu) = &mut self.pmu else { return Ok(()) };
-        let sregs = self.fd.get_sregs()?;
-        let pce = sregs.cr4 & CR4_PCE != 0;
-        let cpl = sregs.ss.dpl & 3;
-        match pmu.rdpmc_at(regs.rcx as u32, cpl, pce || cpl == 0) {
-            Some(value) => {
-                regs.rax = value & 0xffff_ffff;
-                regs.rdx = value >> 32;
-                self.completed = Completed::AtAnyCpl;
-                self.just_read = Read::now(regs.rip);
-                regs.rip = regs.rip.wrapping_add(hwbp::LENGTH);
-                self.fd.set_regs(&regs)
-            }
-            None => {
-                self.stats.gp_injected.inc();
-                self.raise_general_protection()
-            }
+        let mut state = State {
+            regs,
+            sregs: self.fd.get_sregs()?,
+        };
+        // The breakpoint is at a linear address; what is there now may be something else.
+        let mut code = [0; LONGEST];
+        let readable = Linear::new(&rdpmc.memory, &state).read(regs.rip, &mut code);
+        let Some(length) = rdpmc_length(&code[..readable], &state.sregs.cs) else {
+            state.regs.rflags |= RFLAGS_RF;
+            self.fd.set_regs(&state.regs)?;
+            return Ok(Next::Continue);
+        };
+        self.stats.rdpmc.inc();
+        let Some(pmu) = &mut self.pmu else {
+            return Ok(Next::Continue);
+        };
+        let level = Level::of(&state);
+        let regs = &mut state.regs;
+        let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
+            self.stats.gp_injected.inc();
+            self.raise_general_protection()?;
+            return Ok(Next::Continue);
+        };
+        self.completed = Completed::AtAnyCpl;
+        let behind = regs.rip.wrapping_add(length.into());
+        let read = Read::now(regs.rip, behind);
+        (regs.rax, regs.rdx, regs.rip) = (value & 0xffff_ffff, value >> 32, behind);
+        self.fd.set_regs(regs)?;
+        if regs.rflags & RFLAGS_TF != 0 {
+            self.raise_single_step()?;
+        } else {
+            self.just_read = read;
         }
+        Ok(Next::Continue)
     }
 
     fn raise_general_protection(&self) -> Result<(), kvm_ioctls::Error> {
+        self.raise(13, Some(0))
+    }
+
+    /// #DB behind an instruction that we have executed for a guest that single-steps.
+    fn raise_single_step(&self) -> Result<(), kvm_ioctls::Error> {
+        let mut debug = self.fd.get_debug_regs()?;
+        debug.dr6 |= DR6_BS;
+        self.fd.set_debug_regs(&debug)?;
+        self.raise(1, None)
+    }
+
+    fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), kvm_ioctls::Error> {
         let mut events = self.fd.get_vcpu_events()?;
         // What others send meanwhile stays as it is.
         events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
         events.exception.injected = 1;
-        events.exception.nr = 13;
-        events.exception.has_error_code = 1;
-        events.exception.error_code = 0;
+        events.exception.nr = vector;
+        events.exception.has_error_code = error_code.is_some().into();
+        events.exception.error_code = error_code.unwrap_or(0);
         self.fd.set_vcpu_events(&events)
     }
 
@@ -191,7 +438,7 @@ impl Vcpu {
     /// PMIs would come behind it as a rule.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, kvm_ioctls::Error> {
         let in_a_row = std::mem::take(&mut self.reads_again);
-        let Some(Read { at, when }) = self.just_read else {
+        let Some(Read { at, behind, when }) = self.just_read else {
             return Ok(None);
         };
         // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its end.
@@ -199,7 +446,6 @@ impl Vcpu {
             return Ok(None);
         }
         let mut regs = self.fd.get_regs()?;
-        let behind = at.wrapping_add(TRAP.len() as u64);
         if regs.rip != at && regs.rip != behind {
             // It has gone on, and may still have the value in hand.
             return Ok((when.elapsed() < READ_SETTLES).then_some(READ_SETTLES));
@@ -222,5 +468,18 @@ impl Vcpu {
         }
         self.just_read = None;
         Ok(None)
+    }
+}
+
+/// Where SYSCALL goes: into the kernel.
+fn lstar(fd: &VcpuFd) -> Option<u64> {
+    let mut msrs = Msrs::from_entries(&[kvm_msr_entry {
+        index: IA32_LSTAR,
+        ..Default::default()
+    }])
+    .ok()?;
+    match fd.get_msrs(&mut msrs) {
+        Ok(1) => msrs.as_slice().first().map(|msr| msr.data),
+        _ => None,
     }
 }

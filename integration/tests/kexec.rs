@@ -1,0 +1,114 @@
+//! A guest starts another kernel by itself. The VMM has loaded nothing of it; its `perf` counts and samples as the first one's.
+
+use std::time::Duration;
+
+use guest_images::kexec;
+use integration::artefacts;
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::place::Place;
+
+const LIMIT: Duration = Duration::from_secs(300);
+/// The script of all three kernels: the first starts the second where it runs itself, the second a third at an address of its choice.
+/// A kernel says which it is by its command line. Its initrd is what the first one has unpacked, this script with it.
+const SCRIPT: &str = r#"
+stage() {
+	for word in $(cat /proc/cmdline); do
+		case $word in stage=*) echo "${word#stage=}"; return ;; esac
+	done
+	echo 1
+}
+stage=$(stage)
+base='console=ttyS0 tsc=reliable no_timer_check quiet'
+counts() {
+	section "entry$stage" grep -w native_read_pmc /proc/kallsyms
+	section "stat$stage" perf stat -x , -e cycles:u,cycles -- spin 30000000x
+	section "record$stage" sh -c 'perf record -q -c 2000000 -e cycles:u -o /tmp/perf.data -- spin 30000000x &&
+		perf report -i /tmp/perf.data --stdio -q --sort symbol 2>/dev/null | head -n 3 && perf script -i /tmp/perf.data | wc -l'
+	section "dmesg$stage" dmesg
+}
+next() {
+	cp /tmp/script /script
+	(cd / && { echo dev; find bin dev/console init lib lib64 usr scripts root etc script second kexec 2>/dev/null; } | cpio -o -H newc 2>/dev/null) >/tmp/initrd
+	/kexec /second /tmp/initrd "$base stage=$1 $2"
+}
+counts
+case $stage in
+1) section kexec1 next 2 nokaslr ;;
+2) section kexec2 next 3 ;;
+esac
+"#;
+
+#[track_caller]
+fn counted(run: &GuestRun, stage: u32, event: &str) -> u64 {
+    let text = run.section(&format!("stat{stage}"));
+    let line = text
+        .lines()
+        .find(|line| line.split(',').nth(2) == Some(event))
+        .unwrap_or_else(|| panic!("no {event} in {text:?}\n{run}"));
+    line.split(',')
+        .next()
+        .and_then(|count| count.parse().ok())
+        .unwrap_or_else(|| panic!("{event} is not counted: {line:?}\n{run}"))
+}
+
+fn symbol_address(run: &GuestRun, stage: u32) -> String {
+    let text = run.section(&format!("entry{stage}"));
+    text.split_whitespace().next().unwrap_or_default().to_owned()
+}
+
+/// Each kernel of a chain counts and samples what the first one does: one at the same address as before, one elsewhere.
+#[test]
+fn kernels_that_the_guest_starts_count_and_sample() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let read = |path: &std::path::Path| {
+        std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
+    let program = kexec::program(&artefacts::target_dir()).unwrap_or_else(|error| panic!("{error}"));
+    let run = LinuxGuest::new("kexec", "amd")
+        .cpus(2)
+        .memory_mib(768)
+        .file("second", 0o644, read(&images.bz_image))
+        .file("kexec", 0o755, read(&program))
+        .script(SCRIPT)
+        .args(["--stats", "-v"])
+        .limit(LIMIT)
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let user = [1, 2, 3].map(|stage| counted(&run, stage, "cycles:u"));
+    let all = [1, 2, 3].map(|stage| counted(&run, stage, "cycles"));
+    let samples = [1, 2, 3].map(|stage| {
+        let text = run.section(&format!("record{stage}"));
+        assert!(text.contains("busy_loop"), "stage {stage}: {text}\n{run}");
+        text.split_whitespace()
+            .last()
+            .and_then(|count| count.parse::<u64>().ok())
+            .unwrap_or_else(|| panic!("stage {stage}: no samples in {text:?}\n{run}"))
+    });
+    eprintln!(
+        "{}: native_read_pmc at {:?}; cycles:u {user:?}, cycles {all:?}, samples {samples:?}",
+        place.describe(),
+        [1, 2, 3].map(|stage| symbol_address(&run, stage)),
+    );
+    for stage in 0..3 {
+        // 30,000,000 iterations of two instructions take at least half as many cycles, and a count that is off by a lost
+        // or doubled period, or by 2^48, is far away.
+        assert!(
+            user[stage] > 15_000_000 && user[stage] < 100 * user[0],
+            "{user:?}\n{run}"
+        );
+        assert!(
+            all[stage] > 15_000_000 && all[stage] < 100 * all[0],
+            "{all:?}\n{run}"
+        );
+        assert!(samples[stage] >= 5, "{samples:?}\n{run}");
+        let dmesg = run.section(&format!("dmesg{}", stage + 1));
+        for bad in ["Uhhuh", "Dazed", "unknown reason", "unchecked MSR"] {
+            assert!(!dmesg.contains(bad), "stage {}: {bad}\n{run}", stage + 1);
+        }
+    }
+    assert_eq!(symbol_address(&run, 1), symbol_address(&run, 2), "nokaslr\n{run}");
+    for (line, times) in [("the guest has started another kernel: RDPMC at", 2)] {
+        assert_eq!(run.vmm_log.matches(line).count(), times, "{line}\n{run}");
+    }
+}

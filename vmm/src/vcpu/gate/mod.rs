@@ -1,0 +1,710 @@
+//! RDPMC that was not there when the guest was loaded: in programs, in modules, in code made at run time.
+//!
+//! The processor answers it with #GP, as does KVM whose own PMU is off. So the guest's handler of #GP gets an exit at its
+//! beginning: the port write that stands for RDPMC, in place of the first instruction, or with `--rdpmc hwbp` a breakpoint. If what
+//! faulted is an RDPMC that the guest may execute, the guest goes on behind it with the count and never sees the fault. Any other fault
+//! goes on in the handler, the instruction at its beginning done here.
+//!
+//! Where the handler is, the interrupt descriptor table says. It is looked at when the guest writes PMU registers, which it does before it
+//! reads a counter: at once if its gate or the code there has changed, and where the table itself may have moved (another kernel's)
+//! at the first, second, fourth … write after a change, and at each that comes a millisecond or more after the last look.
+
+mod frame;
+mod planted;
+
+use std::sync::Arc;
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vpmu::exact::GuestMemory;
+
+use super::step::state::{Linear, State};
+use crate::boot::SymbolTable;
+use crate::rdpmc::{LONGEST, TRAP};
+use frame::Frame;
+pub(super) use frame::{RFLAGS_TF, rdpmc_length};
+use planted::Head;
+pub use planted::{Planted, PlantedGate};
+
+/// #GP (SDM vol. 3 §6.15).
+const GENERAL_PROTECTION: u8 = 13;
+/// Bytes of a gate of the interrupt descriptor table in 64-bit mode (SDM vol. 3 §6.14.1).
+const GATE_BYTES: u64 = 16;
+/// Lines a vCPU writes to the log about it.
+const MOST_LINES: u32 = 16;
+const RFLAGS_ONE: u64 = 1 << 1;
+/// CR4.CET: shadow stacks and branch tracking (SDM vol. 3 §2.5). The way back would leave the shadow stack behind.
+const CR4_CET: u64 = 1 << 23;
+/// CR4.FRED: events do not go through the interrupt descriptor table (Intel FRED specification §3.1).
+const CR4_FRED: u64 = 1 << 32;
+
+/// What a vCPU that stopped at the handler goes on with.
+#[derive(Clone, Copy, Debug)]
+pub enum Stopped {
+    /// An RDPMC faulted: ECX and CPL, to be answered by [`Answer`].
+    Rdpmc(Answer),
+    /// Something else did; the handler runs.
+    Handler,
+}
+
+/// A faulted RDPMC.
+#[derive(Clone, Copy, Debug)]
+pub struct Answer {
+    frame: Frame,
+    /// ECX.
+    pub index: u32,
+    /// The privilege level of the code it is in.
+    pub cpl: u8,
+}
+
+impl Answer {
+    /// Goes on behind it with `value`.
+    pub fn give(&self, value: u64, state: &mut State) {
+        self.frame.resume(value, state);
+    }
+
+    /// RIP at it and behind it.
+    pub fn place(&self) -> (u64, u64) {
+        (self.frame.rip, self.frame.behind())
+    }
+
+    /// #DB follows it: the code single-steps.
+    pub fn traps(&self) -> bool {
+        self.frame.traps()
+    }
+}
+
+/// What was seen at the last look, where it can be compared without asking KVM.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    entry: (GuestAddress, u128),
+    code: (GuestAddress, u16),
+}
+
+impl Seen {
+    fn is_there(&self, memory: &GuestMemoryMmap) -> bool {
+        memory
+            .read_obj::<u128>(self.entry.0)
+            .is_ok_and(|now| now == self.entry.1)
+            && memory
+                .read_obj::<u16>(self.code.0)
+                .is_ok_and(|now| now == self.code.1)
+    }
+}
+
+/// One vCPU's look at its handler of #GP.
+#[derive(Debug)]
+pub struct Gate {
+    memory: GuestMemoryMmap,
+    symbols: Arc<SymbolTable>,
+    /// `None`: by a breakpoint.
+    planted: Option<Arc<PlantedGate>>,
+    /// Where the breakpoint is.
+    breakpoint: Option<Head>,
+    seen: Option<Seen>,
+    /// A handler that was found unfit, so that it is said once.
+    unfit: Option<u64>,
+    /// Lines written to the log.
+    said: u32,
+}
+
+/// What a look found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Looked {
+    /// All is as it was, or there is nothing to be served at.
+    AsBefore,
+    /// The handler is another one. With a breakpoint it is to be here.
+    Changed(Option<u64>),
+}
+
+impl Gate {
+    /// By an exit that all vCPUs share, or (`None`) by a breakpoint of this one.
+    pub fn new(
+        planted: Option<Arc<PlantedGate>>,
+        memory: GuestMemoryMmap,
+        symbols: Arc<SymbolTable>,
+    ) -> Self {
+        Self {
+            memory,
+            symbols,
+            planted,
+            breakpoint: None,
+            seen: None,
+            unfit: None,
+            said: 0,
+        }
+    }
+
+    /// Whether the guest has changed the gate or the code at the handler since the last look, as far as memory tells.
+    #[inline]
+    pub fn has_changed(&self) -> bool {
+        self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
+    }
+
+    /// Which exit of ours a port write with the vCPU at `rip` is of.
+    #[inline]
+    pub fn planted_at(&self, rip: u64) -> Option<Planted> {
+        self.planted.as_ref()?.of(rip)
+    }
+
+    /// Whether a stop at `rip` is at the breakpoint in the handler.
+    #[inline]
+    pub fn breaks_at(&self, rip: u64) -> bool {
+        self.breakpoint.is_some_and(|head| head.at == rip)
+    }
+
+    /// Looks where the handler is.
+    pub fn look(&mut self, state: &State) -> Looked {
+        self.seen = None;
+        if !state.is_64bit() {
+            return Looked::AsBefore;
+        }
+        let mut memory = Linear::new(&self.memory, state);
+        let Some(gate) = memory.gate(GENERAL_PROTECTION) else {
+            return Looked::AsBefore;
+        };
+        let mut code = [0; 2 * LONGEST];
+        let readable = memory.read(gate, &mut code);
+        let code = &code[..readable];
+        let other_ways = state.sregs.cr4 & (CR4_CET | CR4_FRED) != 0;
+        let served = if other_ways {
+            None
+        } else {
+            self.serve(gate, code, state)
+        };
+        let entry = state
+            .sregs
+            .idt
+            .base
+            .wrapping_add(GATE_BYTES * u64::from(GENERAL_PROTECTION));
+        let at = served.map_or(gate, |(head, _)| head.at);
+        let mut memory = Linear::new(&self.memory, state);
+        let places = memory.physical(at).zip(memory.physical(entry));
+        self.seen = places.and_then(|(code, entry)| {
+            let (code, entry) = (GuestAddress(code), GuestAddress(entry));
+            Some(Seen {
+                code: (code, self.memory.read_obj(code).ok()?),
+                entry: (entry, self.memory.read_obj(entry).ok()?),
+            })
+        });
+        let looked = match served {
+            Some((_, false)) => return Looked::AsBefore,
+            Some((head, true)) => Looked::Changed(self.planted.is_none().then_some(head.at)),
+            None => {
+                if let Some(planted) = &self.planted {
+                    planted.remove(&self.memory);
+                }
+                if self.unfit.replace(gate) == Some(gate) {
+                    return Looked::AsBefore;
+                }
+                Looked::Changed(None)
+            }
+        };
+        if self.said < MOST_LINES {
+            self.said += 1;
+            let place = self.place(gate);
+            if served.is_some() {
+                log::info!(
+                    "rdpmc in user mode and in modules: served at the guest's handler of #GP, {place}"
+                );
+            } else if other_ways {
+                log::info!(
+                    "rdpmc in user mode and in modules raises #GP: the guest has shadow stacks or FRED on"
+                );
+            } else {
+                log::info!(
+                    "rdpmc in user mode and in modules raises #GP: the guest's handler of it, {place}, begins with {:02x?}",
+                    &code[..code.len().min(8)]
+                );
+            }
+        }
+        looked
+    }
+
+    fn place(&self, gate: u64) -> String {
+        match self.symbols.lookup(gate) {
+            Some((name, offset)) => format!("{name}+{offset:#x}"),
+            None => format!("{gate:#x}"),
+        }
+    }
+
+    /// Serves RDPMC at the handler at `gate`. Returns its first instruction, and whether it is another one than before.
+    fn serve(&mut self, gate: u64, code: &[u8], state: &State) -> Option<(Head, bool)> {
+        let Some(planted) = &self.planted else {
+            let head = Head::of(gate, code)?;
+            return Some((head, self.breakpoint.replace(head) != Some(head)));
+        };
+        let mut memory = Linear::new(&self.memory, state);
+        // Behind an ENDBR64 or at the beginning.
+        for at in [gate, gate.wrapping_add(4)] {
+            if code
+                .get((at - gate) as usize..)
+                .is_some_and(|c| c.starts_with(&TRAP))
+                && let Some(gpa) = memory.physical(at).map(GuestAddress)
+                && let Some(head) = planted.is_planted(gpa, &self.memory)
+                && head.at == at
+            {
+                return Some((head, false));
+            }
+        }
+        let head = Head::of(gate, code)?;
+        let gpa = memory.physical(head.at).map(GuestAddress)?;
+        let code = code.get((head.at - gate) as usize..)?;
+        planted
+            .plant(head, code, gpa, &self.memory)
+            .then_some((head, true))
+    }
+
+    /// What a vCPU that stopped at the handler is there for. `replaced`: the length of the replaced RDPMC at a physical address.
+    pub fn stopped(&self, state: &State, replaced: impl FnOnce(u64) -> Option<u8>) -> Stopped {
+        match Frame::of_rdpmc(state, &mut Linear::new(&self.memory, state), replaced) {
+            Some(frame) => Stopped::Rdpmc(Answer {
+                frame,
+                index: state.regs.rcx as u32,
+                cpl: frame.cpl(),
+            }),
+            None => Stopped::Handler,
+        }
+    }
+
+    /// Does the instruction at `at` that the exit or breakpoint stopped before. If the exit has gone from there meanwhile, the guest does it
+    /// itself. `None`: it cannot be done, and the guest has lost its stack.
+    pub fn enter_handler(&self, at: u64, state: &mut State) -> Option<()> {
+        let head = match &self.planted {
+            Some(planted) => planted.head(),
+            None => self.breakpoint,
+        };
+        match head.filter(|head| head.at == at) {
+            Some(head) => head.execute(state, &self.memory),
+            None => {
+                state.regs.rip = at;
+                Some(())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::frame::{CR4_LA57, is_canonical};
+    use super::planted::{Does, RFLAGS_AC, RFLAGS_DF};
+    use super::*;
+    use crate::rdpmc::RDPMC;
+    use proptest::prelude::*;
+
+    const GATE: u64 = 0x3000;
+    const IDT: u64 = 0x1000;
+    const GDT: u64 = 0x2000;
+    const USER_CODE: u64 = 0x5000;
+    const STACK: u64 = 0x8000;
+    const KERNEL_CS: u16 = 0x10;
+    const USER_CS: u16 = 0x33;
+    const USER_SS: u16 = 0x2b;
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap()
+    }
+
+    /// A vCPU in 64-bit code at CPL 0, with linear addresses as physical ones, and the tables of a kernel.
+    fn kernel(memory: &GuestMemoryMmap) -> State {
+        let mut state = State {
+            regs: Default::default(),
+            sregs: Default::default(),
+        };
+        state.sregs.cr0 = 1;
+        state.sregs.efer = 1 << 10;
+        state.sregs.cs.l = 1;
+        state.sregs.cs.selector = KERNEL_CS;
+        (state.sregs.idt.base, state.sregs.idt.limit) = (IDT, 0xfff);
+        (state.sregs.gdt.base, state.sregs.gdt.limit) = (GDT, 0x7f);
+        let gate = u128::from(GATE) & 0xffff | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
+        memory
+            .write_obj(gate, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
+            .unwrap();
+        // 64-bit code and data of CPL 3.
+        memory
+            .write_obj(
+                0x00af_fb00_0000_ffffu64,
+                GuestAddress(GDT + u64::from(USER_CS & !7)),
+            )
+            .unwrap();
+        memory
+            .write_obj(
+                0x00cf_f300_0000_ffffu64,
+                GuestAddress(GDT + u64::from(USER_SS & !7)),
+            )
+            .unwrap();
+        state
+    }
+
+    /// Enters the handler for a fault of `cs:rip`.
+    fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64) {
+        let frame = [0, rip, cs.into(), 0xffc3_0246, 0x7ff0, ss.into()];
+        state.regs.rsp = STACK;
+        state.regs.rip = GATE;
+        for (n, quad) in frame.iter().enumerate() {
+            memory
+                .write_obj(*quad, GuestAddress(STACK + 8 * n as u64))
+                .unwrap();
+        }
+    }
+
+    /// As Linux's: ENDBR64 where the kernel is built with indirect branch tracking, CLAC or the padding in its place, CLD.
+    #[test]
+    fn beginnings_of_handlers_are_known() {
+        let of = |code: &[u8]| Head::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
+        assert_eq!(
+            of(&[0x0f, 0x01, 0xca, 0xfc]),
+            Some((0, 3, Does::Clear(RFLAGS_AC)))
+        );
+        assert_eq!(
+            of(&[0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x1f, 0x00, 0xfc]),
+            Some((4, 3, Does::Clear(0)))
+        );
+        assert_eq!(of(&[0x90, 0x90, 0x90]), Some((0, 1, Does::Clear(0))));
+        assert_eq!(of(&[0xfc, 0xe8]), Some((0, 1, Does::Clear(RFLAGS_DF))));
+        assert_eq!(of(&[0x6a, 0x0d, 0xeb, 0]), Some((0, 2, Does::Push(13))));
+        assert_eq!(of(&[0x6a, 0xff]), Some((0, 2, Does::Push(-1))));
+        assert_eq!(of(&[0x68, 0, 0, 0, 0x80]), Some((0, 5, Does::Push(i32::MIN))));
+        // call; push rax; sub rsp, 8; nothing.
+        for unfit in [&[0xe8, 0, 0, 0, 0][..], &[0x50], &[0x48, 0x83, 0xec, 8], &[]] {
+            assert_eq!(of(unfit), None, "{unfit:x?}");
+        }
+    }
+
+    /// The exit takes the place of one whole instruction, is found again, and is not put over itself.
+    #[test]
+    fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
+        let memory = memory();
+        let state = kernel(&memory);
+        let planted = Arc::new(PlantedGate::default());
+        let mut gate = Gate::new(Some(planted.clone()), memory.clone(), Arc::default());
+        let clac = [0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x01, 0xca, 0xfc];
+        for _ in 0..2 {
+            memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
+            for _ in 0..2 {
+                gate.look(&state);
+                assert!(!gate.has_changed());
+                let code: [u8; 8] = memory.read_obj(GuestAddress(GATE)).unwrap();
+                assert_eq!(code, [0xf3, 0x0f, 0x1e, 0xfa, TRAP[0], TRAP[1], 0xca, 0xfc]);
+            }
+        }
+        let here = Some(Planted::Here(GATE + 4));
+        assert_eq!([GATE + 4, GATE + 6].map(|rip| gate.planted_at(rip)), [here, here]);
+        assert_eq!(
+            [GATE, GATE + 5, GATE + 7].map(|rip| gate.planted_at(rip)),
+            [None; 3]
+        );
+        let mut at = state;
+        at.regs.rflags = RFLAGS_AC | 2;
+        gate.enter_handler(GATE + 4, &mut at).unwrap();
+        assert_eq!((at.regs.rip, at.regs.rflags), (GATE + 7, 2));
+        // Another vCPU, another handler: the code of the first is whole again.
+        memory
+            .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
+            .unwrap();
+        let entry = u128::from(0x6000u16) | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
+        memory
+            .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
+            .unwrap();
+        Gate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
+        assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
+        assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
+        // A vCPU on its way from the first has that handler's instruction before it again.
+        assert_eq!(gate.planted_at(GATE + 6), Some(Planted::Gone(GATE + 4)));
+        gate.enter_handler(GATE + 4, &mut at).unwrap();
+        assert_eq!(at.regs.rip, GATE + 4);
+        at.regs.rsp = STACK;
+        gate.enter_handler(0x6000, &mut at).unwrap();
+        assert_eq!((at.regs.rip, at.regs.rsp), (0x6002, STACK - 8));
+        assert_eq!(memory.read_obj::<u64>(GuestAddress(STACK - 8)).unwrap(), 13);
+    }
+
+    /// Code that other vCPUs may be in the middle of is not replaced; a breakpoint needs no room.
+    #[test]
+    fn two_instructions_are_not_replaced_by_one() {
+        let memory = memory();
+        let state = kernel(&memory);
+        let code = [0x90, 0x90, 0x90, 0x90];
+        memory.write_slice(&code, GuestAddress(GATE)).unwrap();
+        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        assert_eq!(gate.look(&state), Looked::Changed(None));
+        assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
+        assert_eq!(gate.planted_at(GATE), None);
+        let mut gate = Gate::new(None, memory.clone(), Arc::default());
+        assert_eq!(gate.look(&state), Looked::Changed(Some(GATE)));
+        assert_eq!(gate.look(&state), Looked::AsBefore, "it is there already");
+        assert!(gate.breaks_at(GATE) && !gate.breaks_at(GATE + 2));
+        assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
+    }
+
+    const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
+
+    /// The same addresses, other memory: what a kernel started by the guest has. The code of the one that is gone is as it was, unless
+    /// something else is there by now.
+    #[test]
+    fn another_kernel_at_the_same_address_gets_an_exit() {
+        for overwritten in [false, true] {
+            let memory = memory();
+            let mut state = kernel(&memory);
+            let page = |state: &mut State, code: u64| {
+                // Three levels of tables at 0xa000, and one 4 KiB page table at 0xd000 with identity, but for the handler's page.
+                for (table, next) in [(0xa000u64, 0xb003u64), (0xb000, 0xc003), (0xc000, 0xd003)] {
+                    memory.write_obj(next, GuestAddress(table)).unwrap();
+                }
+                for n in 0..16u64 {
+                    let to = if n == GATE >> 12 { code } else { n << 12 };
+                    memory.write_obj(to | 3, GuestAddress(0xd000 + 8 * n)).unwrap();
+                }
+                state.sregs.cr0 |= 1 << 31;
+                state.sregs.cr4 = 1 << 5;
+                state.sregs.cr3 = 0xa000;
+            };
+            for at in [GATE, 0x7000] {
+                memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
+            }
+            page(&mut state, GATE);
+            let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+            assert_eq!(gate.look(&state), Looked::Changed(None));
+            assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
+            page(&mut state, 0x7000);
+            if overwritten {
+                memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
+            }
+            assert_eq!(gate.look(&state), Looked::Changed(None));
+            assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(0x7000)).unwrap(), TRAP);
+            let left: [u8; 2] = memory.read_obj(GuestAddress(GATE)).unwrap();
+            assert_eq!(left == TRAP, overwritten);
+        }
+    }
+
+    /// A gate that is changed, or code that is rewritten, is seen at the next write; that of a kernel with FRED or shadow stacks is left.
+    #[test]
+    fn changes_are_seen_in_memory() {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
+        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        assert!(!gate.has_changed());
+        gate.look(&state);
+        assert!(!gate.has_changed());
+        memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
+        assert!(gate.has_changed());
+        gate.look(&state);
+        memory
+            .write_obj(0x60u8, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION) + 1))
+            .unwrap();
+        assert!(gate.has_changed());
+        memory
+            .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
+            .unwrap();
+        assert_eq!(gate.look(&state), Looked::Changed(None));
+        for bit in [CR4_CET, CR4_FRED] {
+            state.sregs.cr4 = bit;
+            gate.look(&state);
+            assert_eq!(
+                memory.read_obj::<[u8; 3]>(GuestAddress(0x6000)).unwrap(),
+                [0x6a, 13, 0x90]
+            );
+            assert_eq!(gate.planted_at(0x6000), Some(Planted::Gone(0x6000)));
+            state.sregs.cr4 = 0;
+            gate.look(&state);
+            assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
+        }
+    }
+
+    /// vCPUs that look at once save the guest's code and not each other's exit.
+    #[test]
+    fn vcpus_that_plant_at_once_keep_the_original() {
+        for _ in 0..200 {
+            let memory = memory();
+            let state = kernel(&memory);
+            memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
+            let planted = Arc::new(PlantedGate::default());
+            let together = std::sync::Barrier::new(2);
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    scope.spawn(|| {
+                        let mut gate = Gate::new(Some(planted.clone()), memory.clone(), Arc::default());
+                        together.wait();
+                        gate.look(&state);
+                        assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
+                    });
+                }
+            });
+            assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
+            planted.remove(&memory);
+            assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), CLAC);
+        }
+    }
+
+    /// Prefixes are part of what faulted; with LOCK it is no RDPMC.
+    #[test]
+    fn prefixes_are_skipped_with_the_instruction() {
+        let memory = memory();
+        let gate = Gate::new(None, memory.clone(), Arc::default());
+        for (code, length) in [
+            (&[0x66, 0x0f, 0x33][..], Some(3)),
+            (&[0x67, 0xf3, 0x48, 0x0f, 0x33], Some(5)),
+            (&[0x65, 0xf2, 0x66, 0x0f, 0x33], Some(5)),
+            (&[0xf0, 0x0f, 0x33], None),
+            (&[0x0f, 0x32], None),
+        ] {
+            let mut state = kernel(&memory);
+            memory.write_slice(&[0x90; 16], GuestAddress(USER_CODE)).unwrap();
+            memory.write_slice(code, GuestAddress(USER_CODE)).unwrap();
+            fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+            let behind = match gate.stopped(&state, |_| None) {
+                Stopped::Rdpmc(answer) => {
+                    assert_eq!(answer.place().0, USER_CODE);
+                    answer.give(7, &mut state);
+                    assert_eq!((state.regs.rip, state.regs.rax), (answer.place().1, 7));
+                    Some(state.regs.rip - USER_CODE)
+                }
+                Stopped::Handler => None,
+            };
+            assert_eq!(behind, length, "{code:x?}");
+        }
+    }
+
+    /// The code single-steps: it is to know.
+    #[test]
+    fn a_trap_flag_is_seen() {
+        let memory = memory();
+        let gate = Gate::new(None, memory.clone(), Arc::default());
+        memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+        for (rflags, traps) in [(0x246u64, false), (0x346, true)] {
+            let mut state = kernel(&memory);
+            fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+            memory.write_obj(rflags, GuestAddress(STACK + 24)).unwrap();
+            let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+                panic!("not seen")
+            };
+            assert_eq!(answer.traps(), traps);
+            answer.give(0, &mut state);
+            assert_eq!(state.regs.rflags, rflags);
+        }
+    }
+
+    /// A program gets its count and goes on with its own segments, flags and stack.
+    #[test]
+    fn a_program_goes_on_behind_its_rdpmc() {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+        fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+        state.regs.rcx = 0x1_4000_0001;
+        let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+            panic!("not seen")
+        };
+        assert_eq!((answer.index, answer.cpl), (0x4000_0001, 3));
+        answer.give(0x1234_5678_9abc, &mut state);
+        assert_eq!((state.regs.rax, state.regs.rdx), (0x5678_9abc, 0x1234));
+        assert_eq!((state.regs.rip, state.regs.rsp), (USER_CODE + 2, 0x7ff0));
+        assert_eq!(state.regs.rflags, 0x246);
+        assert_eq!(
+            (state.sregs.cs.selector, state.sregs.ss.selector),
+            (USER_CS, USER_SS)
+        );
+        assert_eq!((state.cpl(), state.is_64bit()), (3, true));
+        assert_eq!((state.sregs.cs.type_, state.sregs.ss.type_), (11, 3));
+        assert_eq!((state.sregs.ss.limit, state.sregs.ss.db), (u32::MAX, 1));
+    }
+
+    /// A module's RDPMC is the kernel's: its segments stay.
+    #[test]
+    fn a_module_goes_on_behind_its_rdpmc() {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        let gate = Gate::new(None, memory.clone(), Arc::default());
+        memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+        fault(&memory, &mut state, KERNEL_CS, 0, USER_CODE);
+        let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+            panic!("not seen")
+        };
+        assert_eq!(answer.cpl, 0);
+        let segments = state.sregs;
+        answer.give(7, &mut state);
+        assert_eq!((state.regs.rip, state.regs.rax), (USER_CODE + 2, 7));
+        assert_eq!(state.sregs, segments);
+    }
+
+    /// All other faults are the handler's: of other instructions, with an error code, out of segments that no program has.
+    #[test]
+    fn other_faults_reach_the_handler() {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        let handler = |state: &State| matches!(gate.stopped(state, |_| None), Stopped::Handler);
+        fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+        assert!(handler(&state), "no RDPMC");
+        memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+        assert!(!handler(&state));
+        memory.write_obj(1u64, GuestAddress(STACK)).unwrap();
+        assert!(handler(&state), "an error code");
+        for (cs, ss, why) in [
+            (0x83, USER_SS, "beyond the table"),
+            (USER_SS, USER_SS, "data as code"),
+            (USER_CS, USER_CS, "code as stack"),
+            (USER_CS, 0x28, "stack of another level"),
+            (0x37, USER_SS, "a local table that is not there"),
+            (0x3b, USER_SS, "a segment that is not present"),
+            (0x31, USER_SS, "level 1"),
+        ] {
+            fault(&memory, &mut state, cs, ss, USER_CODE);
+            assert!(handler(&state), "{why}");
+        }
+        fault(&memory, &mut state, USER_CS, USER_SS, 0xffff_ffff_ffff_ffff);
+        assert!(handler(&state), "the end of the address space");
+        let last = 0x7fff_ffff_fffe;
+        assert!(is_canonical(last, &state.sregs) && !is_canonical(last + 2, &state.sregs));
+        assert!(
+            is_canonical(u64::MAX << 47, &state.sregs)
+                && !is_canonical(u64::MAX << 48 ^ 1 << 63, &state.sregs)
+        );
+        state.sregs.cr4 = CR4_LA57;
+        assert!(is_canonical(last + 2, &state.sregs) && !is_canonical(1 << 56, &state.sregs));
+        state.sregs.cr4 = 0;
+        // A segment with L and D.
+        memory
+            .write_obj(0x00ef_fb00_0000_ffffu64, GuestAddress(GDT + 0x38))
+            .unwrap();
+        fault(&memory, &mut state, 0x3b, USER_SS, USER_CODE);
+        assert!(handler(&state), "reserved bits of a segment");
+        fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+        state.regs.rsp = 0xffff_ffff_ffff_fff8;
+        assert!(handler(&state), "no stack");
+    }
+
+    proptest! {
+        /// Whatever is in memory and in the registers, nothing panics, and only an RDPMC is answered.
+        #[test]
+        fn hostile_frames_and_tables(
+            bytes in proptest::collection::vec(any::<u8>(), 64),
+            frame in any::<[u16; 6]>(),
+            rsp in any::<u16>(),
+            base in any::<u64>(),
+            limit in any::<u16>(),
+        ) {
+            let memory = memory();
+            let mut state = kernel(&memory);
+            memory.write_slice(&bytes, GuestAddress(GATE)).unwrap();
+            memory.write_slice(&bytes, GuestAddress(GDT)).unwrap();
+            for (n, word) in frame.iter().enumerate() {
+                let _ = memory.write_obj(u64::from(*word), GuestAddress(u64::from(rsp) + 8 * n as u64));
+            }
+            state.regs.rsp = rsp.into();
+            for (base, limit) in [(GDT, 0x3f), (base, limit)] {
+                (state.sregs.gdt.base, state.sregs.gdt.limit) = (base, limit);
+                (state.sregs.idt.base, state.sregs.idt.limit) = (if base == GDT { IDT } else { base }, limit | 0xff);
+                let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+                gate.look(&state);
+                if let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) {
+                    let behind = answer.frame.cs.base.wrapping_add(answer.place().1) & 0xffff_ffff;
+                    prop_assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(behind - 2)).unwrap(), RDPMC);
+                }
+                let _ = gate.enter_handler(GATE, &mut { state });
+            }
+        }
+    }
+}
