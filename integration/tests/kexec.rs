@@ -1,13 +1,12 @@
 //! A guest starts another kernel by itself. The VMM has loaded nothing of it; its `perf` counts and samples as the first one's.
 
-use std::time::Duration;
-
 use guest_images::kexec;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
+use integration::limit::Limit;
 use integration::place::Place;
 
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Limit = Limit::GENEROUS;
 /// The script of all three kernels: the first starts the second where it runs itself, the second a third at an address of its choice.
 /// A kernel says which it is by its command line. Its initrd is what the first one has unpacked, this script with it.
 const SCRIPT: &str = r#"

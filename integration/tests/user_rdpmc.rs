@@ -81,7 +81,7 @@ fn code_made_at_run_time_reads_counters(place: &Place) {
                 output.elapsed
             );
             assert!(
-                output.success() && tap.all_passed() && tap.passed.len() == 15 && tap.skipped.is_empty(),
+                output.success() && tap.all_passed() && tap.passed.len() == 16 && tap.skipped.is_empty(),
                 "{mode}, {model}: {:?}\n{text}\n{}",
                 output.ended,
                 output.stderr_text()

@@ -50,8 +50,17 @@ const COMPLAINTS: [&str; 19] = [
     "arch/x86/events/",
 ];
 
-/// Complaints that are known, each with the exact place in the kernel and the reason.
-const KNOWN: [(&str, &str); 2] = [
+/// Complaints that are known, each with its exact words or place in the kernel and the reason.
+const KNOWN: [(&str, &str); 5] = [
+    (
+        "Speculative Return Stack Overflow: WARNING: See https://",
+        "the kernel's advice about a processor's weakness, which says nothing of what happened",
+    ),
+    (
+        "RETBleed: WARNING: Spectre v2 mitigation leaves CPU vulnerable to RETBleed attacks",
+        "the same, of Intel signatures",
+    ),
+    ("Spectre V2 : WARNING: Unprivileged eBPF is enabled", "the same"),
     (
         XSTATE_6_1,
         "the lab's emulator: CPUID 0DH does not follow the guest's XCR0, under any VMM",
@@ -125,6 +134,8 @@ mod tests {
         };
         assert_eq!(judge_kernel_log(&at("fpu/xstate.c:605")), Ok(()));
         assert!(judge_kernel_log(&at("fpu/xstate.c:607")).is_err());
+        let advice = "Speculative Return Stack Overflow: WARNING: See https://kernel.org/doc/html/latest/srso.html for options.";
+        assert_eq!(judge_kernel_log(&format!("{SOUND}[    0.3] {advice}\n")), Ok(()));
     }
 
     #[test]

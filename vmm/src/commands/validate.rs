@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
+use perf_core::pmu::host::HostProbe;
 use vpmu::{Generation, Model, ModelName};
 
 use super::print;
@@ -91,11 +92,12 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
         std::fs::File::open(file).map_err(|e| format!("{}: {e}", file.display()))?;
     }
-    let host = Host::probe()?;
+    // A refusal comes alone, before what the other backings are warned about.
     let own_pmu = match args.backing {
         ValidatedBacking::All => None,
-        ValidatedBacking::Kvm => Some(own_pmu(args, &host)?),
+        ValidatedBacking::Kvm => Some(own_pmu(args)?),
     };
+    let host = Host::probe()?;
     let (linux, linux_skipped) = linux_guest(args, &host)?;
     let options = Options {
         pmu: args.pmu.clone(),
@@ -123,9 +125,10 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
 }
 
 /// KVM's own vPMU, if this host has it and it can be what is asked for.
-fn own_pmu(args: &ValidateArgs, host: &Host) -> Result<OwnPmu, String> {
+fn own_pmu(args: &ValidateArgs) -> Result<OwnPmu, String> {
     let kvm = host::open().map_err(|e| e.to_string())?;
-    let own = backing::check_own(&kvm, &host.probe, RdpmcMode::Trap, None).map_err(|e| e.to_string())?;
+    let probe = HostProbe::run();
+    let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None).map_err(|e| e.to_string())?;
     let name: ModelName = args.pmu.parse().map_err(|e: vpmu::ModelError| e.to_string())?;
     own.model(name, None, None).map_err(|e| e.to_string())?;
     if own.mediated {
