@@ -663,21 +663,18 @@ fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     let before_ns = t.vcpu.time_ns();
     let hogs = take_all_counters();
     let taken_ns = t.vcpu.time_ns();
-    burn(100 * MS);
+    burn(1200 * MS);
     t.vcpu.look();
     assert_eq!((t.vcpu.errors(), pinned.state()), (1, State::Error));
     assert_eq!(flexible.state(), State::Inactive, "it waits for its turn");
     let failure = pinned.failure().unwrap();
     assert_eq!(failure.cause, FailureCause::Taken);
-    let uncounted_ns = t.vcpu.time_ns() - failure.since_ns;
-    let true_ns = t.vcpu.time_ns() - before_ns;
-    eprintln!(
-        "lost at {} ns, truly from {before_ns} to {taken_ns}; uncounted for {uncounted_ns} of {true_ns} ns",
-        failure.since_ns
-    );
-    // A clock on the wall against the thread's own: what the thread waits for its CPU is a part of both here.
-    let off = (uncounted_ns as f64 - true_ns as f64).abs() / true_ns as f64;
-    assert!(off < 0.05, "{:.1} % off", 100.0 * off);
+    let now_ns = t.vcpu.time_ns();
+    let uncounted_ns = now_ns - failure.since_ns;
+    // One of the hogs took it, in a time that is short beside the rest.
+    let (least_ns, most_ns) = (now_ns - taken_ns, now_ns - before_ns);
+    eprintln!("uncounted for {uncounted_ns} ns, truly for {least_ns} to {most_ns} ns");
+    assert!(uncounted_ns >= least_ns - least_ns / 20 && uncounted_ns <= most_ns + most_ns / 20);
     let stands = pinned.count().unwrap();
     assert!(stands >= counted, "{stands} after {counted}");
     burn(10 * MS);
