@@ -184,7 +184,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_rdpmc)]
     pub rdpmc: RdpmcMode,
     /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
-    /// <not supported> where it would read 0: on or off.
+    /// "not supported" where it would read 0: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub hide_uncounted: bool,
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.

@@ -2,7 +2,7 @@
 //!
 //! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be asked for:
 //! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that somebody else holds
-//! ([`SimConfig::taken`]), skid between an overflow and its notice, refusal to open or to start, and slots that are taken away from
+//! (`taken`), skid between an overflow and its notice, refusal to open or to start, and slots that are taken away from
 //! what runs on them and given back. [`SimHost`] describes PMUs as they are built.
 //!
 //! An event that is on keeps its slot as long as what is started beside it fits without moving it.

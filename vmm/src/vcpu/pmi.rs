@@ -7,7 +7,7 @@
 //! interrupts (IRR) with it and those posted to a running processor, and starts the APIC's timer anew: an interrupt that another
 //! vCPU, a device or a timer of the kernel sends between the reading and the writing is lost, and nothing tells that one was. A guest
 //! that loses an interrupt between processors hangs. So there the mask bit that Intel's delivery sets is not written, and a guest that reads
-//! LVTPC does not see it. What the bit is for is done without it: see [`Handled`].
+//! LVTPC does not see it. What the bit is for is done without it: see `Handled`.
 
 use std::time::{Duration, Instant};
 
