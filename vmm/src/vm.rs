@@ -507,7 +507,7 @@ fn tell_uncounted(
             "perf there may read 0 (--hide-uncounted off)"
         };
         log::warn!(
-            "the guest cannot count {} here: {shown}; raw events that cannot be counted read 0",
+            "the guest cannot count {} here: {shown}; raw events that cannot be counted read 0, and uncounted-ns tells for how long",
             missing.join(", ")
         );
     }

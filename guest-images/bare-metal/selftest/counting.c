@@ -232,7 +232,8 @@ static void split_row(u32 cpl)
     r = measure(&both, cpl);
     /* Where no hardware tells the levels apart, the host looks about a thousand times a second: give it some looks. */
     looks = tsc_hz / 1000 * LEVEL_MS;
-    factor = r.tsc && r.tsc < looks ? looks / r.tsc : 1;
+    /* By what was counted: the time on the wall may have been stolen for the most part. */
+    factor = r.count && r.count < looks ? looks / r.count : 1;
     all = r.count;
 
     if (pmu.gp > 1) {
