@@ -339,9 +339,9 @@ asm(".text\n.globl crowded\n.type crowded, @function\ncrowded:\n mov %edi,%ecx\n
 TEST(beside_a_write, ON_ANY, "port 0xe1: a write right beside an RDPMC is none")
 {
     for (u64 i = 0; i < 3; i++) {
-        ctr_write(0, 0x9900000000UL + i);
+        ctr_write(0, 0x19000000UL + i); /* no model truncates it */
         u64 v = crowded(0);
-        CHECK(v == 0x9900000000UL + i, "0x%lx", v);
+        CHECK(v == 0x19000000UL + i, "0x%lx", v);
     }
 }
 
