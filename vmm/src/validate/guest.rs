@@ -123,6 +123,7 @@ pub struct CpuResult {
     #[serde(default)]
     pub late: u64,
     /// PMIs whose handler found no overflow.
+    #[serde(default)]
     pub spurious: u64,
     /// Where they struck: the three functions, anywhere else.
     #[serde(default)]
