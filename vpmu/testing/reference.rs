@@ -465,7 +465,7 @@ impl Reference {
     /// One instruction at CPL 0 or another, that its hypervisor completed. Events 0xC0 with unit mask 0 and fixed counter 0 count
     /// instructions.
     pub fn retire(&mut self, kernel: bool) {
-        let mut interrupt = false;
+        let mut interrupt = 0u64;
         for n in 0..self.gp {
             let selector = self.evtsel[n as usize];
             let instructions = select_of(self.is_amd(), selector) == 0xC0 && selector >> 8 & 0xFF == 0;
@@ -476,7 +476,7 @@ impl Reference {
                 if self.pmc[n as usize] > self.highest() {
                     self.pmc[n as usize] = 0;
                     self.global_status |= 1 << n;
-                    interrupt |= selector & 1 << 20 != 0;
+                    interrupt |= u64::from(selector & 1 << 20 != 0) << n;
                 }
             }
         }
@@ -486,11 +486,12 @@ impl Reference {
             if self.fixed_ctr[0] > self.highest() {
                 self.fixed_ctr[0] = 0;
                 self.global_status |= 1 << 32;
-                interrupt |= self.fixed_ctrl & 8 != 0;
+                interrupt |= u64::from(self.fixed_ctrl & 8 != 0) << 32;
             }
         }
-        if interrupt {
+        if interrupt != 0 {
             self.pmi_due = true;
+            self.pmi_for |= interrupt;
             if self.freezes() {
                 if self.version() >= 4 {
                     self.global_status |= 1 << 59;
