@@ -449,15 +449,21 @@ impl Reference {
                 }
             }
         }
-        if interrupt != 0 {
-            self.pmi_due = true;
-            self.pmi_for |= interrupt;
-            if self.freezes() {
-                if self.version() >= 4 {
-                    self.global_status |= 1 << 59;
-                } else {
-                    self.global_ctrl = 0;
-                }
+        self.ask_for_pmi(interrupt);
+    }
+
+    /// These counters overflowed and ask for a PMI.
+    fn ask_for_pmi(&mut self, counters: u64) {
+        if counters == 0 {
+            return;
+        }
+        self.pmi_due = true;
+        self.pmi_for |= counters;
+        if self.freezes() {
+            if self.version() >= 4 {
+                self.global_status |= 1 << 59;
+            } else {
+                self.global_ctrl = 0;
             }
         }
     }
@@ -489,17 +495,7 @@ impl Reference {
                 interrupt |= u64::from(self.fixed_ctrl & 8 != 0) << 32;
             }
         }
-        if interrupt != 0 {
-            self.pmi_due = true;
-            self.pmi_for |= interrupt;
-            if self.freezes() {
-                if self.version() >= 4 {
-                    self.global_status |= 1 << 59;
-                } else {
-                    self.global_ctrl = 0;
-                }
-            }
-        }
+        self.ask_for_pmi(interrupt);
     }
 
     /// CPUID.0AH as (EAX, EBX, ECX, EDX), when no event is unavailable.
