@@ -437,7 +437,8 @@ impl GuestRun {
                 status: Some(0),
             }) => text,
             Some(Section { text, status }) => panic!(
-                "guest section {name} ended with status {status:?}:\n{}\n{self}",
+                "guest section {name} ended with status {status:?}:\n{}{}\n{self}",
+                panics(text),
                 last_lines(text, 30)
             ),
             None => panic!("the guest printed no section {name}\n{self}"),
@@ -466,6 +467,24 @@ impl fmt::Display for GuestRun {
         writeln!(f, "perfvisor's standard error, end of it:")?;
         f.write_str(&last_lines(&self.vmm_log, 15))
     }
+}
+
+/// What the test programs of a section panicked with: the last lines need not show which of them did.
+fn panics(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = String::new();
+    for (n, _) in lines
+        .iter()
+        .enumerate()
+        .filter(|(_, line)| line.contains(" panicked at "))
+    {
+        for line in &lines[n.saturating_sub(2)..lines.len().min(n + 4)] {
+            found.push_str(line);
+            found.push('\n');
+        }
+        found.push_str("[...]\n");
+    }
+    found
 }
 
 /// Writes a console to `target/integration/guest-NAME.log`, over the one of the last run.
@@ -497,6 +516,14 @@ mod tests {
         assert_eq!(stat.status, Some(3));
         assert_eq!(console.files["x.bin"], b"hello");
         assert_eq!(console.done, Some(0));
+    }
+
+    #[test]
+    fn a_failed_section_tells_what_its_programs_panicked_with() {
+        let text = "one\nuncounted for 5 ns\nthread 'a' (3) panicked at x.rs:1:2:\nassertion failed\n\nok\nthe end\n";
+        let told = panics(text);
+        assert!(told.contains("uncounted for 5 ns\nthread 'a'") && told.contains("assertion failed"));
+        assert!(!told.contains("the end") && panics("all is well\n").is_empty());
     }
 
     #[test]
