@@ -23,10 +23,24 @@ help:
 demo: lab-files
 	$(CARGO) run -q -p integration --bin demo -- $(PMU)
 
-## test: unit tests, then real guests on this machine and in the lab (longer ones: kernels, validate-lab)
+# Test programs that boot many guests in the lab. All others, new ones too, are part of "make test".
+GUEST_TESTS := exact kernels kexec lab late_ack models nested profile_guest user_rdpmc validate
+QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs)))))
+
+## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
 .PHONY: test
 test: lab-files
-	$(CARGO) test --workspace
+	$(CARGO) test --workspace --lib --bins $(QUICK_TESTS:%=--test %)
+	$(CARGO) test --workspace --doc
+
+## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate
+.PHONY: test-guests
+test-guests: lab-files
+	$(CARGO) test --workspace --no-fail-fast $(GUEST_TESTS:%=--test %)
+
+## test-all: every test (longer matrices by hand: kernels, validate-lab)
+.PHONY: test-all
+test-all: test test-guests
 
 ## kernels: the whole matrix of guest kernels, images, KASLR and vCPUs; a table in target/integration/kernels.md
 .PHONY: kernels
@@ -122,6 +136,14 @@ fuzz:
 			(cd $$crate && $(CARGO) +nightly fuzz run -s $(FUZZ_SANITIZER) $$target $$corpora -- \
 				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=4096 -print_final_stats=1) || exit 1; \
 		done; \
+	done
+
+## fuzz-check: that every fuzz target compiles; needs neither nightly nor cargo-fuzz
+.PHONY: fuzz-check
+fuzz-check:
+	@for crate in vpmu vmm; do \
+		CUSTOM_LIBFUZZER_PATH=/dev/null CARGO_TARGET_DIR=$(TARGET_DIR)/fuzz \
+			$(CARGO) check --locked --manifest-path $$crate/fuzz/Cargo.toml || exit 1; \
 	done
 
 ## build: the perfvisor binary, target/release/perfvisor

@@ -53,6 +53,7 @@ fuzz_target!(|data: &[u8]| {
         gs_base: word(8),
         kernel_gs_base: word(9),
         tss_base: word(9),
+        idt_base: word(2),
     };
     let limits = Limits {
         max_frames: 64,
