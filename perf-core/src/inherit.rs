@@ -12,6 +12,7 @@ mod model;
 
 use crate::context::ContextCell;
 use crate::event::{Folded, Totals};
+use crate::pmu::VcpuId;
 use crate::slices::EstimateSum;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,6 +24,11 @@ pub(crate) trait Member {
 
     /// What it would have counted had it always been on.
     fn estimate(&self) -> EstimateSum;
+
+    /// The vCPU it counts on.
+    fn vcpu(&self) -> Option<VcpuId> {
+        None
+    }
 }
 
 /// The live children of an event.
@@ -31,6 +37,8 @@ pub(crate) struct Children<M> {
     live: Vec<M>,
     /// Estimates of exited children.
     estimates: EstimateSum,
+    /// What the exited children of each vCPU counted, added up: at most one entry for a vCPU, however often it came and went.
+    gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 
 /// A child: an event in a vCPU context.
@@ -47,6 +55,7 @@ impl<M> Default for Children<M> {
         Self {
             live: Vec::new(),
             estimates: EstimateSum::default(),
+            gone: Vec::new(),
         }
     }
 }
@@ -82,6 +91,20 @@ impl<M: Member> Children<M> {
     pub fn reset(&mut self, folded: &Folded) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
+        self.gone.clear();
+    }
+
+    /// What each vCPU contributes, exited and live children together, by number. The parts add up to
+    /// [`Children::totals`] and [`Children::estimate`].
+    pub fn by_vcpu(&self) -> Vec<(VcpuId, Totals, EstimateSum)> {
+        let mut parts = self.gone.clone();
+        for child in &self.live {
+            if let Some(vcpu) = child.vcpu() {
+                add_part(&mut parts, vcpu, child.totals(), child.estimate());
+            }
+        }
+        parts.sort_by_key(|(vcpu, ..)| *vcpu);
+        parts
     }
 
     /// A child that stopped for good leaves: its last totals stay with the parent. `None` if it left before.
@@ -91,7 +114,11 @@ impl<M: Member> Children<M> {
         let mut totals = folded.load();
         totals.add(last);
         folded.store(totals);
-        self.estimates.add(child.estimate());
+        let estimate = child.estimate();
+        self.estimates.add(estimate);
+        if let Some(vcpu) = child.vcpu() {
+            add_part(&mut self.gone, vcpu, last, estimate);
+        }
         Some((child, last))
     }
 
@@ -103,6 +130,22 @@ impl<M: Member> Children<M> {
 
     pub fn drain(&mut self) -> Vec<M> {
         std::mem::take(&mut self.live)
+    }
+}
+
+/// Adds what a child counted to its vCPU's part.
+fn add_part(
+    parts: &mut Vec<(VcpuId, Totals, EstimateSum)>,
+    vcpu: VcpuId,
+    totals: Totals,
+    estimate: EstimateSum,
+) {
+    match parts.iter_mut().find(|(of, ..)| *of == vcpu) {
+        Some((_, sum, estimates)) => {
+            sum.add(totals);
+            estimates.add(estimate);
+        }
+        None => parts.push((vcpu, totals, estimate)),
     }
 }
 
@@ -121,5 +164,9 @@ impl Member for Child {
     fn estimate(&self) -> EstimateSum {
         let now_ns = self.cell.now_ns();
         self.cell.lock().estimate(self.key, now_ns)
+    }
+
+    fn vcpu(&self) -> Option<VcpuId> {
+        self.cell.vcpu().map(|(vcpu, _)| vcpu)
     }
 }

@@ -104,7 +104,7 @@ pub use crate::open::{OpenError, OpenFlags, OpenTarget};
 pub use crate::output::MapError;
 pub use crate::overflow::{CALLCHAIN_MAX, SampleRegs};
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
-pub use crate::read::{GroupReading, Reading};
+pub use crate::read::{GroupReading, Reading, VcpuReading};
 pub use crate::record::CpuMode;
 pub use crate::sample::Overflowed;
 pub use crate::schedule::SharePolicy;

@@ -8,6 +8,8 @@ use crate::estimate::{Estimate, linear};
 use crate::event::{State, Totals};
 use crate::handle::{EventRef, Handle};
 use crate::output::write_page;
+use crate::pmu::VcpuId;
+use crate::slices::EstimateSum;
 use crate::time::Times;
 
 /// One reading: the value with the times that belong to it.
@@ -50,6 +52,17 @@ impl Reading {
     }
 }
 
+/// What one vCPU contributes to a VM-wide event, with what its exited children counted there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct VcpuReading {
+    /// The vCPU. It may have gone.
+    pub vcpu: VcpuId,
+    /// Its part of the event's reading.
+    pub reading: Reading,
+    /// Its part of the event's estimate; `None` if it was not counted there.
+    pub estimate: Option<Estimate>,
+}
+
 /// A reading of all members of a group, the leader first. Inline up to eight members.
 pub type GroupReading = SmallVec<[Reading; 8]>;
 
@@ -88,7 +101,8 @@ impl Handle {
     }
 
     /// What the event would have counted had it been on whenever it was enabled, from the course of its rate over the
-    /// slices it was on, with a standard error. For a family the sum over its vCPUs. `None` if it was not counted.
+    /// slices it was on, with a standard error. For a family the sum over its vCPUs. `None` if it was not counted; for a
+    /// family also if it was enabled on some vCPU and not counted there.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -107,6 +121,45 @@ impl Handle {
             sum.add(family.estimate());
         }
         Ok(sum.get())
+    }
+
+    /// What each vCPU contributes to an event that fans out over them, by number; those that have gone included. Empty for
+    /// any other event. The parts are of one instant and add up to what [`Handle::read`] gave then, less what the event
+    /// counted without them, which is nothing.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`].
+    pub fn read_by_vcpu(&self) -> Result<Vec<VcpuReading>, ControlError> {
+        let event = &self.inner.event;
+        let family = event.family();
+        event
+            .cell
+            .lock()
+            .get(event.key, &event.shared)
+            .ok_or(ControlError::Closed)?;
+        let part = |(vcpu, totals, estimate): (VcpuId, Totals, EstimateSum)| VcpuReading {
+            vcpu,
+            reading: Reading::new(totals, self.id()),
+            estimate: estimate.get(),
+        };
+        let parts = family.map(|family| family.by_vcpu()).unwrap_or_default();
+        Ok(parts.into_iter().map(part).collect())
+    }
+
+    /// Whether the event, or a child of it on some vCPU, is in the error state: its count stands still there.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        let event = &self.inner.event;
+        let family = event.family();
+        let own = event
+            .cell
+            .lock()
+            .get(event.key, &event.shared)
+            .is_some_and(|e| e.state == State::Error);
+        let children = family.iter().flat_map(|f| f.live());
+        own || children
+            .into_iter()
+            .any(|child| child.cell.lock().events[child.key].state == State::Error)
     }
 
     /// Only the count of an event on one context: as [`Handle::read`] without looking at the clock.

@@ -83,6 +83,8 @@ pub(crate) struct EstimateSum {
     unsure: bool,
     /// Some part was estimated.
     scaled: bool,
+    /// Some part was enabled and never on: nothing is known of it, and a sum without it would be short.
+    missing: bool,
     /// Some part was counted.
     counted: bool,
 }
@@ -97,6 +99,7 @@ impl EstimateSum {
                 variance: estimate.standard_error.map_or(0.0, |e| e * e),
                 unsure: estimate.standard_error.is_none(),
                 scaled: !estimate.exact,
+                missing: false,
                 counted: true,
             },
             None if totals.times.enabled_ns == running => Self {
@@ -108,6 +111,7 @@ impl EstimateSum {
             None => Self {
                 unsure: true,
                 scaled: true,
+                missing: true,
                 ..Self::default()
             },
         }
@@ -119,11 +123,12 @@ impl EstimateSum {
         self.unsure |= other.unsure;
         self.scaled |= other.scaled;
         self.counted |= other.counted;
+        self.missing |= other.missing;
     }
 
-    /// The sum; `None` if no part was counted.
+    /// The sum; `None` if no part was counted, or one was enabled and not counted: the sum would be short.
     pub fn get(&self) -> Option<Estimate> {
-        self.counted.then(|| Estimate {
+        (self.counted && !self.missing).then(|| Estimate {
             value: self.value,
             standard_error: (!self.unsure).then(|| self.variance.sqrt()),
             exact: !self.scaled,

@@ -335,3 +335,77 @@ fn software_events_of_the_vmm_are_inherited_too() {
     }
     assert_eq!(e.read().unwrap().value, 7);
 }
+
+/// What each vCPU counted is told apart, and nothing is lost or counted twice when vCPUs come and go.
+#[test]
+fn the_parts_of_vcpus_add_up_to_the_whole() {
+    let m = Machine::new(4);
+    let _v0 = m.vcpu(0);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    let parts = |e: &Handle| -> Vec<(u32, u64)> {
+        let parts = e.read_by_vcpu().unwrap();
+        let (sum, whole) = (parts.iter().map(|p| p.reading.value).sum(), e.read().unwrap());
+        assert_eq!((sum, whole.id), (whole.value, e.id()));
+        assert!(
+            parts
+                .iter()
+                .all(|p| p.estimate.map(|e| e.value) == Some(p.reading.value))
+        );
+        parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect()
+    };
+    m.run(0, 5);
+    let _v1 = m.vcpu(1);
+    m.run(1, 10);
+    assert_eq!(parts(&e), [(0, 5), (1, 10)]);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    m.run(0, 1);
+    assert_eq!(parts(&e), [(0, 6), (1, 10)]);
+    // The vCPU comes again, and goes again.
+    let _v1 = m.vcpu(1);
+    m.run(1, 3);
+    assert_eq!(parts(&e), [(0, 6), (1, 13)]);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    assert_eq!(parts(&e), [(0, 6), (1, 13)]);
+    e.reset(Scope::Event).unwrap();
+    assert_eq!(parts(&e), [(0, 0)], "a reset clears what exited children left");
+}
+
+/// A sum without a vCPU on which the event waited all the time would be short.
+#[test]
+fn a_family_that_waits_on_a_vcpu_has_no_estimate() {
+    let m = Machine::new(1);
+    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
+    let pinned = Attr { pinned: true, ..hw() };
+    let rival = m.open(pinned, OpenTarget::Vcpu(VcpuId(1)), None);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 5);
+    m.run(1, 7);
+    assert_eq!(rival.read().unwrap().value, 7);
+    assert_eq!(e.read().unwrap().value, 5);
+    assert_eq!(e.estimate().unwrap(), None);
+    let parts = e.read_by_vcpu().unwrap();
+    assert_eq!(parts[0].estimate.map(|e| e.value), Some(5));
+    assert_eq!(parts[1].estimate, None);
+    assert!(!e.has_failed());
+    drop(rival);
+    m.run(1, 2);
+    assert!(e.estimate().unwrap().is_some(), "it has a place everywhere now");
+}
+
+/// A pinned family without a place on one vCPU has failed, although it counts on another.
+#[test]
+fn a_family_has_failed_if_a_child_has() {
+    let m = Machine::new(1);
+    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
+    let pinned = |inherit| Attr {
+        pinned: true,
+        inherit,
+        ..hw()
+    };
+    let rival = m.open(pinned(false), OpenTarget::Vcpu(VcpuId(1)), None);
+    assert!(!rival.has_failed());
+    let e = m.open(pinned(true), OpenTarget::Vm, None);
+    m.run(0, 5);
+    m.run(1, 5);
+    assert!(e.has_failed() || rival.has_failed());
+}

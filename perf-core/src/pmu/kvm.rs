@@ -342,6 +342,12 @@ impl Pmu for KvmPmu {
                     check(&stats, index)?;
                     Source::Vcpu(stats)
                 }
+                Target::Vm if attr.inherit => {
+                    // An event for each vCPU then, which counts from when its vCPU comes until it goes.
+                    return Err(PmuError::Unsupported(
+                        "an inherited KVM statistic is counted for each vCPU",
+                    ));
+                }
                 Target::Vm => {
                     let first = lock(&self.vcpus).values().next().cloned();
                     check(&*first.ok_or_else(no_such_vcpu)?, index)?;
