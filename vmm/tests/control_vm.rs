@@ -176,6 +176,7 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     let open = || Call::Open {
         events: "page-faults".into(),
         vcpus: None,
+        whole: false,
         sampling: None,
     };
     let mut count = 0;
@@ -227,6 +228,7 @@ fn a_hostile_client_harms_nobody_else() {
     let open = |events: &str, sampling| Call::Open {
         events: events.into(),
         vcpus: None,
+        whole: false,
         sampling,
     };
     let _: Vec<Opened> = honest.call(open("cycles", None)).unwrap();
@@ -297,6 +299,7 @@ fn a_client_s_events_end_with_it() {
     let open = |events: &str, sampling| Call::Open {
         events: events.into(),
         vcpus: None,
+        whole: false,
         sampling,
     };
     let _: Vec<Opened> = keeps.call(open("cycles,task-clock", None)).unwrap();
@@ -611,4 +614,62 @@ fn empty_and_broken_files_are_told_apart() {
             assert_eq!(stderr.trim_end().lines().count(), 1, "{command}: {stderr}");
         }
     }
+}
+
+/// One event for the whole VM is the sum of its vCPUs' parts, and a statistic of the VM is one number: not one for each vCPU,
+/// however it is asked for.
+#[test]
+fn events_of_the_whole_vm_are_counted_once() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    let mut client = vm.client();
+    let open = |events: &str, whole, vcpus| Call::Open {
+        events: events.into(),
+        vcpus,
+        whole,
+        sampling: None,
+    };
+    let opened: Vec<Opened> = client.call(open("{task-clock,kvm:exits}", true, None)).unwrap();
+    assert_eq!(opened.iter().map(|o| o.vcpu).collect::<Vec<_>>(), [None, None]);
+    assert!(opened.iter().all(|o| o.unsupported.is_none()), "{opened:?}");
+    let () = client.call(Call::Enable).unwrap();
+    eventually("both vCPUs run", || {
+        let readings: Vec<EventReading> = client.call(Call::Read).unwrap();
+        readings[0].vcpus.len() == 2 && readings[0].vcpus.iter().all(|part| part.value > 0)
+    });
+    let () = client.call(Call::Disable).unwrap();
+    let readings: Vec<EventReading> = client.call(Call::Read).unwrap();
+    for reading in &readings {
+        let sum: u64 = reading.vcpus.iter().map(|part| part.value).sum();
+        assert_eq!(sum, reading.value, "{reading:?}");
+        assert_eq!(reading.estimate, Some(reading.value));
+    }
+    for wrong in [
+        open("cycles", true, Some(vec![0])),
+        open("{task-clock,kvm:vm:remote_tlb_flush}", true, None),
+    ] {
+        assert!(client.call::<Vec<Opened>>(wrong).is_err());
+    }
+
+    // A statistic of the VM that this KVM keeps.
+    let each: Vec<Opened> = client
+        .call(open("kvm:vm:remote_tlb_flush,task-clock", false, None))
+        .unwrap();
+    if each[0].unsupported.is_some() {
+        eprintln!("skipped in part: this KVM keeps no remote_tlb_flush of a VM");
+        return;
+    }
+    let places: Vec<_> = each.iter().map(|o| (o.index, o.vcpu)).collect();
+    assert_eq!(places, [(0, None), (1, Some(0)), (1, Some(1))]);
+    let lines = vm.say(&[
+        "stat",
+        "test",
+        "-A",
+        "-d",
+        "0.1",
+        "-x,",
+        "-e",
+        "kvm:vm:remote_tlb_flush,task-clock",
+    ]);
+    let whose: Vec<&str> = lines.lines().filter_map(|l| l.split(',').next()).collect();
+    assert_eq!(whose, ["VM", "VCPU0", "VCPU1"], "{lines}");
 }

@@ -55,6 +55,10 @@ pub enum Call {
         /// On which vCPUs; all when left out.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         vcpus: Option<Vec<u32>>,
+        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are and on those
+        /// that come later, from their first instruction. Neither `vcpus` nor `sampling` goes with it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        whole: bool,
         /// To sample; counting only when left out.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         sampling: Option<Sampling>,
@@ -208,8 +212,9 @@ pub struct Opened {
     pub name: String,
     /// Its place in the list, from 0.
     pub index: u32,
-    /// On which vCPU.
-    pub vcpu: u32,
+    /// On which vCPU; `None`: it counts for the whole VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vcpu: Option<u32>,
     /// Who counts: hardware, clock, software, kvm or vmm.
     pub backing: String,
     /// Its counts are nanoseconds.
@@ -248,6 +253,93 @@ pub struct EventReading {
     pub standard_error: Option<f64>,
     /// The event is in the error state: pinned, and no slot.
     pub failed: bool,
+    /// Of an event that was opened for the whole VM: what each vCPU counted of it, those that have gone included.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vcpus: Vec<VcpuPart>,
+}
+
+/// What one vCPU counted of an event for the whole VM.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VcpuPart {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// What was counted there.
+    pub value: u64,
+    /// Time it was enabled there, in ns.
+    pub enabled_ns: u64,
+    /// Time of that it counted, in ns.
+    pub running_ns: u64,
+    /// What it would have counted there had it been on all the time; `None` if it was not counted.
+    pub estimate: Option<u64>,
+}
+
+/// What came between two readings of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// What it counted, or would have counted had it been on all the time.
+    pub count: u64,
+    /// Time it was enabled, in ns.
+    pub enabled_ns: u64,
+    /// Time of that it counted, in ns.
+    pub running_ns: u64,
+}
+
+impl EventReading {
+    /// What came since `before`, or since the event was opened; `None` if it was not counted then.
+    ///
+    /// What it would have counted while it was off is the estimator's to say for an interval too: the growth of its estimate. An
+    /// interval's own share of the time does not do, because under the adaptive policy an event is seen less where it is
+    /// steady. So the intervals add up to the estimate of the whole, but for those in which all was counted: they are
+    /// exact.
+    pub fn since(&self, before: Option<&Self>) -> Option<Growth> {
+        if self.failed {
+            return None;
+        }
+        let of = |r: &Self| (r.value, r.enabled_ns, r.running_ns, r.estimate);
+        growth(of(self), before.map(of))
+    }
+
+    /// The part of `vcpu`, as a reading of its own.
+    pub fn on(&self, vcpu: u32) -> Option<Self> {
+        let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
+        Some(Self {
+            handle: self.handle,
+            value: part.value,
+            enabled_ns: part.enabled_ns,
+            running_ns: part.running_ns,
+            estimate: part.estimate,
+            standard_error: None,
+            failed: self.failed,
+            vcpus: Vec::new(),
+        })
+    }
+}
+
+/// Of value, time enabled, time running and estimate.
+fn growth(now: (u64, u64, u64, Option<u64>), before: Option<(u64, u64, u64, Option<u64>)>) -> Option<Growth> {
+    let (value, enabled_ns, running_ns, estimate) = before.unwrap_or_default();
+    let counted = now.0.saturating_sub(value);
+    let grown = Growth {
+        count: counted,
+        enabled_ns: now.1.saturating_sub(enabled_ns),
+        running_ns: now.2.saturating_sub(running_ns),
+    };
+    let now_estimate = now.3?;
+    if before.is_some() && grown.running_ns == 0 {
+        return None;
+    }
+    if grown.running_ns >= grown.enabled_ns {
+        return Some(Growth {
+            count: if before.is_some() { counted } else { now_estimate },
+            ..grown
+        });
+    }
+    // An estimate of the past may be put right later, but what was counted since was counted.
+    let estimated = now_estimate.saturating_sub(estimate.unwrap_or(value));
+    Some(Growth {
+        count: estimated.max(counted),
+        ..grown
+    })
 }
 
 /// A ring. Its memfd comes with the reply.
@@ -405,9 +497,52 @@ mod tests {
             Call::Open {
                 events: "{cycles,kvm:exits}".into(),
                 vcpus: Some(vec![0]),
+                whole: false,
                 sampling: None
             }
         );
+    }
+
+    fn reading(value: u64, enabled_ns: u64, running_ns: u64, estimate: Option<u64>) -> EventReading {
+        EventReading {
+            handle: 0,
+            value,
+            enabled_ns,
+            running_ns,
+            estimate,
+            standard_error: None,
+            failed: false,
+            vcpus: Vec::new(),
+        }
+    }
+
+    /// An event that was on in half of an interval is estimated as the estimator says, and not by the interval's share of the
+    /// time: it may have been off in the lively half. The intervals add up to the whole.
+    #[test]
+    fn intervals_are_the_growth_of_the_estimate() {
+        let readings = [
+            reading(100, 1000, 1000, Some(100)),
+            reading(150, 2000, 1500, Some(400)),
+            reading(350, 3000, 2500, Some(600)),
+            reading(350, 4000, 2500, Some(700)),
+            reading(360, 5000, 2600, Some(690)),
+        ];
+        let since = |at: usize| {
+            let before = at.checked_sub(1).map(|before| &readings[before]);
+            readings[at]
+                .since(before)
+                .map(|g| (g.count, g.enabled_ns, g.running_ns))
+        };
+        assert_eq!(since(0), Some((100, 1000, 1000)));
+        assert_eq!(since(1), Some((300, 1000, 500)));
+        assert_eq!(since(2), Some((200, 1000, 1000)), "all of it was counted");
+        assert_eq!(since(3), None, "none of it was counted");
+        assert_eq!(since(4), Some((10, 1000, 100)), "never less than was counted");
+        let failed = EventReading {
+            failed: true,
+            ..readings[1].clone()
+        };
+        assert_eq!(failed.since(None), None);
     }
 
     proptest! {

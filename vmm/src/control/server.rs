@@ -27,7 +27,7 @@ use super::protocol::{
     Call, Failure, FailureKind, Generation, GuestViews, MAX_REQUEST, PROTOCOL, Reply, Request, SymbolsInfo,
     VmInfo,
 };
-use super::session::{EventSession, fail, role};
+use super::session::{EventSession, On, fail, role};
 use crate::boot::SymbolTable;
 use crate::pmu::VmPmu;
 use crate::vcpu::Kicker;
@@ -417,6 +417,7 @@ impl ControlServer {
             Call::Open {
                 events,
                 vcpus,
+                whole,
                 sampling,
             } => {
                 let pmu = self.pmu()?.clone();
@@ -424,7 +425,16 @@ impl ControlServer {
                 let session = connection
                     .events
                     .get_or_insert_with(|| EventSession::new(pmu, connection.uid, vcpu_count));
-                value(session.open(&events, vcpus.as_deref(), sampling)?)
+                let where_to = if whole {
+                    if vcpus.is_some() || sampling.is_some() {
+                        let why = "an event for the whole VM goes with neither vCPUs nor sampling";
+                        return fail(FailureKind::Invalid, why);
+                    }
+                    On::Whole
+                } else {
+                    vcpus.as_deref().map_or(On::Each, On::These)
+                };
+                value(session.open(&events, where_to, sampling)?)
             }
             Call::Enable | Call::Disable => {
                 if let Some(events) = &connection.events {

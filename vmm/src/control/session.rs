@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
-use perf_core::{Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, State};
+use perf_core::{
+    Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, VcpuReading,
+};
 
 use super::protocol::{
     EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo, RingLoss,
-    Sampling,
+    Sampling, VcpuPart,
 };
 use crate::events::list::{self, EventGroup, EventSpec};
 use crate::pmu::{HostSampling, OperatorEvent, VmPmu};
@@ -46,8 +48,20 @@ pub struct EventSession {
 #[derive(Debug)]
 struct OpenEvent {
     handle: Handle,
-    vcpu: u32,
+    /// `None`: the whole VM.
+    vcpu: Option<u32>,
     ring: Option<HostRing>,
+}
+
+/// Where events are opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On<'v> {
+    /// On each vCPU there is.
+    Each,
+    /// On these.
+    These(&'v [u32]),
+    /// One event for each name, which every vCPU inherits that comes later.
+    Whole,
 }
 
 /// The samples of an event that the host's kernel takes.
@@ -84,13 +98,24 @@ impl EventSession {
     pub fn open(
         &mut self,
         text: &str,
-        vcpus: Option<&[u32]>,
+        on: On<'_>,
         sampling: Option<Sampling>,
     ) -> Result<Vec<Opened>, Failure> {
         let groups = list::parse(text).or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
-        let vcpus = self.chosen(vcpus)?;
+        let vcpus = match on {
+            On::Each => self.chosen(None)?,
+            On::These(vcpus) => self.chosen(Some(vcpus))?,
+            On::Whole => Vec::new(),
+        };
         let count: usize = groups.iter().map(|g| g.events.len()).sum();
-        if self.events.len() + count * vcpus.len() > MAX_EVENTS {
+        // One for the whole VM is one on each vCPU.
+        let more = match on {
+            On::Whole => count * self.vcpus as usize,
+            On::Each | On::These(_) => count * vcpus.len(),
+        };
+        let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { self.vcpus as usize };
+        let open: usize = self.events.iter().map(weight).sum();
+        if open + more > MAX_EVENTS {
             return fail(
                 FailureKind::Limit,
                 format!("a connection may have {MAX_EVENTS} events; ask for fewer events or vCPUs"),
@@ -100,11 +125,22 @@ impl EventSession {
             return fail(FailureKind::Invalid, "open sampling events before their ring");
         }
         let before = self.events.len();
-        let mut opened = Vec::with_capacity(count * vcpus.len());
-        for vcpu in vcpus {
+        let places: Vec<Option<u32>> = match on {
+            On::Whole => vec![None],
+            On::Each | On::These(_) => vcpus.into_iter().map(Some).collect(),
+        };
+        let mut opened = Vec::with_capacity(count * places.len());
+        for (nth, place) in places.into_iter().enumerate() {
             let mut index = 0;
             for group in &groups {
-                if let Err(refused) = self.open_group(group, vcpu, sampling, &mut index, &mut opened) {
+                let whole = is_whole(group).or_else(|why| fail(FailureKind::Invalid, why))?;
+                // A count of the VM is one count, however many vCPUs are asked for.
+                let place = if whole { None } else { place };
+                if whole && nth > 0 {
+                    index += group.events.len() as u32;
+                    continue;
+                }
+                if let Err(refused) = self.open_group(group, place, sampling, &mut index, &mut opened) {
                     self.events.truncate(before);
                     return Err(refused);
                 }
@@ -132,7 +168,7 @@ impl EventSession {
     fn open_group(
         &mut self,
         group: &EventGroup,
-        vcpu: u32,
+        vcpu: Option<u32>,
         sampling: Option<Sampling>,
         index: &mut u32,
         opened: &mut Vec<Opened>,
@@ -185,13 +221,17 @@ impl EventSession {
     fn open_one(
         &mut self,
         spec: &EventSpec,
-        vcpu: u32,
+        vcpu: Option<u32>,
         sampling: Option<Sampling>,
         leader: Option<usize>,
     ) -> Result<(usize, OperatorEvent, Option<String>), NotOpened> {
         let mut event = self.pmu.operator_event(spec).map_err(NotOpened::Unsupported)?;
         let (mut ring, mut no_ring) = (None, None);
-        if let Some(sampling) = sampling {
+        if let (Some(_), None) = (sampling, vcpu) {
+            let why = "a count of the whole VM has no samples".to_owned();
+            return Err(NotOpened::Unsupported(why));
+        }
+        if let (Some(sampling), Some(vcpu)) = (sampling, vcpu) {
             sample_with(&mut event.attr, sampling, spec);
             let allowed = self.pmu.core().may_sample(&self.session, &event.attr);
             allowed.map_err(not_opened)?;
@@ -212,7 +252,8 @@ impl EventSession {
             event.attr.exclusive = false;
         }
         let group = leader.and_then(|at| self.events.get(at)).map(|e| &e.handle);
-        let target = OpenTarget::Vcpu(VcpuId(vcpu));
+        let target = vcpu.map_or(OpenTarget::Vm, |vcpu| OpenTarget::Vcpu(VcpuId(vcpu)));
+        event.attr.inherit = vcpu.is_none();
         let handle = self
             .pmu
             .core()
@@ -320,7 +361,8 @@ impl EventSession {
                 running_ns: reading.time_running_ns,
                 estimate: estimate.map(|e| e.value),
                 standard_error: estimate.and_then(|e| if e.exact { Some(0.0) } else { e.standard_error }),
-                failed: event.handle.state() == State::Error,
+                failed: event.handle.has_failed(),
+                vcpus: event.handle.read_by_vcpu().ok()?.iter().map(part).collect(),
             })
         };
         self.events.iter().enumerate().filter_map(read).collect()
@@ -368,7 +410,7 @@ impl EventSession {
         let mut of_vcpu = self
             .events
             .iter()
-            .filter(|e| e.vcpu == vcpu && e.handle.attr().is_sampling())
+            .filter(|e| e.vcpu == Some(vcpu) && e.handle.attr().is_sampling())
             .map(|e| &e.handle);
         let Some(first) = of_vcpu.next() else {
             return fail(
@@ -393,6 +435,30 @@ impl EventSession {
         self.pmu.probe().add_listener();
         Ok((RingInfo { vcpu, sample_type }, ring))
     }
+}
+
+/// What one vCPU counted.
+fn part(of: &VcpuReading) -> VcpuPart {
+    VcpuPart {
+        vcpu: of.vcpu.0,
+        value: of.reading.value,
+        enabled_ns: of.reading.time_enabled_ns,
+        running_ns: of.reading.time_running_ns,
+        estimate: of.estimate.map(|e| e.value),
+    }
+}
+
+/// Whether the events of a group count for the whole VM, wherever they are opened.
+fn is_whole(group: &EventGroup) -> Result<bool, String> {
+    let mut whole = group.events.iter().map(EventSpec::is_of_vm);
+    let first = whole.next().unwrap_or(false);
+    if whole.any(|other| other != first) {
+        return Err(
+            "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
+                .into(),
+        );
+    }
+    Ok(first)
 }
 
 /// What user `uid` may do.

@@ -235,6 +235,13 @@ pub struct EventGroup {
     pub braced: bool,
 }
 
+impl EventSpec {
+    /// Whether it counts for the whole VM, on whichever vCPU it is opened: one of KVM's statistics of the VM.
+    pub fn is_of_vm(&self) -> bool {
+        matches!(&self.kind, EventKind::Kvm(name) if name.starts_with("vm:"))
+    }
+}
+
 impl fmt::Display for EventSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)
@@ -426,9 +433,16 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
         modifiers.add(after.strip_prefix(':').unwrap_or(after), text)?;
         return with_terms(text, pmu, terms, modifiers);
     }
-    // kvm:NAME has a colon of its own.
+    // kvm:NAME has a colon of its own, and kvm:vm:NAME, a statistic of the whole VM, two.
     let (prefix, rest) = text.strip_prefix("kvm:").map_or(("", text), |rest| ("kvm", rest));
-    let (name, letters) = rest.split_once(':').unwrap_or((rest, ""));
+    let own = match (prefix, rest.strip_prefix("vm:")) {
+        ("kvm", Some(_)) => "vm:".len(),
+        _ => 0,
+    };
+    let (name, letters) = match rest[own..].find(':') {
+        Some(at) => (&rest[..own + at], &rest[own + at + 1..]),
+        None => (rest, ""),
+    };
     // The name first: what follows the colon of an event of no kind we know is no list of modifiers.
     let known = match prefix {
         "kvm" => Some(kvm(name)?),
@@ -456,8 +470,9 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
 }
 
 fn kvm(name: &str) -> Result<EventKind, ListError> {
-    let word = !name.is_empty()
-        && name
+    let of = name.strip_prefix("vm:").unwrap_or(name);
+    let word = !of.is_empty()
+        && of
             .bytes()
             .all(|b| b.is_ascii_alphanumeric() || b"_-".contains(&b));
     if word {
@@ -632,6 +647,12 @@ mod tests {
         );
         assert_eq!(kind("kvm:halt_exits"), EventKind::Kvm("halt_exits".into()));
         assert_eq!(kind("kvm/exits/"), EventKind::Kvm("exits".into()));
+        assert_eq!(kind("kvm:vm:pages_4k"), EventKind::Kvm("vm:pages_4k".into()));
+        assert_eq!(kind("kvm:vm:pages_4k:D"), EventKind::Kvm("vm:pages_4k".into()));
+        assert!(one("kvm:vm:pages_4k").is_of_vm() && !one("kvm:exits:D").is_of_vm());
+        for wrong in ["kvm:vm:", "kvm:vm::D", "kvm:vm:vm:x", "kvm:vm:é"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
         assert_eq!(kind("pv/steal-ns/"), EventKind::Paravirtual("steal-ns"));
         assert_eq!(kind("vm-exits"), EventKind::Paravirtual("vm-exits"));
         assert_eq!(kind("ref-cycles"), EventKind::Hardware(HardwareEvent::RefCycles));

@@ -22,7 +22,7 @@ use super::snapshot::{Snapshot, VcpuSnapshot};
 use crate::control::peer;
 use crate::control::protocol::Opened;
 use crate::control::server::Controlled;
-use crate::control::session::EventSession;
+use crate::control::session::{EventSession, On};
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -154,12 +154,12 @@ impl MetricsServer {
         }
         let mut session = EventSession::new(pmu.clone(), peer::own_uid(), vcpus);
         let list = format!("{STEAL_EVENT},{}", self.event_list);
-        self.events = match session.open(&list, None, None) {
+        self.events = match session.open(&list, On::Whole, None) {
             Ok(mut opened) => {
                 // An event that was named twice is one series.
                 let mut seen = HashSet::new();
                 opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
-                let told = opened.iter().filter(|o| o.vcpu == 0 && o.index > 0);
+                let told = opened.iter().filter(|o| o.index > 0);
                 for (name, why) in told.filter_map(|o| Some((&o.name, o.unsupported.as_ref()?))) {
                     log::warn!("metrics: '{name}' cannot be counted and is left out: {why}");
                 }
@@ -386,8 +386,22 @@ impl MetricsServer {
                     continue;
                 };
                 if event.index == 0 {
-                    steal_ns.push((event.vcpu, reading.value));
-                } else {
+                    steal_ns.extend(reading.vcpus.iter().map(|part| (part.vcpu, part.value)));
+                    continue;
+                }
+                // A series for each vCPU, whose parts stay when it goes; a count of the VM is one.
+                let parts = reading.vcpus.iter().filter_map(|part| {
+                    let vcpu = Some(part.vcpu);
+                    Some((
+                        Opened {
+                            vcpu,
+                            ..event.clone()
+                        },
+                        reading.on(part.vcpu)?,
+                    ))
+                });
+                events.extend(parts);
+                if reading.vcpus.is_empty() {
                     events.push((event.clone(), reading.clone()));
                 }
             }

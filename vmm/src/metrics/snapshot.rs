@@ -349,11 +349,9 @@ impl Snapshot {
         let (mut counts, mut times) = (vec![], vec![]);
         let (mut enabled, mut running, mut shares) = (vec![], vec![], vec![]);
         for (event, reading) in &self.events {
-            let mut labels: Labels = vec![
-                vcpu_label(event.vcpu),
-                ("event", event.name.clone()),
-                ("backing", event.backing.clone()),
-            ];
+            let mut labels: Labels = event.vcpu.map(vcpu_label).into_iter().collect();
+            labels.push(("event", event.name.clone()));
+            labels.push(("backing", event.backing.clone()));
             if event.estimate {
                 labels.push(("estimate", "true".to_owned()));
             }

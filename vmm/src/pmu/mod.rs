@@ -104,6 +104,8 @@ impl VmPmu {
             share: config.share,
             mux: config.mux,
             owner_uid: crate::control::peer::own_uid(),
+            // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
+            paranoid: 0,
             ..CoreConfig::default()
         });
         let signal = Some(kick::overflow_signal());

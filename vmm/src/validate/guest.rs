@@ -174,7 +174,7 @@ impl OperatorSaw {
         let opened = self.opened.as_ref().ok()?;
         let handle = opened
             .iter()
-            .find(|o| o.index == index && o.vcpu == vcpu)?
+            .find(|o| o.index == index && o.vcpu == Some(vcpu))?
             .handle?;
         self.readings.iter().find(|r| r.handle == handle)
     }
@@ -335,6 +335,7 @@ impl Watch {
         let opened: Result<Vec<Opened>, _> = client.call(Call::Open {
             events: operator.events.to_owned(),
             vcpus: None,
+            whole: false,
             sampling: operator.period.map(|period| Sampling {
                 rate: period,
                 frequency: false,

@@ -149,6 +149,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
         .call(Call::Open {
             events: args.events.clone(),
             vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+            whole: false,
             sampling: Some(sampling),
         })
         .map_err(said)?;
@@ -303,7 +304,7 @@ impl Streams {
         sampling: Sampling,
     ) -> Result<Self, String> {
         let said = |e: crate::control::client::ClientError| e.to_string();
-        let mut vcpus: Vec<u32> = opened.iter().map(|o| o.vcpu).collect();
+        let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
         vcpus.sort_unstable();
         vcpus.dedup();
         let mut rings = Vec::new();
@@ -320,7 +321,7 @@ impl Streams {
         let mut lanes = Vec::new();
         let mut why_not: Option<String> = None;
         for o in opened {
-            let (Some(handle), true) = (o.handle, o.ring) else {
+            let (Some(handle), Some(vcpu), true) = (o.handle, o.vcpu, o.ring) else {
                 why_not = why_not.or_else(|| o.no_ring.clone());
                 continue;
             };
@@ -336,7 +337,7 @@ impl Streams {
             };
             lanes.push(Lane {
                 handle,
-                vcpu: o.vcpu,
+                vcpu,
                 stream_id: o.id,
                 ring,
                 clock_offset_ns: info.clock_offset_ns,

@@ -23,16 +23,20 @@ pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], a
             let _ = writeln!(out, "{time}{separator}{line}");
         } else {
             let line = plain(total, note(total, totals, seconds).as_deref());
-            let _ = writeln!(out, "{time:>16} {}{line}", vcpu_column(total));
+            let _ = writeln!(out, "{time:>16} {}{line}", vcpu_column(total, args));
         }
     }
     out
 }
 
-fn vcpu_column(total: &Total) -> String {
-    total
-        .vcpu
-        .map_or_else(String::new, |v| format!("{:<10} ", format!("VCPU{v}")))
+/// With a line for each vCPU, whose line it is; an event may count for the whole VM all the same.
+fn whose(total: &Total, args: &StatArgs) -> Option<String> {
+    let whole = args.per_vcpu.then(|| "VM".to_owned());
+    total.vcpu.map(|v| format!("VCPU{v}")).or(whole)
+}
+
+fn vcpu_column(total: &Total, args: &StatArgs) -> String {
+    whose(total, args).map_or_else(String::new, |whose| format!("{whose:<10} "))
 }
 
 fn plain(total: &Total, note: Option<&str>) -> String {
@@ -40,9 +44,7 @@ fn plain(total: &Total, note: Option<&str>) -> String {
 }
 
 fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separator: &str) -> String {
-    let vcpu = total
-        .vcpu
-        .map_or_else(String::new, |v| format!("VCPU{v}{separator}"));
+    let vcpu = whose(total, args).map_or_else(String::new, |whose| whose + separator);
     // A field of repeated runs only, and then of every line, as with perf: programs count fields.
     let error = (args.repeat > 1).then(|| total.error_percent.unwrap_or(0.0));
     let derived = derived(total, all, seconds);
@@ -120,7 +122,12 @@ pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: 
     let _ = writeln!(out, "\n Performance counter stats for VM '{vm}'{repeated}:\n");
     for total in &totals {
         let note = note(total, &totals, seconds);
-        let _ = writeln!(out, "{}{}", vcpu_column(total), plain(total, note.as_deref()));
+        let _ = writeln!(
+            out,
+            "{}{}",
+            vcpu_column(total, args),
+            plain(total, note.as_deref())
+        );
     }
     let _ = writeln!(out, "\n{}\n", elapsed_line(seconds, error));
     out

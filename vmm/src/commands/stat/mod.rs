@@ -97,6 +97,8 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
             .call(Call::Open {
                 events: args.events.clone(),
                 vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+                // A vCPU that comes later counts from its first instruction.
+                whole: args.vcpu.is_none() && !args.per_vcpu,
                 sampling: None,
             })
             .map_err(|e| e.to_string())?;

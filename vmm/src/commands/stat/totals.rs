@@ -38,7 +38,7 @@ pub(super) fn totals(
             (Some(_), None) => Part::NotCounted,
             (Some(_), Some(now)) => Part::of(&now, find(before, o.handle).as_ref()),
         };
-        let key = (o.index, per_vcpu.then_some(o.vcpu));
+        let key = (o.index, o.vcpu.filter(|_| per_vcpu));
         sums.entry(key).or_default().push((o, part));
     }
     let total = |((_, vcpu), parts): (Row, Parts<'_>)| {
@@ -77,31 +77,13 @@ enum Part {
 
 impl Part {
     fn of(now: &EventReading, before: Option<&EventReading>) -> Self {
-        let Some(estimate) = now.estimate.filter(|_| !now.failed) else {
-            return Self::NotCounted;
-        };
-        let Some(before) = before else {
-            return Self::Value {
-                count: estimate,
-                enabled_ns: now.enabled_ns,
-                running_ns: now.running_ns,
-                standard_error: now.standard_error,
-            };
-        };
-        let value = now.value.saturating_sub(before.value);
-        let enabled_ns = now.enabled_ns.saturating_sub(before.enabled_ns);
-        let running_ns = now.running_ns.saturating_sub(before.running_ns);
-        if running_ns == 0 {
-            return Self::NotCounted;
-        }
-        // The interval's own share, as perf scales it.
-        let count = u128::from(value) * u128::from(enabled_ns.max(running_ns)) / u128::from(running_ns);
-        Self::Value {
-            count: u64::try_from(count).unwrap_or(u64::MAX),
-            enabled_ns,
-            running_ns,
-            standard_error: None,
-        }
+        now.since(before).map_or(Self::NotCounted, |growth| Self::Value {
+            count: growth.count,
+            enabled_ns: growth.enabled_ns,
+            running_ns: growth.running_ns,
+            // The error is known of the whole only.
+            standard_error: now.standard_error.filter(|_| before.is_none()),
+        })
     }
 }
 
@@ -192,7 +174,7 @@ mod tests {
             unsupported: handle.is_none().then(|| "why".into()),
             name: format!("e{index}"),
             index,
-            vcpu,
+            vcpu: Some(vcpu),
             backing: "hardware".into(),
             nanoseconds: false,
             estimate: false,
@@ -213,6 +195,7 @@ mod tests {
             estimate: (running_ns > 0).then(|| value * enabled_ns / running_ns),
             standard_error: Some(if running_ns < enabled_ns { 3.0 } else { 0.0 }),
             failed: false,
+            vcpus: Vec::new(),
         }
     }
 
@@ -254,13 +237,20 @@ mod tests {
     #[test]
     fn an_interval_is_what_came_since_the_last() {
         let events = [opened(0, 0, Some(0))];
-        let (before, now) = ([reading(0, 50, 100, 100)], [reading(0, 80, 200, 150)]);
+        let before = [reading(0, 50, 100, 100)];
+        // What the estimator found, not 30 for half of the time: it was off in the lively half.
+        let now = [EventReading {
+            estimate: Some(200),
+            ..reading(0, 80, 200, 150)
+        }];
         let expected = Counted::Value {
-            count: 60,
+            count: 150,
             enabled_ns: 100,
             running_ns: 50,
         };
         assert_eq!(totals(&events, &now, &before, false)[0].counted, expected);
+        let first = totals(&events, &before, &[], false)[0].counted;
+        assert!(matches!(first, Counted::Value { count: 50, .. }), "{first:?}");
         assert_eq!(totals(&events, &now, &now, false)[0].counted, Counted::NotCounted);
     }
 

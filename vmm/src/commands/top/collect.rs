@@ -1,6 +1,6 @@
 //! The data of `perfvisor top`, from the VM's control socket.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -92,6 +92,7 @@ impl Collector {
             .call(Call::Open {
                 events: args.event.clone(),
                 vcpus: vcpus.clone(),
+                whole: false,
                 sampling: Some(sampling),
             })
             .map_err(said)?;
@@ -101,13 +102,15 @@ impl Collector {
         let counted: Vec<Opened> = client
             .call(Call::Open {
                 events: COUNTED.into(),
+                // A vCPU that comes later counts from its first instruction.
+                whole: vcpus.is_none(),
                 vcpus,
                 sampling: None,
             })
             .map_err(said)?;
         wait_for_kernel(&mut client, signals)?;
         let names = Names::of(&mut client, args)?;
-        let mut sampled_vcpus: Vec<u32> = sampled.iter().map(|o| o.vcpu).collect();
+        let mut sampled_vcpus: Vec<u32> = sampled.iter().filter_map(|o| o.vcpu).collect();
         sampled_vcpus.sort_unstable();
         sampled_vcpus.dedup();
         let mut rings = Vec::new();
@@ -280,36 +283,44 @@ impl Collector {
 
     fn vcpu_rows(&self, readings: &[EventReading], elapsed: Duration) -> Vec<VcpuRow> {
         let seconds = elapsed.as_secs_f64().max(1e-9);
-        let mut rows: BTreeMap<u32, VcpuRow> = BTreeMap::new();
-        for event in &self.counted {
-            let row = rows.entry(event.vcpu).or_insert_with(|| VcpuRow {
-                vcpu: event.vcpu,
-                samples: self.by_vcpu.get(&event.vcpu).copied().unwrap_or(0),
-                cells: Vec::new(),
-            });
-            let find = |list: &[EventReading]| list.iter().find(|r| Some(r.handle) == event.handle).cloned();
-            let cell = match (event.handle, find(readings)) {
-                (None, _) => Cell::NotSupported,
-                (Some(_), None) => Cell::NotCounted,
-                (Some(_), Some(now)) => rate(&now, find(&self.before).as_ref(), seconds),
+        // The parts of the vCPUs that there are or were.
+        let mut vcpus: BTreeSet<u32> = self.counted.iter().filter_map(|o| o.vcpu).collect();
+        let parts = readings.iter().flat_map(|r| &r.vcpus);
+        vcpus.extend(parts.map(|part| part.vcpu));
+        let row = |vcpu: u32| {
+            let of_vcpu = self.counted.iter().filter(|o| o.vcpu.is_none_or(|of| of == vcpu));
+            let cell = |event: &Opened| {
+                let find = |list: &[EventReading]| {
+                    let reading = list.iter().find(|r| Some(r.handle) == event.handle)?;
+                    match event.vcpu {
+                        Some(_) => Some(reading.clone()),
+                        None => reading.on(vcpu),
+                    }
+                };
+                match (event.handle, find(readings)) {
+                    (None, _) => Cell::NotSupported,
+                    (Some(_), None) => Cell::NotCounted,
+                    (Some(_), Some(now)) => rate(&now, find(&self.before).as_ref(), seconds),
+                }
             };
-            row.cells.push(cell);
-        }
-        rows.into_values().collect()
+            VcpuRow {
+                vcpu,
+                samples: self.by_vcpu.get(&vcpu).copied().unwrap_or(0),
+                cells: of_vcpu.map(cell).collect(),
+            }
+        };
+        vcpus.into_iter().map(row).collect()
     }
 }
 
 /// Counts a second since `before`, scaled by the time the event was on.
 fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell {
-    let since = |now: u64, before: Option<u64>| now.saturating_sub(before.unwrap_or(0)) as f64;
-    let enabled = since(now.enabled_ns, before.map(|b| b.enabled_ns));
-    let running = since(now.running_ns, before.map(|b| b.running_ns));
-    if now.failed || running <= 0.0 {
+    let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
         return Cell::NotCounted;
-    }
-    let share = (running / enabled.max(running)).min(1.0);
+    };
+    let share = (growth.running_ns as f64 / growth.enabled_ns.max(growth.running_ns) as f64).min(1.0);
     Cell::Rate {
-        per_second: since(now.value, before.map(|b| b.value)) / share / seconds,
+        per_second: growth.count as f64 / seconds,
         share,
     }
 }
@@ -431,9 +442,10 @@ mod tests {
             value,
             enabled_ns,
             running_ns,
-            estimate: None,
+            estimate: Some(2 * value),
             standard_error: None,
             failed: false,
+            vcpus: Vec::new(),
         }
     }
 
