@@ -402,10 +402,21 @@ fn a_family_has_failed_if_a_child_has() {
         inherit,
         ..hw()
     };
-    let rival = m.open(pinned(false), OpenTarget::Vcpu(VcpuId(1)), None);
-    assert!(!rival.has_failed());
+    let guest = m.core.session(0, Role::Guest);
+    let on_1 = OpenTarget::Vcpu(VcpuId(1));
+    let rival = m
+        .core
+        .open(&guest, pinned(false), on_1, None, OpenFlags::default())
+        .unwrap();
     let e = m.open(pinned(true), OpenTarget::Vm, None);
     m.run(0, 5);
     m.run(1, 5);
-    assert!(e.has_failed() || rival.has_failed());
+    assert!(!rival.has_failed(), "the guest's goes first");
+    assert_ne!(e.state(), State::Error, "the family itself is not on any PMU");
+    assert!(e.has_failed());
+    assert_eq!(
+        e.read_by_vcpu().unwrap()[0].reading.value,
+        5,
+        "it counts on vCPU 0"
+    );
 }
