@@ -5,11 +5,14 @@
 //! `members`, go on and off in `pass`, and the lock is in `cell`.
 
 mod cell;
+mod lists;
 mod members;
 mod pass;
 
 pub(crate) use cell::ContextCell;
+pub(crate) use lists::{List, Lists, Places};
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,7 +27,7 @@ use crate::output::write_page;
 use crate::pmu::CounterMask;
 use crate::record::ReadEntry;
 use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy, Want};
-use crate::slices::EstimateSum;
+use crate::slices::{EstimateSum, Slices};
 use crate::software::IDS;
 use crate::time::ContextClock;
 
@@ -47,6 +50,13 @@ pub struct ContextStats {
     pub throttles: u64,
 }
 
+/// What an event has counted, and in which slices: what goes along when two events exchange their pasts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Past {
+    totals: Totals,
+    slices: Option<Slices>,
+}
+
 pub(crate) struct Context {
     pub clock: ContextClock,
     pub events: Slab<Event>,
@@ -54,8 +64,15 @@ pub(crate) struct Context {
     pub pools: Vec<Pool>,
     /// Groups of software events that may run.
     software: Queue,
-    /// Active events that overflow. Never grows beyond the capacity reserved when events are added.
-    pub armed: Vec<usize>,
+    /// Those of them whose driver refused when they were last put on.
+    refused: VecDeque<usize>,
+    /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the capacity reserved when events
+    /// are added.
+    pub lists: Lists,
+    /// Ticks so far.
+    pub ticks: u64,
+    /// Where in the list of those that follow a frequency the next tick goes on.
+    pub next_frequency: usize,
     /// Events with overflows that passed while they were taken off.
     pub pending: Vec<usize>,
     /// Events the VMM raises, by id.
@@ -88,7 +105,10 @@ impl Context {
             groups: Slab::new(),
             pools: Vec::new(),
             software: Queue::default(),
-            armed: Vec::new(),
+            refused: VecDeque::new(),
+            lists: Lists::default(),
+            ticks: 0,
+            next_frequency: 0,
             pending: Vec::new(),
             raised: Default::default(),
             entries: Vec::new(),
@@ -275,6 +295,9 @@ impl Context {
 
     fn unqueue(&mut self, group: usize) {
         self.groups[group].queued = false;
+        if std::mem::take(&mut self.groups[group].refused) {
+            self.refused.retain(|refused| *refused != group);
+        }
         if let Some(pool) = self.groups[group].pool {
             self.pools[pool].unpark(&mut self.groups, group);
         }
@@ -347,11 +370,32 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// Makes `totals` what the event has counted until now.
-    pub fn set_totals(&mut self, key: usize, totals: Totals, now_ns: u64) {
+    /// What the event has counted until now, with the slices it did that in. The last one ends here if it is on.
+    pub fn leave_off(&mut self, key: usize, now_ns: u64) -> Past {
+        let totals = self.totals(key, now_ns);
+        let event = &mut self.events[key];
+        let mut slices = event.slices;
+        if event.state == State::Active
+            && let Some(slices) = &mut slices
+        {
+            slices.off(totals.times.enabled_ns);
+        }
+        Past { totals, slices }
+    }
+
+    /// Makes `past` what the event has counted until now, whatever it did.
+    pub fn go_on_from(&mut self, key: usize, past: Past, now_ns: u64) {
         let time = self.clock.advance(now_ns);
-        self.events[key].times.set(totals.times, time);
-        self.set_count(key, totals.count, now_ns);
+        let event = &mut self.events[key];
+        event.times.set(past.totals.times, time);
+        event.set_count(past.totals.count);
+        event.slices = past.slices;
+        if event.state == State::Active
+            && let Some(slices) = &mut event.slices
+        {
+            let _ = slices.on(past.totals.times.enabled_ns, past.totals.count);
+        }
+        self.update_page(key, now_ns);
     }
 
     /// Brings the control page of an event that owns a ring up to date. A family's is written when it is read: its

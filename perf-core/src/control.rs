@@ -169,7 +169,7 @@ impl Handle {
             .get(inner.key, &inner.shared)
             .ok_or(ControlError::Closed)?;
         event.arm(overflow_in)?;
-        context.note_armed(inner.key);
+        context.enlist_active(inner.key);
         Ok(())
     }
 }

@@ -247,13 +247,14 @@ impl Core {
     /// call that opens or enables.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
-        self.inner.vm.lock().needs_tick()
-            || self
-                .inner
-                .vcpus
-                .load()
-                .iter()
-                .any(|v| v.cell.load().lock().needs_tick())
+        // Each lock is let go before the next is taken.
+        let vm = self.inner.vm.lock().needs_tick();
+        vm || self
+            .inner
+            .vcpus
+            .load()
+            .iter()
+            .any(|v| v.cell.load().lock().needs_tick())
     }
 
     /// The time of [`CoreConfig::clock`] at which [`Core::rotate`] is due, if groups share slots. Under
@@ -262,7 +263,10 @@ impl Core {
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();
         let turns = vcpus.iter().filter_map(|v| v.cell.load().lock().next_turn_ns());
-        turns.chain(self.inner.vm.lock().next_turn_ns()).min()
+        let first = turns.min();
+        // Not in one expression: it would hold the VM's lock while it waits for those of vCPUs.
+        let vm = self.inner.vm.lock().next_turn_ns();
+        first.into_iter().chain(vm).min()
     }
 
     /// The rotation half of [`Core::tick`], for timers that follow [`Core::next_turn_ns`].
@@ -365,6 +369,7 @@ impl CoreInner {
         let mut context = cell.lock();
         context.tick_sampling(now_ns, self.config.tick_hz, self.limits.sample_rate_hz());
         context.look_now_and_then(now_ns);
+        context.try_refused_again(now_ns);
         context.rotate(now_ns);
     }
 
@@ -398,6 +403,7 @@ impl CoreInner {
     ) -> Result<(), OpenError> {
         let mut leader = None;
         for (parent_key, parent) in members {
+            self.check_child(&parent.attr, cell, leader)?;
             let key = self.inherit(*parent_key, parent, cell, leader)?;
             leader.get_or_insert(key);
         }

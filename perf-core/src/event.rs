@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::attr::Attr;
+use crate::context::Places;
 use crate::inherit::Family;
 use crate::lost::Failure;
 use crate::notify::Notify;
@@ -168,8 +169,8 @@ pub(crate) struct Event {
     pub on_since_ns: u64,
     /// `raw` is the truth: the event is stopped and has been read since.
     settled: bool,
-    /// Position in the context's list of armed events, if armed.
-    pub armed_at: Option<usize>,
+    /// Where it stands in its context's lists.
+    pub places: Places,
 }
 
 impl Event {
@@ -202,7 +203,7 @@ impl Event {
             failure: None,
             on_since_ns: 0,
             settled: true,
-            armed_at: None,
+            places: Places::default(),
             slices,
         }
     }
@@ -291,6 +292,13 @@ impl Event {
     pub fn stop(&mut self, time: u64) {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
+        }
+        self.stopped(time);
+    }
+
+    /// [`Event::stop`] of an event whose driver's half is stopped already.
+    pub fn stopped(&mut self, time: u64) {
+        if let Source::Driver(driver) = &mut self.source {
             self.settled = false;
             if self.sampling.is_on() {
                 self.raw = driver.read();
@@ -301,6 +309,17 @@ impl Event {
         }
         self.times.go_off(time);
         self.state = State::Inactive;
+    }
+
+    /// Stops the driver's half of an event that is on and starts it again, armed as its sampling says now. After an error
+    /// it is stopped, and the event on in name only.
+    pub fn restart(&mut self) -> Result<(), PmuError> {
+        let overflow_in = self.sampling.overflow_in();
+        let Source::Driver(driver) = &mut self.source else {
+            return Ok(());
+        };
+        driver.stop();
+        driver.start(overflow_in)
     }
 
     /// It went on at `time` of its context. Returns whether what it counted in its last slice is known now.

@@ -25,6 +25,8 @@ pub(crate) struct Group {
     pub on: bool,
     /// It waits apart from its queue.
     pub parked: bool,
+    /// Its driver refused, and a tick is to try again.
+    pub refused: bool,
     /// It may run: it is in its queue.
     pub queued: bool,
     link: Option<Link>,
@@ -46,6 +48,7 @@ impl Group {
             exclusive,
             on: false,
             parked: false,
+            refused: false,
             queued: false,
             link: None,
         }

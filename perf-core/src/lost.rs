@@ -129,8 +129,6 @@ impl Context {
         self.take_off(group, now_ns);
         // It was on in name only since then.
         self.events[key].times.go_off(since_ns);
-        if self.groups[group].class.is_pinned() {
-            self.fail(group, FailureCause::Taken, since_ns, now_ns);
-        }
+        self.cannot_be_on(group, FailureCause::Taken, since_ns, now_ns);
     }
 }

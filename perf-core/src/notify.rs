@@ -1,12 +1,14 @@
 //! How an event tells its reader that there is something to look at.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use bitflags::bitflags;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::ring::borrowed;
 
 bitflags! {
     /// What poll reports.
@@ -49,9 +51,9 @@ impl Notify {
     }
 
     /// The descriptor to poll for reading.
-    pub fn fd(&self) -> io::Result<RawFd> {
+    pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
         if let Some(fd) = self.fd.get() {
-            return Ok(fd.as_raw_fd());
+            return Ok(borrowed(fd));
         }
         let new = EventFd::new(EFD_NONBLOCK)?;
         let fd = self.fd.get_or_init(|| new);
@@ -59,6 +61,6 @@ impl Notify {
         if self.state.load(Ordering::Acquire) != 0 {
             let _ = fd.write(1);
         }
-        Ok(fd.as_raw_fd())
+        Ok(borrowed(fd))
     }
 }

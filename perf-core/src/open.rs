@@ -121,6 +121,14 @@ pub enum OpenError {
         /// Slots there are for such an event.
         slots: usize,
     },
+    /// Sharing is off and VM-wide events would take more slots than a vCPU has.
+    #[error(
+        "VM-wide events have taken all {slots} slots of each vCPU that could hold it and sharing is off; close one or allow sharing"
+    )]
+    OvercommittedVm {
+        /// Slots there are for such an event.
+        slots: usize,
+    },
     /// The VMM raises no such event.
     #[error("the VMM raises no event {0}")]
     NoSuchSoftwareEvent(u64),
@@ -152,7 +160,7 @@ impl OpenError {
             Self::Output(error) => error.errno(),
             Self::NoSuchVcpu(_) => libc::ESRCH,
             Self::VcpuExists(_) => libc::EEXIST,
-            Self::Overcommitted { .. } => libc::EBUSY,
+            Self::Overcommitted { .. } | Self::OvercommittedVm { .. } => libc::EBUSY,
             Self::Driver(error) => pmu_errno(error),
         }
     }
@@ -199,12 +207,11 @@ impl Core {
         let admin = session.inner.is_admin();
         core.limits.check_attr(&attr, admin)?;
         core.check_combinations(&attr)?;
-        match target {
-            OpenTarget::Vm => core.limits.check_vm(admin)?,
-            OpenTarget::Vcpu(_) if !admin && session.inner.uid != core.config.owner_uid => {
-                return Err(OpenError::NotOwner);
-            }
-            OpenTarget::Vcpu(_) => {}
+        if target == OpenTarget::Vm {
+            core.limits.check_vm(admin)?;
+        }
+        if !admin && session.inner.uid != core.config.owner_uid {
+            return Err(OpenError::NotOwner);
         }
         // From here until the event is linked no vCPU comes or goes.
         let mut topology = core.topology();
@@ -231,18 +238,14 @@ impl Core {
             (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
         };
         let place = core.place(&attr, cell, owner, leads_family)?;
-        let handle = core.install(&session.inner, attr, place, leader, flags)?;
-        if flags.output {
-            let target = group.ok_or(OpenError::Group("no handle to redirect the output to"));
-            let redirected = target.and_then(|target| {
-                core.set_output(&handle.inner.event, Some(&target.inner.event))
-                    .map_err(OpenError::Output)
-            });
-            if let Err(error) = redirected {
-                handle.inner.undo_open();
-                return Err(error);
-            }
-        }
+        let output = if flags.output {
+            let target = group.ok_or(OpenError::Group("no handle to redirect the output to"))?;
+            target.inner.event.can_be_output().map_err(OpenError::Output)?;
+            Some(&target.inner.event)
+        } else {
+            None
+        };
+        let handle = core.install(&session.inner, attr, place, leader, output, flags)?;
         if handle.inner.event.shared.family.is_some() {
             topology.generation += 1;
         }
@@ -348,6 +351,7 @@ impl CoreInner {
         attr: Attr,
         place: Place,
         leader: Option<&EventRef>,
+        output: Option<&EventRef>,
         flags: OpenFlags,
     ) -> Result<Handle, OpenError> {
         let Place {
@@ -358,7 +362,9 @@ impl CoreInner {
         } = place;
         let is_family = matches!(source, Source::Family);
         let enabled = !attr.disabled;
-        if !is_family {
+        if is_family {
+            self.check_hot_add(&attr, leader)?;
+        } else {
             self.check_slots(&cell, hardware, leader.map(|l| l.key))?;
         }
         let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
@@ -367,13 +373,18 @@ impl CoreInner {
             let mut context = cell.lock();
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
             let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
-            let event = Event::new(Arc::clone(&shared), None, place, source, enabled);
+            let mut event = Event::new(Arc::clone(&shared), None, place, source, enabled);
+            // Before it is there: its first record may come at once.
+            event.output = output.and_then(EventRef::own_output);
             context.clone_of = None;
             let key = context.add(event, leader.map(|l| l.key), now_ns);
             cell.publish_raised(&context);
             key
         };
         let event = EventRef { cell, key, shared };
+        if let Some(target) = output {
+            event.begin_redirected(target);
+        }
         let handle = Handle {
             inner: Arc::new(HandleInner::new(Arc::clone(self), Arc::clone(session), event)),
         };
@@ -396,13 +407,76 @@ impl CoreInner {
                     None => continue,
                 },
             };
-            let hardware = self
-                .driver(event.shared.attr.ty)
-                .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, &event.shared.attr));
-            self.check_slots(&cell, hardware, leader_key)?;
+            self.check_child(&event.shared.attr, &cell, leader_key)?;
             self.inherit(event.key, &event.shared, &cell, leader_key)?;
         }
         Ok(())
+    }
+
+    /// [`CoreInner::check_slots`] for a child of an event with `attr`.
+    pub fn check_child(
+        &self,
+        attr: &Attr,
+        cell: &ContextCell,
+        leader: Option<usize>,
+    ) -> Result<(), OpenError> {
+        let hardware = self
+            .driver(attr.ty)
+            .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, attr));
+        self.check_slots(cell, hardware, leader)
+    }
+
+    /// Whether a VM-wide event could be on, with its group, on a vCPU that is added later: one on which nothing is open but what
+    /// it inherits. Without this a vCPU would be refused for events that were let in while there was none.
+    fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), OpenError> {
+        let leads = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
+        let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
+            return Ok(());
+        };
+        let Some(hardware) = Hardware::of(at, &*pmu, capacity, attr) else {
+            return Ok(());
+        };
+        // Those of others of this driver, in the event's group and in all.
+        let (mut group, mut all) = (Seats::new(hardware.counters), Seats::new(hardware.counters));
+        let vm = self.vm.lock();
+        for (_, members) in &vm.groups {
+            let first = &vm.events[members.leader()].shared;
+            let own = leader.is_some_and(|l| Arc::ptr_eq(&l.shared, first));
+            if first.family.is_none() || !(own || first.attr.inherit) {
+                continue;
+            }
+            for member in members.members.iter().map(|m| &vm.events[*m].shared.attr) {
+                let other = self
+                    .driver(member.ty)
+                    .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, member));
+                match other {
+                    Some(other) if other.driver == at => {
+                        if own {
+                            let _ = group.take_one(other.fits);
+                        }
+                        let _ = all.take_one(other.fits);
+                    }
+                    Some(_) if own => {
+                        return Err(OpenError::Group("its hardware events belong to another driver"));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        drop(vm);
+        group.take_one(hardware.fits).map_err(too_large)?;
+        if self.is_strict() {
+            all.take_one(hardware.fits)
+                .map_err(|crowd| OpenError::OvercommittedVm {
+                    slots: crowd.counters,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Whether events that could not all be on together are refused.
+    fn is_strict(&self) -> bool {
+        self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed)
     }
 
     /// Whether one more hardware event has a place: in its group ever, and under strict sharing with all others.
@@ -434,14 +508,8 @@ impl CoreInner {
                 }
             }
         }
-        let too_large = |crowd: Crowd| OpenError::GroupTooLarge {
-            needed: crowd.events,
-            slots: crowd.counters,
-        };
         group.take_one(hardware.fits).map_err(too_large)?;
-        let strict =
-            self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed);
-        if strict {
+        if self.is_strict() {
             let mut all = Seats::new(hardware.counters);
             for (_, event) in context.events.iter().filter(|(_, e)| e.pool == Some(pool)) {
                 let _ = all.take_one(event.fits);
@@ -454,6 +522,13 @@ impl CoreInner {
                 })?;
         }
         Ok(())
+    }
+}
+
+fn too_large(crowd: Crowd) -> OpenError {
+    OpenError::GroupTooLarge {
+        needed: crowd.events,
+        slots: crowd.counters,
     }
 }
 

@@ -4,7 +4,7 @@
 //! half, [`crate::event::Event::output`], kept right here whenever a ring comes or an output is redirected.
 
 use std::collections::HashMap;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::control::ControlError;
@@ -140,6 +140,28 @@ impl EventRef {
         self.shared.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether other events may write to this one's ring. Under the topology lock.
+    pub fn can_be_output(&self) -> Result<(), ControlError> {
+        if self.output_state().redirect.is_some() {
+            return Err(ControlError::Invalid("the target writes to another event itself"));
+        }
+        if self.cell.lock().get(self.key, &self.shared).is_none() {
+            return Err(ControlError::Closed);
+        }
+        Ok(())
+    }
+
+    /// The ring the event owns.
+    pub fn own_output(&self) -> Option<Arc<Output>> {
+        self.output_state().own.clone()
+    }
+
+    /// Notes that the event, which is new and has written to the ring of `target` since it is there, does so.
+    pub fn begin_redirected(&self, target: &Self) {
+        self.output_state().redirect = Some(target.clone());
+        target.output_state().sources.push(self.clone());
+    }
+
     /// Tells the event's working half, its children's, and those of events that write here where records go.
     fn spread_output(&self) {
         let (output, sources) = {
@@ -185,12 +207,7 @@ impl CoreInner {
             if Arc::ptr_eq(&source.shared, &target.shared) {
                 return Err(ControlError::Invalid("an event cannot be its own output"));
             }
-            if target.output_state().redirect.is_some() {
-                return Err(ControlError::Invalid("the target writes to another event itself"));
-            }
-            if target.cell.lock().get(target.key, &target.shared).is_none() {
-                return Err(ControlError::Closed);
-            }
+            target.can_be_output()?;
             let state = source.output_state();
             if state.own.is_some() {
                 return Err(ControlError::Invalid("the event has a ring of its own"));
@@ -355,15 +372,15 @@ impl Handle {
     }
 
     /// A descriptor that becomes readable when there is something to look at: the ring's, or without one the event's
-    /// own, which is signalled at every overflow. Ask again after mapping or redirecting.
+    /// own, which is signalled at every overflow. Ask again after mapping or redirecting: the descriptor is the caller's and
+    /// stays open, but a ring that the event writes to no more makes it readable no more.
     ///
     /// # Errors
     /// The host's, when it has no more descriptors.
-    pub fn poll_fd(&self) -> std::io::Result<RawFd> {
-        use std::os::fd::AsFd;
+    pub fn poll_fd(&self) -> std::io::Result<OwnedFd> {
         match self.output() {
-            Some(output) => Ok(output.ring.wakeup_fd().as_fd().as_raw_fd()),
-            None => self.inner.event.shared.notify.fd(),
+            Some(output) => output.ring.wakeup_fd().try_clone_to_owned(),
+            None => self.inner.event.shared.notify.fd()?.try_clone_to_owned(),
         }
     }
 }

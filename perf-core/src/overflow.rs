@@ -3,14 +3,14 @@
 use smallvec::SmallVec;
 
 use crate::attr::{ReadFormat, SampleType};
-use crate::context::{Context, ContextCell};
+use crate::context::{Context, ContextCell, List};
 use crate::core::CoreInner;
 use crate::event::{Event, Owner, Source, State};
 use crate::notify::Poll;
 use crate::pmu::VcpuId;
 use crate::record::{CpuMode, Encode, Entries, Format, ReadEntry, ReadValues, Sample, Throttle, Words};
 use crate::ring::Ring;
-use crate::sample::Overflowed;
+use crate::sample::{Moment, Overflowed};
 use crate::software::{Level, LevelGuard};
 use crate::time::Times;
 
@@ -41,6 +41,8 @@ pub trait SampleRegs {
 /// Reports taken out of a context in one go.
 pub(crate) type Batch = SmallVec<[Overflowed; 16]>;
 const BATCH: usize = 16;
+/// Events by frequency whose periods a tick adjusts.
+const FREQUENCIES_PER_TICK: usize = 64;
 /// Periods of an event's samples that are due at one moment and not written yet.
 type Due = SmallVec<[u64; 16]>;
 
@@ -91,7 +93,7 @@ impl Context {
                 return true;
             }
         }
-        while let Some(&key) = self.armed.get(*at) {
+        while let Some(&key) = self.lists.of(List::Armed).get(*at) {
             *at += 1;
             let event = &mut self.events[key];
             let mut times = std::mem::take(&mut event.sampling.pending);
@@ -110,12 +112,12 @@ impl Context {
                 *served += 1;
                 self.overflow(core, cell, key, times, now_ns, regs, batch);
                 // The event may have left the list, and another taken its place.
-                if self.armed.get(*at - 1) != Some(&key) {
+                if self.lists.of(List::Armed).get(*at - 1) != Some(&key) {
                     *at -= 1;
                 }
             }
             if batch.len() == BATCH {
-                return *at < self.armed.len();
+                return *at < self.lists.of(List::Armed).len();
             }
         }
         false
@@ -156,9 +158,11 @@ impl Context {
         if countdown.last {
             self.limit_reached(key, now_ns);
             // Its next start is still in the tick that throttled it, as the record says.
-            self.events[key].sampling.throttled |= throttle;
+            if throttle {
+                self.mark_throttled(key);
+            }
         } else if throttle {
-            self.throttle(key);
+            self.throttle(key, now_ns);
         }
     }
 
@@ -203,11 +207,13 @@ impl Context {
                     regs.as_deref_mut().map(|r| r as _),
                 );
                 self.limit_reached(key, now_ns);
-                self.events[key].sampling.throttled |= throttle;
+                if throttle {
+                    self.mark_throttled(key);
+                }
                 break;
             }
             if throttle {
-                self.events[key].sampling.throttled = true;
+                self.mark_throttled(key);
                 break;
             }
         }
@@ -249,6 +255,10 @@ impl Context {
         regs: Option<&mut dyn SampleRegs>,
         due: &mut Due,
     ) -> bool {
+        let now = Moment {
+            ns: now_ns,
+            tick: self.ticks,
+        };
         let event = &mut self.events[key];
         let tick_hz = core.config.tick_hz.max(1);
         event
@@ -256,7 +266,7 @@ impl Context {
             .note_overflow_time(times, now_ns, 1_000_000_000 / tick_hz);
         let over = event
             .sampling
-            .interrupt(times, now_ns, tick_hz, core.limits.sample_rate_hz());
+            .interrupt(times, now, tick_hz, core.limits.sample_rate_hz());
         // The guest's own rate is limited where its PMIs are.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         self.throttles += u64::from(throttle && !event.sampling.throttled);
@@ -413,7 +423,7 @@ impl Context {
     }
 
     /// Switches an event's overflows off until the next tick. It goes on counting.
-    fn throttle(&mut self, key: usize) {
+    fn throttle(&mut self, key: usize, now_ns: u64) {
         let event = &mut self.events[key];
         if event.state != State::Active {
             event.sampling.throttled = true;
@@ -421,15 +431,10 @@ impl Context {
         }
         let raw = event.raw();
         event.sampling.disarm_at(raw);
-        event.sampling.throttled = true;
-        if let Source::Driver(driver) = &mut event.source {
-            driver.stop();
-            if let Err(error) = driver.start(None) {
-                log::warn!(
-                    "event {} could not go on while throttled: {error}",
-                    event.shared.id
-                );
-            }
+        self.mark_throttled(key);
+        let event = &mut self.events[key];
+        if let Err(error) = event.restart() {
+            self.fell_off(key, &error, now_ns);
         }
     }
 
@@ -440,46 +445,61 @@ impl Context {
             write_throttle(event, &output.ring, false, now_ns);
         }
         let raw = event.raw();
-        if let Source::Driver(driver) = &mut event.source {
-            driver.stop();
+        if matches!(event.source, Source::Driver(_)) {
             event.sampling.arm_at(raw);
-            if let Err(error) = driver.start(event.sampling.overflow_in()) {
-                log::warn!(
-                    "event {} could not be armed after a throttle: {error}",
-                    event.shared.id
-                );
+        }
+        if let Err(error) = event.restart() {
+            self.fell_off(key, &error, now_ns);
+        }
+    }
+
+    /// The sampling half of a tick: lifts throttles, and adjusts frequencies of what is on. The work has a bound: lifting a
+    /// throttle costs less than the overflows that led to it, and where many events follow frequencies each tick looks at
+    /// some of them.
+    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) {
+        self.ticks += 1;
+        let tick = self.ticks;
+        while let Some(&key) = self.lists.of(List::Throttled).last() {
+            self.unlist(List::Throttled, key);
+            let _ = self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz);
+            self.unthrottle(key, now_ns);
+        }
+        let many = self.lists.of(List::Frequency).len();
+        for _ in 0..many.min(FREQUENCIES_PER_TICK) {
+            let keys = self.lists.of(List::Frequency);
+            self.next_frequency = if self.next_frequency < keys.len() {
+                self.next_frequency
+            } else {
+                0
+            };
+            let Some(&key) = keys.get(self.next_frequency) else {
+                break;
+            };
+            self.next_frequency += 1;
+            if self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz) {
+                self.restart_stalled(key);
             }
         }
     }
 
-    /// The sampling half of a tick: lifts throttles and adjusts frequencies of what is on.
-    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) {
-        for at in 0..self.armed.len() {
-            let key = self.armed[at];
-            let was_throttled = self.events[key].sampling.throttled;
-            let stalled = self.events[key].sampling.tick(now_ns, tick_hz, sample_rate_hz);
-            if was_throttled {
-                self.unthrottle(key, now_ns);
-            } else if stalled {
-                // A period that became huge by accident must not stall the event: begin a new one.
-                let event = &mut self.events[key];
-                let raw = event.raw();
-                // An overflow that passed and waits to be served is no stall.
-                let passed = event.sampling.passed(raw);
-                if passed > 0 {
-                    event.sampling.pending = event.sampling.pending.saturating_add(passed);
-                    if !self.pending.contains(&key) {
-                        self.pending.push(key);
-                    }
-                } else {
-                    event.sampling.restart(raw);
-                }
-                if let Source::Driver(driver) = &mut event.source
-                    && let Err(error) = driver.arm(event.sampling.remaining(raw))
-                {
-                    log::warn!("event {} could not be armed again: {error}", event.shared.id);
-                }
+    /// A period that became huge by accident must not stall the event: begin a new one.
+    fn restart_stalled(&mut self, key: usize) {
+        let event = &mut self.events[key];
+        let raw = event.raw();
+        // An overflow that passed and waits to be served is no stall.
+        let passed = event.sampling.passed(raw);
+        if passed > 0 {
+            event.sampling.pending = event.sampling.pending.saturating_add(passed);
+            if !self.pending.contains(&key) {
+                self.pending.push(key);
             }
+        } else {
+            event.sampling.restart(raw);
+        }
+        if let Source::Driver(driver) = &mut event.source
+            && let Err(error) = driver.arm(event.sampling.remaining(raw))
+        {
+            log::warn!("event {} could not be armed again: {error}", event.shared.id);
         }
     }
 }

@@ -18,6 +18,13 @@ pub(crate) struct CountDown {
     pub last: bool,
 }
 
+/// Now: by the clock, and by how many ticks the context has had.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moment {
+    pub ns: u64,
+    pub tick: u64,
+}
+
 /// How often an event overflows.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rate {
@@ -46,9 +53,13 @@ pub(crate) struct Sampling {
     pub pending: u32,
     /// Interrupts since `window_ns`: one for all overflows that were noticed together. What throttles.
     interrupts: u64,
-    /// When the time began for which `interrupts` counts: the last tick, or, where ticks do not come, a tick's length ago at
-    /// most.
+    /// When the time began for which `interrupts` counts: with the first one after a tick, or, where ticks do not come, a tick's
+    /// length ago at most.
     window_ns: u64,
+    /// The tick after which that was.
+    window_tick: u64,
+    /// The tick that last looked at its frequency, or after which it went on.
+    pub seen_tick: u64,
     /// Overflows since the last tick. What a frequency is held to.
     overflows: u64,
     /// No more overflows until the next tick.
@@ -175,13 +186,15 @@ impl Sampling {
 
     /// Accounts one interrupt for `times` overflows; whether the event is to be throttled: more than the limit allows in one
     /// tick's time. That is measured by the clock, because the VMM may ring its ticks late or not at all.
-    pub fn interrupt(&mut self, times: u32, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
+    pub fn interrupt(&mut self, times: u32, now: Moment, tick_hz: u64, sample_rate_hz: u64) -> bool {
         self.overflows += u64::from(times);
         if self.throttled {
             return true;
         }
-        if now_ns.saturating_sub(self.window_ns) >= 1_000_000_000 / tick_hz.max(1) {
-            self.window_ns = now_ns;
+        let late = now.ns.saturating_sub(self.window_ns) >= 1_000_000_000 / tick_hz.max(1);
+        if late || self.window_tick != now.tick {
+            self.window_ns = now.ns;
+            self.window_tick = now.tick;
             self.interrupts = 0;
         }
         self.interrupts += 1;
@@ -218,32 +231,32 @@ impl Sampling {
         }
     }
 
-    /// By frequency: adjusts the period from the overflows since the last tick. Whether there were none at all.
-    /// Clears both counts.
-    pub fn tick(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
-        self.interrupts = 0;
-        self.window_ns = now_ns;
+    /// By frequency: adjusts the period from the overflows since `tick` last looked, which need not have been the tick before.
+    /// Whether there were none at all. Clears their count.
+    pub fn tick(&mut self, tick: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
+        let ticks = tick.saturating_sub(std::mem::replace(&mut self.seen_tick, tick));
+        if self.freq == 0 || ticks == 0 {
+            return false;
+        }
         let mut overflows = std::mem::take(&mut self.overflows);
         if self.throttled {
             // The true number is unknown; it was more than the limit.
             overflows = overflows.max(2 * sample_rate_hz / tick_hz.max(1));
         }
-        if self.freq == 0 {
-            return false;
-        }
+        let (mut freq, mut windows) = (tick_hz, ticks);
         // Below one overflow a tick, several ticks make one window.
-        let mut freq = tick_hz;
         if self.freq < tick_hz {
-            self.freq_count += self.freq;
+            self.freq_count = self.freq_count.saturating_add(self.freq.saturating_mul(ticks));
             self.freq_overflows += overflows;
             if self.freq_count < tick_hz {
                 return false;
             }
             overflows = std::mem::take(&mut self.freq_overflows);
-            self.freq_count -= tick_hz;
-            freq = self.freq;
+            (freq, windows) = (self.freq, self.freq_count / tick_hz);
+            self.freq_count %= tick_hz;
         }
-        self.period = adjusted_period(self.period, freq.saturating_mul(overflows), self.freq);
+        let a_second = freq.saturating_mul(overflows) / windows;
+        self.period = adjusted_period(self.period, a_second, self.freq);
         overflows == 0
     }
 

@@ -231,6 +231,9 @@ impl VcpuContext {
                 target.try_lock()
             };
             match context {
+                // Looked at again: the vCPU may have gone while the lock was waited for, and its EXIT record, which is written
+                // under this lock, is the last that is said of it.
+                Some(_) if self.gone.load(Ordering::Relaxed) => {}
                 Some(mut context) => {
                     let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
                     context.raise(&core, &own, id, n, now_ns, regs, &mut batch);

@@ -112,8 +112,8 @@ fn exchange_stats(a: &mut Context, b: &mut Context, now_ns: u64) {
         let Some(twin) = b.events.iter().find(|(_, e)| is_twin(e)).map(|(key, _)| key) else {
             continue;
         };
-        let (was_a, was_b) = (a.totals(key, now_ns), b.totals(twin, now_ns));
-        a.set_totals(key, was_b, now_ns);
-        b.set_totals(twin, was_a, now_ns);
+        let (was_a, was_b) = (a.leave_off(key, now_ns), b.leave_off(twin, now_ns));
+        a.go_on_from(key, was_b, now_ns);
+        b.go_on_from(twin, was_a, now_ns);
     }
 }

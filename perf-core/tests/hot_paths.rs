@@ -120,3 +120,37 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
         "{few} instructions with 10 groups, {many} with 2000"
     );
 }
+
+/// The same for events that sample and need no slot: with a fixed period, which a tick has nothing to do with, and by
+/// frequency, of which a tick looks at some.
+#[test]
+fn a_ticks_instructions_do_not_grow_with_the_number_of_software_events_that_sample() {
+    for freq in [false, true] {
+        let of = |n: usize| {
+            let m = Machine::new(4);
+            let v = m.vcpu(0);
+            let attr = Attr {
+                freq,
+                ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1000)
+            };
+            let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(attr.clone(), None)).collect();
+            let ticks = |n: u64| {
+                for _ in 0..n {
+                    perf_core::time::ManualClock::advance(&m.clock, 10);
+                    v.tick();
+                }
+            };
+            ticks(4);
+            steps::instructions(|| ticks(4))
+        };
+        let (Some(few), Some(many)) = (of(100), of(4000)) else {
+            eprintln!("skipped: processes may not be traced here");
+            return;
+        };
+        assert!(few > 200, "{few} instructions for 4 ticks");
+        assert!(
+            many.abs_diff(few) * 10 <= few,
+            "{few} instructions with 100 events, {many} with 4000; by frequency: {freq}"
+        );
+    }
+}

@@ -420,3 +420,67 @@ fn a_family_has_failed_if_a_child_has() {
         "it counts on vCPU 0"
     );
 }
+
+/// What opening refuses hot-add refuses: groups that could never be on, and more than there is room for where sharing is off.
+#[test]
+fn a_hot_add_checks_what_opening_checks() {
+    let errno = |m: &Machine, leader: Option<&Handle>| {
+        m.core
+            .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
+            .map_err(|e| e.errno())
+    };
+    // With no vCPU there yet.
+    let m = Machine::new(2);
+    let leader = errno(&m, None).unwrap();
+    let _second = errno(&m, Some(&leader)).unwrap();
+    assert_eq!(
+        errno(&m, Some(&leader)).unwrap_err(),
+        libc::EINVAL,
+        "3 on 2 slots"
+    );
+    let _alone = errno(&m, None).unwrap();
+    assert_eq!(m.vcpu(0).stats().events, 3);
+
+    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let _both = [errno(&m, None).unwrap(), errno(&m, None).unwrap()];
+    assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
+    assert_eq!(m.vcpu(0).stats().active, 2);
+
+    // Let in while sharing was on.
+    let m = Machine::new(2);
+    let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
+    m.core.set_share(SharePolicy::Strict);
+    let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
+    assert_eq!(error.errno(), libc::EBUSY, "{error}");
+    assert!(events.iter().all(|e| e.children() == 0), "nothing is left behind");
+    events.pop();
+    assert_eq!(m.vcpu(0).stats().active, 2);
+}
+
+/// Opening for the VM as a whole is for all vCPUs or for none: where the second refuses, the first keeps nothing.
+#[test]
+fn a_fan_out_that_fails_at_the_second_vcpu_leaves_nothing_at_the_first() {
+    let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
+    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
+    let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
+    let before = (v0.stats(), v1.stats(), m.core.vm_stats(), m.hw.starts());
+    let refused = m
+        .core
+        .open(&m.admin, wide(), OpenTarget::Vm, None, OpenFlags::default())
+        .unwrap_err();
+    assert!(
+        matches!(refused, OpenError::Overcommitted { vcpu: VcpuId(1), .. }),
+        "{refused}"
+    );
+    assert_eq!(
+        (v0.stats(), v1.stats(), m.core.vm_stats()),
+        (before.0, before.1, before.2)
+    );
+    assert_eq!((m.hw.on(0), m.hw.on(1)), (0, 1));
+    // What is freed is free: both vCPUs take it now.
+    own.close();
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 3);
+    m.run(1, 4);
+    assert_eq!((e.children(), e.read().unwrap().value), (2, 7));
+}

@@ -84,6 +84,23 @@ fn other_users_need_the_admin_role() {
     assert_eq!(errno(&m, &m.core.session(1001, Role::Admin), attr, V0, None), 0);
 }
 
+/// Who may not have one vCPU may not have all of them together.
+#[test]
+fn other_users_may_not_open_for_the_vm_what_they_may_not_for_a_vcpu() {
+    let m = Machine::with(4, |c| {
+        c.owner_uid = 1000;
+        c.paranoid = -1;
+    });
+    let _v = m.vcpu(0);
+    for inherit in [false, true] {
+        let attr = Attr { inherit, ..hw() };
+        let open = |uid, role| errno(&m, &m.core.session(uid, role), attr.clone(), OpenTarget::Vm, None);
+        assert_eq!(open(1001, Role::Operator), libc::EACCES);
+        assert_eq!(open(1000, Role::Operator), 0);
+        assert_eq!(open(1001, Role::Admin), 0);
+    }
+}
+
 #[test]
 fn attributes_that_do_not_go_together() {
     let m = Machine::new(4);

@@ -174,3 +174,39 @@ proptest! {
         prop_assert_eq!(e.read().unwrap().value, work[0] + work[1]);
     }
 }
+
+/// An estimate of what waits for turns is made of the slices of its vCPU, whichever context it was in for them.
+#[test]
+fn exchanges_keep_estimates() {
+    let m = Machine::new(1);
+    let attr = Attr {
+        inherit: true,
+        inherit_stat: true,
+        ..hw()
+    };
+    let events = [(); 2].map(|()| m.open(attr.clone(), OpenTarget::Vm, None));
+    let vcpus = pair(&m);
+    vcpus[0].sched_in();
+    let (mut at, mut work) = (0, 0);
+    for step in 0..110 {
+        thread_works(&m, 50);
+        work += 50;
+        m.core.tick();
+        if step % 10 == 9 {
+            assert!(vcpus[at].switch_to(&vcpus[1 - at]));
+            at = 1 - at;
+        }
+    }
+    for e in &events {
+        let r = e.read().unwrap();
+        assert_eq!(r.time_enabled_ns, work);
+        assert!(r.time_running_ns < work, "it took turns");
+        let estimate = e.estimate().unwrap().unwrap();
+        assert!(
+            estimate.value.abs_diff(work) <= work / 50,
+            "{} estimated of {work}, {} counted",
+            estimate.value,
+            r.value
+        );
+    }
+}

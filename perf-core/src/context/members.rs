@@ -25,8 +25,10 @@ impl Context {
         self.groups[group].members.push(key);
         // Room for every event, so that the hot paths never allocate.
         let events = self.events.len();
-        self.armed.reserve(events.saturating_sub(self.armed.len()));
+        self.lists.reserve(events);
         self.pending.reserve(events.saturating_sub(self.pending.len()));
+        self.refused
+            .reserve(self.groups.len().saturating_sub(self.refused.len()));
         if let Some(pool) = pool {
             let parked = &mut self.pools[pool].parked;
             parked.reserve(events.saturating_sub(parked.len()));
@@ -117,12 +119,13 @@ impl Context {
         if leader_was_off && event.state >= State::Inactive {
             event.times.enable(time);
         }
-        let enabled = event.state >= State::Inactive;
+        // A family counts nothing itself and is never on.
+        let may_run = event.state >= State::Inactive && !matches!(event.source, Source::Family);
         let mut group = Group::new(event.pool, class, attr.exclusive);
         group.members.push(key);
         let group = self.groups.insert(group);
         self.events[key].group = group;
-        if enabled {
+        if may_run {
             self.recount(group);
             self.enqueue(group);
             self.go(group, now_ns);

@@ -3,12 +3,15 @@
 
 use smallvec::SmallVec;
 
-use super::Context;
-use crate::event::{Owner, State};
+use super::{Context, List};
+use crate::event::{Event, Owner, State};
 use crate::lost::FailureCause;
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
+
+/// Groups without a slot that a tick tries to put on again after their driver refused.
+const REFUSED_PER_TICK: usize = 8;
 
 impl Context {
     // Passes.
@@ -79,6 +82,10 @@ impl Context {
             next = self.software.after(&self.groups, group);
             self.take_off(group, now_ns);
         }
+        // All are tried when it goes in again.
+        for group in self.refused.drain(..) {
+            self.groups[group].refused = false;
+        }
         self.clock.stop(now_ns);
     }
 
@@ -125,7 +132,8 @@ impl Context {
     pub fn needs_tick(&self) -> bool {
         self.clock.is_active()
             && (self.pools.iter().any(Pool::is_contended)
-                || self.armed.iter().any(|k| {
+                || !self.refused.is_empty()
+                || self.lists.of(List::Armed).iter().any(|k| {
                     let event = &self.events[*k];
                     let sampling = &event.sampling;
                     sampling.throttled || (sampling.period != 0 && event.shared.owner != Owner::Guest)
@@ -145,10 +153,30 @@ impl Context {
     pub(super) fn go_software(&mut self, group: usize, now_ns: u64) {
         if self.clock.is_active()
             && let Err(error) = self.put_on(group, now_ns)
-            && self.groups[group].class.is_pinned()
         {
             let time = self.clock.advance(now_ns);
-            self.fail(group, FailureCause::of(&error), time, now_ns);
+            self.cannot_be_on(group, FailureCause::of(&error), time, now_ns);
+        }
+    }
+
+    /// A group that is off could not be on: a pinned one fails, the others try again. Those that want a slot do so at each
+    /// turn; the rest is kept in mind for the next ticks.
+    pub fn cannot_be_on(&mut self, group: usize, cause: FailureCause, since_ns: u64, now_ns: u64) {
+        if self.groups[group].class.is_pinned() {
+            self.fail(group, cause, since_ns, now_ns);
+        } else if self.groups[group].pool.is_none() && !self.groups[group].refused {
+            self.groups[group].refused = true;
+            self.refused.push_back(group);
+        }
+    }
+
+    /// Puts groups on that need no slot and that their driver refused. A few of them, so that a tick's work has a bound.
+    pub fn try_refused_again(&mut self, now_ns: u64) {
+        for _ in 0..self.refused.len().min(REFUSED_PER_TICK) {
+            if let Some(group) = self.refused.pop_front() {
+                self.groups[group].refused = false;
+                self.go_software(group, now_ns);
+            }
         }
     }
 
@@ -221,22 +249,36 @@ impl Context {
         if let Some(pool) = event.pool {
             self.pools[pool].used += 1;
         }
-        if event.sampling.is_on() && event.armed_at.is_none() {
-            event.armed_at = Some(self.armed.len());
-            self.armed.push(key);
-        }
+        self.enlist_active(key);
         Ok(closed)
     }
 
     pub(super) fn stop_event(&mut self, key: usize, now_ns: u64) {
-        if self.events[key].state != State::Active {
-            return;
+        if self.events[key].state == State::Active {
+            self.goes_off(key, Event::stop, now_ns);
         }
+    }
+
+    /// The driver's half of an event that was on is stopped and could not be started again: its group goes off.
+    pub fn fell_off(&mut self, key: usize, error: &PmuError, now_ns: u64) {
+        log::warn!(
+            "event {} could not go on after its overflow was switched: {error}",
+            self.events[key].shared.id
+        );
+        let group = self.events[key].group;
+        self.goes_off(key, Event::stopped, now_ns);
+        self.take_off(group, now_ns);
+        let time = self.clock.advance(now_ns);
+        self.cannot_be_on(group, FailureCause::of(error), time, now_ns);
+    }
+
+    /// An event that is on goes off by `stop`.
+    fn goes_off(&mut self, key: usize, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);
         let event = &mut self.events[key];
         event.note_off(leader, time);
-        event.stop(time);
+        stop(event, time);
         self.active -= 1;
         if let Some(pool) = event.pool {
             self.pools[pool].used -= 1;
@@ -244,25 +286,7 @@ impl Context {
         if event.sampling.pending > 0 && !self.pending.contains(&key) {
             self.pending.push(key);
         }
-        self.disarm(key);
+        self.unlist_all(key);
         self.update_page(key, now_ns);
-    }
-
-    /// Takes an event out of the list of armed ones.
-    fn disarm(&mut self, key: usize) {
-        if let Some(at) = self.events[key].armed_at.take() {
-            self.armed.swap_remove(at);
-            if let Some(&moved) = self.armed.get(at) {
-                self.events[moved].armed_at = Some(at);
-            }
-        }
-    }
-
-    /// Puts an active event that was armed by hand into the list of armed ones.
-    pub fn note_armed(&mut self, key: usize) {
-        if self.events[key].state == State::Active && self.events[key].armed_at.is_none() {
-            self.events[key].armed_at = Some(self.armed.len());
-            self.armed.push(key);
-        }
     }
 }

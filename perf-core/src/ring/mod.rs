@@ -53,6 +53,7 @@ pub use mapping::PAGE_SIZE;
 pub use page::{Control, ControlBusy, Counter};
 pub use reader::{Batch, RawRecord, ReadError, RingReader};
 pub use wake::PollState;
+pub(crate) use wake::borrowed;
 
 /// Most data pages of a ring: 256 MiB.
 pub const DATA_PAGES_MAX: usize = 1 << 16;

@@ -66,7 +66,12 @@ impl Wake {
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open for as long as `self` is borrowed.
-        unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
+        borrowed(&self.fd)
     }
+}
+
+/// The descriptor of an eventfd.
+pub(crate) fn borrowed(fd: &EventFd) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor is open for as long as `fd` is borrowed.
+    unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
 }
