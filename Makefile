@@ -47,6 +47,12 @@ test-all: test test-guests
 kernels: lab-files
 	PERFVISOR_KERNELS=all $(CARGO) test -p integration --test kernels -- --nocapture
 
+## late-ack: an Intel guest that acknowledges late, two events sampled beside the watchdog (SECONDS=600, of the guest's time)
+.PHONY: late-ack
+late-ack: lab-files
+	PERFVISOR_LATE_ACK_SECONDS=$(or $(SECONDS),600) \
+		$(CARGO) test -p integration --test late_ack -- --ignored --nocapture
+
 ## validate-lab: perfvisor validate with a Linux guest in the lab, Intel and AMD models (minutes, and a quiet machine)
 .PHONY: validate-lab
 validate-lab: lab-files

@@ -315,12 +315,16 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     };
     let source = elsewhere.as_mut().unwrap_or(&mut archive);
     let mut packages = vec![package.clone()];
-    // From 7.1 on the image and its modules are packages of their own, which the kernel's depends on.
+    // From 7.1 on the image, its modules and the list of those built in are packages of their own, which the kernel's depends on.
     packages.extend(
         source
             .dependencies([package.as_str()])?
             .into_iter()
-            .filter(|name| name.starts_with("linux-binary-") || name.starts_with("linux-modules-")),
+            .filter(|name| {
+                ["linux-base-", "linux-binary-", "linux-modules-"]
+                    .iter()
+                    .any(|kind| name.starts_with(kind))
+            }),
     );
     let packages: Vec<&str> = packages.iter().map(String::as_str).collect();
     let mut debs = source.fetch(&packages)?;
