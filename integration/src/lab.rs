@@ -624,7 +624,7 @@ fn command_line(
         .arg(qemu.program())
         .args(qemu.arguments())
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
-        .args(["-accel", "tcg,thread=multi", "-cpu", qemu.processor()])
+        .args(["-accel", "tcg,thread=multi", "-cpu", &qemu.processor()])
         // The lab's init keeps everything off the first, and says why.
         .args(["-smp", &(options.cpus + 1).to_string()])
         .args(["-m", &format!("{}M", options.memory_mib)])
