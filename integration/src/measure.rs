@@ -5,6 +5,7 @@
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
 
 use crate::artefacts;
 
@@ -29,7 +30,12 @@ pub fn in_time(right: bool, what: impl FnOnce() -> String) -> Result<(), Off> {
 /// # Panics
 /// When it was never right, with what was measured each time.
 #[track_caller]
-pub fn measured(name: &str, mut once: impl FnMut(usize) -> Result<(), Off>) {
+pub fn measured(name: &str, once: impl FnMut(usize) -> Result<(), Off>) {
+    measured_into(tries_file().as_deref(), name, once);
+}
+
+#[track_caller]
+fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) -> Result<(), Off>) {
     let mut offs = String::new();
     for n in 0..TRIES {
         match once(n) {
@@ -37,7 +43,7 @@ pub fn measured(name: &str, mut once: impl FnMut(usize) -> Result<(), Off>) {
             Ok(()) => {
                 let result = format!("{name}: right at try {} of {TRIES}; before:{offs}", n + 1);
                 eprintln!("{result}");
-                keep(&result);
+                keep(file, &result);
                 return;
             }
             Err(Off(what)) => {
@@ -48,11 +54,13 @@ pub fn measured(name: &str, mut once: impl FnMut(usize) -> Result<(), Off>) {
     panic!("{name}: off in {TRIES} of {TRIES} tries:{offs}");
 }
 
+/// Where results of more than one try are added.
+fn tries_file() -> Option<PathBuf> {
+    Some(artefacts::log_dir().ok()?.join("tries.txt"))
+}
+
 /// A result that is only printed is not seen of a test that passes.
-fn keep(line: &str) {
-    let file = artefacts::log_dir()
-        .ok()
-        .map(|directory| directory.join("tries.txt"));
+fn keep(file: Option<&Path>, line: &str) {
     let file = file.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
     if let Some(mut file) = file {
         let _ = writeln!(file, "{line}");
@@ -76,13 +84,18 @@ mod tests {
 
     #[test]
     fn only_what_is_off_is_measured_again_and_three_times_is_a_failure() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("tries.txt");
         let mut tries = 0;
-        measured("unit test", |n| {
+        measured_into(Some(&file), "unit test", |n| {
             tries = n + 1;
             in_time(n == 1, || format!("{n} is early"))
         });
         assert_eq!(tries, 2);
-        let failed = std::panic::catch_unwind(|| measured("unit test", |n| Err(Off(format!("try {n}")))));
+        let kept = std::fs::read_to_string(&file).unwrap();
+        assert_eq!(kept, "unit test: right at try 2 of 3; before: [1] 0 is early;\n");
+        let failed =
+            std::panic::catch_unwind(|| measured_into(None, "unit test", |n| Err(Off(format!("try {n}")))));
         let message = *failed.unwrap_err().downcast::<String>().unwrap();
         assert!(message.contains("[1] try 0; [2] try 1; [3] try 2;"), "{message}");
     }

@@ -3,6 +3,9 @@
 
 mod common;
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::sync::Arc;
 
 use common::guest::Guest;
@@ -18,7 +21,7 @@ const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 #[test]
 fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
-        eprintln!("skipped: no usable /dev/kvm");
+        skip::skipped("no usable /dev/kvm", false);
         return;
     };
     let signal = catch_signals();
@@ -66,7 +69,7 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
 #[test]
 fn time_goes_to_the_level_the_guest_is_at() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
-        eprintln!("skipped: no usable /dev/kvm");
+        skip::skipped("no usable /dev/kvm", false);
         return;
     };
     let signal = catch_signals();

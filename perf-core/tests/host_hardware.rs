@@ -8,6 +8,9 @@
 
 mod common;
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::fs;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,7 +44,7 @@ fn pmu() -> Option<&'static HostProbe> {
             std::env::var_os("PERFVISOR_EXPECT_PMU").is_none(),
             "a PMU was expected: {why}"
         );
-        eprintln!("skipped: {why}");
+        skip::skipped(why, false);
         return None;
     }
     Some(probe)
@@ -502,7 +505,7 @@ fn overflows_follow_the_period_also_after_it_changed() {
 fn each_event_gets_its_own_overflows() {
     let Some(probe) = pmu() else { return };
     if slots(probe) < 3 {
-        eprintln!("skipped: {} slots", slots(probe));
+        skip::skipped(&format!("{} slots", slots(probe)), false);
         return;
     }
     let period = (rate(probe) * 60.0 * MS as f64) as u64;
@@ -554,7 +557,7 @@ fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
 fn multiplexing_is_the_cores_and_never_the_kernels() {
     let Some(probe) = pmu() else { return };
     if slots(probe) < 2 {
-        eprintln!("skipped: {} slots", slots(probe));
+        skip::skipped(&format!("{} slots", slots(probe)), false);
         return;
     }
     let before = kernel_events();

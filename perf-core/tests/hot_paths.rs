@@ -5,6 +5,9 @@ mod machine;
 #[path = "machine/steps.rs"]
 mod steps;
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use machine::*;
 use perf_core::*;
 
@@ -111,7 +114,7 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
         steps::instructions(|| ticks(16))
     };
     let (Some(few), Some(many)) = (of(10), of(2000)) else {
-        eprintln!("skipped: processes may not be traced here");
+        skip::skipped("processes may not be traced here", false);
         return;
     };
     assert!(few > 1000, "{few} instructions for 16 ticks");

@@ -3,6 +3,9 @@
 
 mod common;
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -81,7 +84,7 @@ struct Ours {
 
 fn ours() -> Option<Ours> {
     if let Err(libc::EACCES | libc::EPERM | libc::ENOSYS) = kernel_open(&counting(DUMMY), None) {
-        eprintln!("skipped: this user may not open perf events");
+        skip::skipped("this user may not open perf events", false);
         return None;
     }
     let core = Core::new(CoreConfig::default());

@@ -3,6 +3,9 @@
 
 mod common;
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -64,7 +67,7 @@ macro_rules! guest_or_skip {
         match guest() {
             Some(guest) => guest,
             None => {
-                eprintln!("skipped: no /dev/kvm with binary statistics");
+                skip::skipped("no /dev/kvm with binary statistics", false);
                 return;
             }
         }
@@ -143,7 +146,7 @@ fn the_vms_total_is_a_package_count() {
 fn a_statistic_of_the_vm_is_the_same_on_every_target() {
     let g = guest_or_skip!();
     let Some(event) = g.pmu.events().into_iter().find(|e| e.config & VM_SCOPE != 0) else {
-        eprintln!("skipped: this KVM counts nothing per VM");
+        skip::skipped("this KVM counts nothing per VM", false);
         return;
     };
     assert!(event.name.starts_with("vm:"));
@@ -200,7 +203,7 @@ fn a_momentary_value_is_no_event() {
     let g = guest_or_skip!();
     let stats = stats_of(&g.guest.vcpus[0]).unwrap();
     let Some(index) = stats.descriptors().iter().position(|d| !d.countable()) else {
-        eprintln!("skipped: this KVM has counts only");
+        skip::skipped("this KVM has counts only", false);
         return;
     };
     assert!(matches!(

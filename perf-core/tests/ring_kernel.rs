@@ -3,6 +3,9 @@
 
 #![allow(unsafe_code)]
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -52,7 +55,7 @@ fn samples_that_the_kernel_wrote_are_read_in_place_and_over_the_wrap() {
     {
         Ok(counter) => counter,
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            eprintln!("skipped: this user may not open perf events ({error})");
+            skip::skipped(&format!("this user may not open perf events ({error})"), false);
             return;
         }
         Err(error) => panic!("{error}"),
@@ -125,7 +128,7 @@ fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
     if fd < 0 {
         let error = std::io::Error::last_os_error();
         assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{error}");
-        eprintln!("skipped: this user may not open perf events ({error})");
+        skip::skipped(&format!("this user may not open perf events ({error})"), false);
         return None;
     }
     // SAFETY: a descriptor of our own.

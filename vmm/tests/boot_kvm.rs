@@ -2,6 +2,9 @@
 
 mod common;
 
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -42,7 +45,7 @@ const COUNTER: u64 = 0x10;
 
 fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
     let Ok(kvm) = Kvm::new() else {
-        eprintln!("skipped: no usable /dev/kvm here");
+        skip::skipped("no usable /dev/kvm here", false);
         return None;
     };
     let ram = GuestRam::new(32 << 20).unwrap();

@@ -2,6 +2,9 @@
 
 mod common;
 
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
+
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -11,12 +14,12 @@ use perfvisor_vmm::kvm::stepping::{self, Stepping};
 /// What this host can step; `None`: no KVM here.
 fn host() -> Option<Stepping> {
     let Ok(kvm) = Kvm::new() else {
-        eprintln!("skipped: no usable /dev/kvm here");
+        skip::skipped("no usable /dev/kvm here", false);
         return None;
     };
     let host = stepping::probe(&kvm).unwrap();
     if !host.kernel {
-        eprintln!("skipped: this KVM does not step");
+        skip::skipped("this KVM does not step", false);
         return None;
     }
     Some(host)

@@ -1,5 +1,8 @@
 //! The files we write, read by `perf` itself, by linux-perf-data and by ourselves.
 
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
+
 use std::io::Cursor;
 use std::process::Command;
 
@@ -125,7 +128,7 @@ fn bytes(p: &Profile) -> Vec<u8> {
 /// Runs perf on our file with our kallsyms; `None`, with a message, where there is no perf.
 fn perf(args: &[&str]) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
-        eprintln!("skipped: perf is not installed");
+        skip::skipped("perf is not installed", true);
         return None;
     }
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,9 @@
 //! Overflow signals end KVM_RUN, once each and without loss, whether they are handled or held.
 #![allow(unsafe_code)]
 
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
+
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
@@ -27,7 +30,7 @@ struct Looping {
 impl Looping {
     fn new() -> Option<Self> {
         let Ok(kvm) = Kvm::new() else {
-            eprintln!("skipped: no usable /dev/kvm here");
+            skip::skipped("no usable /dev/kvm here", false);
             return None;
         };
         install_handlers().unwrap();

@@ -1,7 +1,11 @@
 //! Profiling of a real Linux guest, from a fixture of its memory and registers.
 //!
 //! The fixture is made by `vmm/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it boots the stock
-//! Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these tests say so and pass.
+//! Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these tests are
+//! skipped; with `CI` set they fail if QEMU is there.
+
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -41,10 +45,15 @@ fn fixture() -> Option<PathBuf> {
     if dir.join("user.mem").exists() && dir.join("kernel.mem").exists() {
         return Some(dir);
     }
-    eprintln!(
-        "skipped: no fixture in {}; make it with vmm/tests/fixtures/make-linux-fixture.py",
+    let why = format!(
+        "no fixture in {}; make it with vmm/tests/fixtures/make-linux-fixture.py",
         dir.display()
     );
+    // QEMU makes it, on any machine that has one.
+    let qemu = std::process::Command::new("qemu-system-x86_64")
+        .arg("--version")
+        .output();
+    skip::skipped(&why, qemu.is_ok());
     None
 }
 
