@@ -25,9 +25,8 @@ const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 /// last, in another block, and Linux from 6.12 on, as a guest or not, branched wrongly behind it and died.
 const KNOWS_CMPXCHG16B: Version = Version(8, 0);
 
-/// A hypervisor cannot intercept XSETBV here (tried with 7.2): a guest's XCR0 changes without KVM, which goes on to tell the size of the
-/// reset state in CPUID leaf 0DH and puts its own XCR0 back. Linux warns of that, and from 7 on it panics. So there is neither
-/// XSAVE nor what needs it.
+/// With XSAVE guests' kernels warn of sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics (docs/lab.md). Tried with 7.2; it
+/// seems that KVM cannot intercept XSETBV there. So there is neither XSAVE nor what needs it.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
 const PLUGIN_SOURCE: &str = include_str!("../programs/stale-code.c");
