@@ -49,11 +49,8 @@ fn fixture() -> Option<PathBuf> {
         "no fixture in {}; make it with vmm/tests/fixtures/make-linux-fixture.py",
         dir.display()
     );
-    // QEMU makes it, on any machine that has one.
-    let qemu = std::process::Command::new("qemu-system-x86_64")
-        .arg("--version")
-        .output();
-    skip::skipped(&why, qemu.is_ok());
+    // No make target makes it.
+    skip::skipped(&why, false);
     None
 }
 
