@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
-use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName, Vendor};
 
 use crate::cli::{CheckArgs, ExitStatus};
 use crate::commands::print;
@@ -38,6 +38,12 @@ struct Report {
     pmu_asked: Option<String>,
     /// How counters of that model compete for the host's, in one line.
     pmu_competition: Option<String>,
+    /// What `--pmu auto` gives with `--backing kvm`; `None` where there is no such backing.
+    own_pmu_auto: Option<String>,
+    /// What the model that was asked about gives with it, or why it cannot be.
+    own_pmu_asked: Option<Result<String, String>>,
+    /// How counters of that model compete for the host's, in one line.
+    own_pmu_competition: Option<String>,
     /// What counts each event of a guest under `--backing auto`.
     events: Vec<EventBacking>,
 }
@@ -83,13 +89,23 @@ impl Report {
             .map_err(|e| e.to_string());
         let resolve = |name, numbers: Option<CounterNumbers>| {
             let model = Model::resolve(name, numbers, None, &mut cpuid::read_host)?;
-            Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, &perf))
+            Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, None, &perf))
         };
         let pmu_auto =
             resolve(ModelName::Auto, None).map_or_else(|e| e.to_string(), |fitted| fitted.model.to_string());
-        let asked = (args.pmu != ModelName::Auto || args.pmu_counters.is_some())
+        let is_asked = args.pmu != ModelName::Auto || args.pmu_counters.is_some();
+        let asked = is_asked
             .then(|| resolve(args.pmu, args.pmu_counters).map_err(|e| e.to_string()))
             .transpose()?;
+        let of_own = |name, numbers: Option<CounterNumbers>| {
+            let own = own_pmu.as_ref().ok()?;
+            let fitted = own
+                .model(name, numbers, None)
+                .map(|model| fit(model, numbers.is_some(), BackingPolicy::Kvm, Some(own), &perf));
+            Some(fitted.map_err(|e| e.to_string()))
+        };
+        let own_auto = of_own(ModelName::Auto, None);
+        let own_asked = is_asked.then(|| of_own(args.pmu, args.pmu_counters)).flatten();
         Ok(Self {
             perfvisor: env!("CARGO_PKG_VERSION"),
             kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
@@ -101,7 +117,13 @@ impl Report {
             pmu_auto,
             pmu_asked: asked.as_ref().map(|fitted| fitted.model.to_string()),
             pmu_competition: asked.and_then(|fitted| fitted.competition),
-            events: backings(&perf),
+            own_pmu_auto: own_auto.map(|model| model.map_or_else(|e| e, |fitted| fitted.model.to_string())),
+            own_pmu_competition: match &own_asked {
+                Some(Ok(fitted)) => fitted.competition.clone(),
+                _ => None,
+            },
+            own_pmu_asked: own_asked.map(|model| model.map(|fitted| fitted.model.to_string())),
+            events: backings(&perf, HostPmu::vendor(&mut cpuid::read_host)),
             perf,
         })
     }
@@ -132,6 +154,15 @@ impl Report {
                         Err(why) => format!("no: {}", why.split("; ").next().unwrap_or(why)),
                     },
                 );
+                if let Some(auto) = &self.own_pmu_auto {
+                    line("    --pmu auto", auto);
+                }
+                if let Some(asked) = &self.own_pmu_asked {
+                    line("    --pmu as asked", asked.as_ref().unwrap_or_else(|why| why));
+                }
+                if let Some(competition) = &self.own_pmu_competition {
+                    line("      counters", competition);
+                }
                 line(
                     "  RDPMC in programs",
                     if kvm.rdpmc_faults {
@@ -226,16 +257,27 @@ fn yes(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
 }
 
-/// What backs each event under `--backing auto`.
-fn backings(perf: &HostProbe) -> Vec<EventBacking> {
-    let vendor = HostPmu::vendor(&mut cpuid::read_host);
+/// What backs each event under `--backing auto` on a host of this vendor.
+fn backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
+    let (other, refused) = match vendor {
+        Vendor::Intel => (
+            Vendor::Amd,
+            "models of the host's vendor only: with --pmu amd it is not supported, as it counts another thing there",
+        ),
+        Vendor::Amd => (
+            Vendor::Intel,
+            "models of the host's vendor only: with --pmu intel it is not supported, as it counts another thing there",
+        ),
+    };
     let hardware = backing::backability(BackingPolicy::Hardware, perf, vendor, vendor);
+    let foreign = backing::backability(BackingPolicy::Auto, perf, other, vendor);
     let auto = backing::backability(BackingPolicy::Auto, perf, vendor, vendor);
     ArchEvent::ALL
         .into_iter()
         .map(|event| {
             let (backing, note) = if hardware.has(event) {
-                ("hardware", "")
+                // Generic cache events are the last level's on one vendor and the second's on the other.
+                ("hardware", if foreign.has(event) { "" } else { refused })
             } else if !auto.has(event) {
                 ("none", "not supported in the guest")
             } else if perf.software_clock {
@@ -266,4 +308,38 @@ fn has_perfmon_capability() -> bool {
             .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
             .is_some_and(|set| set & (1 << CAP_SYS_ADMIN | 1 << CAP_PERFMON) != 0)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use perf_core::pmu::host::GenericEvent;
+
+    use super::*;
+
+    /// A host that counts cache events says that a model of the other vendor does not.
+    #[test]
+    fn refused_cache_events_of_another_vendor_are_mentioned() {
+        let opens = |name: &str| GenericEvent {
+            name: name.to_owned(),
+            config: 0,
+            opens: true,
+        };
+        let perf = HostProbe {
+            hardware_pmu: true,
+            generic: ["cycles", "cache-references", "cache-misses"].map(opens).into(),
+            ..HostProbe::run()
+        };
+        for (vendor, other) in [(Vendor::Intel, "--pmu amd "), (Vendor::Amd, "--pmu intel ")] {
+            let rows = backings(&perf, vendor);
+            let row = |event: ArchEvent| rows.iter().find(|row| row.event == event.name()).unwrap();
+            for event in [ArchEvent::CacheReferences, ArchEvent::CacheMisses] {
+                assert!(
+                    row(event).backing == "hardware" && row(event).note.contains(other),
+                    "{event:?}"
+                );
+            }
+            assert_eq!(row(ArchEvent::CoreCycles).note, "");
+            assert_eq!(row(ArchEvent::Branches).backing, "none");
+        }
+    }
 }

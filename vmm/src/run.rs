@@ -109,7 +109,13 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     let Fitted {
         model: fitted,
         competition,
-    } = fit(model, args.pmu_counters.is_some(), policy, &probe);
+    } = fit(
+        model,
+        args.pmu_counters.is_some(),
+        policy,
+        own_pmu.as_ref(),
+        &probe,
+    );
     model = fitted;
     if let Some(line) = competition {
         log::warn!("{line}");

@@ -14,6 +14,8 @@ pub struct Count {
     /// Share of the time the event was on a counter, in percent. In the table it is printed only
     /// when it is less than 100.
     pub running_percent: f64,
+    /// The time it was on, in ns; the table does not have it.
+    pub running_ns: Option<u64>,
 }
 
 /// A whole `perf stat` output.
@@ -118,6 +120,7 @@ fn parse_table_line(line: &str) -> Option<Count> {
             value: None,
             unit: String::new(),
             running_percent,
+            running_ns: None,
         });
     }
     let value = first.replace(',', "").parse::<f64>().ok()?;
@@ -137,6 +140,7 @@ fn parse_table_line(line: &str) -> Option<Count> {
         value: Some(value),
         unit: unit.to_owned(),
         running_percent,
+        running_ns: None,
     })
 }
 
@@ -172,14 +176,53 @@ fn parse_csv_line(line: &str) -> Option<Count> {
         "<not supported>" | "<not counted>" => None,
         number => Some(number.parse().ok()?),
     };
-    let _: u64 = running_ns.parse().ok()?;
     Some(Count {
         event: event.to_owned(),
         cpu,
         value,
         unit: unit.to_owned(),
         running_percent: percent.parse().ok()?,
+        running_ns: Some(running_ns.parse().ok()?),
     })
+}
+
+/// Judges what `perf stat -x, -d` shows a guest: each hardware event was counted, or is `<not supported>`, which those in `counted` must
+/// not be. A 0 is a number that nobody counted. Returns how many hardware events there are.
+///
+/// # Errors
+/// The first line that is otherwise, or what is missing.
+pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, String> {
+    /// Of the kernel, and counted always.
+    const SOFTWARE: [&str; 4] = ["task-clock", "context-switches", "cpu-migrations", "page-faults"];
+    /// A plain `perf stat -d` has more of them on every vendor.
+    const LEAST: usize = 8;
+    let mut found = Vec::new();
+    for line in text.lines() {
+        let mut fields = line.split(',');
+        let (Some(value), Some(event)) = (fields.next(), fields.nth(1)) else {
+            continue;
+        };
+        if event.is_empty() || SOFTWARE.iter().any(|software| event.contains(software)) {
+            continue;
+        }
+        // Without a modifier.
+        let name = event.split(':').next().unwrap_or(event);
+        let right = match value.parse::<u64>() {
+            Ok(count) => count > 0,
+            Err(_) => value == "<not supported>" && !counted.contains(&name),
+        };
+        if !right {
+            return Err(format!("nobody counted this: {line}"));
+        }
+        found.push(name);
+    }
+    if let Some(missing) = counted.iter().find(|event| !found.contains(event)) {
+        return Err(format!("perf stat -d shows no {missing}"));
+    }
+    if found.len() < LEAST {
+        return Err(format!("perf stat -d shows {} hardware events only", found.len()));
+    }
+    Ok(found.len())
 }
 
 #[cfg(test)]
@@ -250,5 +293,43 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
         assert!(stat.value("ref-cycles").is_err());
         assert_eq!(stat.value_on("cycles", 1), Ok(77.0));
         assert_eq!(stat.counts[3].running_percent, 50.0);
+    }
+
+    #[test]
+    fn a_number_that_nobody_counted_is_found() {
+        let names = [
+            "cycles",
+            "instructions",
+            "branches",
+            "branch-misses",
+            "a",
+            "b",
+            "c",
+            "d",
+        ];
+        let shown = |special: &str, value: &str| {
+            let line = |name: &&str| match *name == special {
+                true => format!("{value},,{name},1,100.00,,\n"),
+                false => format!("77,,{name},1,100.00,0.1,GHz\n"),
+            };
+            "0,,context-switches,1,100.00,,\n".to_owned() + &names.iter().map(line).collect::<String>()
+        };
+        assert_eq!(judge_detail(&shown("-", ""), &["cycles"]), Ok(8));
+        assert_eq!(
+            judge_detail(&shown("branches", "<not supported>"), &["cycles"]),
+            Ok(8)
+        );
+        for (special, value) in [
+            ("branches", "0"),
+            ("a", "<not counted>"),
+            ("cycles", "<not supported>"),
+        ] {
+            assert!(
+                judge_detail(&shown(special, value), &["cycles"]).is_err(),
+                "{special} {value}"
+            );
+        }
+        assert!(judge_detail(&shown("-", ""), &["stores"]).is_err());
+        assert!(judge_detail("77,,cycles,1,100.00,,\n", &["cycles"]).is_err());
     }
 }

@@ -6,6 +6,8 @@
 use perf_core::pmu::host::{HostCounters, HostProbe};
 use vpmu::{BackingPolicy, Model};
 
+use crate::kvm::own_pmu::OwnPmu;
+
 /// The generic events that Intel's fixed counters hold, by their numbers, with perf's names and numbers.
 const FIXED: [(&str, u64); 3] = [("instructions", 1), ("cycles", 0), ("ref-cycles", 9)];
 
@@ -18,10 +20,22 @@ pub struct Fitted {
     pub competition: Option<String>,
 }
 
-/// Fits `model` to the host. `asked`: the user chose its numbers, which stay as they are.
-pub fn fit(model: Model, asked: bool, policy: BackingPolicy, probe: &HostProbe) -> Fitted {
-    let by_hardware = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
-    if model.is_off() || !by_hardware {
+/// Fits `model` to the host. `asked`: the user chose its numbers, which stay as they are. `own` is KVM's own vPMU where that counts
+/// ([`BackingPolicy::Kvm`]).
+pub fn fit(
+    model: Model,
+    asked: bool,
+    policy: BackingPolicy,
+    own: Option<&OwnPmu>,
+    probe: &HostProbe,
+) -> Fitted {
+    let by_host_events = match policy {
+        BackingPolicy::Auto | BackingPolicy::Hardware => true,
+        // An emulated one opens the same pinned events as we do; a mediated one has the processor's counters themselves.
+        BackingPolicy::Kvm => own.is_some_and(|own| !own.mediated),
+        BackingPolicy::Clock | BackingPolicy::Exact | BackingPolicy::None => false,
+    };
+    if model.is_off() || !by_host_events || !probe.hardware_pmu {
         return Fitted {
             model,
             competition: None,
@@ -107,7 +121,7 @@ pub fn fixed(counters: &HostCounters) -> String {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
-    use vpmu::{CounterNumbers, Generation};
+    use vpmu::{Backability, CounterNumbers, Generation, HostPmu};
 
     /// A host with `general` free counters and fixed ones for these events, which are free or not.
     fn host(general: usize, fixed: &[(&str, bool)]) -> HostProbe {
@@ -151,7 +165,7 @@ mod tests {
     }
 
     fn default_on(generation: Generation, host: &HostProbe) -> (u32, u32) {
-        let fitted = fit(model(generation, None), false, BackingPolicy::Auto, host);
+        let fitted = fit(model(generation, None), false, BackingPolicy::Auto, None, host);
         assert_eq!(fitted.competition, None);
         (fitted.model.general(), fitted.model.fixed())
     }
@@ -172,7 +186,7 @@ mod tests {
     #[test]
     fn more_than_the_host_has_is_said_in_one_line_with_the_remedy() {
         let asked = model(Generation::AmdV2, Some("15"));
-        let fitted = fit(asked, true, BackingPolicy::Auto, &host(6, &[]));
+        let fitted = fit(asked, true, BackingPolicy::Auto, None, &host(6, &[]));
         assert_eq!(fitted.model, asked, "the user's choice stays");
         let line = fitted.competition.unwrap();
         for part in [
@@ -183,14 +197,14 @@ mod tests {
             assert!(line.contains(part) && !line.contains('\n'), "{part}: {line}");
         }
         let asked = model(Generation::Intel(4), Some("4+3"));
-        let line = fit(asked, true, BackingPolicy::Hardware, &host(4, &WATCHED))
+        let line = fit(asked, true, BackingPolicy::Hardware, None, &host(4, &WATCHED))
             .competition
             .unwrap();
         assert!(line.contains("and the fixed ones for cycles compete"), "{line}");
         assert!(line.contains("--pmu-counters 3+3 "), "{line}");
         let asked = model(Generation::Intel(4), Some("4+3"));
         assert_eq!(
-            fit(asked, true, BackingPolicy::Auto, &host(4, &INTEL)).competition,
+            fit(asked, true, BackingPolicy::Auto, None, &host(4, &INTEL)).competition,
             None
         );
     }
@@ -202,6 +216,7 @@ mod tests {
             model(Generation::AmdCore, None),
             false,
             BackingPolicy::Auto,
+            None,
             &host(3, &[]),
         );
         assert_eq!(fitted.model.general(), 4);
@@ -214,13 +229,41 @@ mod tests {
     fn other_backings_have_as_many_counters_as_they_like() {
         let asked = model(Generation::AmdV2, Some("15"));
         for policy in [BackingPolicy::Clock, BackingPolicy::Exact, BackingPolicy::None] {
-            assert_eq!(fit(asked, true, policy, &host(6, &[])).competition, None);
+            assert_eq!(fit(asked, true, policy, None, &host(6, &[])).competition, None);
         }
         let without = HostProbe {
             hardware_pmu: false,
             ..host(0, &[])
         };
-        let fitted = fit(asked, true, BackingPolicy::Auto, &without);
+        let fitted = fit(asked, true, BackingPolicy::Auto, None, &without);
         assert_eq!((fitted.model, fitted.competition), (asked, None));
+    }
+
+    /// KVM's own vPMU opens host events as we do, unless it has the counters themselves.
+    #[test]
+    fn kvms_own_vpmu_competes_as_far_as_it_is_emulated() {
+        let own = |mediated| OwnPmu {
+            mediated,
+            masked_filter: true,
+            filter: true,
+            pmu: HostPmu {
+                generation: Generation::AmdCore,
+                general: 6,
+                fixed_bitmap: 0,
+                width: 48,
+            },
+            events: Backability::NONE,
+        };
+        let watched = host(5, &[]);
+        let on = |asked, numbers, own: &OwnPmu| {
+            let model = model(Generation::AmdCore, numbers);
+            fit(model, asked, BackingPolicy::Kvm, Some(own), &watched)
+        };
+        let default = on(false, None, &own(false));
+        assert_eq!((default.model.general(), default.competition), (4, None));
+        let line = on(true, Some("6"), &own(false)).competition.unwrap();
+        assert!(line.contains("6 general counters compete for the 5"), "{line}");
+        let mediated = on(false, None, &own(true));
+        assert_eq!((mediated.model.general(), mediated.competition), (6, None));
     }
 }

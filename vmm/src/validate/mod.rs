@@ -154,10 +154,13 @@ fn summary(options: &Options, host: &Host) -> Summary {
     };
     let pmu = options.pmu.parse::<ModelName>().ok().and_then(|name| {
         let model = match &options.own_pmu {
-            Some(own) => own.model(name, None, None).ok()?,
+            Some(own) => {
+                let model = own.model(name, None, None).ok()?;
+                fit(model, false, BackingPolicy::Kvm, Some(own), &host.probe).model
+            }
             None => {
                 let model = Model::resolve(name, None, None, &mut cpuid::read_host).ok()?;
-                fit(model, false, BackingPolicy::Auto, &host.probe).model
+                fit(model, false, BackingPolicy::Auto, None, &host.probe).model
             }
         };
         Some(model.to_string())
