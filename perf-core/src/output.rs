@@ -12,15 +12,14 @@ use crate::core::{Core, CoreInner};
 use crate::event::Totals;
 use crate::handle::{EventRef, Handle};
 use crate::notify::Poll;
-use crate::ring::{Counter, PAGE_SIZE, Ring, RingError, RingMode};
+use crate::ring::{Counter, MemoryWatch, PAGE_SIZE, Ring, RingError, RingMode};
 
-/// A ring with what it was charged to; both go when its last user goes.
+/// A ring in use by events.
 #[derive(Debug)]
 pub(crate) struct Output {
     pub ring: Arc<Ring>,
     /// The event that owns the ring.
     pub owner: u64,
-    _charge: Charge,
 }
 
 /// The output side of an event that was opened.
@@ -82,55 +81,99 @@ impl MapError {
     }
 }
 
-/// Ring memory in use, in pages, by user.
+/// Ring memory in use, in pages, by user: charged until nobody has it any more, in this process or another.
 #[derive(Debug, Default)]
 pub(crate) struct Locked {
-    pages: Mutex<HashMap<u32, u64>>,
+    users: Mutex<HashMap<u32, Used>>,
+}
+
+/// What one user has.
+#[derive(Debug, Default)]
+struct Used {
+    pages: u64,
+    /// Memory of rings that this process has let go while clients had it.
+    held: Vec<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    watch: MemoryWatch,
+    pages: u64,
+}
+
+impl Used {
+    /// Refunds what clients have let go in the meantime. A system call or two for each ring they had.
+    fn sweep(&mut self) {
+        let pages = &mut self.pages;
+        self.held.retain(|held| {
+            let in_use = held.watch.is_in_use();
+            if !in_use {
+                *pages -= held.pages;
+            }
+            in_use
+        });
+    }
 }
 
 impl Locked {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, u64>> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Used>> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn pages_of(&self, uid: u32) -> u64 {
-        self.lock().get(&uid).copied().unwrap_or(0)
+        self.lock().get_mut(&uid).map_or(0, |used| {
+            used.sweep();
+            used.pages
+        })
     }
 
     /// Charges `pages` to `uid`, who is the one refunded whoever unmaps.
     fn charge(self: &Arc<Self>, uid: u32, pages: u64, limit: Option<u64>) -> Result<Charge, MapError> {
-        let mut map = self.lock();
-        let used = map.entry(uid).or_default();
-        let sum = used.saturating_add(pages);
+        let mut users = self.lock();
+        let used = users.entry(uid).or_default();
         if let Some(limit) = limit
-            && sum > limit
+            && used.pages.saturating_add(pages) > limit
         {
-            return Err(MapError::MemoryLimit { pages, limit });
+            used.sweep();
+            if used.pages.saturating_add(pages) > limit {
+                return Err(MapError::MemoryLimit { pages, limit });
+            }
         }
-        *used = sum;
+        used.pages = used.pages.saturating_add(pages);
         Ok(Charge {
             locked: Arc::clone(self),
             uid,
             pages,
+            watch: None,
         })
     }
 }
 
+/// A charge for the memory of one ring, which keeps it ([`Ring::keep`]).
 #[derive(Debug)]
 struct Charge {
     locked: Arc<Locked>,
     uid: u32,
     pages: u64,
+    /// Tells whether clients have the memory, if that matters: if there is a limit.
+    watch: Option<MemoryWatch>,
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        let mut map = self.locked.lock();
-        if let Some(used) = map.get_mut(&self.uid) {
-            *used -= self.pages;
-            if *used == 0 {
-                map.remove(&self.uid);
-            }
+        let watch = self.watch.take().filter(MemoryWatch::is_in_use);
+        let mut users = self.locked.lock();
+        let Some(used) = users.get_mut(&self.uid) else {
+            return;
+        };
+        if let Some(watch) = watch {
+            let pages = self.pages;
+            used.held.push(Held { watch, pages });
+            return;
+        }
+        used.pages -= self.pages;
+        if used.pages == 0 {
+            users.remove(&self.uid);
         }
     }
 }
@@ -258,7 +301,7 @@ impl Handle {
     /// again with the same size gives the same ring. `writable` says whether the reader moves `data_tail`: then what
     /// finds no room is lost and reported, otherwise the oldest records are overwritten. The first mapping decides.
     ///
-    /// The ring's memory is charged to the session's user.
+    /// The ring's memory is charged to the session's user for as long as anybody has it, a client with its memfd included.
     ///
     /// # Errors
     /// [`MapError`]; nothing has changed then.
@@ -291,7 +334,7 @@ impl Handle {
             .then(|| core.limits.ring_pages_limit(&core.config))
             .flatten();
         let pages = u64::try_from(data_pages).unwrap_or(u64::MAX).saturating_add(1);
-        let charge = core.locked.charge(session.uid, pages, limit)?;
+        let mut charge = core.locked.charge(session.uid, pages, limit)?;
         let mode = if writable {
             RingMode::Writable
         } else {
@@ -300,12 +343,20 @@ impl Handle {
         let ring = Arc::new(Ring::new(data_pages, mode)?);
         ring.set_wakeup(event.shared.attr.wakeup);
         ring.set_lost_id(event.shared.id);
+        if limit.is_some() {
+            charge.watch = ring
+                .watch()
+                .inspect_err(|e| {
+                    log::debug!("a client that keeps a ring's memory will not be charged for it: {e}")
+                })
+                .ok();
+        }
+        ring.keep(Box::new(charge));
         {
             let mut state = event.output_state();
             state.own = Some(Arc::new(Output {
                 ring: Arc::clone(&ring),
                 owner: event.shared.id,
-                _charge: charge,
             }));
             state.mappings = 1;
         }

@@ -368,6 +368,6 @@ fn the_output_flag_redirects_what_joins_and_leaves_nothing_when_it_cannot() {
         .unwrap_err();
     assert_eq!(error.errno(), libc::EINVAL);
     assert_eq!(v.stats().events, 2);
-    drop((leader, member));
+    drop((leader, member, ring));
     assert_eq!((v.stats().events, m.core.ring_pages(0)), (0, 0));
 }

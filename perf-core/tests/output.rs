@@ -2,6 +2,8 @@
 
 mod machine;
 
+use std::os::fd::AsFd;
+
 use machine::*;
 use perf_core::record::{Format, MapName, Record};
 use perf_core::ring::{Ring, RingReader};
@@ -304,7 +306,7 @@ fn p36_outputs_make_no_chains_and_can_be_taken_back() {
     drop(target);
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
-    drop(late);
+    drop((late, ring));
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
@@ -351,10 +353,57 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     assert_eq!(m.core.ring_pages(7), 8);
     assert!(a.unmap() && a.unmap());
     assert!(!a.unmap());
+    assert_eq!(m.core.ring_pages(7), 8, "somebody has it still");
+    drop(again);
     assert_eq!(m.core.ring_pages(7), 3);
     drop(b);
     assert_eq!(m.core.ring_pages(7), 0);
     drop(a);
+}
+
+/// A limit of 8 pages and rings of 5: a second one is refused for as long as anybody has the first, whether a part of this
+/// process, a copy of the descriptor as a client gets it, or a mapping that outlives it.
+#[test]
+fn ring_memory_is_charged_until_nobody_has_it() {
+    let m = Machine::with(4, |c| {
+        c.mlock_kb = 32;
+        c.host_cpus = 1;
+        c.memlock_kb = 0;
+        c.owner_uid = 7;
+    });
+    let _v = m.vcpu(0);
+    let user = m.core.session(7, Role::Operator);
+    let open = || {
+        let (target, flags) = (OpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
+        m.core.open(&user, hw(), target, None, flags).unwrap()
+    };
+    for writable in [true, false] {
+        let refused = |why: &str| {
+            assert_eq!(open().map(4, writable).unwrap_err().errno(), libc::EPERM, "{why}");
+            assert_eq!(m.core.ring_pages(7), 5, "{why}");
+        };
+        let event = open();
+        let ring = event.map(4, writable).unwrap();
+        let client = ring.memfd().try_clone_to_owned().unwrap();
+        assert!(event.unmap());
+        drop(event);
+        refused("this process has the ring");
+        drop(ring);
+        refused("a client has the descriptor");
+        let reader = RingReader::map(client.as_fd()).unwrap();
+        drop(client);
+        refused("a client has it mapped");
+        drop(reader);
+        assert_eq!(m.core.ring_pages(7), 0);
+        // Without a question in between, too: who asks for more finds what was let go.
+        let second = open().map(4, writable).unwrap();
+        let client = second.memfd().try_clone_to_owned().unwrap();
+        drop(second);
+        refused("the second one's client");
+        drop(client);
+        drop(open().map(4, writable).unwrap());
+        assert_eq!(m.core.ring_pages(7), 0);
+    }
 }
 
 #[test]

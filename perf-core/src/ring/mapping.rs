@@ -55,6 +55,30 @@ pub(super) fn sealed_memfd(len: usize) -> Result<OwnedFd> {
     Ok(fd)
 }
 
+/// Opens the memfd once more. The first descriptor that `memfd_create(2)` gives is not counted by the kernel as one that has
+/// the file open; this one is, for as long as anybody has a copy of it or a mapping made with it.
+pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+    let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    // SAFETY: the path is a valid C string; the result is checked.
+    let fd = check(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
+    // SAFETY: fd was just opened and is owned by nobody else.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Whether anybody but `fd`, which came from [`reopened`] and was never handed out, has the file open or mapped. The kernel
+/// grants a write lease only to one who is alone.
+pub(super) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> Result<bool> {
+    let lease = |kind: libc::c_int| {
+        // SAFETY: F_SETLEASE takes the kind of lease by value.
+        check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, kind) })
+    };
+    match lease(libc::F_WRLCK) {
+        Ok(_) => lease(libc::F_UNLCK).map(|_| false),
+        Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => Ok(true),
+        Err(e) => Err(e),
+    }
+}
+
 pub(super) fn add_seals(fd: &OwnedFd, seals: libc::c_int) -> Result<()> {
     // SAFETY: plain system call on an open descriptor.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }).map(drop)

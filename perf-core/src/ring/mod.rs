@@ -40,9 +40,11 @@ mod model;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::attr::Wakeup;
@@ -127,6 +129,24 @@ pub struct Ring {
     wake: wake::Wake,
     mode: RingMode,
     memfd: OwnedFd,
+    /// What the memory was charged to. Declared last: it goes when the memory has gone.
+    charge: OnceLock<Box<dyn Any + Send + Sync>>,
+}
+
+/// Tells whether the memory of a ring is still in use, by whichever process, after the [`Ring`] itself is gone.
+#[derive(Debug)]
+pub(crate) struct MemoryWatch {
+    own: OwnedFd,
+}
+
+impl MemoryWatch {
+    /// Whether anybody has the memory open or mapped. Asks the kernel.
+    pub(crate) fn is_in_use(&self) -> bool {
+        mapping::is_open_elsewhere(self.own.as_fd()).unwrap_or_else(|e| {
+            log::debug!("cannot tell whether a ring's memory is in use: {e}");
+            false
+        })
+    }
 }
 
 impl fmt::Debug for Ring {
@@ -159,6 +179,14 @@ impl Ring {
         let data_size = data_pages * PAGE_SIZE;
         let memfd =
             mapping::sealed_memfd(PAGE_SIZE + data_size).map_err(os("creating a memfd for the ring"))?;
+        // Clients get a descriptor that the kernel counts, so that it can be told when the last of them is gone.
+        let memfd = match mapping::reopened(memfd.as_fd()) {
+            Ok(counted) => counted,
+            Err(e) => {
+                log::debug!("it cannot be told how long a client keeps this ring: {e}");
+                memfd
+            }
+        };
         let access = Access {
             control_writable: true,
             data_writable: true,
@@ -195,6 +223,7 @@ impl Ring {
             wake: wake::Wake::new().map_err(os("creating an eventfd for the ring"))?,
             mode,
             memfd,
+            charge: OnceLock::new(),
         };
         ring.set_wakeup(Wakeup::default());
         Ok(ring)
@@ -249,6 +278,21 @@ impl Ring {
     /// A position up to which records have been published. May lag behind while several writers publish.
     pub fn published(&self) -> u64 {
         self.protocol.published()
+    }
+
+    /// Keeps `charge` for as long as this process has the ring. The first one stays.
+    pub(crate) fn keep(&self, charge: Box<dyn Any + Send + Sync>) {
+        let _ = self.charge.set(charge);
+    }
+
+    /// What tells whether somebody has the memory when the ring itself is gone.
+    ///
+    /// # Errors
+    ///
+    /// The host's, where the memfd cannot be opened again: without `/proc`, or without descriptors.
+    pub(crate) fn watch(&self) -> std::io::Result<MemoryWatch> {
+        let own = mapping::reopened(self.memfd.as_fd())?;
+        Ok(MemoryWatch { own })
     }
 
     /// The memory of the ring, for another process to map. Its size is sealed.
