@@ -275,7 +275,7 @@ impl Event {
                 }
                 self.sampling.arm_at(self.raw);
             }
-            // An event that takes turns is read here, once for each turn: what it counted in the last one.
+            // An event that takes turns was read when its turn was over, unless something else took it off.
             if self.slices.is_some() && !self.settled {
                 self.raw = driver.read();
             }
@@ -340,6 +340,16 @@ impl Event {
         if let Some(slices) = &mut self.slices {
             slices.off(enabled_ns);
         }
+    }
+
+    /// It went off for another event, and is read here, once for each turn. Returns whether what it counted in its last slice
+    /// is known now.
+    pub fn end_slice(&mut self) -> bool {
+        if self.slices.is_none() || self.state == State::Active {
+            return false;
+        }
+        let count = self.raw().wrapping_sub(self.base);
+        self.slices.as_mut().is_some_and(|slices| slices.end(count))
     }
 
     /// Lets the next overflow come after `overflow_in` further counts.

@@ -30,12 +30,21 @@ impl Slices {
         self.open.replace((enabled_ns, count)).is_some()
     }
 
+    /// It went off for another event with `count` counted so far. Returns whether that closed a slice.
+    pub fn end(&mut self, count: u64) -> bool {
+        let Some((from_ns, at)) = self.open.take() else {
+            return false;
+        };
+        self.close(from_ns, count.wrapping_sub(at));
+        true
+    }
+
     fn close(&mut self, from_ns: u64, counted: u64) {
         self.estimator
             .slice(from_ns - self.origin_ns, self.off_ns - self.origin_ns, counted);
     }
 
-    /// It goes off. What it counted is asked for later.
+    /// It goes off, perhaps for no more than a pause. What it counted is asked for later.
     pub fn off(&mut self, enabled_ns: u64) {
         self.off_ns = enabled_ns;
     }

@@ -111,3 +111,22 @@ fn the_standard_error_is_about_as_large_as_the_errors() {
         );
     }
 }
+
+/// What users get goes through a core, and is as good as the queue and the estimator alone: the policy learns of a slice when it
+/// ends, not a rotation later, when its test of calm has gone on.
+#[test]
+fn through_a_core_estimates_are_as_good() {
+    let (mut alone, mut through) = (0.0, 0.0);
+    for trace in family::HOLD_OUT.step_by(4).map(family::in_step) {
+        for &seed in &SEEDS[..2] {
+            alone += measure::run(&trace, MuxPolicy::Adaptive, TICK_NS, 1, seed).error;
+            let (estimates, starts) = measure::run_core(&trace, MuxPolicy::Adaptive, TICK_NS, seed);
+            assert!(starts > 0);
+            through += measure::mean_error(&estimates);
+        }
+    }
+    assert!(
+        (through - alone).abs() <= 1e-4 * alone,
+        "mean error {through:.4} through a core, {alone:.4} without"
+    );
+}

@@ -1,8 +1,13 @@
 //! Runs a policy over a trace, as a context with a few slots would, and compares the estimates with the truth.
 
+use std::sync::Arc;
+
 use fastrand::Rng;
 use perf_core::estimate::{Estimator, linear};
 use perf_core::mux::{MuxPolicy, MuxQueue, Turn};
+use perf_core::pmu::sim::SimPmu;
+use perf_core::time::{Clock, ManualClock};
+use perf_core::*;
 
 use crate::traces::{SEEDS, TICK_NS, Trace};
 
@@ -122,6 +127,104 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         }
     }
     result
+}
+
+/// The same run through a [`Core`] with a simulated PMU: estimates of the events as handles give them, in the order of the trace,
+/// and how often groups were put on.
+pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (Vec<CoreEstimate>, u64) {
+    let mut rng = Rng::with_seed(seed);
+    let n = trace.events.len();
+    let mut order: Vec<usize> = (0..n).collect();
+    rng.shuffle(&mut order);
+    let start = rng.u64(0..TICK_NS * n as u64);
+    let clock = Arc::new(ManualClock::new());
+    clock.advance(start);
+    let core = Core::new(CoreConfig {
+        clock: Arc::clone(&clock) as Arc<dyn Clock>,
+        mux: policy,
+        tick_hz: 1_000_000_000 / turn_ns,
+        ..CoreConfig::default()
+    });
+    let pmu = Arc::new(SimPmu::with_slots(trace.slots));
+    core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);
+    let vcpu = core.add_vcpu(VcpuId(0), 1).expect("the first vCPU");
+    let session = core.session(0, Role::Admin);
+    let handles: Vec<(usize, Handle)> = order
+        .into_iter()
+        .map(|curve| {
+            let attr = Attr::counting(EventType::SIM, curve as u64);
+            let target = OpenTarget::Vcpu(VcpuId(0));
+            let opened = core.open(&session, attr, target, None, OpenFlags::default());
+            (curve, opened.expect("a simulated event"))
+        })
+        .collect();
+    vcpu.sched_in();
+    let mut now = start;
+    while now < trace.length_ns {
+        let due = core.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
+        // Under rotation every tick is a turn.
+        let due = match policy {
+            MuxPolicy::Rotate if now == start => now + 1,
+            MuxPolicy::Rotate => now + turn_ns,
+            MuxPolicy::Adaptive => due,
+        };
+        let next = due.min(trace.length_ns);
+        pmu.advance(VcpuId(0), |curve| {
+            let curve = &trace.events[curve as usize];
+            curve.until(next) - curve.until(now)
+        });
+        clock.advance(next - now);
+        now = next;
+        if now < trace.length_ns {
+            core.rotate();
+        }
+    }
+    let mut estimates: Vec<_> = handles
+        .iter()
+        .map(|(curve, handle)| {
+            let estimate = handle.estimate().expect("an open event");
+            let truth = trace.events[*curve].until(now) - trace.events[*curve].until(start);
+            let estimate = CoreEstimate {
+                truth,
+                value: estimate.map(|e| e.value),
+                standard_error: estimate.and_then(|e| e.standard_error),
+            };
+            (*curve, estimate)
+        })
+        .collect();
+    estimates.sort_by_key(|(curve, _)| *curve);
+    (
+        estimates.into_iter().map(|(_, e)| e).collect(),
+        pmu.calls().starts,
+    )
+}
+
+/// What a handle says of one event, and what is true.
+#[derive(Clone, Copy, Debug)]
+pub struct CoreEstimate {
+    pub truth: u64,
+    pub value: Option<u64>,
+    pub standard_error: Option<f64>,
+}
+
+/// Mean error of the estimates, relative to the truth.
+pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
+    let error = |e: &CoreEstimate| {
+        let truth = e.truth as f64;
+        (e.value.unwrap_or(0) as f64 - truth).abs() / truth.max(1.0)
+    };
+    estimates.iter().map(error).sum::<f64>() / estimates.len() as f64
+}
+
+/// The part of the estimates whose truth lies within two standard errors. One without a standard error does not count as sure.
+pub fn within_two(estimates: &[CoreEstimate]) -> f64 {
+    let sure = estimates.iter().filter(|e| {
+        let (Some(value), Some(error)) = (e.value, e.standard_error) else {
+            return false;
+        };
+        (value as f64 - e.truth as f64).abs() <= 2.0 * error
+    });
+    sure.count() as f64 / estimates.len() as f64
 }
 
 /// The runs of one policy on one trace, one for each of the first `seeds` seeds.

@@ -30,6 +30,7 @@ impl Context {
             .collect();
         for group in leaving {
             self.take_off(group, now_ns);
+            self.end_turn(group);
         }
         let time = self.clock.advance(now_ns);
         for &group in &plan.failed {
@@ -219,6 +220,18 @@ impl Context {
             && let Some(pool) = self.groups[group].pool
         {
             self.pools[pool].on.retain(|on| *on != group);
+        }
+    }
+
+    /// A group was taken off for another. How its rates went is told at once: a rotation later the policy would take it for
+    /// what a later slice said.
+    fn end_turn(&mut self, group: usize) {
+        let mut closed = false;
+        for i in 0..self.groups[group].members.len() {
+            closed |= self.events[self.groups[group].members[i]].end_slice();
+        }
+        if closed {
+            self.tell_step(group);
         }
     }
 
