@@ -178,7 +178,8 @@ fn compare(options: &Options) -> Result<bool, PlaceError> {
 /// What one turn of one way came to.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
-    /// With one event, and with ten that take turns; less those of the same events with a period that is never reached.
+    /// With one event, and with ten that take turns; less those of the same events with a period that is never reached, in as much
+    /// time. Not a number where there is no figure, as in the two that follow.
     exits_per_pmi: [f64; 2],
     /// By ten events that take turns, for each turn.
     exits_per_turn: f64,
@@ -199,6 +200,16 @@ struct Mark {
     pmis: f64,
     switches: f64,
     exits: f64,
+    up_seconds: f64,
+}
+
+/// A cost, if that is what it is: where the rest of the guest took more than what was looked for, there is no figure.
+fn cost(value: f64) -> f64 {
+    if value.is_finite() && value > 0.0 {
+        value
+    } else {
+        f64::NAN
+    }
 }
 
 /// The number after `key=` among words.
@@ -219,6 +230,7 @@ fn figures(text: &str) -> Option<Figures> {
                 pmis: field(rest, "pmi")?,
                 switches: field(rest, "ctxt")?,
                 exits: field(rest, "exits")?,
+                up_seconds: field(rest, "up")?,
             };
             marks.push((rest.split_whitespace().next()?, mark));
         } else if let Some((_, rest)) = line.split_once("@@result ") {
@@ -249,7 +261,9 @@ fn figures(text: &str) -> Option<Figures> {
     let exits = |name| during(name, |mark| mark.exits);
     let pmis = |name| during(name, |mark| mark.pmis);
     let cpu = |name| seconds.get(name).copied().filter(|cpu| *cpu > 0.0);
-    let sampling = |name, quiet| Some(exits(name)? - exits(quiet)?);
+    let long = |name| during(name, |mark| mark.up_seconds).filter(|seconds| *seconds > 0.0);
+    // The phase without what is looked for may have been shorter or longer.
+    let more = |name, without| Some(exits(name)? - exits(without)? * long(name)? / long(without)?);
     let turns_of = |name| lasted.get(name).map(|long| long * 1e3 / TURN_MS);
     let slowdown = |name| Some(cpu(name)? / cpu("alone")? - 1.0);
     let error = |count: f64, name| Some(count / (cpu(name)? * tsc_hz?) - 1.0);
@@ -260,19 +274,18 @@ fn figures(text: &str) -> Option<Figures> {
     })?;
     let all = Figures {
         exits_per_pmi: [
-            sampling("one", "quiet")? / pmis("one")?,
-            sampling("ten", "tenquiet")? / pmis("ten")?,
+            cost(more("one", "quiet")? / pmis("one")?),
+            cost(more("ten", "tenquiet")? / pmis("ten")?),
         ],
-        exits_per_turn: (exits("mux")? - exits("count")?) / turns_of("mux")?,
-        exits_per_switch: (exits("switched")? - exits("unswitched")?)
-            / during("switched", |mark| mark.switches)?,
+        exits_per_turn: cost(more("mux", "count")? / turns_of("mux")?),
+        exits_per_switch: cost(more("switched", "unswitched")? / during("switched", |mark| mark.switches)?),
         slowdown: [slowdown("one")?, slowdown("ten")?],
         pmis: [pmis("one")?, pmis("ten")?],
         count_error: error(counted?, "count")?,
         mux_error: [error(worst, "mux")?, error(mean, "mux")?],
     };
     // Without an interrupt there is nothing by which to divide.
-    (all.pmis.iter().all(|n| *n >= 1.0) && all.exits_per_switch.is_finite()).then_some(all)
+    all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
 /// A row of the table: its words, what it takes of a turn, its unit, and what it would be at the price of an exit on silicon.
@@ -288,25 +301,25 @@ const MEASURES: [Measure; 11] = [
         "exits for each PMI, perf record of 1 event",
         |f| f.exits_per_pmi[0],
         "",
-        Some(|f| format!("{:.1} µs", f.exits_per_pmi[0] * EXIT_US)),
+        Some(|f| at_price(f.exits_per_pmi[0])),
     ),
     (
         "exits for each PMI, perf record of 10 events",
         |f| f.exits_per_pmi[1],
         "",
-        Some(|f| format!("{:.1} µs", f.exits_per_pmi[1] * EXIT_US)),
+        Some(|f| at_price(f.exits_per_pmi[1])),
     ),
     (
         "exits for each turn, perf stat of 10 events",
         |f| f.exits_per_turn,
         "",
-        Some(|f| format!("{:.1} µs", f.exits_per_turn * EXIT_US)),
+        Some(|f| at_price(f.exits_per_turn)),
     ),
     (
         "exits for each context switch between a task with 1 event and one without",
         |f| f.exits_per_switch,
         "",
-        Some(|f| format!("{:.1} µs", f.exits_per_switch * EXIT_US)),
+        Some(|f| at_price(f.exits_per_switch)),
     ),
     (
         "slowdown by perf record of 1 event (estimate: at 1000 Hz)",
@@ -342,16 +355,35 @@ const MEASURES: [Measure; 11] = [
     ),
 ];
 
+/// A figure with its unit; a dash where there is none.
+fn shown(value: f64, unit: &str) -> String {
+    if value.is_nan() {
+        "-".to_owned()
+    } else {
+        format!("{value:.1}{unit}")
+    }
+}
+
+/// What so many exits would take on silicon.
+fn at_price(exits: f64) -> String {
+    shown(exits * EXIT_US, " µs")
+}
+
 /// What the exits of `events` that are sampled a thousand times a second cost, and of turns in the kernel's interval, each at its price on
 /// silicon.
 fn slowed(exits_per_pmi: f64, events: f64, exits_per_turn: f64) -> String {
     let a_second = exits_per_pmi * events * HZ + exits_per_turn * 1e3 / KERNEL_TURN_MS;
-    format!("{:.1} %", a_second * EXIT_US / 1e6 * 100.0)
+    shown(a_second * EXIT_US / 1e6 * 100.0, " %")
 }
 
+/// Of the turns that gave a figure.
 fn median(mut values: Vec<f64>) -> f64 {
+    values.retain(|value| !value.is_nan());
     values.sort_by(f64::total_cmp);
     let n = values.len();
+    if n == 0 {
+        return f64::NAN;
+    }
     (values[(n - 1) / 2] + values[n / 2]) / 2.0
 }
 
@@ -374,7 +406,7 @@ fn table(ways: &[(&str, Vec<Figures>)]) -> String {
                 ..rounds[0]
             };
             let estimate = projected.map_or("-".to_owned(), |p| p(&middle));
-            let _ = write!(out, " {value:.1}{unit} | {estimate} |");
+            let _ = write!(out, " {} | {estimate} |", shown(value, unit));
         }
         out.push('\n');
     }
@@ -468,8 +500,9 @@ mod tests {
             ("end", 300, 260, 4200),
         ];
         let mut text = String::new();
-        for (name, pmi, ctxt, exits) in phases {
-            let _ = writeln!(text, "@@phase {name} pmi={pmi} ctxt={ctxt} exits={exits} up=1.5");
+        for (n, (name, pmi, ctxt, exits)) in phases.into_iter().enumerate() {
+            let up = 10 * n;
+            let _ = writeln!(text, "@@phase {name} pmi={pmi} ctxt={ctxt} exits={exits} up={up}");
             let cpu = if name == "one" { 1.5 } else { 1.0 };
             let _ = writeln!(
                 text,
@@ -487,15 +520,35 @@ mod tests {
     fn figures_are_differences_of_phases() {
         let f = figures(&text()).unwrap();
         assert_eq!(f.exits_per_pmi, [12.0, (1420.0 - 60.0) / 200.0]);
-        // Two seconds are eight turns.
-        assert_eq!(f.exits_per_turn, 0.0);
+        assert!(
+            f.exits_per_turn.is_nan(),
+            "ten events took no more exits than one"
+        );
         assert_eq!(f.exits_per_switch, (900.0 - 100.0) / 100.0);
         assert_eq!(f.slowdown, [0.5, 0.0]);
         assert_eq!(slowed(f.exits_per_pmi[0], 1.0, 0.0), "1.8 %");
         assert_eq!(slowed(12.0, 1.0, 40.0), "3.3 %");
         assert!((f.count_error + 0.01).abs() < 1e-9);
         assert!((f.mux_error[1] + 0.15).abs() < 1e-9);
-        assert!(table(&[("kvm", vec![f])]).contains("| 12.0 | 18.0 µs |"));
+        let shown = table(&[("kvm", vec![f])]);
+        assert!(
+            shown.contains("| 12.0 | 18.0 µs |") && shown.contains("perf stat of 10 events | - | - |"),
+            "{shown}"
+        );
+    }
+
+    /// What the rest of the guest takes in a longer phase is no cost of what is measured, and never a negative one.
+    #[test]
+    fn phases_without_the_measured_are_scaled_to_the_time_of_those_with_it() {
+        let longer = text().replace("exits=200 up=10", "exits=200 up=-10");
+        // 60 exits in 30 seconds, and in ten 1,260 beside 100 PMIs.
+        assert_eq!(
+            figures(&longer).unwrap().exits_per_pmi[0],
+            (1260.0 - 20.0) / 100.0
+        );
+        let none = text().replace("exits=1520", "exits=300");
+        let shown = table(&[("kvm", vec![figures(&none).unwrap()])]);
+        assert!(shown.contains("record of 1 event | - | - |"), "{shown}");
     }
 
     /// A figure that was not measured is none, and no zero.
