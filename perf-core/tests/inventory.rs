@@ -1,4 +1,4 @@
-//! The inventory in docs/perf-core.md: every number is accounted for, and every test it names exists.
+//! The inventory in docs/perf-core.md: every number is accounted for, and every test it names exists. Every test asserts.
 
 #[path = "common/skip.rs"]
 mod skip;
@@ -46,6 +46,88 @@ fn numbers(column: &str, all: &mut BTreeSet<(char, u32)>) {
         let to = to.and_then(Result::ok).unwrap_or(from);
         all.extend((from..=to).map(|n| (kind, n)));
     }
+}
+
+/// The functions of all files: in which, the name, whether it is a test, and the body. Rustfmt's layout tells where one ends.
+fn functions(dir: &Path, all: &mut Vec<(String, String, bool, String)>) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            functions(&path, all);
+            continue;
+        }
+        if path.extension().is_none_or(|e| e != "rs") {
+            continue;
+        }
+        let file = path.file_stem().unwrap().to_string_lossy().into_owned();
+        let text = fs::read_to_string(&path).unwrap();
+        let (mut test, mut lines) = (false, text.lines());
+        while let Some(line) = lines.next() {
+            let code = line.trim_start();
+            test |= code.starts_with("#[test]");
+            let Some((_, rest)) = code.split_once("fn ").filter(|(before, _)| {
+                before
+                    .split_whitespace()
+                    .all(|word| ["pub", "pub(crate)", "pub(super)", "unsafe", "const"].contains(&word))
+            }) else {
+                continue;
+            };
+            let name: String = rest
+                .chars()
+                .take_while(|c| c.is_alphanumeric() || *c == '_')
+                .collect();
+            let end = format!("{}}}", &line[..line.len() - code.len()]);
+            let mut body = String::from(rest);
+            if !line.ends_with('}') && !line.ends_with(';') {
+                for line in lines.by_ref().take_while(|line| *line != end) {
+                    body.push_str(line);
+                    body.push('\n');
+                }
+            }
+            all.push((file.clone(), name, std::mem::take(&mut test), body));
+        }
+    }
+}
+
+/// A test that compares nothing protects nothing: each asserts, or calls a function beside it that does.
+#[test]
+fn every_test_asserts() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut all = Vec::new();
+    functions(&root.join("src"), &mut all);
+    functions(&root.join("tests"), &mut all);
+    let says = |body: &str| {
+        ["assert", "panic!", "unwrap_err"]
+            .iter()
+            .any(|word| body.contains(word))
+    };
+    // What the crate itself asserts is no test.
+    let mut helpers = Vec::new();
+    functions(&root.join("tests"), &mut helpers);
+    let shared: BTreeSet<String> = helpers.into_iter().map(|(_, name, ..)| name).collect();
+    let asserting: Vec<(&str, &str)> = all
+        .iter()
+        .filter(|(_, _, test, body)| !test && says(body))
+        .map(|(file, name, ..)| (file.as_str(), name.as_str()))
+        .collect();
+    let calls = |body: &str, name: &str| {
+        body.match_indices(&format!("{name}("))
+            .any(|(at, _)| !body[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_'))
+    };
+    let helps = |here: &str, body: &str| {
+        asserting
+            .iter()
+            .any(|(file, name)| (*file == here || shared.contains(*name)) && calls(body, name))
+    };
+    let tests: Vec<_> = all.iter().filter(|(_, _, test, _)| *test).collect();
+    assert!(tests.len() > 150, "{} tests found", tests.len());
+    let silent: Vec<_> = tests
+        .iter()
+        // What must not panic need not say so twice.
+        .filter(|(file, name, _, body)| !name.contains("panic") && !says(body) && !helps(file, body))
+        .map(|(file, name, ..)| format!("{file}: {name}"))
+        .collect();
+    assert_eq!(silent, Vec::<String>::new(), "tests that assert nothing");
 }
 
 #[test]
