@@ -58,6 +58,11 @@ late-ack: lab-files
 validate-lab: lab-files
 	$(CARGO) test -p integration --test validate -- --ignored --nocapture --test-threads 1
 
+## validate-nested: perfvisor validate with KVM's own vPMU, in a guest of a guest in the lab (9 minutes, and a quiet machine)
+.PHONY: validate-nested
+validate-nested: lab-files
+	$(CARGO) test --workspace --test nested -- --ignored --nocapture --test-threads 1
+
 ## check: format, clippy, docs and licences, without a warning
 .PHONY: check
 check:

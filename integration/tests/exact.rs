@@ -5,7 +5,7 @@
 
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
-use integration::parse::{Tap, parse_stat_csv, parse_tap};
+use integration::parse::{Tap, judge_detail, parse_stat_csv, parse_tap};
 use integration::place::{Kvm, Place, probe_kvm};
 use integration::process::Command;
 
@@ -133,6 +133,23 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     assert_eq!(counts("known"), KNOWN, "{run}");
     assert!(runs[0][0] > 1000.0 && runs[0][1] > 1000.0, "{runs:?}\n{run}");
     assert!(runs.iter().all(|counts| *counts == runs[0]), "{runs:?}\n{run}");
+    run.expect_success();
+}
+
+/// The first command a user types shows what is stepped, what is timed, and of the rest that it is not supported.
+#[test]
+fn perf_stat_shows_no_number_that_nobody_counted() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let run = LinuxGuest::new("exact-detail", "amd")
+        .cmdline("nowatchdog norandmaps")
+        .script("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n")
+        .args(["--backing", "exact", "--stats"])
+        .limit(LIMIT)
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let shown = judge_detail(run.section("stat"), &["cycles", "instructions", "branches"]);
+    assert!(shown.is_ok(), "{shown:?}\n{run}");
+    eprintln!("{}{:.1?}", run.section("stat"), run.elapsed);
     run.expect_success();
 }
 

@@ -462,3 +462,20 @@ fn results_are_read_from_libtests_output() {
     let text = "running 3 tests\ntest a ... FAILED\nrunning 3 tests\ntest a ... ok\ntest b ... some\nwords\nok\ntest c ... x\nFAILED\n\ntest result: ok. 3 passed\n";
     assert_eq!(results(text), [("a", "ok"), ("b", "ok"), ("c", "FAILED")]);
 }
+
+/// `perfvisor validate` to its end with KVM's own vPMU at the second level.
+#[test]
+#[ignore = "minutes, and a quiet machine"]
+fn validate_runs_with_kvms_own_vpmu() {
+    let Some(place) = lab() else { return };
+    let script = "while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order\n\
+                  section validate sh -c 'perfvisor validate --backing kvm --no-linux --pmu amd 2>&1; echo status $?'\n";
+    let run = second_level("second-level-validate")
+        .cmdline("nowatchdog")
+        .script(script)
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let text = run.section("validate");
+    eprintln!("{text}{:.1?}; console: {}", run.elapsed, run.log().display());
+    assert!(text.contains(" passed, ") && text.contains("status "), "{run}");
+}
