@@ -104,8 +104,9 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         // As many chains as by default where they do not hold the vCPU for as long as here.
         "--chain-every",
         "20",
+        // A function that is seen fifty times and never with a chain leads nowhere: so long that this does not happen.
         "-d",
-        "10",
+        "20",
         "--guestmount",
         &root,
         "--save-kallsyms",
