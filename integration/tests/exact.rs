@@ -141,7 +141,8 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
 fn perf_stat_shows_no_number_that_nobody_counted() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new("exact-detail", "amd")
-        .cmdline("nowatchdog norandmaps")
+        // A minute of single steps without a context switch is a stall to RCU.
+        .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
         .script("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n")
         .args(["--backing", "exact", "--stats"])
         .limit(LIMIT)
