@@ -69,7 +69,7 @@ check:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
-	$(CARGO) test -q -p integration --test licences
+	$(CARGO) test -q --workspace --test licences
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
 
