@@ -45,18 +45,18 @@ test-all: test test-guests
 ## kernels: the whole matrix of guest kernels, images, KASLR and vCPUs; a table in target/integration/kernels.md
 .PHONY: kernels
 kernels: lab-files
-	PERFVISOR_KERNELS=all $(CARGO) test -p integration --test kernels -- --nocapture
+	PERFVISOR_KERNELS=all $(CARGO) test --workspace --test kernels -- --nocapture
 
 ## late-ack: an Intel guest that acknowledges late, two events sampled beside the watchdog (SECONDS=600, of the guest's time)
 .PHONY: late-ack
 late-ack: lab-files
 	PERFVISOR_LATE_ACK_SECONDS=$(or $(SECONDS),600) \
-		$(CARGO) test -p integration --test late_ack -- --ignored --nocapture
+		$(CARGO) test --workspace --test late_ack -- --ignored --nocapture
 
 ## validate-lab: perfvisor validate with a Linux guest in the lab, Intel and AMD models (minutes, and a quiet machine)
 .PHONY: validate-lab
 validate-lab: lab-files
-	$(CARGO) test -p integration --test validate -- --ignored --nocapture --test-threads 1
+	$(CARGO) test --workspace --test validate -- --ignored --nocapture --test-threads 1
 
 ## validate-nested: perfvisor validate with KVM's own vPMU, in a guest of a guest in the lab (9 minutes, and a quiet machine)
 .PHONY: validate-nested
