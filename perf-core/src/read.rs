@@ -124,8 +124,8 @@ impl Handle {
     }
 
     /// What each vCPU contributes to an event that fans out over them, by number; those that have gone included. Empty for
-    /// any other event. The parts are of one instant and add up to what [`Handle::read`] gave then, less what the event
-    /// counted without them, which is nothing.
+    /// any other event. They add up to what [`Handle::read`] gives while nothing counts; each part is read under its own
+    /// vCPU's lock, so while vCPUs run the parts are as far apart as these reads.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -156,10 +156,8 @@ impl Handle {
             .lock()
             .get(event.key, &event.shared)
             .is_some_and(|e| e.state == State::Error);
-        let children = family.iter().flat_map(|f| f.live());
-        own || children
-            .into_iter()
-            .any(|child| child.cell.lock().events[child.key].state == State::Error)
+        let mut children = family.iter().flat_map(|f| f.live());
+        own || children.any(|child| child.cell.lock().events[child.key].state == State::Error)
     }
 
     /// Only the count of an event on one context: as [`Handle::read`] without looking at the clock.
