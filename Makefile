@@ -63,13 +63,13 @@ validate-lab: lab-files
 validate-nested: lab-files
 	$(CARGO) test --workspace --test nested -- --ignored --nocapture --test-threads 1
 
-## check: format, clippy, docs and licences, without a warning
+## check: format, clippy, docs, licences and links, without a warning
 .PHONY: check
 check:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
-	$(CARGO) test -q --workspace --test licences
+	$(CARGO) test -q --workspace --test licences --test links
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
 

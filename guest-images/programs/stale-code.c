@@ -1,6 +1,6 @@
 /*
  * A plugin for QEMU before 8.1, which may keep a translation of code that another processor changed meanwhile: it reads the
- * code, translates, and only then locks the page (docs/lab.md).
+ * code, translates, and only then locks the page (docs/guide/lab.md).
  *
  * Linux patches itself through a breakpoint: int3 over the first byte, the rest, then the first byte. A processor that
  * keeps the translation of the int3 takes it for ever, because the kernel finds no int3 there and goes back to it. So before the

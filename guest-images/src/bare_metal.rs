@@ -1,7 +1,7 @@
 //! The bare-metal guests: small multiboot kernels in C and assembly, compiled by the build script.
 //!
 //! They run on every KVM, the software-only one included, and under plain QEMU. Sources and the way to write
-//! a new test are in `guest-images/bare-metal/`, their use is in `docs/bare-metal-guests.md`.
+//! a new test are in `guest-images/bare-metal/`, their use is in `docs/guide/bare-metal-guests.md`.
 
 use std::io;
 use std::path::{Path, PathBuf};

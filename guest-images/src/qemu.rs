@@ -3,7 +3,7 @@
 //! Before 8.1 QEMU read code for its translations without a lock. A kernel that patches itself while another processor
 //! translates just there, as Linux does when perf events come and go, may have its breakpoint translated and kept after it is
 //! gone; that processor then takes the same breakpoint for ever. A plugin (`programs/stale-code.c`) has such translations
-//! dropped. A newer QEMU would do as well, but 10.0 is slower (docs/lab.md).
+//! dropped. A newer QEMU would do as well, but 10.0 is slower (docs/guide/lab.md).
 
 use std::ffi::OsStr;
 use std::fs;
@@ -25,7 +25,7 @@ const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 /// last, in another block, and Linux from 6.12 on, as a guest or not, branched wrongly behind it and died.
 const KNOWS_CMPXCHG16B: Version = Version(8, 0);
 
-/// With XSAVE guests' kernels warn of sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics (docs/lab.md). Tried with 7.2; it
+/// With XSAVE guests' kernels warn of sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics (docs/guide/lab.md). Tried with 7.2; it
 /// seems that KVM cannot intercept XSETBV there. So there is neither XSAVE nor what needs it.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 

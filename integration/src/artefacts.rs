@@ -62,7 +62,7 @@ pub fn images() -> Result<&'static Images, ArtefactError> {
 pub fn images_of(choice: &KernelChoice) -> Result<Images, ArtefactError> {
     linux::ensure(&target_dir(), choice, false, &Progress::new("guest")).map_err(|error| {
         ArtefactError(format!(
-            "cannot build the Linux guest: {} (see docs/guest-images.md)",
+            "cannot build the Linux guest: {} (see docs/guide/guest-images.md)",
             describe(&error)
         ))
     })

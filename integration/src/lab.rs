@@ -1,4 +1,4 @@
-//! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/lab.md`.
+//! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/guide/lab.md`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};

@@ -133,7 +133,7 @@ const OWN_VPMU_TESTS: [&str; 3] = [
 ];
 
 /// Loads KVM, looks at the machine as Perfvisor sees it, and runs guests. The built-in guest is ended after what it
-/// counts: its overflow interrupts take longer than the periods between them here (docs/guests.md).
+/// counts: its overflow interrupts take longer than the periods between them here (docs/guide/guests.md).
 fn second_level_script() -> String {
     let mut script = String::from(
         "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n\
@@ -234,7 +234,7 @@ section told cat /tmp/err
 fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     /// How far the time may be off, of what it truly was.
     const OFF: f64 = 0.05;
-    /// Until it is tried again whether a counter has a place (docs/vpmu.md), and until it has it.
+    /// Until it is tried again whether a counter has a place (docs/reference/vpmu.md), and until it has it.
     const AGAIN_NS: f64 = 300e6;
     let Some(place) = lab() else { return };
     let run = second_level("second-level-taken")
@@ -478,7 +478,7 @@ fn validate_runs_with_kvms_own_vpmu() {
     let text = run.section("validate");
     eprintln!("{text}{:.1?}; console: {}", run.elapsed, run.log().display());
     assert!(text.contains(" passed, ") && text.contains("status "), "{run}");
-    // Other rows are off for what the levels below do (docs/accuracy.md); what a busy guest counts is not.
+    // Other rows are off for what the levels below do (docs/measurements/accuracy.md); what a busy guest counts is not.
     let passed = |workload: &str| {
         text.lines().any(|line| {
             let row: Vec<_> = line.split_whitespace().collect();

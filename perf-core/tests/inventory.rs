@@ -1,4 +1,4 @@
-//! The inventory in docs/perf-core.md: every number is accounted for, and every test it names exists. Every test asserts.
+//! The inventory in docs/reference/perf-core.md: every number is accounted for, and every test it names exists. Every test asserts.
 
 #[path = "common/skip.rs"]
 mod skip;
@@ -133,7 +133,7 @@ fn every_test_asserts() {
 #[test]
 fn every_number_is_accounted_for_and_every_test_it_names_exists() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let Ok(page) = fs::read_to_string(root.join("../docs/perf-core.md")) else {
+    let Ok(page) = fs::read_to_string(root.join("../docs/reference/perf-core.md")) else {
         skip::skipped("the crate stands alone here, without its page", false);
         return;
     };

@@ -2,7 +2,7 @@
 //!
 //! The rules are a list of event selects and unit masks that are allowed (all others denied) or denied (all others
 //! allowed), with masked entries and exceptions, and a bitmap that alone decides for the fixed counters. A denied
-//! event does not fault: its counter stays where it is. `docs/event-filter.md` has the file format.
+//! event does not fault: its counter stays where it is. `docs/reference/event-filter.md` has the file format.
 
 use std::path::{Path, PathBuf};
 

@@ -18,7 +18,7 @@ fn the_event_files_for_perf_are_up_to_date() {
             ("events", events::perf_event_list(vendor)),
             ("json", events::perf_event_table(vendor)),
         ] {
-            let path = docs(&format!("perf-events/perfvisor-{name}.{ending}"));
+            let path = docs(&format!("reference/perf-events/perfvisor-{name}.{ending}"));
             if std::env::var_os("UPDATE_DOCS").is_some() {
                 std::fs::write(&path, &text).unwrap();
             }
@@ -34,7 +34,7 @@ fn the_event_files_for_perf_are_up_to_date() {
 
 #[test]
 fn every_example_of_a_filter_is_one() {
-    let text = std::fs::read_to_string(docs("event-filter.md")).unwrap();
+    let text = std::fs::read_to_string(docs("reference/event-filter.md")).unwrap();
     let mut examples = Vec::new();
     let mut block = String::new();
     for line in text.lines().chain([""]) {

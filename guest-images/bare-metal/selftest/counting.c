@@ -10,7 +10,7 @@ u64 cycles_per_1024_tsc;
 
 /* Cycles by a clock may be off by so much of the time the CPU was run. */
 #define PERCENT 5
-/* The paravirtual event that counts the nanoseconds this CPU was ready and the host ran something else (docs/vpmu.md). */
+/* The paravirtual event that counts the nanoseconds this CPU was ready and the host ran something else (docs/reference/vpmu.md). */
 #define STEAL_NS 11
 
 struct run {

@@ -1,4 +1,4 @@
-//! Builds the Linux guest and the lab host. See `docs/guest-images.md`.
+//! Builds the Linux guest and the lab host. See `docs/guide/guest-images.md`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -128,7 +128,7 @@ fn tell_of(qemu: &Qemu) {
     eprint!("lab: QEMU {}", qemu.version());
     if qemu.keeps_stale_code() {
         eprint!(
-            ", which knows no plugins: the lab may hang once in many runs; 8.1 and newer do not (docs/lab.md)"
+            ", which knows no plugins: the lab may hang once in many runs; 8.1 and newer do not (docs/guide/lab.md)"
         );
     }
     eprintln!();

@@ -476,7 +476,7 @@ fn cpu_list(text: &str) -> Option<Vec<u32>> {
     Some(cpus)
 }
 
-/// The CPUs this may run on. Not all need be for us: the lab keeps everything off its first one (docs/lab.md).
+/// The CPUs this may run on. Not all need be for us: the lab keeps everything off its first one (docs/guide/lab.md).
 fn allowed_cpus() -> Option<Vec<u32>> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let list = status

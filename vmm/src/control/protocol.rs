@@ -1,4 +1,4 @@
-//! What is said over a control socket: JSON, one object in a line. `docs/control.md` describes it for other programs.
+//! What is said over a control socket: JSON, one object in a line. `docs/reference/control.md` describes it for other programs.
 
 use serde::{Deserialize, Serialize};
 

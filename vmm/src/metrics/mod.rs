@@ -8,7 +8,7 @@
 //! | [`snapshot`] | the values of one scrape, and their names |
 //!
 //! Only counts are served, never estimates: an event that was not on all the time comes with how long it was
-//! enabled and how long it counted, and who scrapes can see the share. `docs/metrics.md` lists the names.
+//! enabled and how long it counted, and who scrapes can see the share. `docs/reference/metrics.md` lists the names.
 
 pub mod address;
 pub mod http;

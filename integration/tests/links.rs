@@ -1,0 +1,189 @@
+//! Every link between our pages leads to a page and a heading that exist, and every page that the code names exists.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use integration::artefacts::workspace;
+
+/// The files under `directory` whose name ends with one of `endings`. Build outputs and hidden folders are left out.
+fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if name != "target" && !name.starts_with('.') {
+                files(&path, endings, found);
+            }
+        } else if endings.iter().any(|ending| name.ends_with(ending)) {
+            found.push(path);
+        }
+    }
+}
+
+/// The lines of a page that are text: fenced and indented blocks are examples.
+fn text(page: &str) -> Vec<&str> {
+    let mut fenced = false;
+    page.lines()
+        .filter(|line| {
+            if line.starts_with("```") {
+                fenced = !fenced;
+                return false;
+            }
+            !fenced && !line.starts_with("    ")
+        })
+        .collect()
+}
+
+/// The anchor that GitHub gives a heading: letters, digits, `-` and `_` in lower case, `-` for each blank.
+fn anchor(heading: &str) -> String {
+    heading
+        .trim()
+        .to_lowercase()
+        .chars()
+        .filter_map(|c| match c {
+            ' ' => Some('-'),
+            c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c),
+            _ => None,
+        })
+        .collect()
+}
+
+fn anchors(page: &str) -> BTreeSet<String> {
+    text(page)
+        .into_iter()
+        .filter(|line| line.starts_with('#'))
+        .map(|line| anchor(line.trim_start_matches('#')))
+        .collect()
+}
+
+/// The targets of a page's links, images included. Code in backticks has none.
+fn targets(page: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for line in text(page) {
+        let outside_code: String = line.split('`').step_by(2).collect::<Vec<_>>().join("`");
+        for rest in outside_code.split("](").skip(1) {
+            if let Some((target, _)) = rest.split_once(')') {
+                found.push(target.to_owned());
+            }
+        }
+    }
+    found
+}
+
+/// What is wrong with the links of `page`, which lies at `at`.
+fn broken(at: &Path, page: &str) -> Vec<String> {
+    let mut wrong = Vec::new();
+    for target in targets(page) {
+        if target.starts_with("https://") || target.starts_with("http://") {
+            continue;
+        }
+        let (path, heading) = target
+            .split_once('#')
+            .map_or((target.as_str(), None), |(path, heading)| (path, Some(heading)));
+        let to = if path.is_empty() {
+            at.to_path_buf()
+        } else {
+            at.parent().unwrap().join(path)
+        };
+        if !path.is_empty() && !to.exists() {
+            wrong.push(format!("{}: {target}: no such file", at.display()));
+        } else if let Some(heading) = heading {
+            let there = if path.is_empty() {
+                page.to_owned()
+            } else {
+                fs::read_to_string(&to).unwrap()
+            };
+            if !anchors(&there).contains(heading) {
+                wrong.push(format!("{}: {target}: no such heading", at.display()));
+            }
+        }
+    }
+    wrong
+}
+
+#[test]
+fn every_link_of_a_page_leads_somewhere() {
+    let mut pages = Vec::new();
+    files(workspace(), &[".md"], &mut pages);
+    let (mut links, mut wrong) = (0, Vec::new());
+    for path in &pages {
+        let page = fs::read_to_string(path).unwrap();
+        links += targets(&page).len();
+        wrong.extend(broken(path, &page));
+    }
+    assert!(
+        pages.len() > 15 && links > 30,
+        "{} pages with {links} links found",
+        pages.len()
+    );
+    assert_eq!(wrong, Vec::<String>::new(), "broken links");
+}
+
+#[test]
+fn every_page_under_docs_that_a_file_names_exists() {
+    let root = workspace();
+    let mut sources = Vec::new();
+    files(
+        root,
+        &[".rs", ".md", ".c", ".h", ".S", ".toml", "Makefile"],
+        &mut sources,
+    );
+    files(&root.join("guest-images/init"), &[""], &mut sources);
+    let mut missing = BTreeMap::new();
+    let mut named = 0;
+    for path in &sources {
+        let source = fs::read_to_string(path).unwrap();
+        for (start, _) in source.match_indices("docs/") {
+            // A longer path: `../docs/…`, or another project's, as in a URL.
+            if source[..start].ends_with(['/', '-', '.']) && !source[..start].ends_with("../") {
+                continue;
+            }
+            let name: String = source[start..]
+                .chars()
+                .take_while(|c| c.is_ascii_alphanumeric() || "/-_.".contains(*c))
+                .collect();
+            if let Some(end) = name.find(".md") {
+                named += 1;
+                let page = &name[..end + 3];
+                if !root.join(page).exists() {
+                    missing.insert(path.display().to_string(), page.to_owned());
+                }
+            }
+        }
+    }
+    assert!(named > 20, "{named} pages named");
+    assert_eq!(missing, BTreeMap::new(), "pages that do not exist");
+}
+
+#[test]
+fn a_link_that_leads_nowhere_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(
+        folder.path().join("other.md"),
+        "# A page\n\n## What it *costs*: 2 %\n\n```\n# no heading\n```\n",
+    )
+    .unwrap();
+    let page = "\
+# Here
+
+[right](other.md), [right](other.md#what-it-costs-2-), [right](#here), [elsewhere](https://example.com/x)
+[no file](missing.md) and [no heading](other.md#no-heading) and [none here](#there)
+`[code](missing.md)`
+
+    [an example](missing.md)
+";
+    let wrong = broken(&folder.path().join("page.md"), page);
+    let ends: Vec<&str> = wrong
+        .iter()
+        .map(|line| line.split_once("page.md: ").unwrap().1)
+        .collect();
+    assert_eq!(
+        ends,
+        [
+            "missing.md: no such file",
+            "other.md#no-heading: no such heading",
+            "#there: no such heading"
+        ]
+    );
+}
