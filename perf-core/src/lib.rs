@@ -107,7 +107,7 @@ pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::read::{GroupReading, Reading, VcpuReading};
 pub use crate::record::CpuMode;
 pub use crate::sample::Overflowed;
-pub use crate::schedule::SharePolicy;
+pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
 pub use crate::sideband::GuestMapping;
 pub use crate::software::{Level, SoftwareId};
 pub use crate::switch::Pin;

@@ -27,6 +27,34 @@ pub enum SharePolicy {
     Strict,
 }
 
+/// No such policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be guest-first, operator-first or strict")]
+pub struct UnknownSharePolicy;
+
+impl std::str::FromStr for SharePolicy {
+    type Err = UnknownSharePolicy;
+
+    fn from_str(name: &str) -> Result<Self, UnknownSharePolicy> {
+        match name {
+            "guest-first" => Ok(Self::GuestFirst),
+            "operator-first" => Ok(Self::OperatorFirst),
+            "strict" => Ok(Self::Strict),
+            _ => Err(UnknownSharePolicy),
+        }
+    }
+}
+
+impl std::fmt::Display for SharePolicy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::GuestFirst => "guest-first",
+            Self::OperatorFirst => "operator-first",
+            Self::Strict => "strict",
+        })
+    }
+}
+
 impl SharePolicy {
     fn order(self) -> [Class; Class::COUNT] {
         use Class::{FlexibleVcpu, FlexibleVm, Guest, PinnedVcpu, PinnedVm};

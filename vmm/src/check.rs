@@ -6,8 +6,9 @@ use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
 use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName, Vendor};
 
-use crate::cli::{CheckArgs, ExitStatus};
+use crate::cli::CheckArgs;
 use crate::commands::print;
+use crate::exit::ExitStatus;
 use crate::kvm::cpuid;
 use crate::kvm::host::{self, KvmFacts};
 use crate::kvm::own_pmu::{self, OwnPmu};

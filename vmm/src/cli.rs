@@ -9,6 +9,8 @@ use std::path::PathBuf;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
+use crate::commands::one_line;
+use crate::rdpmc::RdpmcMode;
 use perf_core::SharePolicy;
 use perf_core::mux::MuxPolicy;
 use vpmu::events::UnknownPolicy;
@@ -29,44 +31,6 @@ use crate::metrics::address::MetricsAddress;
 
 /// Memory of a guest when none is asked for, in bytes.
 pub const DEFAULT_RAM_BYTES: u64 = 512 << 20;
-
-/// How `perfvisor run` ended, as its exit status. The guest's own statuses, written to the
-/// debug-exit port, are odd; all of ours are even.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExitStatus {
-    /// The guest powered off, or the operator ended it with Ctrl-A x.
-    PoweredOff,
-    /// The guest wrote to the debug-exit port: (value << 1) | 1.
-    Guest(u8),
-    /// `perfvisor validate` found something wrong.
-    CheckFailed,
-    /// Bad input: an option, a file, the host.
-    BadInput,
-    /// The guest asked for a reset.
-    Reset,
-    /// A triple fault or another shutdown of a vCPU.
-    TripleFault,
-    /// Perfvisor or KVM failed.
-    Internal,
-    /// Ended by SIGTERM or SIGINT.
-    Terminated,
-}
-
-impl ExitStatus {
-    /// The number.
-    pub fn code(self) -> u8 {
-        match self {
-            ExitStatus::PoweredOff => 0,
-            ExitStatus::Guest(status) => status,
-            ExitStatus::CheckFailed => 1,
-            ExitStatus::BadInput => 2,
-            ExitStatus::Reset => 4,
-            ExitStatus::TripleFault => 6,
-            ExitStatus::Internal => 8,
-            ExitStatus::Terminated => 10,
-        }
-    }
-}
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
@@ -181,17 +145,17 @@ pub struct RunArgs {
     pub backing: BackingPolicy,
     /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file only), trap (replaced where it is
     /// found, by exits elsewhere), off, or hwbp (hardware breakpoints).
-    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_rdpmc)]
+    #[arg(long, value_name = "HOW", default_value = "auto")]
     pub rdpmc: RdpmcMode,
     /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
     /// "not supported" where it would read 0: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub hide_uncounted: bool,
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
-    #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
+    #[arg(long, value_name = "POLICY", default_value = "guest-first")]
     pub share: SharePolicy,
     /// How events take turns when there are more than counters: rotate, or adaptive (shorter turns, better estimates).
-    #[arg(long, value_name = "POLICY", default_value = "rotate", value_parser = parse_mux)]
+    #[arg(long, value_name = "POLICY", default_value = "rotate")]
     pub mux: MuxPolicy,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
@@ -212,19 +176,6 @@ pub struct RunArgs {
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]
     pub stats: bool,
-}
-
-/// How RDPMC reaches us.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RdpmcMode {
-    /// As [`RdpmcMode::Trap`] for Linux; nothing is changed in another guest but the RDPMC found in its file.
-    Auto,
-    /// Replaced by an exit where it is found, and served at the guest's handler of #GP elsewhere.
-    Trap,
-    /// Not at all: the guest gets KVM's answer.
-    Off,
-    /// By hardware breakpoints, at most four sites.
-    Hwbp,
 }
 
 /// What parsing the arguments led to instead of a command.
@@ -328,13 +279,6 @@ fn command_of(error: &clap::Error) -> String {
     command.join(" ")
 }
 
-/// Values come from the user and may hold anything.
-pub fn one_line(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
-}
-
 fn parse_builtin(text: &str) -> Result<&'static guest_images::bare_metal::Guest, String> {
     use guest_images::bare_metal::GUESTS;
     let names = || GUESTS.map(|guest| guest.name).join(", ");
@@ -407,39 +351,12 @@ fn parse_backing(text: &str) -> Result<BackingPolicy, String> {
     text.parse().map_err(|e: UnknownPolicy| e.to_string())
 }
 
-fn parse_rdpmc(text: &str) -> Result<RdpmcMode, String> {
-    Ok(match text {
-        "auto" => RdpmcMode::Auto,
-        "trap" => RdpmcMode::Trap,
-        "off" => RdpmcMode::Off,
-        "hwbp" => RdpmcMode::Hwbp,
-        _ => return Err("must be auto, trap, off or hwbp".into()),
-    })
-}
-
 fn parse_on_off(text: &str) -> Result<bool, String> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
         _ => Err("must be on or off".into()),
     }
-}
-
-pub(crate) fn parse_share(text: &str) -> Result<SharePolicy, String> {
-    Ok(match text {
-        "guest-first" => SharePolicy::GuestFirst,
-        "operator-first" => SharePolicy::OperatorFirst,
-        "strict" => SharePolicy::Strict,
-        _ => return Err("must be guest-first, operator-first or strict".into()),
-    })
-}
-
-fn parse_mux(text: &str) -> Result<MuxPolicy, String> {
-    Ok(match text {
-        "rotate" => MuxPolicy::Rotate,
-        "adaptive" => MuxPolicy::Adaptive,
-        _ => return Err("must be rotate or adaptive".into()),
-    })
 }
 
 #[cfg(test)]
@@ -630,20 +547,5 @@ mod tests {
             assert!(parts.iter().all(|part| line.contains(part)), "{args:?}: {line}");
             assert!(!line.contains('\n'), "{line:?}");
         }
-    }
-
-    #[test]
-    fn our_exit_statuses_cannot_be_taken_for_the_guest_s() {
-        for status in [
-            ExitStatus::PoweredOff,
-            ExitStatus::BadInput,
-            ExitStatus::Reset,
-            ExitStatus::TripleFault,
-            ExitStatus::Internal,
-            ExitStatus::Terminated,
-        ] {
-            assert_eq!(status.code() % 2, 0);
-        }
-        assert_eq!(ExitStatus::Guest(33).code(), 33);
     }
 }

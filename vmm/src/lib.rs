@@ -25,6 +25,7 @@ pub mod console;
 pub mod control;
 pub mod devices;
 pub mod events;
+pub mod exit;
 pub mod export;
 pub mod kvm;
 pub mod memory;

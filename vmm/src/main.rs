@@ -4,8 +4,9 @@
 
 use std::process::ExitCode;
 
-use perfvisor_vmm::cli::{self, CliExit, Command, ExitStatus};
+use perfvisor_vmm::cli::{self, CliExit, Command};
 use perfvisor_vmm::commands::{self, ctl, files, ps, record, stat, top, validate};
+use perfvisor_vmm::exit::ExitStatus;
 use perfvisor_vmm::{check, run};
 
 fn main() -> ExitCode {
@@ -42,7 +43,7 @@ fn main() -> ExitCode {
 }
 
 fn bad_input(line: &str) -> ExitCode {
-    commands::say(&format!("perfvisor: {}\n", cli::one_line(line)));
+    commands::say(&format!("perfvisor: {}\n", commands::one_line(line)));
     ExitCode::from(ExitStatus::BadInput.code())
 }
 

@@ -10,8 +10,6 @@ use perf_core::pmu::host::HostProbe;
 use vpmu::{Backability, BackingPolicy, Generation, Vendor};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
-use crate::cli::RdpmcMode;
-use crate::control::mailbox::Mailbox;
 use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::event_filter::KvmFilterError;
@@ -21,18 +19,20 @@ use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::signature::CpuSignature;
 use crate::kvm::stats_fd::stats_fd;
+use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::{GuestRam, MemoryError};
 use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
+use crate::rdpmc::RdpmcMode;
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::{Sites, SitesOfVcpu};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::debugctl::DebugControl;
 use crate::vcpu::gate::Gate;
+use crate::vcpu::mailbox::Mailbox;
 use crate::vcpu::stats::VcpuStats;
 use crate::vcpu::step::Stepper;
-use crate::vcpu::step::debug::BREAKPOINTS;
 use crate::vcpu::{Kicker, Rdpmc, Vcpu, VcpuError};
 
 /// Why a VM could not be made.

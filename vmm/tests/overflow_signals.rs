@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::vcpu::kick::{
-    Armed, OverflowSignals, install_handlers, kick_signal, overflow_signal, take_overflow,
-};
+use perfvisor_vmm::pmu::overflow_signal;
+use perfvisor_vmm::vcpu::kick::{Armed, OverflowSignals, install_handlers, kick_signal, take_overflow};
 use vm_memory::{Bytes, GuestAddress};
 
 const CODE: u64 = 0x1000;

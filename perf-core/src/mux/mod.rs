@@ -50,3 +50,20 @@ pub enum MuxPolicy {
     /// Shorter turns, more to those whose rate varies, and no turns in step with a rhythm of the guest.
     Adaptive,
 }
+
+/// No such policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be rotate or adaptive")]
+pub struct UnknownMuxPolicy;
+
+impl std::str::FromStr for MuxPolicy {
+    type Err = UnknownMuxPolicy;
+
+    fn from_str(name: &str) -> Result<Self, UnknownMuxPolicy> {
+        match name {
+            "rotate" => Ok(Self::Rotate),
+            "adaptive" => Ok(Self::Adaptive),
+            _ => Err(UnknownMuxPolicy),
+        }
+    }
+}

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::{DONE, print};
-use crate::cli::ExitStatus;
 use crate::control::client::{Client, ClientError};
 use crate::control::protocol::{Call, VmInfo};
+use crate::exit::ExitStatus;
+use perf_core::SharePolicy;
 
 /// How long vCPUs may take to leave the guest, and a VM to end.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -63,7 +64,8 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
         Action::Resume => (Call::Resume, "running"),
         Action::Stop => (Call::Stop, "stopped"),
         Action::Share { policy } => {
-            crate::cli::parse_share(policy)
+            policy
+                .parse::<SharePolicy>()
                 .map_err(|why| format!("invalid value '{policy}' for share: {why}"))?;
             let policy = policy.clone();
             (Call::Share { policy }, "sharing policy changed")

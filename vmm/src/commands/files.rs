@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use super::{DONE, print, say, written};
-use crate::cli::ExitStatus;
+use crate::exit::ExitStatus;
 use crate::export::report::{ReportOptions, SortKey};
 use crate::export::symbolize::{Symbolizer, complete_chains};
 use crate::export::{Profile, folded, pprof, reader, report, script};

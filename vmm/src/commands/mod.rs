@@ -11,7 +11,7 @@ pub mod validate;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
-use crate::cli::ExitStatus;
+use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 
 /// How long a command sleeps before it looks for Ctrl-C again.
@@ -55,6 +55,13 @@ pub fn print(text: &str) -> Result<(), String> {
 /// Prints to standard error, whose reader may have gone away: what is said there is not worth ending for.
 pub fn say(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// `text` with its control characters as spaces, for a message of one line: values come from the user and may hold anything.
+pub fn one_line(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
 }
 
 /// The result of writing to standard output.

@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 use clap::Args;
 
 use super::{DONE, print};
-use crate::cli::ExitStatus;
 use crate::control::client::Client;
 use crate::control::place;
 use crate::control::protocol::VmInfo;
+use crate::exit::ExitStatus;
 
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]

@@ -8,10 +8,11 @@ use perf_core::pmu::host::HostProbe;
 use vpmu::{Generation, Model, ModelName};
 
 use super::print;
-use crate::cli::{ExitStatus, RdpmcMode};
+use crate::exit::ExitStatus;
 use crate::kvm::own_pmu::OwnPmu;
 use crate::kvm::{cpuid, host};
 use crate::pmu::backing;
+use crate::rdpmc::RdpmcMode;
 use crate::signals::StopSignals;
 use crate::validate::child::ChildError;
 use crate::validate::{self, Host, LinuxFiles, Options};

@@ -13,7 +13,6 @@
 //! is bounded in size and rate, replies wait in bounded buffers, and what a connection opened is closed with it.
 
 pub mod client;
-pub mod mailbox;
 pub mod peer;
 pub mod place;
 pub mod protocol;

@@ -14,13 +14,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use perf_core::{Role, SharePolicy};
+use perf_core::{Role, SharePolicy, UnknownSharePolicy};
 use serde::Serialize;
 use serde_json::Value;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use vpmu::EventFilter;
 
-use super::mailbox::Mailbox;
 use super::peer;
 use super::place::Socket;
 use super::protocol::{
@@ -32,6 +31,7 @@ use crate::boot::SymbolTable;
 use crate::pmu::VmPmu;
 use crate::vcpu::Kicker;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
+use crate::vcpu::mailbox::Mailbox;
 use crate::vcpu::stats::VcpuStats;
 
 /// Most connections at a time.
@@ -566,7 +566,8 @@ fn value(of: impl Serialize) -> Result<Done, Failure> {
 }
 
 fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
-    crate::cli::parse_share(name).or_else(|why| fail(FailureKind::Invalid, format!("share: {why}")))
+    name.parse()
+        .or_else(|why: UnknownSharePolicy| fail(FailureKind::Invalid, format!("share: {why}")))
 }
 
 impl Connection {

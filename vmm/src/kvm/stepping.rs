@@ -12,6 +12,9 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::host::HostError;
 
+/// How many hardware breakpoints a processor has.
+pub const BREAKPOINTS: usize = 4;
+
 /// What works.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Stepping {

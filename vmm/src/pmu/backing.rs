@@ -2,9 +2,9 @@
 
 use kvm_ioctls::Kvm;
 
-use crate::cli::RdpmcMode;
 use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
 use crate::kvm::stepping::Stepping;
+use crate::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, Backability, BackingPolicy, Vendor};
 

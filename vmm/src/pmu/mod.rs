@@ -36,7 +36,6 @@ use crate::control::protocol::GuestCounter;
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::stepping::Stepping;
-use crate::vcpu::kick;
 use steal::StealClock;
 
 pub use operator::{HostSampling, OperatorEvent};
@@ -80,6 +79,11 @@ impl PmuConfig {
     }
 }
 
+/// The signal that host perf events send to the vCPU thread at an overflow.
+pub fn overflow_signal() -> libc::c_int {
+    libc::SIGUSR2
+}
+
 /// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from.
 #[derive(Debug)]
 pub struct VmPmu {
@@ -108,7 +112,7 @@ impl VmPmu {
             paranoid: 0,
             ..CoreConfig::default()
         });
-        let signal = Some(kick::overflow_signal());
+        let signal = Some(overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
         }

@@ -4,8 +4,7 @@
 //! over it. The breakpoints are at linear addresses, so the kernel has to run where it was linked.
 
 use super::PatchedSite;
-use crate::kvm::stepping::Stepping;
-use crate::vcpu::step::debug::BREAKPOINTS;
+use crate::kvm::stepping::{BREAKPOINTS, Stepping};
 
 /// Why breakpoints cannot serve a guest's RDPMC.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

@@ -31,6 +31,38 @@ pub const RDPMC: [u8; 2] = [0x0F, 0x33];
 /// `out TRAP_PORT, al`.
 pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT as u8];
 
+/// How RDPMC reaches us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RdpmcMode {
+    /// As [`RdpmcMode::Trap`] for Linux; nothing is changed in another guest but the RDPMC found in its file.
+    Auto,
+    /// Replaced by an exit where it is found, and served at the guest's handler of #GP elsewhere.
+    Trap,
+    /// Not at all: the guest gets KVM's answer.
+    Off,
+    /// By hardware breakpoints, at most four sites.
+    Hwbp,
+}
+
+/// No such way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be auto, trap, off or hwbp")]
+pub struct UnknownRdpmcMode;
+
+impl std::str::FromStr for RdpmcMode {
+    type Err = UnknownRdpmcMode;
+
+    fn from_str(name: &str) -> Result<Self, UnknownRdpmcMode> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "trap" => Ok(Self::Trap),
+            "off" => Ok(Self::Off),
+            "hwbp" => Ok(Self::Hwbp),
+            _ => Err(UnknownRdpmcMode),
+        }
+    }
+}
+
 /// Longest instruction (SDM vol. 2 §2.3.11).
 pub const LONGEST: usize = 15;
 

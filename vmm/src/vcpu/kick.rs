@@ -18,6 +18,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 use std::time::Duration;
 
+use crate::pmu::overflow_signal;
 use ioctl::KVM_SET_SIGNAL_MASK;
 use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
@@ -35,11 +36,6 @@ thread_local! {
 /// The signal that kicks a vCPU thread.
 pub fn kick_signal() -> c_int {
     libc::SIGUSR1
-}
-
-/// The signal that host perf events send to the vCPU thread at an overflow.
-pub fn overflow_signal() -> c_int {
-    libc::SIGUSR2
 }
 
 extern "C" fn on_kick(_: c_int, _: *mut siginfo_t, _: *mut c_void) {

@@ -21,12 +21,12 @@ use perf_core::ring::RingReader;
 
 use super::files::SymbolArgs;
 use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, say, wait_until};
-use crate::cli::ExitStatus;
 use crate::control::client::Client;
 use crate::control::protocol::{
     Call, HostRingInfo, KernelInfo, KernelState, Opened, RingInfo, RingLoss, Sampling,
 };
 use crate::events::list;
+use crate::exit::ExitStatus;
 use crate::export::NO_PID;
 use crate::pmu::RawSample;
 use crate::signals::StopSignals;

@@ -4,11 +4,11 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use super::StatArgs;
-use crate::cli::ExitStatus;
 use crate::commands::{DONE, print};
 use crate::control::client::Client;
 use crate::control::protocol::{Call, Generation, GuestViews, VcpuView};
 use crate::events::format::thousands;
+use crate::exit::ExitStatus;
 
 /// How long the vCPUs may take to show what their guest counts.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use clap::Args;
 
 use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
-use crate::cli::ExitStatus;
 use crate::control::client::Client;
 use crate::control::protocol::{Call, EventReading, Opened};
 use crate::events::list;
+use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use lines::{final_table, interval_lines};
 use totals::{Total, totals};

@@ -11,7 +11,7 @@ use perf_core::{ReadFormat, SampleType};
 
 use super::TopArgs;
 use super::screen::{Cell, Screen, SymbolRow, VcpuRow};
-use crate::cli::one_line;
+use crate::commands::one_line;
 use crate::commands::{Woken, files, wait_until};
 use crate::control::client::{Client, ClientError};
 use crate::control::protocol::{

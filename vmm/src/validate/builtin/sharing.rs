@@ -122,13 +122,9 @@ impl Builtin<'_> {
             SharePolicy::OperatorFirst,
             SharePolicy::Strict,
         ] {
-            let name = match policy {
-                SharePolicy::GuestFirst => "guest-first",
-                SharePolicy::OperatorFirst => "operator-first",
-                SharePolicy::Strict => "strict",
-            };
-            let () = guest.vm.client()?.call(Call::Share { policy: name.into() })?;
-            rows.push(settled(|| self.contended(guest, backing, select, n, name))?);
+            let name = policy.to_string();
+            let () = guest.vm.client()?.call(Call::Share { policy: name.clone() })?;
+            rows.push(settled(|| self.contended(guest, backing, select, n, &name))?);
         }
         let policy = "guest-first".into();
         let () = guest.vm.client()?.call(Call::Share { policy })?;

@@ -6,8 +6,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuFd;
 
-/// How many hardware breakpoints a processor has.
-pub const BREAKPOINTS: usize = 4;
+use crate::kvm::stepping::BREAKPOINTS;
 
 /// DR6 (SDM vol. 3 §19.2.3): B0 to B3, which a #DB sets anew.
 const DR6_BREAKPOINTS: u64 = 0xf;

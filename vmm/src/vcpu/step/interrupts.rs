@@ -6,9 +6,10 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use vpmu::exact::{GuestMemory, Step};
 
-use super::debug::{BREAKPOINTS, GuestDebug, Want};
+use super::debug::{GuestDebug, Want};
 use super::state::{Linear, State};
 use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
+use crate::kvm::stepping::BREAKPOINTS;
 use crate::rdpmc::TRAP;
 
 /// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three to five orders of

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vpmu::EventFilter;
 
-use super::protocol::VcpuView;
+use crate::control::protocol::VcpuView;
 
 /// What is asked of a vCPU.
 #[derive(Debug, Default)]
