@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use common::{EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, Seg};
+use kernel_images::rdpmc;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use kvm_ioctls::{Kvm, VcpuExit};
 use perfvisor_vmm::boot::{self, BootRequest, KernelSource, Loaded, layout};
 use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
 use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::rdpmc;
 
 #[derive(Clone, Default)]
 struct Captured(Arc<Mutex<Vec<u8>>>);

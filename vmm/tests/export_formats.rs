@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read};
 
+use kernel_images::symbols::KernelSymbols;
 use perfvisor_vmm::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
 use perfvisor_vmm::export::{
     EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName, folded, perfdata,
     pprof, reader, script,
 };
-use perfvisor_vmm::profile::symbols::KernelSymbols;
 use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use proptest::prelude::*;
 

@@ -6,6 +6,7 @@ mod skip;
 use std::io::Cursor;
 use std::process::Command;
 
+use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 use perfvisor_vmm::export::report::{self, ReportOptions, SortKey};
 use perfvisor_vmm::export::symbolize::Symbolizer;
@@ -13,7 +14,6 @@ use perfvisor_vmm::export::{
     EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName, perfdata, reader,
     script,
 };
-use perfvisor_vmm::profile::symbols::KernelSymbols;
 use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 
 const KALLSYMS: &str = "\

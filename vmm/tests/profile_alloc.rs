@@ -1,7 +1,7 @@
 //! A chain is walked at every sample on a vCPU's thread: it must not allocate.
 
 use allocation_counter::measure;
-use perfvisor_vmm::profile::orc::OrcTable;
+use kernel_images::orc::OrcTable;
 use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
 use perfvisor_vmm::profile::{Budget, GuestRegs};
 

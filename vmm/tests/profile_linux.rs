@@ -10,9 +10,10 @@ mod skip;
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use perfvisor_vmm::profile::image::KernelImage;
+use kernel_images::image::KernelImage;
+use kernel_images::symbols::KernelSymbols;
 use perfvisor_vmm::profile::locate::{self, Anchors};
-use perfvisor_vmm::profile::symbols::{GuestMount, KernelSymbols};
+use perfvisor_vmm::profile::programs::GuestMount;
 use perfvisor_vmm::profile::task::{TaskLayout, TaskReader};
 use perfvisor_vmm::profile::unwind::{
     CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Chain, End, KernelUnwind, Limits, walk,
@@ -97,7 +98,7 @@ fn guest(which: &str) -> Option<Guest> {
         idt_base: 0,
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
-    let image = KernelImage::parse(&std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();
+    let image = KernelImage::parse("vmlinux", &std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();
     // What KVM_GET_MSRS would have told.
     let lstar = kallsyms.by_name("entry_SYSCALL_64").unwrap().address;
     let slide = kallsyms

@@ -9,9 +9,10 @@ mod skip;
 
 use std::path::{Path, PathBuf};
 
-use perfvisor_vmm::boot::{self, BootRequest, KernelKind, KernelSource, Loaded, SymbolTable};
+use kernel_images::rdpmc;
+use kernel_images::symbols::KernelSymbols;
+use perfvisor_vmm::boot::{self, BootRequest, KernelKind, KernelSource, Loaded};
 use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::rdpmc;
 use vm_memory::{Bytes, GuestAddress};
 
 fn kernel() -> Option<PathBuf> {
@@ -113,17 +114,19 @@ fn the_stripped_kernel_s_own_symbols_are_read() {
     assert!(loaded.symbols.len() > 10_000, "{} symbols", loaded.symbols.len());
     let text = loaded
         .symbols
-        .address_of("_text")
-        .or_else(|| loaded.symbols.address_of("_stext"))
-        .unwrap();
+        .by_name("_text")
+        .or_else(|| loaded.symbols.by_name("_stext"))
+        .unwrap()
+        .address;
     assert!(loaded.phys_of(text).is_some());
     for name in ["start_kernel", "do_syscall_64", "native_read_pmc"] {
         let address = loaded
             .symbols
-            .address_of(name)
+            .by_name(name)
+            .map(|s| s.address)
             .unwrap_or_else(|| panic!("{name} is missing"));
         assert_eq!(
-            loaded.symbols.lookup(address + 1).map(|(_, offset)| offset),
+            loaded.symbols.resolve(address + 1).map(|(_, offset)| offset),
             Some(1)
         );
         assert!(
@@ -163,7 +166,7 @@ fn unwind_tables_symbols_and_plain_decoding_agree() {
             bytes,
         })
         .collect();
-    let places = |symbols: &SymbolTable| -> Vec<u64> {
+    let places = |symbols: &KernelSymbols| -> Vec<u64> {
         rdpmc::find(&text, symbols, &[], rdpmc::CodeBits::Only64)
             .iter()
             .map(|s| s.virt)
@@ -171,5 +174,5 @@ fn unwind_tables_symbols_and_plain_decoding_agree() {
     };
     let expected: Vec<u64> = loaded.rdpmc_sites.iter().map(|s| s.virt).collect();
     assert_eq!(places(&loaded.symbols), expected, "by symbols alone");
-    assert_eq!(places(&SymbolTable::default()), expected, "by decoding alone");
+    assert_eq!(places(&KernelSymbols::default()), expected, "by decoding alone");
 }

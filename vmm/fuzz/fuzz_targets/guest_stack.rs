@@ -5,7 +5,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use perfvisor_vmm::profile::GuestRegs;
-use perfvisor_vmm::profile::orc::OrcTable;
+use kernel_images::orc::OrcTable;
 use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
 
 const REGISTERS: usize = 11;

@@ -2,19 +2,22 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use perfvisor_vmm::profile::btf::Btf;
-use perfvisor_vmm::profile::image::KernelImage;
-use perfvisor_vmm::profile::orc::OrcTable;
-use perfvisor_vmm::profile::symbols::{KernelSymbols, UserObject};
-use perfvisor_vmm::profile::{kallsyms, task::TaskLayout};
+use kernel_images::btf::Btf;
+use kernel_images::{bzimage, elf};
+use kernel_images::image::KernelImage;
+use kernel_images::orc::OrcTable;
+use perfvisor_vmm::profile::programs::UserObject;
+use kernel_images::symbols::KernelSymbols;
+use kernel_images::kallsyms;
+use perfvisor_vmm::profile::task::TaskLayout;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&which, data)) = data.split_first() else {
         return;
     };
-    match which % 6 {
+    match which % 8 {
         0 => {
-            if let Ok(image) = KernelImage::parse(data) {
+            if let Ok(image) = KernelImage::parse("fuzz", data) {
                 let _ = TaskLayout::new(&image, 0);
             }
         }
@@ -38,6 +41,14 @@ fuzz_target!(|data: &[u8]| {
         }
         4 => {
             let _ = KernelSymbols::parse_text(data);
+        }
+        5 => {
+            if let Ok(header) = bzimage::setup_header("fuzz", data) {
+                let _ = bzimage::payload("fuzz", data, &header);
+            }
+        }
+        6 => {
+            let _ = elf::parse("fuzz", data);
         }
         _ => {
             if let Ok(object) = UserObject::parse(data) {

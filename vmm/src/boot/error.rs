@@ -8,6 +8,12 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BootError {
+    /// The kernel's file is none, or is damaged.
+    #[error(transparent)]
+    Image(#[from] kernel_images::ImageError),
+    /// An RDPMC of the kernel was not replaced.
+    #[error(transparent)]
+    Rdpmc(#[from] crate::rdpmc::PatchError),
     /// A file cannot be opened.
     #[error("cannot open {what} {}: {source}", path.display())]
     Open {
@@ -53,78 +59,6 @@ pub enum BootError {
         path: PathBuf,
         /// Its size.
         size_bytes: u64,
-        /// The limit.
-        limit_bytes: u64,
-    },
-    /// None of the formats we load.
-    #[error(
-        "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage and a multiboot v1 image"
-    )]
-    NotAKernel {
-        /// The file or `the built-in guest`.
-        name: String,
-        /// What it looks like instead.
-        found: &'static str,
-    },
-    /// A header field points past the end of the file.
-    #[error(
-        "kernel {name} is truncated: {part} needs bytes up to {need_bytes} but the file has {have_bytes}"
-    )]
-    Truncated {
-        /// The file.
-        name: String,
-        /// Which part is cut off.
-        part: String,
-        /// First byte after that part.
-        need_bytes: u64,
-        /// Bytes there are.
-        have_bytes: u64,
-    },
-    /// A header field that makes no sense.
-    #[error("kernel {name} is damaged: {reason}")]
-    Malformed {
-        /// The file.
-        name: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The bzImage is older than boot protocol 2.08.
-    #[error("kernel {name} uses boot protocol {major}.{minor:02}; 2.08 (Linux 2.6.26) or later is needed")]
-    OldProtocol {
-        /// The file.
-        name: String,
-        /// Protocol major version.
-        major: u8,
-        /// Protocol minor version.
-        minor: u8,
-    },
-    /// The payload is compressed in a way we do not unpack.
-    #[error(
-        "kernel {name} is compressed with {method}, which is not supported; supported are gzip, xz, lz4 and zstd: rebuild it, or pass the unpacked vmlinux"
-    )]
-    UnsupportedCompression {
-        /// The file.
-        name: String,
-        /// bzip2, lzma, lzo or `an unknown method`.
-        method: &'static str,
-    },
-    /// Unpacking failed.
-    #[error("kernel {name}: its {method} payload is damaged: {reason}")]
-    Unpack {
-        /// The file.
-        name: String,
-        /// gzip, xz, lz4 or zstd.
-        method: &'static str,
-        /// What the decoder said.
-        reason: String,
-    },
-    /// The payload grows past the limit.
-    #[error("kernel {name}: its {method} payload unpacks to more than {limit_bytes} bytes")]
-    UnpackedTooLarge {
-        /// The file.
-        name: String,
-        /// gzip, xz, lz4 or zstd.
-        method: &'static str,
         /// The limit.
         limit_bytes: u64,
     },
@@ -175,12 +109,6 @@ pub enum BootError {
         "kernel {name} leaves no two free pages below 0x9fc00 for what it is handed; link it to load at 0x100000 or above"
     )]
     LowMemoryFull {
-        /// The file.
-        name: String,
-    },
-    /// Nothing to load.
-    #[error("kernel {name} has no loadable segment")]
-    NoSegments {
         /// The file.
         name: String,
     },

@@ -16,9 +16,9 @@ use memchr::memmem;
 use vm_memory::{Bytes, GuestAddress};
 use vpmu::Vendor;
 
-use super::elf::Segment;
 use super::error::BootError;
 use crate::memory::GuestRam;
+use kernel_images::elf::Segment;
 
 /// Generic hardware events (`PERF_COUNT_HW_*`), one entry each.
 const HARDWARE_EVENTS: usize = 10;

@@ -11,8 +11,8 @@ use vm_memory::{ByteValued, GuestAddress};
 
 use super::error::BootError;
 use super::layout;
-use super::unpack::{SETUP_HEADER_OFFSET, SetupHeader};
 use crate::memory::GuestRam;
+use kernel_images::bzimage::{SETUP_HEADER_OFFSET, SetupHeader};
 
 /// Longest command line of an x86 Linux kernel that does not say (COMMAND_LINE_SIZE less the NUL).
 pub(crate) const DEFAULT_CMDLINE_BYTES: usize = 2047;

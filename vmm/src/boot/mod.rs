@@ -5,17 +5,13 @@
 //! image by its own. Files are untrusted: [`BootError`] has one line for each thing that can be wrong.
 
 mod acpi;
-mod elf;
 mod error;
 pub mod event_tables;
-mod kallsyms;
 pub mod layout;
 mod linux;
 mod mptable;
 mod multiboot;
 mod regs;
-mod symbols;
-mod unpack;
 
 use std::fs::File;
 use std::io::Read;
@@ -26,14 +22,15 @@ use std::sync::Arc;
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
-pub(crate) use elf::orc_addresses;
 pub use error::BootError;
 pub use regs::{Entry, configure_local_apic};
-pub use symbols::SymbolTable;
 
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
-use crate::rdpmc::{self, PatchedSite};
-use elf::{Code, ElfImage, Segment};
+use crate::rdpmc;
+use kernel_images::elf::{self, ElfImage, Segment};
+use kernel_images::rdpmc::{CodeBits, PatchedSite, TRAP_PORT, Text, TextRange, find};
+use kernel_images::symbols::KernelSymbols;
+use kernel_images::{ImageError, bzimage, kallsyms};
 
 /// Largest kernel file read.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -76,7 +73,7 @@ pub struct BootRequest<'a> {
     pub cmdline: &'a str,
     /// vCPUs, 1 to [`layout::MAX_CPUS`].
     pub cpus: u8,
-    /// Replace RDPMC by an exit on [`rdpmc::TRAP_PORT`].
+    /// Replace RDPMC by an exit on [`TRAP_PORT`].
     pub patch_rdpmc: bool,
 }
 
@@ -104,17 +101,6 @@ impl std::fmt::Display for KernelKind {
     }
 }
 
-/// A range of the kernel's executable text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TextRange {
-    /// Link-time address of the first byte.
-    pub virt: u64,
-    /// Guest-physical address of the first byte.
-    pub phys: u64,
-    /// Length in bytes.
-    pub len_bytes: u64,
-}
-
 /// A guest ready to start.
 #[derive(Clone, Debug)]
 pub struct Loaded {
@@ -129,9 +115,9 @@ pub struct Loaded {
     /// The executable text.
     pub text: Vec<TextRange>,
     /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
-    pub symbols: Arc<SymbolTable>,
+    pub symbols: Arc<KernelSymbols>,
     /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
-    /// `patch_rdpmc` each of them is now an exit on [`rdpmc::TRAP_PORT`].
+    /// `patch_rdpmc` each of them is now an exit on [`TRAP_PORT`].
     pub rdpmc_sites: Vec<PatchedSite>,
     /// A Linux kernel's tables of perf's generic events, as they are in the file.
     pub event_tables: Vec<event_tables::EventTable>,
@@ -178,20 +164,21 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
         let image = elf::parse(&name, data)?;
         return load_linux(ram, request, &name, image, KernelKind::Vmlinux, None);
     }
-    if unpack::is_bzimage(data) {
-        let header = unpack::setup_header(&name, data)?;
-        let (payload, compression) = unpack::payload(&name, data, &header)?;
+    if bzimage::is_bzimage(data) {
+        let header = bzimage::setup_header(&name, data)?;
+        let (payload, compression) = bzimage::payload(&name, data, &header)?;
         if !elf::is_elf(&payload) {
-            return Err(elf::malformed(&name, "its payload is not an ELF image".into()));
+            return Err(ImageError::malformed(&name, "its payload is not an ELF image".into()).into());
         }
         let image = elf::parse(&name, &payload)?;
         let kind = KernelKind::BzImage { compression };
         return load_linux(ram, request, &name, image, kind, Some((data, &header)));
     }
-    Err(BootError::NotAKernel {
+    Err(ImageError::NotAKernel {
         name,
         found: what_it_is(data),
-    })
+    }
+    .into())
 }
 
 /// A word about a file that is not a kernel.
@@ -413,7 +400,7 @@ fn entry_point(name: &str, entry: u64, segments: &[Segment<'_>]) -> Result<u64, 
         })
 }
 
-fn text_ranges(code: &[Code<'_>]) -> Vec<TextRange> {
+fn text_ranges(code: &[Text<'_>]) -> Vec<TextRange> {
     code.iter()
         .map(|c| TextRange {
             virt: c.virt,
@@ -427,20 +414,12 @@ fn text_ranges(code: &[Code<'_>]) -> Vec<TextRange> {
 fn trap_rdpmc(
     ram: &GuestRam,
     request: &BootRequest<'_>,
-    code: &[Code<'_>],
-    symbols: &SymbolTable,
+    code: &[Text<'_>],
+    symbols: &KernelSymbols,
     orc_ips: &[u64],
-    bits: rdpmc::CodeBits,
+    bits: CodeBits,
 ) -> Result<Vec<PatchedSite>, BootError> {
-    let ranges: Vec<rdpmc::Text<'_>> = code
-        .iter()
-        .map(|c| rdpmc::Text {
-            virt: c.virt,
-            phys: c.phys,
-            bytes: c.bytes,
-        })
-        .collect();
-    let sites = rdpmc::find(&ranges, symbols, orc_ips, bits);
+    let sites = find(code, symbols, orc_ips, bits);
     if request.patch_rdpmc {
         for site in &sites {
             rdpmc::patch(ram, site)?;
@@ -448,7 +427,7 @@ fn trap_rdpmc(
                 "RDPMC at {:#x} ({}) replaced by OUT to port {:#x}",
                 site.virt,
                 site.place(),
-                rdpmc::TRAP_PORT
+                TRAP_PORT
             );
         }
     }
@@ -461,14 +440,15 @@ fn load_linux(
     name: &str,
     image: ElfImage<'_>,
     kind: KernelKind,
-    bzimage: Option<(&[u8], &unpack::SetupHeader)>,
+    bzimage: Option<(&[u8], &bzimage::SetupHeader)>,
 ) -> Result<Loaded, BootError> {
     const EM_X86_64: u16 = 62;
     if !image.is_64 || image.machine != EM_X86_64 {
-        return Err(BootError::NotAKernel {
+        return Err(ImageError::NotAKernel {
             name: name.into(),
             found: "it is an ELF image for another processor, or a 32-bit one without a multiboot header",
-        });
+        }
+        .into());
     }
     let (initrd_max, cmdline_max) = match bzimage {
         Some((_, h)) => (
@@ -496,7 +476,12 @@ fn load_linux(
     };
     regs::write_tables(ram, &entry)?;
     let symbols = if image.symbols.is_empty() {
-        kallsyms::read(&image.segments)
+        // Stripped, as what comes out of a bzImage is: the kernel's own table is still inside.
+        let loaded = image.segments.iter();
+        loaded
+            .filter_map(|segment| kallsyms::find(segment.data).ok())
+            .next()
+            .unwrap_or_default()
     } else {
         image.symbols
     };
@@ -506,7 +491,7 @@ fn load_linux(
         &image.code,
         &symbols,
         &image.orc_ips,
-        rdpmc::CodeBits::Only64,
+        CodeBits::Only64,
     )?;
     Ok(Loaded {
         kind,
@@ -522,8 +507,8 @@ fn load_linux(
 
 /// The code in a segment that the multiboot address fields describe: what the ELF headers of the same
 /// file say of the same bytes, else all of it.
-fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<Code<'a>> {
-    let same_bytes = |code: &Code<'a>| {
+fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<Text<'a>> {
+    let same_bytes = |code: &Text<'a>| {
         let at = code
             .phys
             .checked_sub(segment.phys)
@@ -533,7 +518,7 @@ fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec
     };
     match elf {
         Some(image) if !image.code.is_empty() && image.code.iter().all(same_bytes) => image.code.clone(),
-        _ => vec![Code {
+        _ => vec![Text {
             virt: segment.virt,
             phys: segment.phys,
             bytes: segment.data,
@@ -550,11 +535,11 @@ fn load_multiboot(
 ) -> Result<Loaded, BootError> {
     multiboot::check_flags(name, header)?;
     if multiboot::is_grub_core(data) {
-        return Err(BootError::NotAKernel {
+        return Err(ImageError::NotAKernel {
             name: name.into(),
             found: "it is GRUB's core image, which needs a BIOS, and this machine has none (pass the kernel that \
                     it would load)",
-        });
+        }.into());
     }
     let cmdline = multiboot::command_line(request.kernel.program_name().as_deref(), request.cmdline);
     check_cmdline(&cmdline, multiboot::CMDLINE_MAX_BYTES)?;
@@ -572,14 +557,14 @@ fn load_multiboot(
         match &elf {
             Some(Ok(image)) => (image.segments.clone(), image.entry, image.code.clone()),
             _ => match elf {
-                Some(Err(e)) => return Err(e),
-                _ => return Err(BootError::NoSegments { name: name.into() }),
+                Some(Err(e)) => return Err(e.into()),
+                _ => return Err(ImageError::NoSegments { name: name.into() }.into()),
             },
         }
     };
     let symbols = match elf {
         Some(Ok(image)) => image.symbols,
-        _ => SymbolTable::default(),
+        _ => KernelSymbols::default(),
     };
     let kernel = load_segments(ram, name, &segments, true)?;
     let places = multiboot::places(name, &segments)?;
@@ -612,7 +597,7 @@ fn load_multiboot(
         ebx: places.info as u32,
     };
     regs::write_tables(ram, &entry)?;
-    let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], rdpmc::CodeBits::Either)?;
+    let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], CodeBits::Either)?;
     Ok(Loaded {
         kind: KernelKind::Multiboot,
         entry,

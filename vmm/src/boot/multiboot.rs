@@ -4,10 +4,11 @@
 use std::ops::Range;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::elf::{Segment, malformed, truncated};
 use super::error::BootError;
 use super::layout;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, RangeKind};
+use kernel_images::ImageError;
+use kernel_images::elf::Segment;
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
@@ -118,8 +119,7 @@ impl Header {
 }
 
 fn u32_at(data: &[u8], at: usize) -> Option<u32> {
-    let b = data.get(at..at.checked_add(4)?)?;
-    Some(u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    Some(u32::from_le_bytes(*data.get(at..)?.first_chunk()?))
 }
 
 /// Finds the header: magic, flags and checksum that add up to zero, at a multiple of four.
@@ -152,10 +152,10 @@ pub(crate) fn address_fields<'a>(
     name: &str,
     data: &'a [u8],
     header: &Header,
-) -> Result<(Segment<'a>, u32), BootError> {
+) -> Result<(Segment<'a>, u32), ImageError> {
     let field = |i: usize| {
         u32_at(data, header.offset + 12 + 4 * i).ok_or_else(|| {
-            truncated(
+            ImageError::truncated(
                 name,
                 "the multiboot address fields",
                 (header.offset + 32) as u64,
@@ -165,33 +165,33 @@ pub(crate) fn address_fields<'a>(
     };
     let (header_addr, load_addr, load_end, bss_end, entry) =
         (field(0)?, field(1)?, field(2)?, field(3)?, field(4)?);
-    let before = header_addr
-        .checked_sub(load_addr)
-        .ok_or_else(|| malformed(name, "its multiboot load address lies after its header".into()))?;
-    let start = header
-        .offset
-        .checked_sub(before as usize)
-        .ok_or_else(|| malformed(name, "its multiboot load address lies before the file".into()))?;
+    let before = header_addr.checked_sub(load_addr).ok_or_else(|| {
+        ImageError::malformed(name, "its multiboot load address lies after its header".into())
+    })?;
+    let start = header.offset.checked_sub(before as usize).ok_or_else(|| {
+        ImageError::malformed(name, "its multiboot load address lies before the file".into())
+    })?;
     let file_bytes = match load_end {
         0 => data.len() - start,
-        end => end
-            .checked_sub(load_addr)
-            .ok_or_else(|| malformed(name, "its multiboot load end lies before its start".into()))?
-            as usize,
+        end => end.checked_sub(load_addr).ok_or_else(|| {
+            ImageError::malformed(name, "its multiboot load end lies before its start".into())
+        })? as usize,
     };
     let end = start.saturating_add(file_bytes);
     let bytes = data
         .get(start..end)
-        .ok_or_else(|| truncated(name, "the multiboot image", end as u64, data))?;
+        .ok_or_else(|| ImageError::truncated(name, "the multiboot image", end as u64, data))?;
     let mem_bytes = match bss_end {
         0 => file_bytes as u64,
         end => u64::from(end)
             .checked_sub(u64::from(load_addr))
             .filter(|m| *m >= file_bytes as u64)
-            .ok_or_else(|| malformed(name, "its multiboot bss end lies before its data's end".into()))?,
+            .ok_or_else(|| {
+                ImageError::malformed(name, "its multiboot bss end lies before its data's end".into())
+            })?,
     };
     if mem_bytes == 0 {
-        return Err(BootError::NoSegments { name: name.into() });
+        return Err(ImageError::NoSegments { name: name.into() });
     }
     let segment = Segment {
         index: 0,

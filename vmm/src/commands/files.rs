@@ -11,8 +11,9 @@ use crate::exit::ExitStatus;
 use crate::export::report::{ReportOptions, SortKey};
 use crate::export::symbolize::{Symbolizer, complete_chains};
 use crate::export::{Profile, folded, pprof, reader, report, script};
-use crate::profile::image::KernelImage;
-use crate::profile::symbols::{GuestMount, KernelSymbols};
+use crate::profile::programs::GuestMount;
+use kernel_images::image::KernelImage;
+use kernel_images::symbols::KernelSymbols;
 
 /// Largest kernel image with symbols that is read.
 const MAX_VMLINUX: u64 = 2 << 30;
@@ -176,7 +177,8 @@ pub(super) fn kernel_symbols(
         return Ok(None);
     };
     let name = path.display();
-    let image = KernelImage::parse(&read(path, MAX_VMLINUX)?).map_err(|e| format!("{name}: {e}"))?;
+    let image =
+        KernelImage::parse(&name.to_string(), &read(path, MAX_VMLINUX)?).map_err(|e| e.to_string())?;
     let symbols = image
         .symbols()
         .ok_or_else(|| format!("{name}: it has no symbols"))?;

@@ -27,12 +27,12 @@ use super::protocol::{
     VmInfo,
 };
 use super::session::{EventSession, On, fail, role};
-use crate::boot::SymbolTable;
 use crate::pmu::VmPmu;
 use crate::vcpu::Kicker;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
 use crate::vcpu::mailbox::Mailbox;
 use crate::vcpu::stats::VcpuStats;
+use kernel_images::symbols::KernelSymbols;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -66,7 +66,7 @@ pub struct Controlled {
     /// One for each vCPU.
     pub mailboxes: Vec<Arc<Mailbox>>,
     /// The guest kernel's text symbols.
-    pub symbols: Arc<SymbolTable>,
+    pub symbols: Arc<KernelSymbols>,
     /// The guest has one address space and no user programs of its own.
     pub flat: bool,
     /// Counters of each vCPU's loop.
@@ -120,10 +120,8 @@ impl Controlled {
 
     fn symbol_text(&self) -> Vec<u8> {
         let mut text = Vec::new();
-        for (address, _, name) in self.symbols.iter() {
-            // Writing to a Vec does not fail.
-            let _ = writeln!(text, "{address:016x} T {name}");
-        }
+        // Writing to a Vec does not fail.
+        let _ = self.symbols.write_text(&mut text);
         text
     }
 }

@@ -12,11 +12,11 @@ use vm_memory::GuestMemoryMmap;
 
 use super::mappings::{self, Listeners, TellOnce, ToldMapping};
 use crate::control::protocol::{KernelInfo, KernelState};
-use crate::profile::image::KernelImage;
 use crate::profile::locate::{self, Anchors};
 use crate::profile::task::{COMM_LEN, Task, TaskLayout, TaskReader};
 use crate::profile::unwind::{self, CONTEXT_GUEST_USER, Ends, KernelUnwind, Limits};
 use crate::profile::{Budget, GuestRegs};
+use kernel_images::image::KernelImage;
 
 /// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;

@@ -4,10 +4,10 @@
 //! and the IDT, whose first gate is the divide error's handler. Both are where the image's symbols say plus the
 //! slide. Which it is is then checked by comparing the kernel's version line in guest memory.
 
-use super::image::KernelImage;
-use super::kallsyms::KallsymsError;
 use super::paging::{AddressSpace, Hole, Unsupported};
 use super::{Budget, GuestPhys, GuestRegs};
+use kernel_images::image::KernelImage;
+use kernel_images::kallsyms::KallsymsError;
 
 /// The registers that point into the kernel; 0 for those not known.
 #[derive(Debug, Clone, Copy, Default)]

@@ -8,26 +8,18 @@
 //! | module | finds |
 //! |---|---|
 //! | [`paging`] | guest-physical addresses, through 4- and 5-level page tables |
-//! | [`orc`] | how to unwind a kernel address, from the tables inside vmlinux |
 //! | [`unwind`] | the call chain of a sample: kernel part, then user part |
-//! | [`image`] | tables, symbols and type information of the booted vmlinux |
-//! | [`kallsyms`] | kernel symbols, in an image, in guest memory or in a text file |
 //! | [`locate`] | the running kernel: its slide, and its image when none was given |
-//! | [`btf`] | offsets of kernel structure members |
 //! | [`task`] | the current task, its mappings and their files |
-//! | [`symbols`] | names for addresses: kernel, and user programs through a guest's mounted files |
+//! | [`programs`] | names for addresses of user programs, through a guest's mounted files |
 //!
 //! Words: a **gva** is a guest-virtual, a **gpa** a guest-physical address. The **slide** is what the running
 //! kernel's addresses have over those it was linked at (KASLR); arithmetic with it wraps. A **frame** is one
 //! address of a call chain.
 
-pub mod btf;
-pub mod image;
-pub mod kallsyms;
 pub mod locate;
-pub mod orc;
 pub mod paging;
-pub mod symbols;
+pub mod programs;
 pub mod task;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -5,10 +5,10 @@
 //! or in a list. Everything read may be torn (the guest runs) or malicious, so results are claims of the guest:
 //! good for naming, never for deciding anything.
 
-use super::btf::Btf;
-use super::image::KernelImage;
 use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
+use kernel_images::btf::Btf;
+use kernel_images::image::KernelImage;
 
 /// Where the members are. Offsets in bytes.
 #[derive(Debug, Clone)]

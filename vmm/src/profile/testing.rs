@@ -54,3 +54,16 @@ impl TestGuest {
         self.ram[gpa as usize..gpa as usize + 8].copy_from_slice(&value.to_le_bytes());
     }
 }
+
+/// The two sections of ORC tables for (address, sp_offset, bp_offset, flags) rows.
+pub(crate) fn orc_sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
+    let (mut ips, mut entries) = (Vec::new(), Vec::new());
+    for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {
+        let slot = at + 4 * i as u64;
+        ips.extend_from_slice(&(ip.wrapping_sub(slot) as i32).to_le_bytes());
+        entries.extend_from_slice(&sp.to_le_bytes());
+        entries.extend_from_slice(&bp.to_le_bytes());
+        entries.extend_from_slice(&f.to_le_bytes());
+    }
+    (ips, entries)
+}

@@ -22,10 +22,10 @@ mod user;
 
 use std::time::Duration;
 
-use super::image::KernelImage;
-use super::orc::{Kind, OrcEntry, OrcTable, Reg};
 use super::paging::{AddressSpace, Hole};
 use super::{Budget, GuestPhys, GuestRegs};
+use kernel_images::image::KernelImage;
+use kernel_images::orc::{Kind, OrcEntry, OrcTable, Reg};
 
 /// `PERF_CONTEXT_GUEST_KERNEL`: the frames after it are the guest kernel's.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64) as u64;

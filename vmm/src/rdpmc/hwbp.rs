@@ -3,8 +3,8 @@
 //! A breakpoint on an instruction stops the vCPU before it executes. The exit handler then does what RDPMC does and steps
 //! over it. The breakpoints are at linear addresses, so the kernel has to run where it was linked.
 
-use super::PatchedSite;
 use crate::kvm::stepping::{BREAKPOINTS, Stepping};
+use kernel_images::rdpmc::PatchedSite;
 
 /// Why breakpoints cannot serve a guest's RDPMC.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

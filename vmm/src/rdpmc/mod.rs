@@ -7,11 +7,10 @@
 //!
 //! The byte pair 0F 33 also occurs inside other instructions (37 times in the text of a Debian cloud
 //! kernel, once as an instruction). Replacing one of those corrupts the kernel, so the finder in
-//! [`find`] accepts a pair only when decoding proves it an instruction.
+//! [`kernel_images::rdpmc`] accepts a pair only when decoding proves it an instruction.
 //!
 //! A kernel that the guest starts itself (kexec, kdump) is searched in its memory ([`running`]).
 
-mod finder;
 pub mod hwbp;
 pub mod running;
 pub mod sites;
@@ -19,17 +18,8 @@ pub mod sites;
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
-pub use finder::{Names, find, is_out};
-
-use crate::boot::BootError;
 use crate::memory::GuestRam;
-
-/// The port a replaced RDPMC writes to. No PC device lives there.
-pub const TRAP_PORT: u16 = 0xE1;
-/// `rdpmc`.
-pub const RDPMC: [u8; 2] = [0x0F, 0x33];
-/// `out TRAP_PORT, al`.
-pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT as u8];
+use kernel_images::rdpmc::{PatchedSite, RDPMC, TRAP};
 
 /// How RDPMC reaches us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,75 +53,23 @@ impl std::str::FromStr for RdpmcMode {
     }
 }
 
-/// Longest instruction (SDM vol. 2 §2.3.11).
-pub const LONGEST: usize = 15;
-
-/// Executable bytes to search.
-#[derive(Clone, Copy, Debug)]
-pub struct Text<'a> {
-    /// Link-time address of the first byte.
-    pub virt: u64,
-    /// Guest-physical address of the first byte.
-    pub phys: u64,
-    /// The bytes.
-    pub bytes: &'a [u8],
-}
-
-/// The processor mode the text is decoded for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CodeBits {
-    /// 64-bit code only: a Linux kernel.
-    Only64,
-    /// 32- or 64-bit code: a multiboot image starts in one and may switch to the other.
-    Either,
-}
-
-impl CodeBits {
-    fn modes(self) -> &'static [u32] {
-        match self {
-            CodeBits::Only64 => &[64],
-            CodeBits::Either => &[64, 32],
-        }
-    }
-}
-
-/// One RDPMC instruction.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PatchedSite {
-    /// Link-time address of its first byte, which may be a prefix.
-    pub virt: u64,
-    /// Guest-physical address of the same.
-    pub phys: u64,
-    /// Its length in bytes: two and its prefixes.
-    pub length: u8,
-    /// Bytes before it that are prefixes in 64-bit code and instructions in 32-bit code.
-    pub lead: u8,
-    /// A port write of the guest's own is right before or behind it, as far as bytes tell.
-    pub beside_out: bool,
-    /// Symbol it lies in and the offset into it.
-    pub symbol: Option<(String, u64)>,
-}
-
-impl PatchedSite {
-    /// Guest-physical address of the two bytes that are replaced, its last.
-    fn opcode(&self) -> u64 {
-        self.phys + u64::from(self.length) - RDPMC.len() as u64
-    }
-
-    /// `symbol+offset`, or the address where no symbol is known.
-    pub fn place(&self) -> String {
-        match &self.symbol {
-            Some((name, offset)) => format!("{name}+{offset:#x}"),
-            None => format!("{:#x}", self.virt),
-        }
-    }
+/// Why an RDPMC was not replaced.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write the RDPMC trap into guest memory at {address:#x}: {reason}")]
+pub struct PatchError {
+    /// Guest-physical address.
+    pub address: u64,
+    /// What the memory said, or what it holds.
+    pub reason: String,
 }
 
 /// Replaces the instruction at `site` in guest memory.
-pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), BootError> {
+///
+/// # Errors
+/// [`PatchError`], when the memory is none or holds something else.
+pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
     let at = GuestAddress(site.opcode());
-    let failed = |reason: String| BootError::GuestMemory {
-        what: "the RDPMC trap",
+    let failed = |reason: String| PatchError {
         address: site.opcode(),
         reason,
     };

@@ -10,13 +10,12 @@ use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::sites::Sites;
-use super::{CodeBits, PatchedSite, RDPMC, TRAP, Text, find};
-use crate::boot::{TextRange, orc_addresses};
-use crate::profile::kallsyms;
 use crate::profile::locate::{self, LocateError};
 use crate::profile::paging::AddressSpace;
-use crate::profile::symbols::KernelSymbols;
 use crate::profile::{Budget, GuestRegs};
+use kernel_images::rdpmc::{CodeBits, PatchedSite, RDPMC, TRAP, Text, TextRange, find};
+use kernel_images::symbols::KernelSymbols;
+use kernel_images::{kallsyms, orc};
 
 /// Time between two searches: each copies the kernel, and a guest has a new one when it has booted.
 const SEARCH_AGAIN: Duration = Duration::from_secs(1);
@@ -94,7 +93,7 @@ impl Kernel {
     /// Boundaries of instructions, from its unwind table.
     fn boundaries(&self) -> Vec<u64> {
         self.span("__start_orc_unwind_ip", "__stop_orc_unwind_ip")
-            .map(|(at, ips)| orc_addresses(at, ips))
+            .map(|(at, ips)| orc::addresses(at, ips))
             .unwrap_or_default()
     }
 }

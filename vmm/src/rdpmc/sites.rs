@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::PatchedSite;
+use kernel_images::rdpmc::PatchedSite;
 
 /// Places that are kept. A kernel has one to four, and the last kernels of a guest that starts others itself are remembered.
 const MOST_SITES: usize = 4096;

@@ -14,9 +14,10 @@ use super::gate::{Gate, Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
 use super::step::state::{Linear, State};
 use super::{Completed, Fresh, Next, Vcpu, after_io, count};
 use crate::profile::GuestRegs;
+use crate::rdpmc::complete_port_write;
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::{Hit, SitesOfVcpu};
-use crate::rdpmc::{LONGEST, TRAP_PORT, complete_port_write, is_out};
+use kernel_images::rdpmc::{LONGEST, TRAP_PORT, is_out};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
 /// back into it.

@@ -7,7 +7,8 @@ use crate::commands::files;
 use crate::control::client::Client;
 use crate::export::symbolize::Symbolizer;
 use crate::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
-use crate::profile::symbols::{GuestMount, KernelSymbols};
+use crate::profile::programs::GuestMount;
+use kernel_images::symbols::KernelSymbols;
 
 /// Most different addresses whose names are kept in the file.
 const MAX_ADDRESSES: usize = 1 << 20;

@@ -21,8 +21,9 @@ use crate::control::protocol::{
 use crate::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
 use crate::export::{FileMapping, NO_PID};
 use crate::pmu::RawSample;
-use crate::profile::symbols::{GuestMount, KernelSymbols};
+use crate::profile::programs::GuestMount;
 use crate::signals::StopSignals;
+use kernel_images::symbols::KernelSymbols;
 
 /// What is counted on each vCPU beside the samples, in the order of the columns.
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";

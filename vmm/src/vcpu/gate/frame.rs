@@ -6,7 +6,7 @@ use vpmu::exact::GuestMemory;
 
 use super::super::step::state::{Linear, State};
 use super::RFLAGS_ONE;
-use crate::rdpmc::{LONGEST, RDPMC};
+use kernel_images::rdpmc::{LONGEST, RDPMC};
 
 /// Trap flag: #DB behind each instruction (SDM vol. 3 §2.3).
 pub(in super::super) const RFLAGS_TF: u64 = 1 << 8;

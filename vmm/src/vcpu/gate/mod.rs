@@ -18,10 +18,10 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::GuestMemory;
 
 use super::step::state::{Linear, State};
-use crate::boot::SymbolTable;
-use crate::rdpmc::{LONGEST, TRAP};
 use frame::Frame;
 pub(super) use frame::{RFLAGS_TF, rdpmc_length};
+use kernel_images::rdpmc::{LONGEST, TRAP};
+use kernel_images::symbols::KernelSymbols;
 use planted::Head;
 pub use planted::{Planted, PlantedGate};
 
@@ -95,7 +95,7 @@ impl Seen {
 #[derive(Debug)]
 pub struct Gate {
     memory: GuestMemoryMmap,
-    symbols: Arc<SymbolTable>,
+    symbols: Arc<KernelSymbols>,
     /// `None`: by a breakpoint.
     planted: Option<Arc<PlantedGate>>,
     /// Where the breakpoint is.
@@ -121,7 +121,7 @@ impl Gate {
     pub fn new(
         planted: Option<Arc<PlantedGate>>,
         memory: GuestMemoryMmap,
-        symbols: Arc<SymbolTable>,
+        symbols: Arc<KernelSymbols>,
     ) -> Self {
         Self {
             memory,
@@ -221,8 +221,8 @@ impl Gate {
     }
 
     fn place(&self, gate: u64) -> String {
-        match self.symbols.lookup(gate) {
-            Some((name, offset)) => format!("{name}+{offset:#x}"),
+        match self.symbols.resolve_flat(gate) {
+            Some((symbol, offset)) => format!("{}+{offset:#x}", symbol.name),
             None => format!("{gate:#x}"),
         }
     }
@@ -288,7 +288,7 @@ mod tests {
     use super::frame::{CR4_LA57, is_canonical};
     use super::planted::{Does, RFLAGS_AC, RFLAGS_DF};
     use super::*;
-    use crate::rdpmc::RDPMC;
+    use kernel_images::rdpmc::RDPMC;
     use proptest::prelude::*;
 
     const GATE: u64 = 0x3000;

@@ -7,7 +7,7 @@ use iced_x86::{Code, Decoder, DecoderOptions, Mnemonic};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
 use super::super::step::state::{Linear, State};
-use crate::rdpmc::{LONGEST, TRAP};
+use kernel_images::rdpmc::{LONGEST, TRAP};
 
 pub(super) const RFLAGS_DF: u64 = 1 << 10;
 pub(super) const RFLAGS_AC: u64 = 1 << 18;

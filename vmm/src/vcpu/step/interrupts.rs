@@ -10,7 +10,7 @@ use super::debug::{GuestDebug, Want};
 use super::state::{Linear, State};
 use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
 use crate::kvm::stepping::BREAKPOINTS;
-use crate::rdpmc::TRAP;
+use kernel_images::rdpmc::TRAP;
 
 /// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three to five orders of
 /// magnitude: a timer that kept to time would have the guest execute nothing but its handler. A processor at full speed

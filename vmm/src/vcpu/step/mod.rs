@@ -29,9 +29,10 @@ use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
 use vpmu::{SteppedLevels, Vendor};
 
 use crate::kvm::stepping::Stepping;
-use crate::rdpmc::{TRAP, complete_port_write};
+use crate::rdpmc::complete_port_write;
 use debug::{GuestDebug, Want};
 use interrupts::is_halted;
+use kernel_images::rdpmc::TRAP;
 use state::{Linear, Nothing, State};
 use system_calls::came_back;
 

@@ -15,9 +15,89 @@ use iced_x86::{
     Register,
 };
 
-use super::{CodeBits, LONGEST, PatchedSite, RDPMC, TRAP_PORT, Text};
-use crate::boot::SymbolTable;
-use crate::profile::symbols::KernelSymbols;
+use crate::symbols::KernelSymbols;
+
+/// The port a replaced RDPMC writes to. No PC device lives there.
+pub const TRAP_PORT: u16 = 0xE1;
+/// `rdpmc`.
+pub const RDPMC: [u8; 2] = [0x0F, 0x33];
+/// `out TRAP_PORT, al`.
+pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT as u8];
+
+/// Longest instruction (SDM vol. 2 §2.3.11).
+pub const LONGEST: usize = 15;
+
+/// Executable bytes to search.
+#[derive(Clone, Copy, Debug)]
+pub struct Text<'a> {
+    /// Link-time address of the first byte.
+    pub virt: u64,
+    /// Guest-physical address of the first byte.
+    pub phys: u64,
+    /// The bytes.
+    pub bytes: &'a [u8],
+}
+
+/// A range of the kernel's executable text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextRange {
+    /// Link-time address of the first byte.
+    pub virt: u64,
+    /// Guest-physical address of the first byte.
+    pub phys: u64,
+    /// Length in bytes.
+    pub len_bytes: u64,
+}
+
+/// The processor mode the text is decoded for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CodeBits {
+    /// 64-bit code only: a Linux kernel.
+    Only64,
+    /// 32- or 64-bit code: a multiboot image starts in one and may switch to the other.
+    Either,
+}
+
+impl CodeBits {
+    fn modes(self) -> &'static [u32] {
+        match self {
+            CodeBits::Only64 => &[64],
+            CodeBits::Either => &[64, 32],
+        }
+    }
+}
+
+/// One RDPMC instruction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PatchedSite {
+    /// Link-time address of its first byte, which may be a prefix.
+    pub virt: u64,
+    /// Guest-physical address of the same.
+    pub phys: u64,
+    /// Its length in bytes: two and its prefixes.
+    pub length: u8,
+    /// Bytes before it that are prefixes in 64-bit code and instructions in 32-bit code.
+    pub lead: u8,
+    /// A port write of the guest's own is right before or behind it, as far as bytes tell.
+    pub beside_out: bool,
+    /// Symbol it lies in and the offset into it.
+    pub symbol: Option<(String, u64)>,
+}
+
+impl PatchedSite {
+    /// Guest-physical address of the two bytes that are replaced, its last.
+    pub fn opcode(&self) -> u64 {
+        self.phys + u64::from(self.length) - RDPMC.len() as u64
+    }
+
+    /// `symbol+offset`, or the address where no symbol is known.
+    pub fn place(&self) -> String {
+        match &self.symbol {
+            Some((name, offset)) => format!("{name}+{offset:#x}"),
+            None => format!("{:#x}", self.virt),
+        }
+    }
+}
 
 /// Farthest a boundary may lie before the pair, in bytes.
 const MAX_ANCHOR_DISTANCE: u64 = 16 * 1024;
@@ -34,35 +114,6 @@ const NEIGHBOURS: usize = 10;
 /// Instructions after the pair that must decode.
 const MUST_DECODE_AFTER: usize = 4;
 
-/// The names of a kernel's functions, from its file or from its memory.
-pub trait Names {
-    /// The function that contains `address`, and the offset into it.
-    fn function_at(&self, address: u64) -> Option<(&str, u64)>;
-    /// Where a symbol starts at or before `address`.
-    fn start_before(&self, address: u64) -> Option<u64>;
-}
-
-impl Names for SymbolTable {
-    fn function_at(&self, address: u64) -> Option<(&str, u64)> {
-        self.lookup(address)
-    }
-
-    fn start_before(&self, address: u64) -> Option<u64> {
-        SymbolTable::start_before(self, address)
-    }
-}
-
-impl Names for KernelSymbols {
-    fn function_at(&self, address: u64) -> Option<(&str, u64)> {
-        self.resolve(address)
-            .map(|(symbol, offset)| (symbol.name, offset))
-    }
-
-    fn start_before(&self, address: u64) -> Option<u64> {
-        self.resolve(address).map(|(symbol, _)| symbol.address)
-    }
-}
-
 /// What one piece of evidence says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
@@ -76,7 +127,7 @@ enum Verdict {
 /// All RDPMC instructions in `texts`, by address.
 pub fn find(
     texts: &[Text<'_>],
-    symbols: &impl Names,
+    symbols: &KernelSymbols,
     boundaries: &[u64],
     bits: CodeBits,
 ) -> Vec<PatchedSite> {
@@ -102,7 +153,9 @@ pub fn find(
                 length: length as u8,
                 lead: lead as u8,
                 beside_out: beside_out(text.bytes, start, length, bits.modes()),
-                symbol: symbols.function_at(virt).map(|(name, at)| (name.to_owned(), at)),
+                symbol: symbols
+                    .resolve_flat(virt)
+                    .map(|(symbol, at)| (symbol.name.to_owned(), at)),
             });
         }
     }
@@ -145,7 +198,7 @@ fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool 
 fn instruction(
     text: &Text<'_>,
     offset: usize,
-    symbols: &impl Names,
+    symbols: &KernelSymbols,
     boundaries: &[u64],
     bits: CodeBits,
 ) -> Option<usize> {
@@ -158,7 +211,7 @@ fn instruction(
     // A symbol may label data in the text, so its word alone needs a sensible neighbourhood.
     for (anchor, needs_neighbours) in [
         (orc, false),
-        (symbols.start_before(virt), bits == CodeBits::Either),
+        (symbols.text_before(virt), bits == CodeBits::Either),
     ] {
         let Some(start) = anchor
             .filter(|a| virt - a <= MAX_ANCHOR_DISTANCE)
@@ -320,6 +373,7 @@ fn decodes_on(decoder: &mut Decoder<'_>, decoded: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::symbols::SymbolsBuilder;
     use proptest::prelude::*;
 
     /// `native_read_pmc` as compilers write it.
@@ -345,7 +399,13 @@ mod tests {
         block.iter().copied().cycle().take(n * block.len()).collect()
     }
 
-    fn search(bytes: &[u8], symbols: &SymbolTable, boundaries: &[u64], bits: CodeBits) -> Vec<u64> {
+    fn one_symbol(address: u64, size_bytes: u32, name: &str) -> KernelSymbols {
+        let mut builder = SymbolsBuilder::default();
+        builder.add_sized(address, size_bytes, b't', name.as_bytes());
+        builder.finish().unwrap()
+    }
+
+    fn search(bytes: &[u8], symbols: &KernelSymbols, boundaries: &[u64], bits: CodeBits) -> Vec<u64> {
         let text = Text {
             virt: 0x1000,
             phys: 0x20_1000,
@@ -364,7 +424,7 @@ mod tests {
         code.extend_from_slice(FUNCTION);
         code.extend(filler(5));
         assert_eq!(
-            search(&code, &SymbolTable::default(), &[], CodeBits::Only64),
+            search(&code, &KernelSymbols::default(), &[], CodeBits::Only64),
             [at]
         );
     }
@@ -395,7 +455,7 @@ mod tests {
                 bytes: &code,
             };
             for boundaries in [&[][..], &[0x1000 + function]] {
-                let found = find(&[text], &SymbolTable::default(), boundaries, CodeBits::Only64);
+                let found = find(&[text], &KernelSymbols::default(), boundaries, CodeBits::Only64);
                 assert_eq!(found.len(), 1, "{prefixes:x?}");
                 let site = &found[0];
                 assert_eq!(
@@ -413,7 +473,7 @@ mod tests {
         code.extend(filler(5));
         let at = 0x1000 + filler(20).len() as u64;
         assert_eq!(
-            search(&code, &SymbolTable::default(), &[at], CodeBits::Only64),
+            search(&code, &KernelSymbols::default(), &[at], CodeBits::Only64),
             [] as [u64; 0]
         );
     }
@@ -457,13 +517,11 @@ mod tests {
             code.extend_from_slice(&[0x48, 0x09, 0xD0, 0xC3]);
             code.extend(filler(5));
             assert_eq!(
-                search(&code, &SymbolTable::default(), &[], CodeBits::Only64),
+                search(&code, &KernelSymbols::default(), &[], CodeBits::Only64),
                 [] as [u64; 0],
                 "{inside:x?}"
             );
-            let mut symbols = SymbolTable::default();
-            symbols.push(0x1000, 0, "f");
-            symbols.finish();
+            let symbols = one_symbol(0x1000, 0, "f");
             assert_eq!(search(&code, &symbols, &[], CodeBits::Only64), [] as [u64; 0]);
             assert_eq!(
                 search(&code, &symbols, &[0x1000], CodeBits::Only64),
@@ -482,7 +540,7 @@ mod tests {
         code.extend(filler(5));
         let found = search(
             &code,
-            &SymbolTable::default(),
+            &KernelSymbols::default(),
             &[0x1000 + function],
             CodeBits::Only64,
         );
@@ -501,18 +559,14 @@ mod tests {
             .chain(filler(3))
             .collect();
         let at = filler(3).len() as u64;
-        let mut symbols = SymbolTable::default();
-        symbols.push(0x1000 + at, 0, "f");
-        symbols.finish();
+        let symbols = one_symbol(0x1000 + at, 0, "f");
         assert_eq!(search(&code, &symbols, &[], CodeBits::Either), [at + 6]);
         assert_eq!(search(&code, &symbols, &[], CodeBits::Only64), [at + 5]);
     }
 
     #[test]
     fn the_site_names_its_symbol_and_physical_address() {
-        let mut symbols = SymbolTable::default();
-        symbols.push(0x1000, 12, "native_read_pmc");
-        symbols.finish();
+        let symbols = one_symbol(0x1000, 12, "native_read_pmc");
         let text = Text {
             virt: 0x1000,
             phys: 0x20_1000,
@@ -531,7 +585,7 @@ mod tests {
             if bytes.len() > 300 { bytes[299] = 0x0F; bytes[300] = 0x33; }
             let text = Text { virt: 0x1000, phys: 0x1000, bytes: &bytes };
             for bits in [CodeBits::Only64, CodeBits::Either] {
-                for site in find(&[text], &SymbolTable::default(), &[b % 0x1400], bits) {
+                for site in find(&[text], &KernelSymbols::default(), &[b % 0x1400], bits) {
                     let end = (site.virt - 0x1000) as usize + usize::from(site.length);
                     prop_assert_eq!(&bytes[end - 2..end], &RDPMC[..]);
                 }

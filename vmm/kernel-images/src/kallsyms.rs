@@ -13,7 +13,8 @@
 //!
 //! Widths that changed over time (32- or 64-bit counts and markers, lengths of two bytes since 6.1) are tried.
 
-use super::symbols::{KernelSymbols, SymbolsBuilder};
+use crate::le::{u32_at, u64_at};
+use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
 /// Why no table was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -129,18 +130,6 @@ fn is_symbol(text: &[u8]) -> bool {
     text.len() >= 2
         && (text[0].is_ascii_alphabetic() || matches!(text[0], b'?' | b'-'))
         && text[1..].iter().all(u8::is_ascii_graphic)
-}
-
-fn u32_at(data: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(
-        data.get(at..at.checked_add(4)?)?.try_into().ok()?,
-    ))
-}
-
-fn u64_at(data: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(
-        data.get(at..at.checked_add(8)?)?.try_into().ok()?,
-    ))
 }
 
 /// Names looked at before a candidate is parsed whole.

@@ -8,11 +8,11 @@ use std::io::Read;
 
 use liblzma::stream::Stream;
 
-use super::elf::truncated;
-use super::error::BootError;
+use crate::error::ImageError;
+use crate::le;
 
 /// Most bytes a kernel may unpack to.
-pub(crate) const MAX_UNPACKED_BYTES: u64 = 512 << 20;
+pub const MAX_UNPACKED_BYTES: u64 = 512 << 20;
 /// Memory the xz decoder may use. The kernel's own limit on the dictionary is 32 to 128 MiB.
 const XZ_MEMORY_BYTES: u64 = 192 << 20;
 /// Uncompressed size of one block of lz4's legacy format.
@@ -20,11 +20,11 @@ const LZ4_LEGACY_BLOCK_BYTES: usize = 8 << 20;
 const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4C, 0x18];
 
 /// Offset of the setup header in the file and in boot_params.
-pub(crate) const SETUP_HEADER_OFFSET: usize = 0x1F1;
+pub const SETUP_HEADER_OFFSET: usize = 0x1F1;
 
 /// What the loader needs of a bzImage's setup header.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SetupHeader {
+pub struct SetupHeader {
     /// Highest address an initrd may reach.
     pub initrd_addr_max: u32,
     /// Longest command line without its NUL.
@@ -36,29 +36,32 @@ pub(crate) struct SetupHeader {
 }
 
 /// Whether `data` starts like a bzImage.
-pub(crate) fn is_bzimage(data: &[u8]) -> bool {
+pub fn is_bzimage(data: &[u8]) -> bool {
     data.get(0x1FE..0x200) == Some(&[0x55, 0xAA]) && data.get(0x202..0x206) == Some(b"HdrS")
 }
 
-fn u16_at(data: &[u8], at: usize) -> u16 {
-    data.get(at..at + 2)
-        .map_or(0, |b| u16::from_le_bytes([b[0], b[1]]))
-}
-
+/// A field of the header; 0 beyond the end.
 fn u32_at(data: &[u8], at: usize) -> u32 {
-    data.get(at..at + 4)
-        .map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    le::u32_at(data, at).unwrap_or(0)
 }
 
 /// Reads and checks the setup header.
-pub(crate) fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, BootError> {
+///
+/// # Errors
+/// [`ImageError`], when the file is too short for what the header says, or too old.
+pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> {
     const FIELDS_END: usize = 0x250;
     if data.len() < FIELDS_END {
-        return Err(truncated(name, "the setup header", FIELDS_END as u64, data));
+        return Err(ImageError::truncated(
+            name,
+            "the setup header",
+            FIELDS_END as u64,
+            data,
+        ));
     }
-    let version = u16_at(data, 0x206);
+    let version = le::u16_at(data, 0x206).unwrap_or(0);
     if version < 0x0208 {
-        return Err(BootError::OldProtocol {
+        return Err(ImageError::OldProtocol {
             name: name.into(),
             major: (version >> 8) as u8,
             minor: version as u8,
@@ -76,16 +79,21 @@ pub(crate) fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, BootE
     let payload_end = payload_start.saturating_add(payload_bytes);
     if payload_bytes < 16 {
         // Sound, but nothing for us: such programs are entered at 1 MiB by the 32-bit protocol.
-        return Err(BootError::NotAKernel {
+        return Err(ImageError::NotAKernel {
             name: name.into(),
             found: "it boots by the Linux protocol but has no Linux kernel inside (memtest86+ is made so)",
         });
     }
     if payload_end > data.len() {
-        return Err(truncated(name, "the compressed kernel", payload_end as u64, data));
+        return Err(ImageError::truncated(
+            name,
+            "the compressed kernel",
+            payload_end as u64,
+            data,
+        ));
     }
     if end > data.len() {
-        return Err(truncated(name, "the setup header", end as u64, data));
+        return Err(ImageError::truncated(name, "the setup header", end as u64, data));
     }
     let cmdline_bytes = match u32_at(data, 0x238) {
         0 => 255,
@@ -101,16 +109,15 @@ pub(crate) fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, BootE
 }
 
 /// Unpacks the kernel. Returns the image and the name of the compression.
-pub(crate) fn payload(
-    name: &str,
-    data: &[u8],
-    header: &SetupHeader,
-) -> Result<(Vec<u8>, &'static str), BootError> {
+///
+/// # Errors
+/// [`ImageError`], when the payload is damaged, too large or compressed in a way that is not known.
+pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>, &'static str), ImageError> {
     let payload = &data[header.payload_start..header.payload_end];
     // The build appends the unpacked size (for gzip its own trailer is that); it bounds the output.
     let claimed = u64::from(u32_at(payload, payload.len() - 4));
     let method = method_of(payload);
-    let unsupported = |method| BootError::UnsupportedCompression {
+    let unsupported = |method| ImageError::UnsupportedCompression {
         name: name.into(),
         method,
     };
@@ -153,8 +160,8 @@ fn method_of(payload: &[u8]) -> &'static str {
     }
 }
 
-fn unpack_error(name: &str, method: &'static str, reason: String) -> BootError {
-    BootError::Unpack {
+fn unpack_error(name: &str, method: &'static str, reason: String) -> ImageError {
+    ImageError::Unpack {
         name: name.into(),
         method,
         reason,
@@ -162,12 +169,17 @@ fn unpack_error(name: &str, method: &'static str, reason: String) -> BootError {
 }
 
 /// Reads `decoder` to its end, at most [`MAX_UNPACKED_BYTES`].
-fn bounded(name: &str, method: &'static str, claimed: u64, decoder: impl Read) -> Result<Vec<u8>, BootError> {
+fn bounded(
+    name: &str,
+    method: &'static str,
+    claimed: u64,
+    decoder: impl Read,
+) -> Result<Vec<u8>, ImageError> {
     // The claim is only a hint for the allocation: a wrong one costs a reallocation.
     let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
     let read = decoder.take(MAX_UNPACKED_BYTES + 1).read_to_end(&mut out);
     if out.len() as u64 > MAX_UNPACKED_BYTES {
-        return Err(BootError::UnpackedTooLarge {
+        return Err(ImageError::UnpackedTooLarge {
             name: name.into(),
             method,
             limit_bytes: MAX_UNPACKED_BYTES,
@@ -179,10 +191,10 @@ fn bounded(name: &str, method: &'static str, claimed: u64, decoder: impl Read) -
 
 /// lz4's legacy format: a magic number, then blocks of (compressed size, bytes), each unpacking to
 /// 8 MiB except the last. The kernel build appends the unpacked size, which ends the stream.
-fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, BootError> {
+fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, ImageError> {
     let method = "lz4";
     if claimed > MAX_UNPACKED_BYTES {
-        return Err(BootError::UnpackedTooLarge {
+        return Err(ImageError::UnpackedTooLarge {
             name: name.into(),
             method,
             limit_bytes: MAX_UNPACKED_BYTES,
@@ -247,7 +259,7 @@ mod tests {
         f
     }
 
-    fn unpack(file: &[u8]) -> Result<(Vec<u8>, &'static str), BootError> {
+    fn unpack(file: &[u8]) -> Result<(Vec<u8>, &'static str), ImageError> {
         let header = setup_header("k", file)?;
         payload("k", file, &header)
     }

@@ -118,6 +118,23 @@ const BLOCK_SHIFT: u32 = 8;
 /// strewed over 4 GiB are not to cost 64 MiB.
 const BLOCKS_PER_ENTRY: u64 = 4;
 
+/// The addresses an `.orc_unwind_ip` section at `virt` describes: each entry is the distance from
+/// itself to an instruction, as a signed 32-bit number.
+pub fn addresses(virt: u64, data: &[u8]) -> Vec<u64> {
+    let mut ips: Vec<u64> = data
+        .chunks_exact(4)
+        .enumerate()
+        .map(|(i, b)| {
+            let distance = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            virt.wrapping_add(4 * i as u64)
+                .wrapping_add_signed(i64::from(distance))
+        })
+        .collect();
+    ips.sort_unstable();
+    ips.dedup();
+    ips
+}
+
 /// The tables of one kernel, in link-time addresses.
 #[derive(Debug)]
 pub struct OrcTable {
@@ -283,12 +300,12 @@ fn decode(format: OrcFormat, raw: &[u8; ENTRY_SIZE]) -> Option<OrcEntry> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
     use proptest::prelude::*;
 
     /// Builds the two sections for (address, sp_offset, bp_offset, flags) rows.
-    pub(crate) fn sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
+    fn sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
         let (mut ips, mut entries) = (Vec::new(), Vec::new());
         for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {
             let slot = at + 4 * i as u64;

@@ -3,23 +3,12 @@
 //! The image is the ELF file the guest was booted from (for a bzImage: its unpacked payload). It comes from the
 //! operator, but may be anything, so it is parsed defensively.
 
-use object::{Object, ObjectSection, ObjectSymbol};
-
-use super::btf::Btf;
-use super::kallsyms::{self, KallsymsError};
-use super::orc::OrcTable;
-use super::symbols::{KernelSymbols, SymbolsBuilder};
-
-/// Why an image cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ImageError {
-    /// Not an ELF file, or a broken one.
-    #[error("not a readable ELF kernel image")]
-    Elf(#[source] object::Error),
-    /// ELF, but for another machine.
-    #[error("the kernel image is not for x86-64")]
-    Machine,
-}
+use crate::btf::Btf;
+use crate::elf;
+use crate::error::ImageError;
+use crate::kallsyms::{self, KallsymsError};
+use crate::orc::OrcTable;
+use crate::symbols::KernelSymbols;
 
 /// The tables of one kernel image. All addresses are link-time ones.
 #[derive(Debug)]
@@ -34,18 +23,19 @@ pub struct KernelImage {
 }
 
 impl KernelImage {
-    /// Reads an ELF vmlinux. Parts that are missing or broken are left out and noted ([`Self::notes`]): a kernel
-    /// without BTF still has its stacks unwound.
-    pub fn parse(bytes: &[u8]) -> Result<Self, ImageError> {
-        let file = object::File::parse(bytes).map_err(ImageError::Elf)?;
-        if file.architecture() != object::Architecture::X86_64 {
-            return Err(ImageError::Machine);
+    /// Reads an ELF vmlinux, which errors call `name`. Parts that are missing or broken are left out and noted
+    /// ([`Self::notes`]): a kernel without BTF still has its stacks unwound.
+    ///
+    /// # Errors
+    /// [`ImageError`], when it is no ELF file or one for another processor.
+    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
+        const EM_X86_64: u16 = 62;
+        let tables = elf::tables(name, bytes)?;
+        if tables.machine != EM_X86_64 {
+            return Err(ImageError::malformed(name, "it is not for x86-64".into()));
         }
         let mut notes = Vec::new();
-        let section = |name: &str| {
-            let section = file.section_by_name(name)?;
-            Some((section.address(), section.data().ok()?))
-        };
+        let section = |name: &str| tables.section(name).map(|s| (s.virt, s.data));
         let orc = match (section(".orc_unwind_ip"), section(".orc_unwind")) {
             (Some((at, ips)), Some((_, entries))) => match OrcTable::parse(ips, at, entries) {
                 Ok(table) => Some(table),
@@ -71,21 +61,7 @@ impl KernelImage {
             }
         };
         let text = section(".text").map_or(0..0, |(at, data)| at..at.saturating_add(data.len() as u64));
-        let mut builder = SymbolsBuilder::default();
-        for symbol in file.symbols() {
-            if let Ok(name) = symbol.name()
-                && symbol.is_definition()
-                && !name.is_empty()
-            {
-                let kind = if symbol.kind() == object::SymbolKind::Text {
-                    b't'
-                } else {
-                    b'd'
-                };
-                builder.add(symbol.address(), kind, name.as_bytes());
-            }
-        }
-        let mut symbols = builder.finish();
+        let mut symbols = (!tables.symbols.is_empty()).then(|| tables.symbols.clone());
         if symbols.is_none() {
             // Stripped, as what comes out of a bzImage is: the kernel's own table is still inside.
             let rodata = section(".rodata").map(|(_, data)| data).into_iter();
@@ -102,10 +78,9 @@ impl KernelImage {
             .map_or_else(
                 || section(".rodata").and_then(|(_, data)| find_banner(data)),
                 |symbol| {
-                    let (at, data) = file.sections().find_map(|s| {
-                        let data = s.data().ok()?;
-                        let inside = symbol.address.checked_sub(s.address())? < data.len() as u64;
-                        inside.then_some((s.address(), data))
+                    let (at, data) = tables.sections.iter().find_map(|s| {
+                        let inside = symbol.address.checked_sub(s.virt)? < s.data.len() as u64;
+                        inside.then_some((s.virt, s.data))
                     })?;
                     find_banner(&data[(symbol.address - at) as usize..])
                 },
@@ -220,7 +195,8 @@ fn entry_text(symbols: &KernelSymbols) -> std::ops::Range<u64> {
 /// The longest banner looked at.
 const BANNER_MAX: usize = 512;
 
-pub(super) fn find_banner(data: &[u8]) -> Option<String> {
+/// The first line of the kernel's log, where `data` has it.
+pub fn find_banner(data: &[u8]) -> Option<String> {
     // The same words stand in the format string for /proc/version, with "%s" after them.
     memchr::memmem::find_iter(data, b"Linux version ").find_map(|at| {
         let rest = &data[at..data.len().min(at + BANNER_MAX)];

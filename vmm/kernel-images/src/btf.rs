@@ -6,6 +6,8 @@
 
 use std::collections::HashMap;
 
+use crate::le;
+
 /// Why type information cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BtfError {
@@ -67,10 +69,7 @@ struct Record {
 impl Btf {
     /// Reads a `.BTF` section.
     pub fn parse(data: &[u8]) -> Result<Self, BtfError> {
-        let word = |at: usize| {
-            let bytes = data.get(at..at + 4).ok_or(BtfError::Header)?;
-            Ok(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
-        };
+        let word = |at: usize| le::u32_at(data, at).ok_or(BtfError::Header);
         let first = word(0)?;
         if first as u16 != MAGIC || (first >> 16) & 0xFF != 1 || (word(4)? as usize) < HEADER {
             return Err(BtfError::Header);
@@ -195,8 +194,7 @@ impl Btf {
     }
 
     fn word(&self, at: usize) -> Option<u32> {
-        let b = self.types.get(at..at.checked_add(4)?)?;
-        Some(u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        le::u32_at(&self.types, at)
     }
 
     fn string(&self, at: u32) -> &[u8] {

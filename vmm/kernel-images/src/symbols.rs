@@ -1,0 +1,338 @@
+//! Kernel symbols, whatever they were read from: names for addresses.
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    address: u64,
+    /// 0: not known.
+    size_bytes: u32,
+    name_at: u32,
+    name_len: u16,
+    kind: u8,
+}
+
+/// Symbols of one kernel, sorted by address.
+#[derive(Debug, Clone, Default)]
+pub struct KernelSymbols {
+    names: Vec<u8>,
+    entries: Vec<Entry>,
+}
+
+/// One symbol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelSymbol<'s> {
+    /// Its address, as in its source (link-time, or running for a guest's `/proc/kallsyms`).
+    pub address: u64,
+    /// The letter `nm` gives it.
+    pub kind: u8,
+    /// Its name.
+    pub name: &'s str,
+}
+
+fn is_text(kind: u8) -> bool {
+    matches!(kind, b't' | b'T' | b'w' | b'W')
+}
+
+/// Kernel addresses are in the upper half; smaller values in a table are per-CPU offsets and constants.
+const UPPER_HALF: u64 = 1 << 63;
+/// Names longer than this are cut: no kernel has them (KSYM_NAME_LEN is 512).
+const MAX_NAME: usize = 1024;
+
+/// Most symbols kept. A distribution's kernel has 150,000 to 250,000.
+pub const MAX_SYMBOLS: usize = 4_000_000;
+/// Symbols looked at for text before an address, and for one of several names of an address that reaches it.
+const NEIGHBOURS: usize = 64;
+
+/// Collects symbols in any order.
+#[derive(Debug, Default)]
+pub struct SymbolsBuilder {
+    names: Vec<u8>,
+    entries: Vec<Entry>,
+}
+
+impl SymbolsBuilder {
+    /// Adds one symbol. Names that are no ASCII text are dropped, and so is everything past [`MAX_SYMBOLS`] or 4 GiB of names.
+    pub fn add(&mut self, address: u64, kind: u8, name: &[u8]) {
+        self.add_sized(address, 0, kind, name);
+    }
+
+    /// As [`Self::add`], of a symbol that is `size_bytes` long; 0 when that is not known.
+    pub fn add_sized(&mut self, address: u64, size_bytes: u32, kind: u8, name: &[u8]) {
+        if self.entries.len() >= MAX_SYMBOLS {
+            return;
+        }
+        let name = &name[..name.len().min(MAX_NAME)];
+        let Ok(name_at) = u32::try_from(self.names.len()) else {
+            return;
+        };
+        if name.is_empty() || !name.iter().all(u8::is_ascii_graphic) {
+            return;
+        }
+        self.names.extend_from_slice(name);
+        self.entries.push(Entry {
+            address,
+            size_bytes,
+            name_at,
+            name_len: name.len() as u16,
+            kind,
+        });
+    }
+
+    /// The table, or `None` when nothing was added.
+    pub fn finish(mut self) -> Option<KernelSymbols> {
+        if self.entries.is_empty() {
+            return None;
+        }
+        let names = &self.names;
+        // Of several names for one address the last in this order is shown: text before data, global before
+        // local, fewer leading underscores.
+        self.entries.sort_by_key(|e| {
+            let name = &names[e.name_at as usize..][..usize::from(e.name_len)];
+            let underscores = name.iter().take_while(|&&b| b == b'_').count();
+            (
+                e.address,
+                is_text(e.kind),
+                e.kind.is_ascii_uppercase(),
+                std::cmp::Reverse(underscores),
+            )
+        });
+        Some(KernelSymbols {
+            names: self.names,
+            entries: self.entries,
+        })
+    }
+}
+
+/// Why a text file of symbols cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum KallsymsTextError {
+    /// No line has the form "address type name".
+    #[error("no line of the form \"address type name\"")]
+    NoSymbols,
+    /// All addresses are zero: it was read without the right to see them.
+    #[error("all addresses are zero; read /proc/kallsyms as root with kernel.kptr_restrict=0")]
+    AllZero,
+}
+
+impl KernelSymbols {
+    /// Reads the text of `/proc/kallsyms` or of a `System.map`. Lines of another form are skipped.
+    pub fn parse_text(text: &[u8]) -> Result<Self, KallsymsTextError> {
+        let mut builder = SymbolsBuilder::default();
+        let mut any_address = false;
+        for line in text.split(|&b| b == b'\n') {
+            let mut fields = line.split(|b| b.is_ascii_whitespace()).filter(|f| !f.is_empty());
+            let (Some(address), Some(&[kind]), Some(name)) = (fields.next(), fields.next(), fields.next())
+            else {
+                continue;
+            };
+            let address = std::str::from_utf8(address)
+                .ok()
+                .and_then(|a| u64::from_str_radix(a, 16).ok());
+            let Some(address) = address else { continue };
+            any_address |= address != 0;
+            builder.add(address, kind, name);
+        }
+        let symbols = builder.finish().ok_or(KallsymsTextError::NoSymbols)?;
+        if any_address {
+            Ok(symbols)
+        } else {
+            Err(KallsymsTextError::AllZero)
+        }
+    }
+
+    /// The text symbol that `address` is in, and the offset into it.
+    pub fn resolve(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
+        let (symbol, offset) = self.resolve_flat(address)?;
+        (symbol.address >= UPPER_HALF).then_some((symbol, offset))
+    }
+
+    /// As [`Self::resolve`], in the lower half too: for guests with one address space for everything.
+    pub fn resolve_flat(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
+        let after = self.entries.partition_point(|e| e.address <= address);
+        let at = self.entries.get(after.checked_sub(1)?)?.address;
+        let offset = address - at;
+        // Past the last symbol anything may follow: modules, the next kernel's. One page is granted.
+        let reaches = self
+            .entries
+            .get(after)
+            .map_or(at.saturating_add(4096), |next| next.address);
+        let (best, others) = self.entries[..after].split_last()?;
+        // A symbol that is not text is none to resolve to, whatever other names its address has.
+        if !is_text(best.kind) || address >= reaches {
+            return None;
+        }
+        let covers = |e: &&Entry| e.size_bytes == 0 || offset < u64::from(e.size_bytes);
+        let others = others
+            .iter()
+            .rev()
+            .take(NEIGHBOURS)
+            .take_while(|e| e.address == at && is_text(e.kind));
+        std::iter::once(best)
+            .chain(others)
+            .find(covers)
+            .map(|e| (self.symbol(e), offset))
+    }
+
+    /// Where the last text symbol at or before `address` starts, if it is among the nearest.
+    pub fn text_before(&self, address: u64) -> Option<u64> {
+        let after = self.entries.partition_point(|e| e.address <= address);
+        let nearest = self.entries[..after].iter().rev().take(NEIGHBOURS);
+        nearest
+            .map(|e| (e.kind, e.address))
+            .find_map(|(kind, at)| is_text(kind).then_some(at))
+    }
+
+    /// The end of the symbol that starts at `address`: where the next one starts.
+    pub fn end_of(&self, address: u64) -> u64 {
+        let after = self.entries.partition_point(|e| e.address <= address);
+        self.entries
+            .get(after)
+            .map_or(address.saturating_add(4096), |e| e.address)
+    }
+
+    /// The first symbol of that name. Searches the whole table.
+    pub fn by_name(&self, name: &str) -> Option<KernelSymbol<'_>> {
+        self.iter().find(|s| s.name == name)
+    }
+
+    /// All symbols by ascending address.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = KernelSymbol<'_>> {
+        self.entries.iter().map(|e| self.symbol(e))
+    }
+
+    /// Number of symbols.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// The same symbols `slide` higher (wrapping). Per-CPU offsets and constants stay.
+    pub fn slid(&self, slide: u64) -> Self {
+        let mut moved = self.clone();
+        for e in &mut moved.entries {
+            if e.address >= UPPER_HALF {
+                e.address = e.address.wrapping_add(slide);
+            }
+        }
+        moved.entries.sort_by_key(|e| e.address);
+        moved
+    }
+
+    /// As the text of a `/proc/kallsyms`, which `perf`'s `--guestkallsyms` reads.
+    pub fn write_text(&self, mut out: impl std::io::Write) -> std::io::Result<()> {
+        for s in self.iter() {
+            writeln!(out, "{:016x} {} {}", s.address, s.kind as char, s.name)?;
+        }
+        Ok(())
+    }
+
+    fn symbol(&self, e: &Entry) -> KernelSymbol<'_> {
+        let name = &self.names[e.name_at as usize..][..usize::from(e.name_len)];
+        // Only ASCII is let in.
+        KernelSymbol {
+            address: e.address,
+            kind: e.kind,
+            name: std::str::from_utf8(name).unwrap_or_default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+0000000000000000 A fixed_percpu_data
+000000000001fdc0 D current_task
+ffffffff81000000 T _text
+ffffffff81000000 T _stext
+ffffffff81000100 t helper
+ffffffff81000100 T __x64_helper
+ffffffff81000180 D data_here
+ffffffff81000200 W weak
+ffffffffc0001000 t in_module	[nf]
+";
+
+    #[test]
+    fn text_symbols_resolve_and_data_does_not() {
+        let s = KernelSymbols::parse_text(TEXT.as_bytes()).unwrap();
+        let name = |a| s.resolve(a).map(|(s, o)| (s.name.to_owned(), o));
+        assert_eq!(name(0xffff_ffff_8100_0104), Some(("__x64_helper".into(), 4)));
+        assert_eq!(name(0xffff_ffff_8100_0190), None);
+        assert_eq!(name(0xffff_ffff_8100_0201), Some(("weak".into(), 1)));
+        assert_eq!(name(0xffff_ffff_c000_1fff), Some(("in_module".into(), 0xfff)));
+        assert_eq!(name(0xffff_ffff_c000_2000), None);
+        assert_eq!(name(0x1fdc4), None);
+        assert_eq!(s.by_name("current_task").unwrap().address, 0x1fdc0);
+    }
+
+    #[test]
+    fn sliding_moves_addresses_and_not_per_cpu_offsets() {
+        let s = KernelSymbols::parse_text(TEXT.as_bytes())
+            .unwrap()
+            .slid(0x1400_0000);
+        assert_eq!(s.by_name("_text").unwrap().address, 0xffff_ffff_9500_0000);
+        assert_eq!(s.by_name("current_task").unwrap().address, 0x1fdc0);
+        let mut text = Vec::new();
+        s.write_text(&mut text).unwrap();
+        assert_eq!(KernelSymbols::parse_text(&text).unwrap().len(), s.len());
+    }
+
+    #[test]
+    fn unusable_text_is_told_apart() {
+        assert_eq!(
+            KernelSymbols::parse_text(b"hello\n").unwrap_err(),
+            KallsymsTextError::NoSymbols
+        );
+        let zero = b"0000000000000000 T _text\n0000000000000000 T start_kernel\n";
+        assert_eq!(
+            KernelSymbols::parse_text(zero).unwrap_err(),
+            KallsymsTextError::AllZero
+        );
+    }
+
+    fn sized(rows: &[(u64, u32, u8, &str)]) -> KernelSymbols {
+        let mut builder = SymbolsBuilder::default();
+        for (address, size, kind, name) in rows {
+            builder.add_sized(*address, *size, *kind, name.as_bytes());
+        }
+        builder.finish().unwrap()
+    }
+
+    /// Multiboot kernels and the built-in guest are linked low, and their symbol tables have sizes.
+    #[test]
+    fn an_address_belongs_to_the_symbol_that_contains_it() {
+        let s = sized(&[
+            (0x2000, 0x10, b't', "b"),
+            (0x1000, 0, b't', "a"),
+            (0x2000, 0x40, b't', "b_alias"),
+        ]);
+        let name = |a| s.resolve_flat(a).map(|(s, o)| (s.name.to_owned(), o));
+        assert_eq!(name(0xfff), None);
+        assert_eq!(name(0x1fff), Some(("a".into(), 0xfff)));
+        assert_eq!(name(0x2008), Some(("b_alias".into(), 8)));
+        assert_eq!(name(0x2020), Some(("b_alias".into(), 0x20)));
+        assert_eq!(name(0x2040), None);
+        assert_eq!(s.by_name("b").map(|s| s.address), Some(0x2000));
+        assert_eq!(s.len(), 3);
+        let s = sized(&[(0x2000, 0x10, b'T', "b"), (0x2000, 0x40, b't', "b_alias")]);
+        assert_eq!(s.resolve_flat(0x2020).map(|(s, _)| s.name), Some("b_alias"));
+        assert_eq!(s.resolve_flat(0x2008).map(|(s, _)| s.name), Some("b"));
+    }
+
+    #[test]
+    fn text_starts_before_data_in_it() {
+        let s = sized(&[
+            (0x1000, 0, b't', "f"),
+            (0x1010, 0, b'd', "table"),
+            (0x1020, 0, b't', "g"),
+        ]);
+        assert_eq!(s.text_before(0x1018), Some(0x1000));
+        assert_eq!(s.text_before(0x1020), Some(0x1020));
+        assert_eq!(s.text_before(0xfff), None);
+        assert_eq!(KernelSymbols::default().text_before(0x1000), None);
+    }
+}
