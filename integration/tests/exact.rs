@@ -158,7 +158,7 @@ fn perf_stat_shows_no_number_that_nobody_counted() {
 /// is counted of system calls that are all alike grows with their number, by what one of them executes.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
-    /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount: docs/guide/exact.md.
+    /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount: docs/measurements/exact.md.
     const REFERENCE: f64 = 384.3;
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let counts = [20, 100, 20, 100];
