@@ -25,7 +25,7 @@ demo: lab-files
 
 # Test programs that boot many guests in the lab. All others, new ones too, are part of "make test".
 GUEST_TESTS := exact kernels kexec lab late_ack models nested profile_guest user_rdpmc validate
-QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs)))))
+QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)))))
 
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
 .PHONY: test

@@ -11,9 +11,8 @@
 //! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |
 //! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
 //! | [`devices`], [`console`] | the rest of the machine |
-//! | [`profile`] | guest stacks, symbols and tasks, from outside |
 //! | [`validate`] | guests with known counts, and the judge of what was counted |
-//! | [`events`], [`export`] | event lists and numbers; perf.data, tables, graphs |
+//! | [`events`] | event lists and numbers |
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
@@ -26,12 +25,10 @@ pub mod control;
 pub mod devices;
 pub mod events;
 pub mod exit;
-pub mod export;
 pub mod kvm;
 pub mod memory;
 pub mod metrics;
 pub mod pmu;
-pub mod profile;
 pub mod rdpmc;
 pub mod run;
 pub mod signals;

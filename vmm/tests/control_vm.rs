@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use common::vm::{PROGRAM, SpinningVm, eventually};
 
+use guest_profile::export::symbolize::{Symbolizer, complete_chains};
+use guest_profile::export::{Profile, folded, reader, report};
 use perfvisor_vmm::control::client::Client;
 use perfvisor_vmm::control::protocol::{
     Call, EventReading, HostRingInfo, Opened, RingInfo, Sampling, VmInfo,
 };
-use perfvisor_vmm::export::symbolize::{Symbolizer, complete_chains};
-use perfvisor_vmm::export::{Profile, folded, reader, report};
 
 /// A VM and its operator's view of it.
 struct TestVm {

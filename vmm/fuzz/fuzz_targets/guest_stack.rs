@@ -4,9 +4,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use perfvisor_vmm::profile::GuestRegs;
+use guest_profile::GuestRegs;
 use kernel_images::orc::OrcTable;
-use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
+use guest_profile::unwind::{KernelUnwind, Limits, walk};
 
 const REGISTERS: usize = 11;
 

@@ -6,10 +6,10 @@ use kernel_images::btf::Btf;
 use kernel_images::{bzimage, elf};
 use kernel_images::image::KernelImage;
 use kernel_images::orc::OrcTable;
-use perfvisor_vmm::profile::programs::UserObject;
+use guest_profile::programs::UserObject;
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::kallsyms;
-use perfvisor_vmm::profile::task::TaskLayout;
+use guest_profile::task::TaskLayout;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&which, data)) = data.split_first() else {

@@ -2,9 +2,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use perfvisor_vmm::export::report::{self, ReportOptions};
-use perfvisor_vmm::export::symbolize::Symbolizer;
-use perfvisor_vmm::export::{folded, pprof, reader, script};
+use guest_profile::export::report::{self, ReportOptions};
+use guest_profile::export::symbolize::Symbolizer;
+use guest_profile::export::{folded, pprof, reader, script};
 
 fuzz_target!(|data: &[u8]| {
     let Ok(profile) = reader::read(data) else { return };

@@ -8,10 +8,10 @@ use clap::Args;
 
 use super::{DONE, print, say, written};
 use crate::exit::ExitStatus;
-use crate::export::report::{ReportOptions, SortKey};
-use crate::export::symbolize::{Symbolizer, complete_chains};
-use crate::export::{Profile, folded, pprof, reader, report, script};
-use crate::profile::programs::GuestMount;
+use guest_profile::export::report::{ReportOptions, SortKey};
+use guest_profile::export::symbolize::{Symbolizer, complete_chains};
+use guest_profile::export::{Profile, folded, pprof, reader, report, script};
+use guest_profile::programs::GuestMount;
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 

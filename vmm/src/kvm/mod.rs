@@ -8,6 +8,7 @@ pub mod memslot;
 pub mod misc_enable;
 pub mod msr_filter;
 pub mod own_pmu;
+pub mod registers;
 pub mod signature;
 pub mod stats_fd;
 pub mod stepping;

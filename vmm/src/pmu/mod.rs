@@ -4,7 +4,6 @@
 pub mod backing;
 pub mod countable;
 pub mod fit;
-pub mod mappings;
 mod operator;
 pub mod own;
 mod regs;
@@ -40,7 +39,7 @@ use steal::StealClock;
 
 pub use operator::{HostSampling, OperatorEvent};
 pub use own::OwnVmPmu;
-pub use regs::{GuestProbe, RAW_BYTES, RawSample, SampleMemory, Synced, VcpuRegs};
+pub use regs::{GuestProbe, SampleMemory, Synced, VcpuRegs};
 
 /// Why the PMU could not be set up.
 #[derive(Debug, thiserror::Error)]

@@ -9,13 +9,16 @@ use kvm_ioctls::VcpuFd;
 use perf_core::{CpuMode, SampleRegs};
 use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
+use zerocopy::IntoBytes;
 
-use super::mappings::{self, Listeners, TellOnce, ToldMapping};
 use crate::control::protocol::{KernelInfo, KernelState};
-use crate::profile::locate::{self, Anchors};
-use crate::profile::task::{COMM_LEN, Task, TaskLayout, TaskReader};
-use crate::profile::unwind::{self, CONTEXT_GUEST_USER, Ends, KernelUnwind, Limits};
-use crate::profile::{Budget, GuestRegs};
+use crate::kvm::registers;
+use guest_profile::locate::{self, Anchors};
+use guest_profile::mappings::{self, Listeners, TellOnce};
+use guest_profile::sample::{RAW_BYTES, RawSample};
+use guest_profile::task::{Task, TaskLayout, TaskReader};
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Ends, KernelUnwind, Limits};
+use guest_profile::{Budget, GuestRegs};
 use kernel_images::image::KernelImage;
 
 /// The base of GS that SWAPGS swaps in (SDM vol. 4, IA32_KERNEL_GS_BASE).
@@ -165,63 +168,8 @@ impl GuestProbe {
     }
 }
 
-/// Bytes of a sample's raw data before the mappings told with it: with its length word a multiple of 8.
-pub const RAW_BYTES: usize = 44;
 /// User addresses of a sample whose mappings are told.
 const MAX_USER_FRAMES: usize = 32;
-
-/// What a sample's raw data holds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RawSample {
-    /// CR3.
-    pub cr3: u64,
-    /// Privilege level, 0 to 3.
-    pub cpl: u8,
-    /// How the call chain ended.
-    pub ends: Ends,
-    /// The guest's task: process id, thread id, name; `None` when it was not found.
-    pub task: Option<(u32, u32, [u8; COMM_LEN])>,
-    /// How long the vCPU was held for the sample before this one, ns; 0 where that was not measured.
-    pub held_ns: u32,
-    /// The task is a thread of the kernel: it has no memory of its own and never runs a program's code.
-    pub kernel_thread: bool,
-}
-
-impl RawSample {
-    fn encode(&self) -> [u8; RAW_BYTES] {
-        let mut out = [0; RAW_BYTES];
-        out[0..8].copy_from_slice(&self.cr3.to_le_bytes());
-        out[8] = self.cpl;
-        out[10..12].copy_from_slice(&self.ends.to_bytes());
-        out[36..40].copy_from_slice(&self.held_ns.to_le_bytes());
-        if let Some((pid, tid, comm)) = self.task {
-            out[9] = 1 | u8::from(self.kernel_thread) << 1;
-            out[12..16].copy_from_slice(&pid.to_le_bytes());
-            out[16..20].copy_from_slice(&tid.to_le_bytes());
-            out[20..36].copy_from_slice(&comm);
-        }
-        out
-    }
-
-    /// Reads what is in a ring; `None` if it is no raw data of a sample of ours.
-    pub fn decode(raw: &[u8]) -> Option<Self> {
-        let word = |at: usize| Some(u32::from_le_bytes(raw.get(at..at + 4)?.try_into().ok()?));
-        let comm = raw.get(..RAW_BYTES)?[20..36].try_into().ok()?;
-        Some(Self {
-            cr3: u64::from(word(0)?) | u64::from(word(4)?) << 32,
-            cpl: raw[8] & 3,
-            ends: Ends::from_bytes([raw[10], raw[11]]),
-            task: (raw[9] & 1 != 0).then_some((word(12)?, word(16)?, comm)),
-            held_ns: word(36)?,
-            kernel_thread: raw[9] & 3 == 3,
-        })
-    }
-
-    /// The mappings of the task that were told with the sample.
-    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
-        mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
-    }
-}
 
 /// What a vCPU keeps from one sample to the next.
 #[derive(Debug)]
@@ -287,14 +235,14 @@ impl Synced {
     /// General registers came.
     #[inline]
     pub fn set_general(&mut self, regs: &kvm_regs) {
-        self.regs.set_general(regs);
+        registers::set_general(&mut self.regs, regs);
         self.general = true;
     }
 
     /// Segment and control registers came.
     #[inline]
     pub fn set_system(&mut self, sregs: &kvm_sregs) {
-        self.regs.set_system(sregs);
+        registers::set_system(&mut self.regs, sregs);
         self.system = true;
     }
 }
@@ -504,7 +452,7 @@ impl VcpuRegs<'_> {
             held_ns,
             kernel_thread: task.is_some_and(|t| t.mm == 0),
         };
-        self.memory.raw[..RAW_BYTES].copy_from_slice(&raw.encode());
+        self.memory.raw[..RAW_BYTES].copy_from_slice(raw.head().as_bytes());
         RAW_BYTES + told
     }
 }
@@ -534,25 +482,5 @@ mod tests {
         let began = memory.begin();
         memory.held(began);
         assert_eq!((memory.held_ns, memory.samples), (7, 200));
-    }
-
-    #[test]
-    fn raw_data_reads_back_what_was_written() {
-        for task in [None, Some((7, 8, *b"0123456789abcdef"))] {
-            let raw = RawSample {
-                cr3: 0x1234_5678_9abc_def0,
-                cpl: 3,
-                ends: Ends {
-                    kernel: Some(unwind::End::Complete),
-                    user: Some(unwind::End::Spent),
-                    guessed: true,
-                },
-                task,
-                held_ns: 123_456,
-                kernel_thread: task.is_some(),
-            };
-            assert_eq!(RawSample::decode(&raw.encode()), Some(raw));
-        }
-        assert_eq!(RawSample::decode(&[0; RAW_BYTES - 1]), None);
     }
 }

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::sites::Sites;
-use crate::profile::locate::{self, LocateError};
-use crate::profile::paging::AddressSpace;
-use crate::profile::{Budget, GuestRegs};
+use guest_profile::locate::{self, LocateError};
+use guest_profile::paging::AddressSpace;
+use guest_profile::{Budget, GuestRegs};
 use kernel_images::rdpmc::{CodeBits, PatchedSite, RDPMC, TRAP, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};

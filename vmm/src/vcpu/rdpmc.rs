@@ -13,10 +13,10 @@ use super::control::StopReason;
 use super::gate::{Gate, Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
 use super::step::state::{Linear, State};
 use super::{Completed, Fresh, Next, Vcpu, after_io, count};
-use crate::profile::GuestRegs;
 use crate::rdpmc::complete_port_write;
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::{Hit, SitesOfVcpu};
+use guest_profile::GuestRegs;
 use kernel_images::rdpmc::{LONGEST, TRAP_PORT, is_out};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
@@ -310,7 +310,7 @@ impl Vcpu {
             && let Some(lstar) = lstar(&self.fd)
         {
             let mut regs = GuestRegs::default();
-            regs.set_system(&state.sregs);
+            crate::kvm::registers::set_system(&mut regs, &state.sregs);
             changed |= running.look(&regs, lstar);
         }
         rdpmc.looks.looked(changed);

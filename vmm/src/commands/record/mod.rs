@@ -1,6 +1,5 @@
 //! `perfvisor record`: samples of a VM's vCPUs into a `perf.data` file.
 
-mod merge;
 mod names;
 mod recording;
 mod remote;
@@ -27,10 +26,10 @@ use crate::control::protocol::{
 };
 use crate::events::list;
 use crate::exit::ExitStatus;
-use crate::export::NO_PID;
-use crate::pmu::RawSample;
 use crate::signals::StopSignals;
-use merge::{Merge, RingTerms, Totals, Whose};
+use guest_profile::export::NO_PID;
+use guest_profile::merge::{Merge, RingTerms, Totals, Whose};
+use guest_profile::sample::RawSample;
 use names::Names;
 use recording::Recording;
 use remote::{Pipes, Remote, Word};

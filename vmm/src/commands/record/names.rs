@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, HashSet};
 use super::RecordArgs;
 use crate::commands::files;
 use crate::control::client::Client;
-use crate::export::symbolize::Symbolizer;
-use crate::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
-use crate::profile::programs::GuestMount;
+use guest_profile::export::symbolize::Symbolizer;
+use guest_profile::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
+use guest_profile::programs::GuestMount;
 use kernel_images::symbols::KernelSymbols;
 
 /// Most different addresses whose names are kept in the file.

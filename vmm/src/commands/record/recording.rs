@@ -9,15 +9,15 @@ use std::time::Duration;
 use perf_core::record::Sample as RingSample;
 
 use super::RecordArgs;
-use super::merge::{Light, Totals, Whose};
 use super::names::Names;
 use super::say;
 use crate::control::client::Client;
 use crate::control::protocol::{Opened, Sampling};
-use crate::export::perfdata::PerfDataWriter;
-use crate::export::{EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, TaskName};
-use crate::pmu::RawSample;
-use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
+use guest_profile::export::perfdata::PerfDataWriter;
+use guest_profile::export::{EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, TaskName};
+use guest_profile::merge::{Light, Totals, Whose};
+use guest_profile::sample::RawSample;
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 
 /// Most different tasks.
 const MAX_TASKS: usize = 1 << 16;

@@ -18,11 +18,11 @@ use crate::control::protocol::{
     Call, EventReading, Generation, GuestViews, KernelInfo, KernelState, Opened, RingInfo, RingLoss,
     Sampling, VcpuView, VmInfo,
 };
-use crate::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
-use crate::export::{FileMapping, NO_PID};
-use crate::pmu::RawSample;
-use crate::profile::programs::GuestMount;
 use crate::signals::StopSignals;
+use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
+use guest_profile::export::{FileMapping, NO_PID};
+use guest_profile::programs::GuestMount;
+use guest_profile::sample::RawSample;
 use kernel_images::symbols::KernelSymbols;
 
 /// What is counted on each vCPU beside the samples, in the order of the columns.

@@ -5,8 +5,8 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{CodeSize, CpuState, GuestMemory};
 
-use crate::profile::paging::AddressSpace;
-use crate::profile::{Budget, GuestPhys, GuestRegs};
+use guest_profile::paging::AddressSpace;
+use guest_profile::{Budget, GuestPhys, GuestRegs};
 
 /// Reads of guest memory for one look at a vCPU: a search through all 256 gates and their first instructions, each with
 /// a walk of five levels, fits.
@@ -92,7 +92,7 @@ impl<'m> Linear<'m> {
     /// Memory as the code at `state` sees it.
     pub fn new(memory: &'m GuestMemoryMmap, state: &State) -> Self {
         let mut regs = GuestRegs::default();
-        regs.set_system(&state.sregs);
+        crate::kvm::registers::set_system(&mut regs, &state.sregs);
         Self {
             memory,
             state: *state,

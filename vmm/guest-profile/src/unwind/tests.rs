@@ -1,7 +1,7 @@
 //! Chains of small guests made here, and of hostile ones.
 
 use super::*;
-use crate::profile::testing::{TestGuest, orc_sections as sections};
+use crate::testing::{TestGuest, orc_sections as sections};
 use proptest::prelude::*;
 
 const TEXT: u64 = 0xffff_ffff_8100_0000;

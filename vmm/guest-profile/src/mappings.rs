@@ -8,8 +8,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::profile::task::{Mapping, TaskReader};
-use crate::profile::{Budget, GuestPhys};
+use crate::task::{Mapping, TaskReader};
+use crate::{Budget, GuestPhys};
 
 /// Mappings a vCPU remembers.
 const REMEMBERED: usize = 64;

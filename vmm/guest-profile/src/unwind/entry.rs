@@ -13,9 +13,9 @@
 //! rbp is the user's own at all of them. What rests on rcx is marked as guessed, for the code is told by its address and its
 //! registers only.
 
-use super::super::paging::AddressSpace;
-use super::super::{Budget, GuestPhys, GuestRegs};
 use super::{KernelUnwind, RFLAGS_IF, UserRegs, plausible_user};
+use crate::paging::AddressSpace;
+use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::orc::Kind;
 
 /// In the TSS (SDM vol. 3 §8.7): the entry stack's end, and the word where Linux keeps the user's stack pointer meanwhile.

@@ -1,9 +1,9 @@
 //! A chain is walked at every sample on a vCPU's thread: it must not allocate.
 
 use allocation_counter::measure;
+use guest_profile::unwind::{KernelUnwind, Limits, walk};
+use guest_profile::{Budget, GuestRegs};
 use kernel_images::orc::OrcTable;
-use perfvisor_vmm::profile::unwind::{KernelUnwind, Limits, walk};
-use perfvisor_vmm::profile::{Budget, GuestRegs};
 
 /// The lower and the upper half both map guest-physical 0 with one 1 GiB page.
 const UPPER: u64 = 0xffff_8000_0000_0000;

@@ -24,7 +24,7 @@ pub mod symbolize;
 
 use serde::{Deserialize, Serialize};
 
-use crate::profile::unwind::Ends;
+use crate::unwind::Ends;
 
 /// One sampled event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,7 +106,7 @@ pub struct FileMapping {
     pub path: String,
 }
 
-/// One sample. `chain` is as [`crate::profile::unwind::walk`] leaves it: context markers and addresses,
+/// One sample. `chain` is as [`crate::unwind::walk`] leaves it: context markers and addresses,
 /// innermost first; empty for none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sample<'c> {
@@ -279,7 +279,7 @@ pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
                 let was_kernel = kernel;
                 kernel = matches!(
                     address,
-                    perfdata::CONTEXT_KERNEL | crate::profile::unwind::CONTEXT_GUEST_KERNEL
+                    perfdata::CONTEXT_KERNEL | crate::unwind::CONTEXT_GUEST_KERNEL
                 );
                 exact |= was_kernel && !kernel;
                 return None;

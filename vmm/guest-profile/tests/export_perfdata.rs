@@ -1,20 +1,20 @@
 //! The files we write, read by `perf` itself, by linux-perf-data and by ourselves.
 
-#[path = "../../perf-core/tests/common/skip.rs"]
+#[path = "../../../perf-core/tests/common/skip.rs"]
 mod skip;
 
 use std::io::Cursor;
 use std::process::Command;
 
-use kernel_images::symbols::KernelSymbols;
-use linux_perf_data::{PerfFileReader, PerfFileRecord};
-use perfvisor_vmm::export::report::{self, ReportOptions, SortKey};
-use perfvisor_vmm::export::symbolize::Symbolizer;
-use perfvisor_vmm::export::{
+use guest_profile::export::report::{self, ReportOptions, SortKey};
+use guest_profile::export::symbolize::Symbolizer;
+use guest_profile::export::{
     EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName, perfdata, reader,
     script,
 };
-use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use kernel_images::symbols::KernelSymbols;
+use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 const KALLSYMS: &str = "\
 ffffffff95000000 T _stext

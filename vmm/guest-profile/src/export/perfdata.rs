@@ -9,9 +9,11 @@
 //! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data ([`RAW_MAGIC`]).
 
 use std::io::{self, Seek, SeekFrom, Write};
+use zerocopy::IntoBytes;
 
 use super::{EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
-use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use crate::sample::FileRaw;
+use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
 
 /// `PERF_CONTEXT_KERNEL`.
 pub const CONTEXT_KERNEL: u64 = (-128i64) as u64;
@@ -23,12 +25,6 @@ const HEADER_SIZE: u64 = 104;
 /// PERF_ATTR_SIZE_VER7, with an (offset, size) of the event's ids behind it in the attribute section.
 const ATTR_SIZE: u32 = 128;
 const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
-
-/// First word of a sample's raw data: `PVS1`. Then CR3 (8 bytes), CPL (1 byte), how the chain ended
-/// ([`crate::profile::unwind::Ends::to_bytes`], 2 bytes) and 5 zero bytes.
-pub const RAW_MAGIC: u32 = u32::from_le_bytes(*b"PVS1");
-/// Bytes of raw data; with its own length word a multiple of 8.
-pub const RAW_SIZE: u32 = 20;
 
 /// Last 8 bytes of a file with saved symbols; before them the section's offset and length (8 bytes each).
 pub const FOOTER_MAGIC: &[u8; 8] = b"PVSYMS01";
@@ -194,11 +190,9 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             for &frame in chain {
                 put64(b, marker_for_perf(frame));
             }
-            put32(b, RAW_SIZE);
-            put32(b, RAW_MAGIC);
-            put64(b, s.cr3);
-            let [ends, guessed] = s.ends.to_bytes();
-            b.extend_from_slice(&[s.cpl, ends, guessed, 0, 0, 0, 0, 0]);
+            // With its own length word a multiple of 8.
+            put32(b, size_of::<FileRaw>() as u32);
+            b.extend_from_slice(FileRaw::new(s.cr3, s.cpl, s.ends).as_bytes());
         })
     }
 

@@ -322,7 +322,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::testing::TestGuest;
+    use crate::testing::TestGuest;
     use proptest::prelude::*;
 
     fn budget() -> Budget {

@@ -1,24 +1,24 @@
 //! Profiling of a real Linux guest, from a fixture of its memory and registers.
 //!
-//! The fixture is made by `vmm/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it boots the stock
+//! The fixture is made by `vmm/guest-profile/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it boots the stock
 //! Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these tests are
 //! skipped; with `CI` set they fail if QEMU is there.
 
-#[path = "../../perf-core/tests/common/skip.rs"]
+#[path = "../../../perf-core/tests/common/skip.rs"]
 mod skip;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use kernel_images::image::KernelImage;
-use kernel_images::symbols::KernelSymbols;
-use perfvisor_vmm::profile::locate::{self, Anchors};
-use perfvisor_vmm::profile::programs::GuestMount;
-use perfvisor_vmm::profile::task::{TaskLayout, TaskReader};
-use perfvisor_vmm::profile::unwind::{
+use guest_profile::locate::{self, Anchors};
+use guest_profile::programs::GuestMount;
+use guest_profile::task::{TaskLayout, TaskReader};
+use guest_profile::unwind::{
     CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Chain, End, KernelUnwind, Limits, walk,
 };
-use perfvisor_vmm::profile::{Budget, GuestPage, GuestPhys, GuestRegs};
+use guest_profile::{Budget, GuestPage, GuestPhys, GuestRegs};
+use kernel_images::image::KernelImage;
+use kernel_images::symbols::KernelSymbols;
 
 struct MemoryFile(std::fs::File);
 
@@ -42,12 +42,17 @@ impl GuestPage for FilePage<'_> {
 fn fixture() -> Option<PathBuf> {
     let dir = std::env::var_os("PERFVISOR_PROFILE_FIXTURE")
         .map(PathBuf::from)
-        .unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target/profile-fixture")));
+        .unwrap_or_else(|| {
+            PathBuf::from(concat!(
+                env!("CARGO_MANIFEST_DIR"),
+                "/../../target/profile-fixture"
+            ))
+        });
     if dir.join("user.mem").exists() && dir.join("kernel.mem").exists() {
         return Some(dir);
     }
     let why = format!(
-        "no fixture in {}; make it with vmm/tests/fixtures/make-linux-fixture.py",
+        "no fixture in {}; make it with vmm/guest-profile/tests/fixtures/make-linux-fixture.py",
         dir.display()
     );
     // No make target makes it.

@@ -1,33 +1,7 @@
-//! Looking into a running guest from outside: stacks, symbols, tasks.
-//!
-//! Everything here works on two narrow things, the guest's memory ([`GuestPhys`]) and a few registers of one
-//! vCPU ([`GuestRegs`]), and trusts neither. A guest can put anything into its page tables, stacks and kernel
-//! data, so every walk is bounded in memory reads and in time ([`Budget`]), every address is checked before it
-//! is used, and the walks made per sample allocate nothing.
-//!
-//! | module | finds |
-//! |---|---|
-//! | [`paging`] | guest-physical addresses, through 4- and 5-level page tables |
-//! | [`unwind`] | the call chain of a sample: kernel part, then user part |
-//! | [`locate`] | the running kernel: its slide, and its image when none was given |
-//! | [`task`] | the current task, its mappings and their files |
-//! | [`programs`] | names for addresses of user programs, through a guest's mounted files |
-//!
-//! Words: a **gva** is a guest-virtual, a **gpa** a guest-physical address. The **slide** is what the running
-//! kernel's addresses have over those it was linked at (KASLR); arithmetic with it wraps. A **frame** is one
-//! address of a call chain.
-
-pub mod locate;
-pub mod paging;
-pub mod programs;
-pub mod task;
-#[cfg(test)]
-pub(crate) mod testing;
-pub mod unwind;
+//! What a walk stands on: the guest's memory, the registers of one vCPU, and how much it may do.
 
 use std::time::{Duration, Instant};
 
-use kvm_bindings::{kvm_regs, kvm_sregs};
 use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     MemoryRegionAddress, VolatileMemory, VolatileSlice,
@@ -184,37 +158,6 @@ pub struct GuestRegs {
 }
 
 impl GuestRegs {
-    /// Takes over what KVM_GET_REGS returns.
-    #[inline]
-    pub fn set_general(&mut self, regs: &kvm_regs) {
-        self.rip = regs.rip;
-        self.rsp = regs.rsp;
-        self.rbp = regs.rbp;
-        self.rcx = regs.rcx;
-        self.rdx = regs.rdx;
-        self.rdi = regs.rdi;
-        self.r10 = regs.r10;
-        self.r11 = regs.r11;
-        self.r13 = regs.r13;
-        self.rflags = regs.rflags;
-    }
-
-    /// Takes over what KVM_GET_SREGS returns.
-    #[inline]
-    pub fn set_system(&mut self, sregs: &kvm_sregs) {
-        self.cr0 = sregs.cr0;
-        self.cr3 = sregs.cr3;
-        self.cr4 = sregs.cr4;
-        self.efer = sregs.efer;
-        // SS.DPL is the CPL on both vendors and in every mode but real mode, where it is 0 as well (SDM vol. 3 §5.5); CS.RPL
-        // differs from it for conforming segments.
-        self.cpl = sregs.ss.dpl & 3;
-        self.code64 = sregs.cs.l != 0;
-        self.gs_base = sregs.gs.base;
-        self.tss_base = sregs.tr.base;
-        self.idt_base = sregs.idt.base;
-    }
-
     /// The base of this CPU's kernel data, found from the two GS bases: the kernel's is the one in the upper
     /// half. `None` when neither is (before the kernel set it up, or `kernel_gs_base` is not known at CPL 3).
     ///

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read};
 
-use kernel_images::symbols::KernelSymbols;
-use perfvisor_vmm::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
-use perfvisor_vmm::export::{
+use guest_profile::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
+use guest_profile::export::{
     EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName, folded, perfdata,
     pprof, reader, script,
 };
-use perfvisor_vmm::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use kernel_images::symbols::KernelSymbols;
 use proptest::prelude::*;
 
 const KERNEL: u64 = 0xffff_ffff_8100_0000;

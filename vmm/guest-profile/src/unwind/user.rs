@@ -1,8 +1,8 @@
 //! The user part of a chain: frame pointers, and what is done where they are late.
 
-use super::super::paging::AddressSpace;
-use super::super::{Budget, GuestPhys};
 use super::{End, Out, UserRegs, end_of};
+use crate::paging::AddressSpace;
+use crate::{Budget, GuestPhys};
 
 /// Frames from `user` on, outwards.
 pub(super) fn walk_user<M: GuestPhys + ?Sized>(

@@ -8,9 +8,10 @@ use linux_perf_data::linux_perf_event_reader::{
 };
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
-use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, RAW_MAGIC, RAW_SIZE};
+use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC};
 use super::{EventInfo, FileMapping, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName};
-use crate::profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
+use crate::sample::FileRaw;
+use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 
 /// Why a file gives no profile.
 #[derive(Debug, thiserror::Error)]
@@ -306,11 +307,7 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
                 (0..c.len()).filter_map(|i| c.get(i)).map(marker_for_us).collect()
             });
             let user = matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::User);
-            let ours = s.raw.and_then(|raw| {
-                let raw = raw.as_slice();
-                let magic = raw.get(..4)? == RAW_MAGIC.to_le_bytes() && raw.len() >= RAW_SIZE as usize;
-                magic.then(|| Some((word(&raw, 4)?, raw[12] & 3, Ends::from_bytes([raw[13], raw[14]]))))?
-            });
+            let ours = s.raw.and_then(|raw| FileRaw::read(&raw.as_slice()));
             let unknown = (0, if user { 3 } else { 0 }, Ends::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
             profile.push(&Sample {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 use super::{Frame, NO_PID, Profile, SavedSymbol};
-use crate::profile::programs::GuestMount;
+use crate::programs::GuestMount;
 use kernel_images::symbols::KernelSymbols;
 
 /// What the kernel's object is called in tables.

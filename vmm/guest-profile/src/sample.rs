@@ -1,0 +1,196 @@
+//! A sample's raw data: what the VM knows of a sample beyond what a perf event says.
+//!
+//! [`RingHead`] is what the vCPU thread writes into a ring and a client reads there (docs/reference/control.md has its layout, which
+//! is part of the control protocol). [`FileRaw`] is what a `perf.data` file keeps of it. Both are read and written as they
+//! are defined here and nowhere else. Fields are little-endian; nothing in them is aligned.
+
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::mappings::{self, ToldMapping};
+use crate::task::COMM_LEN;
+use crate::unwind::Ends;
+
+/// In a ring: the raw data's head. Mappings ([`mappings`]) may follow.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RingHead {
+    cr3: U64,
+    /// Privilege level.
+    cpl: u8,
+    /// [`TASK_KNOWN`], [`KERNEL_THREAD`].
+    flags: u8,
+    /// [`Ends::to_bytes`].
+    ends: [u8; 2],
+    pid: U32,
+    tid: U32,
+    comm: [u8; COMM_LEN],
+    held_ns: U32,
+    zero: [u8; 4],
+}
+
+/// Process, thread and name are those of a task that was found.
+const TASK_KNOWN: u8 = 1;
+/// The task is a thread of the kernel.
+const KERNEL_THREAD: u8 = 2;
+
+/// Bytes of a sample's raw data before the mappings told with it: with its length word a multiple of 8.
+pub const RAW_BYTES: usize = size_of::<RingHead>();
+const _: () = assert!(RAW_BYTES == 44);
+
+/// In a file: the raw data of a `PERF_RECORD_SAMPLE`.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct FileRaw {
+    magic: [u8; 4],
+    cr3: U64,
+    /// Privilege level.
+    cpl: u8,
+    /// [`Ends::to_bytes`].
+    ends: [u8; 2],
+    zero: [u8; 5],
+}
+
+/// What [`FileRaw`] begins with.
+const FILE_MAGIC: [u8; 4] = *b"PVS1";
+
+impl FileRaw {
+    /// Of a sample.
+    pub fn new(cr3: u64, cpl: u8, ends: Ends) -> Self {
+        Self {
+            magic: FILE_MAGIC,
+            cr3: cr3.into(),
+            cpl,
+            ends: ends.to_bytes(),
+            zero: [0; 5],
+        }
+    }
+
+    /// CR3, privilege level and how the chain ended; `None` when the raw data is no file's of ours.
+    pub fn read(raw: &[u8]) -> Option<(u64, u8, Ends)> {
+        let (file, _) = Self::ref_from_prefix(raw).ok()?;
+        (file.magic == FILE_MAGIC).then(|| (file.cr3.get(), file.cpl & 3, Ends::from_bytes(file.ends)))
+    }
+}
+
+/// What a sample's raw data holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RawSample {
+    /// CR3.
+    pub cr3: u64,
+    /// Privilege level, 0 to 3.
+    pub cpl: u8,
+    /// How the call chain ended.
+    pub ends: Ends,
+    /// The guest's task: process id, thread id, name; `None` when it was not found.
+    pub task: Option<(u32, u32, [u8; COMM_LEN])>,
+    /// How long the vCPU was held for the sample before this one, ns; 0 where that was not measured.
+    pub held_ns: u32,
+    /// The task is a thread of the kernel: it has no memory of its own and never runs a program's code.
+    pub kernel_thread: bool,
+}
+
+impl RawSample {
+    /// As it goes into a ring.
+    #[inline]
+    pub fn head(&self) -> RingHead {
+        let (pid, tid, comm) = self.task.unwrap_or_default();
+        let flags = match (self.task, self.kernel_thread) {
+            (None, _) => 0,
+            (Some(_), false) => TASK_KNOWN,
+            (Some(_), true) => TASK_KNOWN | KERNEL_THREAD,
+        };
+        RingHead {
+            cr3: self.cr3.into(),
+            cpl: self.cpl,
+            flags,
+            ends: self.ends.to_bytes(),
+            pid: pid.into(),
+            tid: tid.into(),
+            comm,
+            held_ns: self.held_ns.into(),
+            zero: [0; 4],
+        }
+    }
+
+    /// Reads what is in a ring; `None` if it is no raw data of a sample of ours.
+    pub fn decode(raw: &[u8]) -> Option<Self> {
+        let (head, _) = RingHead::ref_from_prefix(raw).ok()?;
+        let known = head.flags & TASK_KNOWN != 0;
+        Some(Self {
+            cr3: head.cr3.get(),
+            cpl: head.cpl & 3,
+            ends: Ends::from_bytes(head.ends),
+            task: known.then_some((head.pid.get(), head.tid.get(), head.comm)),
+            held_ns: head.held_ns.get(),
+            kernel_thread: known && head.flags & KERNEL_THREAD != 0,
+        })
+    }
+
+    /// The mappings of the task that were told with the sample.
+    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+        mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::unwind;
+
+    /// The layout is the protocol's: docs/reference/control.md.
+    #[test]
+    fn the_ring_s_layout_is_what_the_protocol_says() {
+        let raw = RawSample {
+            cr3: 0x1122_3344_5566_7788,
+            cpl: 3,
+            ends: Ends::default(),
+            task: Some((7, 9, *b"name............")),
+            held_ns: 0x0102_0304,
+            kernel_thread: true,
+        };
+        let mut golden = vec![0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 3, 3];
+        golden.extend(Ends::default().to_bytes());
+        golden.extend([7, 0, 0, 0, 9, 0, 0, 0]);
+        golden.extend(b"name............");
+        golden.extend([4, 3, 2, 1, 0, 0, 0, 0]);
+        assert_eq!(raw.head().as_bytes(), golden);
+    }
+
+    #[test]
+    fn a_file_keeps_address_space_level_and_ends() {
+        let ends = Ends {
+            kernel: Some(unwind::End::Complete),
+            user: None,
+            guessed: true,
+        };
+        let file = FileRaw::new(0x1234_5678_9abc_def0, 3, ends);
+        assert_eq!(file.as_bytes().len(), 20);
+        assert_eq!(
+            FileRaw::read(file.as_bytes()),
+            Some((0x1234_5678_9abc_def0, 3, ends))
+        );
+        assert_eq!(FileRaw::read(&file.as_bytes()[..19]), None);
+        assert_eq!(FileRaw::read(&[0; 20]), None);
+    }
+
+    #[test]
+    fn raw_data_reads_back_what_was_written() {
+        for task in [None, Some((7, 8, *b"0123456789abcdef"))] {
+            let raw = RawSample {
+                cr3: 0x1234_5678_9abc_def0,
+                cpl: 3,
+                ends: Ends {
+                    kernel: Some(unwind::End::Complete),
+                    user: Some(unwind::End::Spent),
+                    guessed: true,
+                },
+                task,
+                held_ns: 123_456,
+                kernel_thread: task.is_some(),
+            };
+            assert_eq!(RawSample::decode(raw.head().as_bytes()), Some(raw));
+        }
+        assert_eq!(RawSample::decode(&[0; RAW_BYTES - 1]), None);
+    }
+}

@@ -1,0 +1,35 @@
+//! From KVM's register structures to the registers that walks of guest memory need.
+
+use guest_profile::GuestRegs;
+use kvm_bindings::{kvm_regs, kvm_sregs};
+
+/// Takes over what KVM_GET_REGS returns.
+#[inline]
+pub fn set_general(to: &mut GuestRegs, regs: &kvm_regs) {
+    to.rip = regs.rip;
+    to.rsp = regs.rsp;
+    to.rbp = regs.rbp;
+    to.rcx = regs.rcx;
+    to.rdx = regs.rdx;
+    to.rdi = regs.rdi;
+    to.r10 = regs.r10;
+    to.r11 = regs.r11;
+    to.r13 = regs.r13;
+    to.rflags = regs.rflags;
+}
+
+/// Takes over what KVM_GET_SREGS returns.
+#[inline]
+pub fn set_system(to: &mut GuestRegs, sregs: &kvm_sregs) {
+    to.cr0 = sregs.cr0;
+    to.cr3 = sregs.cr3;
+    to.cr4 = sregs.cr4;
+    to.efer = sregs.efer;
+    // SS.DPL is the CPL on both vendors and in every mode but real mode, where it is 0 as well (SDM vol. 3 §5.5); CS.RPL
+    // differs from it for conforming segments.
+    to.cpl = sregs.ss.dpl & 3;
+    to.code64 = sregs.cs.l != 0;
+    to.gs_base = sregs.gs.base;
+    to.tss_base = sregs.tr.base;
+    to.idt_base = sregs.idt.base;
+}
