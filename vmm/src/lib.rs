@@ -12,7 +12,6 @@
 //! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
 //! | [`devices`], [`console`] | the rest of the machine |
 //! | [`validate`] | guests with known counts, and the judge of what was counted |
-//! | [`events`] | event lists and numbers |
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
@@ -23,7 +22,6 @@ pub mod commands;
 pub mod console;
 pub mod control;
 pub mod devices;
-pub mod events;
 pub mod exit;
 pub mod kvm;
 pub mod memory;

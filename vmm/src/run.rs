@@ -18,9 +18,7 @@ use crate::boot::KernelKind;
 use crate::boot::KernelSource;
 use crate::cli::RunArgs;
 use crate::console::{ConsoleInput, ConsoleOutput, RawTerminal};
-use crate::control::place::{self, Socket};
 use crate::control::server::{ControlServer, Controlled};
-use crate::events::list;
 use crate::exit::ExitStatus;
 use crate::kvm::host;
 use crate::kvm::stepping::{self, Stepping};
@@ -34,6 +32,8 @@ use crate::turns::{Ticks, Turns};
 use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::{Kicker, kick, stats};
 use crate::vm::{RunningVm, Vm, VmConfig};
+use control_api::events::list;
+use control_api::place::{self, Socket};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";

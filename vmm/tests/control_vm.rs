@@ -9,12 +9,11 @@ use std::time::Duration;
 
 use common::vm::{PROGRAM, SpinningVm, eventually};
 
+use control_api::client::Client;
+use control_api::protocol::{EventReading, HostRingInfo, Opened, RingInfo, Sampling, VmInfo, VmState};
+use control_api::request;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};
-use perfvisor_vmm::control::client::Client;
-use perfvisor_vmm::control::protocol::{
-    Call, EventReading, HostRingInfo, Opened, RingInfo, Sampling, VmInfo,
-};
 
 /// A VM and its operator's view of it.
 struct TestVm {
@@ -85,11 +84,11 @@ fn an_operator_controls_a_vm() {
         (seen[0].name.as_str(), seen[0].pid, seen[0].vcpus),
         ("test", vm.vm.child.id(), 2)
     );
-    assert_eq!(seen[0].state, "running");
+    assert_eq!(seen[0].state, VmState::Running);
     assert!(vm.say(&["ps"]).lines().count() == 2);
 
     assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
-    assert_eq!((vm.ps()[0].state.as_str(), vm.ps()[0].parked), ("paused", 2));
+    assert_eq!((vm.ps()[0].state, vm.ps()[0].parked), (VmState::Paused, 2));
     // A paused vCPU counts nothing, and nothing is printed for it.
     let line = vm.say(&["stat", "test", "-d", "0.1", "-j", "-e", "cycles"]);
     assert_eq!(value_of(&line)["counter-value"], "<not counted>");
@@ -173,7 +172,7 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     let before = vm.descriptors();
     let mut greedy = vm.client();
     // Host events: a descriptor each.
-    let open = || Call::Open {
+    let open = || request::Open {
         events: "page-faults".into(),
         vcpus: None,
         whole: false,
@@ -181,7 +180,7 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     };
     let mut count = 0;
     let refused = loop {
-        match greedy.call::<Vec<Opened>>(open()) {
+        match greedy.call(open()) {
             Ok(opened) => match opened.iter().find_map(|o| o.unsupported.clone()) {
                 None => count += 1,
                 Some(why) => break why,
@@ -203,9 +202,9 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
         // An end, or a reset by what was not read.
         let _ = stream.read_to_end(&mut reply);
         assert!(reply.is_empty(), "{:?}", String::from_utf8_lossy(&reply));
-        let () = greedy.call(Call::Enable).unwrap();
+        let () = greedy.call(request::Enable).unwrap();
     }
-    let readings: Vec<EventReading> = greedy.call(Call::Read).unwrap();
+    let readings: Vec<EventReading> = greedy.call(request::Read).unwrap();
     assert_eq!(readings.len(), count);
     let said = vm.vm.said().len();
     assert!(said < 200, "{said} lines: {:#?}", &vm.vm.said()[..20]);
@@ -225,14 +224,14 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
 fn a_hostile_client_harms_nobody_else() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let mut honest = vm.client();
-    let open = |events: &str, sampling| Call::Open {
+    let open = |events: &str, sampling| request::Open {
         events: events.into(),
         vcpus: None,
         whole: false,
         sampling,
     };
     let _: Vec<Opened> = honest.call(open("cycles", None)).unwrap();
-    let () = honest.call(Call::Enable).unwrap();
+    let () = honest.call(request::Enable).unwrap();
 
     let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
     for (name, bytes, kind) in [
@@ -283,7 +282,7 @@ fn a_hostile_client_harms_nobody_else() {
     drop((deaf, crowd));
 
     eventually("the honest client's event counts", || {
-        let readings: Vec<EventReading> = honest.call(Call::Read).unwrap();
+        let readings: Vec<EventReading> = honest.call(request::Read).unwrap();
         readings[0].estimate.is_some_and(|n| n > 0)
     });
     eventually("new clients are served again", || {
@@ -296,14 +295,14 @@ fn a_hostile_client_harms_nobody_else() {
 fn a_client_s_events_end_with_it() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let mut keeps = vm.client();
-    let open = |events: &str, sampling| Call::Open {
+    let open = |events: &str, sampling| request::Open {
         events: events.into(),
         vcpus: None,
         whole: false,
         sampling,
     };
     let _: Vec<Opened> = keeps.call(open("cycles,task-clock", None)).unwrap();
-    let () = keeps.call(Call::Enable).unwrap();
+    let () = keeps.call(request::Enable).unwrap();
     let before = vm.descriptors();
     for _ in 0..3 {
         let mut dies = vm.client();
@@ -318,24 +317,24 @@ fn a_client_s_events_end_with_it() {
             .unwrap();
         assert_eq!(opened.len(), 6);
         for vcpu in 0..vm.vcpus {
-            let (_, _memfd): (RingInfo, _) = dies.call_with_file(Call::Ring { vcpu, pages: 16 }).unwrap();
+            let (_, _memfd): (RingInfo, _) = dies.call_with_file(request::Ring { vcpu, pages: 16 }).unwrap();
         }
         // Only the guest's time is sampled by the host's kernel.
         for o in &opened {
             assert_eq!(o.ring, o.name == "cycles", "{o:?}");
         }
         for handle in opened.iter().filter(|o| o.ring).filter_map(|o| o.handle) {
-            let (_, _event): (HostRingInfo, _) = dies.call_with_file(Call::HostRing { handle }).unwrap();
-            let () = dies.call(Call::Chains { handle, every: 1 }).unwrap();
+            let (_, _event): (HostRingInfo, _) = dies.call_with_file(request::HostRing { handle }).unwrap();
+            let () = dies.call(request::Chains { handle, every: 1 }).unwrap();
         }
-        let () = dies.call(Call::Enable).unwrap();
+        let () = dies.call(request::Enable).unwrap();
         assert!(vm.descriptors() > before);
         drop(dies);
         eventually("the descriptors are closed", || vm.descriptors() <= before);
     }
-    let first: Vec<EventReading> = keeps.call(Call::Read).unwrap();
+    let first: Vec<EventReading> = keeps.call(request::Read).unwrap();
     eventually("the other client's events count on", || {
-        let now: Vec<EventReading> = keeps.call(Call::Read).unwrap();
+        let now: Vec<EventReading> = keeps.call(request::Read).unwrap();
         now.iter().zip(&first).all(|(now, first)| now.value > first.value)
     });
 }
@@ -622,7 +621,7 @@ fn empty_and_broken_files_are_told_apart() {
 fn events_of_the_whole_vm_are_counted_once() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let mut client = vm.client();
-    let open = |events: &str, whole, vcpus| Call::Open {
+    let open = |events: &str, whole, vcpus| request::Open {
         events: events.into(),
         vcpus,
         whole,
@@ -631,13 +630,13 @@ fn events_of_the_whole_vm_are_counted_once() {
     let opened: Vec<Opened> = client.call(open("{task-clock,kvm:exits}", true, None)).unwrap();
     assert_eq!(opened.iter().map(|o| o.vcpu).collect::<Vec<_>>(), [None, None]);
     assert!(opened.iter().all(|o| o.unsupported.is_none()), "{opened:?}");
-    let () = client.call(Call::Enable).unwrap();
+    let () = client.call(request::Enable).unwrap();
     eventually("both vCPUs run", || {
-        let readings: Vec<EventReading> = client.call(Call::Read).unwrap();
+        let readings: Vec<EventReading> = client.call(request::Read).unwrap();
         readings[0].vcpus.len() == 2 && readings[0].vcpus.iter().all(|part| part.value > 0)
     });
-    let () = client.call(Call::Disable).unwrap();
-    let readings: Vec<EventReading> = client.call(Call::Read).unwrap();
+    let () = client.call(request::Disable).unwrap();
+    let readings: Vec<EventReading> = client.call(request::Read).unwrap();
     for reading in &readings {
         let sum: u64 = reading.vcpus.iter().map(|part| part.value).sum();
         assert_eq!(sum, reading.value, "{reading:?}");
@@ -647,7 +646,7 @@ fn events_of_the_whole_vm_are_counted_once() {
         open("cycles", true, Some(vec![0])),
         open("{task-clock,kvm:vm:remote_tlb_flush}", true, None),
     ] {
-        assert!(client.call::<Vec<Opened>>(wrong).is_err());
+        assert!(client.call(wrong).is_err());
     }
 
     // A statistic of the VM that this KVM keeps.

@@ -2,17 +2,17 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use perfvisor_vmm::control::protocol::{Call, Request};
+use control_api::protocol::{Call, RequestLine};
 use perfvisor_vmm::metrics::http::{self, MAX_HEAD};
 
 fuzz_target!(|data: &[u8]| {
-    if let Ok(request) = serde_json::from_slice::<Request>(data) {
+    if let Ok(request) = serde_json::from_slice::<RequestLine>(data) {
         // What was understood means the same when it is said again.
         let text = serde_json::to_vec(&request).expect("a request can be written");
-        let again: Request = serde_json::from_slice(&text).expect("what was written can be read");
+        let again: RequestLine = serde_json::from_slice(&text).expect("what was written can be read");
         assert_eq!(again, request);
         if let Call::Open { events, .. } = &request.call {
-            let _ = perfvisor_vmm::events::list::parse(events);
+            let _ = control_api::events::list::parse(events);
         }
     }
     let asked = http::parse(&data[..data.len().min(MAX_HEAD)]);

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::{DONE, print};
-use crate::control::client::{Client, ClientError};
-use crate::control::protocol::{Call, VmInfo};
 use crate::exit::ExitStatus;
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{Call, VmInfo, VmState};
+use control_api::request;
 use perf_core::SharePolicy;
 
 /// How long vCPUs may take to leave the guest, and a VM to end.
@@ -79,11 +80,8 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
     match args.action {
         Action::Pause => pause(&mut client)?,
         Action::Stop => stop(&mut client)?,
-        Action::Resume => {
-            let _: VmInfo = client.call(call).map_err(|e| e.to_string())?;
-        }
-        Action::Share { .. } | Action::Filter { .. } => {
-            let () = client.call(call).map_err(|e| e.to_string())?;
+        Action::Resume | Action::Share { .. } | Action::Filter { .. } => {
+            client.call(call).map_err(|e| e.to_string())?;
         }
     }
     print(&format!("{}: {done}\n", args.name))?;
@@ -109,9 +107,9 @@ fn filter_text(file: &Path) -> Result<String, String> {
 /// Pauses, and waits until no vCPU is in the guest.
 fn pause(client: &mut Client) -> Result<(), String> {
     let until = Instant::now() + PATIENCE;
-    let mut info: VmInfo = client.call(Call::Pause).map_err(|e| e.to_string())?;
+    let mut info: VmInfo = client.call(request::Pause).map_err(|e| e.to_string())?;
     while info.parked < info.vcpus {
-        if info.state != "paused" {
+        if info.state != VmState::Paused {
             return Err(format!(
                 "the VM is {} again: somebody else controls it too",
                 info.state
@@ -124,7 +122,7 @@ fn pause(client: &mut Client) -> Result<(), String> {
             ));
         }
         std::thread::sleep(LOOK);
-        info = client.call(Call::Status).map_err(|e| e.to_string())?;
+        info = client.call(request::Status).map_err(|e| e.to_string())?;
     }
     Ok(())
 }
@@ -132,7 +130,7 @@ fn pause(client: &mut Client) -> Result<(), String> {
 /// Stops, and waits until the VM's process has let go of the socket.
 fn stop(client: &mut Client) -> Result<(), String> {
     let until = Instant::now() + PATIENCE;
-    let mut result: Result<VmInfo, ClientError> = client.call(Call::Stop);
+    let mut result: Result<VmInfo, ClientError> = client.call(request::Stop);
     loop {
         match result {
             Err(e) if e.is_gone() => return Ok(()),
@@ -141,6 +139,6 @@ fn stop(client: &mut Client) -> Result<(), String> {
             Ok(_) => {}
         }
         std::thread::sleep(LOOK);
-        result = client.call(Call::Status);
+        result = client.call(request::Status);
     }
 }

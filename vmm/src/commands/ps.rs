@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 use clap::Args;
 
 use super::{DONE, print};
-use crate::control::client::Client;
-use crate::control::place;
-use crate::control::protocol::VmInfo;
 use crate::exit::ExitStatus;
+use control_api::client::Client;
+use control_api::place;
+use control_api::protocol::VmInfo;
 
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]
@@ -53,7 +53,7 @@ fn table(vms: &[VmInfo]) -> String {
             vm.name.clone(),
             vm.pid.to_string(),
             vm.vcpus.to_string(),
-            vm.state.clone(),
+            vm.state.to_string(),
             uptime(vm.uptime_ms / 1000),
             vm.pmu.clone(),
             vm.guest.clone(),

@@ -20,18 +20,18 @@ use serde_json::Value;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use vpmu::EventFilter;
 
-use super::peer;
-use super::place::Socket;
-use super::protocol::{
-    Call, Failure, FailureKind, Generation, GuestViews, MAX_REQUEST, PROTOCOL, Reply, Request, SymbolsInfo,
-    VmInfo,
-};
 use super::session::{EventSession, On, fail, role};
 use crate::pmu::VmPmu;
 use crate::vcpu::Kicker;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
 use crate::vcpu::mailbox::Mailbox;
 use crate::vcpu::stats::VcpuStats;
+use control_api::peer;
+use control_api::place::Socket;
+use control_api::protocol::{
+    Call, ClientRole, Failure, FailureKind, Generation, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine,
+    RequestLine, SymbolsInfo, VmInfo, VmState,
+};
 use kernel_images::symbols::KernelSymbols;
 
 /// Most connections at a time.
@@ -87,18 +87,16 @@ impl Controlled {
             pmu: self.pmu_name.clone(),
             guest: self.guest.clone(),
             state: match self.control.state() {
-                RunState::Running => "running",
-                RunState::Paused => "paused",
-                RunState::Stopped => "stopped",
-            }
-            .into(),
+                RunState::Running => VmState::Running,
+                RunState::Paused => VmState::Paused,
+                RunState::Stopped => VmState::Stopped,
+            },
             parked: self.control.parked() as u32,
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role: match role {
-                Role::Operator => "operator",
-                Role::Admin | Role::Guest => "admin",
-            }
-            .into(),
+                Role::Operator => ClientRole::Operator,
+                Role::Admin | Role::Guest => ClientRole::Admin,
+            },
         }
     }
 
@@ -339,7 +337,7 @@ impl ControlServer {
             connection.refuse(0, FailureKind::Rate, message);
             return Fate::Ends;
         }
-        let request: Request = match serde_json::from_slice(line) {
+        let request: RequestLine = match serde_json::from_slice(line) {
             Ok(request) => request,
             Err(e) => {
                 connection.refuse(0, FailureKind::Protocol, format!("no request: {e}"));
@@ -357,7 +355,7 @@ impl ControlServer {
             Ok(Done::WithFd(value, fd)) => connection.reply_with(request.id, value, &fd),
             Err(failure) => {
                 let fatal = failure.kind == FailureKind::Protocol;
-                let fate = connection.send(&Reply {
+                let fate = connection.send(&ReplyLine {
                     id: request.id,
                     ok: None,
                     error: Some(failure),
@@ -592,18 +590,18 @@ impl Connection {
     fn refuse(&mut self, id: u64, kind: FailureKind, message: String) {
         let error = Some(Failure { kind, message });
         // The connection ends anyway.
-        let _ = self.send(&Reply { id, ok: None, error });
+        let _ = self.send(&ReplyLine { id, ok: None, error });
     }
 
     fn reply(&mut self, id: u64, ok: Value) -> Fate {
-        self.send(&Reply {
+        self.send(&ReplyLine {
             id,
             ok: Some(ok),
             error: None,
         })
     }
 
-    fn send(&mut self, reply: &Reply) -> Fate {
+    fn send(&mut self, reply: &ReplyLine) -> Fate {
         if serde_json::to_writer(&mut self.outgoing, reply).is_err() {
             return Fate::Ends;
         }
@@ -636,7 +634,7 @@ impl Connection {
             // A client that waits for a descriptor has read what came before.
             return Fate::Ends;
         }
-        let reply = Reply {
+        let reply = ReplyLine {
             id,
             ok: Some(ok),
             error: None,

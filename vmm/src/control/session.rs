@@ -10,12 +10,12 @@ use perf_core::{
     Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, VcpuReading,
 };
 
-use super::protocol::{
+use crate::pmu::{HostSampling, OperatorEvent, VmPmu};
+use control_api::events::list::{self, EventGroup, EventSpec};
+use control_api::protocol::{
     EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo, RingLoss,
     Sampling, VcpuPart,
 };
-use crate::events::list::{self, EventGroup, EventSpec};
-use crate::pmu::{HostSampling, OperatorEvent, VmPmu};
 
 /// What samples hold, the call chain apart.
 const SAMPLE: SampleType = SampleType::IP

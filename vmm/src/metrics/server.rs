@@ -19,10 +19,10 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::address::{Listener, MetricsAddress, Stream};
 use super::http::{self, MAX_HEAD, Refusal, Request};
 use super::snapshot::{Snapshot, VcpuSnapshot};
-use crate::control::peer;
-use crate::control::protocol::Opened;
 use crate::control::server::Controlled;
 use crate::control::session::{EventSession, On};
+use control_api::peer;
+use control_api::protocol::Opened;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;

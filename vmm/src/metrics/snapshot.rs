@@ -9,8 +9,8 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::control::protocol::{EventReading, Opened, VcpuView, VmInfo};
 use crate::vcpu::stats::VcpuStats;
+use control_api::protocol::{EventReading, Opened, VcpuView, VmInfo, VmState};
 
 /// Everything that is served at one moment.
 #[derive(Clone, Debug)]
@@ -204,7 +204,7 @@ impl Snapshot {
             Some(&Unit::Seconds),
             one(vm.uptime_ms as f64 / 1e3),
         )?;
-        let paused = if vm.state == "paused" { 1.0 } else { 0.0 };
+        let paused = if vm.state == VmState::Paused { 1.0 } else { 0.0 };
         out.gauges(
             "vm_paused",
             "1 while an operator has the VM paused.",
@@ -420,7 +420,7 @@ impl Snapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::protocol::GuestCounter;
+    use control_api::protocol::{ClientRole, GuestCounter};
 
     fn snapshot() -> Snapshot {
         let counter = |counter: &str, event: Option<&str>, backing: Option<&str>| GuestCounter {
@@ -470,10 +470,10 @@ mod tests {
                 vcpus: 1,
                 pmu: "amd".into(),
                 guest: "a \"b\\c\"\nd".into(),
-                state: "paused".into(),
+                state: VmState::Paused,
                 parked: 1,
                 uptime_ms: 1500,
-                role: "admin".into(),
+                role: ClientRole::Admin,
             },
             vcpus: vec![VcpuSnapshot::new(&stats, Some(context), Some(view))],
             events: Vec::new(),

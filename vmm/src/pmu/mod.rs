@@ -31,10 +31,10 @@ use vpmu::{
     PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vpmu,
 };
 
-use crate::control::protocol::GuestCounter;
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::stepping::Stepping;
+use control_api::protocol::GuestCounter;
 use steal::StealClock;
 
 pub use operator::{HostSampling, OperatorEvent};
@@ -106,7 +106,7 @@ impl VmPmu {
         let core = Core::new(CoreConfig {
             share: config.share,
             mux: config.mux,
-            owner_uid: crate::control::peer::own_uid(),
+            owner_uid: control_api::peer::own_uid(),
             // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
             paranoid: 0,
             ..CoreConfig::default()

@@ -9,8 +9,8 @@ use perf_core::pmu::sched;
 use vpmu::{CounterView, EventRequest, GuestEvent, ParavirtualEvent};
 
 use super::VmPmu;
-use crate::control::protocol::GuestCounter;
-use crate::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
+use control_api::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
+use control_api::protocol::GuestCounter;
 
 /// An operator's event as perf-core takes it, counting.
 #[derive(Clone, Debug)]

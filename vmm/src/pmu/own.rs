@@ -13,9 +13,9 @@ use vpmu::{
 };
 
 use super::operator;
-use crate::control::protocol::GuestCounter;
 use crate::kvm::event_filter::{KvmFilter, KvmFilterError};
 use crate::kvm::own_pmu::OwnPmu;
+use control_api::protocol::GuestCounter;
 
 /// What of KVM's own vPMU belongs to the whole VM.
 #[derive(Debug)]

@@ -11,8 +11,8 @@ use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
-use crate::control::protocol::{KernelInfo, KernelState};
 use crate::kvm::registers;
+use control_api::protocol::{KernelInfo, KernelState};
 use guest_profile::locate::{self, Anchors};
 use guest_profile::mappings::{self, Listeners, TellOnce};
 use guest_profile::sample::{RAW_BYTES, RawSample};

@@ -11,9 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::procfs::{ThreadFacts, vcpu_threads};
-use crate::control::client::{Client, ClientError};
-use crate::control::protocol::{Call, Generation, GuestViews, VcpuView};
 use crate::signals::StopSignals;
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{Generation, GuestViews, VcpuView};
+use control_api::request;
 
 /// Longest line taken from a guest's console; the rest of a longer one is dropped.
 const MAX_LINE: u64 = 64 << 10;
@@ -282,9 +283,9 @@ impl ChildVm {
     pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
         let until = Instant::now() + VIEW_PATIENCE;
         let client = self.client()?;
-        let asked: Generation = client.call(Call::GuestView)?;
+        let asked: Generation = client.call(request::GuestView)?;
         loop {
-            let mut seen: GuestViews = client.call(Call::GuestViewResult {
+            let mut seen: GuestViews = client.call(request::GuestViewResult {
                 generation: asked.generation,
             })?;
             if seen.complete {

@@ -18,8 +18,9 @@ use serde::Deserialize;
 
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
-use crate::control::protocol::{Call, EventReading, Opened, RingInfo, Sampling, VcpuView};
 use crate::signals::StopSignals;
+use control_api::protocol::{EventReading, Opened, RingInfo, Sampling, VcpuView};
+use control_api::request;
 
 /// How long the guest may take to start.
 const START_PATIENCE: Duration = Duration::from_secs(30);
@@ -199,7 +200,7 @@ pub struct Outcome {
 
 impl Outcome {
     /// The host's view of a counter (`gp0`, `fixed1`) of CPU `cpu`, after.
-    pub fn host(&self, cpu: usize, counter: &str) -> Option<&crate::control::protocol::GuestCounter> {
+    pub fn host(&self, cpu: usize, counter: &str) -> Option<&control_api::protocol::GuestCounter> {
         find(&self.after, cpu, counter)
     }
 
@@ -214,7 +215,7 @@ fn find<'a>(
     views: &'a [VcpuView],
     cpu: usize,
     counter: &str,
-) -> Option<&'a crate::control::protocol::GuestCounter> {
+) -> Option<&'a control_api::protocol::GuestCounter> {
     views.get(cpu)?.counters.iter().find(|c| c.counter == counter)
 }
 
@@ -332,7 +333,7 @@ pub(super) struct Watch {
 impl Watch {
     pub(super) fn open(vm: &mut ChildVm, operator: Operator<'_>) -> Result<Self, ChildError> {
         let client = vm.client()?;
-        let opened: Result<Vec<Opened>, _> = client.call(Call::Open {
+        let opened: Result<Vec<Opened>, _> = client.call(request::Open {
             events: operator.events.to_owned(),
             vcpus: None,
             whole: false,
@@ -346,7 +347,7 @@ impl Watch {
         let opened = match opened {
             Ok(opened) => opened,
             // Refusing is what a strict policy is for.
-            Err(crate::control::client::ClientError::Refused(failure)) => {
+            Err(control_api::client::ClientError::Refused(failure)) => {
                 return Ok(Self {
                     opened: Err(failure.message),
                     ring: None,
@@ -356,7 +357,7 @@ impl Watch {
         };
         let mut ring = None;
         if operator.period.is_some() && opened.iter().any(|o| o.handle.is_some()) {
-            let call = Call::Ring {
+            let call = request::Ring {
                 vcpu: 0,
                 pages: RING_PAGES,
             };
@@ -364,7 +365,7 @@ impl Watch {
             let reader = RingReader::map(memfd.as_fd()).map_err(|e| ChildError::Answer(e.to_string()))?;
             ring = Some((reader, info));
         }
-        let () = client.call(Call::Enable)?;
+        let () = client.call(request::Enable)?;
         Ok(Self {
             opened: Ok(opened),
             ring,
@@ -382,8 +383,8 @@ impl Watch {
         if saw.opened.is_err() {
             return Ok(saw);
         }
-        let () = client.call(Call::Disable)?;
-        saw.readings = client.call(Call::Read)?;
+        let () = client.call(request::Disable)?;
+        saw.readings = client.call(request::Read)?;
         if let Some((reader, info)) = &mut self.ring {
             let format = Format {
                 sample_type: SampleType::from_bits_truncate(info.sample_type),
@@ -397,7 +398,7 @@ impl Watch {
                 }
             }
         }
-        let () = client.call(Call::Close)?;
+        let () = client.call(request::Close)?;
         Ok(saw)
     }
 }

@@ -17,8 +17,8 @@ use super::judge::Expected;
 use super::procfs::ThreadFacts;
 use super::report::{Row, Summary};
 use super::{Host, LinuxFiles, Options};
-use crate::control::protocol::VcpuView;
 use crate::signals::StopSignals;
+use control_api::protocol::VcpuView;
 
 /// How long the guest may take to its first line.
 const START_PATIENCE: Duration = Duration::from_secs(180);

@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::judge::{Evidence, Tolerance, Verdict, judge};
-use crate::events::format::thousands;
 use crate::kvm::host::KvmFacts;
+use control_api::events::format::thousands;
 
 /// Where a count is from that does not depend on time.
 pub const KNOWN: &str = "counted by hand";

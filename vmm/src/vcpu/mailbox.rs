@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vpmu::EventFilter;
 
-use crate::control::protocol::VcpuView;
+use control_api::protocol::VcpuView;
 
 /// What is asked of a vCPU.
 #[derive(Debug, Default)]

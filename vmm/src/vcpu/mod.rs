@@ -30,10 +30,10 @@ use vmm_sys_util::signal::Killable;
 use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{ParavirtualEvent, PmiReady};
 
-use crate::control::protocol::VcpuView;
 use crate::devices::{Bus, BusOutcome};
 use crate::pmu::{Synced, VcpuPmu};
 use control::{RunControl, RunState, StopReason};
+use control_api::protocol::VcpuView;
 use debugctl::DebugControl;
 use kernel_images::rdpmc::TRAP_PORT;
 use mailbox::Mailbox;

@@ -20,13 +20,12 @@ use perf_core::ring::RingReader;
 
 use super::files::SymbolArgs;
 use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, say, wait_until};
-use crate::control::client::Client;
-use crate::control::protocol::{
-    Call, HostRingInfo, KernelInfo, KernelState, Opened, RingInfo, RingLoss, Sampling,
-};
-use crate::events::list;
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use control_api::client::Client;
+use control_api::events::list;
+use control_api::protocol::{HostRingInfo, KernelInfo, KernelState, Opened, RingInfo, Sampling};
+use control_api::request::{self, Request};
 use guest_profile::export::NO_PID;
 use guest_profile::merge::{Merge, RingTerms, Totals, Whose};
 use guest_profile::sample::RawSample;
@@ -142,10 +141,10 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
     }
     let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
-    let said = |e: crate::control::client::ClientError| e.to_string();
+    let said = |e: control_api::client::ClientError| e.to_string();
     let sampling = args.sampling();
     let opened: Vec<Opened> = client
-        .call(Call::Open {
+        .call(request::Open {
             events: args.events.clone(),
             vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
             whole: false,
@@ -167,7 +166,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
         // Until it is time to look into the rings.
         let over = loop {
             if clock.begins() {
-                gone |= switch(&mut client, Call::Enable)?;
+                gone |= switch(&mut client, request::Enable)?;
             }
             let stop = match &mut remote {
                 Some(remote) => follow(remote, &mut client, &mut gone)?,
@@ -182,7 +181,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
             }
         };
         if over {
-            gone |= switch(&mut client, Call::Disable)?;
+            gone |= switch(&mut client, request::Disable)?;
         }
         streams.drain(&mut recording)?;
         if over {
@@ -202,7 +201,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
         }
     }
     streams.settle(u64::MAX, &mut recording)?;
-    if !gone && let Ok(losses) = client.call::<Vec<RingLoss>>(Call::RingLosses) {
+    if !gone && let Ok(losses) = client.call(request::RingLosses) {
         recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
     }
     if progress {
@@ -251,8 +250,8 @@ impl Clock {
 }
 
 /// Switches sampling on or off. True: the VM has gone.
-fn switch(client: &mut Client, call: Call) -> Result<bool, String> {
-    match client.call::<()>(call) {
+fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, String> {
+    match client.call(request) {
         Err(e) if e.is_gone() => Ok(true),
         result => result.map(|()| false).map_err(|e| e.to_string()),
     }
@@ -262,8 +261,8 @@ fn switch(client: &mut Client, call: Call) -> Result<bool, String> {
 fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<bool, String> {
     for word in remote.words() {
         match word {
-            Word::Enable => *gone |= switch(client, Call::Enable)?,
-            Word::Disable => *gone |= switch(client, Call::Disable)?,
+            Word::Enable => *gone |= switch(client, request::Enable)?,
+            Word::Disable => *gone |= switch(client, request::Disable)?,
             Word::Ping | Word::Stop => {}
         }
         remote.acknowledge();
@@ -302,13 +301,13 @@ impl Streams {
         opened: &[Opened],
         sampling: Sampling,
     ) -> Result<Self, String> {
-        let said = |e: crate::control::client::ClientError| e.to_string();
+        let said = |e: control_api::client::ClientError| e.to_string();
         let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
         vcpus.sort_unstable();
         vcpus.dedup();
         let mut rings = Vec::new();
         for vcpu in vcpus {
-            let call = Call::Ring {
+            let call = request::Ring {
                 vcpu,
                 pages: args.mmap_pages,
             };
@@ -324,13 +323,14 @@ impl Streams {
                 why_not = why_not.or_else(|| o.no_ring.clone());
                 continue;
             };
-            let (info, fd): (HostRingInfo, File) =
-                client.call_with_file(Call::HostRing { handle }).map_err(said)?;
+            let (info, fd): (HostRingInfo, File) = client
+                .call_with_file(request::HostRing { handle })
+                .map_err(said)?;
             let ring = match GuestSamples::map(fd.into(), HOST_RING_LOG2_PAGES) {
                 Ok(ring) => ring,
                 Err(e) => {
                     why_not = Some(format!("mapping its ring: {e}"));
-                    let () = client.call(Call::Chains { handle, every: 1 }).map_err(said)?;
+                    let () = client.call(request::Chains { handle, every: 1 }).map_err(said)?;
                     continue;
                 }
             };
@@ -434,13 +434,13 @@ impl Streams {
 
     /// Has the VM take more or fewer full samples, as the light ones show enough of the guest or not. Fails when the VM
     /// has gone.
-    fn steer(&mut self, client: &mut Client) -> Result<(), crate::control::client::ClientError> {
-        let _: serde_json::Value = client.call(Call::Status)?;
+    fn steer(&mut self, client: &mut Client) -> Result<(), control_api::client::ClientError> {
+        client.call(request::Status)?;
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
             if let Some(every) = lane.merge.decide(now_ns) {
                 let handle = lane.handle;
-                let () = client.call(Call::Chains { handle, every })?;
+                let () = client.call(request::Chains { handle, every })?;
                 log::debug!("vCPU {}: a chain on every {every}. sample", lane.vcpu);
             }
             if lane.merge.is_blind() && !std::mem::replace(&mut lane.said_blind, true) {
@@ -487,7 +487,7 @@ fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Reco
 fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), String> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
-        let info: KernelInfo = client.call(Call::Kernel).map_err(|e| e.to_string())?;
+        let info: KernelInfo = client.call(request::Kernel).map_err(|e| e.to_string())?;
         match info.state {
             KernelState::Looking if Instant::now() < until => {}
             KernelState::Looking => {

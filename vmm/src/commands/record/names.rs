@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use super::RecordArgs;
 use crate::commands::files;
-use crate::control::client::Client;
+use control_api::client::Client;
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
 use guest_profile::programs::GuestMount;

@@ -5,20 +5,21 @@ use std::time::{Duration, Instant};
 
 use super::StatArgs;
 use crate::commands::{DONE, print};
-use crate::control::client::Client;
-use crate::control::protocol::{Call, Generation, GuestViews, VcpuView};
-use crate::events::format::thousands;
 use crate::exit::ExitStatus;
+use control_api::client::Client;
+use control_api::events::format::thousands;
+use control_api::protocol::{Generation, GuestViews, VcpuView};
+use control_api::request;
 
 /// How long the vCPUs may take to show what their guest counts.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
 /// `--guest-view`.
 pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, String> {
-    let asked: Generation = client.call(Call::GuestView).map_err(|e| e.to_string())?;
+    let asked: Generation = client.call(request::GuestView).map_err(|e| e.to_string())?;
     let until = Instant::now() + VIEW_PATIENCE;
     let views = loop {
-        let call = Call::GuestViewResult {
+        let call = request::GuestViewResult {
             generation: asked.generation,
         };
         let views: GuestViews = client.call(call).map_err(|e| e.to_string())?;

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::StatArgs;
 use super::totals::{Total, merge};
-use crate::events::format::{Counted, Unit, csv_line, mean_and_error, running_percent, stat_line};
+use control_api::events::format::{Counted, Unit, csv_line, mean_and_error, running_percent, stat_line};
 
 /// What came in `length` before `at`.
 pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use clap::Args;
 
 use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
-use crate::control::client::Client;
-use crate::control::protocol::{Call, EventReading, Opened};
-use crate::events::list;
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use control_api::client::Client;
+use control_api::events::list;
+use control_api::protocol::{EventReading, Opened};
+use control_api::request;
 use lines::{final_table, interval_lines};
 use totals::{Total, totals};
 
@@ -94,7 +95,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
     let mut unsupported = BTreeMap::new();
     for _ in 0..args.repeat {
         let opened: Vec<Opened> = client
-            .call(Call::Open {
+            .call(request::Open {
                 events: args.events.clone(),
                 vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
                 // A vCPU that comes later counts from its first instruction.
@@ -114,7 +115,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
         if gone || run.woken == Woken::Signal {
             break;
         }
-        let () = client.call(Call::Close).map_err(|e| e.to_string())?;
+        let () = client.call(request::Close).map_err(|e| e.to_string())?;
     }
     if args.interval.is_none() {
         print(&final_table(client.info().name.as_str(), &runs, &elapsed, args))?;
@@ -145,7 +146,7 @@ fn one_run(
     opened: &[Opened],
     signals: &StopSignals,
 ) -> Result<Run, String> {
-    let () = client.call(Call::Enable).map_err(|e| e.to_string())?;
+    let () = client.call(request::Enable).map_err(|e| e.to_string())?;
     let start = Instant::now();
     let end = args.duration.map(|d| start + d);
     let mut next_interval = args.interval.map(|i| start + i);
@@ -168,12 +169,12 @@ fn one_run(
         let over = woken == Woken::Signal || end.is_some_and(|end| now >= end);
         if over {
             // So that no event counts on while others are read.
-            match client.call::<()>(Call::Disable) {
+            match client.call(request::Disable) {
                 Err(e) if !e.is_gone() => return Err(e.to_string()),
                 _ => {}
             }
         }
-        let gone = match client.call::<Vec<EventReading>>(Call::Read) {
+        let gone = match client.call(request::Read) {
             Ok(readings) => {
                 last = readings;
                 false

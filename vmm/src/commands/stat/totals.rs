@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::control::protocol::{EventReading, Opened};
-use crate::events::format::{Counted, Unit, mean_and_error};
+use control_api::events::format::{Counted, Unit, mean_and_error};
+use control_api::protocol::{EventReading, Opened};
 
 /// What came out for an event, on one vCPU or on all.
 #[derive(Clone, Debug)]

@@ -13,12 +13,13 @@ use super::TopArgs;
 use super::screen::{Cell, Screen, SymbolRow, VcpuRow};
 use crate::commands::one_line;
 use crate::commands::{Woken, files, wait_until};
-use crate::control::client::{Client, ClientError};
-use crate::control::protocol::{
-    Call, EventReading, Generation, GuestViews, KernelInfo, KernelState, Opened, RingInfo, RingLoss,
-    Sampling, VcpuView, VmInfo,
-};
 use crate::signals::StopSignals;
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{
+    EventReading, Generation, GuestViews, KernelInfo, KernelState, Opened, RingInfo, RingLoss, Sampling,
+    VcpuView, VmInfo,
+};
+use control_api::request;
 use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
 use guest_profile::export::{FileMapping, NO_PID};
 use guest_profile::programs::GuestMount;
@@ -90,7 +91,7 @@ impl Collector {
             chain_every: 1,
         };
         let sampled: Vec<Opened> = client
-            .call(Call::Open {
+            .call(request::Open {
                 events: args.event.clone(),
                 vcpus: vcpus.clone(),
                 whole: false,
@@ -101,7 +102,7 @@ impl Collector {
             return Err(format!("'{}' cannot be sampled here: {why}", event.name));
         }
         let counted: Vec<Opened> = client
-            .call(Call::Open {
+            .call(request::Open {
                 events: COUNTED.into(),
                 // A vCPU that comes later counts from its first instruction.
                 whole: vcpus.is_none(),
@@ -116,7 +117,7 @@ impl Collector {
         sampled_vcpus.dedup();
         let mut rings = Vec::new();
         for vcpu in sampled_vcpus {
-            let call = Call::Ring {
+            let call = request::Ring {
                 vcpu,
                 pages: RING_PAGES,
             };
@@ -125,8 +126,8 @@ impl Collector {
                 RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
             rings.push((reader, info));
         }
-        let () = client.call(Call::Enable).map_err(said)?;
-        let before = client.call(Call::Read).map_err(said)?;
+        let () = client.call(request::Enable).map_err(said)?;
+        let before = client.call(request::Read).map_err(said)?;
         Ok(Self {
             client,
             event: args.event.clone(),
@@ -223,9 +224,9 @@ impl Collector {
 
     /// Asks the VM for what the samples do not say.
     fn ask(&mut self, now: Instant) -> Result<Screen, ClientError> {
-        let vm: VmInfo = self.client.call(Call::Status)?;
-        let readings: Vec<EventReading> = self.client.call(Call::Read)?;
-        let losses: Vec<RingLoss> = self.client.call(Call::RingLosses)?;
+        let vm: VmInfo = self.client.call(request::Status)?;
+        let readings: Vec<EventReading> = self.client.call(request::Read)?;
+        let losses: Vec<RingLoss> = self.client.call(request::RingLosses)?;
         let views = self.views()?;
         let elapsed = now.duration_since(self.before_at);
         let vcpus = self.vcpu_rows(&readings, elapsed);
@@ -247,10 +248,10 @@ impl Collector {
         if self.client.info().pmu == "off" {
             return Ok(Vec::new());
         }
-        let asked: Generation = self.client.call(Call::GuestView)?;
+        let asked: Generation = self.client.call(request::GuestView)?;
         let until = Instant::now() + VIEW_PATIENCE;
         loop {
-            let call = Call::GuestViewResult {
+            let call = request::GuestViewResult {
                 generation: asked.generation,
             };
             let views: GuestViews = self.client.call(call)?;
@@ -330,7 +331,7 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell
 fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), String> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
-        let info: KernelInfo = client.call(Call::Kernel).map_err(|e| e.to_string())?;
+        let info: KernelInfo = client.call(request::Kernel).map_err(|e| e.to_string())?;
         match info.state {
             KernelState::Looking if Instant::now() < until => {}
             KernelState::NotFound => {

@@ -17,10 +17,10 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, Ke
 
 use super::files::SymbolArgs;
 use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
-use crate::events::list;
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use collect::{Collector, Took};
+use control_api::events::list;
 use screen::{Screen, Ui};
 
 /// How long a key may wait.

@@ -8,8 +8,8 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Row, Table};
 
-use crate::control::protocol::{VcpuView, VmInfo};
-use crate::events::format::thousands;
+use control_api::events::format::thousands;
+use control_api::protocol::{VcpuView, VmInfo};
 
 /// Lines of symbols in the text.
 const TEXT_SYMBOLS: usize = 30;
@@ -433,7 +433,7 @@ fn known(count: Option<u64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::protocol::GuestCounter;
+    use control_api::protocol::{ClientRole, GuestCounter, VmState};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
@@ -474,10 +474,10 @@ mod tests {
                 vcpus: 2,
                 pmu: "amd".into(),
                 guest: String::new(),
-                state: "running".into(),
+                state: VmState::Running,
                 parked: 0,
                 uptime_ms: 61_000,
-                role: "admin".into(),
+                role: ClientRole::Admin,
             },
             event: "cycles".into(),
             frequency_hz: 250,

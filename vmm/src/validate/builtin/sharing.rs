@@ -5,11 +5,11 @@ use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, Counter, judged, selector, settled};
-use crate::control::protocol::Call;
 use crate::validate::child::ChildError;
 use crate::validate::guest::{Job, MeasuringGuest, Operator};
 use crate::validate::judge::{Evidence, Expected, Tolerance};
 use crate::validate::report::{Check, Row};
+use control_api::request;
 
 /// CPU time of a turn, and of a contended measurement, in ms. What programming all counters takes beside the operator's
 /// events is in the measurement, and many times less.
@@ -123,11 +123,11 @@ impl Builtin<'_> {
             SharePolicy::Strict,
         ] {
             let name = policy.to_string();
-            let () = guest.vm.client()?.call(Call::Share { policy: name.clone() })?;
+            let () = guest.vm.client()?.call(request::Share { policy })?;
             rows.push(settled(|| self.contended(guest, backing, select, n, &name))?);
         }
-        let policy = "guest-first".into();
-        let () = guest.vm.client()?.call(Call::Share { policy })?;
+        let policy = SharePolicy::GuestFirst;
+        let () = guest.vm.client()?.call(request::Share { policy })?;
         Ok(rows)
     }
 

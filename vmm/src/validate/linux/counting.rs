@@ -1,12 +1,13 @@
 //! `perf stat` in the Linux guest.
 
 use super::{Count, Done, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
-use crate::control::protocol::Call;
 use crate::validate::builtin::on_host_pmu;
 use crate::validate::child::ChildError;
 use crate::validate::guest::Operator;
 use crate::validate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
 use crate::validate::report::{Check, KNOWN, Row};
+use control_api::request;
+use perf_core::SharePolicy;
 
 /// How often a measurement of time is taken before it counts as wrong.
 const TRIES: u32 = 3;
@@ -347,14 +348,16 @@ impl Linux<'_> {
         backing: &'static str,
     ) -> Result<Vec<Row>, ChildError> {
         let mut rows = vec![settled(|| self.scaled(guest, backing))?];
-        for policy in ["guest-first", "operator-first", "strict"] {
-            let () = guest.vm.client()?.call(Call::Share {
-                policy: policy.into(),
-            })?;
-            rows.push(settled(|| self.contended(guest, backing, policy))?);
+        for policy in [
+            SharePolicy::GuestFirst,
+            SharePolicy::OperatorFirst,
+            SharePolicy::Strict,
+        ] {
+            let () = guest.vm.client()?.call(request::Share { policy })?;
+            rows.push(settled(|| self.contended(guest, backing, &policy.to_string()))?);
         }
-        let policy = "guest-first".into();
-        let () = guest.vm.client()?.call(Call::Share { policy })?;
+        let policy = SharePolicy::GuestFirst;
+        let () = guest.vm.client()?.call(request::Share { policy })?;
         Ok(rows)
     }
 

@@ -11,9 +11,9 @@ pub const MAX_EVENTS: usize = 1024;
 /// Most data pages of a ring.
 pub const MAX_RING_PAGES: u32 = 4096;
 
-/// A request.
+/// A request as it is sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Request {
+pub struct RequestLine {
     /// Comes back in the reply.
     pub id: u64,
     /// What is asked.
@@ -130,9 +130,9 @@ fn is_one(n: &u32) -> bool {
     *n == 1
 }
 
-/// A reply: `ok` or `error`.
+/// A reply as it is sent: `ok` or `error`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Reply {
+pub struct ReplyLine {
     /// The request's.
     pub id: u64,
     /// What it came to.
@@ -190,14 +190,46 @@ pub struct VmInfo {
     pub pmu: String,
     /// What runs in it.
     pub guest: String,
-    /// running, paused or stopped.
-    pub state: String,
+    /// Whether it runs.
+    pub state: VmState,
     /// vCPUs that are out of the guest because of a pause.
     pub parked: u32,
     /// Time since it was started, in milliseconds.
     pub uptime_ms: u64,
-    /// What the client may do: admin or operator.
-    pub role: String,
+    /// What the client may do.
+    pub role: ClientRole,
+}
+
+/// Whether a VM runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VmState {
+    /// Its vCPUs run.
+    Running,
+    /// They are out of the guest, or on their way.
+    Paused,
+    /// It is ending.
+    Stopped,
+}
+
+impl std::fmt::Display for VmState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Stopped => "stopped",
+        })
+    }
+}
+
+/// What a client may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ClientRole {
+    /// Everything: root.
+    Admin,
+    /// Everything within the limits on operators: the VM's own user.
+    Operator,
 }
 
 /// An event that was opened, or could not be.
@@ -484,14 +516,14 @@ mod tests {
 
     #[test]
     fn requests_look_as_documented() {
-        let text = |call| serde_json::to_string(&Request { id: 3, call }).unwrap();
+        let text = |call| serde_json::to_string(&RequestLine { id: 3, call }).unwrap();
         assert_eq!(text(Call::Status), r#"{"id":3,"call":"status"}"#);
         assert_eq!(
             text(Call::Hello { protocol: 1 }),
             r#"{"id":3,"call":"hello","protocol":1}"#
         );
         let open = r#"{"id":1,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0]}"#;
-        let open: Request = serde_json::from_str(open).unwrap();
+        let open: RequestLine = serde_json::from_str(open).unwrap();
         assert_eq!(
             open.call,
             Call::Open {
@@ -548,7 +580,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_line_makes_the_parser_panic(line in prop::collection::vec(any::<u8>(), 0..300)) {
-            let _ = serde_json::from_slice::<Request>(&line);
+            let _ = serde_json::from_slice::<RequestLine>(&line);
         }
     }
 }

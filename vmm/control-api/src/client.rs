@@ -7,11 +7,11 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use serde::de::DeserializeOwned;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use super::place::{self, PlaceError};
-use super::protocol::{Call, Failure, PROTOCOL, Reply, Request, SymbolsInfo, VmInfo};
+use crate::place::{self, PlaceError};
+use crate::protocol::{Failure, PROTOCOL, ReplyLine, RequestLine, SymbolsInfo, VmInfo};
+use crate::request::{self, Request};
 
 /// How long a VM may take to reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -73,8 +73,14 @@ impl ClientError {
 /// A connection to a VM.
 #[derive(Debug)]
 pub struct Client {
-    stream: UnixStream,
+    line: Line,
     info: VmInfo,
+}
+
+/// The connection before and behind the greeting.
+#[derive(Debug)]
+struct Line {
+    stream: UnixStream,
     next: u64,
     incoming: Vec<u8>,
     files: VecDeque<File>,
@@ -133,27 +139,14 @@ impl Client {
     pub fn over(stream: UnixStream) -> Result<Self, ClientError> {
         stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
         stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
-        let mut client = Self {
+        let mut line = Line {
             stream,
-            info: VmInfo {
-                protocol: 0,
-                version: String::new(),
-                name: String::new(),
-                pid: 0,
-                vcpus: 0,
-                pmu: String::new(),
-                guest: String::new(),
-                state: String::new(),
-                parked: 0,
-                uptime_ms: 0,
-                role: String::new(),
-            },
             next: 1,
             incoming: Vec::new(),
             files: VecDeque::new(),
         };
-        client.info = client.call(Call::Hello { protocol: PROTOCOL })?;
-        Ok(client)
+        let info = line.ask(request::Hello { protocol: PROTOCOL })?;
+        Ok(Self { line, info })
     }
 
     /// What the VM said of itself at first.
@@ -165,15 +158,48 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn call<T: DeserializeOwned>(&mut self, call: Call) -> Result<T, ClientError> {
+    pub fn call<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
+        self.line.ask(request)
+    }
+
+    /// As [`Client::call`], for what comes with a descriptor.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn call_with_file<R: Request>(&mut self, request: R) -> Result<(R::Reply, File), ClientError> {
+        self.line.files.clear();
+        let reply = self.line.ask(request)?;
+        let file = self.line.files.pop_front();
+        Ok((
+            reply,
+            file.ok_or(ClientError::Reply("no descriptor came with it"))?,
+        ))
+    }
+
+    /// The guest kernel's symbols as text.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn symbols(&mut self) -> Result<(SymbolsInfo, Vec<u8>), ClientError> {
+        let (info, mut file) = self.call_with_file(request::Symbols)?;
+        file.seek(SeekFrom::Start(0))?;
+        let mut text = Vec::new();
+        file.take(MAX_SYMBOLS).read_to_end(&mut text)?;
+        Ok((info, text))
+    }
+}
+
+impl Line {
+    fn ask<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
         let id = self.next;
         self.next += 1;
+        let call = request.into();
         let mut line =
-            serde_json::to_vec(&Request { id, call }).map_err(|_| ClientError::Reply("request"))?;
+            serde_json::to_vec(&RequestLine { id, call }).map_err(|_| ClientError::Reply("request"))?;
         line.push(b'\n');
         self.stream.write_all(&line)?;
-        let reply: Reply =
-            serde_json::from_slice(&self.line()?).map_err(|_| ClientError::Reply("not JSON"))?;
+        let reply: ReplyLine =
+            serde_json::from_slice(&self.read()?).map_err(|_| ClientError::Reply("not JSON"))?;
         if let Some(failure) = reply.error {
             return Err(failure.into());
         }
@@ -183,33 +209,7 @@ impl Client {
         serde_json::from_value(reply.ok.unwrap_or_default()).map_err(|_| ClientError::Reply("fields"))
     }
 
-    /// As [`Client::call`], for what comes with a descriptor.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub fn call_with_file<T: DeserializeOwned>(&mut self, call: Call) -> Result<(T, File), ClientError> {
-        self.files.clear();
-        let reply = self.call(call)?;
-        let file = self
-            .files
-            .pop_front()
-            .ok_or(ClientError::Reply("no descriptor came with it"))?;
-        Ok((reply, file))
-    }
-
-    /// The guest kernel's symbols as text.
-    ///
-    /// # Errors
-    /// [`ClientError`].
-    pub fn symbols(&mut self) -> Result<(SymbolsInfo, Vec<u8>), ClientError> {
-        let (info, mut file): (SymbolsInfo, File) = self.call_with_file(Call::Symbols)?;
-        file.seek(SeekFrom::Start(0))?;
-        let mut text = Vec::new();
-        file.take(MAX_SYMBOLS).read_to_end(&mut text)?;
-        Ok((info, text))
-    }
-
-    fn line(&mut self) -> Result<Vec<u8>, ClientError> {
+    fn read(&mut self) -> Result<Vec<u8>, ClientError> {
         let mut seen = 0;
         loop {
             if let Some(end) = memchr::memchr(b'\n', &self.incoming[seen..]) {

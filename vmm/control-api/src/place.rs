@@ -6,7 +6,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use super::peer;
+use crate::peer;
 
 /// Longest name of a VM, in bytes.
 pub const MAX_NAME: usize = 64;

@@ -1,0 +1,23 @@
+//! How an operator speaks to a running VM: what both ends of a control socket share, and the operator's end.
+//!
+//! | module | story |
+//! |---|---|
+//! | [`protocol`] | what is said: JSON lines, version 1 |
+//! | [`request`] | the same, typed: each request names its reply |
+//! | [`client`] | the operator's end |
+//! | [`place`] | where the sockets are and which VMs they lead to |
+//! | [`peer`] | who is at the other end; sealed memory files |
+//! | [`events`] | lists of events in perf's syntax, and numbers as perf prints them |
+//!
+//! Start with [`client::Client`] and [`request`]. The VM's end, the server, is in the machine crate. The protocol is documented for
+//! other programs in docs/reference/control.md, and `tests/protocol_1.rs` pins each of its lines.
+//!
+//! **Dependencies.** `perf-core` for the names of policies. This crate links neither KVM nor the machine: an operator's tool that
+//! depends on it is small.
+
+pub mod client;
+pub mod events;
+pub mod peer;
+pub mod place;
+pub mod protocol;
+pub mod request;

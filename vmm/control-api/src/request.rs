@@ -1,0 +1,155 @@
+//! Requests as types: each names what it is answered with.
+//!
+//! [`crate::protocol::Call`] is the same as it is sent. A new request is a variant there, a line here, and one in
+//! `tests/protocol_1.rs`.
+
+use perf_core::SharePolicy;
+use serde::de::DeserializeOwned;
+
+use crate::protocol::{
+    Call, EventReading, Generation, GuestViews, HostRingInfo, KernelInfo, Opened, RingInfo, RingLoss,
+    Sampling, SymbolsInfo, VmInfo,
+};
+
+/// A request, and what it is answered with.
+pub trait Request: Into<Call> {
+    /// What the VM answers.
+    type Reply: DeserializeOwned;
+}
+
+/// Any request, by its name on the wire: the answer is as it came.
+impl Request for Call {
+    type Reply = serde_json::Value;
+}
+
+/// Declares a request that is sent as the [`Call`] of the same name.
+macro_rules! requests {
+    ($($(#[$doc:meta])* $name:ident $({ $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ })? => $reply:ty;)+) => {
+        $(requests!(@one $(#[$doc])* $name $({ $($(#[$field_doc])* $field: $type,)+ })? => $reply);)+
+    };
+    (@one $(#[$doc:meta])* $name:ident => $reply:ty) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct $name;
+
+        impl From<$name> for Call {
+            fn from(_: $name) -> Self {
+                Self::$name
+            }
+        }
+
+        impl Request for $name {
+            type Reply = $reply;
+        }
+    };
+    (@one $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ } => $reply:ty) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: $type,)+
+        }
+
+        impl From<$name> for Call {
+            fn from($name { $($field,)+ }: $name) -> Self {
+                Self::$name { $($field,)+ }
+            }
+        }
+
+        impl Request for $name {
+            type Reply = $reply;
+        }
+    };
+}
+
+requests! {
+    /// Has to be first. Reply: [`VmInfo`].
+    Hello {
+        /// The version the client speaks.
+        protocol: u32,
+    } => VmInfo;
+    /// Reply: [`VmInfo`].
+    Status => VmInfo;
+    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] says how many have arrived.
+    Pause => VmInfo;
+    /// Lets them go on.
+    Resume => VmInfo;
+    /// Ends the VM.
+    Stop => VmInfo;
+    /// Replaces the filter of the events the guest may count.
+    Filter {
+        /// Its text, as in a file for `--pmu-filter`.
+        toml: String,
+    } => ();
+    /// Opens events, disabled. Reply: a list of [`Opened`].
+    Open {
+        /// A list in perf's syntax.
+        events: String,
+        /// On which vCPUs; all when left out.
+        vcpus: Option<Vec<u32>>,
+        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are and on those
+        /// that come later, from their first instruction. Neither `vcpus` nor `sampling` goes with it.
+        whole: bool,
+        /// To sample; counting only when left out.
+        sampling: Option<Sampling>,
+    } => Vec<Opened>;
+    /// Enables all events of this connection.
+    Enable => ();
+    /// Disables them.
+    Disable => ();
+    /// Reads them all. Reply: a list of [`EventReading`].
+    Read => Vec<EventReading>;
+    /// Closes them all.
+    Close => ();
+    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with it.
+    Ring {
+        /// The vCPU.
+        vcpu: u32,
+        /// Data pages, a power of two.
+        pages: u32,
+    } => RingInfo;
+    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction pointers, taken without
+    /// leaving the guest. Reply: [`HostRingInfo`], and the perf event's descriptor with it, which the client maps.
+    HostRing {
+        /// The event.
+        handle: u32,
+    } => HostRingInfo;
+    /// Has an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
+    Chains {
+        /// The event.
+        handle: u32,
+        /// 1: all of them.
+        every: u32,
+    } => ();
+    /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
+    RingLosses => Vec<RingLoss>;
+    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again while it is
+    /// looked for.
+    Kernel => KernelInfo;
+    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
+    Symbols => SymbolsInfo;
+    /// Has each vCPU look at what its guest has programmed. Reply: [`Generation`].
+    GuestView => Generation;
+    /// What the vCPUs saw. Reply: [`GuestViews`].
+    GuestViewResult {
+        /// Which look.
+        generation: u64,
+    } => GuestViews;
+}
+
+/// Who gets the host's counters from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// The policy.
+    pub policy: SharePolicy,
+}
+
+impl From<Share> for Call {
+    fn from(Share { policy }: Share) -> Self {
+        let policy = policy.to_string();
+        Self::Share { policy }
+    }
+}
+
+impl Request for Share {
+    type Reply = ();
+}

@@ -1,0 +1,208 @@
+//! Version 1 of the control protocol, line by line. These lines are what other programs send and expect: a change of one is a
+//! change of the protocol and needs a new version, unless it only adds what may be left out.
+
+use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine};
+use control_api::request::{self, Request};
+use perf_core::SharePolicy;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// A request is sent as `line` says, and is understood as the same.
+#[track_caller]
+fn asks(request: impl Into<Call>, line: &str) {
+    let call = request.into();
+    let sent = serde_json::to_string(&RequestLine {
+        id: 7,
+        call: call.clone(),
+    })
+    .unwrap();
+    assert_eq!(sent, line);
+    let understood: RequestLine = serde_json::from_str(line).unwrap();
+    assert_eq!((understood.id, understood.call), (7, call));
+}
+
+/// What a request is answered with reads `json` and writes the same.
+#[track_caller]
+fn answers<R: Request>(json: &str)
+where
+    R::Reply: Serialize,
+{
+    same::<R::Reply>(json);
+}
+
+#[track_caller]
+fn same<T: Serialize + DeserializeOwned>(json: &str) {
+    let value: T = serde_json::from_str(json).unwrap();
+    let again: Value = serde_json::to_value(&value).unwrap();
+    assert_eq!(again, serde_json::from_str::<Value>(json).unwrap());
+}
+
+#[test]
+fn the_version_is_1() {
+    assert_eq!(PROTOCOL, 1);
+}
+
+#[test]
+fn requests_are_sent_as_version_1_says() {
+    asks(
+        request::Hello { protocol: 1 },
+        r#"{"id":7,"call":"hello","protocol":1}"#,
+    );
+    asks(request::Status, r#"{"id":7,"call":"status"}"#);
+    asks(request::Pause, r#"{"id":7,"call":"pause"}"#);
+    asks(request::Resume, r#"{"id":7,"call":"resume"}"#);
+    asks(request::Stop, r#"{"id":7,"call":"stop"}"#);
+    for (policy, name) in [
+        (SharePolicy::GuestFirst, "guest-first"),
+        (SharePolicy::OperatorFirst, "operator-first"),
+        (SharePolicy::Strict, "strict"),
+    ] {
+        let line = format!(r#"{{"id":7,"call":"share","policy":"{name}"}}"#);
+        asks(request::Share { policy }, &line);
+        assert_eq!(name.parse(), Ok(policy));
+    }
+    let toml = "mode = \"allow\"".to_owned();
+    asks(
+        request::Filter { toml },
+        r#"{"id":7,"call":"filter","toml":"mode = \"allow\""}"#,
+    );
+    asks(request::Enable, r#"{"id":7,"call":"enable"}"#);
+    asks(request::Disable, r#"{"id":7,"call":"disable"}"#);
+    asks(request::Read, r#"{"id":7,"call":"read"}"#);
+    asks(request::Close, r#"{"id":7,"call":"close"}"#);
+    asks(
+        request::Ring { vcpu: 1, pages: 64 },
+        r#"{"id":7,"call":"ring","vcpu":1,"pages":64}"#,
+    );
+    asks(
+        request::HostRing { handle: 3 },
+        r#"{"id":7,"call":"host_ring","handle":3}"#,
+    );
+    asks(
+        request::Chains { handle: 3, every: 8 },
+        r#"{"id":7,"call":"chains","handle":3,"every":8}"#,
+    );
+    asks(request::RingLosses, r#"{"id":7,"call":"ring_losses"}"#);
+    asks(request::Kernel, r#"{"id":7,"call":"kernel"}"#);
+    asks(request::Symbols, r#"{"id":7,"call":"symbols"}"#);
+    asks(request::GuestView, r#"{"id":7,"call":"guest_view"}"#);
+    asks(
+        request::GuestViewResult { generation: 5 },
+        r#"{"id":7,"call":"guest_view_result","generation":5}"#,
+    );
+}
+
+/// What may be left out is left out.
+#[test]
+fn opening_leaves_out_what_is_as_usual() {
+    let open = request::Open {
+        events: "{cycles,kvm:exits}".into(),
+        vcpus: None,
+        whole: false,
+        sampling: None,
+    };
+    asks(
+        open.clone(),
+        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}"}"#,
+    );
+    let whole = request::Open {
+        whole: true,
+        ..open.clone()
+    };
+    asks(
+        whole,
+        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","whole":true}"#,
+    );
+    let sampling = control_api::protocol::Sampling {
+        rate: 999,
+        frequency: true,
+        callchain: true,
+        chain_every: 1,
+    };
+    let sampled = request::Open {
+        vcpus: Some(vec![0, 2]),
+        sampling: Some(sampling),
+        ..open.clone()
+    };
+    asks(
+        sampled,
+        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}}"#,
+    );
+    let sampled = request::Open {
+        sampling: Some(control_api::protocol::Sampling {
+            chain_every: 8,
+            ..sampling
+        }),
+        ..open
+    };
+    asks(
+        sampled,
+        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"chain_every":8}}"#,
+    );
+}
+
+#[test]
+fn answers_are_read_as_version_1_says() {
+    answers::<request::Status>(
+        r#"{"protocol":1,"version":"0.1.0","name":"one","pid":42,"vcpus":2,"pmu":"intel-v2","guest":"(built-in guest)",
+            "state":"paused","parked":2,"uptime_ms":1500,"role":"operator"}"#,
+    );
+    for state in ["running", "paused", "stopped"] {
+        same::<control_api::protocol::VmState>(&format!("\"{state}\""));
+    }
+    for role in ["admin", "operator"] {
+        same::<control_api::protocol::ClientRole>(&format!("\"{role}\""));
+    }
+    answers::<request::Open>(
+        r#"[{"handle":0,"name":"cycles","index":0,"vcpu":1,"backing":"clock","nanoseconds":false,"estimate":true,"id":9,
+            "kind":0,"config":0},
+            {"handle":null,"unsupported":"this host has no PMU","name":"cache-misses","index":1,"backing":"hardware",
+            "nanoseconds":false,"estimate":false,"id":0,"kind":0,"config":3,"ring":true,"no_ring":"why"}]"#,
+    );
+    answers::<request::Read>(
+        r#"[{"handle":0,"value":10,"enabled_ns":4,"running_ns":2,"estimate":20,"standard_error":1.5,"failed":false},
+            {"handle":1,"value":10,"enabled_ns":4,"running_ns":4,"estimate":null,"standard_error":null,"failed":true,
+            "vcpus":[{"vcpu":0,"value":10,"enabled_ns":4,"running_ns":4,"estimate":null}]}]"#,
+    );
+    answers::<request::Ring>(r#"{"vcpu":0,"sample_type":66087}"#);
+    answers::<request::HostRing>(r#"{"period":null,"clock_offset_ns":12,"interpreted":false}"#);
+    answers::<request::RingLosses>(r#"[{"vcpu":0,"lost":3}]"#);
+    for state in ["unknown", "looking", "found", "not_found"] {
+        answers::<request::Kernel>(&format!(r#"{{"state":"{state}","detail":"Linux 6.1"}}"#));
+    }
+    answers::<request::Symbols>(r#"{"bytes":100,"flat":true,"source":"guest memory"}"#);
+    answers::<request::GuestView>(r#"{"generation":4}"#);
+    answers::<request::GuestViewResult>(
+        r#"{"complete":true,"vcpus":[{"vcpu":0,"pmis":3,"uncounted_ns":0,"places_lost":0,"counters":[
+            {"counter":"gp0","enabled":true,"event":"cycles","allowed":true,"backing":"clock","value":5,"counted":5,
+            "enabled_ns":1,"running_ns":1,"overflows":0,"pmi_requests":0,"counting":true,"fallback":false,
+            "uncounted_ns":0}]}]}"#,
+    );
+}
+
+#[test]
+fn a_reply_is_an_answer_or_a_failure() {
+    same::<ReplyLine>(r#"{"id":7,"ok":{"generation":4}}"#);
+    for (kind, name) in [
+        (FailureKind::Protocol, "protocol"),
+        (FailureKind::Rate, "rate"),
+        (FailureKind::Invalid, "invalid"),
+        (FailureKind::Denied, "denied"),
+        (FailureKind::Limit, "limit"),
+        (FailureKind::Unsupported, "unsupported"),
+        (FailureKind::Internal, "internal"),
+    ] {
+        let reply = ReplyLine {
+            id: 7,
+            ok: None,
+            error: Some(Failure {
+                kind,
+                message: "why".into(),
+            }),
+        };
+        let line = format!(r#"{{"id":7,"error":{{"kind":"{name}","message":"why"}}}}"#);
+        assert_eq!(serde_json::to_string(&reply).unwrap(), line);
+        same::<ReplyLine>(&line);
+    }
+}
