@@ -484,7 +484,7 @@ fn tell_uncounted(
     let mut known = false;
     if config.hide_uncounted {
         let tables = &loaded.event_tables;
-        for table in event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n))? {
+        for table in event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n)) {
             known = true;
             log::info!(
                 "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",

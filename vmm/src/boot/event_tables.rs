@@ -16,7 +16,6 @@ use memchr::memmem;
 use vm_memory::{Bytes, GuestAddress};
 use vpmu::Vendor;
 
-use super::error::BootError;
 use crate::memory::GuestRam;
 use kernel_images::elf::Segment;
 
@@ -114,6 +113,16 @@ impl EventTable {
         numbered.map(|(at, config)| (at, self.event(at as u64), config))
     }
 
+    /// Guest-physical address of entry `at`.
+    fn entry(&self, at: usize) -> GuestAddress {
+        GuestAddress(self.phys.wrapping_add(8 * at as u64))
+    }
+
+    /// Guest-physical address behind it.
+    fn end(&self) -> u64 {
+        self.phys.saturating_add(8 * self.entries.len() as u64)
+    }
+
     fn event(&self, at: u64) -> TableEvent {
         match self.kind {
             Kind::Hardware => TableEvent::Hardware(at),
@@ -188,52 +197,64 @@ fn table(segment: &Segment<'_>, at: usize, vendor: Vendor, kind: Kind, entries: 
     }
 }
 
-/// Takes the events that `can_count` denies out of the tables of `vendor` in guest memory.
-///
-/// # Errors
-/// [`BootError::GuestMemory`] when the memory cannot be written, or holds something else than the file did.
+/// Takes the events that `can_count` denies out of the tables of `vendor` in guest memory. A table that shares memory with another one, or
+/// is not in memory as the file has it, is not what it looks like: it is left alone, and the log says so.
 pub fn hide(
     ram: &GuestRam,
     tables: &[EventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(TableEvent, u64) -> bool,
-) -> Result<Vec<Hidden>, BootError> {
+) -> Vec<Hidden> {
+    // Before anything is changed.
+    let known: Vec<bool> = tables.iter().map(|table| is_known(ram, tables, table)).collect();
     let mut done = Vec::new();
-    for table in tables.iter().filter(|table| table.vendor == vendor) {
+    for (table, _) in tables
+        .iter()
+        .zip(known)
+        .filter(|(table, known)| *known && table.vendor == vendor)
+    {
         let mut result = Hidden {
             virt: table.virt,
             hidden: Vec::new(),
             left: 0,
         };
         for (at, event, config) in table.events() {
-            if can_count(event, config) {
+            let counted = can_count(event, config);
+            if !counted && ram.memory().write_obj(ABSENT, table.entry(at)).is_ok() {
+                result.hidden.push(event);
+            } else {
                 result.left += 1;
-                continue;
             }
-            let address = table.phys + 8 * at as u64;
-            let failed = |reason: String| BootError::GuestMemory {
-                what: "perf's table of events",
-                address,
-                reason,
-            };
-            let there: u64 = ram
-                .memory()
-                .read_obj(GuestAddress(address))
-                .map_err(|e| failed(e.to_string()))?;
-            // Two segments may name the same memory.
-            if there != config {
-                return Err(failed(format!(
-                    "memory holds {there:#x} instead of {config:#x} as in the file"
-                )));
-            }
-            ram.memory()
-                .write_obj(ABSENT, GuestAddress(address))
-                .map_err(|e| failed(e.to_string()))?;
-            result.hidden.push(event);
         }
         done.push(result);
     }
-    Ok(done)
+    done
+}
+
+/// Whether `table` has its memory for itself, and what it has in the file is there.
+fn is_known(ram: &GuestRam, tables: &[EventTable], table: &EventTable) -> bool {
+    let shared = tables
+        .iter()
+        .any(|other| !std::ptr::eq(other, table) && other.phys < table.end() && table.phys < other.end());
+    let as_in_file = || {
+        table.entries.iter().enumerate().all(|(at, config)| {
+            ram.memory()
+                .read_obj::<u64>(table.entry(at))
+                .is_ok_and(|there| there == *config)
+        })
+    };
+    let why = if shared {
+        "shares memory with another"
+    } else if !as_in_file() {
+        "is not in memory as it is in the file"
+    } else {
+        return true;
+    };
+    log::warn!(
+        "what looks like a table of the kernel's events at {:#x} {why}: it is left alone",
+        table.virt
+    );
+    false
 }
 
 #[cfg(test)]
@@ -291,7 +312,7 @@ mod tests {
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         // As on the clock: cycles only.
-        let done = hide(&ram, &tables, Vendor::Amd, |_, config| config == 0x76).unwrap();
+        let done = hide(&ram, &tables, Vendor::Amd, |_, config| config == 0x76);
         let names: Vec<Vec<String>> = done
             .iter()
             .map(|d| d.hidden.iter().map(ToString::to_string).collect())
@@ -359,13 +380,39 @@ mod tests {
         assert_eq!(find(&[segment(&whole[8..])]), []);
     }
 
+    /// What does not look in memory as in the file, or lies over another table, is none; the others are still seen to.
     #[test]
-    fn memory_that_differs_from_the_file_is_an_error() {
+    fn tables_that_are_not_what_they_look_like_are_left_alone() {
         let data = kernel();
         let tables = find(&[segment(&data)]);
         let ram = GuestRam::new(32 << 20).unwrap();
-        assert!(hide(&ram, &tables, Vendor::Intel, |_, _| true).is_ok());
-        assert!(hide(&ram, &tables, Vendor::Intel, |_, _| false).is_err());
+        let there = |ram: &GuestRam| {
+            let mut there = vec![0; data.len()];
+            ram.memory()
+                .read_slice(&mut there, GuestAddress(LOAD_AT))
+                .unwrap();
+            there
+        };
+        // Nothing was loaded.
+        assert_eq!(hide(&ram, &tables, Vendor::Intel, |_, _| false), []);
+        // The kernel has another number in the last entry of AMD's cache events.
+        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        let last = tables[1].entry(CACHE_EVENTS - 1);
+        ram.memory().write_obj(0x1234u64, last).unwrap();
+        let before = there(&ram);
+        let done = hide(&ram, &tables, Vendor::Amd, |_, _| false);
+        assert_eq!(done.iter().map(|d| d.virt).collect::<Vec<_>>(), [tables[0].virt]);
+        assert_eq!(there(&ram)[160..], before[160..], "that table as it was");
+        assert_ne!(there(&ram)[..160], before[..160], "and the other changed");
+        // Two segments with the same memory, and two that share a part of it.
+        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        for shift in [0, 8] {
+            let mut other = segment(&data);
+            other.phys += shift;
+            let overlapping = find(&[segment(&data), other]);
+            assert_eq!(hide(&ram, &overlapping, Vendor::Amd, |_, _| false), []);
+            assert_eq!(there(&ram), data);
+        }
     }
 
     #[test]
