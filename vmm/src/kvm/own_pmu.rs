@@ -8,8 +8,8 @@ use std::fs;
 use std::path::Path;
 
 use kvm_bindings::{
-    CpuId, KVM_CAP_PMU_CAPABILITY, KVM_CAP_PMU_EVENT_FILTER, KVM_CAP_PMU_EVENT_MASKED_EVENTS, Msrs,
-    kvm_msr_entry,
+    CpuId, KVM_CAP_PMU_CAPABILITY, KVM_CAP_PMU_EVENT_FILTER, KVM_CAP_PMU_EVENT_MASKED_EVENTS,
+    KVM_CPUID_FLAG_SIGNIFCANT_INDEX, Msrs, kvm_msr_entry,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
 use perf_core::pmu::host::HostProbe;
@@ -185,13 +185,12 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Reads CPUID out of a table, as [`Model::resolve`] wants it.
+/// Reads CPUID out of a table, as [`Model::resolve`] wants it. The index of an entry tells subleaves apart only where its flag says so.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
-        let found = entries
-            .as_slice()
-            .iter()
-            .find(|e| e.function == leaf && (e.index == subleaf || e.index == 0));
+        let found = entries.as_slice().iter().find(|e| {
+            e.function == leaf && (e.index == subleaf || e.flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX == 0)
+        });
         found.map_or_else(CpuidRegs::default, |e| CpuidRegs {
             eax: e.eax,
             ebx: e.ebx,
@@ -358,6 +357,26 @@ mod tests {
         own.model(name.parse().unwrap(), counters, width)
             .map(|model| model.to_string())
             .map_err(|e| e.to_string())
+    }
+
+    /// A leaf with subleaves is read at the subleaf that is asked for, wherever subleaf 0 stands in the table.
+    #[test]
+    fn a_subleaf_is_not_another_one() {
+        let entry = |index, flags, eax| kvm_bindings::kvm_cpuid_entry2 {
+            function: 7,
+            index,
+            flags,
+            eax,
+            ..Default::default()
+        };
+        let indexed = KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
+        let entries = CpuId::from_entries(&[entry(0, indexed, 10), entry(1, indexed, 11)]).unwrap();
+        assert_eq!(
+            [0, 1, 2].map(|subleaf| table(&entries)(7, subleaf).eax),
+            [10, 11, 0]
+        );
+        let entries = CpuId::from_entries(&[entry(0, 0, 10)]).unwrap();
+        assert_eq!([0, 1].map(|subleaf| table(&entries)(7, subleaf).eax), [10, 10]);
     }
 
     #[test]
