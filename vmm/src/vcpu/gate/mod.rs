@@ -270,10 +270,10 @@ impl Gate {
     /// itself. `None`: it cannot be done, and the guest has lost its stack.
     pub fn enter_handler(&self, at: u64, state: &mut State) -> Option<()> {
         let head = match &self.planted {
-            Some(planted) => planted.head(),
-            None => self.breakpoint,
+            Some(planted) => planted.head(at),
+            None => self.breakpoint.filter(|head| head.at == at),
         };
-        match head.filter(|head| head.at == at) {
+        match head {
             Some(head) => head.execute(state, &self.memory),
             None => {
                 state.regs.rip = at;
@@ -474,6 +474,92 @@ mod tests {
             assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(0x7000)).unwrap(), TRAP);
             let left: [u8; 2] = memory.read_obj(GuestAddress(GATE)).unwrap();
             assert_eq!(left == TRAP, overwritten);
+        }
+    }
+
+    /// Points the gate to a handler at `at` that begins with CLAC.
+    fn move_handler(memory: &GuestMemoryMmap, at: u64) {
+        memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
+        let entry = u128::from(at & 0xffff) | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
+        memory
+            .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
+            .unwrap();
+    }
+
+    /// A vCPU that is on its way from an exit goes back to its instruction, however often others have moved the handler meanwhile.
+    #[test]
+    fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
+        let memory = memory();
+        let state = kernel(&memory);
+        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        let places = [GATE, 0x6000, 0x6100, 0x6200];
+        for at in places {
+            move_handler(&memory, at);
+            gate.look(&state);
+            assert_eq!(gate.planted_at(at), Some(Planted::Here(at)));
+        }
+        for at in &places[..3] {
+            assert_eq!(gate.planted_at(at + 2), Some(Planted::Gone(*at)));
+            let mut on_its_way = state;
+            gate.enter_handler(*at, &mut on_its_way).unwrap();
+            assert_eq!(on_its_way.regs.rip, *at);
+        }
+        // Back to the first: that is where it is.
+        move_handler(&memory, GATE);
+        gate.look(&state);
+        assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
+        assert_eq!(gate.planted_at(0x6200), Some(Planted::Gone(0x6200)));
+    }
+
+    /// An exit that is left, because the code behind it has changed, is served as before: the guest does not go on in the middle of an
+    /// instruction. A guest that does this all the time keeps a bounded number of places busy.
+    #[test]
+    fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
+        let memory = memory();
+        let state = kernel(&memory);
+        let planted = Arc::new(PlantedGate::default());
+        let mut gate = Gate::new(Some(planted), memory.clone(), Arc::default());
+        let places: Vec<u64> = (0..50).map(|n| 0x6000 + 0x20 * n).collect();
+        for at in &places {
+            move_handler(&memory, *at);
+            gate.look(&state);
+            memory.write_obj(0x1234u16, GuestAddress(at + 8)).unwrap();
+        }
+        let last = places.len() - 1;
+        for at in &places[last - 3..last] {
+            assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(*at)).unwrap(), TRAP);
+            assert_eq!(gate.planted_at(at + 2), Some(Planted::Here(*at)));
+            let mut there = state;
+            there.regs.rflags = RFLAGS_AC | 2;
+            gate.enter_handler(*at, &mut there).unwrap();
+            assert_eq!((there.regs.rip, there.regs.rflags), (at + 3, 2), "CLAC was done");
+        }
+        let known = places.iter().filter(|at| gate.planted_at(**at).is_some());
+        assert!(known.count() < 12, "places are forgotten");
+    }
+
+    /// Two bytes are replaced at once wherever they lie in a word of eight; where they lie in two, the handler is left as it is.
+    #[test]
+    fn handlers_at_odd_addresses() {
+        for at in 0x6000..0x6010u64 {
+            let memory = memory();
+            let state = kernel(&memory);
+            let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+            memory.write_slice(&[0xAA; 32], GuestAddress(0x5ff8)).unwrap();
+            move_handler(&memory, at);
+            let whole = at % 8 != 7;
+            assert_eq!(gate.look(&state), Looked::Changed(None));
+            assert_eq!(gate.planted_at(at), whole.then_some(Planted::Here(at)));
+            let code: [u8; 6] = memory.read_obj(GuestAddress(at - 1)).unwrap();
+            let first = if whole { TRAP } else { [CLAC[0], CLAC[1]] };
+            assert_eq!(
+                code,
+                [0xAA, first[0], first[1], CLAC[2], CLAC[3], 0xAA],
+                "{at:#x}"
+            );
+            move_handler(&memory, 0x7000);
+            gate.look(&state);
+            assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(at)).unwrap(), CLAC);
         }
     }
 

@@ -1,6 +1,6 @@
 //! The exit at the beginning of the guest's handler of #GP: in the place of its first instruction.
 
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use iced_x86::{Code, Decoder, DecoderOptions, Mnemonic};
@@ -75,15 +75,28 @@ impl Head {
 
 /// Code at the place of an exit by which it is known again: the guest may have made other use of the memory meanwhile.
 const WITNESS: usize = LONGEST + 1;
+/// Former places that are remembered. A kernel has one handler for its life; a guest that moves it all the time has to do with its own
+/// port writes beyond that.
+const FORMER: usize = 8;
+/// Times an exchange is tried again because the bytes beside it have changed meanwhile.
+const EXCHANGES: u32 = 64;
 
 /// The exit in a VM's handler of #GP: one for all vCPUs, which share the code.
 #[derive(Debug, Default)]
 pub struct PlantedGate {
     /// Where it is; 0 for nowhere. Read at each port write that could be it, written once or twice in the life of a kernel.
     at: AtomicU64,
-    /// Where it was before.
-    left: AtomicU64,
-    place: Mutex<Option<Place>>,
+    /// Where it was before, of which [`Places`] has more.
+    left: [AtomicU64; FORMER],
+    places: Mutex<Places>,
+}
+
+#[derive(Debug, Default)]
+struct Places {
+    here: Option<Place>,
+    former: [Option<Former>; FORMER],
+    /// Which of these is the oldest.
+    oldest: usize,
 }
 
 #[derive(Debug)]
@@ -91,15 +104,23 @@ struct Place {
     head: Head,
     gpa: GuestAddress,
     /// What stood there.
-    code: u16,
+    code: [u8; TRAP.len()],
     /// What stands there now, the exit and what follows it.
     with_exit: [u8; WITNESS],
+}
+
+/// Where an exit was.
+#[derive(Clone, Copy, Debug)]
+struct Former {
+    head: Head,
+    /// It still stands there, because what follows it has changed: that may be code or not.
+    stands: bool,
 }
 
 /// Which exit a port write is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Planted {
-    /// The one in the handler, at this address.
+    /// One in a handler, at this address: where it is planted, or where it had to be left.
     Here(u64),
     /// One that is gone: this address has its instruction again.
     Gone(u64),
@@ -114,23 +135,32 @@ impl PlantedGate {
         if is(at) {
             return Some(Planted::Here(at));
         }
-        let left = self.left.load(Ordering::Acquire);
-        is(left).then_some(Planted::Gone(left))
+        let mut left = self.left.iter().map(|left| left.load(Ordering::Acquire));
+        let at = left.find(|left| is(*left))?;
+        let stands = self.places().former(at).is_some_and(|former| former.stands);
+        Some(if stands {
+            Planted::Here(at)
+        } else {
+            Planted::Gone(at)
+        })
     }
 
-    /// The instruction whose place it takes.
-    pub(super) fn head(&self) -> Option<Head> {
-        self.place().as_ref().map(|place| place.head)
+    /// The instruction whose place the exit at `at` takes. `None`: there is none any more.
+    pub(super) fn head(&self, at: u64) -> Option<Head> {
+        let places = self.places();
+        let here = places.here.as_ref().map(|place| place.head);
+        here.filter(|head| head.at == at)
+            .or_else(|| Some(places.former(at).filter(|former| former.stands)?.head))
     }
 
-    fn place(&self) -> std::sync::MutexGuard<'_, Option<Place>> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    fn places(&self) -> std::sync::MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the exit is at `gpa`, and where in the handler.
     pub(super) fn is_planted(&self, gpa: GuestAddress, memory: &GuestMemoryMmap) -> Option<Head> {
-        let place = self.place();
-        let there = place.as_ref().filter(|place| place.gpa == gpa)?;
+        let places = self.places();
+        let there = places.here.as_ref().filter(|place| place.gpa == gpa)?;
         memory
             .read_obj::<[u8; 2]>(gpa)
             .is_ok_and(|code| code == TRAP)
@@ -145,14 +175,11 @@ impl PlantedGate {
             return false;
         }
         // One vCPU at a time; what another has planted since `code` was read is not taken for the guest's.
-        let mut place = self.place();
-        let trap = u16::from_le_bytes(TRAP);
-        if let Some(old) = place.as_ref()
+        let mut places = self.places();
+        if let Some(old) = &places.here
             && old.head == head
             && old.gpa == gpa
-            && memory
-                .load::<u16>(gpa, Ordering::Acquire)
-                .is_ok_and(|code| code == trap)
+            && memory.read_obj::<[u8; 2]>(gpa).is_ok_and(|code| code == TRAP)
         {
             return true;
         }
@@ -161,17 +188,17 @@ impl PlantedGate {
         if memory.read_slice(there, gpa).is_err() || !code.starts_with(there) {
             return false;
         }
-        let was = u16::from_le_bytes([there[0], there[1]]);
-        self.take_away(&mut place, memory);
+        let was = [there[0], there[1]];
+        self.take_away(&mut places, memory);
         // Known before it can be executed.
         self.at.store(head.at, Ordering::Release);
-        if !exchange(memory, gpa, was, trap) {
+        if !exchange(memory, gpa, was, TRAP) {
             self.at.store(0, Ordering::Release);
             return false;
         }
         let mut with_exit = [0; WITNESS];
         let _ = memory.read(&mut with_exit, gpa);
-        *place = Some(Place {
+        places.here = Some(Place {
             head,
             gpa,
             code: was,
@@ -182,28 +209,76 @@ impl PlantedGate {
 
     /// The guest's code is as it was before.
     pub(super) fn remove(&self, memory: &GuestMemoryMmap) {
-        self.take_away(&mut self.place(), memory);
+        self.take_away(&mut self.places(), memory);
     }
 
-    fn take_away(&self, place: &mut Option<Place>, memory: &GuestMemoryMmap) {
-        let Some(old) = place.take() else { return };
-        // A vCPU may be on its way from the exit to us.
-        self.left.store(old.head.at, Ordering::Release);
-        self.at.store(0, Ordering::Release);
+    /// Where what follows the exit has changed, memory may have other contents than code by now, and the exit is left as it is. If it
+    /// is code all the same, as when a guest rewrites its handler behind the first instruction, the exit goes on to be served.
+    fn take_away(&self, places: &mut Places, memory: &GuestMemoryMmap) {
+        let Some(old) = places.here.take() else { return };
         let mut there = [0; WITNESS];
         let _ = memory.read(&mut there, old.gpa);
-        if there == old.with_exit {
-            exchange(memory, old.gpa, u16::from_le_bytes(TRAP), old.code);
-        }
+        let stands = if there == old.with_exit {
+            !exchange(memory, old.gpa, TRAP, old.code)
+        } else {
+            there.starts_with(&TRAP)
+        };
+        // A vCPU may be on its way from the exit to us.
+        let slot = places.leave(Former {
+            head: old.head,
+            stands,
+        });
+        self.left[slot].store(old.head.at, Ordering::Release);
+        self.at.store(0, Ordering::Release);
     }
 }
 
-/// Replaces two bytes of code at once, if they are `from` still.
-fn exchange(memory: &GuestMemoryMmap, gpa: GuestAddress, from: u16, to: u16) -> bool {
-    memory.get_slice(gpa, TRAP.len()).is_ok_and(|slice| {
-        slice.get_atomic_ref::<AtomicU16>(0).is_ok_and(|code| {
-            code.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst)
-                .is_ok()
+impl Places {
+    fn former(&self, at: u64) -> Option<Former> {
+        self.former
+            .into_iter()
+            .flatten()
+            .find(|former| former.head.at == at)
+    }
+
+    /// Remembers it, in the place of the same address or of the oldest.
+    fn leave(&mut self, place: Former) -> usize {
+        let same = |former: &Option<Former>| former.is_some_and(|former| former.head.at == place.head.at);
+        let slot = self.former.iter().position(same).unwrap_or_else(|| {
+            let oldest = self.oldest;
+            self.oldest = (oldest + 1) % FORMER;
+            oldest
+        });
+        self.former[slot] = Some(place);
+        slot
+    }
+}
+
+/// Replaces two bytes of code at once, if they are `from` still. False also where they lie in two words of eight bytes: no processor
+/// writes those at once for sure.
+fn exchange(memory: &GuestMemoryMmap, gpa: GuestAddress, from: [u8; 2], to: [u8; 2]) -> bool {
+    let at = (gpa.0 % 8) as usize;
+    let pair = at..at + TRAP.len();
+    if pair.end > 8 {
+        return false;
+    }
+    let word = GuestAddress(gpa.0 - at as u64);
+    memory.get_slice(word, 8).is_ok_and(|slice| {
+        slice.get_atomic_ref::<AtomicU64>(0).is_ok_and(|word| {
+            let mut there = word.load(Ordering::SeqCst);
+            for _ in 0..EXCHANGES {
+                let mut bytes = there.to_le_bytes();
+                if bytes[pair.clone()] != from {
+                    return false;
+                }
+                bytes[pair.clone()].copy_from_slice(&to);
+                let new = u64::from_le_bytes(bytes);
+                match word.compare_exchange(there, new, Ordering::SeqCst, Ordering::SeqCst) {
+                    Ok(_) => return true,
+                    Err(now) => there = now,
+                }
+            }
+            false
         })
     })
 }
