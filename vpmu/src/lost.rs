@@ -3,7 +3,8 @@
 //!
 //! A counter is *uncounted* while the guest has it enabled and nothing counts for it: the host has no counter free, took one
 //! away or refuses, the event filter forbids it, or there is nobody on this host who could count such an event. What may
-//! pass is tried again, at first after [`FIRST_WAIT_NS`], then after twice as long each time.
+//! pass is tried again, at first after [`FIRST_WAIT_NS`], then after twice as long each time. A guest that programs the counter anew, or
+//! stops and starts it, makes that wait short again, but no refusal is followed by another try before [`FIRST_WAIT_NS`] have passed.
 
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::source::Lack;
@@ -25,6 +26,8 @@ struct Entry {
     /// When it is tried again, and how long it was waited for that.
     next_ns: u64,
     wait_ns: u64,
+    /// When the host last had no place for this counter, whatever it was programmed for; `None` since it counts.
+    refused_ns: Option<u64>,
     /// It was said, or would have been but for too many such lines.
     told: bool,
 }
@@ -156,6 +159,34 @@ impl Lost {
         self.retrying |= counter.mask();
     }
 
+    /// The host has no place for the counter: it is tried again as [`Self::retry`] says.
+    pub fn refused(&mut self, counter: CounterIndex, now_ns: u64) {
+        self.entries[counter.slot()].refused_ns = Some(now_ns);
+        self.retry(counter, now_ns);
+    }
+
+    /// The host has a place for the counter.
+    pub fn placed(&mut self, counter: CounterIndex) {
+        self.entries[counter.slot()].refused_ns = None;
+    }
+
+    /// Whether the host refused the counter just now, so that it is not tried before some time has passed. It is uncounted until
+    /// then. The clock is looked at only after a refusal.
+    pub fn is_too_soon(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
+        let Some(refused_ns) = self.entries[counter.slot()].refused_ns else {
+            return false;
+        };
+        let now_ns = now_ns();
+        let soonest_ns = refused_ns.saturating_add(FIRST_WAIT_NS);
+        if now_ns >= soonest_ns {
+            return false;
+        }
+        self.begin(counter, now_ns, now_ns);
+        self.entries[counter.slot()].next_ns = soonest_ns;
+        self.retrying |= counter.mask();
+        true
+    }
+
     /// Brings all sums up to `now_ns`.
     fn account(&mut self, now_ns: u64) {
         for counter in counters_in(self.uncounted) {
@@ -195,6 +226,7 @@ impl Lost {
         let entry = &mut self.entries[counter.slot()];
         *entry = Entry {
             since_ns: entry.since_ns,
+            refused_ns: entry.refused_ns,
             ..Entry::default()
         };
     }

@@ -36,6 +36,8 @@ pub struct SimEvents {
     pub clock: bool,
     /// Calls that a real backing would turn into system calls, for tests of what a pass costs.
     pub calls: u64,
+    /// Those among them that ask for a place.
+    pub enables: u64,
     /// Answers a request; by default everything is counted by hardware.
     pub backing_of: fn(&EventRequest) -> Backing,
 }
@@ -52,6 +54,7 @@ impl Default for SimEvents {
             lack: Lack::Busy,
             clock: false,
             calls: 0,
+            enables: 0,
             backing_of: |_| Backing::Hardware,
         }
     }
@@ -140,6 +143,7 @@ impl CounterEvents for SimEvents {
 
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
         self.calls += 1;
+        self.enables += 1;
         let backing = self.events[counter.slot()]
             .request
             .map_or(Backing::None, |request| (self.backing_of)(&request));

@@ -796,7 +796,8 @@ impl Vpmu {
         // found when the guest looks, and the host need not be bothered.
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         if self.running & mask == 0 {
-            if !kept || !self.lost.waits(counter) {
+            let waits = kept && self.lost.waits(counter);
+            if !waits && !self.lost.is_too_soon(counter, || events.now_ns()) {
                 self.enable(counter, request, interrupts.then_some(until_overflow), events);
                 if self.running & mask != 0 {
                     if self.counters[slot].programmed.is_some_and(misses_exits) {
@@ -832,6 +833,7 @@ impl Vpmu {
         }
         match enabled {
             Enabled::Counting(_) => {
+                self.lost.placed(counter);
                 if self.lost.end(counter, || events.now_ns()) {
                     log::debug!("counter {counter} ({}) counts again", request.event);
                 }
@@ -845,7 +847,7 @@ impl Vpmu {
             Enabled::Refused(lack) => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
-                self.lost.retry(counter, now_ns);
+                self.lost.refused(counter, now_ns);
                 self.lost.warn(counter, &request.event, lack, false, now_ns);
             }
         }

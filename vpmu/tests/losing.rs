@@ -111,6 +111,39 @@ fn tries_are_far_between_and_a_kick_is_asked_for_each() {
     assert!(guest.view(1).counting);
 }
 
+/// A guest without a place that stops and starts its counter, or programs it anew, at each exit does not have the host asked at each.
+#[test]
+fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
+    for reprograms in [false, true] {
+        let mut guest = counting();
+        guest.run(MS);
+        guest.events.set_places(Some(0));
+        guest.run(1);
+        let mut tries = 0;
+        for n in 0..10_000u64 {
+            let asked = guest.events.enables;
+            guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+            if reprograms {
+                guest.write(IA32_PERFEVTSEL0, [INSTRUCTIONS, CYCLES][n as usize % 2]);
+            }
+            guest.write(IA32_PERF_GLOBAL_CTRL, 1);
+            guest.run(MS / 100);
+            tries += guest.events.enables - asked;
+        }
+        assert!((90..=101).contains(&tries), "{tries} tries in 100 ms");
+        // Nothing of it is silent.
+        assert_eq!(
+            guest.view(0).counted + guest.view(1).counted,
+            if reprograms { MS } else { 2 * MS }
+        );
+        assert!(guest.uncounted_ns() >= 100 * MS, "{}", guest.uncounted_ns());
+        // And it has its place again soon.
+        guest.events.set_places(None);
+        guest.run(MS);
+        assert!(guest.view(0).counting);
+    }
+}
+
 #[test]
 fn cycles_go_on_by_the_clock_and_come_back_to_the_hardware() {
     let mut guest = counting();
