@@ -240,3 +240,232 @@ impl RunningKernels {
             && memory.write_obj(TRAP[1], second).is_ok()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rdpmc::sites::SitesOfVcpu;
+    use kvm_bindings::kvm_sregs;
+
+    const START: u64 = 0xffff_ffff_8100_0000;
+    /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
+    const READS: u64 = START + 0x40;
+    const CODE: [u8; 5] = [0x31, 0xc9, 0x0f, 0x33, 0xc3];
+    /// One that has the same two bytes in a constant: `mov eax, 330FH; ret`.
+    const LOOKS_ALIKE: u64 = START + 0x80;
+    const OTHER_CODE: [u8; 6] = [0xb8, 0x0f, 0x33, 0, 0, 0xc3];
+    /// Where system calls go.
+    const LSTAR: u64 = START + 0xc0;
+    const TEXT_END: u64 = START + 0x4000;
+    /// Physical memory of the two kernels, which both run at [`START`].
+    const FIRST: u64 = 2 << 20;
+    const SECOND: u64 = 4 << 20;
+
+    /// Symbols as a kernel has them in its memory: addresses, their number, names, markers, tokens and where each token is.
+    fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
+        fn pad(out: &mut Vec<u8>) {
+            out.resize(out.len().next_multiple_of(8), 0);
+        }
+        let mut out = Vec::new();
+        for (address, _) in symbols {
+            out.extend(address.to_le_bytes());
+        }
+        out.extend((symbols.len() as u64).to_le_bytes());
+        let names_at = out.len();
+        let mut markers = Vec::new();
+        for (n, (_, name)) in symbols.iter().enumerate() {
+            if n % 256 == 0 {
+                markers.push((out.len() - names_at) as u64);
+            }
+            out.push(name.len() as u8 + 1);
+            out.push(b'T');
+            out.extend(name.as_bytes());
+        }
+        pad(&mut out);
+        out.extend(markers.into_iter().flat_map(u64::to_le_bytes));
+        let mut index = Vec::new();
+        let tokens_at = out.len();
+        for token in 0..=255u8 {
+            index.extend(((out.len() - tokens_at) as u16).to_le_bytes());
+            match token {
+                b'!'..=b'~' => out.push(token),
+                _ => out.extend(b"zz"),
+            }
+            out.push(0);
+        }
+        pad(&mut out);
+        out.extend(index);
+        out
+    }
+
+    /// A kernel's memory, its symbols behind its text.
+    fn kernel(text: impl FnOnce(&mut [u8])) -> Vec<u8> {
+        let mut bytes = vec![0x90; (TEXT_END - START) as usize];
+        let mut put = |at: u64, code: &[u8]| {
+            let at = (at - START) as usize;
+            bytes[at..at + code.len()].copy_from_slice(code);
+        };
+        put(READS, &CODE);
+        put(LOOKS_ALIKE, &OTHER_CODE);
+        put(LSTAR, &[0xc3]);
+        text(&mut bytes);
+        let fill: Vec<String> = (0..300).map(|n| format!("function_{n}")).collect();
+        let mut symbols = vec![
+            (START, "_stext"),
+            (READS, "native_read_pmc"),
+            (LOOKS_ALIKE, "looks_alike"),
+            (LSTAR, "entry_SYSCALL_64"),
+        ];
+        symbols.extend(
+            (0u64..)
+                .map(|n| START + 0x1000 + 16 * n)
+                .zip(fill.iter().map(String::as_str)),
+        );
+        symbols.push((TEXT_END, "_etext"));
+        bytes.extend(kallsyms(&symbols));
+        bytes
+    }
+
+    struct Guest {
+        memory: GuestMemoryMmap,
+        sites: Arc<Sites>,
+        running: RunningKernels,
+        regs: GuestRegs,
+    }
+
+    impl Guest {
+        /// With the loaded kernel at [`FIRST`], which runs.
+        fn new() -> Self {
+            let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
+            let sites = Sites::new(&[]);
+            let loaded = vec![TextRange {
+                virt: START,
+                phys: FIRST,
+                len_bytes: TEXT_END - START,
+            }];
+            let mut sregs = kvm_sregs::default();
+            (sregs.cr0, sregs.cr3, sregs.cr4) = (1 << 31 | 1, 0x1000, 1 << 5);
+            sregs.efer = 1 << 10 | 1 << 8;
+            sregs.cs.l = 1;
+            let mut regs = GuestRegs::default();
+            regs.set_system(&sregs);
+            let guest = Self {
+                running: RunningKernels::new(memory.clone(), sites.clone(), loaded, false),
+                memory,
+                sites,
+                regs,
+            };
+            for (table, slot, next) in [(0x1000, 511, 0x2003u64), (0x2000, 510, 0x3003)] {
+                guest
+                    .memory
+                    .write_obj(next, GuestAddress(table + 8 * slot))
+                    .unwrap();
+            }
+            guest.runs(FIRST);
+            guest
+        }
+
+        /// Has [`START`] mapped to the kernel at `phys`.
+        fn runs(&self, phys: u64) {
+            let entry = GuestAddress(0x3000 + 8 * (START >> 21 & 0x1ff));
+            self.memory.write_obj(phys | 0x83, entry).unwrap();
+        }
+
+        fn load(&self, phys: u64, kernel: &[u8]) {
+            self.memory.write_slice(kernel, GuestAddress(phys)).unwrap();
+        }
+
+        fn look(&self) -> bool {
+            self.running.look(&self.regs, LSTAR)
+        }
+
+        /// Time passes in which nothing was searched.
+        fn later(&self) {
+            self.running.search.lock().unwrap().last = None;
+        }
+
+        /// The first bytes of the function that reads a counter, in the kernel at `phys`.
+        fn code(&self, phys: u64) -> [u8; 5] {
+            self.memory.read_obj(GuestAddress(phys + READS - START)).unwrap()
+        }
+
+        fn knows(&self) -> bool {
+            let mut sites = SitesOfVcpu::new(self.sites.clone());
+            sites.in_kernel_half(READS + 2).is_some()
+        }
+    }
+
+    const REPLACED: [u8; 5] = [0x31, 0xc9, TRAP[0], TRAP[1], 0xc3];
+
+    /// Of the kernel that was loaded the loader has seen to; one that is started in its place has its RDPMC replaced where it lies, and
+    /// nothing else of it.
+    #[test]
+    fn a_kernel_that_the_guest_starts_gets_its_rdpmc_replaced() {
+        let guest = Guest::new();
+        for phys in [FIRST, SECOND] {
+            guest.load(phys, &kernel(|_| {}));
+        }
+        assert!(!guest.look(), "the loaded one");
+        assert_eq!((guest.code(FIRST), guest.knows()), (CODE, false));
+        guest.runs(SECOND);
+        assert!(guest.look());
+        assert_eq!(
+            (guest.code(SECOND), guest.code(FIRST)),
+            (REPLACED, CODE),
+            "in the kernel that runs, and not in the one that does not"
+        );
+        let alike = GuestAddress(SECOND + LOOKS_ALIKE - START);
+        assert_eq!(guest.memory.read_obj::<[u8; 6]>(alike).unwrap(), OTHER_CODE);
+        assert!(guest.knows());
+        assert!(!guest.look(), "it is known now");
+    }
+
+    /// Guests that change kernels all the time have one searched in a second, and the others when that has passed.
+    #[test]
+    fn searches_are_far_between() {
+        let guest = Guest::new();
+        for phys in [FIRST, SECOND] {
+            guest.load(phys, &kernel(|_| {}));
+        }
+        guest.runs(SECOND);
+        assert!(guest.look());
+        guest.runs(FIRST);
+        assert!(!guest.look());
+        assert_eq!(guest.code(FIRST), CODE);
+        guest.later();
+        assert!(guest.look());
+        assert_eq!(guest.code(FIRST), REPLACED);
+    }
+
+    /// What cannot be searched is left as it is, and is not searched again and again: memory without symbols, text that is made to be
+    /// full of what could be RDPMC.
+    #[test]
+    fn what_is_no_known_kernel_is_left_alone() {
+        let guest = Guest::new();
+        let full = kernel(|text| {
+            for pair in text[0x2000..].chunks_exact_mut(2).take(MOST_PAIRS) {
+                pair.copy_from_slice(&RDPMC);
+            }
+        });
+        let mut nameless = kernel(|_| {});
+        nameless.truncate((TEXT_END - START) as usize);
+        for bytes in [full, nameless] {
+            guest.runs(FIRST);
+            guest.later();
+            guest.look();
+            guest.load(SECOND, &vec![0; 1 << 20]);
+            guest.load(SECOND, &bytes);
+            guest.runs(SECOND);
+            guest.later();
+            assert!(guest.look());
+            let mut there = vec![0; bytes.len()];
+            guest.memory.read_slice(&mut there, GuestAddress(SECOND)).unwrap();
+            assert!(there == bytes && !guest.knows());
+            guest.later();
+            assert!(!guest.look(), "it is known that it cannot be searched");
+        }
+        // Not in the kernel's part of the address space, and not mapped.
+        assert!(!guest.running.look(&guest.regs, 0x40_0000));
+        assert!(!guest.running.look(&guest.regs, START + (4 << 20)));
+    }
+}
