@@ -18,6 +18,13 @@ const BUSY_MS: u64 = 100;
 /// How far stolen time may be off, in percent and ns: the kernel's account is read a little before and after.
 const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
 
+/// CPU time of the loop beside which nobody counts for one counter, in ms; how far the time told may be off, in percent.
+const UNCOUNTED_MS: u64 = 200;
+const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
+/// CMASK = 1: what the host does to a vCPU has no cycles to compare with a threshold, so such an event has nobody who counts it, whatever
+/// the backing.
+const THRESHOLD: u64 = 1 << 24;
+
 /// What a paravirtual event must count over the work that provokes it.
 fn expectation(event: ParavirtualEvent, n: u64, outcome: &Outcome) -> (Expected, &'static str) {
     use ParavirtualEvent::*;
@@ -91,7 +98,43 @@ impl Builtin<'_> {
                 one(guest, event, &job, row)
             })?);
         }
+        rows.push(settled(|| self.uncounted(guest, select))?);
         Ok(rows)
+    }
+
+    /// How long another counter that is enabled was not counted, as the guest is told: as long as the loop took.
+    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<Row, ChildError> {
+        let name = "busy, CPL3, beside an event nobody counts";
+        let row = Row::new(
+            Check::Counting,
+            ParavirtualEvent::UncountedNs.name(),
+            "paravirtual",
+            name,
+        );
+        if guest.hello.gp < 2 {
+            return Ok(row.unsupported("this PMU has one counter, and it takes two"));
+        }
+        let of = |event: ParavirtualEvent| select | u64::from(event.umask().0) << 8 | BOTH;
+        let n = self.amount(guest, "busy", 3, UNCOUNTED_MS)?;
+        let job = Job::new("busy", n)
+            .at(3)
+            .counter(of(ParavirtualEvent::UncountedNs))
+            .counter(of(ParavirtualEvent::Halts) | THRESHOLD);
+        let outcome = guest.measure(&job, None)?;
+        let Some(cpu) = outcome.cpus.first() else {
+            return Ok(row.failed("the guest did not count it"));
+        };
+        let other = outcome.host(0, "gp1").and_then(|c| c.backing.as_deref());
+        if other != Some("none") || cpu.c.get(1) != Some(&0) {
+            return Ok(row.failed("somebody counts for the other counter"));
+        }
+        let ns = u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1));
+        let expected = Expected {
+            value: u64::try_from(ns).unwrap_or(u64::MAX),
+            tolerance: UNCOUNTED,
+        };
+        let basis = "how long the loop took by the guest's TSC";
+        Ok(judged(row, &outcome, 0, Counter::General(0), expected, basis))
     }
 }
 

@@ -39,6 +39,7 @@ impl Builtin<'_> {
                 ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles
             );
             let counts = match backing {
+                "kvm" if amd && event == ArchEvent::RefCycles => moves(guest, select)?,
                 "hardware" | "kvm" => self.host.hardware_events.contains(&event),
                 _ => follows_time,
             };
@@ -46,6 +47,9 @@ impl Builtin<'_> {
                 let row = Row::new(Check::Counting, event.name(), backing, "busy, CPL0");
                 let job = Job::new("busy", 500).counter(select | BOTH);
                 let why = match backing {
+                    "kvm" if amd && event == ArchEvent::RefCycles => {
+                        "the host's PMU counts nothing under AMD's number of this event"
+                    }
                     "hardware" | "kvm" => "the host's PMU does not open this event",
                     _ => "a clock counts time only",
                 };
@@ -272,4 +276,15 @@ impl Builtin<'_> {
         }
         Ok(rows)
     }
+}
+
+/// Whether a counter moves that has these numbers. KVM's own vPMU hands AMD's numbers to the host's PMU as they are, whether perf has a
+/// name for the event or not: 120H/01H is none of perf's ref-cycles on AMD hosts, and counts on processors that have it (Zen 4 and later,
+/// and a PMU of ours below). What moves is then judged by how far.
+fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
+    let outcome = guest.measure(&Job::new("busy", 500).counter(select | BOTH), None)?;
+    Ok(outcome
+        .cpus
+        .first()
+        .is_some_and(|cpu| cpu.c.first().is_some_and(|count| *count != 0)))
 }
