@@ -348,7 +348,7 @@ mod tests {
             sregs.efer = 1 << 10 | 1 << 8;
             sregs.cs.l = 1;
             let mut regs = GuestRegs::default();
-            regs.set_system(&sregs);
+            crate::kvm::registers::set_system(&mut regs, &sregs);
             let guest = Self {
                 running: RunningKernels::new(memory.clone(), sites.clone(), loaded, false),
                 memory,
