@@ -110,7 +110,7 @@ OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(i
 .PHONY: overhead
 overhead: $(if $(LAB),overhead-in-lab,setup)
 ifndef LAB
-	$(CARGO) build --release -p vmm -p integration --bin perfvisor --bin overhead
+	$(CARGO) build --release -p perfvisor -p integration --bin perfvisor --bin overhead
 	$(TARGET_DIR)/release/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/overhead.json
 endif
 
@@ -160,7 +160,7 @@ fuzz-check:
 ## build: the perfvisor binary, target/release/perfvisor
 .PHONY: build
 build: setup
-	$(CARGO) build --release -p vmm
+	$(CARGO) build --release -p perfvisor
 
 ## guest: the Linux guest and the lab host from Debian packages (KERNEL=cloud|generic|newest|PACKAGE, REFRESH=1)
 .PHONY: guest

@@ -136,7 +136,7 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     build_static(&[
         "build",
         "-p",
-        "vmm",
+        "perfvisor",
         "-p",
         "integration",
         "--bin",

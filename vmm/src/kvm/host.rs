@@ -121,6 +121,15 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
     })
 }
 
+/// Frequency of a guest's TSC in Hz, as KVM_GET_TSC_KHZ says.
+///
+/// # Errors
+/// KVM's.
+pub fn tsc_hz(kvm: &Kvm) -> Result<u64, kvm_ioctls::Error> {
+    let khz = kvm.create_vm()?.create_vcpu(0)?.get_tsc_khz()?;
+    Ok(u64::from(khz) * 1000)
+}
+
 /// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
 pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
     kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE as i32 != 0

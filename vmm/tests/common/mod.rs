@@ -1,8 +1,6 @@
 //! Small kernels made in memory.
 #![allow(dead_code, missing_docs)]
 
-pub mod vm;
-
 use std::path::{Path, PathBuf};
 
 pub const EM_386: u16 = 3;

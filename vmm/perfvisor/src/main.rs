@@ -1,13 +1,32 @@
-//! The `perfvisor` command.
+//! The `perfvisor` program: the command line, and what stands behind each of its words.
+//!
+//! | module | story |
+//! |---|---|
+//! | `cli` | what can be asked for, checked before anything is started |
+//! | `run` | `perfvisor run`: puts a machine, a console and the servers together, and waits for the end |
+//! | `check` | `perfvisor check`: what this host can do |
+//! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
+//! | `signals` | the signals that end a command or a VM |
+//! | `exit` | exit statuses |
+//!
+//! Start with `main` below. Everything that is worth using from another program is in the crates under this one: `vmm` (the
+//! machine), `control-api`, `guest-profile`, `kernel-images`, `validate`. Nothing depends on this one.
+
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
+mod check;
+mod cli;
+mod commands;
+mod exit;
+mod run;
+mod signals;
+
 use std::process::ExitCode;
 
-use perfvisor_vmm::cli::{self, CliExit, Command};
-use perfvisor_vmm::commands::{self, ctl, files, ps, record, stat, top, validate};
-use perfvisor_vmm::exit::ExitStatus;
-use perfvisor_vmm::{check, run};
+use cli::{CliExit, Command};
+use commands::{ctl, files, ps, record, stat, top, validate};
+use exit::ExitStatus;
 
 fn main() -> ExitCode {
     let start = run::StartTime::now();

@@ -8,7 +8,6 @@ mod counting;
 mod sampling;
 
 use std::fmt::Write as _;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::child::{ChildError, ChildVm};
@@ -17,7 +16,7 @@ use super::judge::Expected;
 use super::procfs::ThreadFacts;
 use super::report::{Row, Summary};
 use super::{Host, LinuxFiles, Options};
-use crate::signals::StopSignals;
+use crate::Stop;
 use control_api::protocol::VcpuView;
 
 /// How long the guest may take to its first line.
@@ -45,7 +44,7 @@ fn perf_stat_of(arguments: &str, command: &str) -> String {
 pub(super) struct Linux<'a> {
     pub options: &'a Options,
     pub host: &'a Host,
-    pub signals: &'a Arc<StopSignals>,
+    pub signals: &'a Stop,
     pub files: &'a LinuxFiles,
 }
 
@@ -77,7 +76,7 @@ struct Gate {
 impl Linux<'_> {
     /// All of it.
     pub(super) fn rows(&self, summary: &mut Summary) -> Result<Vec<Row>, ChildError> {
-        let backing = if self.options.own_pmu.is_some() {
+        let backing = if self.options.own_pmu {
             "kvm"
         } else if self.host.no_hardware.is_none() {
             "hardware"

@@ -1,19 +1,19 @@
 //! The exact backing on this machine's KVM: the bare-metal guest with hand-counted code, and runs that repeat.
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
 
-#[path = "../../perf-core/tests/common/skip.rs"]
+#[path = "../../../perf-core/tests/common/skip.rs"]
 mod skip;
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-use kvm_ioctls::Kvm;
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
 
 /// What this host can step; `None`: no KVM here.
 fn host() -> Option<Stepping> {
-    let Ok(kvm) = Kvm::new() else {
+    let Ok(kvm) = perfvisor_vmm::kvm::host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
     };

@@ -4,10 +4,10 @@ use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
 
 use super::{BOTH, Builtin, Counter, judged, settled};
-use crate::validate::child::ChildError;
-use crate::validate::guest::{Job, MeasuringGuest, Operator, Outcome};
-use crate::validate::judge::{Expected, Tolerance};
-use crate::validate::report::{Check, Row};
+use crate::child::ChildError;
+use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
+use crate::judge::{Expected, Tolerance};
+use crate::report::{Check, Row};
 
 /// How often the guest does what is counted.
 const TIMES: u64 = 200;

@@ -14,26 +14,26 @@ use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, Vendor};
 
-use crate::boot::KernelKind;
-use crate::boot::KernelSource;
 use crate::cli::RunArgs;
-use crate::console::{ConsoleInput, ConsoleOutput, RawTerminal};
-use crate::control::server::{ControlServer, Controlled};
 use crate::exit::ExitStatus;
-use crate::kvm::host;
-use crate::kvm::stepping::{self, Stepping};
-use crate::metrics::address::Listener;
-use crate::metrics::server::MetricsServer;
-use crate::pmu::fit::{Fitted, fit};
-use crate::pmu::{PmuConfig, VmPmu, backing};
-use crate::rdpmc::RdpmcMode;
 use crate::signals::StopSignals;
-use crate::turns::{Ticks, Turns};
-use crate::vcpu::control::{RunControl, StopReason};
-use crate::vcpu::{Kicker, kick, stats};
-use crate::vm::{RunningVm, Vm, VmConfig};
 use control_api::events::list;
 use control_api::place::{self, Socket};
+use perfvisor_vmm::boot::KernelKind;
+use perfvisor_vmm::boot::KernelSource;
+use perfvisor_vmm::console::{ConsoleInput, ConsoleOutput, RawTerminal};
+use perfvisor_vmm::control::server::{ControlServer, Controlled};
+use perfvisor_vmm::kvm::host;
+use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use perfvisor_vmm::metrics::address::Listener;
+use perfvisor_vmm::metrics::server::MetricsServer;
+use perfvisor_vmm::pmu::fit::{Fitted, fit};
+use perfvisor_vmm::pmu::{PmuConfig, VmPmu, backing};
+use perfvisor_vmm::rdpmc::RdpmcMode;
+use perfvisor_vmm::turns::{Ticks, Turns};
+use perfvisor_vmm::vcpu::control::{RunControl, StopReason};
+use perfvisor_vmm::vcpu::{Kicker, kick, stats};
+use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
@@ -84,7 +84,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     kick::install_handlers().map_err(|e| format!("sigaction failed: {e}"))?;
     ignore_sigio().map_err(|e| format!("sigaction failed: {e}"))?;
 
-    let mut read_cpuid = crate::kvm::cpuid::read_host;
+    let mut read_cpuid = perfvisor_vmm::kvm::cpuid::read_host;
     let width = args.pmu_width.map(u32::from);
     let mut model =
         Model::resolve(args.pmu, args.pmu_counters, width, &mut read_cpuid).map_err(|e| e.to_string())?;

@@ -6,8 +6,6 @@ mod sampling;
 mod sharing;
 mod time;
 
-use std::sync::Arc;
-
 use vpmu::ArchEvent;
 
 use super::child::ChildError;
@@ -15,7 +13,7 @@ use super::guest::{Job, MeasuringGuest, OS, Outcome, USR};
 use super::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
 use super::report::{Check, Row};
 use super::{Host, Options};
-use crate::signals::StopSignals;
+use crate::Stop;
 
 /// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
 const TRIES: u32 = 3;
@@ -32,13 +30,13 @@ const AROUND: u64 = 5;
 pub(super) struct Builtin<'a> {
     pub options: &'a Options,
     pub host: &'a Host,
-    pub signals: &'a Arc<StopSignals>,
+    pub signals: &'a Stop,
 }
 
 impl Builtin<'_> {
     /// All of it.
     pub(super) fn rows(&self) -> Result<Vec<Row>, ChildError> {
-        if self.options.own_pmu.is_some() {
+        if self.options.own_pmu {
             return self.backed_by("kvm");
         }
         let mut rows = Vec::new();
@@ -141,7 +139,7 @@ impl Builtin<'_> {
 }
 
 /// Whether the counts are those of the host's PMU: by our events, or by KVM's own vPMU.
-pub(in crate::validate) fn on_host_pmu(backing: &str) -> bool {
+pub(crate) fn on_host_pmu(backing: &str) -> bool {
     matches!(backing, "hardware" | "kvm")
 }
 

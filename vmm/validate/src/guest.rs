@@ -7,7 +7,6 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::time::Duration;
 
 use perf_core::ReadFormat;
@@ -18,7 +17,7 @@ use serde::Deserialize;
 
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
-use crate::signals::StopSignals;
+use crate::Stop;
 use control_api::protocol::{EventReading, Opened, RingInfo, Sampling, VcpuView};
 use control_api::request;
 
@@ -236,7 +235,7 @@ impl MeasuringGuest {
     ///
     /// # Errors
     /// [`ChildError`].
-    pub fn start(arguments: &[&str], signals: &Arc<StopSignals>) -> Result<Self, ChildError> {
+    pub fn start(arguments: &[&str], signals: &Stop) -> Result<Self, ChildError> {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
         let all: Vec<String> = all.into_iter().map(str::to_owned).collect();

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::procfs::{ThreadFacts, vcpu_threads};
-use crate::signals::StopSignals;
+use crate::Stop;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Generation, GuestViews, VcpuView};
 use control_api::request;
@@ -91,7 +91,7 @@ pub struct ChildVm {
     name: String,
     client: Option<Client>,
     threads: Vec<u32>,
-    signals: Arc<StopSignals>,
+    signals: Stop,
 }
 
 impl ChildVm {
@@ -99,7 +99,7 @@ impl ChildVm {
     ///
     /// # Errors
     /// [`ChildError::Io`].
-    pub fn start(arguments: &[String], signals: &Arc<StopSignals>) -> Result<Self, ChildError> {
+    pub fn start(arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         let nth = STARTED.fetch_add(1, Ordering::Relaxed);
@@ -158,7 +158,7 @@ impl ChildVm {
     ) -> Result<T, ChildError> {
         let until = Instant::now() + limit;
         loop {
-            if self.signals.take().is_some() {
+            if (self.signals)() {
                 return Err(ChildError::Interrupted);
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -186,7 +186,7 @@ impl ChildVm {
     fn ended(&mut self, doing: &str) -> ChildError {
         let status = self.wait(END_PATIENCE).unwrap_or(-1);
         // Ctrl-C ends the VM as well as us, and it may be the first.
-        if self.signals.take().is_some() {
+        if (self.signals)() {
             return ChildError::Interrupted;
         }
         let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);

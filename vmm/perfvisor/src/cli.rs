@@ -10,13 +10,12 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
 use crate::commands::one_line;
-use crate::rdpmc::RdpmcMode;
 use perf_core::SharePolicy;
 use perf_core::mux::MuxPolicy;
+use perfvisor_vmm::rdpmc::RdpmcMode;
 use vpmu::events::UnknownPolicy;
 use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
 
-use crate::boot::layout::MAX_CPUS;
 use crate::commands::ctl::CtlArgs;
 use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
 use crate::commands::ps::PsArgs;
@@ -24,13 +23,11 @@ use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
-use crate::kvm::signature::{CpuSignature, SignatureError};
-use crate::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
-use crate::metrics::DEFAULT_EVENTS;
-use crate::metrics::address::MetricsAddress;
-
-/// Memory of a guest when none is asked for, in bytes.
-pub const DEFAULT_RAM_BYTES: u64 = 512 << 20;
+use perfvisor_vmm::boot::layout::MAX_CPUS;
+use perfvisor_vmm::kvm::signature::{CpuSignature, SignatureError};
+use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+use perfvisor_vmm::metrics::DEFAULT_EVENTS;
+use perfvisor_vmm::metrics::address::MetricsAddress;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
@@ -386,7 +383,7 @@ mod tests {
         let args = run(&[]).unwrap();
         assert_eq!(
             (args.cpus, args.memory, args.kernel),
-            (1, DEFAULT_RAM_BYTES, None)
+            (1, 512 << 20, None)
         );
         assert_eq!(
             (args.pmu, args.backing, args.rdpmc),

@@ -5,10 +5,10 @@ use vpmu::ArchEvent;
 use super::{
     BOTH, Builtin, CPU_TIME, Counter, evidence, judged, known, on_host_pmu, selector, settled, unbacked,
 };
-use crate::validate::child::ChildError;
-use crate::validate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
-use crate::validate::judge::{Expected, Tolerance};
-use crate::validate::report::{Check, KNOWN, Row};
+use crate::child::ChildError;
+use crate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
+use crate::judge::{Expected, Tolerance};
+use crate::report::{Check, KNOWN, Row};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;

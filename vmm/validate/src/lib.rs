@@ -1,4 +1,4 @@
-//! `perfvisor validate`: proves on this host that what guests count is true.
+//! Proof of the numbers: that what guests count on this host is true.
 //!
 //! Guests run in processes of their own and do work whose counts are known, or are measured apart. Each count is read three
 //! ways: by the guest, by the host of the same counter, and as what it must be. The judge compares them.
@@ -12,6 +12,11 @@
 //! | [`guest`] | the built-in guest that measures |
 //! | `builtin` | what is measured with it |
 //! | `linux` | what is measured with perf in a Linux guest |
+//!
+//! Start with [`run`]. What the host can do ([`Host`]) is found out by the caller.
+//!
+//! **Dependencies.** `control-api` for all that is asked of a VM, `vpmu` for the names of events and registers, `perf-core` for
+//! records and rings. This crate starts VMs as programs: it knows neither KVM nor the machine.
 
 mod builtin;
 pub mod child;
@@ -25,19 +30,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvm_ioctls::Kvm;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, HostPmu, Model, ModelName};
+use vpmu::ArchEvent;
 
-use crate::kvm::cpuid;
-use crate::kvm::host::{self, KvmFacts};
-use crate::kvm::own_pmu::OwnPmu;
-use crate::kvm::stepping;
-use crate::pmu::backing;
-use crate::pmu::fit::{self, fit};
-use crate::signals::StopSignals;
 use child::ChildError;
 use report::{Report, Summary};
+use serde::Serialize;
+
+/// Whether the user has asked to end.
+pub type Stop = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// What is to be validated.
 #[derive(Clone, Debug)]
@@ -50,8 +51,8 @@ pub struct Options {
     pub linux: Option<LinuxFiles>,
     /// Why it is not.
     pub linux_skipped: Option<String>,
-    /// With this, what is validated is KVM's own vPMU.
-    pub own_pmu: Option<OwnPmu>,
+    /// What is validated is KVM's own vPMU.
+    pub own_pmu: bool,
 }
 
 /// The Linux guest's files.
@@ -63,11 +64,26 @@ pub struct LinuxFiles {
     pub initrd: PathBuf,
 }
 
-/// What this host has.
+/// What is known of the host's KVM, as far as the report shows it.
+#[derive(Clone, Debug, Serialize)]
+pub struct KvmSeen {
+    /// All that is known, for programs.
+    #[serde(flatten)]
+    pub facts: serde_json::Value,
+    /// How guest code is run, in words.
+    #[serde(skip)]
+    pub flavour: String,
+}
+
+/// What this host has, as the caller found out.
 #[derive(Debug)]
 pub struct Host {
     /// KVM.
-    pub kvm: KvmFacts,
+    pub kvm: KvmSeen,
+    /// The guests' PMU, as it comes out here, in words.
+    pub guest_pmu: String,
+    /// The slots of the host's PMU, in words.
+    pub slots: String,
     /// perf events.
     pub probe: HostProbe,
     /// Why there is no hardware backing.
@@ -84,51 +100,24 @@ pub struct Host {
     pub hardware_events: Vec<ArchEvent>,
 }
 
-impl Host {
-    /// Found out by trying.
-    ///
-    /// # Errors
-    /// One line when no guest can run.
-    pub fn probe() -> Result<Self, String> {
-        let kvm = host::open().map_err(|e| e.to_string())?;
-        let facts = host::facts(&kvm).map_err(|e| e.to_string())?;
-        let tsc_hz = tsc_hz(&kvm).map_err(|e| format!("KVM does not tell the TSC's frequency: {e}"))?;
-        let probe = HostProbe::run();
-        let stepping = stepping::probe(&kvm).map_err(|e| e.to_string())?;
-        let refused = |policy| backing::check_policy(policy, &probe).err().map(|e| e.to_string());
-        let vendor = HostPmu::vendor(&mut cpuid::read_host);
-        let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
-        Ok(Self {
-            kvm: facts,
-            no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),
-            no_clock: refused(BackingPolicy::Clock),
-            no_exact: backing::check_stepping(stepping, 1).err().map(|e| e.to_string()),
-            tsc_hz,
-            steps_user: stepping.user,
-            hardware_events: ArchEvent::ALL.into_iter().filter(|e| hardware.has(*e)).collect(),
-            probe,
-        })
-    }
-}
-
 /// Measures everything.
 ///
 /// # Errors
 /// When a guest could not be measured at all.
-pub fn run(options: &Options, host: &Host, signals: &Arc<StopSignals>) -> Result<Report, ChildError> {
+pub fn run(options: &Options, host: &Host, stop: &Stop) -> Result<Report, ChildError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
         options,
         host,
-        signals,
+        signals: stop,
     };
     let mut rows = builtin.rows()?;
-    let mut summary = summary(options, host);
+    let mut summary = summary(host);
     if let Some(files) = &options.linux {
         let linux = linux::Linux {
             options,
             host,
-            signals,
+            signals: stop,
             files,
         };
         rows.extend(linux.rows(&mut summary)?);
@@ -139,33 +128,13 @@ pub fn run(options: &Options, host: &Host, signals: &Arc<StopSignals>) -> Result
     Ok(Report::new(rows, summary))
 }
 
-/// What KVM_GET_TSC_KHZ says.
-fn tsc_hz(kvm: &Kvm) -> Result<u64, kvm_ioctls::Error> {
-    let khz = kvm.create_vm()?.create_vcpu(0)?.get_tsc_khz()?;
-    Ok(u64::from(khz) * 1000)
-}
-
-fn summary(options: &Options, host: &Host) -> Summary {
+fn summary(host: &Host) -> Summary {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
     let field = |name: &str| {
         let line = cpuinfo.lines().find(|line| line.starts_with(name))?;
         Some(line.split_once(':')?.1.trim().to_owned())
     };
-    let pmu = options.pmu.parse::<ModelName>().ok().and_then(|name| {
-        let model = match &options.own_pmu {
-            Some(own) => {
-                let model = own.model(name, None, None).ok()?;
-                fit(model, false, BackingPolicy::Kvm, Some(own), &host.probe).model
-            }
-            None => {
-                let model = Model::resolve(name, None, None, &mut cpuid::read_host).ok()?;
-                fit(model, false, BackingPolicy::Auto, None, &host.probe).model
-            }
-        };
-        Some(model.to_string())
-    });
-    let pmu = pmu.unwrap_or_else(|| options.pmu.clone());
     Summary {
         perfvisor: env!("CARGO_PKG_VERSION").into(),
         host_kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
@@ -173,13 +142,13 @@ fn summary(options: &Options, host: &Host) -> Summary {
         host_cpus: std::thread::available_parallelism().map_or(1, usize::from),
         host_is_virtual: field("flags")
             .is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor")),
-        kvm: Some(host.kvm),
+        kvm: Some(host.kvm.clone()),
         host_pmu: match &host.no_hardware {
             Some(why) => format!("none ({why})"),
-            None => fit::slots(&host.probe.counters),
+            None => host.slots.clone(),
         },
         perf_event_paranoid: host.probe.paranoid,
-        pmu,
+        pmu: host.guest_pmu.clone(),
         ..Summary::default()
     }
 }

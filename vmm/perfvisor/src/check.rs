@@ -9,12 +9,12 @@ use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError,
 use crate::cli::CheckArgs;
 use crate::commands::print;
 use crate::exit::ExitStatus;
-use crate::kvm::cpuid;
-use crate::kvm::host::{self, KvmFacts};
-use crate::kvm::own_pmu::{self, OwnPmu};
-use crate::kvm::stepping::{self, Stepping};
-use crate::pmu::backing;
-use crate::pmu::fit::{self, fit};
+use perfvisor_vmm::kvm::cpuid;
+use perfvisor_vmm::kvm::host::{self, KvmFacts};
+use perfvisor_vmm::kvm::own_pmu::{self, OwnPmu};
+use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use perfvisor_vmm::pmu::backing;
+use perfvisor_vmm::pmu::fit::{self, fit};
 
 /// Everything `perfvisor check` says.
 #[derive(Debug, Serialize)]

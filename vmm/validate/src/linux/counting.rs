@@ -1,11 +1,11 @@
 //! `perf stat` in the Linux guest.
 
 use super::{Count, Done, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
-use crate::validate::builtin::on_host_pmu;
-use crate::validate::child::ChildError;
-use crate::validate::guest::Operator;
-use crate::validate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
-use crate::validate::report::{Check, KNOWN, Row};
+use crate::builtin::on_host_pmu;
+use crate::child::ChildError;
+use crate::guest::Operator;
+use crate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
+use crate::report::{Check, KNOWN, Row};
 use control_api::request;
 use perf_core::SharePolicy;
 

@@ -5,10 +5,10 @@ use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, Counter, judged, selector, settled};
-use crate::validate::child::ChildError;
-use crate::validate::guest::{Job, MeasuringGuest, Operator};
-use crate::validate::judge::{Evidence, Expected, Tolerance};
-use crate::validate::report::{Check, Row};
+use crate::child::ChildError;
+use crate::guest::{Job, MeasuringGuest, Operator};
+use crate::judge::{Evidence, Expected, Tolerance};
+use crate::report::{Check, Row};
 use control_api::request;
 
 /// CPU time of a turn, and of a contended measurement, in ms. What programming all counters takes beside the operator's

@@ -2,10 +2,10 @@
 
 use super::counting::settled;
 use super::{Linux, LinuxGuest};
-use crate::validate::child::ChildError;
-use crate::validate::guest::Operator;
-use crate::validate::judge::{Evidence, Expected, Tolerance};
-use crate::validate::report::{Check, Row};
+use crate::child::ChildError;
+use crate::guest::Operator;
+use crate::judge::{Evidence, Expected, Tolerance};
+use crate::report::{Check, Row};
 use control_api::protocol::VcpuView;
 
 /// Samples for each second of CPU time. Hosts that look at timers at their tick, 4 ms, cannot do many more.

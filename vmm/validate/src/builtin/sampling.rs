@@ -3,10 +3,10 @@
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, all_settled, selector};
-use crate::validate::child::ChildError;
-use crate::validate::guest::{Job, MeasuringGuest, Operator, Outcome};
-use crate::validate::judge::{Evidence, Expected, Tolerance};
-use crate::validate::report::{Check, Row};
+use crate::child::ChildError;
+use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
+use crate::judge::{Evidence, Expected, Tolerance};
+use crate::report::{Check, Row};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
@@ -217,7 +217,7 @@ impl Symbols {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::validate::judge::Verdict;
+    use crate::judge::Verdict;
 
     /// A profile that is off by more than chance allows is found.
     #[test]

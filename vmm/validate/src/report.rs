@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::judge::{Evidence, Tolerance, Verdict, judge};
-use crate::kvm::host::KvmFacts;
+use crate::KvmSeen;
 use control_api::events::format::thousands;
 
 /// Where a count is from that does not depend on time.
@@ -189,7 +189,7 @@ pub struct Summary {
     /// The host is a virtual machine itself.
     pub host_is_virtual: bool,
     /// KVM.
-    pub kvm: Option<KvmFacts>,
+    pub kvm: Option<KvmSeen>,
     /// Counters of the host's PMU a vCPU can have, or why there are none.
     pub host_pmu: String,
     /// `perf_event_paranoid`.
@@ -297,7 +297,7 @@ impl Report {
             ),
         );
         if let Some(kvm) = &s.kvm {
-            line("KVM", &kvm.flavour.to_string());
+            line("KVM", &kvm.flavour);
         }
         line("host PMU", &s.host_pmu);
         if let Some(level) = s.perf_event_paranoid {
@@ -383,7 +383,7 @@ fn ordinal(n: u32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::validate::judge::Expected;
+    use crate::judge::Expected;
 
     /// What is counted is right or wrong; only what goes with time may be measured again, and the table and the JSON say that it was.
     #[test]

@@ -1,21 +1,23 @@
-//! `perfvisor validate`: the command around [`crate::validate`].
+//! `perfvisor validate`: the command around the crate `validate`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{Generation, Model, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, Model, ModelName};
 
 use super::print;
 use crate::exit::ExitStatus;
-use crate::kvm::own_pmu::OwnPmu;
-use crate::kvm::{cpuid, host};
-use crate::pmu::backing;
-use crate::rdpmc::RdpmcMode;
 use crate::signals::StopSignals;
-use crate::validate::child::ChildError;
-use crate::validate::{self, Host, LinuxFiles, Options};
+use ::validate::child::ChildError;
+use ::validate::{Host, KvmSeen, LinuxFiles, Options, Stop};
+use perfvisor_vmm::kvm::own_pmu::OwnPmu;
+use perfvisor_vmm::kvm::stepping;
+use perfvisor_vmm::kvm::{cpuid, host};
+use perfvisor_vmm::pmu::backing;
+use perfvisor_vmm::pmu::fit::{self, fit};
+use perfvisor_vmm::rdpmc::RdpmcMode;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
@@ -89,7 +91,8 @@ fn parse_tolerance(text: &str) -> Result<f64, String> {
 /// # Errors
 /// One line for the user: bad input, or a guest that could not be measured.
 pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
-    let signals = Arc::new(StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?);
+    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
+    let stop: Stop = Arc::new(move || signals.take().is_some());
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
         std::fs::File::open(file).map_err(|e| format!("{}: {e}", file.display()))?;
     }
@@ -98,16 +101,16 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
         ValidatedBacking::All => None,
         ValidatedBacking::Kvm => Some(own_pmu(args)?),
     };
-    let host = Host::probe()?;
-    let (linux, linux_skipped) = linux_guest(args, &host)?;
+    let (host, runs_linux) = probe_host(&args.pmu, own_pmu.as_ref())?;
+    let (linux, linux_skipped) = linux_guest(args, runs_linux)?;
     let options = Options {
         pmu: args.pmu.clone(),
         tolerance_percent: args.tolerance,
         linux,
         linux_skipped,
-        own_pmu,
+        own_pmu: own_pmu.is_some(),
     };
-    let report = match validate::run(&options, &host, &signals) {
+    let report = match ::validate::run(&options, &host, &stop) {
         Ok(report) => report,
         Err(ChildError::Interrupted) => return Ok(ExitStatus::Terminated),
         Err(e) => return Err(e.to_string()),
@@ -123,6 +126,54 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
     } else {
         ExitStatus::CheckFailed
     })
+}
+
+/// What this host has, found out by trying, and whether it runs Linux.
+fn probe_host(pmu: &str, own: Option<&OwnPmu>) -> Result<(Host, bool), String> {
+    let kvm = host::open().map_err(|e| e.to_string())?;
+    let facts = host::facts(&kvm).map_err(|e| e.to_string())?;
+    let tsc_hz = host::tsc_hz(&kvm).map_err(|e| format!("KVM does not tell the TSC's frequency: {e}"))?;
+    let probe = HostProbe::run();
+    let stepping = stepping::probe(&kvm).map_err(|e| e.to_string())?;
+    let refused = |policy| backing::check_policy(policy, &probe).err().map(|e| e.to_string());
+    let vendor = HostPmu::vendor(&mut cpuid::read_host);
+    let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
+    let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
+    let host = Host {
+        kvm: KvmSeen {
+            facts: serde_json::to_value(facts).map_err(|e| e.to_string())?,
+            flavour: facts.flavour.to_string(),
+        },
+        guest_pmu: model,
+        slots: fit::slots(&probe.counters),
+        no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),
+        no_clock: refused(BackingPolicy::Clock),
+        no_exact: backing::check_stepping(stepping, 1).err().map(|e| e.to_string()),
+        tsc_hz,
+        steps_user: stepping.user,
+        hardware_events: ArchEvent::ALL.into_iter().filter(|e| hardware.has(*e)).collect(),
+        probe,
+    };
+    Ok((host, facts.runs_linux))
+}
+
+/// The guests' PMU as it comes out on this host.
+fn guest_pmu(pmu: &str, own: Option<&OwnPmu>, probe: &HostProbe) -> Option<String> {
+    let name = pmu.parse::<ModelName>().ok()?;
+    let model = match own {
+        Some(own) => fit(
+            own.model(name, None, None).ok()?,
+            false,
+            BackingPolicy::Kvm,
+            Some(own),
+            probe,
+        ),
+        None => {
+            let model = Model::resolve(name, None, None, &mut cpuid::read_host).ok()?;
+            fit(model, false, BackingPolicy::Auto, None, probe)
+        }
+    };
+    Some(model.model.to_string())
 }
 
 /// KVM's own vPMU, if this host has it and it can be what is asked for.
@@ -143,12 +194,15 @@ fn own_pmu(args: &ValidateArgs) -> Result<OwnPmu, String> {
 }
 
 /// The Linux guest that is to run, or why none does.
-fn linux_guest(args: &ValidateArgs, host: &Host) -> Result<(Option<LinuxFiles>, Option<String>), String> {
+fn linux_guest(
+    args: &ValidateArgs,
+    runs_linux: bool,
+) -> Result<(Option<LinuxFiles>, Option<String>), String> {
     if args.no_linux {
         return Ok((None, Some("--no-linux".into())));
     }
     if let (Some(kernel), Some(initrd)) = (&args.kernel, &args.initrd) {
-        if !host.kvm.runs_linux {
+        if !runs_linux {
             return Err(
                 "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
                     .into(),
@@ -157,7 +211,7 @@ fn linux_guest(args: &ValidateArgs, host: &Host) -> Result<(Option<LinuxFiles>, 
         let (kernel, initrd) = (kernel.clone(), initrd.clone());
         return Ok((Some(LinuxFiles { kernel, initrd }), None));
     }
-    if !host.kvm.runs_linux {
+    if !runs_linux {
         return Ok((None, Some("this host's KVM cannot run Linux".into())));
     }
     Ok(match found_images() {

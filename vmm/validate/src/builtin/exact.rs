@@ -3,10 +3,10 @@
 use vpmu::ArchEvent;
 
 use super::{Builtin, Counter, OS, USR, judged, known, selector, unbacked};
-use crate::validate::child::ChildError;
-use crate::validate::guest::Job;
-use crate::validate::judge::{Expected, Tolerance};
-use crate::validate::report::{Check, KNOWN, Row};
+use crate::child::ChildError;
+use crate::guest::Job;
+use crate::judge::{Expected, Tolerance};
+use crate::report::{Check, KNOWN, Row};
 
 /// Rounds of the loops: some thousand steps.
 const ROUNDS: u64 = 1000;
