@@ -363,7 +363,7 @@ impl Vm {
         &self.stats
     }
 
-    /// Has `f` called right before the first guest instruction.
+    /// Calls `f` right before the first guest instruction.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         if let Some(bsp) = self.vcpus.first_mut() {
             bsp.on_first_entry(f);

@@ -93,7 +93,7 @@ impl Looping {
         });
     }
 
-    /// Has overflow signals come often, so that they are held.
+    /// Makes overflow signals come often, so that they are held.
     fn hold(&mut self) {
         for _ in 0..2 {
             raise(overflow_signal());

@@ -448,7 +448,7 @@ fn open_way<'w>(
     way.handle.as_ref().ok_or(No::Now(Lack::Busy))
 }
 
-/// Has an event count, or leaves it stopped and says why.
+/// Starts an event, or leaves it stopped and says why.
 fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<(), Lack> {
     let armed = overflow_in.map_or(Ok(()), |counts| handle.arm(counts));
     let enabled = armed.and_then(|()| handle.enable(Scope::Event));

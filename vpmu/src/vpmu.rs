@@ -813,7 +813,7 @@ impl Vpmu {
         self.rearm &= !mask;
     }
 
-    /// Has the counter's event count, as well as can be.
+    /// Starts the counter's event, as well as can be.
     fn enable(
         &mut self,
         counter: CounterIndex,

@@ -429,7 +429,7 @@ impl Sampling {
 }
 
 impl Controlled {
-    /// Has it do something, and waits until it has.
+    /// Makes it do something, and waits until it is done.
     fn say(&mut self, word: &str) -> Result<(), String> {
         writeln!(self.ctl, "{word}").map_err(|e| e.to_string())?;
         let until = Instant::now() + PATIENCE;

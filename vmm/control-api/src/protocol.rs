@@ -25,7 +25,7 @@ pub struct RequestLine {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "call", rename_all = "snake_case")]
 pub enum Call {
-    /// Has to be first. Reply: [`VmInfo`].
+    /// The first request of a connection. Reply: [`VmInfo`].
     Hello {
         /// The version the client speaks.
         protocol: u32,
@@ -84,7 +84,7 @@ pub enum Call {
         /// The event.
         handle: u32,
     },
-    /// Has an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
+    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
     Chains {
         /// The event.
         handle: u32,
@@ -98,7 +98,7 @@ pub enum Call {
     Kernel,
     /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
     Symbols,
-    /// Has each vCPU look at what its guest has programmed. Reply: [`Generation`].
+    /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
     GuestView,
     /// What the vCPUs saw. Reply: [`GuestViews`].
     GuestViewResult {

@@ -62,7 +62,7 @@ macro_rules! requests {
 }
 
 requests! {
-    /// Has to be first. Reply: [`VmInfo`].
+    /// The first request of a connection. Reply: [`VmInfo`].
     Hello {
         /// The version the client speaks.
         protocol: u32,
@@ -113,7 +113,7 @@ requests! {
         /// The event.
         handle: u32,
     } => HostRingInfo;
-    /// Has an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
+    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
     Chains {
         /// The event.
         handle: u32,
@@ -127,7 +127,7 @@ requests! {
     Kernel => KernelInfo;
     /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
     Symbols => SymbolsInfo;
-    /// Has each vCPU look at what its guest has programmed. Reply: [`Generation`].
+    /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
     GuestView => Generation;
     /// What the vCPUs saw. Reply: [`GuestViews`].
     GuestViewResult {

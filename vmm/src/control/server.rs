@@ -100,13 +100,13 @@ impl Controlled {
         }
     }
 
-    /// Has the vCPUs look into their mailboxes.
+    /// Makes the vCPUs look into their mailboxes.
     fn deliver(&self) {
         self.control.wake_parked();
         self.kicker.kick();
     }
 
-    /// Has every vCPU look at what its guest has programmed; the mailboxes have the answers, under the number returned.
+    /// Asks every vCPU what its guest has programmed. The mailboxes get the answers, under the number returned.
     pub fn ask_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
         for mailbox in &self.mailboxes {

@@ -93,8 +93,8 @@ impl EventSession {
     /// Opens a list of events on some vCPUs, or all; disabled.
     ///
     /// # Errors
-    /// A list or a vCPU that is none, a limit, or what this user may not do: then nothing of the list stays open. What
-    /// cannot be counted here is no error, and is said of each event.
+    /// The list does not parse, a vCPU does not exist, a limit is reached, or this user may not open an event. Then no
+    /// event of the list stays open. An event that cannot be counted here is no error: its entry says so.
     pub fn open(
         &mut self,
         text: &str,
@@ -269,7 +269,7 @@ impl EventSession {
         Ok((self.events.len() - 1, event, no_ring))
     }
 
-    /// Has the host's kernel sample what `attr` describes, if it can and the user may.
+    /// Lets the host's kernel sample what `attr` describes, if it can and the user may.
     fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, String> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {
@@ -319,7 +319,7 @@ impl EventSession {
         Ok((info, fd.map_err(internal)?))
     }
 
-    /// Has the event `handle` take every `every`-th sample itself.
+    /// Lets the event `handle` take every `every`-th sample itself.
     ///
     /// # Errors
     /// No such event, or it has no ring of the host's kernel; a number that is none.

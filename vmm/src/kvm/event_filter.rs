@@ -111,7 +111,7 @@ impl KvmFilter {
         })
     }
 
-    /// Has KVM use it from now on; counters that are already programmed follow.
+    /// Gives the filter to KVM. Counters that are already programmed follow it.
     ///
     /// # Errors
     /// [`KvmFilterError::Kvm`].

@@ -310,7 +310,7 @@ impl OwnPmu {
     }
 }
 
-/// Has IA32_PERF_CAPABILITIES show what the model has and KVM does: full-width writes, no branch records, no PEBS. KVM's own
+/// Makes IA32_PERF_CAPABILITIES show what the model has and KVM does: full-width writes, no branch records, no PEBS. KVM's own
 /// initial value is all that it supports. Nothing to do on AMD models.
 ///
 /// # Errors

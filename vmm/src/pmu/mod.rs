@@ -144,7 +144,7 @@ impl VmPmu {
         self
     }
 
-    /// Has KVM filter events, where its own vPMU counts them; else each vCPU's thread does.
+    /// Gives the filter to KVM where its own vPMU counts; else each vCPU's thread filters events.
     ///
     /// # Errors
     /// [`KvmFilterError`]; nothing has changed.

@@ -51,7 +51,7 @@ impl VmPmu {
         }
     }
 
-    /// Has the host's kernel sample, on the thread of `vcpu`, what `attr` describes.
+    /// Lets the host's kernel sample what `attr` describes, on the thread of `vcpu`.
     ///
     /// # Errors
     /// Why it cannot.

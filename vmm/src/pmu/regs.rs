@@ -188,7 +188,7 @@ pub struct SampleMemory {
     samples: u32,
 }
 
-/// Of so many samples, one's cost is measured, once the first are.
+/// After the first samples, the cost of one in this many is measured.
 const MEASURED: u32 = 4;
 
 impl SampleMemory {
@@ -324,7 +324,7 @@ impl<'a> VcpuRegs<'a> {
         Some(&self.known.regs)
     }
 
-    /// Has the guest's kernel looked for, beginning with what the registers point to.
+    /// Starts the search for the guest's kernel where the registers point.
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
         let regs = self.with_kernel_gs().map(|regs| {

@@ -88,7 +88,7 @@ pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
         .map_err(|e| failed(e.to_string()))
 }
 
-/// Has KVM complete a port write that is being handled, and go no further: it steps over the OUT when it is entered again, unless the vCPU
+/// Makes KVM complete a port write that is being handled, and go no further: it steps over the OUT when it is entered again, unless the vCPU
 /// has gone elsewhere. The request to leave stays with the next entry until it is cleared.
 ///
 /// # Errors

@@ -114,7 +114,7 @@ impl RunControl {
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Has parked vCPU threads look for mail.
+    /// Makes parked vCPU threads look for mail.
     pub fn wake_parked(&self) {
         // Under the lock no thread is between its look and its wait.
         drop(self.lock());

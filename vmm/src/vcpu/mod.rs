@@ -190,7 +190,7 @@ impl Vcpu {
         &self.mailbox
     }
 
-    /// Has `f` called right before the first entry into the guest.
+    /// Calls `f` right before the first entry into the guest.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
     }
@@ -348,7 +348,7 @@ impl Vcpu {
         self.prepare_entry()
     }
 
-    /// Has the next entry stop where it must.
+    /// Arms the debug state so that the next entry stops where it must.
     fn prepare_entry(&mut self) -> Result<bool, EntryError> {
         let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
             // Breakpoints for RDPMC, if any; told to KVM once.

@@ -121,7 +121,7 @@ impl PerfFd {
         Ok(Self { fd })
     }
 
-    /// Has every overflow send real-time signal `signo` to thread `tid`, and to that thread only.
+    /// Makes every overflow send real-time signal `signo` to thread `tid`, and to that thread only.
     ///
     /// When the queue of real-time signals is full the kernel sends `SIGIO` instead; see
     /// [`super::ignore_sigio`].

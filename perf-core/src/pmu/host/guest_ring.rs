@@ -66,7 +66,7 @@ impl GuestSampler {
         Ok(Self { fd })
     }
 
-    /// Has each sample send `signal` to thread `tid` as well: the dearer way, for comparison.
+    /// Makes each sample send `signal` to thread `tid` as well: the more expensive way, for comparison.
     ///
     /// # Errors
     /// The error of `fcntl(2)`.

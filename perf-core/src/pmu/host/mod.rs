@@ -212,7 +212,7 @@ struct HostEvent {
     tid: i32,
     can_arm: bool,
     hardware: bool,
-    /// Reads in user space were tried and are right. That the control page offers them does not say so.
+    /// Reads in user space were tried and are right. The control page's offer alone does not prove that.
     user_read: bool,
     /// The kernel counts it one by one: neither a counter nor a clock.
     one_by_one: bool,
@@ -243,7 +243,7 @@ struct Good {
 }
 
 impl HostEvent {
-    /// Has the kernel end a period `period` counts after `count`, which is now, and go on with that period. If it would do
+    /// Makes the kernel end a period `period` counts after `count`, which is now, and go on with that period. If it would do
     /// so anyway nothing is done.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let due = count.saturating_add(period);
@@ -283,7 +283,7 @@ impl HostEvent {
         }
     }
 
-    /// Has the kernel not overflow: costs nothing when that is so already.
+    /// Keeps the kernel from overflowing. Costs nothing when that is so already.
     fn park(&mut self) {
         if self.kernel_period != PARKED_PERIOD {
             self.kernel_due = u64::MAX;

@@ -432,7 +432,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Has the VM take more or fewer full samples, as the light ones show enough of the guest or not. Fails when the VM
+    /// Asks the VM to take more or fewer full samples, as the light ones show enough of the guest or not. Fails when the VM
     /// has gone.
     fn steer(&mut self, client: &mut Client) -> Result<(), control_api::client::ClientError> {
         client.call(request::Status)?;
@@ -483,7 +483,7 @@ fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Reco
     recording.full(sample, &raw, period)
 }
 
-/// Has the VM look for the guest's kernel, and waits until it has: the first samples are to have chains too.
+/// Asks the VM to look for the guest's kernel, and waits until it has: the first samples are to have chains too.
 fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), String> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {

@@ -229,7 +229,7 @@ impl Recording {
         Ok(())
     }
 
-    /// Has the chain's addresses named. A caller's frame is looked up just before its address.
+    /// Names the chain's addresses. It looks up a caller's frame just before its address.
     fn note_chain(&mut self, mut kernel: bool, pid: u32) {
         let mut first = true;
         for &frame in &self.chain {

@@ -327,7 +327,7 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell
     }
 }
 
-/// Has the VM look for its guest's kernel, and waits for it a while.
+/// Asks the VM to look for its guest's kernel, and waits for it a while.
 fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), String> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
