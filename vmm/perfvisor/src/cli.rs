@@ -381,10 +381,7 @@ mod tests {
     #[test]
     fn defaults_run_the_built_in_guest() {
         let args = run(&[]).unwrap();
-        assert_eq!(
-            (args.cpus, args.memory, args.kernel),
-            (1, 512 << 20, None)
-        );
+        assert_eq!((args.cpus, args.memory, args.kernel), (1, 512 << 20, None));
         assert_eq!(
             (args.pmu, args.backing, args.rdpmc),
             (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::procfs::{ThreadFacts, vcpu_threads};
-use crate::Stop;
+use crate::host::Stop;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Generation, GuestViews, VcpuView};
 use control_api::request;

@@ -17,7 +17,7 @@ use serde::Deserialize;
 
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
-use crate::Stop;
+use crate::host::Stop;
 use control_api::protocol::{EventReading, Opened, RingInfo, Sampling, VcpuView};
 use control_api::request;
 

@@ -15,8 +15,8 @@ use super::guest::{Operator, OperatorSaw, Watch};
 use super::judge::Expected;
 use super::procfs::ThreadFacts;
 use super::report::{Row, Summary};
-use super::{Host, LinuxFiles, Options};
-use crate::Stop;
+use crate::host::Stop;
+use crate::host::{Host, LinuxFiles, Options};
 use control_api::protocol::VcpuView;
 
 /// How long the guest may take to its first line.

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::judge::{Evidence, Tolerance, Verdict, judge};
-use crate::KvmSeen;
+use crate::host::KvmSeen;
 use control_api::events::format::thousands;
 
 /// Where a count is from that does not depend on time.

@@ -12,8 +12,8 @@ use super::child::ChildError;
 use super::guest::{Job, MeasuringGuest, OS, Outcome, USR};
 use super::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
 use super::report::{Check, Row};
-use super::{Host, Options};
-use crate::Stop;
+use crate::host::Stop;
+use crate::host::{Host, Options};
 
 /// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
 const TRIES: u32 = 3;
