@@ -4,6 +4,7 @@
 #define RUNS 5
 #define RUN_MS 8
 #define LEVEL_MS 60
+#define TRIES 3
 #define OVERHEAD 250 /* instructions around the loop that may count: register writes, the way to CPL3 and back */
 
 u64 cycles_per_1024_tsc;
@@ -173,6 +174,7 @@ static void time_row(struct name name, struct counter c, u32 cpl, bool is_cycles
 {
     struct run r;
     u64 instructions, expected;
+    u32 tries;
     enum verdict v;
     bool stepped;
 
@@ -180,21 +182,28 @@ static void time_row(struct name name, struct counter c, u32 cpl, bool is_cycles
         not_supported(name.shown, name.id, cpl);
         return;
     }
-    r = measure(&c, cpl);
-    instructions = KNOWN_INSTRUCTIONS(r.rounds);
-    stepped = near(r.count, instructions, OVERHEAD) && r.tsc > 20 * instructions;
+    /* Under an emulator that is itself waiting nobody tells of all the time that the CPU was not run. What does not count is short each time. */
+    for (tries = 1;; tries++) {
+        r = measure(&c, cpl);
+        instructions = KNOWN_INSTRUCTIONS(r.rounds);
+        stepped = near(r.count, instructions, OVERHEAD) && r.tsc > 20 * instructions;
+        if (stepped) {
+            expected = instructions;
+            v = V_OK;
+        } else {
+            v = time_verdict(&r, !name_is(name.id, "ref-cycles-fixed"), &expected);
+        }
+        if (v != V_FAILED || r.count >= expected || tries == TRIES)
+            break;
+    }
     if (is_cycles && r.count * 1024 / r.tsc > cycles_per_1024_tsc)
         cycles_per_1024_tsc = r.count * 1024 / r.tsc;
     put_row(name.shown, cpl);
-    if (stepped) {
-        expected = instructions;
-        v = V_OK;
-    } else {
-        v = time_verdict(&r, !name_is(name.id, "ref-cycles-fixed"), &expected);
-    }
     put_counts(r.count, expected, true);
     if (tables && stepped)
         kprintf("  (counts instructions: exact backing)");
+    if (tables && tries > 1)
+        kprintf("  (measured %u times)", tries);
     verdict(name.id, cpl ? "cpl3" : "cpl0", r.count, expected, v);
 }
 
@@ -227,7 +236,8 @@ static void split_row(u32 cpl)
     struct counter user = { -1, event_select(EV_CYCLES) | SEL_USR };
     struct counter both = { -1, user.select | SEL_OS };
     struct run r;
-    u64 looks, factor, all, expected;
+    u64 looks, rounds, all, factor, expected;
+    bool stepped = false;
 
     if (not_counted_at(cpl)) {
         not_supported("cycles, CPL3 only", "user-cycles", cpl);
@@ -236,23 +246,33 @@ static void split_row(u32 cpl)
     r = measure(&both, cpl);
     /* Where no hardware tells the levels apart, the host looks about a thousand times a second: give it some looks. */
     looks = tsc_hz / 1000 * LEVEL_MS;
-    /* By what was counted: the time on the wall may have been stolen for the most part. */
-    factor = r.count && r.count < looks ? looks / r.count : 1;
+    rounds = r.rounds;
     all = r.count;
-
-    if (pmu.gp > 1) {
-        ctr_write(1, 0);
-        sel_write(1, both.select | SEL_EN);
-    }
-    r = run_once(&user, cpl, r.rounds * (factor > 16 ? 16 : factor));
-    if (pmu.gp > 1) {
-        sel_write(1, 0);
-        all = ctr_read(1);
+    /* By what was counted: the time on the wall may have been stolen for the most part, in one run more than in another. */
+    for (u32 i = 0; i < 2 * TRIES; i++) {
+        factor = all && all < looks ? looks / all + 1 : 1;
+        rounds *= factor > 16 ? 16 : factor;
+        if (pmu.gp > 1) {
+            ctr_write(1, 0);
+            sel_write(1, both.select | SEL_EN);
+        }
+        r = run_once(&user, cpl, rounds);
+        all = r.tsc - r.stolen;
+        if (pmu.gp > 1) {
+            sel_write(1, 0);
+            all = ctr_read(1);
+        }
+        stepped = near(all, KNOWN_INSTRUCTIONS(rounds), OVERHEAD);
+        if (all >= looks / 2 || stepped || r.tsc > tsc_hz)
+            break;
     }
     expected = cpl ? all : 0;
     put_row("cycles, CPL3 only", cpl);
     put_counts(r.count, expected, true);
-    verdict("user-cycles", cpl ? "cpl3" : "cpl0", r.count, expected, near(r.count, expected, all / 4) ? V_OK : V_FAILED);
+    verdict("user-cycles", cpl ? "cpl3" : "cpl0", r.count, expected,
+            near(r.count, expected, all / 4)  ? V_OK
+            : all < looks / 2 && !stepped ? V_BUSY /* too few looks */
+                                          : V_FAILED);
 }
 
 void counting(void)

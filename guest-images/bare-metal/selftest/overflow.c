@@ -8,6 +8,7 @@
 static u32 lvtpc;
 static u64 period, pmis, late, spurious, select;
 static u64 by_function[4]; /* hot, warm, cool, anywhere else */
+static volatile bool ending; /* the handler leaves the counters off */
 
 /* Without global control both are switched in the same order each time, so that they run equally long. */
 static void counters_on(void)
@@ -52,7 +53,8 @@ static void on_pmi(struct trap_frame *f)
         spurious++;
     }
     apic_write(APIC_LVTPC, lvtpc); /* Intel has masked it */
-    counters_on();
+    if (!ending)
+        counters_on();
 }
 
 /* How many rounds of spin_chunk take about 4 ms. */
@@ -92,6 +94,7 @@ static void overflow_row(const char *mode, u32 lvt, u32 cpl)
     pmu_reset();
     lvtpc = lvt;
     pmis = late = spurious = 0;
+    ending = false;
     this_cpu()->pmi_hook = on_pmi;
     select = event_select(EV_CYCLES) | SEL_USR | SEL_OS;
     if (pmu.global) {
@@ -111,12 +114,15 @@ static void overflow_row(const char *mode, u32 lvt, u32 cpl)
         cli();
         tsc = rdtsc() - t0;
     } while (tsc < tsc_hz / 1000 * RUN_MS);
+    /*
+     * A PMI that is on its way still belongs to this row. Its handler must not switch the counters on again: where the host is busy the
+     * next overflow can come within this delay, and its vector would be taken in the next row, as one without an overflow.
+     */
+    ending = true;
     counters_off();
-    /* A PMI that is on its way still belongs to this row. */
     sti();
     delay_us(200);
     cli();
-    counters_off();
     this_cpu()->pmi_hook = NULL;
     /* The second counter ran along without interrupts; with one counter only, time must do. */
     total = pmu.gp > 1 ? ctr_read(1) : tsc / 1024 * cycles_per_1024_tsc;
