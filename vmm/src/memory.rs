@@ -302,7 +302,7 @@ mod tests {
         assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
         assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);
         let Ok(ram) = GuestRam::new(5 << 30) else {
-            eprintln!("skipped: this host has less than 5 GiB");
+            eprintln!("SKIP: this host has less than 5 GiB");
             return;
         };
         let map = ram.map();

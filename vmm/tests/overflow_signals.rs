@@ -83,7 +83,7 @@ impl Looping {
             scope.spawn(move || {
                 let began = Instant::now();
                 // A guest that never runs must not keep the test for ever: the signal ends KVM_RUN, and this fails below.
-                while turns() == before && began.elapsed() < Duration::from_secs(60) {
+                while turns() == before && began.elapsed() < Duration::from_secs(300) {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 // SAFETY: the thread lives until this scope ends, and the signal has a handler.

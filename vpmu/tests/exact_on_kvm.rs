@@ -5,6 +5,9 @@
 
 #![allow(unsafe_code)] // guest memory
 
+#[path = "../../perf-core/tests/common/skip.rs"]
+mod skip;
+
 use std::sync::Arc;
 
 use kvm_bindings::{
@@ -275,8 +278,7 @@ const AROUND: u64 = 4;
 fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
     for round in 0..5 {
         let Some(machine) = Machine::new(block, selector) else {
-            eprintln!("skipped: no KVM here that traps MSRs");
-            return;
+            return skip::skipped("no KVM here that traps MSRs", false);
         };
         assert_eq!(
             machine.run(nmi_at),

@@ -35,8 +35,8 @@ impl TestVm {
 
     fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        stream.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
+        stream.set_write_timeout(Some(Duration::from_secs(300))).unwrap();
         stream
     }
 
@@ -342,7 +342,7 @@ fn addresses_are_checked_before_anything_runs() {
         .unwrap();
     eventually("it listens", || UnixStream::connect(&path).is_ok());
     let stream = UnixStream::connect(&path).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
     let (status, body) = reply(stream, "GET /metrics HTTP/1.1\r\n\r\n");
     assert_eq!(status, "HTTP/1.1 200 OK");
     let metrics = Metrics::parse(&body);

@@ -78,7 +78,7 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
         // SAFETY: signals the child we started, which has not been waited for yet.
         unsafe { libc::kill(child.id() as i32, signal) };
     }
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + Duration::from_secs(300);
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
             break status;

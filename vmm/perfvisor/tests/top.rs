@@ -160,7 +160,7 @@ fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File))
             }
         })
     };
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + Duration::from_secs(300);
     while !shown.lock().unwrap().contains("spin_hot") {
         assert!(
             Instant::now() < end,

@@ -199,7 +199,7 @@ mod tests {
         const PERIOD_NS: u64 = 500_000;
         let sampler = match GuestSampler::clock(current_tid(), PERIOD_NS) {
             Ok(sampler) => sampler,
-            Err(e) => return eprintln!("skipped: no clock events here: {e}"),
+            Err(e) => return eprintln!("SKIP: no clock events here: {e}"),
         };
         let fd = sampler.as_fd().try_clone_to_owned().unwrap();
         let mut samples = GuestSamples::map(fd, 3).unwrap();

@@ -33,7 +33,7 @@ impl SpinningVm {
 
     fn start_by(mut program: Command, name: &str, args: &[&str]) -> Option<Self> {
         if !Path::new("/dev/kvm").exists() {
-            eprintln!("skipped: no /dev/kvm here");
+            super::skip::skipped("no /dev/kvm here", false);
             return None;
         }
         let runtime = tempfile::tempdir().unwrap();
@@ -94,7 +94,7 @@ impl Drop for SpinningVm {
 
 /// Waits for something that must come about; the bound only makes a failure end.
 pub fn eventually(what: &str, mut test: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = Instant::now() + Duration::from_secs(300);
     while !test() {
         assert!(Instant::now() < until, "{what}");
         std::thread::sleep(Duration::from_millis(10));
