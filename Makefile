@@ -23,8 +23,11 @@ help:
 demo: lab-files
 	$(CARGO) run -q -p integration --bin demo -- $(PMU)
 
-# Test programs that boot many guests in the lab. All others, new ones too, are part of "make test".
-GUEST_TESTS := exact kernels kexec lab late_ack models nested profile_guest user_rdpmc validate
+# Test programs that boot many guests in the lab; all others, new ones too, are part of "make test". Those of the first list test no times, or
+# measure again what was off: two of them run beside each other, as a lab keeps hardly more than one processor busy. The longest come first.
+TESTS_TOGETHER := nested exact models lab user_rdpmc kexec late_ack
+TESTS_ALONE := profile_guest kernels validate
+GUEST_TESTS := $(TESTS_TOGETHER) $(TESTS_ALONE)
 QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)))))
 
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
@@ -33,10 +36,23 @@ test: lab-files
 	$(CARGO) test --workspace --lib --bins $(QUICK_TESTS:%=--test %)
 	$(CARGO) test --workspace --doc
 
-## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate
+## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate (JOBS=2)
+JOBS ?= 2
 .PHONY: test-guests
 test-guests: lab-files
-	$(CARGO) test --workspace --no-fail-fast $(GUEST_TESTS:%=--test %)
+	$(CARGO) test --workspace --no-run $(GUEST_TESTS:%=--test %)
+	@failed=0; \
+	$(MAKE) --no-print-directory -k -j $(JOBS) $(TESTS_TOGETHER:%=guest-test-%) || failed=1; \
+	$(MAKE) --no-print-directory -k -j 1 $(TESTS_ALONE:%=guest-test-%) || failed=1; \
+	exit $$failed
+
+# One of them. What it prints is shown when it ends, and is in target/integration/test-NAME.log before.
+guest-test-%:
+	@log=$(TARGET_DIR)/integration/test-$*.log; mkdir -p $${log%/*}; began=$$(date +%s); status=0; \
+	echo "test-guests: $* begins"; \
+	$(CARGO) test --workspace --test $* >$$log 2>&1 || status=$$?; \
+	{ cat $$log; echo "test-guests: $* took $$(($$(date +%s) - began)) s, status $$status"; } | flock $${log%/*} cat; \
+	exit $$status
 
 ## test-all: every test (longer matrices by hand: kernels, validate-lab)
 .PHONY: test-all
@@ -77,6 +93,7 @@ check:
 .PHONY: loom
 loom:
 	CARGO_TARGET_DIR=$(TARGET_DIR)/loom RUSTFLAGS="--cfg loom" \
+		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_DEBUG=false \
 		$(CARGO) test -p perf-core --release --lib model
 
 # Where the sanitizers' own builds go, and what both run: rings and their control pages, in threads, signals, processes.
@@ -150,11 +167,14 @@ fuzz:
 	done
 
 ## fuzz-check: that every fuzz target compiles; needs neither nightly nor cargo-fuzz
+# With the workspace's profile, so that the dependencies that "make check" has checked are not checked once more.
+FUZZ_PROFILE = --config 'profile.dev.opt-level = 1' --config 'profile.dev.package."*".opt-level = 2' \
+	--config 'profile.dev.package."*".debug = false'
 .PHONY: fuzz-check
 fuzz-check:
 	@for crate in vpmu vmm; do \
-		CUSTOM_LIBFUZZER_PATH=/dev/null CARGO_TARGET_DIR=$(TARGET_DIR)/fuzz \
-			$(CARGO) check --locked --manifest-path $$crate/fuzz/Cargo.toml || exit 1; \
+		CUSTOM_LIBFUZZER_PATH=/dev/null CARGO_TARGET_DIR=$(TARGET_DIR) \
+			$(CARGO) check --locked $(FUZZ_PROFILE) --manifest-path $$crate/fuzz/Cargo.toml || exit 1; \
 	done
 
 ## build: the perfvisor binary, target/release/perfvisor
@@ -176,7 +196,7 @@ lab: lab-files
 # Guest images and static binaries. Tests would build them too, but silently.
 .PHONY: lab-files
 lab-files: setup
-	$(CARGO) run -q -p integration --bin lab -- --build-only
+	$(CARGO) run -q --bin lab -- --build-only
 
 ## setup: install what is missing from Debian; does nothing when all is there
 .PHONY: setup

@@ -143,6 +143,9 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
         "perfvisor",
         "--bin",
         "lab-agent",
+        // Line tables would triple what has to be unpacked at each boot of the lab.
+        "--config",
+        "profile.release.debug=false",
     ])?;
     let target_dir = target_dir().join("static");
     Ok(in_directory(&target_dir.join(STATIC_TARGET).join("release")))
@@ -157,8 +160,6 @@ fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
         .args(verb)
         .args(["--quiet", "--release", "--target", STATIC_TARGET])
         .args(rest)
-        // Line tables would triple what has to be unpacked at each boot of the lab.
-        .args(["--config", "profile.release.debug=false"])
         .arg("--target-dir")
         .arg(target_dir().join("static"))
         // Flags of the surrounding build, such as sanitizers, are not for the lab.
@@ -182,6 +183,14 @@ fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
 pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, ArtefactError> {
     Progress::new("lab").step("building test programs for the guest");
     let mut arguments = vec!["test", "--no-run", "--message-format=json", "-p", package];
+    // They are run a few times only: the optimisation across crates takes longer than it saves.
+    for setting in [
+        "profile.release.debug=false",
+        "profile.release.lto=false",
+        "profile.release.codegen-units=16",
+    ] {
+        arguments.extend(["--config", setting]);
+    }
     for name in names {
         arguments.extend(["--test", name]);
     }

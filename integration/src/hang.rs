@@ -15,7 +15,7 @@ use crate::lab::Lab;
 use crate::process::{Command, last_lines};
 
 /// How long a lab may take to run `true`.
-pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long QEMU may take to answer its monitor: it does so even when what it emulates has gone astray.
 const MONITOR_LIMIT: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ const SNAPSHOTS: u32 = 5;
 const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(300);
 
 /// How long the look into the lab may take.
-const LOOK_LIMIT: Duration = Duration::from_secs(90);
+const LOOK_LIMIT: Duration = Duration::from_secs(300);
 
 /// What a person would type: are the VMM's threads running, what has the guest programmed, where does it run.
 const LOOK: &str = r#"
@@ -41,13 +41,13 @@ threads
 sleep 2
 echo 2 s later:
 threads
-timeout 15 perfvisor stat --guest-view
-timeout 15 perfvisor stat -d 1 -e task-clock,kvm:exits,kvm:halt_exits,kvm:irq_injections,kvm:nmi_injections,kvm:io_exits
-timeout 20 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && timeout 20 perfvisor report -i /tmp/hang.data | head -n 40
+timeout 60 perfvisor stat --guest-view
+timeout 60 perfvisor stat -d 1 -e task-clock,kvm:exits,kvm:halt_exits,kvm:irq_injections,kvm:nmi_injections,kvm:io_exits
+timeout 60 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && timeout 60 perfvisor report -i /tmp/hang.data | head -n 40
 rm -f /tmp/hang.data
 "#;
 
-/// Looks at a lab in which something did not end in time. Takes up to two minutes.
+/// Looks at a lab in which something did not end in time. Takes up to six minutes, on a machine that is quiet a few seconds.
 pub(crate) fn look(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {

@@ -25,7 +25,7 @@ impl Limit {
     pub const GENEROUS: Self = Self {
         still: Duration::from_secs(120),
         silent: Duration::from_secs(600),
-        overall: Duration::from_secs(1500),
+        overall: Duration::from_secs(3600),
     };
 
     /// Which bound is passed after `since_start`, so long after the last output and after the last sign of life of any kind.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use guest_images::linux::KernelChoice;
 use guest_images::qemu::Qemu;
-use integration::artefacts::{self, describe};
+use integration::artefacts::{self, ArtefactError, describe};
 use integration::lab::{Lab, LabOptions, interactive, refused_place};
 use integration::process::Command;
 
@@ -32,10 +32,7 @@ fn main() -> ExitCode {
                 continue;
             }
             "--build-only" => {
-                let built = artefacts::images()
-                    .and_then(|_| artefacts::qemu())
-                    .and_then(|qemu| artefacts::binaries().map(|_| qemu));
-                return match built {
+                return match build() {
                     Ok(qemu) => {
                         tell_of(qemu);
                         ExitCode::SUCCESS
@@ -121,6 +118,19 @@ fn main() -> ExitCode {
             ExitCode::from(124)
         }
     }
+}
+
+/// Builds all that a lab needs. The last part of the programs' build keeps one processor busy: the images are made beside it.
+fn build() -> Result<&'static Qemu, ArtefactError> {
+    std::thread::scope(|scope| {
+        let images = scope.spawn(|| artefacts::images().and_then(|_| artefacts::bare_metal_dir()));
+        let binaries = artefacts::binaries();
+        images
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        binaries?;
+        artefacts::qemu()
+    })
 }
 
 /// Which QEMU it is, and what to expect of it.
