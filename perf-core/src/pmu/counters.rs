@@ -5,9 +5,9 @@ use std::ops::{BitAnd, BitOr};
 
 /// A set of up to 64 counters of one PMU, numbered from 0.
 ///
-/// A driver numbers its counters from those that hold most events to those that hold few: general counters first, fixed
-/// ones behind them. An event that may sit on several is put on the last of them, so that the general ones stay free for what
-/// fits nowhere else.
+/// A driver numbers its counters from those that hold most events to those that hold few: general counters
+/// first, fixed ones behind them. An event that may sit on several is put on the last of them, so that the
+/// general ones stay free for what fits nowhere else.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct CounterMask(u64);
 

@@ -1,11 +1,11 @@
 //! The `fed` driver: counts the VMM makes itself.
 //!
-//! The VMM counts what it sees (instructions it steps through, exits it handles) into a [`FedCounts`] per vCPU, and
-//! events read from there. `config` is the selector: an index the VMM gives meaning to.
+//! The VMM counts what it sees (instructions it steps through, exits it handles) into a [`FedCounts`] per
+//! vCPU, and events read from there. `config` is the selector: an index the VMM gives meaning to.
 //!
-//! Every count is fed with the guest's privilege level, so `exclude_user` and `exclude_kernel` are exact here. So
-//! are overflows: a feeder that can stop at will asks [`FedCounts::until_overflow`] how far it may go, and
-//! [`FedCounts::add`] tells it when an event has overflowed.
+//! Every count is fed with the guest's privilege level, so `exclude_user` and `exclude_kernel` are exact
+//! here. So are overflows: a feeder that can stop at will asks [`FedCounts::until_overflow`] how far it may
+//! go, and [`FedCounts::add`] tells it when an event has overflowed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -100,7 +100,8 @@ struct ArmedEvents {
 
 /// The counts of one vCPU.
 ///
-/// Fed by the vCPU's thread. Feeding and asking are a few relaxed loads and stores on memory of this vCPU alone.
+/// Fed by the vCPU's thread. Feeding and asking are a few relaxed loads and stores on memory of this vCPU
+/// alone.
 #[derive(Debug)]
 pub struct FedCounts {
     cells: Box<[Cell]>,
@@ -123,9 +124,9 @@ impl FedCounts {
         self.cells.len()
     }
 
-    /// `n` more of `selector`, with the guest at privilege level `cpl` (3 is user, everything else kernel). True when an
-    /// armed event has reached its overflow, now or before: time to handle overflows. A selector that does not exist
-    /// is ignored.
+    /// `n` more of `selector`, with the guest at privilege level `cpl` (3 is user, everything else kernel).
+    /// True when an armed event has reached its overflow, now or before: time to handle overflows. A selector
+    /// that does not exist is ignored.
     ///
     /// Several threads may feed the same counts; nothing is lost.
     pub fn add(&self, selector: usize, cpl: u8, n: u64) -> bool {
@@ -137,8 +138,8 @@ impl FedCounts {
         self.until_overflow(selector, cpl) == Some(0)
     }
 
-    /// How many more counts of `selector` at privilege level `cpl` until the next armed event overflows: 0 when one is
-    /// due already, `None` when no event that counts this level is armed.
+    /// How many more counts of `selector` at privilege level `cpl` until the next armed event overflows: 0
+    /// when one is due already, `None` when no event that counts this level is armed.
     #[must_use]
     pub fn until_overflow(&self, selector: usize, cpl: u8) -> Option<u64> {
         let cell = self.cells.get(selector)?;
@@ -435,7 +436,8 @@ mod tests {
     }
 
     proptest! {
-        /// A feeder that stops where `until_overflow` says never overshoots: every overflow is taken at its very count.
+        /// A feeder that stops where `until_overflow` says never overshoots: every overflow is taken at its
+        /// very count.
         #[test]
         fn stepping_stops_exactly_at_each_overflow(periods in prop::collection::vec(1u64..50, 1..20), cpls in prop::collection::vec(0u8..4, 1..10)) {
             let (counts, pmu) = setup(1);

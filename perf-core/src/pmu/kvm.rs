@@ -1,9 +1,9 @@
 //! The `kvm` driver: KVM's binary statistics.
 //!
-//! KVM hands out one statistics descriptor per VM and one per vCPU (`KVM_GET_STATS_FD`, Linux 5.14). The VMM passes
-//! them in as [`StatsFile`]s; this module needs no other KVM interface. Their layout is self-describing:
-//! a header, a table of named descriptors, and the values
-//! (Linux, Documentation/virt/kvm/api.rst, "KVM_GET_STATS_FD").
+//! KVM hands out one statistics descriptor per VM and one per vCPU (`KVM_GET_STATS_FD`, Linux 5.14). The VMM
+//! passes them in as [`StatsFile`]s; this module needs no other KVM interface. Their layout is
+//! self-describing: a header, a table of named descriptors, and the values (Linux,
+//! Documentation/virt/kvm/api.rst, "KVM_GET_STATS_FD").
 //!
 //! Which statistics there are depends on the host's kernel, so an event's `config` is only valid for the
 //! [`KvmPmu`] that named it: ask [`KvmPmu::config`] or list [`KvmPmu::events`].
@@ -15,9 +15,10 @@
 //!
 //! # Package counts
 //! A statistic of the VM is one number, however many vCPUs there are. Its events therefore supply
-//! [`PmuEvent::count`], on whichever target they are opened: an event inherited by every vCPU does not multiply it. A
-//! vCPU's statistic opened for the VM as a whole is the sum over the vCPUs there are, those added later included,
-//! and is a package count too. Such a total is taken when it is asked for; it has no stale window of its own.
+//! [`PmuEvent::count`], on whichever target they are opened: an event inherited by every vCPU does not
+//! multiply it. A vCPU's statistic opened for the VM as a whole is the sum over the vCPUs there are, those
+//! added later included, and is a package count too. Such a total is taken when it is asked for; it has no
+//! stale window of its own.
 //!
 //! Only cumulative scalars can be events. Instantaneous values, peaks and histograms are listed by
 //! [`StatsFile::descriptors`] but do not count anything. KVM statistics never overflow.

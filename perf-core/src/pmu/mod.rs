@@ -41,8 +41,8 @@ pub enum Target {
 pub enum Capacity {
     /// A software class driver: any number, no slot is used.
     Unlimited,
-    /// A hardware class driver: each vCPU thread has these counters, one event on each at a time. Which events a counter
-    /// can hold is said by [`Pmu::constraint`].
+    /// A hardware class driver: each vCPU thread has these counters, one event on each at a time. Which
+    /// events a counter can hold is said by [`Pmu::constraint`].
     Counters(CounterMask),
 }
 
@@ -91,8 +91,8 @@ pub trait Pmu: Send + Sync + Debug {
     /// How many events can be on at once, per vCPU.
     fn capacity(&self) -> Capacity;
 
-    /// The counters that can hold `attr`. Asked once, when the event is opened. All of them unless the driver says
-    /// otherwise.
+    /// The counters that can hold `attr`. Asked once, when the event is opened. All of them unless the driver
+    /// says otherwise.
     fn constraint(&self, attr: &Attr) -> CounterMask {
         let _ = attr;
         CounterMask::ALL
@@ -119,17 +119,18 @@ pub trait PmuEvent: Send {
     /// Stops counting; the count is kept.
     fn stop(&mut self);
 
-    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the vCPU's
-    /// own thread: at most one system call.
+    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the
+    /// vCPU's own thread: at most one system call.
     fn read(&mut self) -> u64;
 
-    /// Asks the host whether a started event still has its counter, for [`PmuEvent::lost_ns`]. At most one system call, and none
-    /// for drivers from whom nobody takes anything.
+    /// Asks the host whether a started event still has its counter, for [`PmuEvent::lost_ns`]. At most one
+    /// system call, and none for drivers from whom nobody takes anything.
     fn look(&mut self) {}
 
-    /// How long ago, in nanoseconds, the host took away the counter of a started event; `None` while it counts, as far as the
-    /// last [`PmuEvent::look`] or [`PmuEvent::read`] knows. Where the moment is not known this is the longest it may have been.
-    /// The count stands still from then on; to count again the event is stopped and started. No system call.
+    /// How long ago, in nanoseconds, the host took away the counter of a started event; `None` while it
+    /// counts, as far as the last [`PmuEvent::look`] or [`PmuEvent::read`] knows. Where the moment is not
+    /// known this is the longest it may have been. The count stands still from then on; to count again the
+    /// event is stopped and started. No system call.
     fn lost_ns(&self) -> Option<u64> {
         None
     }
@@ -141,20 +142,20 @@ pub trait PmuEvent: Send {
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError>;
 
     /// How many times this event notified an overflow that was armed since the last call. Drivers that cannot
-    /// tell return 1 when `read()` has reached the armed point and 0 when the notification was early (they then
-    /// re-arm for the rest themselves).
+    /// tell return 1 when `read()` has reached the armed point and 0 when the notification was early (they
+    /// then re-arm for the rest themselves).
     fn take_overflows(&mut self) -> u32;
 
-    /// [`PmuEvent::take_overflows`] and, if there was one, [`PmuEvent::read`] in one go: the count when the armed overflow
-    /// was noticed, `None` if there was none. This is the hot path; a driver that learns the count together with the
-    /// overflow answers both without a system call.
+    /// [`PmuEvent::take_overflows`] and, if there was one, [`PmuEvent::read`] in one go: the count when the
+    /// armed overflow was noticed, `None` if there was none. This is the hot path; a driver that learns the
+    /// count together with the overflow answers both without a system call.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then(|| self.read())
     }
 
-    /// [`PmuEvent::arm`] for a caller that knows the count, because it was just told `count`: the next overflow comes when
-    /// `overflow_in` more have been counted than that. A driver whose host goes on from overflow to overflow by itself
-    /// has nothing to do while the distance stays the same.
+    /// [`PmuEvent::arm`] for a caller that knows the count, because it was just told `count`: the next
+    /// overflow comes when `overflow_in` more have been counted than that. A driver whose host goes on from
+    /// overflow to overflow by itself has nothing to do while the distance stays the same.
     ///
     /// # Errors
     /// As [`PmuEvent::arm`].
@@ -163,17 +164,18 @@ pub trait PmuEvent: Send {
         self.arm(overflow_in)
     }
 
-    /// For counts that belong to a package (the whole VM): the total, which *replaces* the event's own count and
-    /// its children's in every reading. `None` for ordinary events.
+    /// For counts that belong to a package (the whole VM): the total, which *replaces* the event's own count
+    /// and its children's in every reading. `None` for ordinary events.
     fn count(&mut self) -> Option<u64> {
         None
     }
 
-    /// How old, in nanoseconds, what [`PmuEvent::count`] gives is; 0 when it is taken at the moment of asking.
+    /// How old, in nanoseconds, what [`PmuEvent::count`] gives is; 0 when it is taken at the moment of
+    /// asking.
     ///
-    /// A driver that cannot reach its package from every thread refreshes the total when one of the package's vCPUs
-    /// is scheduled, and gives that one until the next time. The core passes it on unmodified either way: such a
-    /// total grows in steps, never shrinks, and may lag by this much.
+    /// A driver that cannot reach its package from every thread refreshes the total when one of the package's
+    /// vCPUs is scheduled, and gives that one until the next time. The core passes it on unmodified either
+    /// way: such a total grows in steps, never shrinks, and may lag by this much.
     fn count_age_ns(&mut self) -> u64 {
         0
     }

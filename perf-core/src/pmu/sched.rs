@@ -1,9 +1,9 @@
 //! The `sched` driver: how long a vCPU's thread was ready to run and waited for a host CPU.
 //!
 //! The host's scheduler keeps that time for each thread, in nanoseconds, in its `schedstat` (Linux,
-//! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time slices). `config` 0 is that
-//! time; there are no others. It has no guest privilege level and never overflows. The kernel adds a wait when it ends,
-//! so a thread that is waiting now has its present wait still to come.
+//! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time slices).
+//! `config` 0 is that time; there are no others. It has no guest privilege level and never overflows. The
+//! kernel adds a wait when it ends, so a thread that is waiting now has its present wait still to come.
 
 use std::fs::File;
 use std::io;

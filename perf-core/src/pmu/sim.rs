@@ -1,13 +1,14 @@
 //! The `sim` driver: a PMU that counts what a test tells it to, exactly when it tells it to.
 //!
-//! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be asked for:
-//! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that somebody else holds
-//! (`taken`), skid between an overflow and its notice, refusal to open or to start, and slots that are taken away from
-//! what runs on them and given back. [`SimHost`] describes PMUs as they are built.
+//! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be
+//! asked for: few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that somebody
+//! else holds (`taken`), skid between an overflow and its notice, refusal to open or to start, and slots that
+//! are taken away from what runs on them and given back. [`SimHost`] describes PMUs as they are built.
 //!
 //! An event that is on keeps its slot as long as what is started beside it fits without moving it.
 //!
-//! Clones of a [`SimPmu`] are handles on the same simulated PMU, so a test keeps one and gives the other to the core.
+//! Clones of a [`SimPmu`] are handles on the same simulated PMU, so a test keeps one and gives the other to
+//! the core.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,7 +34,8 @@ pub struct SimConfig {
     pub late_ns: u64,
     /// The slots that events without an entry in `allowed_slots` fit; `None`: all.
     pub general: Option<u64>,
-    /// Which slots an event fits is found out by starting it only, as with a host whose kernel knows more of its PMU than we.
+    /// Which slots an event fits is found out by starting it only, as with a host whose kernel knows more of
+    /// its PMU than we.
     pub untold: bool,
     /// Slots that somebody else holds, one bit each: they are there, and no event of ours gets them.
     pub taken: u64,
@@ -159,8 +161,9 @@ impl SimPmu {
         self.shared.lock().refuse_starts = n;
     }
 
-    /// Somebody else has the first `n` slots of each vCPU from now on. What is on moves to other slots where it can; the events
-    /// put on last that find none stop counting, and their users learn of it only when they look.
+    /// Somebody else has the first `n` slots of each vCPU from now on. What is on moves to other slots where
+    /// it can; the events put on last that find none stop counting, and their users learn of it only when
+    /// they look.
     pub fn take_slots(&self, n: usize) {
         let config = &self.shared.config;
         let mut state = self.shared.lock();
@@ -303,7 +306,8 @@ impl State {
         }
     }
 
-    /// Places `id` on a free slot, or moves others as a real scheduler would, or says that they cannot all fit.
+    /// Places `id` on a free slot, or moves others as a real scheduler would, or says that they cannot all
+    /// fit.
     fn place(&mut self, id: u64, config: &SimConfig) -> bool {
         let Some(slots) = config.slots else {
             return true;
@@ -360,8 +364,8 @@ impl SimConfig {
     }
 }
 
-/// Gives `event` a slot that its mask allows: a free one, or one whose event can go elsewhere. Where that cannot be done
-/// nobody is moved.
+/// Gives `event` a slot that its mask allows: a free one, or one whose event can go elsewhere. Where that
+/// cannot be done nobody is moved.
 fn seat(event: usize, masks: &[u64], seats: &mut [Option<usize>]) -> bool {
     fn give(event: usize, masks: &[u64], seats: &mut [Option<usize>], tried: &mut u64) -> bool {
         let free = (0..seats.len()).find(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
@@ -577,8 +581,8 @@ mod tests {
     }
 
     proptest! {
-        /// P23, for a driver: with a period P and a user who re-arms for the rest of it, there are floor(total / P) overflows, and the
-        /// distance to the next one is never more than P.
+        /// P23, for a driver: with a period P and a user who re-arms for the rest of it, there are
+        /// floor(total / P) overflows, and the distance to the next one is never more than P.
         #[test]
         fn p23_overflows_are_total_over_period(period in 1u64..100, steps in prop::collection::vec(0u64..100, 0..200)) {
             let pmu = SimPmu::default();
@@ -613,8 +617,8 @@ mod tests {
             prop_assert_eq!(ev.read(), 0);
         }
 
-        /// A placement, once found, respects every mask and uses no slot twice; when none is found there is none. Who has
-        /// a slot is not moved while a free one fits.
+        /// A placement, once found, respects every mask and uses no slot twice; when none is found there is
+        /// none. Who has a slot is not moved while a free one fits.
         #[test]
         fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..6)) {
             fn possible(masks: &[u64], free: u64) -> bool {

@@ -1,8 +1,8 @@
 //! Records: what rings carry. Layouts and type numbers are those of `linux/perf_event.h`, native byte order.
 //!
-//! Each record knows its size before it is written, so it is reserved and encoded straight into the ring, without
-//! a copy and without allocation. Decoding borrows from the bytes and accepts arbitrary ones: what does not hold
-//! together is a [`DecodeError`].
+//! Each record knows its size before it is written, so it is reserved and encoded straight into the ring,
+//! without a copy and without allocation. Decoding borrows from the bytes and accepts arbitrary ones: what
+//! does not hold together is a [`DecodeError`].
 
 mod cursor;
 mod read;
@@ -184,8 +184,8 @@ pub trait Encode {
         Ok(())
     }
 
-    /// Writes records that are at hand together, in their order, in as few reservations as they fit in: cheaper than one
-    /// by one, and much so where another thread writes to the ring at the same time.
+    /// Writes records that are at hand together, in their order, in as few reservations as they fit in:
+    /// cheaper than one by one, and much so where another thread writes to the ring at the same time.
     ///
     /// Without room for all, each is tried by itself, so no more are lost than one by one.
     #[inline]
@@ -338,8 +338,8 @@ impl<'a> Record<'a> {
     ///
     /// # Errors
     ///
-    /// As [`decode`](Self::decode), and [`DecodeError::Header`] if the header's size is not that of a record or
-    /// exceeds the bytes.
+    /// As [`decode`](Self::decode), and [`DecodeError::Header`] if the header's size is not that of a record
+    /// or exceeds the bytes.
     pub fn decode_bytes(bytes: &'a [u8], format: Format) -> Result<Self, DecodeError> {
         let &[_, _, _, _, _, _, low, high, ..] = bytes else {
             return Err(DecodeError::Short { field: "header" });

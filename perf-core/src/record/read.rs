@@ -106,8 +106,8 @@ impl<'a> ReadValues<'a> {
         size_of(format, self.entries.len())
     }
 
-    /// Appends exactly [`size`](Self::size) bytes: without `GROUP` value, enabled, running, id; with it the number of
-    /// members, enabled, running, and value and id of each.
+    /// Appends exactly [`size`](Self::size) bytes: without `GROUP` value, enabled, running, id; with it the
+    /// number of members, enabled, running, and value and id of each.
     pub fn encode(&self, format: ReadFormat, out: &mut impl Sink) {
         let with_id = format.contains(ReadFormat::ID);
         let times = |out: &mut _| {

@@ -17,8 +17,8 @@ pub(super) struct Access {
     pub(super) data_writable: bool,
 }
 
-/// One control page and the data pages behind it; if `mirrored`, the data pages follow once more, so that a record
-/// which wraps is contiguous in memory.
+/// One control page and the data pages behind it; if `mirrored`, the data pages follow once more, so that a
+/// record which wraps is contiguous in memory.
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
@@ -26,8 +26,8 @@ pub(super) struct Mapping {
     mirrored: bool,
 }
 
-// SAFETY: a mapping is memory that any thread may use; what is in it is reached through atomics, or through raw
-// pointers by code that argues its exclusive right to the bytes.
+// SAFETY: a mapping is memory that any thread may use; what is in it is reached through atomics, or through
+// raw pointers by code that argues its exclusive right to the bytes.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -55,8 +55,9 @@ pub(super) fn sealed_memfd(len: usize) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Opens the memfd once more. The first descriptor that `memfd_create(2)` gives is not counted by the kernel as one that has
-/// the file open; this one is, for as long as anybody has a copy of it or a mapping made with it.
+/// Opens the memfd once more. The first descriptor that `memfd_create(2)` gives is not counted by the kernel
+/// as one that has the file open; this one is, for as long as anybody has a copy of it or a mapping made with
+/// it.
 pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     // SAFETY: the path is a valid C string; the result is checked.
@@ -65,8 +66,8 @@ pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether anybody but `fd`, which came from [`reopened`] and was never handed out, has the file open or mapped. The kernel
-/// grants a write lease only to one who is alone.
+/// Whether anybody but `fd`, which came from [`reopened`] and was never handed out, has the file open or
+/// mapped. The kernel grants a write lease only to one who is alone.
 pub(super) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> Result<bool> {
     let lease = |kind: libc::c_int| {
         // SAFETY: F_SETLEASE takes the kind of lease by value.
@@ -171,7 +172,8 @@ impl Mapping {
         let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
         // Populated now, so that writing a record never takes a page fault.
         let flags = libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_POPULATE;
-        // SAFETY: [at, at + len) lies in the range this mapping reserved and owns, so MAP_FIXED replaces nothing else.
+        // SAFETY: [at, at + len) lies in the range this mapping reserved and owns, so MAP_FIXED replaces
+        // nothing else.
         let placed = unsafe {
             libc::mmap(
                 self.base.as_ptr().add(at).cast(),
@@ -191,9 +193,10 @@ impl Mapping {
 
     #[inline]
     pub(super) fn control(&self) -> &ControlPage {
-        // SAFETY: the first page is mapped readable for as long as `self` lives, is page aligned and larger than a
-        // ControlPage, whose fields are all atomics, so changes by others through other mappings are allowed.
-        // Stores through it on a read-only page would fault: only writable mappings do any (see the callers).
+        // SAFETY: the first page is mapped readable for as long as `self` lives, is page aligned and larger
+        // than a ControlPage, whose fields are all atomics, so changes by others through other mappings are
+        // allowed. Stores through it on a read-only page would fault: only writable mappings do any (see the
+        // callers).
         unsafe { self.base.cast::<ControlPage>().as_ref() }
     }
 

@@ -1,7 +1,8 @@
 //! Rings: the way samples and side-band records leave the core.
 //!
-//! A [`Ring`] has the layout of the kernel's perf ring: a control page (`struct perf_event_mmap_page`) and 2^n data
-//! pages, in a memfd that another process may map and read with any reader of that ABI, ours being [`RingReader`].
+//! A [`Ring`] has the layout of the kernel's perf ring: a control page (`struct perf_event_mmap_page`) and
+//! 2^n data pages, in a memfd that another process may map and read with any reader of that ABI, ours being
+//! [`RingReader`].
 //!
 //! ```text
 //!  writer threads and signal handlers           reader, here or in another process
@@ -15,17 +16,17 @@
 //!
 //! Properties, each with its test:
 //!
-//! - Writers never wait, not for each other and not for the reader. A writer may be interrupted by a signal handler
-//!   that writes to the same ring (an overflow inside an overflow).
+//! - Writers never wait, not for each other and not for the reader. A writer may be interrupted by a signal
+//!   handler that writes to the same ring (an overflow inside an overflow).
 //! - A reader never sees a half-written record: the head moves only when everything below it is written (see
 //!   `protocol.rs`).
 //! - A record that finds no room is counted, and the count precedes the next record that does (LOST).
 //! - Nothing on the way allocates. A wakeup costs one system call, a record without one none.
-//! - Another process may write anything anywhere into the memfd: the writer still writes inside the ring only, and our
-//!   reader reports corruption as an error.
+//! - Another process may write anything anywhere into the memfd: the writer still writes inside the ring
+//!   only, and our reader reports corruption as an error.
 //!
-//! Units: sizes are bytes, positions are bytes since the ring was made; they grow for ever and are reduced modulo the
-//! size only to address memory.
+//! Units: sizes are bytes, positions are bytes since the ring was made; they grow for ever and are reduced
+//! modulo the size only to address memory.
 #![allow(unsafe_code)]
 
 mod mapping;
@@ -69,11 +70,11 @@ const LOST_TYPE: u32 = 2;
 /// What happens when a ring is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RingMode {
-    /// The reader maps the control page writable and moves `data_tail`; unread bytes are never overwritten, records
-    /// without room are counted and reported by LOST records.
+    /// The reader maps the control page writable and moves `data_tail`; unread bytes are never overwritten,
+    /// records without room are counted and reported by LOST records.
     Writable,
-    /// The memfd can be mapped read-only and no other way. The newest records overwrite the oldest. The reader may trust
-    /// the last three quarters of the data area.
+    /// The memfd can be mapped read-only and no other way. The newest records overwrite the oldest. The
+    /// reader may trust the last three quarters of the data area.
     Overwrite,
 }
 
@@ -133,7 +134,8 @@ pub struct Ring {
     charge: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
-/// Tells whether the memory of a ring is still in use, by whichever process, after the [`Ring`] itself is gone.
+/// Tells whether the memory of a ring is still in use, by whichever process, after the [`Ring`] itself is
+/// gone.
 #[derive(Debug)]
 pub(crate) struct MemoryWatch {
     own: OwnedFd,
@@ -179,7 +181,8 @@ impl Ring {
         let data_size = data_pages * PAGE_SIZE;
         let memfd =
             mapping::sealed_memfd(PAGE_SIZE + data_size).map_err(os("creating a memfd for the ring"))?;
-        // Clients get a descriptor that the kernel counts, so that it can be told when the last of them is gone.
+        // Clients get a descriptor that the kernel counts, so that it can be told when the last of them is
+        // gone.
         let memfd = match mapping::reopened(memfd.as_fd()) {
             Ok(counted) => counted,
             Err(e) => {
@@ -214,8 +217,8 @@ impl Ring {
         let ring = Self {
             protocol: Protocol::new(shape, start),
             mapping,
-            // After a loss the next record has a LOST record before it. The largest must fit behind one, or it would not be
-            // written any more, even to an empty ring.
+            // After a loss the next record has a LOST record before it. The largest must fit behind one, or
+            // it would not be written any more, even to an empty ring.
             record_max: room.saturating_sub(LOST_SIZE).min(RECORD_SIZE_MAX),
             lost_id: AtomicU64::new(0),
             control_busy: AtomicBool::new(false),
@@ -231,9 +234,10 @@ impl Ring {
 
     /// When the reader is notified.
     ///
-    /// A watermark is the number of bytes written since the last time it was reached; it is limited to half the data
-    /// area, so that a reader that waits for it is woken before records are lost. 0 is a quarter of the area, at least
-    /// a page (but no more than half). The default watermark stays in force beside a number of samples.
+    /// A watermark is the number of bytes written since the last time it was reached; it is limited to half
+    /// the data area, so that a reader that waits for it is woken before records are lost. 0 is a quarter of
+    /// the area, at least a page (but no more than half). The default watermark stays in force beside a
+    /// number of samples.
     pub fn set_wakeup(&self, wakeup: Wakeup) {
         let size = self.data_size() as u64;
         let default = (size / 4).max(PAGE_SIZE as u64);
@@ -297,16 +301,16 @@ impl Ring {
 
     /// The memory of the ring, for another process to map. Its size is sealed.
     ///
-    /// Whoever gets the memfd of a [`RingMode::Writable`] ring can write to all of it. That cannot harm the writer, but it
-    /// can spoil the ring for other readers: give each client a ring of its own.
+    /// Whoever gets the memfd of a [`RingMode::Writable`] ring can write to all of it. That cannot harm the
+    /// writer, but it can spoil the ring for other readers: give each client a ring of its own.
     pub fn memfd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()
     }
 
     /// The eventfd that becomes readable when the reader is to look. Its count is a [`PollState`].
     ///
-    /// It must stay nonblocking. The flag belongs to the open file, so a process it is sent to could clear it; send
-    /// it only to a client that may hold up the VM anyway, and relay notifications to others.
+    /// It must stay nonblocking. The flag belongs to the open file, so a process it is sent to could clear
+    /// it; send it only to a client that may hold up the VM anyway, and relay notifications to others.
     pub fn wakeup_fd(&self) -> BorrowedFd<'_> {
         self.wake.fd()
     }
@@ -353,13 +357,15 @@ impl Ring {
 
     /// Reserves a record of `size` bytes, header included. Samples count for `wakeup_events`.
     ///
-    /// The record is published after the returned guard is dropped, together with those that were begun before.
-    /// Safe to call in a signal handler (which must preserve `errno`, because a wakeup is a system call).
+    /// The record is published after the returned guard is dropped, together with those that were begun
+    /// before. Safe to call in a signal handler (which must preserve `errno`, because a wakeup is a system
+    /// call).
     ///
     /// # Errors
     ///
-    /// [`RingError::Full`] if there is no room now, which is counted for the next LOST record. [`RingError::Size`],
-    /// [`RingError::TooLarge`] and [`RingError::NoData`] if the record could never be written; these are not counted.
+    /// [`RingError::Full`] if there is no room now, which is counted for the next LOST record.
+    /// [`RingError::Size`], [`RingError::TooLarge`] and [`RingError::NoData`] if the record could never be
+    /// written; these are not counted.
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
         if size < 8 || !size.is_multiple_of(8) || size > self.record_max {
@@ -376,16 +382,18 @@ impl Ring {
         })
     }
 
-    /// Reserves `bytes` for several records that are at hand, `samples` of them samples. They are reserved and published
-    /// together, so two threads that write to one ring get in each other's way once for all of them.
+    /// Reserves `bytes` for several records that are at hand, `samples` of them samples. They are reserved
+    /// and published together, so two threads that write to one ring get in each other's way once for all of
+    /// them.
     ///
-    /// What is said of [`begin`](Self::begin) holds for the run as a whole: it nests, and holds back what is begun later.
+    /// What is said of [`begin`](Self::begin) holds for the run as a whole: it nests, and holds back what is
+    /// begun later.
     ///
     /// # Errors
     ///
-    /// [`RingError::Full`] if there is no room for all of them now. This is *not* counted as a loss, because some may
-    /// fit by themselves: try each with `begin`, which counts. [`RingError::Size`], [`RingError::TooLarge`] (above
-    /// [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a record.
+    /// [`RingError::Full`] if there is no room for all of them now. This is *not* counted as a loss, because
+    /// some may fit by themselves: try each with `begin`, which counts. [`RingError::Size`],
+    /// [`RingError::TooLarge`] (above [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a record.
     pub fn begin_run(&self, bytes: usize, samples: u64) -> Result<Run<'_>, RingError> {
         if bytes < 8 || !bytes.is_multiple_of(8) || bytes > self.run_max() {
             return Err(self.bad_size(bytes, self.run_max()));
@@ -400,14 +408,14 @@ impl Ring {
         })
     }
 
-    /// Most bytes of a run: an eighth of the data area, so that it holds back the records of others for a short while
-    /// only; no more than a record may have.
+    /// Most bytes of a run: an eighth of the data area, so that it holds back the records of others for a
+    /// short while only; no more than a record may have.
     pub fn run_max(&self) -> usize {
         (self.data_size() / 8).min(RECORD_SIZE_MAX)
     }
 
-    /// Reserves `size` bytes and puts a LOST record before them if losses are pending. Returns where they are. A refusal
-    /// counts `records` losses.
+    /// Reserves `size` bytes and puts a LOST record before them if losses are pending. Returns where they
+    /// are. A refusal counts `records` losses.
     #[inline]
     fn claim(&self, size: usize, samples: u64, records: u64) -> Result<(Claim, *mut u8), RingError> {
         let lost = self.protocol.take_lost();
@@ -427,8 +435,8 @@ impl Ring {
             record[6..8].copy_from_slice(&(LOST_SIZE as u16).to_ne_bytes());
             record[8..16].copy_from_slice(&self.lost_id.load(Relaxed).to_ne_bytes());
             record[16..].copy_from_slice(&lost.to_ne_bytes());
-            // SAFETY: the claim gives this writer the bytes [start, start + extra + size), which are at most the size
-            // of the data area and therefore inside the doubled mapping.
+            // SAFETY: the claim gives this writer the bytes [start, start + extra + size), which are at most
+            // the size of the data area and therefore inside the doubled mapping.
             unsafe {
                 std::ptr::copy_nonoverlapping(record.as_ptr(), at, LOST_SIZE);
                 at = at.add(LOST_SIZE);
@@ -460,8 +468,8 @@ impl Ring {
 
 /// A reserved record. Fill it with [`put`](Self::put); dropping it ends the record.
 ///
-/// It stays on the thread that began it. Begin and drop must nest: a signal handler drops what it begins. While one
-/// is alive, records begun later are not published, so do nothing slow in between. Leaking one
+/// It stays on the thread that began it. Begin and drop must nest: a signal handler drops what it begins.
+/// While one is alive, records begun later are not published, so do nothing slow in between. Leaking one
 /// (`std::mem::forget`) stops publication for ever, without further harm.
 #[must_use = "dropping a reservation ends its record"]
 pub struct Reservation<'a> {
@@ -489,8 +497,9 @@ impl Reservation<'_> {
     pub fn put(&mut self, bytes: &[u8]) {
         debug_assert!(bytes.len() <= self.left, "record larger than its reservation");
         let len = bytes.len().min(self.left);
-        // SAFETY: [at, at + left) is what remains of this writer's claim, inside the doubled mapping, and `len` is no
-        // more. No other writer has these bytes, and a reader does not look at them before they are published.
+        // SAFETY: [at, at + left) is what remains of this writer's claim, inside the doubled mapping, and
+        // `len` is no more. No other writer has these bytes, and a reader does not look at them before they
+        // are published.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at, len);
             self.at = self.at.add(len);
@@ -521,8 +530,8 @@ impl Reservation<'_> {
 impl Drop for Reservation<'_> {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: as in `put`: the remaining bytes are this writer's, and so are the two bytes of the size field 6 bytes
-        // after the record's beginning, which is `size` bytes before its end.
+        // SAFETY: as in `put`: the remaining bytes are this writer's, and so are the two bytes of the size
+        // field 6 bytes after the record's beginning, which is `size` bytes before its end.
         unsafe {
             if self.left != 0 {
                 // Nothing of earlier records may show through.
@@ -540,8 +549,8 @@ impl Drop for Reservation<'_> {
 
 /// Reserved room for several records. Begin them one after the other; dropping the run ends it.
 ///
-/// What is not used of it becomes one record of zeros (type 0, which no reader knows and all pass over), so reserve what
-/// the records have.
+/// What is not used of it becomes one record of zeros (type 0, which no reader knows and all pass over), so
+/// reserve what the records have.
 #[must_use = "dropping a run ends it"]
 pub struct Run<'a> {
     ring: &'a Ring,
@@ -564,15 +573,17 @@ impl Run<'_> {
     ///
     /// # Errors
     ///
-    /// [`RingError::Size`] as for a record by itself, [`RingError::TooLarge`] if it is more than what is left.
+    /// [`RingError::Size`] as for a record by itself, [`RingError::TooLarge`] if it is more than what is
+    /// left.
     #[inline]
     pub fn begin(&mut self, size: usize) -> Result<Reservation<'_>, RingError> {
         if size < 8 || !size.is_multiple_of(8) || size > self.left {
             return Err(self.ring.bad_size(size, self.left));
         }
         let at = self.at;
-        // SAFETY: [at, at + left) is what remains of the run's claim, inside the doubled mapping, and `size` is no more.
-        // The header is written at once, so that a reservation that is leaked leaves a whole record.
+        // SAFETY: [at, at + left) is what remains of the run's claim, inside the doubled mapping, and `size`
+        // is no more. The header is written at once, so that a reservation that is leaked leaves a whole
+        // record.
         unsafe {
             at.cast::<u64>().write_unaligned((size as u64) << 48);
             self.at = at.add(size);

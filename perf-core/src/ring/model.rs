@@ -1,5 +1,6 @@
-//! The ring's protocol under the model checker: every interleaving, and every reordering the memory model allows, of
-//! a few writers, nested writers and a reader. It is the very code of `protocol.rs`, over loom's atomics.
+//! The ring's protocol under the model checker: every interleaving, and every reordering the memory model
+//! allows, of a few writers, nested writers and a reader. It is the very code of `protocol.rs`, over loom's
+//! atomics.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ring::model`.
 
@@ -207,7 +208,8 @@ fn p28_a_run_of_records_is_published_at_once_beside_another_writer() {
 
 #[test]
 fn p29_publishers_that_take_turns_never_take_the_head_back() {
-    // The second writer may publish before the first, after it, or have the first do it; a reader looks twice.
+    // The second writer may publish before the first, after it, or have the first do it; a reader looks
+    // twice.
     check(3, || {
         let ring = Ring::new(false);
         let writer = {
@@ -250,8 +252,8 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
     });
 }
 
-/// One attempt as `Ring::begin` makes it: pending losses travel with the record, or are put back. Returns how many
-/// records were written and how many losses reported.
+/// One attempt as `Ring::begin` makes it: pending losses travel with the record, or are put back. Returns how
+/// many records were written and how many losses reported.
 fn attempt(ring: &Ring, tag: u64) -> (u64, u64) {
     let lost = ring.protocol.take_lost();
     match ring.protocol.reserve(&ring.shared(), 32, 0) {
@@ -355,8 +357,8 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
         let first = ring.begin(2).expect("room");
         let second = ring.begin(2).expect("room");
         ring.fill(&first, 2);
-        // If the other has ended in between the two, the first is the last of the old generation, and must publish up to
-        // its boundary and no further: the second is not written yet.
+        // If the other has ended in between the two, the first is the last of the old generation, and must
+        // publish up to its boundary and no further: the second is not written yet.
         ring.end(first);
         let mut seen = ring.read();
         ring.fill(&second, 3);
@@ -371,9 +373,9 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
 
 #[test]
 fn p29_a_joiner_that_comes_between_publishing_and_counting_out_does_not_take_the_head_back() {
-    // Four records. The second closes the generation of the first, the third goes beyond its boundary, and the fourth is
-    // begun just when the first, found alone, has published the head and is about to count out. The protocol asserts in
-    // tests that no publication is behind the one before.
+    // Four records. The second closes the generation of the first, the third goes beyond its boundary, and
+    // the fourth is begun just when the first, found alone, has published the head and is about to count out.
+    // The protocol asserts in tests that no publication is behind the one before.
     check(3, || {
         let ring = Ring::with_units(16, false);
         let first = ring.begin(2).expect("room");

@@ -76,8 +76,8 @@ impl ControlPage {
         self.data_head.store(start, Release);
     }
 
-    /// Reads the counter fields consistently. `None` if an update was always under way in `tries` attempts (its
-    /// writer may be a process that died in the middle of it).
+    /// Reads the counter fields consistently. `None` if an update was always under way in `tries` attempts
+    /// (its writer may be a process that died in the middle of it).
     pub(super) fn counter(&self, tries: usize) -> Option<Counter> {
         for _ in 0..tries {
             // Acquire: pairs with the Release store that ends an update; the fields are read after it.
@@ -92,8 +92,8 @@ impl ControlPage {
                 time_enabled_ns: self.time_enabled.load(Relaxed),
                 time_running_ns: self.time_running.load(Relaxed),
             };
-            // Acquire: pairs with the Release fence that begins an update. If a field came from it, the lock does
-            // too and differs.
+            // Acquire: pairs with the Release fence that begins an update. If a field came from it, the lock
+            // does too and differs.
             fence(Acquire);
             if self.lock.load(Relaxed) == before {
                 return Some(counter);
@@ -108,9 +108,9 @@ impl Control<'_> {
     ///
     /// # Errors
     ///
-    /// [`ControlBusy`] if an update is under way. Updates of one event are made under its context's lock, so this
-    /// can only come from a signal handler that interrupted one: the interrupted update then writes older values, and
-    /// the handler must ask for another.
+    /// [`ControlBusy`] if an update is under way. Updates of one event are made under its context's lock, so
+    /// this can only come from a signal handler that interrupted one: the interrupted update then writes
+    /// older values, and the handler must ask for another.
     pub fn update(&self, counter: Counter) -> Result<(), ControlBusy> {
         // Acquire: pairs with the Release store below; updates follow one another.
         if self.busy.swap(true, Acquire) {
@@ -125,7 +125,8 @@ impl Control<'_> {
         self.page.offset.store(counter.offset, Relaxed);
         self.page.time_enabled.store(counter.time_enabled_ns, Relaxed);
         self.page.time_running.store(counter.time_running_ns, Relaxed);
-        // Release: pairs with the reader's first Acquire load; the fields are visible before the even lock is.
+        // Release: pairs with the reader's first Acquire load; the fields are visible before the even lock
+        // is.
         self.page.lock.store(sequence.wrapping_add(2), Release);
         self.sequence.store(sequence.wrapping_add(2), Relaxed);
         self.busy.store(false, Release);

@@ -1,5 +1,5 @@
-//! How writers share a ring: reservation, publication, losses and wakeups. No memory mapping here, only atomics,
-//! so the model checker runs this very code (`cfg(loom)`).
+//! How writers share a ring: reservation, publication, losses and wakeups. No memory mapping here, only
+//! atomics, so the model checker runs this very code (`cfg(loom)`).
 //!
 //! # The protocol
 //!
@@ -12,37 +12,40 @@
 //! └──────────┴──────────┴────┴───────────────────────────────────────┘
 //! ```
 //!
-//! *Begin* moves the head and counts the writer in, in one compare-and-swap. *End* counts it out in another. A writer
-//! that is about to count out and finds itself alone knows that nothing below the head is being written any more: it
-//! publishes the head, and then counts out, in a step that fails if somebody has come meanwhile; then it looks again.
-//! So a reader never sees a half-written record, whether writers are threads or signal handlers nested inside one
-//! another: the outermost publishes for all. Nobody ever waits for anybody.
+//! *Begin* moves the head and counts the writer in, in one compare-and-swap. *End* counts it out in another.
+//! A writer that is about to count out and finds itself alone knows that nothing below the head is being
+//! written any more: it publishes the head, and then counts out, in a step that fails if somebody has come
+//! meanwhile; then it looks again. So a reader never sees a half-written record, whether writers are threads
+//! or signal handlers nested inside one another: the outermost publishes for all. Nobody ever waits for
+//! anybody.
 //!
-//! As long as a writer is counted in, no other is alone. So there is one publisher at a time, each sees what the one
-//! before it did, and `data_head` is a plain store that never takes it back.
+//! As long as a writer is counted in, no other is alone. So there is one publisher at a time, each sees what
+//! the one before it did, and `data_head` is a plain store that never takes it back.
 //!
-//! If writers overlap without a gap, the count would never reach zero and the reader would starve. Therefore writers
-//! belong to a *generation* (the parity bit). When too much is unpublished, an ending writer closes the current
-//! generation: its count becomes `old`, nobody joins it any more, and the position of the head at that moment is its
-//! *boundary*. The last of the old generation publishes the boundary, before it counts out. At most two generations
-//! exist, and while there are two, only a member of the old one publishes.
+//! If writers overlap without a gap, the count would never reach zero and the reader would starve. Therefore
+//! writers belong to a *generation* (the parity bit). When too much is unpublished, an ending writer closes
+//! the current generation: its count becomes `old`, nobody joins it any more, and the position of the head at
+//! that moment is its *boundary*. The last of the old generation publishes the boundary, before it counts
+//! out. At most two generations exist, and while there are two, only a member of the old one publishes.
 //!
 //! # What two writers cost each other
 //!
-//! What passes from one processor's cache to the other's: the line of the state, for each step on it; `data_head`'s,
-//! for each publication; and those of the data where their records adjoin. Begin and end touch no other line that is
-//! written for every record, and records that are at hand together can share one begin and end.
+//! What passes from one processor's cache to the other's: the line of the state, for each step on it;
+//! `data_head`'s, for each publication; and those of the data where their records adjoin. Begin and end touch
+//! no other line that is written for every record, and records that are at hand together can share one begin
+//! and end.
 //!
 //! # Who is trusted
 //!
-//! The control page is shared with other processes and may hold anything. Of it the writer reads `data_tail` only, which
-//! decides *whether* to write. Where to write comes from the state word.
+//! The control page is shared with other processes and may hold anything. Of it the writer reads `data_tail`
+//! only, which decides *whether* to write. Where to write comes from the state word.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::word::Word;
 
-/// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Positions are widened to 64 bits outside.
+/// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Positions are widened to 64 bits
+/// outside.
 const HEAD_BITS: u32 = 47;
 const HEAD_MASK: u64 = (1 << HEAD_BITS) - 1;
 const PARITY: u64 = 1 << HEAD_BITS;
@@ -86,12 +89,13 @@ pub(super) struct Line<T>(pub(super) T);
 /// Written twice by every record.
 struct Hot<W> {
     state: W,
-    /// Where the old generation ends. Written by the writer that closed it, which is still a member of it then.
+    /// Where the old generation ends. Written by the writer that closed it, which is still a member of it
+    /// then.
     boundary: W,
     /// `data_head` as its last publisher has written it. Equals the head while nobody writes.
     published: W,
-    /// `data_tail` as it was when the room by the value before was used up. It lies in the line of `data_head`, which
-    /// every publication takes away from the others.
+    /// `data_tail` as it was when the room by the value before was used up. It lies in the line of
+    /// `data_head`, which every publication takes away from the others.
     tail: W,
 }
 
@@ -124,8 +128,8 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Most bytes that may be reserved and not yet published. In overwrite mode a reader may trust all but this
-    /// much of the area, because no writer can be ahead of the published head by more.
+    /// Most bytes that may be reserved and not yet published. In overwrite mode a reader may trust all but
+    /// this much of the area, because no writer can be ahead of the published head by more.
     pub(super) fn in_flight_max(self) -> u64 {
         if self.overwrite { self.size / 4 } else { self.size }
     }
@@ -217,8 +221,8 @@ impl<W: Word> Protocol<W> {
         self.hot.0.published.load(Acquire)
     }
 
-    /// Reserves `len` bytes (a multiple of 8) for records of which `samples` are samples, or `None` if there is no room
-    /// now.
+    /// Reserves `len` bytes (a multiple of 8) for records of which `samples` are samples, or `None` if there
+    /// is no room now.
     #[inline]
     pub(super) fn reserve(&self, shared: &Shared<'_, W>, len: u64, samples: u64) -> Option<Claim> {
         let hot = &self.hot.0;
@@ -227,15 +231,17 @@ impl<W: Word> Protocol<W> {
         // Whether the tail is the control page's, and not the one remembered.
         let mut fresh = false;
         loop {
-            // The order of these three loads matters: the tail and the published position only grow and never pass
-            // the head, so values older than the state are lower than its head, which errs on the safe side.
+            // The order of these three loads matters: the tail and the published position only grow and never
+            // pass the head, so values older than the state are lower than its head, which errs on the safe
+            // side.
             //
-            // Acquire: pairs with the reader's Release store of data_tail, or with the Release store below of who saw
-            // that. What the reader has read before its store is read before we write over it.
+            // Acquire: pairs with the reader's Release store of data_tail, or with the Release store below of
+            // who saw that. What the reader has read before its store is read before we write over it.
             let tail = if fresh { shared.data_tail } else { &hot.tail }.load(Acquire);
             // Acquire: pairs with the Release in `publish`.
             let published = hot.published.load(Acquire);
-            // Acquire: pairs with the AcqRel of the writer that counted out; its bytes are written before ours.
+            // Acquire: pairs with the AcqRel of the writer that counted out; its bytes are written before
+            // ours.
             let seen = hot.state.load(Acquire);
             let state = State(seen);
             let head = state.head();
@@ -244,16 +250,18 @@ impl<W: Word> Protocol<W> {
             let room = if self.shape.overwrite {
                 ahead + units <= self.shape.in_flight_max() >> 3
             } else {
-                // Nobody writes: nothing below the head is in flight, and the published position is an old one.
+                // Nobody writes: nothing below the head is in flight, and the published position is an old
+                // one.
                 let in_flight = if state.current() == 0 && state.old() == 0 {
                     0
                 } else {
                     ahead
                 };
                 let unread = (head.wrapping_sub(tail >> 3)) & HEAD_MASK;
-                // A tail that is ahead of the head or a lap behind is not one of a working reader (`unread` is then
-                // larger than the ring): no room. One that is inside the bytes in flight frees only what is
-                // published. At least 8 bytes stay free so that full and empty differ modulo the size.
+                // A tail that is ahead of the head or a lap behind is not one of a working reader (`unread`
+                // is then larger than the ring): no room. One that is inside the bytes in flight frees only
+                // what is published. At least 8 bytes stay free so that full and empty differ modulo the
+                // size.
                 tail & 7 == 0 && unread.max(in_flight) + units < size
             };
             if !room || state.current() == WRITERS_MAX {
@@ -269,8 +277,8 @@ impl<W: Word> Protocol<W> {
             }
             if hot.state.swap_if(seen, state.joined(units)).is_ok() {
                 if fresh {
-                    // Release: pairs with the Acquire load above. Another writer may put it back to an older one,
-                    // which only makes the next look at the control page come earlier.
+                    // Release: pairs with the Acquire load above. Another writer may put it back to an older
+                    // one, which only makes the next look at the control page come earlier.
                     hot.tail.store(tail, Release);
                 }
                 let start = published.wrapping_add(ahead << 3);
@@ -319,18 +327,19 @@ impl<W: Word> Protocol<W> {
                 .wrapping_add((units.wrapping_sub(claim.start >> 3) & HEAD_MASK) << 3)
         };
         let mut done = None;
-        // Acquire, as every look at the state here: the bytes of everybody counted out by then are written, and what
-        // we publish covers them. Only state words with us counted in can be seen.
+        // Acquire, as every look at the state here: the bytes of everybody counted out by then are written,
+        // and what we publish covers them. Only state words with us counted in can be seen.
         let mut seen = hot.state.load(Acquire);
         loop {
             let state = State(seen);
-            // A generation is drained before another is closed, so if ours is not the current one it is the only old one.
+            // A generation is drained before another is closed, so if ours is not the current one it is the
+            // only old one.
             let closed = state.parity() != claim.parity;
             let publish_to = match (closed, state.old(), state.current()) {
                 // Alone, or the last of the old generation with nobody in the current one.
                 (false, 0, 1) | (true, 1, 0) => Some(widen(state.head())),
-                // The boundary is written: the closer has counted out, or is us. And nobody closes again before we
-                // have counted out.
+                // The boundary is written: the closer has counted out, or is us. And nobody closes again
+                // before we have counted out.
                 (true, 1, _) => Some(hot.boundary.load(Acquire)),
                 _ => None,
             };
@@ -340,8 +349,9 @@ impl<W: Word> Protocol<W> {
                 seen - CURRENT_ONE
             };
             match publish_to {
-                // While we are counted in nobody else gets here, so publications follow one another. Ours may be ahead of
-                // the boundary already: we found ourselves alone, published the head, and then somebody joined.
+                // While we are counted in nobody else gets here, so publications follow one another. Ours may
+                // be ahead of the boundary already: we found ourselves alone, published the head, and then
+                // somebody joined.
                 Some(to) if done.is_none_or(|done| is_ahead(to, done)) => {
                     self.publish(shared, to);
                     done = Some(to);
@@ -361,8 +371,8 @@ impl<W: Word> Protocol<W> {
             }
             // AcqRel. Release: our bytes are written, and what we published is, before we are counted out.
             match hot.state.swap_if(seen, without_us) {
-                // Not before: what is due is for the publisher after whom nobody is left, else the reader is woken while
-                // a record that was counted before the one that is due has still to be published.
+                // Not before: what is due is for the publisher after whom nobody is left, else the reader is
+                // woken while a record that was counted before the one that is due has still to be published.
                 Ok(_) => return publish_to.is_some() && done.is_some_and(|to| self.take_due(to)),
                 Err(now) => seen = now,
             }
@@ -386,8 +396,8 @@ impl<W: Word> Protocol<W> {
             !is_ahead(self.hot.0.published.load(Relaxed), to),
             "data_head is taken back to {to}"
         );
-        // Release: pairs with the reader's Acquire load of data_head. It sees the records once it sees the head. If
-        // another process has written there, this puts it right.
+        // Release: pairs with the reader's Acquire load of data_head. It sees the records once it sees the
+        // head. If another process has written there, this puts it right.
         shared.data_head.store(to, Release);
         // After data_head, so that a writer that sees this position may rely on readers being able to see it.
         // Release: pairs with the Acquire load in `reserve`.
@@ -401,7 +411,8 @@ impl<W: Word> Protocol<W> {
         if due == 0 {
             return false;
         }
-        // If a later record is due as well, leave it for its own publisher, but notify now for those before it.
+        // If a later record is due as well, leave it for its own publisher, but notify now for those before
+        // it.
         if due <= to {
             let _ = self.wake.0.due.swap_if(due, 0);
         }
@@ -409,7 +420,8 @@ impl<W: Word> Protocol<W> {
     }
 }
 
-/// Whether position `a` comes after `b`. Positions wrap; two that are compared are less than half the range apart.
+/// Whether position `a` comes after `b`. Positions wrap; two that are compared are less than half the range
+/// apart.
 fn is_ahead(a: u64, b: u64) -> bool {
     (a.wrapping_sub(b) as i64) > 0
 }
@@ -465,7 +477,8 @@ mod tests {
                 Page::new(),
             );
             page.pass(&protocol, 64);
-            // Preempted at any point before it counts out. Others write until there is no room, and close its generation.
+            // Preempted at any point before it counts out. Others write until there is no room, and close its
+            // generation.
             let preempted = protocol.reserve(&page.shared(), 64, 0).expect("room");
             let mut end = preempted.end;
             while let Some(claim) = protocol.reserve(&page.shared(), 64, 0) {

@@ -25,8 +25,8 @@ pub enum ReadError {
         /// What is wrong with it.
         what: &'static str,
     },
-    /// The ring contradicts itself: somebody wrote to it who should not. Everything up to the present head has been
-    /// skipped; reading may go on.
+    /// The ring contradicts itself: somebody wrote to it who should not. Everything up to the present head
+    /// has been skipped; reading may go on.
     #[error("corrupt ring at position {position}: {what}")]
     Corrupt {
         /// Position of the bad record or head.
@@ -34,8 +34,8 @@ pub enum ReadError {
         /// What is wrong there.
         what: &'static str,
     },
-    /// The writer of an overwrite ring was faster: records were overwritten before they were read. Reading goes on
-    /// with what is written from now on.
+    /// The writer of an overwrite ring was faster: records were overwritten before they were read. Reading
+    /// goes on with what is written from now on.
     #[error("{bytes} bytes were overwritten before they were read")]
     Overrun {
         /// Bytes that went by unread.
@@ -101,13 +101,14 @@ enum Memory {
 
 /// Reads the records of one ring. A [`RingMode::Writable`] ring has one reader at a time.
 ///
-/// Records are borrowed from the ring itself, also where they wrap (our rings are mapped so that they are contiguous;
-/// the kernel's are copied into a buffer there). The space is given back to the writer when the ring has been read
-/// to its end or by a quarter of its size, and when the reader is dropped.
+/// Records are borrowed from the ring itself, also where they wrap (our rings are mapped so that they are
+/// contiguous; the kernel's are copied into a buffer there). The space is given back to the writer when the
+/// ring has been read to its end or by a quarter of its size, and when the reader is dropped.
 ///
 /// Neither the control page nor the records are trusted, so corruption yields an error and never a panic. But
-/// borrowed bytes are *bytes of a shared mapping*: a writer that changes them after publication can change them
-/// under the borrower, who must take each length from them only once. The decoder in [`crate::record`] does.
+/// borrowed bytes are *bytes of a shared mapping*: a writer that changes them after publication can change
+/// them under the borrower, who must take each length from them only once. The decoder in [`crate::record`]
+/// does.
 pub struct RingReader {
     data: *const u8,
     mask: usize,
@@ -126,8 +127,8 @@ pub struct RingReader {
     memory: Memory,
 }
 
-// SAFETY: `data` points into `memory`, which the reader owns or shares and which does not move; nothing of it is tied
-// to a thread.
+// SAFETY: `data` points into `memory`, which the reader owns or shares and which does not move; nothing of it
+// is tied to a thread.
 unsafe impl Send for RingReader {}
 
 impl fmt::Debug for RingReader {
@@ -145,8 +146,8 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// [`ReadError::NotARing`] if the descriptor is not a memfd with a ring's size, or could shrink under the mapping
-    /// (its size is not sealed); [`ReadError::Os`] if it cannot be mapped.
+    /// [`ReadError::NotARing`] if the descriptor is not a memfd with a ring's size, or could shrink under the
+    /// mapping (its size is not sealed); [`ReadError::Os`] if it cannot be mapped.
     pub fn map(fd: BorrowedFd<'_>) -> Result<Self, ReadError> {
         let seals = mapping::seals(fd).map_err(|_| ReadError::NotARing {
             what: "the descriptor is not a memfd",
@@ -192,11 +193,13 @@ impl RingReader {
         Ok(Self::new(Memory::Own(mapping), mode))
     }
 
-    /// Maps the ring of a kernel's perf event with `data_pages` data pages, which makes the kernel allocate it.
+    /// Maps the ring of a kernel's perf event with `data_pages` data pages, which makes the kernel allocate
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`ReadError::NotARing`] for a number of pages that is not a power of two, [`ReadError::Os`] if mapping fails.
+    /// [`ReadError::NotARing`] for a number of pages that is not a power of two, [`ReadError::Os`] if mapping
+    /// fails.
     pub fn map_perf(fd: BorrowedFd<'_>, data_pages: usize) -> Result<Self, ReadError> {
         if !data_pages.is_power_of_two() || data_pages > DATA_PAGES_MAX {
             return Err(ReadError::NotARing {
@@ -243,8 +246,9 @@ impl RingReader {
             scratch: vec![0; scratch].into_boxed_slice(),
             memory,
         };
-        // In a writable ring the tail is the last reader's. An overwrite ring begins at 0 as long as that is still there;
-        // later there is no telling where its oldest record begins, so it is read from its head on.
+        // In a writable ring the tail is the last reader's. An overwrite ring begins at 0 as long as that is
+        // still there; later there is no telling where its oldest record begins, so it is read from its head
+        // on.
         let (head, tail) = (
             reader.page().data_head.load(Acquire),
             reader.page().data_tail.load(Relaxed),
@@ -325,21 +329,22 @@ impl RingReader {
                 bytes: &self.scratch[..size],
             }));
         }
-        // SAFETY: [offset, offset + size) is inside the data area, or, if it is mapped twice, inside the two: the offset
-        // is below the size of the area and `size_at` has made sure the record is no longer than that. The bytes are
-        // published and not released while the record is borrowed, so an honest writer leaves them alone. Bytes have
-        // no invalid values.
+        // SAFETY: [offset, offset + size) is inside the data area, or, if it is mapped twice, inside the two:
+        // the offset is below the size of the area and `size_at` has made sure the record is no longer than
+        // that. The bytes are published and not released while the record is borrowed, so an honest writer
+        // leaves them alone. Bytes have no invalid values.
         let bytes = unsafe { std::slice::from_raw_parts(self.data.add(offset), size) };
         Ok(Some(RawRecord { bytes }))
     }
 
-    /// All records that are there now, to be held together. Of an overwrite ring there are none: its records can be
-    /// trusted one at a time only, see [`next_record`](Self::next_record). Their space is given back with the next call
-    /// of any method, so a writer may find the ring full meanwhile.
+    /// All records that are there now, to be held together. Of an overwrite ring there are none: its records
+    /// can be trusted one at a time only, see [`next_record`](Self::next_record). Their space is given back
+    /// with the next call of any method, so a writer may find the ring full meanwhile.
     ///
     /// # Errors
     ///
-    /// As [`next_record`](Self::next_record), for the head. A corrupt record ends the batch; the next call reports it.
+    /// As [`next_record`](Self::next_record), for the head. A corrupt record ends the batch; the next call
+    /// reports it.
     pub fn batch(&mut self) -> Result<Batch<'_>, ReadError> {
         self.release();
         if self.tail == self.head {
@@ -354,9 +359,9 @@ impl RingReader {
     /// Looks for new records; gives back the space of the old ones if there are none.
     fn refill(&mut self) -> Result<bool, ReadError> {
         self.release();
-        // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb before it stores data_head):
-        // the records below the head are read after it.
-        // An honest head is a multiple of 8; of another one only whole units are looked at.
+        // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb before it
+        // stores data_head): the records below the head are read after it. An honest head is a multiple of 8;
+        // of another one only whole units are looked at.
         let head = self.page().data_head.load(Acquire) & !7;
         if head == self.tail {
             return Ok(false);
@@ -381,8 +386,9 @@ impl RingReader {
     #[inline]
     fn size_at(&mut self, position: u64) -> Result<usize, ReadError> {
         let offset = position as usize & self.mask;
-        // SAFETY: positions are multiples of 8 (`new`, `refill`, and every size is), so the 8 bytes of the header are aligned and
-        // inside the data area. Volatile, so that the size that is checked is the size that is used.
+        // SAFETY: positions are multiples of 8 (`new`, `refill`, and every size is), so the 8 bytes of the
+        // header are aligned and inside the data area. Volatile, so that the size that is checked is the size
+        // that is used.
         let header = unsafe { self.data.add(offset).cast::<u64>().read_volatile() };
         let size = (header.to_le() >> 48) as usize;
         if size < HEADER_SIZE || !size.is_multiple_of(8) || size as u64 > self.head.wrapping_sub(position) {
@@ -412,8 +418,9 @@ impl RingReader {
 
     fn copy_wrapped(&mut self, offset: usize, size: usize) {
         let first = self.mask + 1 - offset;
-        // SAFETY: the record is [offset, end of the area) and [0, size - first), both inside the data area, because
-        // `size_at` has made sure it is no longer than the area. The scratch buffer holds the largest record.
+        // SAFETY: the record is [offset, end of the area) and [0, size - first), both inside the data area,
+        // because `size_at` has made sure it is no longer than the area. The scratch buffer holds the largest
+        // record.
         unsafe {
             let scratch = self.scratch.as_mut_ptr();
             std::ptr::copy_nonoverlapping(self.data.add(offset), scratch, first);
@@ -422,7 +429,8 @@ impl RingReader {
         self.scratch[6..8].copy_from_slice(&(size as u16).to_ne_bytes());
     }
 
-    /// The next record of an overwrite ring, copied, and checked afterwards not to have been overwritten meanwhile.
+    /// The next record of an overwrite ring, copied, and checked afterwards not to have been overwritten
+    /// meanwhile.
     fn next_copied(&mut self) -> Result<RawRecord<'_>, ReadError> {
         let position = self.tail;
         let size = match self.size_at(position) {
@@ -442,8 +450,8 @@ impl RingReader {
             return Err(self.corrupt(position, size));
         }
         let offset = position as usize & self.mask;
-        // SAFETY: as in `next_record`; the scratch buffer holds the largest record. A writer may be overwriting these bytes,
-        // they are used only if the check below finds that none could.
+        // SAFETY: as in `next_record`; the scratch buffer holds the largest record. A writer may be
+        // overwriting these bytes, they are used only if the check below finds that none could.
         unsafe { std::ptr::copy_nonoverlapping(self.data.add(offset), self.scratch.as_mut_ptr(), size) };
         self.still_there()?;
         self.tail = position.wrapping_add(size as u64);
@@ -452,10 +460,11 @@ impl RingReader {
         })
     }
 
-    /// Whether the bytes from the tail on are out of the reach of every writer, even now that they have been read.
+    /// Whether the bytes from the tail on are out of the reach of every writer, even now that they have been
+    /// read.
     fn still_there(&mut self) -> Result<(), ReadError> {
-        // Acquire: the bytes are read before the head is. A writer stores over them only when it has seen a published
-        // head that makes them old (`Protocol::reserve`), and then so do we here.
+        // Acquire: the bytes are read before the head is. A writer stores over them only when it has seen a
+        // published head that makes them old (`Protocol::reserve`), and then so do we here.
         fence(Acquire);
         let head = self.page().data_head.load(Acquire) & !7;
         let behind = head.wrapping_sub(self.tail);
@@ -470,8 +479,8 @@ impl RingReader {
     #[inline]
     pub fn release(&mut self) {
         if self.mode == RingMode::Writable && self.released != self.tail {
-            // Release: pairs with the writer's Acquire load of data_tail in `Protocol::reserve` (the kernel's control
-            // dependency): we are done with the bytes before the writer reuses them.
+            // Release: pairs with the writer's Acquire load of data_tail in `Protocol::reserve` (the kernel's
+            // control dependency): we are done with the bytes before the writer reuses them.
             self.page().data_tail.store(self.tail, Release);
             self.released = self.tail;
         }
@@ -511,13 +520,14 @@ impl<'a> Iterator for Batch<'a> {
         reader.tail = reader.tail.wrapping_add(size as u64);
         if !reader.mirrored && offset + size > reader.mask + 1 {
             reader.copy_wrapped(offset, size);
-            // SAFETY: the buffer holds `size` bytes and lives as long as the reader. A batch is no longer than the
-            // ring, so only one record of it wraps, and the buffer is not written again before the batch is gone.
+            // SAFETY: the buffer holds `size` bytes and lives as long as the reader. A batch is no longer
+            // than the ring, so only one record of it wraps, and the buffer is not written again before the
+            // batch is gone.
             let bytes = unsafe { std::slice::from_raw_parts(reader.scratch.as_ptr(), size) };
             return Some(RawRecord { bytes });
         }
-        // SAFETY: as in `next_record`. The space is not released before the batch, which holds the reader exclusively,
-        // is gone.
+        // SAFETY: as in `next_record`. The space is not released before the batch, which holds the reader
+        // exclusively, is gone.
         let bytes = unsafe { std::slice::from_raw_parts(reader.data.add(offset), size) };
         Some(RawRecord { bytes })
     }

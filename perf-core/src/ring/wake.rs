@@ -1,8 +1,8 @@
 //! Telling a reader: an eventfd whose count *is* the poll state.
 //!
-//! The state is not kept beside the eventfd, so there is no moment between looking at it and waiting for it: reading
-//! the eventfd takes the state, atomically and once, and a notification after that makes it readable again. This also
-//! holds for a reader in another process that was handed nothing but the descriptor.
+//! The state is not kept beside the eventfd, so there is no moment between looking at it and waiting for it:
+//! reading the eventfd takes the state, atomically and once, and a notification after that makes it readable
+//! again. This also holds for a reader in another process that was handed nothing but the descriptor.
 
 #![allow(unsafe_code)]
 
@@ -25,8 +25,8 @@ pub struct PollState {
 }
 
 impl PollState {
-    /// The state that a count read from [`wakeup_fd`](super::Ring::wakeup_fd) stands for, for readers in another
-    /// process.
+    /// The state that a count read from [`wakeup_fd`](super::Ring::wakeup_fd) stands for, for readers in
+    /// another process.
     pub fn from_count(count: u64) -> Self {
         Self {
             readable: count & (HANG_UP - 1) != 0,
@@ -50,7 +50,8 @@ impl Wake {
 
     #[cold]
     pub(super) fn notify(&self) {
-        // The only error is EAGAIN, when the count would overflow: it is readable then, which is all that is wanted.
+        // The only error is EAGAIN, when the count would overflow: it is readable then, which is all that is
+        // wanted.
         let _ = self.fd.write(1);
     }
 

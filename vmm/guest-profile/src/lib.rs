@@ -1,5 +1,5 @@
-//! What a guest executes, seen from outside: from its memory and registers to call chains, tasks and names, and from samples to
-//! `perf.data`, tables and flame graphs.
+//! What a guest executes, seen from outside: from its memory and registers to call chains, tasks and names,
+//! and from samples to `perf.data`, tables and flame graphs.
 //!
 //! In the VM, per sample, from a guest that is not trusted:
 //!
@@ -23,12 +23,13 @@
 //!
 //! Start with [`unwind::walk`] for a chain, with [`export::Profile`] for what is made of samples.
 //!
-//! **A guest is hostile.** It can put anything into its page tables, stacks and kernel data, so every walk is bounded in memory
-//! reads and in time ([`Budget`]), every address is checked before it is used, and the walks made per sample allocate nothing.
-//! A `perf.data` file is hostile, too. Fuzz targets: `guest_stack`, `perf_data`.
+//! **A guest is hostile.** It can put anything into its page tables, stacks and kernel data, so every walk is
+//! bounded in memory reads and in time ([`Budget`]), every address is checked before it is used, and the
+//! walks made per sample allocate nothing. A `perf.data` file is hostile, too. Fuzz targets: `guest_stack`,
+//! `perf_data`.
 //!
-//! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples. This crate knows neither KVM nor
-//! sockets nor the command line.
+//! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples. This crate
+//! knows neither KVM nor sockets nor the command line.
 //!
 //! Words: a **gva** is a guest-virtual, a **gpa** a guest-physical address. The **slide** is what the running
 //! kernel's addresses have over those it was linked at (KASLR); arithmetic with it wraps. A **frame** is one

@@ -1,8 +1,8 @@
 //! Finding the kernel that runs in a guest: its slide, or the whole of it when no image was given.
 //!
-//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), the system-call entry,
-//! and the IDT, whose first gate is the divide error's handler. Both are where the image's symbols say plus the
-//! slide. Which it is is then checked by comparing the kernel's version line in guest memory.
+//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), the system-call
+//! entry, and the IDT, whose first gate is the divide error's handler. Both are where the image's symbols say
+//! plus the slide. Which it is is then checked by comparing the kernel's version line in guest memory.
 
 use super::paging::{AddressSpace, Hole, Unsupported};
 use super::{Budget, GuestPhys, GuestRegs};
@@ -23,8 +23,8 @@ pub struct Anchors {
 pub struct Place {
     /// What running addresses have over the image's.
     pub slide: u64,
-    /// The version line in guest memory is the image's. Otherwise the image has no version line to compare, or
-    /// no symbol for it, and the slide rests on the register alone.
+    /// The version line in guest memory is the image's. Otherwise the image has no version line to compare,
+    /// or no symbol for it, and the slide rests on the register alone.
     pub verified: bool,
 }
 
@@ -158,7 +158,8 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
     result
 }
 
-/// The memory of the kernel that `anchor` points into, copied: where it starts, and its bytes, holes as zeros. Slow.
+/// The memory of the kernel that `anchor` points into, copied: where it starts, and its bytes, holes as
+/// zeros. Slow.
 ///
 /// # Errors
 /// [`LocateError::Mode`].

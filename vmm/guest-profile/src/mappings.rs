@@ -1,9 +1,9 @@
 //! The files that guest programs have mapped, told once with the samples that need them.
 //!
-//! A sample's user addresses lie in mappings of the task's memory. Looking one up walks the guest kernel's data, which is
-//! too much for every sample; so each vCPU remembers what it told of late. It tells it again after a while, because
-//! programs map other files at the same place, because records get lost, and because a recording may begin at
-//! any time.
+//! A sample's user addresses lie in mappings of the task's memory. Looking one up walks the guest kernel's
+//! data, which is too much for every sample; so each vCPU remembers what it told of late. It tells it again
+//! after a while, because programs map other files at the same place, because records get lost, and because a
+//! recording may begin at any time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -57,8 +57,8 @@ pub struct ToldMapping<'a> {
     pub path: &'a str,
 }
 
-/// Whose memory: the process, and its memory descriptor, which changes when the process executes another program and is
-/// used again for another process.
+/// Whose memory: the process, and its memory descriptor, which changes when the process executes another
+/// program and is used again for another process.
 pub type Memory = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -87,8 +87,8 @@ impl TellOnce {
         }
     }
 
-    /// Writes the mappings of the process `whose` that `addresses` are in, as far as they were not told of late, to `out`; returns how many
-    /// bytes. Allocates nothing.
+    /// Writes to `out` the mappings of the process `whose` that hold `addresses`, except those told lately. Returns
+    /// the number of bytes. Allocates nothing.
     pub fn tell<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,
@@ -113,7 +113,8 @@ impl TellOnce {
                 if budget.is_spent() {
                     break;
                 }
-                // Not to be asked again for every sample, if it can be helped: the page is taken for a mapping of no file.
+                // Not to be asked again for every sample, if it can be helped: the page is taken for a
+                // mapping of no file.
                 let page = address & !0xfff;
                 self.remember(whose, page, page.saturating_add(0x1000), now);
                 continue;

@@ -46,7 +46,8 @@ pub trait GuestPhys {
 
 /// A page of guest memory: found once, it can be read from without looking for it again.
 pub trait GuestPage {
-    /// Fills `buf` from `offset` on. `false` when that is not all in the page and RAM; `buf` is then undefined.
+    /// Fills `buf` from `offset` on. `false` when that is not all in the page and RAM; `buf` is then
+    /// undefined.
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool;
 
     /// The 8 bytes at `offset`, little endian.
@@ -151,7 +152,8 @@ pub struct GuestRegs {
     pub gs_base: u64,
     /// IA32_KERNEL_GS_BASE (MSR 0xC0000102): the other one; 0 when the caller does not know it.
     pub kernel_gs_base: u64,
-    /// Base of the task state segment, which has the stacks that the CPU and the kernel's entry code change to.
+    /// Base of the task state segment, which has the stacks that the CPU and the kernel's entry code change
+    /// to.
     pub tss_base: u64,
     /// Base of the interrupt descriptor table.
     pub idt_base: u64,
@@ -175,10 +177,10 @@ impl GuestRegs {
 
 /// How much a walk may do: memory reads, and optionally time. Shared by all walks of one sample.
 ///
-/// The clock is looked at every few reads, from the first such look on, and what passed since the last look counts as a
-/// quarter of the time at most. A walk of few reads, as most are, never looks. A thread that had to wait for a processor is
-/// not charged for that, and a guest that makes reads slow (pages that the host has yet to find) still has four such
-/// stretches after the first and no more.
+/// The clock is looked at every few reads, from the first such look on, and what passed since the last look
+/// counts as a quarter of the time at most. A walk of few reads, as most are, never looks. A thread that had
+/// to wait for a processor is not charged for that, and a guest that makes reads slow (pages that the host
+/// has yet to find) still has four such stretches after the first and no more.
 #[derive(Debug, Clone)]
 pub struct Budget {
     reads_left: u32,
@@ -258,7 +260,8 @@ impl Budget {
 mod tests {
     use super::*;
 
-    /// RAM of two regions, the second of one and a half pages; what is read agrees with vm-memory's own reading wherever there is RAM.
+    /// RAM of two regions, the second of one and a half pages; what is read agrees with vm-memory's own
+    /// reading wherever there is RAM.
     #[test]
     fn guest_memory_is_read_across_pages_and_not_beyond_ram() {
         let memory =
@@ -286,7 +289,8 @@ mod tests {
         }
     }
 
-    /// A thread that waits once for a processor still gets its chain; reads that are slow again and again do not go on.
+    /// A thread that waits once for a processor still gets its chain; reads that are slow again and again do
+    /// not go on.
     #[test]
     fn one_long_wait_does_not_spend_the_time_and_many_do() {
         const TIME: Duration = Duration::from_micros(500);

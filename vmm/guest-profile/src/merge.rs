@@ -1,20 +1,22 @@
 //! One profile out of two streams of samples of the same event on the same vCPU.
 //!
-//! The host's kernel samples the guest's instruction pointer without leaving the guest: *light* samples. The VM samples a
-//! fraction as often, taking the vCPU out of the guest each time: *full* samples, with registers, task and call chain. The
-//! two are taken independently of each other.
+//! The host's kernel samples the guest's instruction pointer without leaving the guest: *light* samples. The
+//! VM samples a fraction as often, taking the vCPU out of the guest each time: *full* samples, with
+//! registers, task and call chain. The two are taken independently of each other.
 //!
-//! - A full sample takes the place of the light one that is nearest in time. So a profile has as many samples as it would
-//!   have with full ones only.
-//! - The VM counts what it samples: the full samples' periods add up to the event's count. What the light samples before a
-//!   full one do not stand for is that one's weight: its own share, and what the host's kernel did not show, as KVM's work
-//!   for the guest and light samples that were lost. So the weights add up to the count, too.
-//! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time; a program's
-//!   address not that of one in a thread of the kernel, but of the nearest in a program.
-//! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every sample, and only
-//!   full ones count, until the guest shows again. Likewise where KVM's own work for the guest is so much that a few full
-//!   samples would stand for most of the count.
-//! - Unless the user says how many are to be full, there are fewer of them where each holds the vCPU for long.
+//! - A full sample takes the place of the light one that is nearest in time. So a profile has as many samples
+//!   as it would have with full ones only.
+//! - The VM counts what it samples: the full samples' periods add up to the event's count. What the light
+//!   samples before a full one do not stand for is that one's weight: its own share, and what the host's
+//!   kernel did not show, as KVM's work for the guest and light samples that were lost. So the weights add up
+//!   to the count, too.
+//! - A light sample knows no task. It gets the task of the full sample of its vCPU that is nearest in time; a
+//!   program's address not that of one in a thread of the kernel, but of the nearest in a program.
+//! - Where the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take every
+//!   sample, and only full ones count, until the guest shows again. Likewise where KVM's own work for the
+//!   guest is so much that a few full samples would stand for most of the count.
+//! - Unless the user says how many are to be full, there are fewer of them where each holds the vCPU for
+//!   long.
 
 use std::collections::VecDeque;
 
@@ -22,15 +24,17 @@ use perf_core::pmu::host::{GuestSample, Side};
 
 /// Light samples between two decisions.
 const WINDOW: u64 = 40;
-/// Likewise, where the share of KVM's own work is decided on: one that is 10 % in truth is not taken for twice that.
+/// Likewise, where the share of KVM's own work is decided on: one that is 10 % in truth is not taken for
+/// twice that.
 const WORK_WINDOW: u64 = 10 * WINDOW;
 /// Full samples after which going back to light ones is considered.
 const FULL_WINDOW: u32 = 100;
-/// The share of time unseen from which on every sample is taken full. Where KVM interprets the guest's kernel, below it the
-/// few full samples in the guest's kernel stand for all of the unseen time: how much that was is known, and where, to a
-/// point or two after some seconds.
+/// The share of time unseen from which on every sample is taken full. Where KVM interprets the guest's
+/// kernel, below it the few full samples in the guest's kernel stand for all of the unseen time: how much
+/// that was is known, and where, to a point or two after some seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// The share of full samples in the guest's kernel, or of KVM's own work, below which light ones are enough again.
+/// The share of full samples in the guest's kernel, or of KVM's own work, below which light ones are enough
+/// again.
 const KERNEL_LIMIT: f64 = 0.15;
 /// How far the unseen share must be above one that turned out not to be the guest's.
 const MARGIN: f64 = 0.05;
@@ -104,7 +108,8 @@ pub struct RingTerms {
     pub interpreted: bool,
     /// A full sample for so many.
     pub chain_every: u32,
-    /// Time from one light sample to the next while the vCPU runs, ns, if full samples may be made rarer where they are dear.
+    /// Time from one light sample to the next while the vCPU runs, ns, if full samples may be made rarer
+    /// where they are dear.
     pub adapt_to_ns: Option<u64>,
 }
 
@@ -123,7 +128,8 @@ pub struct Merge {
     whose: VecDeque<Whose>,
     /// The last one before the first of these that was no kernel thread.
     program: Option<Whose>,
-    /// KVM interprets the guest's kernel: events of time that was not seen, for the next full sample in that kernel.
+    /// KVM interprets the guest's kernel: events of time that was not seen, for the next full sample in that
+    /// kernel.
     unseen: u64,
     /// Events that the VM counted and no sample stands for yet; below 0, more than it counted so far.
     owed: i64,
@@ -189,7 +195,8 @@ impl Merge {
         }
     }
 
-    /// A sample of the host's kernel. To be called for all of a drain before the full samples of the same time.
+    /// A sample of the host's kernel. To be called for all of a drain before the full samples of the same
+    /// time.
     pub fn light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
@@ -223,8 +230,8 @@ impl Merge {
         }
     }
 
-    /// A full sample at privilege level `cpl` that stands for `period` events by itself. The events it is to stand for in
-    /// the profile.
+    /// A full sample at privilege level `cpl` that stands for `period` events by itself. The events it is to
+    /// stand for in the profile.
     pub fn full(&mut self, whose: Whose, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
@@ -236,8 +243,8 @@ impl Merge {
         let hidden = self.terms.interpreted && cpl != 3;
         if self.mode_at(whose.time_ns) == Mode::Full {
             self.totals.instead += 1;
-            // The change began a new period. The first sample stands for what was left of the long one too, which light
-            // samples stand for already.
+            // The change began a new period. The first sample stands for what was left of the long one too,
+            // which light samples stand for already.
             let period = match (std::mem::take(&mut self.first), self.terms.period) {
                 (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.every))),
                 _ => period,
@@ -265,7 +272,8 @@ impl Merge {
         {
             self.owed = self.owed.saturating_add_unsigned(light.period);
         }
-        // The two kinds have timers of their own, so that a light sample more or less may lie between two full ones.
+        // The two kinds have timers of their own, so that a light sample more or less may lie between two
+        // full ones.
         let share = replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         let weight = u64::try_from(self.owed).unwrap_or(0).max(share / 2).max(1);
         // Full samples that were lost for want of room must not make all later ones light.
@@ -315,7 +323,7 @@ impl Merge {
             let mut before = self.whose.front().copied();
             let mut after = self.whose.get(1).copied();
             if light.ip >> 63 == 0 {
-                // The upper half is the kernel's. Where nothing but threads of it is known, one of them it is.
+                // The upper half is the kernel's. If only threads of the kernel are known, it is one of them.
                 let program = |w: &Whose| !w.kernel_thread;
                 let earlier = before.filter(program).or(self.program);
                 let later = self.whose.iter().skip(1).copied().find(program);
@@ -562,7 +570,8 @@ mod tests {
         assert_eq!(m.decide(1000), None);
     }
 
-    /// Where most of the time is KVM's work, a few full samples would stand for it: all are, until there is less of it.
+    /// Where most of the time is KVM's work, a few full samples would stand for it: all are, until there is
+    /// less of it.
     #[test]
     fn much_work_of_kvm_has_all_samples_taken_full() {
         let mut m = merge(false);
@@ -659,8 +668,8 @@ mod tests {
     }
 
     proptest! {
-        /// However many light samples fall into the host's kernel or get lost, and in whatever order the rings are read: the
-        /// weights add up to what the VM counted.
+        /// However many light samples fall into the host's kernel or get lost, and in whatever order the
+        /// rings are read: the weights add up to what the VM counted.
         #[test]
         fn weights_add_up_to_the_count(seen in prop::collection::vec(prop::bool::weighted(0.6), 400..2000), drain in 1usize..100) {
             let mut m = merge(false);
@@ -681,7 +690,8 @@ mod tests {
             prop_assert!(weights.abs_diff(count) <= 20 * PERIOD, "{weights} of {count}");
         }
 
-        /// Whatever comes: every light sample of the guest is passed on once or replaced by a full one, in order.
+        /// Whatever comes: every light sample of the guest is passed on once or replaced by a full one, in
+        /// order.
         #[test]
         fn nothing_is_lost_or_doubled(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {
             let mut m = merge(false);

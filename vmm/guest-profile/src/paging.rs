@@ -160,7 +160,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         12 + 9 * u32::from(self.levels)
     }
 
-    /// Translates `gva`, walking the tables, or only the last of them where the walk before ended in the same one.
+    /// Translates `gva`, walking the tables, or only the last of them where the walk before ended in the same
+    /// one.
     pub fn translate(&mut self, gva: u64, budget: &mut Budget) -> Result<Translation, Hole> {
         if !self.is_canonical(gva) {
             return Err(Hole::NonCanonical);
@@ -451,7 +452,8 @@ mod tests {
         );
     }
 
-    /// Pairs and few bytes are what single reads find, wherever they lie: in a page, across two, before a hole, at the end of RAM.
+    /// Pairs and few bytes are what single reads find, wherever they lie: in a page, across two, before a
+    /// hole, at the end of RAM.
     #[test]
     fn pairs_and_few_bytes_agree_with_single_reads() {
         let mut g = TestGuest::new((1 << 16) + 20, false);

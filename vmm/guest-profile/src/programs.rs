@@ -155,8 +155,8 @@ impl GuestMount {
         }
     }
 
-    /// The object a guest path names, read at first use. `None` if there is none or it is not usable; why is in
-    /// [`Self::problems`].
+    /// The object a guest path names, read at first use. `None` if there is none or it is not usable; why is
+    /// in [`Self::problems`].
     pub fn object(&mut self, guest_path: &str) -> Option<&UserObject> {
         if !self.objects.contains_key(guest_path) {
             let object = match self.load(guest_path) {

@@ -1,8 +1,9 @@
 //! A sample's raw data: what the VM knows of a sample beyond what a perf event says.
 //!
-//! [`RingHead`] is what the vCPU thread writes into a ring and a client reads there (docs/reference/control.md has its layout, which
-//! is part of the control protocol). [`FileRaw`] is what a `perf.data` file keeps of it. Both are read and written as they
-//! are defined here and nowhere else. Fields are little-endian; nothing in them is aligned.
+//! [`RingHead`] is what the vCPU thread writes into a ring and a client reads there
+//! (docs/reference/control.md has its layout, which is part of the control protocol). [`FileRaw`] is what a
+//! `perf.data` file keeps of it. Both are read and written as they are defined here and nowhere else. Fields
+//! are little-endian; nothing in them is aligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

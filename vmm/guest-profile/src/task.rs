@@ -1,9 +1,9 @@
 //! The current task of a vCPU and its mappings, read out of the guest kernel's data.
 //!
 //! The offsets come from the kernel's own type information; nothing is assumed about its version but the ways
-//! data has been kept: the current task in `current_task` or in `pcpu_hot`, mappings in a maple tree (since 6.1)
-//! or in a list. Everything read may be torn (the guest runs) or malicious, so results are claims of the guest:
-//! good for naming, never for deciding anything.
+//! data has been kept: the current task in `current_task` or in `pcpu_hot`, mappings in a maple tree (since
+//! 6.1) or in a list. Everything read may be torn (the guest runs) or malicious, so results are claims of the
+//! guest: good for naming, never for deciding anything.
 
 use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
@@ -311,8 +311,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Descends a maple tree. An encoded node pointer carries the node's type in bits 3 to 6; the root says by
-    /// bit 1 whether it is a node at all.
+    /// Descends a maple tree. An encoded node pointer carries the node's type in bits 3 to 6; the root says
+    /// by bit 1 whether it is a node at all.
     fn maple_lookup(&mut self, areas: &Areas, root: u64, address: u64, budget: &mut Budget) -> Option<u64> {
         let &Areas::Maple {
             range_pivot,
@@ -367,7 +367,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         for _ in 0..MAX_COMPONENTS {
             let parent = self.kernel_u64(dentry.wrapping_add(f.parent), budget)?;
             if parent == dentry {
-                // The root of a file system: go on where it is mounted, until the mount that is its own parent.
+                // The root of a file system: go on where it is mounted, until the mount that is its own
+                // parent.
                 let above = self.kernel_u64(mount.wrapping_add(f.mount_parent), budget);
                 let point = self.kernel_u64(mount.wrapping_add(f.mount_point), budget);
                 match (above, point) {

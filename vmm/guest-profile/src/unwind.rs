@@ -1,19 +1,20 @@
 //! The call chain of one sample: kernel frames, then user frames, innermost first.
 //!
 //! What is exact and what is not:
-//! - **Kernel by ORC** is exact wherever the tables cover the address (all of vmlinux; not modules, JIT code).
-//!   Where they do not, a frame pointer is tried once, as the kernel does, and the chain is marked as guessed.
+//! - **Kernel by ORC** is exact wherever the tables cover the address (all of vmlinux; not modules, JIT
+//!   code). Where they do not, a frame pointer is tried once, as the kernel does, and the chain is marked as
+//!   guessed.
 //! - **Kernel by frame pointers**, for kernels built with them.
-//! - **User by frame pointers** is right for code that keeps them. Where the frame pointer is known to be late
-//!   it is mended: in the first instructions of a function and at its `ret`, by looking at the instruction
-//!   interrupted (this is certain). Two more cases are likely and marked as guessed: system-call stubs of C
-//!   libraries, which keep no frame, by the return address at `rsp` when a call instruction precedes it; and
-//!   leaf functions (compilers keep no frame in them even when told to keep frame pointers), when the call that
-//!   precedes the return address at `rsp` goes to just below the interrupted address and its target does not
-//!   begin with `push rbp`.
-//! - **From kernel to user**: by the `pt_regs` the unwinding arrives at; if it did not arrive, by the one at the
-//!   top of the kernel stack, after checking that it looks like one (then also marked as guessed). In the entry code,
-//!   where no `pt_regs` is complete, by what SYSCALL and the entry code keep (see `entry`).
+//! - **User by frame pointers** is right for code that keeps them. Where the frame pointer is known to be
+//!   late it is mended: in the first instructions of a function and at its `ret`, by looking at the
+//!   instruction interrupted (this is certain). Two more cases are likely and marked as guessed: system-call
+//!   stubs of C libraries, which keep no frame, by the return address at `rsp` when a call instruction
+//!   precedes it; and leaf functions (compilers keep no frame in them even when told to keep frame pointers),
+//!   when the call that precedes the return address at `rsp` goes to just below the interrupted address and
+//!   its target does not begin with `push rbp`.
+//! - **From kernel to user**: by the `pt_regs` the unwinding arrives at; if it did not arrive, by the one at
+//!   the top of the kernel stack, after checking that it looks like one (then also marked as guessed). In the
+//!   entry code, where no `pt_regs` is complete, by what SYSCALL and the entry code keep (see `entry`).
 //!
 //! A walk is bounded by the slice given, by [`Limits`], and by its own rule that a stack goes one way.
 
@@ -260,8 +261,8 @@ fn end_of(hole: Hole) -> End {
 
 /// Walks the stacks of a stopped vCPU into `out`.
 ///
-/// The chain starts with the interrupted address itself. Without `kernel` (none known) a kernel sample has that
-/// one frame, and the user part is still looked for. Allocates nothing.
+/// The chain starts with the interrupted address itself. Without `kernel` (none known) a kernel sample has
+/// that one frame, and the user part is still looked for. Allocates nothing.
 pub fn walk<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -521,8 +522,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             None => self.word(at.wrapping_add(pt_regs::BP))?,
         };
         if cs & 3 == 3 {
-            // orig_ax, just below ip, is a system call's number or, for interrupts, negative or an error code;
-            // which it was matters only to how the first user frame is mended, and that looks at the code.
+            // orig_ax, just below ip, is a system call's number or, for interrupts, negative or an error
+            // code; which it was matters only to how the first user frame is mended, and that looks at the
+            // code.
             self.user = Some(UserRegs {
                 ip,
                 sp,
@@ -583,8 +585,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(Step::Frame)
     }
 
-    /// For kernels built with frame pointers. At entries from an exception the kernel leaves the address of the
-    /// `pt_regs` in rbp with bit 0 set; a system call leaves 0.
+    /// For kernels built with frame pointers. At entries from an exception the kernel leaves the address of
+    /// the `pt_regs` in rbp with bit 0 set; a system call leaves 0.
     fn by_frame_pointers(&mut self) -> End {
         let mut switches = 0;
         loop {

@@ -1,8 +1,8 @@
 //! BTF, the kernel's compact type information: where the members of its structures are.
 //!
-//! Only what that takes is read (`Documentation/bpf/btf.rst`): the type records, struct and union members with
-//! anonymous ones looked through, and the variables of a data section. The bytes may come out of a guest's
-//! memory, so every index and length in them is checked.
+//! Only what that takes is read (`Documentation/bpf/btf.rst`): the type records, struct and union members
+//! with anonymous ones looked through, and the variables of a data section. The bytes may come out of a
+//! guest's memory, so every index and length in them is checked.
 
 use std::collections::HashMap;
 
@@ -112,8 +112,9 @@ impl Btf {
         Ok(btf)
     }
 
-    /// Byte offset of a member, which may be a path ("f_path.dentry"); members of anonymous structs and unions
-    /// count as the outer one's. `None` if there is none of that name, or it is a bit field off a byte boundary.
+    /// Byte offset of a member, which may be a path ("f_path.dentry"); members of anonymous structs and
+    /// unions count as the outer one's. `None` if there is none of that name, or it is a bit field off a byte
+    /// boundary.
     pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
         let mut id = *self.composites.get(composite.as_bytes())?;
         let mut bits = 0u64;
@@ -208,7 +209,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// struct outer { int a; union { struct inner in; int b; }; }, struct inner { int x; int y; }, one variable.
+    /// struct outer { int a; union { struct inner in; int b; }; }, struct inner { int x; int y; }, one
+    /// variable.
     fn sample() -> Vec<u8> {
         let strings = b"\0int\0outer\0inner\0a\0b\0in\0x\0y\0current\0.data..percpu\0";
         let s = |name: &str| {

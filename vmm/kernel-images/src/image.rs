@@ -1,7 +1,7 @@
 //! What a vmlinux tells: unwind tables, symbols, type information.
 //!
-//! The image is the ELF file the guest was booted from (for a bzImage: its unpacked payload). It comes from the
-//! operator, but may be anything, so it is parsed defensively.
+//! The image is the ELF file the guest was booted from (for a bzImage: its unpacked payload). It comes from
+//! the operator, but may be anything, so it is parsed defensively.
 
 use crate::btf::Btf;
 use crate::elf;
@@ -23,8 +23,8 @@ pub struct KernelImage {
 }
 
 impl KernelImage {
-    /// Reads an ELF vmlinux, which errors call `name`. Parts that are missing or broken are left out and noted
-    /// ([`Self::notes`]): a kernel without BTF still has its stacks unwound.
+    /// Reads an ELF vmlinux, which errors call `name`. Parts that are missing or broken are left out and
+    /// noted ([`Self::notes`]): a kernel without BTF still has its stacks unwound.
     ///
     /// # Errors
     /// [`ImageError`], when it is no ELF file or one for another processor.
@@ -96,8 +96,8 @@ impl KernelImage {
         })
     }
 
-    /// Reads the kernel out of its own memory: `bytes` are what is mapped from `start` on, holes as zeros. The
-    /// addresses are then running ones, and the slide to use with them is 0.
+    /// Reads the kernel out of its own memory: `bytes` are what is mapped from `start` on, holes as zeros.
+    /// The addresses are then running ones, and the slide to use with them is 0.
     pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
         let symbols = kallsyms::find(bytes)?;
         let mut notes = Vec::new();

@@ -5,13 +5,14 @@
 //!
 //! 1. The token table: 256 NUL-terminated strings, among them the single characters `0` to `9` in a row, and
 //!    after it the token index: 256 16-bit offsets which must agree with the strings, each of them.
-//! 2. The names (`length, tokens…` each) with the number of symbols before them and, after them, one marker for
-//!    each 256 names. A candidate is right when all names parse and all markers agree.
-//! 3. The addresses: 64-bit ones, or 32-bit offsets with a base. To 6.3 they precede the count, since 6.4 they
-//!    follow the token index. Negative offsets count down from the base and others are absolute
+//! 2. The names (`length, tokens…` each) with the number of symbols before them and, after them, one marker
+//!    for each 256 names. A candidate is right when all names parse and all markers agree.
+//! 3. The addresses: 64-bit ones, or 32-bit offsets with a base. To 6.3 they precede the count, since 6.4
+//!    they follow the token index. Negative offsets count down from the base and others are absolute
 //!    (`KALLSYMS_ABSOLUTE_PERCPU`), or all count up.
 //!
-//! Widths that changed over time (32- or 64-bit counts and markers, lengths of two bytes since 6.1) are tried.
+//! Widths that changed over time (32- or 64-bit counts and markers, lengths of two bytes since 6.1) are
+//! tried.
 
 use crate::le::{u32_at, u64_at};
 use crate::symbols::{KernelSymbols, SymbolsBuilder};

@@ -1,4 +1,5 @@
-//! What a kernel's image says: one reader for the loader, which has a file, and for the profiler, which has a guest's memory.
+//! What a kernel's image says: one reader for the loader, which has a file, and for the profiler, which has a
+//! guest's memory.
 //!
 //! | module | reads |
 //! |---|---|
@@ -13,14 +14,15 @@
 //!
 //! Start with [`elf::parse`] to load a kernel, and with [`image::KernelImage`] to look into one.
 //!
-//! **Input is hostile.** A file may be anything, and memory is the guest's. Every offset is checked, every table has a limit
-//! on its size, and a search that could go on for long has a limit on its attempts. Nothing here panics on any input; the fuzz
-//! target `kernel_tables` looks for the contrary.
+//! **Input is hostile.** A file may be anything, and memory is the guest's. Every offset is checked, every
+//! table has a limit on its size, and a search that could go on for long has a limit on its attempts. Nothing
+//! here panics on any input; the fuzz target `kernel_tables` looks for the contrary.
 //!
-//! **Dependencies.** This crate reads bytes. It depends on decoders (ELF, compression, instructions) and on no other crate of
-//! Perfvisor: it knows neither KVM nor guest memory nor sockets.
+//! **Dependencies.** This crate reads bytes. It depends on decoders (ELF, compression, instructions) and on
+//! no other crate of Perfvisor: it knows neither KVM nor guest memory nor sockets.
 //!
-//! Addresses are *link-time* addresses where they come from a file and *running* addresses where they come from memory.
+//! Addresses are *link-time* addresses where they come from a file and *running* addresses where they come
+//! from memory.
 
 pub mod btf;
 pub mod bzimage;

@@ -11,8 +11,8 @@
 //! | 6.3 | sp_reg | bp_reg | type:2, signal:1, end:1 |
 //! | from 6.4 | sp_reg | bp_reg | type:3 (0 undefined, 1 end, 2 call, 3 regs, 4 partial), signal:1 |
 //!
-//! Nothing in the older tables names their layout, so it is told from the entries: nearly all are calls, whose
-//! type is 0 in the old layouts and 2 in the new one.
+//! Nothing in the older tables names their layout, so it is told from the entries: nearly all are calls,
+//! whose type is 0 in the old layouts and 2 in the new one.
 
 /// A register an entry may be based on (the numbers of `orc_types.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,8 +114,8 @@ const IP_SIZE: usize = 4;
 const ENTRY_SIZE: usize = 6;
 /// One slot of the block index covers 256 bytes of text, like the kernel's own.
 const BLOCK_SHIFT: u32 = 8;
-/// Most slots of the block index for each entry. A kernel has more entries than blocks; a few entries that somebody
-/// strewed over 4 GiB are not to cost 64 MiB.
+/// Most slots of the block index for each entry. A kernel has more entries than blocks; a few entries that
+/// somebody strewed over 4 GiB are not to cost 64 MiB.
 const BLOCKS_PER_ENTRY: u64 = 4;
 
 /// The addresses an `.orc_unwind_ip` section at `virt` describes: each entry is the distance from

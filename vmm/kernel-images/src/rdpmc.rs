@@ -1,5 +1,5 @@
-//! Telling an RDPMC instruction from the byte pair 0F 33 inside another one. Prefixes before the pair (operand and address size, REP,
-//! segments, REX) belong to the instruction and change nothing about it.
+//! Telling an RDPMC instruction from the byte pair 0F 33 inside another one. Prefixes before the pair
+//! (operand and address size, REP, segments, REX) belong to the instruction and change nothing about it.
 //!
 //! Evidence, strongest first:
 //! 1. An instruction boundary the kernel itself names: its ORC unwind table has one for each place
@@ -182,7 +182,8 @@ pub fn is_out(code: &[u8], mode: u32) -> bool {
     }
 }
 
-/// Whether the bytes right before an instruction look like a port write that an exit could be of as well, or the next is one.
+/// Whether the bytes right before an instruction look like a port write that an exit could be of as well, or
+/// the next is one.
 fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
     let (before, behind) = (&bytes[..start], &bytes[start + length..]);
     let ends_in_out = match *before {
@@ -265,7 +266,8 @@ fn from_boundary(text: &Text<'_>, start: usize, offset: usize, mode: u32) -> Ver
     Verdict::NotInstruction
 }
 
-/// Where the instruction starts, if nearly all starts before `offset` land on it, with a sensible neighbourhood.
+/// Where the instruction starts, if nearly all starts before `offset` land on it, with a sensible
+/// neighbourhood.
 fn by_agreement(text: &Text<'_>, offset: usize, mode: u32) -> Option<usize> {
     let far = offset.saturating_sub(SWEEP_FAR);
     let near = offset.saturating_sub(SWEEP_NEAR);
@@ -547,7 +549,8 @@ mod tests {
         assert_eq!(found, [function + 2]);
     }
 
-    /// What is INC ECX and RDPMC in 32-bit code is one instruction in 64-bit code. Its last two bytes are what is replaced.
+    /// What is INC ECX and RDPMC in 32-bit code is one instruction in 64-bit code. Its last two bytes are
+    /// what is replaced.
     #[test]
     fn in_multiboot_images_a_rex_prefix_may_be_an_instruction() {
         // inc ecx (41) is a REX prefix in 64-bit code.

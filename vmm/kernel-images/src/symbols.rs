@@ -50,7 +50,8 @@ pub struct SymbolsBuilder {
 }
 
 impl SymbolsBuilder {
-    /// Adds one symbol. Names that are no ASCII text are dropped, and so is everything past [`MAX_SYMBOLS`] or 4 GiB of names.
+    /// Adds one symbol. Names that are no ASCII text are dropped, and so is everything past [`MAX_SYMBOLS`]
+    /// or 4 GiB of names.
     pub fn add(&mut self, address: u64, kind: u8, name: &[u8]) {
         self.add_sized(address, 0, kind, name);
     }

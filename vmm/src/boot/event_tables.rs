@@ -1,10 +1,10 @@
 //! The tables in which a Linux kernel keeps the processor's numbers for perf's generic events.
 //!
-//! perf asks the kernel for `instructions` or `L1-dcache-loads`; the kernel looks the numbers up in a table of
-//! the processor's vendor and generation, and answers ENOENT where it finds 0. CPUID can tell an Intel guest
-//! which of seven events are not there, an AMD guest none, and neither says a word on cache events. So what
-//! cannot be counted is taken out of the tables before the guest starts: its perf then says `<not supported>`,
-//! where it would show a 0 that nobody counted.
+//! perf asks the kernel for `instructions` or `L1-dcache-loads`; the kernel looks the numbers up in a table
+//! of the processor's vendor and generation, and answers ENOENT where it finds 0. CPUID can tell an Intel
+//! guest which of seven events are not there, an AMD guest none, and neither says a word on cache events. So
+//! what cannot be counted is taken out of the tables before the guest starts: its perf then says
+//! `<not supported>`, where it would show a 0 that nobody counted.
 //!
 //! The tables are found by what is in them, because a kernel's own symbols need not name its data, and only
 //! where every entry is one the kernel could have. A table that is not recognised is left alone. Linux,
@@ -29,8 +29,8 @@ const SENSELESS: u64 = u64::MAX;
 const ABSENT: u64 = 0;
 /// Bits an entry can have: AMD's event select reaches bit 35, Intel's selector ends with bit 31.
 const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
-/// Entries of a cache table that are senseless for every processor: writes to the instruction cache, writes and
-/// prefetches of the instruction TLB and of the branch unit.
+/// Entries of a cache table that are senseless for every processor: writes to the instruction cache, writes
+/// and prefetches of the instruction TLB and of the branch unit.
 const SENSELESS_AT: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
 /// The four senseless ones before the branch unit's reads.
 const ITLB_AT: usize = 26;
@@ -197,8 +197,9 @@ fn table(segment: &Segment<'_>, at: usize, vendor: Vendor, kind: Kind, entries: 
     }
 }
 
-/// Takes the events that `can_count` denies out of the tables of `vendor` in guest memory. A table that shares memory with another one, or
-/// is not in memory as the file has it, is not what it looks like: it is left alone, and the log says so.
+/// Takes the events that `can_count` denies out of the tables of `vendor` in guest memory. A table that
+/// shares memory with another one, or is not in memory as the file has it, is not what it looks like: it is
+/// left alone, and the log says so.
 pub fn hide(
     ram: &GuestRam,
     tables: &[EventTable],
@@ -380,7 +381,8 @@ mod tests {
         assert_eq!(find(&[segment(&whole[8..])]), []);
     }
 
-    /// What does not look in memory as in the file, or lies over another table, is none; the others are still seen to.
+    /// What does not look in memory as in the file, or lies over another table, is none; the others are still
+    /// seen to.
     #[test]
     fn tables_that_are_not_what_they_look_like_are_left_alone() {
         let data = kernel();

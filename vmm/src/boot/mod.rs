@@ -281,7 +281,8 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     Ok(())
 }
 
-/// Copies segments into RAM. They may use RAM from 1 MiB up, below 4 GiB, and with `low` also conventional memory.
+/// Copies segments into RAM. They may use RAM from 1 MiB up, below 4 GiB, and with `low` also conventional
+/// memory.
 fn load_segments(
     ram: &GuestRam,
     name: &str,

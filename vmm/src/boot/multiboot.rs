@@ -94,8 +94,8 @@ pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     line
 }
 
-/// Whether a file is GRUB's core image: its first sector is the loader of the rest, known by its messages. What follows has a
-/// multiboot header, for other loaders on a PC to start it with.
+/// Whether a file is GRUB's core image: its first sector is the loader of the rest, known by its messages.
+/// What follows has a multiboot header, for other loaders on a PC to start it with.
 pub(crate) fn is_grub_core(data: &[u8]) -> bool {
     let sector = &data[..data.len().min(512)];
     let has = |text: &[u8]| memchr::memmem::find(sector, text).is_some();

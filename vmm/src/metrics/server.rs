@@ -1,9 +1,9 @@
 //! Connections to the metrics, and their bounds.
 //!
 //! Nothing here waits for a client, and a client gets nothing done but a reply: a request's head is at most
-//! [`MAX_HEAD`] bytes and must be there in `HEAD_TIME`, a reply must be fetched in `REPLY_TIME`, there are at most
-//! `MAX_CONNECTIONS`, and the oldest unfinished one makes room for a new one. vCPUs are asked what their guests count at
-//! most ten times a second; scrapes in between get what was found last.
+//! [`MAX_HEAD`] bytes and must be there in `HEAD_TIME`, a reply must be fetched in `REPLY_TIME`, there are at
+//! most `MAX_CONNECTIONS`, and the oldest unfinished one makes room for a new one. vCPUs are asked what their
+//! guests count at most ten times a second; scrapes in between get what was found last.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};

@@ -483,8 +483,8 @@ mod tests {
         }
     }
 
-    /// Counts are told with how long they were enabled and counted; what nobody counts for has none, and the value
-    /// the guest wrote is not taken for one.
+    /// Counts are told with how long they were enabled and counted; what nobody counts for has none, and the
+    /// value the guest wrote is not taken for one.
     #[test]
     fn guest_counters_come_with_their_times() {
         let text = snapshot().encode();

@@ -1,23 +1,25 @@
 //! Which privilege level the guest's time belongs to.
 //!
-//! A clock cannot see the guest's privilege level at every instant. It is sampled instead, a little more than a
-//! thousand times a second, while an event asks for one level. At each look the guest time since the look
-//! before goes to the level seen. That is an estimate: right on average, off by up to one tick at each end, and
-//! blind to a guest that keeps in step with the ticks. It never goes back.
+//! A clock cannot see the guest's privilege level at every instant. It is sampled instead, a little more than
+//! a thousand times a second, while an event asks for one level. At each look the guest time since the look
+//! before goes to the level seen. That is an estimate: right on average, off by up to one tick at each end,
+//! and blind to a guest that keeps in step with the ticks. It never goes back.
 //!
 //! Two sources, the cheaper first:
-//! - The host kernel's own samples. A `cpu-clock` event that does not exclude the guest writes records whose header
-//!   says guest user or guest kernel. Nothing leaves the guest for it, and reading the ring is no system call.
-//!   On a software-only KVM that interprets the guest's kernel, such time looks like host kernel time; there it
-//!   is taken as level 0.
+//! - The host kernel's own samples. A `cpu-clock` event that does not exclude the guest writes records whose
+//!   header says guest user or guest kernel. Nothing leaves the guest for it, and reading the ring is no
+//!   system call. On a software-only KVM that interprets the guest's kernel, such time looks like host kernel
+//!   time; there it is taken as level 0.
 //! - Kicks: a timer's signal takes the vCPU out of the guest, and its thread reports the level it finds
-//!   ([`super::VcpuClock::tick`]). It rings once and is set again by that report, so that a slow VMM is never rung out
-//!   of the guest before the guest has got anywhere. While no event is on it keeps what is left of its time: a guest that
-//!   switches its events off and on many times per tick is still looked at as often as one that leaves them on.
+//!   ([`super::VcpuClock::tick`]). It rings once and is set again by that report, so that a slow VMM is never
+//!   rung out of the guest before the guest has got anywhere. While no event is on it keeps what is left of
+//!   its time: a guest that switches its events off and on many times per tick is still looked at as often as
+//!   one that leaves them on.
 //!
-//! Not every host's samples show the guest; some show it now and then only, and some at the wrong level (an emulated
-//! AMD-V does). Until they have shown it for most of a stretch of guest time, and at CPL3 where the kicks found
-//! it there, the kicks are what counts, and the ring is only watched; then one of the two is given up, for all vCPUs.
+//! Not every host's samples show the guest; some show it now and then only, and some at the wrong level (an
+//! emulated AMD-V does). Until they have shown it for most of a stretch of guest time, and at CPL3 where the
+//! kicks found it there, the kicks are what counts, and the ring is only watched; then one of the two is
+//! given up, for all vCPUs.
 
 use std::io;
 use std::path::Path;
@@ -123,7 +125,8 @@ impl Kicks {
         self.wait_ns = if had_ns >= self.wait_ns / 8 {
             TICK_PERIOD_NS
         } else {
-            // The guest is halted, waits for a processor, or the VMM needs longer than a tick to get back into it.
+            // The guest is halted, waits for a processor, or the VMM needs longer than a tick to get back
+            // into it.
             (self.wait_ns * 2).min(MOST_PATIENCE_NS)
         };
         self.set_at_ns = now_ns;
@@ -229,8 +232,8 @@ impl CplSplit {
             return;
         }
         let Some(kicks) = &mut self.kicks else { return };
-        // Any overflow brings the thread here, and those of an event that counts one level come at that level: only the
-        // timer's own rings are fair looks.
+        // Any overflow brings the thread here, and those of an event that counts one level come at that
+        // level: only the timer's own rings are fair looks.
         if !kicks.timer.rang() {
             return;
         }
@@ -330,9 +333,8 @@ impl CplSplit {
         self.mark_ns = self.mark_ns.max(now_ns);
     }
 
-    /// Decides between the ring and the kicks, once the ring has been watched for long enough. An emulated host shows
-    /// part of the guest, and not a fair part: that is not good enough, where kicks are merely dearer. A guest that has
-    /// not been at CPL3 yet leaves the question of the levels open.
+    /// Decides between the ring and the kicks, once the ring has been watched for long enough. An emulated
+    /// host shows part of the guest, and not a fair part: that is not good enough, because kicks only cost more. A guest that has not been at CPL3 yet leaves the question of the levels open.
     fn judge_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
         if watched_ns < JUDGED_TICKS * TICK_PERIOD_NS {
@@ -361,8 +363,8 @@ impl CplSplit {
     }
 }
 
-/// Whether a ring that showed the guest `seen_guest` times in `expected` ticks, `seen_user` times at CPL3, is to be
-/// believed, when kicks found it at CPL3 `kicked_user` times; `None`: not to be told yet.
+/// Whether a ring that showed the guest `seen_guest` times in `expected` ticks, `seen_user` times at CPL3, is
+/// to be believed, when kicks found it at CPL3 `kicked_user` times; `None`: not to be told yet.
 fn ring_is_fair(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
     if seen_guest * 4 < expected * 3 {
         Some(false)

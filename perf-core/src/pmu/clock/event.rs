@@ -18,9 +18,9 @@ const MOST_SLACK: u64 = 16;
 
 /// How much of a timer's time the guest does not get, because the VMM works for it meanwhile.
 ///
-/// A timer that rings early takes the vCPU out of the guest twice for one overflow. So the next one is set for as much longer as the guest was
-/// short of lately, and a little more. An overflow that is noticed late by it has counts more, which are accounted for and make the next
-/// period as much shorter.
+/// If a timer rings early, the vCPU leaves the guest twice for one overflow. So the next timer is set for as
+/// much longer as the guest lately fell short, and a little more. If that makes an overflow late, the extra
+/// counts are accounted for and make the next period as much shorter.
 #[derive(Clone, Copy, Debug, Default)]
 struct Slack {
     ns: u64,
@@ -32,8 +32,8 @@ impl Slack {
         need_ns.saturating_add(self.ns.min(need_ns / MOST_SLACK))
     }
 
-    /// A timer set for `need_ns` rang when the guest had still to run for `rest_ns`. Of a guest that was short of more than may be added it
-    /// cannot be told when it will have run.
+    /// A timer set for `need_ns` rang when the guest had still to run for `rest_ns`. If the guest fell
+    /// short by more than may be added, nobody can tell when it will have run.
     fn rang_early(&mut self, need_ns: u64, rest_ns: u64) {
         let short_ns = (self.wait_for(need_ns) - need_ns).saturating_add(rest_ns);
         if short_ns <= need_ns / MOST_SLACK {
@@ -41,7 +41,8 @@ impl Slack {
         }
     }
 
-    /// A timer rang when the guest had had its time, and `over_ns` more. What is more than the margin is given up by and by.
+    /// A timer rang when the guest had had its time, and `over_ns` more. What is more than the margin is
+    /// given up by and by.
     fn rang_in_time(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);
@@ -125,9 +126,10 @@ impl ClockEvent {
 
     /// After an early ring, how long the timer is to wait for the last `rest` counts.
     ///
-    /// The timer runs in the VMM's own time too. A VMM that needs longer than the timer's time to get back into the guest
-    /// is rung out again before the guest has done much, for ever. So when the guest had next to nothing of the last wait,
-    /// the next one is twice as long. The overflow is then late by at most that wait.
+    /// The timer runs in the VMM's own time too. A VMM that needs longer than the timer's time to get back
+    /// into the guest is rung out again before the guest has done much, for ever. So when the guest had next
+    /// to nothing of the last wait, the next one is twice as long. The overflow is then late by at most that
+    /// wait.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let at_least_ns = if had_ns >= self.wait_ns / 8 {
@@ -318,7 +320,8 @@ mod tests {
         }
     }
 
-    /// A guest for which the VMM works now and then is rung out of early a few times, not each time, and never set for much longer.
+    /// If the VMM works for a guest now and then, the timer rings early a few times, not each time, and is never
+    /// set for much longer.
     #[test]
     fn what_a_guest_is_short_of_is_added_to_its_timers() {
         const NEED_NS: u64 = 28_000_000;

@@ -15,11 +15,12 @@
 //! [`LevelSource`]. With both it counts nothing.
 //!
 //! # Overflow
-//! Each armed event has a timer (see `timer.rs`), whose signal takes the vCPU out of the guest. Time on the wall passes at
-//! least as fast as guest time, so a signal after the time that is wanted can only be early. [`PmuEvent::take_overflows`] then sets it for the rest,
-//! no sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no headway
-//! (it is halted, or waits for a host CPU). The timer rings once each time it is set, so nothing can be kept busy by
-//! rings alone. Since an early ring costs an exit for nothing, a timer is set for up to a sixteenth longer than wanted where the ones before
+//! Each armed event has a timer (see `timer.rs`), whose signal takes the vCPU out of the guest. Time on the
+//! wall passes at least as fast as guest time, so a signal after the time that is wanted can only be early.
+//! [`PmuEvent::take_overflows`] then sets it for the rest, no sooner than [`MIN_TIMER_NS`] ahead, and later,
+//! up to ten milliseconds, while the guest makes no headway (it is halted, or waits for a host CPU). The
+//! timer rings once each time it is set, so nothing can be kept busy by rings alone. Since an early ring
+//! costs an exit for nothing, a timer is set for up to a sixteenth longer than wanted where the ones before
 //! rang early by less than that.
 
 mod cpl;
@@ -56,8 +57,9 @@ pub struct ClockPmu {
 }
 
 impl ClockPmu {
-    /// A driver whose overflows send `signal` to the vCPU's thread. Its handler must be installed without `SA_RESTART`, so
-    /// that it ends `KVM_RUN`. See [`super::host`] for which signal to choose. `None`: events count, but cannot be armed.
+    /// A driver whose overflows send `signal` to the vCPU's thread. Its handler must be installed without
+    /// `SA_RESTART`, so that it ends `KVM_RUN`. See [`super::host`] for which signal to choose. `None`:
+    /// events count, but cannot be armed.
     #[must_use]
     pub fn new(signal: Option<i32>) -> Self {
         Self {

@@ -1,10 +1,11 @@
 //! The timer whose signal announces an overflow of a clock event, or asks for the guest's privilege level.
 //!
-//! A POSIX timer, not a host perf event. A perf event's signal is sent by an interrupt of its own that follows the timer's
-//! (`irq_work`), and which may come as late as the next scheduler tick on an emulated host; and a perf clock event goes on
-//! ringing at its period until it is given another, which at short periods is enough for the host kernel to see its timer
-//! interrupt hang. A POSIX timer signals from the timer's interrupt itself, rings once, and takes one system call to
-//! set; whether it has rung is told by the time on the wall, without one. Its time is the wall's, which passes at least as fast as the guest's.
+//! A POSIX timer, not a host perf event. A perf event's signal is sent by an interrupt of its own that
+//! follows the timer's (`irq_work`), and which may come as late as the next scheduler tick on an emulated
+//! host; and a perf clock event goes on ringing at its period until it is given another, which at short
+//! periods is enough for the host kernel to see its timer interrupt hang. A POSIX timer signals from the
+//! timer's interrupt itself, rings once, and takes one system call to set; whether it has rung is told by the
+//! time on the wall, without one. Its time is the wall's, which passes at least as fast as the guest's.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -13,8 +14,9 @@ use std::ptr;
 
 use super::vcpu::wall_ns;
 
-/// A timer that would ring later than this from now, ns, is let ring in vain rather than stopped: the counters of a guest are stopped and
-/// started again at each of its interrupts, with an overflow that is out of sight in between.
+/// A timer that would ring later than this from now, ns, is let ring in vain rather than stopped: the
+/// counters of a guest are stopped and started again at each of its interrupts, with an overflow that is out
+/// of sight in between.
 const FAR_NS: u64 = 100_000_000;
 
 /// A one-shot timer that signals one thread of this process.
@@ -23,7 +25,8 @@ pub(super) struct Timer {
     id: libc::timer_t,
     /// Not set, as far as we know: the call to stop it can be saved.
     parked: bool,
-    /// When it rings, by the wall's clock, or before that by no more than the call took that set it; never later.
+    /// When it rings, by the wall's clock, or before that by no more than the call took that set it; never
+    /// later.
     due_ns: u64,
 }
 
@@ -59,7 +62,8 @@ impl Timer {
         Ok(())
     }
 
-    /// Does not ring any more, but for once where that is far off. One system call, or none if it is not about to ring.
+    /// Does not ring any more, but for once where that is far off. One system call, or none if it is not
+    /// about to ring.
     pub(super) fn park(&mut self) {
         if self.parked {
             return;
@@ -95,7 +99,8 @@ impl Timer {
             .saturating_add(former.it_value.tv_nsec as u64))
     }
 
-    /// Sets it, or stops it with 0. To ask for what was left of the former time costs nearly half as much again.
+    /// Sets it, or stops it with 0. To ask for what was left of the former time costs nearly half as much
+    /// again.
     fn settime(&self, ns: u64, former: Option<&mut libc::itimerspec>) -> io::Result<()> {
         let spec = libc::itimerspec {
             it_interval: libc::timespec {
@@ -109,7 +114,8 @@ impl Timer {
             },
         };
         let former = former.map_or(ptr::null_mut(), ptr::from_mut);
-        // SAFETY: the timer lives as long as `self`; `spec` is a live local and `former` null or a live itimerspec.
+        // SAFETY: the timer lives as long as `self`; `spec` is a live local and `former` null or a live
+        // itimerspec.
         match unsafe { libc::timer_settime(self.id, 0, &spec, former) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),

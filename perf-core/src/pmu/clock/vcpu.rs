@@ -1,14 +1,15 @@
 //! [`VcpuClock`]: how long a vCPU has run its guest.
 //!
 //! The clock advances with the CPU time of the vCPU's thread, but only between [`VcpuClock::guest_enter`] and
-//! [`VcpuClock::guest_exit`]. Time the VMM spends in its own code is outside that bracket. Time the vCPU is halted or
-//! descheduled is inside it, but uses no CPU time. What is left is guest time, plus the kernel's work for it in
-//! `KVM_RUN`.
+//! [`VcpuClock::guest_exit`]. Time the VMM spends in its own code is outside that bracket. Time the vCPU is
+//! halted or descheduled is inside it, but uses no CPU time. What is left is guest time, plus the kernel's
+//! work for it in `KVM_RUN`.
 //!
 //! # Who writes what
-//! The vCPU's thread is the only writer of `epoch`, `base` and `closed`. Any thread may read the clock while the guest
-//! runs: a sequence lock tells it when it must look again. The first user of a clock that was unused may come while
-//! the guest runs already, on another thread. It then supplies the missing start of that interval itself (`late`).
+//! The vCPU's thread is the only writer of `epoch`, `base` and `closed`. Any thread may read the clock while
+//! the guest runs: a sequence lock tells it when it must look again. The first user of a clock that was
+//! unused may come while the guest runs already, on another thread. It then supplies the missing start of
+//! that interval itself (`late`).
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
@@ -20,16 +21,17 @@ use crate::pmu::host::fd::current_tid;
 /// How often a reader looks again before it settles for the closed intervals.
 const READ_TRIES: usize = 64;
 
-/// Up to this long after an exit, ns, the thread's time at the next entry is that at the exit and the time on the wall since: reading the thread's
-/// time is a system call, and both at every exit were two. Whoever takes the thread's CPU for a moment in between is then counted as the
-/// VMM, so a count is never too high by it, and too low by less than this each time. A sample with a call chain is taken in this time, also
-/// where the host is emulated.
+/// Up to this long after an exit, ns, the thread's time at the next entry is that at the exit and the time on
+/// the wall since: reading the thread's time is a system call, and both at every exit were two. Whoever takes
+/// the thread's CPU for a moment in between is then counted as the VMM, so a count is never too high by it,
+/// and too low by less than this each time. A sample with a call chain is taken in this time, also where the
+/// host is emulated.
 const SHORT_EXIT_NS: u64 = 100_000;
 
 /// The run time of one vCPU's guest.
 ///
-/// Made once per vCPU, with the id of the thread that runs it, and shared (`Arc`) between that thread, which brackets
-/// `KVM_RUN`, and the [`super::ClockPmu`], whose events read it.
+/// Made once per vCPU, with the id of the thread that runs it, and shared (`Arc`) between that thread, which
+/// brackets `KVM_RUN`, and the [`super::ClockPmu`], whose events read it.
 #[derive(Debug)]
 pub struct VcpuClock {
     tid: i32,
@@ -45,7 +47,8 @@ pub struct VcpuClock {
     /// Thread time at the start of the interval `base_epoch`.
     base_ns: AtomicU64,
     base_epoch: AtomicU64,
-    /// Thread time at the last counted exit, and the time on the wall right after it was read. Only the vCPU's thread looks at them.
+    /// Thread time at the last counted exit, and the time on the wall right after it was read. Only the
+    /// vCPU's thread looks at them.
     left_ns: AtomicU64,
     left_at_ns: AtomicU64,
     /// As `base_*`, supplied by another thread for an interval that began while the clock had no user.
@@ -102,23 +105,23 @@ impl VcpuClock {
 
     /// The vCPU's thread is about to call `KVM_RUN`.
     ///
-    /// With no clock event on this is a load and a store on a line of the thread's own and a load of a flag: no
-    /// system call and no fence.
+    /// With no clock event on this is a load and a store on a line of the thread's own and a load of a flag:
+    /// no system call and no fence.
     #[inline]
     pub fn guest_enter(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
         self.epoch.store(epoch, Ordering::Relaxed);
-        // The other side of this (`add_user`) raises `users`, makes every thread of the process pass a barrier and only
-        // then looks at `epoch`. So either it sees this store, or the load below sees its user. The compiler must keep
-        // the two in order; the processor is made to by that barrier.
+        // The other side of this (`add_user`) raises `users`, makes every thread of the process pass a
+        // barrier and only then looks at `epoch`. So either it sees this store, or the load below sees its
+        // user. The compiler must keep the two in order; the processor is made to by that barrier.
         compiler_fence(Ordering::SeqCst);
         if self.users.load(Ordering::Relaxed) != 0 {
             self.enter_counted(epoch);
         }
     }
 
-    /// The vCPU's thread is back from `KVM_RUN`. Same cost as [`VcpuClock::guest_enter`]; with a clock event on, one system call, and
-    /// another at the next entry if that is later than 100 µs.
+    /// The vCPU's thread is back from `KVM_RUN`. Same cost as [`VcpuClock::guest_enter`]; with a clock event
+    /// on, one system call, and another at the next entry if that is later than 100 µs.
     #[inline]
     pub fn guest_exit(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed);
@@ -183,8 +186,8 @@ impl VcpuClock {
         }
     }
 
-    /// Guest time so far, ns, from any thread. Counts only while the clock has a user, so only differences between two
-    /// readings taken while the same event was on mean anything.
+    /// Guest time so far, ns, from any thread. Counts only while the clock has a user, so only differences
+    /// between two readings taken while the same event was on mean anything.
     ///
     /// One system call when the guest runs now, none otherwise.
     pub(crate) fn guest_ns(&self) -> u64 {
@@ -201,8 +204,8 @@ impl VcpuClock {
             } else {
                 None
             };
-            // The thread's time must be taken before the check: later, the interval may be over and the thread be in
-            // the VMM's own code.
+            // The thread's time must be taken before the check: later, the interval may be over and the
+            // thread be in the VMM's own code.
             let running = start.map_or(0, |start| self.thread_ns().saturating_sub(start));
             // Pairs with the release fence in `write`.
             fence(Ordering::Acquire);
@@ -289,8 +292,8 @@ impl VcpuClock {
         self.cpl.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Whether the vCPU's thread should call [`VcpuClock::tick`] after each kick: some event wants one privilege
-    /// level, and the host's kernel does not report it by itself.
+    /// Whether the vCPU's thread should call [`VcpuClock::tick`] after each kick: some event wants one
+    /// privilege level, and the host's kernel does not report it by itself.
     #[inline]
     #[must_use]
     pub fn wants_ticks(&self) -> bool {
@@ -301,10 +304,11 @@ impl VcpuClock {
         self.wants_ticks.store(wanted, Ordering::Relaxed);
     }
 
-    /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3), or halted: `None`.
+    /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3), or halted:
+    /// `None`.
     ///
-    /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is found out here,
-    /// and one system call sets the next. Cheap when no event needs it.
+    /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is
+    /// found out here, and one system call sets the next. Cheap when no event needs it.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
@@ -333,8 +337,8 @@ fn clock_ns(id: libc::clockid_t) -> u64 {
 
 /// Makes every running thread of this process execute a full memory barrier (`membarrier(2)`).
 ///
-/// Kernels before 4.14 lack it. Then the reader may miss that the guest is running, and the clock starts to count
-/// at its next entry: late by one stay in the guest, never wrong.
+/// Kernels before 4.14 lack it. Then the reader may miss that the guest is running, and the clock starts to
+/// count at its next entry: late by one stay in the guest, never wrong.
 fn barrier_on_all_threads() {
     static REGISTER: Once = Once::new();
     const PRIVATE_EXPEDITED: libc::c_long = 1 << 3;

@@ -1,12 +1,12 @@
 //! The counters of the host, general and fixed ones apart, found out by trying which events go on together.
 //!
-//! The kernel does not say how many counters there are, which of them are fixed, and who holds some of them. It says whether
-//! events are on. So a set of events is tried in two ways: as one *group*, which the kernel refuses if the hardware could never
-//! hold it, whoever has counters now; and *pinned*, each by itself, of which one is in error if it finds no counter now. The
-//! first tells what there is, the second what is free.
+//! The kernel does not say how many counters there are, which of them are fixed, and who holds some of them.
+//! It says whether events are on. So a set of events is tried in two ways: as one *group*, which the kernel
+//! refuses if the hardware could never hold it, whoever has counters now; and *pinned*, each by itself, of
+//! which one is in error if it finds no counter now. The first tells what there is, the second what is free.
 //!
-//! A general counter is what an event takes that no fixed one holds, such as branches. A fixed one shows when its event
-//! goes on beside as many of those as fit.
+//! A general counter is what an event takes that no fixed one holds, such as branches. A fixed one shows when
+//! its event goes on beside as many of those as fit.
 
 use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
@@ -17,8 +17,8 @@ use crate::pmu::CounterMask;
 /// Nobody has more counters than this per thread; bounds the probing.
 const MOST: usize = 32;
 
-/// Events that fixed counters hold (Intel SDM volume 3, "Fixed-Function Performance Counters"), with perf's names, and the
-/// event select and unit mask that mean the same when programmed by hand.
+/// Events that fixed counters hold (Intel SDM volume 3, "Fixed-Function Performance Counters"), with perf's
+/// names, and the event select and unit mask that mean the same when programmed by hand.
 const FIXED: [(&str, u32, u64); 3] = [
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS, 0x00C0),
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES, 0x003C),
@@ -26,8 +26,8 @@ const FIXED: [(&str, u32, u64); 3] = [
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES, 0x0300),
 ];
 
-/// Bits of a raw event that say what is counted, not at which level or with which interrupt (Intel SDM volume 3,
-/// `IA32_PERFEVTSELx`): event select, unit mask, edge, any thread, invert, counter mask.
+/// Bits of a raw event that say what is counted, not at which level or with which interrupt (Intel SDM volume
+/// 3, `IA32_PERFEVTSELx`): event select, unit mask, edge, any thread, invert, counter mask.
 const RAW_EVENT: u64 = 0xFFFF | 1 << 18 | 1 << 21 | 1 << 23 | 0xFF << 24;
 
 /// An event to try.
@@ -47,8 +47,8 @@ impl Tried {
         }
     }
 
-    /// Events that no fixed counter holds. Where the kernel counts none of the first, as on a virtual PMU that has cycles
-    /// only, a raw event takes a counter all the same.
+    /// Events that no fixed counter holds. Where the kernel counts none of the first, as on a virtual PMU
+    /// that has cycles only, a raw event takes a counter all the same.
     const GENERAL: [Self; 4] = [
         Self::generic(b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS),
         Self::generic(b::PERF_COUNT_HW_CACHE_REFERENCES),
@@ -94,8 +94,8 @@ pub struct HostCounters {
 }
 
 impl HostCounters {
-    /// Finds them out. `nmi_watchdog`: the NMI watchdog is on. It holds a counter of each CPU it watches, which need not be
-    /// the one where this is tried.
+    /// Finds them out. `nmi_watchdog`: the NMI watchdog is on. It holds a counter of each CPU it watches,
+    /// which need not be the one where this is tried.
     pub(super) fn find(trial: &mut dyn Trial, nmi_watchdog: bool) -> Self {
         let Some(general) = Tried::GENERAL.into_iter().find(|&e| trial.in_a_group(&[e])) else {
             return Self::default();
@@ -156,7 +156,8 @@ impl HostCounters {
         self.general + self.fixed.iter().filter(|f| f.free).count()
     }
 
-    /// The free ones as a set: the general ones first, then the fixed ones in their order, those in other hands left out.
+    /// The free ones as a set: the general ones first, then the fixed ones in their order, those in other
+    /// hands left out.
     #[must_use]
     pub fn mask(&self) -> CounterMask {
         let fixed = self.fixed.iter().enumerate().filter(|(_, f)| f.free);
@@ -274,7 +275,8 @@ mod tests {
         HostCounters::find(&mut Simulated(host), nmi_watchdog)
     }
 
-    /// General counters that are free and there, and the events of the fixed ones with `-` before those in other hands.
+    /// General counters that are free and there, and the events of the fixed ones with `-` before those in
+    /// other hands.
     fn shown(found: &HostCounters) -> (usize, usize, Vec<String>) {
         let fixed = found.fixed.iter().map(|f| match f.free {
             true => f.event.clone(),
@@ -389,8 +391,8 @@ mod tests {
         assert!(!found.hold(1, &[]) && found.hold(0, &[]));
     }
 
-    /// Raw events that are what a fixed counter holds may sit there, at whatever level they count; changed in any way they may
-    /// not.
+    /// Raw events that are what a fixed counter holds may sit there, at whatever level they count; changed in
+    /// any way they may not.
     #[test]
     fn raw_events_know_the_fixed_counters() {
         let found = find(SimHost::intel(4), false);
@@ -410,8 +412,8 @@ mod tests {
     }
 
     proptest! {
-        /// On any host, with anything in other hands: what the probe promises does go on together, and what it says is full
-        /// is full.
+        /// On any host, with anything in other hands: what the probe promises does go on together, and what
+        /// it says is full is full.
         #[test]
         fn what_is_promised_goes_on(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
             let mut host = if fixed { SimHost::intel(general) } else { SimHost::amd(general) };

@@ -26,8 +26,8 @@ struct FOwnerEx {
     pid: libc::pid_t,
 }
 
-/// A period so long that it never elapses (36 years of nanoseconds). An event with this period is *parked*: it keeps
-/// its place in the kernel and costs nothing until an ioctl gives it a real period.
+/// A period so long that it never elapses (36 years of nanoseconds). An event with this period is *parked*:
+/// it keeps its place in the kernel and costs nothing until an ioctl gives it a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
 
 /// The read format of an event that [`PerfFd::read_timed`] reads.
@@ -110,8 +110,8 @@ impl PerfFd {
         leader: Option<&PerfFd>,
     ) -> io::Result<Self> {
         let group: RawFd = leader.map_or(-1, |l| l.fd.as_raw_fd());
-        // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is; the
-        // kernel writes at most its `size` field.
+        // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is;
+        // the kernel writes at most its `size` field.
         let fd = unsafe { sys::perf_event_open(attr, tid, -1, group, PERF_FLAG_FD_CLOEXEC as libc::c_ulong) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -167,8 +167,8 @@ impl PerfFd {
     /// end of file).
     pub(crate) fn read_count(&self) -> io::Result<Option<u64>> {
         let mut value = 0u64;
-        // SAFETY: the buffer is eight writable bytes and the event was opened without a read format, so the kernel
-        // writes one u64 or nothing.
+        // SAFETY: the buffer is eight writable bytes and the event was opened without a read format, so the
+        // kernel writes one u64 or nothing.
         let n = unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut value).cast(), 8) };
         match n {
             8 => Ok(Some(value)),
@@ -177,7 +177,8 @@ impl PerfFd {
         }
     }
 
-    /// As [`PerfFd::read_count`], for an event opened with [`READ_TIMES`]: the count with the kernel's own times of it.
+    /// As [`PerfFd::read_count`], for an event opened with [`READ_TIMES`]: the count with the kernel's own
+    /// times of it.
     pub(crate) fn read_timed(&self) -> io::Result<Option<Timed>> {
         let mut words = [0u64; 3];
         let len = size_of_val(&words);
@@ -242,12 +243,14 @@ pub(crate) struct PerfMap {
     data_len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; all access goes through atomics or through `&mut self`.
+// SAFETY: the mapping belongs to the process, not to a thread; all access goes through atomics or through
+// `&mut self`.
 unsafe impl Send for PerfMap {}
 
 impl Drop for PerfMap {
     fn drop(&mut self) {
-        // SAFETY: `base` and `len` are what mmap returned and was asked for, and no reference outlives `self`.
+        // SAFETY: `base` and `len` are what mmap returned and was asked for, and no reference outlives
+        // `self`.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -292,8 +295,8 @@ impl PerfMap {
             .load(Ordering::Relaxed)
     }
 
-    /// Reads the count without a system call. `None` when the event is not on a counter now, the host does not offer
-    /// it, or the page kept changing; the caller then reads the descriptor.
+    /// Reads the count without a system call. `None` when the event is not on a counter now, the host does
+    /// not offer it, or the page kept changing; the caller then reads the descriptor.
     ///
     /// Only right on the thread the event belongs to.
     pub(crate) fn user_read(&self) -> Option<u64> {
@@ -324,8 +327,8 @@ impl PerfMap {
             if index == 0 {
                 return None;
             }
-            // SAFETY: the page offers user reads and names this counter; if the event moves meanwhile the value is
-            // discarded by the sequence check below.
+            // SAFETY: the page offers user reads and names this counter; if the event moves meanwhile the
+            // value is discarded by the sequence check below.
             let raw = unsafe { rdpmc(index - 1) };
             // Pairs with the kernel's barrier between its page writes and its second increment of `lock`.
             fence(Ordering::Acquire);
@@ -344,8 +347,8 @@ impl PerfMap {
             .load(Ordering::Relaxed)
     }
 
-    /// The count and the times with which the event left its counter; `None` while it is on one, or if the page kept
-    /// changing.
+    /// The count and the times with which the event left its counter; `None` while it is on one, or if the
+    /// page kept changing.
     pub(crate) fn left(&self) -> Option<Timed> {
         const TRIES: usize = 16;
         let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
@@ -394,8 +397,8 @@ impl PerfMap {
         while head.wrapping_sub(tail) >= header && head.wrapping_sub(tail) <= self.data_len as u64 {
             let at = (tail as usize) & (self.data_len - 1);
             // Records are multiples of 8 bytes, so an 8 byte header never wraps.
-            // SAFETY: `at` is within the data area, 8-byte aligned (record sizes are checked below), and the kernel does
-            // not write between tail and head.
+            // SAFETY: `at` is within the data area, 8-byte aligned (record sizes are checked below), and the
+            // kernel does not write between tail and head.
             let h = unsafe {
                 self.base
                     .as_ptr()
@@ -411,7 +414,8 @@ impl PerfMap {
             let count = MOST_WORDS.min(((size - header) / 8) as usize);
             for (i, word) in words[..count].iter_mut().enumerate() {
                 let at = (at + 8 + 8 * i) & (self.data_len - 1);
-                // SAFETY: as above; whole aligned words, so none wraps, and those past `head` would only be stale.
+                // SAFETY: as above; whole aligned words, so none wraps, and those past `head` would only be
+                // stale.
                 *word = unsafe { self.base.as_ptr().add(self.data_offset + at).cast::<u64>().read() };
             }
             let head_of = RecordHead {

@@ -1,17 +1,17 @@
 //! Samples of a guest that the host's kernel takes by itself, without the vCPU leaving `KVM_RUN`.
 //!
-//! A perf event on the vCPU's thread that does not exclude the guest writes the guest's instruction pointer and side into
-//! its ring. That costs an interrupt, a fraction of what an exit to user space does. What the kernel does not know
-//! are the guest's stack, address space and task.
+//! A perf event on the vCPU's thread that does not exclude the guest writes the guest's instruction pointer
+//! and side into its ring. That costs an interrupt, a fraction of what an exit to user space does. What the
+//! kernel does not know are the guest's stack, address space and task.
 //!
 //! [`GuestSampler`] is opened in the VMM. Its descriptor may go to another process, which maps the ring with
 //! [`GuestSamples`] and reads it there, so that nothing passes through the VMM.
 //!
 //! # What the ring does not show
-//! - A clock samples the thread wherever it is: samples in the host's kernel and in the VMM are among them, marked so.
-//!   A hardware event that excludes the host has none of these.
-//! - Some KVMs interpret parts of the guest, or run in a host that does not mark its guests. Such time looks like the host
-//!   kernel's. A reader has to compare, see [`Side`].
+//! - A clock samples the thread wherever it is: samples in the host's kernel and in the VMM are among them,
+//!   marked so. A hardware event that excludes the host has none of these.
+//! - Some KVMs interpret parts of the guest, or run in a host that does not mark its guests. Such time looks
+//!   like the host kernel's. A reader has to compare, see [`Side`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -6,10 +6,11 @@ use std::path::Path;
 /// The PMUs of Linux's hybrid x86 processors, one for each kind of core.
 const KINDS: [&str; 3] = ["cpu_core", "cpu_atom", "cpu_lowpower"];
 
-/// Why the hardware PMUs under `devices` are not used, in one line with the remedy; `None` when there is one for all cores.
+/// Why the hardware PMUs under `devices` are not used, in one line with the remedy; `None` when there is one
+/// for all cores.
 ///
-/// A perf event counts on cores of one kind only. A vCPU's thread moves between them, and what it does on the others would
-/// be missing from its counts without a trace. So nothing is counted there by hardware.
+/// A perf event counts on cores of one kind only. A vCPU's thread moves between them, and what it does on the
+/// others would be missing from its counts without a trace. So nothing is counted there by hardware.
 pub(super) fn refusal(devices: &Path) -> Option<String> {
     // The kernel lists a kind's CPUs that are online.
     let kinds: Vec<String> = KINDS

@@ -1,25 +1,27 @@
 //! The `host` driver: perf events of the host's kernel on a vCPU's thread.
 //!
 //! Two drivers share this code, because they differ in what they need: [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has the slots that the host has counters to give,
-//! general and fixed ones apart; [`HostPmu::software`] serves [`EventType::SOFTWARE`] and has no limit.
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has the slots that the host
+//! has counters to give, general and fixed ones apart; [`HostPmu::software`] serves [`EventType::SOFTWARE`]
+//! and has no limit.
 //!
-//! Events are opened pinned and never more of them are on than there are slots, so the kernel never multiplexes them
-//! behind our back; should it do so all the same, its own times of the event show it, and it is logged. They are opened
-//! once and then enabled, disabled and given periods.
+//! Events are opened pinned and never more of them are on than there are slots, so the kernel never
+//! multiplexes them behind our back; should it do so all the same, its own times of the event show it, and it
+//! is logged. They are opened once and then enabled, disabled and given periods.
 //!
 //! # Which counts
-//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`, the last two by the
-//! guest's privilege level when `exclude_host` is set. Software events (page faults, context switches, migrations)
-//! are things that happen to the vCPU's thread on the host. They have no guest privilege level: `exclude_user`
-//! and `exclude_kernel` are refused, `exclude_host` and `exclude_guest` change nothing.
+//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`, the last two by
+//! the guest's privilege level when `exclude_host` is set. Software events (page faults, context switches,
+//! migrations) are things that happen to the vCPU's thread on the host. They have no guest privilege level:
+//! `exclude_user` and `exclude_kernel` are refused, `exclude_host` and `exclude_guest` change nothing.
 //!
 //! # Overflow
-//! The signal goes to the vCPU's thread only. Its handler must be installed without `SA_RESTART`, so that it ends
-//! `KVM_RUN`. Prefer a standard signal (below `SIGRTMIN`, `SIGUSR2` say) to a real-time one: overflows that come while one
-//! is pending then merge, which loses nothing, because [`PmuEvent::take_overflows`] looks at the counts. Real-time
-//! signals queue, and when the queue, one for all processes of a user, is full, the kernel sends `SIGIO` instead. That
-//! ends the process by default, see [`ignore_sigio`], and the overflow goes unnoticed until the next exit.
+//! The signal goes to the vCPU's thread only. Its handler must be installed without `SA_RESTART`, so that it
+//! ends `KVM_RUN`. Prefer a standard signal (below `SIGRTMIN`, `SIGUSR2` say) to a real-time one: overflows
+//! that come while one is pending then merge, which loses nothing, because [`PmuEvent::take_overflows`] looks
+//! at the counts. Real-time signals queue, and when the queue, one for all processes of a user, is full, the
+//! kernel sends `SIGIO` instead. That ends the process by default, see [`ignore_sigio`], and the overflow
+//! goes unnoticed until the next exit.
 
 mod counters;
 pub(crate) mod fd;
@@ -59,8 +61,8 @@ pub struct HostPmu {
 }
 
 impl HostPmu {
-    /// The host's hardware PMU as `probe` found it. Overflows send `signal` to the vCPU's thread; with `None`, events
-    /// count but cannot be armed.
+    /// The host's hardware PMU as `probe` found it. Overflows send `signal` to the vCPU's thread; with
+    /// `None`, events count but cannot be armed.
     #[must_use]
     pub fn hardware(signal: Option<i32>, probe: &HostProbe) -> Self {
         Self {
@@ -185,8 +187,8 @@ impl Pmu for HostPmu {
 }
 
 impl HostPmu {
-    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the control page, with
-    /// which the counter is read where the host offers it. Without either it works too.
+    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the
+    /// control page, with which the counter is read where the host offers it. Without either it works too.
     fn map(&self, fd: &PerfFd, hardware: bool) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))
@@ -243,8 +245,8 @@ struct Good {
 }
 
 impl HostEvent {
-    /// Makes the kernel end a period `period` counts after `count`, which is now, and go on with that period. If it would do
-    /// so anyway nothing is done.
+    /// Makes the kernel end a period `period` counts after `count`, which is now, and go on with that period.
+    /// If it would do so anyway nothing is done.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let due = count.saturating_add(period);
         if self.next_due(count) == due {
@@ -254,8 +256,9 @@ impl HostEvent {
             // Overflows so far were those of the old period.
             map.drain(|_| {});
         }
-        // A hardware event, and a clock, takes a new period over at once. What the kernel counts one by one overflows at the
-        // very next count and then goes through the old period once more. Taken off and put on again it starts afresh.
+        // A hardware event, and a clock, takes a new period over at once. What the kernel counts one by one
+        // overflows at the very next count and then goes through the old period once more. Taken off and put
+        // on again it starts afresh.
         let restart = self.on && self.one_by_one;
         let set = || {
             if restart {
@@ -334,7 +337,8 @@ impl HostEvent {
 }
 
 impl HostEvent {
-    /// The kernel put the event into the error state. What it had counted, and for how long, is in the control page.
+    /// The kernel put the event into the error state. What it had counted, and for how long, is in the
+    /// control page.
     fn counter_taken(&mut self) {
         if !self.on || self.lost_at_ns.is_some() {
             return;
@@ -435,7 +439,8 @@ impl PmuEvent for HostEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        // Read before the kernel restarts the period, so that the overflow never comes before the count it is armed for.
+        // Read before the kernel restarts the period, so that the overflow never comes before the count it is
+        // armed for.
         let count = self.read();
         self.rearm(count, overflow_in)
     }
@@ -468,8 +473,8 @@ impl PmuEvent for HostEvent {
             self.armed_at = None;
             return Some(count);
         }
-        // The kernel times clocks by another clock than it counts them with: a little early at times. And a period it can
-        // hold may be shorter than what was asked for.
+        // The kernel times clocks by another clock than it counts them with: a little early at times. And a
+        // period it can hold may be shorter than what was asked for.
         if self.next_due(count) != at
             && let Err(e) = self.set_period(count, (at - count).min(PARKED_PERIOD - 1))
         {

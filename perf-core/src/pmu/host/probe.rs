@@ -46,8 +46,8 @@ pub struct GenericEvent {
     pub name: String,
     /// Its `config`.
     pub config: u64,
-    /// It opens, and counts: a kernel that is a guest itself may open events that its virtual PMU never counts, which shows
-    /// for those that running any code counts.
+    /// It opens, and counts: a kernel that is a guest itself may open events that its virtual PMU never
+    /// counts, which shows for those that running any code counts.
     pub opens: bool,
 }
 
@@ -79,7 +79,8 @@ pub struct HostProbe {
 }
 
 impl HostProbe {
-    /// Probes this host. Takes some milliseconds and opens some events on the calling thread, for that time only.
+    /// Probes this host. Takes some milliseconds and opens some events on the calling thread, for that time
+    /// only.
     #[must_use]
     pub fn run() -> Self {
         let opened: Vec<_> = GENERIC
@@ -140,8 +141,8 @@ impl HostProbe {
     }
 }
 
-/// Whether the host's kernel knows the `PERF_TYPE_HW_CACHE` event `config` for its processor, as one that counts
-/// a guest. Opens the event on the calling thread, for that time only.
+/// Whether the host's kernel knows the `PERF_TYPE_HW_CACHE` event `config` for its processor, as one that
+/// counts a guest. Opens the event on the calling thread, for that time only.
 #[must_use]
 pub fn cache_event_opens(config: u64) -> bool {
     let mut attr = new_attr(b::PERF_TYPE_HW_CACHE, config);
@@ -196,8 +197,8 @@ fn open_host(config: u32) -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
-/// Whether `config` counts anything while this thread runs. The kernel is counted with it where that is allowed, because
-/// a counter of one privilege level may be slow to notice.
+/// Whether `config` counts anything while this thread runs. The kernel is counted with it where that is
+/// allowed, because a counter of one privilege level may be slow to notice.
 fn counts(config: u32) -> bool {
     let mut attr = host_attr(config);
     attr.set_exclude_kernel(0);
@@ -272,9 +273,9 @@ impl Trial for ThisThread {
     }
 }
 
-/// Whether user space can really read a counter. The control page alone does not tell: a kernel that is itself a guest
-/// may offer it where the instruction faults, or reads something else. So a child process tries, may die of it,
-/// and compares what it reads with what the kernel says before and after.
+/// Whether user space can really read a counter. The control page alone does not tell: a kernel that is
+/// itself a guest may offer it where the instruction faults, or reads something else. So a child process
+/// tries, may die of it, and compares what it reads with what the kernel says before and after.
 fn rdpmc_works() -> bool {
     /// A wrong value may be right by chance, but hardly so often.
     const TRIES: usize = 64;
@@ -300,14 +301,15 @@ fn rdpmc_works() -> bool {
     })
 }
 
-/// Runs `attempt` in a forked child; true if it returned true there. `attempt` may only make system calls: other
-/// threads' locks are frozen in the child, those of the allocator too.
+/// Runs `attempt` in a forked child; true if it returned true there. `attempt` may only make system calls:
+/// other threads' locks are frozen in the child, those of the allocator too.
 fn survives_in_child(attempt: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child makes system calls only (see above) and leaves by _exit, so it runs no destructor and no
-    // exit handler of this process.
+    // SAFETY: the child makes system calls only (see above) and leaves by _exit, so it runs no destructor and
+    // no exit handler of this process.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: SIG_DFL installs no handler; a fault then ends the child and reaches no handler of the parent's.
+        // SAFETY: SIG_DFL installs no handler; a fault then ends the child and reaches no handler of the
+        // parent's.
         unsafe {
             libc::signal(libc::SIGSEGV, libc::SIG_DFL);
             libc::signal(libc::SIGILL, libc::SIG_DFL);

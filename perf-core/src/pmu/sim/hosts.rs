@@ -35,8 +35,8 @@ impl SimHost {
     /// `config` of reference cycles, as perf numbers it.
     pub const REF_CYCLES: u64 = 9;
 
-    /// An Intel PMU with fixed counters for instructions, cycles and reference cycles; the last counts on none of the
-    /// general ones in Linux.
+    /// An Intel PMU with fixed counters for instructions, cycles and reference cycles; the last counts on
+    /// none of the general ones in Linux.
     #[must_use]
     pub fn intel(general: usize) -> Self {
         let fixed = |config| SimFixed {

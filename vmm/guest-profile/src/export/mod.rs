@@ -1,8 +1,8 @@
 //! What comes out of profiling a guest: `perf.data`, tables, scripts, folded stacks, flame graphs, pprof.
 //!
-//! Everything stands on one neutral model ([`Profile`]): samples of vCPUs with their guest call chains, and what
-//! is known of the guest's kernel, tasks and mappings. It is written to and read from `perf.data`, which is
-//! also our own file format, so that `perf` reads our files and we need no second one.
+//! Everything stands on one neutral model ([`Profile`]): samples of vCPUs with their guest call chains, and
+//! what is known of the guest's kernel, tasks and mappings. It is written to and read from `perf.data`, which
+//! is also our own file format, so that `perf` reads our files and we need no second one.
 //!
 //! | module | makes or reads |
 //! |---|---|
@@ -250,14 +250,15 @@ pub struct Frame {
     pub address: u64,
     /// A kernel frame.
     pub kernel: bool,
-    /// The address is where a call returns to. It is not in the innermost frame, nor where the kernel was entered from user code: that is
-    /// the instruction an interrupt came before, or the one behind a system call.
+    /// The address is where a call returns to. It is not in the innermost frame, nor where the kernel was
+    /// entered from user code: that is the instruction an interrupt came before, or the one behind a system
+    /// call.
     pub caller: bool,
 }
 
 impl Frame {
-    /// An address within the instruction that the frame is at: a caller's, which may be the last one of its function, ends just before the
-    /// frame's address.
+    /// An address within the instruction that the frame is at: a caller's, which may be the last one of its
+    /// function, ends just before the frame's address.
     pub fn instruction(self) -> u64 {
         self.address.wrapping_sub(u64::from(self.caller))
     }

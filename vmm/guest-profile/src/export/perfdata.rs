@@ -1,12 +1,14 @@
-//! Writes `perf.data`, the file format of Linux's `perf` (`tools/perf/Documentation/perf.data-file-format.txt`).
+//! Writes `perf.data`, the file format of Linux's `perf`
+//! (`tools/perf/Documentation/perf.data-file-format.txt`).
 //!
-//! A file is: header, event ids, attributes, records, feature sections; and behind all of it, where `perf` does
-//! not look, our own section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer that tells where it
-//! starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU, and the CPU mode in a
-//! record's header is GUEST_KERNEL or GUEST_USER, so `perf kvm --guest --guestkallsyms=… report` and
-//! `perf script --guestkallsyms=…` read it.
+//! A file is: header, event ids, attributes, records, feature sections; and behind all of it, where `perf`
+//! does not look, our own section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer that tells
+//! where it starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU, and the CPU
+//! mode in a record's header is GUEST_KERNEL or GUEST_USER, so `perf kvm --guest --guestkallsyms=… report`
+//! and `perf script --guestkallsyms=…` read it.
 //!
-//! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data ([`RAW_MAGIC`]).
+//! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data
+//! ([`RAW_MAGIC`]).
 
 use std::io::{self, Seek, SeekFrom, Write};
 use zerocopy::IntoBytes;
@@ -332,8 +334,8 @@ pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
 /// Longest chain written; a record holds 64 KiB.
 const MAX_CHAIN: usize = 4096;
 
-/// perf up to 6.x drops a whole chain at a guest marker. Within a sample whose CPU mode says that it is a guest's,
-/// the plain markers lead it to the guest's maps.
+/// perf up to 6.x drops a whole chain at a guest marker. Within a sample whose CPU mode says that it is a
+/// guest's, the plain markers lead it to the guest's maps.
 fn marker_for_perf(frame: u64) -> u64 {
     match frame {
         CONTEXT_GUEST_KERNEL => CONTEXT_KERNEL,

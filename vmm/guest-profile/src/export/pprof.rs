@@ -156,7 +156,8 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
     for s in profile.samples() {
         let location_id: Vec<u64> = frames(&s)
             .map(|f| {
-                // As pprof wants it, the address of a caller is within its call: so an address is in one function only.
+                // As pprof wants it, the address of a caller is within its call: so an address is in one
+                // function only.
                 let address = f.instruction();
                 let key = (address, f.kernel, if f.kernel { 0 } else { s.pid });
                 if let Some(&id) = locations.get(&key) {

@@ -1,4 +1,5 @@
-//! Reads `perf.data` back. The file may be anything: it is parsed by `linux-perf-data`, within bounds set here.
+//! Reads `perf.data` back. The file may be anything: it is parsed by `linux-perf-data`, within bounds set
+//! here.
 
 use std::io::{Cursor, Read};
 use std::path::Path;

@@ -191,10 +191,11 @@ pub fn symbols_to_save(
 
 /// Gives a call chain to each sample that has none because the vCPU was not stopped for it.
 ///
-/// It takes the chains of the samples in the same function of the same process, in turn. So the callers of a function
-/// have the shares that the samples with chains show. For a sample in the kernel it may take a chain of another process
-/// with the same name; the sample is then charged to that process. If no chain begins in a sample's function, the sample
-/// stays as it is. A chain that was cut short is taken only if there is no other.
+/// It takes the chains of the samples in the same function of the same process, in turn. So the callers of a
+/// function have the shares that the samples with chains show. For a sample in the kernel it may take a chain
+/// of another process with the same name; the sample is then charged to that process. If no chain begins in a
+/// sample's function, the sample stays as it is. A chain that was cut short is taken only if there is no
+/// other.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<Place, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {

@@ -1,7 +1,8 @@
 //! Samples in the kernel's entry code, where no `pt_regs` is complete and the unwind tables say nothing.
 //!
-//! A kernel cannot be asked for a chain there, so its tables need none. From outside it can: the user's registers are
-//! still, or already, where the CPU and the entry code (Linux `arch/x86/entry/entry_64.S`) keep them.
+//! A kernel cannot be asked for a chain there, so its tables need none. From outside it can: the user's
+//! registers are still, or already, where the CPU and the entry code (Linux `arch/x86/entry/entry_64.S`) keep
+//! them.
 //!
 //! | where | ip | stack pointer |
 //! |---|---|---|
@@ -10,15 +11,16 @@
 //! | on the way out, on the entry stack | the old stack, at rdi | there |
 //! | there, after the page tables were changed | the copied frame; for SYSRET rcx | the entry stack |
 //!
-//! rbp is the user's own at all of them. What rests on rcx is marked as guessed, for the code is told by its address and its
-//! registers only.
+//! rbp is the user's own at all of them. What rests on rcx is marked as guessed, for the code is told by its
+//! address and its registers only.
 
 use super::{KernelUnwind, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::orc::Kind;
 
-/// In the TSS (SDM vol. 3 §8.7): the entry stack's end, and the word where Linux keeps the user's stack pointer meanwhile.
+/// In the TSS (SDM vol. 3 §8.7): the entry stack's end, and the word where Linux keeps the user's stack
+/// pointer meanwhile.
 const TSS_SP0: u64 = 4;
 const TSS_SP2: u64 = 20;
 /// Most bytes on the entry stack: a frame of five words and rdi.
@@ -36,8 +38,8 @@ pub(super) struct Found {
     pub guessed: bool,
 }
 
-/// Whether the interrupted instruction is one of the entry code for which neither tables nor a frame pointer have a
-/// caller.
+/// Whether the interrupted instruction is one of the entry code for which neither tables nor a frame pointer
+/// have a caller.
 pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool {
     let at = regs.rip.wrapping_sub(kernel.slide);
     if !(kernel.entry_text.0..kernel.entry_text.1).contains(&at) {

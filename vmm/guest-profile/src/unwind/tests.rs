@@ -315,7 +315,8 @@ fn kernels_with_frame_pointers_are_walked_by_them() {
     assert_eq!(chain.kernel_end, Some(End::Complete));
 }
 
-/// The entry code, where tables say nothing, and its stack and the TSS in the first page of the kernel's stack.
+/// The entry code, where tables say nothing, and its stack and the TSS in the first page of the kernel's
+/// stack.
 const ENTRY: (u64, u64) = (TEXT + 0x400, TEXT + 0x500);
 const TSS: u64 = KSTACK;
 const ENTRY_STACK: u64 = KSTACK + 0x1000;
@@ -349,7 +350,8 @@ const FROM_ENTRY: [u64; 6] = [
 
 #[test]
 fn a_system_call_that_just_began_or_ends_has_the_programs_chain() {
-    // Still, or again, on the program's stack; on the task's; on the entry stack behind the change of page tables.
+    // Still, or again, on the program's stack; on the task's; on the entry stack behind the change of page
+    // tables.
     for sp in [USTACK + 0x80, KSTACK + 0x3fd8, ENTRY_STACK - 8] {
         let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
         assert_eq!(out, FROM_ENTRY, "{sp:#x}");

@@ -56,7 +56,8 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         }
     }
     loop {
-        // 0 ends a chain by the ABI; C libraries' start code leaves other small values, as the program found them.
+        // 0 ends a chain by the ABI; C libraries' start code leaves other small values, as the program found
+        // them.
         if bp < 4096 {
             return End::Complete;
         }
