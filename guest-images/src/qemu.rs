@@ -46,7 +46,7 @@ pub enum QemuError {
     /// None is installed.
     #[error("no {PROGRAM}: install it with \"make setup\"")]
     Missing,
-    /// The one that the environment names is none.
+    /// The file that the environment names is not QEMU.
     #[error("{OVERRIDE}={0}: not a QEMU that runs")]
     Named(PathBuf),
     /// The plugin could not be built.
@@ -115,7 +115,7 @@ impl Qemu {
 /// Safe to call from several processes at once.
 ///
 /// # Errors
-/// When there is none, or the plugin cannot be compiled.
+/// There is no QEMU, or the plugin cannot be compiled.
 pub fn ensure(target_dir: &Path) -> Result<Qemu, QemuError> {
     let named = std::env::var_os(OVERRIDE).map(PathBuf::from);
     let mut qemu = match &named {

@@ -545,7 +545,7 @@ impl Lab {
     /// Reads a file in the lab.
     ///
     /// # Errors
-    /// When there is none, or the lab is gone.
+    /// There is no such file, or the lab is gone.
     pub fn get(&self, path: &str) -> Result<Vec<u8>, LabError> {
         let id = self.link.start_transfer();
         self.link

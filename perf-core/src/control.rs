@@ -122,7 +122,7 @@ impl Handle {
     /// An event that is on begins a new period at once, or a long old one would first have to end. What was counted of the
     /// old one is the next sample's: periods of samples add up to the count. An event that is off begins it when it is on
     /// again, a throttled one when the throttle ends: a change is no way around the limit. A frequency's period is not
-    /// changed by this; it finds the new frequency by and by.
+    /// changed by this; it approaches the new frequency step by step.
     ///
     /// # Errors
     /// [`ControlError::Invalid`] for a counting event, for 0, and for a frequency above the limit;

@@ -64,7 +64,7 @@ pub enum StateError {
         /// Model to be restored.
         here: Model,
     },
-    /// A field has a value no PMU can have.
+    /// A field has a value that no PMU can have.
     #[error("the saved PMU state is not one a PMU can be in: {0}")]
     Impossible(&'static str),
 }

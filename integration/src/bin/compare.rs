@@ -551,7 +551,7 @@ mod tests {
         assert!(shown.contains("record of 1 event | - | - |"), "{shown}");
     }
 
-    /// A figure that was not measured is none, and no zero.
+    /// A figure that was not measured is `None`, not zero.
     #[test]
     fn a_missing_line_gives_no_figures() {
         for word in [

@@ -65,7 +65,7 @@ impl CounterMask {
         !Self(self.0 & Self::one(n).0).is_empty()
     }
 
-    /// These but for those of `other`.
+    /// These counters without those of `other`.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
@@ -80,7 +80,7 @@ impl CounterMask {
         }
     }
 
-    /// These but for the first `n`.
+    /// These counters without the first `n`.
     #[must_use]
     pub fn skip(self, n: usize) -> Self {
         self.iter()

@@ -130,7 +130,7 @@ pub struct Ring {
     wake: wake::Wake,
     mode: RingMode,
     memfd: OwnedFd,
-    /// What the memory was charged to. Declared last: it goes when the memory has gone.
+    /// The account to which the memory was charged. Declared last, so it is dropped after the memory.
     charge: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
@@ -289,7 +289,7 @@ impl Ring {
         let _ = self.charge.set(charge);
     }
 
-    /// What tells whether somebody has the memory when the ring itself is gone.
+    /// Tells whether somebody has the memory when the ring itself is gone.
     ///
     /// # Errors
     ///

@@ -293,7 +293,7 @@ impl<W: Word> Protocol<W> {
         }
     }
 
-    /// Whether what ends at `end`, with so many samples in it, is to wake the reader.
+    /// Whether the records up to `end`, with so many samples in them, wake the reader.
     #[inline]
     fn wake_due(&self, end: u64, samples: u64) -> bool {
         let cold = &self.cold.0;
@@ -379,7 +379,7 @@ impl<W: Word> Protocol<W> {
         }
     }
 
-    /// So much is unpublished that the generation is to be closed.
+    /// Whether so much is unpublished that the writer must close the generation.
     #[inline]
     fn is_long(&self, state: State) -> bool {
         let unpublished =
@@ -404,7 +404,7 @@ impl<W: Word> Protocol<W> {
         self.hot.0.published.store(to, Release);
     }
 
-    /// Whether a record that is to wake the reader is among those published up to `to`.
+    /// Whether a record that wakes the reader is among those published up to `to`.
     #[inline]
     fn take_due(&self, to: u64) -> bool {
         let due = self.wake.0.due.load(Relaxed);

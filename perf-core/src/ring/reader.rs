@@ -337,7 +337,7 @@ impl RingReader {
         Ok(Some(RawRecord { bytes }))
     }
 
-    /// All records that are there now, to be held together. Of an overwrite ring there are none: its records
+    /// All records that are there now, to be held together. An overwrite ring gives none: its records
     /// can be trusted one at a time only, see [`next_record`](Self::next_record). Their space is given back
     /// with the next call of any method, so a writer may find the ring full meanwhile.
     ///

@@ -21,7 +21,7 @@ pub struct Anchors {
 /// A kernel's place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// What running addresses have over the image's.
+    /// Running address less the image's address.
     pub slide: u64,
     /// The version line in guest memory is the image's. Otherwise the image has no version line to compare,
     /// or no symbol for it, and the slide rests on the register alone.
@@ -31,7 +31,7 @@ pub struct Place {
 /// Why the kernel was not found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LocateError {
-    /// The vCPU's paging mode is none that is walked.
+    /// No walk knows the vCPU's paging mode.
     #[error("the guest's page tables are not walked: {0}")]
     Mode(#[from] Unsupported),
     /// No register points into a kernel yet.

@@ -1,7 +1,7 @@
 //! The files that guest programs have mapped, told once with the samples that need them.
 //!
 //! A sample's user addresses lie in mappings of the task's memory. Looking one up walks the guest kernel's
-//! data, which is too much for every sample; so each vCPU remembers what it told of late. It tells it again
+//! data, which is too much for every sample; so each vCPU remembers what it told lately. It tells it again
 //! after a while, because programs map other files at the same place, because records get lost, and because a
 //! recording may begin at any time.
 
@@ -17,7 +17,7 @@ const REMEMBERED: usize = 64;
 const MEMORY: Duration = Duration::from_secs(2);
 /// Most mappings told with one sample.
 const PER_SAMPLE: usize = 4;
-/// Longest path told; of a longer one the end.
+/// Most bytes of a path that is told. A longer path loses its beginning.
 const MAX_PATH: usize = 240;
 /// Reads of guest memory for one sample's mappings.
 const READS: u32 = 1500;
@@ -69,7 +69,7 @@ struct Told {
     at: Instant,
 }
 
-/// What a vCPU has told of late.
+/// The mappings that a vCPU has told lately.
 #[derive(Debug, Default)]
 pub struct TellOnce {
     told: Vec<Told>,
@@ -181,7 +181,7 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
     len
 }
 
-/// The mappings in what [`TellOnce::tell`] wrote. Ends at the first that is none.
+/// The mappings in what [`TellOnce::tell`] wrote. Ends at the first bytes that are no mapping.
 pub fn read(mut bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
     std::iter::from_fn(move || {
         let word = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));

@@ -197,7 +197,7 @@ struct TimeLeft {
 }
 
 impl TimeLeft {
-    /// Takes off what has passed at `now`; `false` once nothing is left.
+    /// Takes off the time that has passed at `now`. `false` once nothing is left.
     fn look(&mut self, now: Instant) -> bool {
         if let Some(last) = self.last_look.replace(now) {
             let passed = now.saturating_duration_since(last).min(self.at_most);

@@ -76,7 +76,7 @@ pub struct Whose {
     pub kernel_thread: bool,
 }
 
-/// What has become of the samples, for the user.
+/// What became of the samples, for the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     /// Light samples in the profile.
@@ -109,7 +109,7 @@ pub struct RingTerms {
     /// A full sample for so many.
     pub chain_every: u32,
     /// Time from one light sample to the next while the vCPU runs, ns, if full samples may be made rarer
-    /// where they are dear.
+    /// where they cost much.
     pub adapt_to_ns: Option<u64>,
 }
 
@@ -177,7 +177,7 @@ impl Merge {
         }
     }
 
-    /// What has become of the samples so far.
+    /// What became of the samples so far.
     pub fn totals(&self) -> Totals {
         self.totals
     }
@@ -562,7 +562,7 @@ mod tests {
         m.light(sample(200, Side::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
-        // A host that works for its guest now and then is none.
+        // A host that works for its guest now and then is no such host.
         for t in 300..300 + WORK_WINDOW {
             let work = t % 8 == 0;
             m.light(sample(t, if work { Side::HostKernel } else { Side::GuestUser }));

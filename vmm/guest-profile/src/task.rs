@@ -10,7 +10,7 @@ use super::{Budget, GuestPhys, GuestRegs};
 use kernel_images::btf::Btf;
 use kernel_images::image::KernelImage;
 
-/// Where the members are. Offsets in bytes.
+/// Offsets of the members, in bytes.
 #[derive(Debug, Clone)]
 pub struct TaskLayout {
     /// From the per-CPU base to the pointer to the current task.
@@ -171,7 +171,7 @@ pub struct Task {
 }
 
 impl Task {
-    /// The task's name; bytes that are no printable ASCII are shown as `?`.
+    /// The task's name. `?` stands for bytes that are not printable ASCII.
     pub fn comm(&self) -> impl std::fmt::Display + '_ {
         Printable(&self.comm)
     }
@@ -243,7 +243,7 @@ pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
 }
 
 impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
-    /// For the kernel data reachable from `regs`. `None` when the paging mode is none that is walked.
+    /// Makes a reader of the kernel data reachable from `regs`. `None` if no walk knows the paging mode.
     pub fn new(layout: &'l TaskLayout, mem: &'m M, regs: &GuestRegs) -> Option<Self> {
         Some(Self {
             layout,

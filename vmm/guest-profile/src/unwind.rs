@@ -80,7 +80,7 @@ impl Default for Limits {
 pub struct KernelUnwind<'k> {
     /// Unwind tables, in link-time addresses. `None`: the kernel has frame pointers.
     pub orc: Option<&'k OrcTable>,
-    /// What running addresses have over link-time ones.
+    /// Running address less link-time address.
     pub slide: u64,
     /// First address of the entry code and the one behind it, link-time addresses; equal when not known.
     pub entry_text: (u64, u64),
@@ -110,7 +110,7 @@ pub enum End {
     Unmapped,
     /// The unwind tables say nothing about an address and its frame pointer leads nowhere.
     NoTable,
-    /// A frame does not lie above the one before, or its return address is none.
+    /// A frame does not lie above the one before, or its return address is not an address of code.
     BadFrame,
     /// The vCPU's paging mode is not walked.
     Unsupported,
@@ -137,7 +137,7 @@ impl End {
         Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
     }
 
-    /// A bound of the walk, and not the stack, ended it; what bound.
+    /// This bound of the walk ended it, not the stack.
     fn bound(self) -> Option<&'static str> {
         match self {
             Self::Full => Some("depth"),
@@ -167,7 +167,7 @@ impl Ends {
         ]
     }
 
-    /// From these two bytes; whatever they are.
+    /// Decodes these two bytes. Any bytes are accepted.
     pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
         Self {
             kernel: End::from_code(ends & 15),
@@ -407,7 +407,7 @@ struct KernelWalk<'w, 'm, 'o, M: GuestPhys + ?Sized> {
     user: Option<UserRegs>,
 }
 
-/// What one step of the kernel part came to.
+/// The result of one step of the kernel part.
 enum Step {
     Frame,
     Boundary,

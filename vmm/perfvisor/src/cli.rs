@@ -310,7 +310,7 @@ fn parse_memory(text: &str) -> Result<u64, String> {
         .parse::<u64>()
         .ok()
         .and_then(|n| n.checked_mul(1u64 << shift))
-        .ok_or_else(|| "is more than any host has".to_owned())?;
+        .ok_or_else(|| "does not fit into 64 bits".to_owned())?;
     if bytes < MIN_RAM_BYTES {
         return Err(format!("the least is {}M", MIN_RAM_BYTES >> 20));
     }

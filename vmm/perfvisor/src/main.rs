@@ -1,4 +1,4 @@
-//! The `perfvisor` program: the command line, and what stands behind each of its words.
+//! The `perfvisor` program: the command line and its commands.
 //!
 //! | module | story |
 //! |---|---|

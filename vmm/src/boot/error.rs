@@ -8,7 +8,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BootError {
-    /// The kernel's file is none, or is damaged.
+    /// The file is no kernel, or is damaged.
     #[error(transparent)]
     Image(#[from] kernel_images::ImageError),
     /// An RDPMC of the kernel was not replaced.

@@ -191,7 +191,7 @@ fn what_it_is(data: &[u8]) -> &'static str {
         [b'0', b'7', b'0', b'7', ..] => "it is a cpio archive (an initrd?)",
         [b'M', b'Z', ..] => "it is a PE image without a Linux setup header",
         [b'#', b'!', ..] => "it is a script",
-        _ => "its first bytes are none of theirs",
+        _ => "its first bytes match no kernel format",
     }
 }
 

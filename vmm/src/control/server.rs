@@ -76,7 +76,7 @@ pub struct Controlled {
 }
 
 impl Controlled {
-    /// What a client with that role is told of it.
+    /// What a client with that role gets to know of it.
     pub fn info(&self, role: Role) -> VmInfo {
         VmInfo {
             protocol: PROTOCOL,

@@ -72,7 +72,7 @@ struct HostRing {
     rate: u64,
 }
 
-/// How an event that is not opened is told of: not possible here, or refused.
+/// Why an event is not open: it is not possible here, or it was refused.
 enum NotOpened {
     Unsupported(String),
     Refused(Failure),
@@ -93,8 +93,9 @@ impl EventSession {
     /// Opens a list of events on some vCPUs, or all; disabled.
     ///
     /// # Errors
-    /// The list does not parse, a vCPU does not exist, a limit is reached, or this user may not open an event. Then no
-    /// event of the list stays open. An event that cannot be counted here is no error: its entry says so.
+    /// The list does not parse, a vCPU does not exist, a limit is reached, or this user may not open an
+    /// event. Then no event of the list stays open. An event that cannot be counted here is no error: its
+    /// entry says so.
     pub fn open(
         &mut self,
         text: &str,
@@ -322,7 +323,7 @@ impl EventSession {
     /// Lets the event `handle` take every `every`-th sample itself.
     ///
     /// # Errors
-    /// No such event, or it has no ring of the host's kernel; a number that is none.
+    /// There is no such event, it has no ring of the host's kernel, or the number is 0.
     pub fn take_chains(&self, handle: u32, every: u32) -> Result<(), Failure> {
         let (event, ring) = self.ring_of(handle)?;
         if every == 0 {
@@ -396,7 +397,8 @@ impl EventSession {
     /// A ring for all sampling events of `vcpu`.
     ///
     /// # Errors
-    /// A size that is none, a vCPU without a sampling event or with a ring, the memory limit.
+    /// The size is no power of two or too large, the vCPU has no sampling event or already a ring, or the
+    /// memory limit is reached.
     pub fn ring(&mut self, vcpu: u32, pages: u32) -> Result<(RingInfo, Arc<Ring>), Failure> {
         if pages == 0 || pages > MAX_RING_PAGES || !pages.is_power_of_two() {
             return fail(

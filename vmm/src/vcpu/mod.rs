@@ -371,7 +371,7 @@ impl Vcpu {
         }
     }
 
-    /// A write to the trap port: the stepper's, or what stands for RDPMC, or the guest's own.
+    /// Handles a write to the trap port: the stepper's breakpoint, a replaced RDPMC, or the guest's own write.
     fn trap_port_exit(&mut self, byte: u8) -> Result<Next, EntryError> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?

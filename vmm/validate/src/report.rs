@@ -190,7 +190,7 @@ pub struct Summary {
     pub host_is_virtual: bool,
     /// KVM.
     pub kvm: Option<KvmSeen>,
-    /// Counters of the host's PMU a vCPU can have, or why there are none.
+    /// Counters of the host's PMU that a vCPU can have, or why there are none.
     pub host_pmu: String,
     /// `perf_event_paranoid`.
     pub perf_event_paranoid: Option<i32>,

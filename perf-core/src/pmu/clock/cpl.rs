@@ -364,7 +364,7 @@ impl CplSplit {
 }
 
 /// Whether a ring that showed the guest `seen_guest` times in `expected` ticks, `seen_user` times at CPL3, is
-/// to be believed, when kicks found it at CPL3 `kicked_user` times; `None`: not to be told yet.
+/// to be believed, when kicks found it at CPL3 `kicked_user` times; `None`: too early to tell.
 fn ring_is_fair(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
     if seen_guest * 4 < expected * 3 {
         Some(false)

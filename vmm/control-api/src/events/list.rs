@@ -20,7 +20,7 @@ pub const MAX_EVENTS: usize = 256;
 /// Longest list, in bytes.
 pub const MAX_LIST: usize = 16 << 10;
 
-/// Why a list is none.
+/// Why a list of events does not parse.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ListError {
     /// No event.

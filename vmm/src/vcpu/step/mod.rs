@@ -472,7 +472,7 @@ impl Stepper {
     }
 
     /// A write to the trap port. If it is a breakpoint on a gate, the vCPU is before the handler's first instruction again.
-    /// `None`: it is none.
+    /// `None`: it is no breakpoint of a gate.
     ///
     /// # Errors
     /// [`StepError`].

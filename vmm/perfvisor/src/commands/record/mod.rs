@@ -453,7 +453,7 @@ impl Streams {
         Ok(())
     }
 
-    /// What has become of all samples that the host's kernel could have had a part in.
+    /// What became of all samples that the host's kernel could have taken part in.
     fn totals(&self) -> Option<Totals> {
         let add = |a: Totals, b: Totals| Totals {
             light: a.light + b.light,
