@@ -14,7 +14,7 @@ pub(crate) use lists::{List, Lists, Places};
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use slab::Slab;
 use smallvec::SmallVec;
@@ -75,6 +75,9 @@ pub(crate) struct Context {
     pub next_frequency: usize,
     /// Events with overflows that passed while they were taken off.
     pub pending: Vec<usize>,
+    /// Overflows passed, or may pass at any time in a driver. Read without the lock, so that a vCPU need not take the VM
+    /// context's to find nothing.
+    pub to_serve: Arc<AtomicBool>,
     /// Events the VMM raises, by id.
     pub raised: [Vec<usize>; IDS],
     /// Room for the readings of the largest group, for samples.
@@ -110,6 +113,7 @@ impl Context {
             ticks: 0,
             next_frequency: 0,
             pending: Vec::new(),
+            to_serve: Arc::default(),
             raised: Default::default(),
             entries: Vec::new(),
             clone_of: None,

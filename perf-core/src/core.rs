@@ -1,7 +1,7 @@
 //! The core: drivers, contexts, and the calls that concern all of them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use arc_swap::ArcSwap;
 
@@ -10,6 +10,7 @@ use crate::context::{ContextCell, ContextStats};
 use crate::event::{Event, EventShared, Source, State};
 use crate::inherit::Child;
 use crate::limits::{CoreConfig, Limits, Role, Session, SessionInner};
+use crate::lock::{Guard, Held, Lock, LockGuard, Rank};
 use crate::notify::Poll;
 use crate::open::OpenError;
 use crate::output::Locked;
@@ -36,7 +37,7 @@ pub(crate) struct CoreInner {
     pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
     /// Held while events are opened and closed and vCPUs come and go, so that a VM-wide event and a new vCPU cannot
     /// miss each other. Never taken on a hot path. First in the lock order: topology, family, context.
-    topology: Mutex<Topology>,
+    topology: Lock<Topology>,
     /// Which raised events anybody counts.
     pub gates: Arc<Gates>,
     /// Which side-band records anybody wants.
@@ -90,7 +91,10 @@ impl std::fmt::Debug for Core {
 }
 
 impl Core {
-    /// A core with no drivers and no vCPUs.
+    /// The least number of contexts that [`Core::add_thread`] makes. vCPUs have lower ones.
+    pub const FIRST_THREAD: VcpuId = VcpuId(1 << 31);
+
+    /// A core with no drivers and no vCPUs. [`Core::builder`] checks its settings first.
     #[must_use]
     pub fn new(config: CoreConfig) -> Self {
         let vm = Arc::new(ContextCell::new(
@@ -107,7 +111,7 @@ impl Core {
                 drivers: RwLock::new(Vec::new()),
                 vm,
                 vcpus: ArcSwap::default(),
-                topology: Mutex::default(),
+                topology: Lock::new(Rank::Topology, Topology::default()),
                 gates: Arc::default(),
                 wanted: Wanted::default(),
                 locked: Arc::default(),
@@ -151,7 +155,7 @@ impl Core {
             inner: Arc::new(SessionInner {
                 uid,
                 role,
-                owned: Mutex::default(),
+                owned: Lock::new(Rank::Session, Vec::new()),
             }),
         }
     }
@@ -197,6 +201,23 @@ impl Core {
         list.sort_by_key(|v| v.id());
         self.inner.vcpus.store(Arc::new(list));
         Ok(context)
+    }
+
+    /// Adds a context for host thread `tid` (0: the calling one), which need not run a vCPU: its events count that thread between
+    /// [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`]. It has the first free number from [`Core::FIRST_THREAD`] on, by
+    /// which events are opened on it and samples name it, and is removed like a vCPU.
+    ///
+    /// # Errors
+    /// As [`Core::add_vcpu`].
+    pub fn add_thread(&self, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
+        let mut id = Self::FIRST_THREAD;
+        loop {
+            match self.add_vcpu(id, tid) {
+                // Somebody else was first.
+                Err(OpenError::VcpuExists(_)) => id.0 += 1,
+                other => return other,
+            }
+        }
     }
 
     /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened on the
@@ -315,22 +336,23 @@ impl Core {
 }
 
 impl CoreInner {
-    pub fn topology(&self) -> MutexGuard<'_, Topology> {
-        self.topology.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn topology(&self) -> LockGuard<'_, Topology> {
+        self.topology.lock()
+    }
+
+    fn drivers(&self) -> Guard<RwLockReadGuard<'_, Vec<Driver>>> {
+        let held = Held::wait(Rank::Drivers, std::ptr::from_ref(&self.drivers).addr());
+        Guard::new(self.drivers.read().unwrap_or_else(PoisonError::into_inner), held)
     }
 
     /// The topology lock if it is free.
-    pub fn try_topology(&self) -> Option<MutexGuard<'_, Topology>> {
-        match self.topology.try_lock() {
-            Ok(topology) => Some(topology),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+    pub fn try_topology(&self) -> Option<LockGuard<'_, Topology>> {
+        self.topology.try_lock()
     }
 
     /// The slots of the smallest PMU; 0 without one.
     pub fn fewest_slots(&self) -> usize {
-        let drivers = self.drivers.read().unwrap_or_else(PoisonError::into_inner);
+        let drivers = self.drivers();
         let slots = |d: &Driver| match d.capacity {
             Capacity::Counters(counters) => Some(counters.len()),
             Capacity::Unlimited => None,
@@ -359,7 +381,7 @@ impl CoreInner {
 
     /// The driver for `ty`: its index, itself, and its capacity.
     pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, Capacity)> {
-        let drivers = self.drivers.read().unwrap_or_else(PoisonError::into_inner);
+        let drivers = self.drivers();
         let at = drivers.iter().position(|d| d.pmu.serves(ty))?;
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
@@ -427,7 +449,7 @@ impl CoreInner {
         let (source, hardware) = self.source(&parent.attr, cell)?;
         let family = parent.family.as_ref().expect("only families are inherited");
         // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
-        let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut family = family.lock();
         let (enabled, mut rate, output, enable_on_exec) = {
             let mut vm = self.vm.lock();
             let found = vm.get(parent_key, parent);
@@ -485,7 +507,7 @@ impl CoreInner {
     fn abandon(&self, cell: &Arc<ContextCell>) {
         for (key, parent) in self.children_in(cell) {
             if let Some(family) = &parent.family {
-                let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut family = family.lock();
                 let _ = family.unlink(|child| child.is(cell, key));
             }
         }
@@ -517,7 +539,7 @@ impl CoreInner {
         }
         for (key, parent) in children {
             let Some(family) = &parent.family else { continue };
-            let mut family = family.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut family = family.lock();
             if family.fold(&parent.folded, |child| child.is(cell, key)).is_some() {
                 let mut context = cell.lock();
                 let event = context.remove(key, now_ns);

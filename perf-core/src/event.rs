@@ -1,12 +1,13 @@
 //! One event: the identity that its handle and its children share, and its working half, which lives in a context.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::attr::Attr;
 use crate::context::Places;
 use crate::inherit::Family;
+use crate::lock::{Lock, Rank};
 use crate::lost::Failure;
 use crate::notify::Notify;
 use crate::output::{Output, OutputState};
@@ -49,13 +50,13 @@ pub(crate) struct EventShared {
     /// What [`crate::Overflowed`] reports, for events that back something of the VMM's.
     pub cookie: Option<u64>,
     /// Present when the event fans out over vCPUs.
-    pub family: Option<Mutex<Family>>,
+    pub family: Option<Lock<Family>>,
     /// Totals of exited children. Written under the family's lock only; atomics, so that a record or a control page
     /// can add them without it.
     pub folded: Folded,
     pub notify: Notify,
     /// Where records of this event and its children go; cold side.
-    pub output: Mutex<OutputState>,
+    pub output: Lock<OutputState>,
 }
 
 impl fmt::Debug for EventShared {
@@ -74,10 +75,10 @@ impl EventShared {
             attr,
             owner,
             cookie,
-            family: family.then(|| Mutex::new(Family::default())),
+            family: family.then(|| Lock::new(Rank::Family, Family::default())),
             folded: Folded::default(),
             notify: Notify::default(),
-            output: Mutex::default(),
+            output: Lock::new(Rank::Output, OutputState::default()),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Handles: how an opened event is used.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, MutexGuard, PoisonError};
 
 use smallvec::SmallVec;
 
@@ -10,6 +10,7 @@ use crate::core::CoreInner;
 use crate::event::{EventShared, State};
 use crate::inherit::Family;
 use crate::limits::SessionInner;
+use crate::lock::LockGuard;
 
 /// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become leaders of
 /// groups of their own.
@@ -82,9 +83,8 @@ impl HandleInner {
 }
 
 impl EventRef {
-    pub fn family(&self) -> Option<MutexGuard<'_, Family>> {
-        let family = self.shared.family.as_ref()?;
-        Some(family.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn family(&self) -> Option<LockGuard<'_, Family>> {
+        Some(self.shared.family.as_ref()?.lock())
     }
 
     /// The key of this event's child in `cell`.

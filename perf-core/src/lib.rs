@@ -62,6 +62,7 @@
 //! hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is: topology (opening,
 //! closing, hot-add), family, context.
 
+mod builder;
 mod context;
 mod control;
 mod core;
@@ -70,6 +71,7 @@ mod group;
 mod handle;
 mod inherit;
 mod limits;
+mod lock;
 mod lost;
 mod notify;
 mod open;
@@ -92,6 +94,7 @@ pub mod ring;
 pub mod time;
 
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
+pub use crate::builder::{ConfigError, CoreBuilder};
 pub use crate::context::ContextStats;
 pub use crate::control::{ControlError, Scope};
 pub use crate::core::{Core, VcpuContext};

@@ -1,11 +1,12 @@
 //! Who may do what: configuration, operator sessions and their limits.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use crate::attr::{Attr, EventType, SampleType};
 use crate::core::Core;
 use crate::handle::HandleInner;
+use crate::lock::Lock;
 use crate::mux::MuxPolicy;
 use crate::open::OpenError;
 use crate::ring::PAGE_SIZE;
@@ -279,7 +280,7 @@ pub(crate) struct SessionInner {
     pub uid: u32,
     pub role: Role,
     /// The events it opened, in the order of opening.
-    pub owned: Mutex<Vec<Weak<HandleInner>>>,
+    pub owned: Lock<Vec<Weak<HandleInner>>>,
 }
 
 impl SessionInner {
@@ -288,12 +289,7 @@ impl SessionInner {
     }
 
     pub fn owned(&self) -> Vec<Arc<HandleInner>> {
-        self.owned
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .iter()
-            .filter_map(Weak::upgrade)
-            .collect()
+        self.owned.lock().iter().filter_map(Weak::upgrade).collect()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Opening an event: what is checked, in which order, and where the event ends up.
 
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use crate::attr::{Attr, AttrError, EventType, ReadFormat, SampleType};
@@ -231,13 +230,12 @@ impl Core {
             check_leader(leader, &cell, &attr)?;
         }
         core.limits.check_raw(&attr, admin)?;
-        let leads_family = leader.map(|l| l.shared.family.is_some());
         let owner = match (session.inner.role, target) {
             (Role::Guest, _) => Owner::Guest,
             (_, OpenTarget::Vm) => Owner::OperatorVm,
             (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
         };
-        let place = core.place(&attr, cell, owner, leads_family)?;
+        let place = core.place(&attr, cell, owner, leader)?;
         let output = if flags.output {
             let target = group.ok_or(OpenError::Group("no handle to redirect the output to"))?;
             target.inner.event.can_be_output().map_err(OpenError::Output)?;
@@ -250,7 +248,7 @@ impl Core {
             topology.generation += 1;
         }
         drop(topology);
-        let mut owned = session.inner.owned.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut owned = session.inner.owned.lock();
         // Now and then, so that opening many costs no more for each.
         if owned.len().is_power_of_two() {
             owned.retain(|h| h.strong_count() > 0);
@@ -282,8 +280,9 @@ impl CoreInner {
         attr: &Attr,
         cell: Arc<ContextCell>,
         owner: Owner,
-        leads_family: Option<bool>,
+        leader: Option<&EventRef>,
     ) -> Result<Place, OpenError> {
+        let leads_family = leader.map(|l| l.shared.family.is_some());
         let family = |cell| Place {
             cell,
             source: Source::Family,
@@ -322,9 +321,11 @@ impl CoreInner {
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
             }
             Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
-                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word.
+                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word. A member goes where its
+                // leader goes, so the leader's mark says whether there are vCPUs to come.
                 let none = self.vcpus.load().is_empty();
-                if leads_family == Some(false) || (none && !attr.inherit) {
+                let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
+                if leads_family == Some(false) || (none && !inherits) {
                     return Err(error.into());
                 }
                 None
@@ -369,13 +370,14 @@ impl CoreInner {
         }
         let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
         let now_ns = cell.now_ns();
+        let ring = output.and_then(EventRef::own_output);
         let key = {
             let mut context = cell.lock();
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
             let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
             let mut event = Event::new(Arc::clone(&shared), None, place, source, enabled);
             // Before it is there: its first record may come at once.
-            event.output = output.and_then(EventRef::own_output);
+            event.output = ring;
             context.clone_of = None;
             let key = context.add(event, leader.map(|l| l.key), now_ns);
             cell.publish_raised(&context);

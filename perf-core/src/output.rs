@@ -5,12 +5,13 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::control::ControlError;
 use crate::core::{Core, CoreInner};
 use crate::event::Totals;
 use crate::handle::{EventRef, Handle};
+use crate::lock::{Lock, LockGuard, Rank};
 use crate::notify::Poll;
 use crate::ring::{Counter, MemoryWatch, PAGE_SIZE, Ring, RingError, RingMode};
 
@@ -82,9 +83,9 @@ impl MapError {
 }
 
 /// Ring memory in use, in pages, by user: charged until nobody has it any more, in this process or another.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Locked {
-    users: Mutex<HashMap<u32, Used>>,
+    users: Lock<HashMap<u32, Used>>,
 }
 
 /// What one user has.
@@ -115,9 +116,17 @@ impl Used {
     }
 }
 
+impl Default for Locked {
+    fn default() -> Self {
+        Self {
+            users: Lock::new(Rank::Memory, HashMap::new()),
+        }
+    }
+}
+
 impl Locked {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Used>> {
-        self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> LockGuard<'_, HashMap<u32, Used>> {
+        self.users.lock()
     }
 
     pub fn pages_of(&self, uid: u32) -> u64 {
@@ -179,8 +188,8 @@ impl Drop for Charge {
 }
 
 impl EventRef {
-    fn output_state(&self) -> MutexGuard<'_, OutputState> {
-        self.shared.output.lock().unwrap_or_else(PoisonError::into_inner)
+    fn output_state(&self) -> LockGuard<'_, OutputState> {
+        self.shared.output.lock()
     }
 
     /// Whether other events may write to this one's ring. Under the topology lock.

@@ -1,5 +1,7 @@
 //! Overflows: from "the driver's signal was seen" to accounts, records and reports.
 
+use std::sync::atomic::Ordering;
+
 use smallvec::SmallVec;
 
 use crate::attr::{ReadFormat, SampleType};
@@ -52,7 +54,24 @@ pub(crate) fn service(
     regs: &mut dyn SampleRegs,
     sink: &mut dyn FnMut(Overflowed),
 ) -> u32 {
-    let (mut at, mut served) = (0, 0);
+    let mut served = serve(core, cell, cell, regs, sink);
+    // Looked at without its lock: the VM context must not be a lock that all vCPUs share.
+    if core.vm.to_serve.swap(false, Ordering::Acquire) {
+        served += serve(core, &core.vm, cell, regs, sink);
+        core.vm.lock().look_again_if_armed();
+    }
+    served
+}
+
+/// Serves what overflowed in the context of `cell` and was noticed by the vCPU of `origin`.
+fn serve(
+    core: &CoreInner,
+    cell: &ContextCell,
+    origin: &ContextCell,
+    regs: &mut dyn SampleRegs,
+    sink: &mut dyn FnMut(Overflowed),
+) -> u32 {
+    let (mut unseen, mut served) = (usize::MAX, 0);
     loop {
         let mut batch = Batch::new();
         let more = {
@@ -63,7 +82,7 @@ pub(crate) fn service(
             };
             let now_ns = cell.now_ns();
             let mut context = cell.lock();
-            context.take_overflows(core, cell, now_ns, regs, &mut at, &mut served, &mut batch)
+            context.take_overflows(core, origin, now_ns, regs, &mut unseen, &mut served, &mut batch)
         };
         batch.drain(..).for_each(&mut *sink);
         if !more {
@@ -73,7 +92,11 @@ pub(crate) fn service(
 }
 
 impl Context {
-    /// Serves pending and armed events from position `at` on, until `batch` is full. Returns whether there are more.
+    /// Serves pending events and those of the first `unseen` armed ones that overflowed, until `batch` is full. Returns whether
+    /// there may be more.
+    ///
+    /// Armed events are gone through from the last to the first: whoever leaves the list is replaced by its last, which has
+    /// been looked at by then, so none is missed when a group goes off meanwhile.
     #[allow(clippy::too_many_arguments)]
     fn take_overflows(
         &mut self,
@@ -81,20 +104,26 @@ impl Context {
         cell: &ContextCell,
         now_ns: u64,
         regs: &mut dyn SampleRegs,
-        at: &mut usize,
+        unseen: &mut usize,
         served: &mut u32,
         batch: &mut Batch,
     ) -> bool {
-        while let Some(key) = self.pending.pop() {
-            let times = std::mem::take(&mut self.events[key].sampling.pending);
-            *served += u32::from(times > 0);
-            self.overflow(core, cell, key, times, now_ns, regs, batch);
-            if batch.len() == BATCH {
-                return true;
+        loop {
+            // An event that goes off while another is served may have overflowed, too.
+            while let Some(key) = self.pending.pop() {
+                let times = std::mem::take(&mut self.events[key].sampling.pending);
+                *served += u32::from(times > 0);
+                self.overflow(core, cell, key, times, now_ns, regs, batch);
+                if batch.len() == BATCH {
+                    return true;
+                }
             }
-        }
-        while let Some(&key) = self.lists.of(List::Armed).get(*at) {
-            *at += 1;
+            let armed = self.lists.of(List::Armed);
+            let Some(at) = armed.len().min(*unseen).checked_sub(1) else {
+                return false;
+            };
+            *unseen = at;
+            let key = armed[at];
             let event = &mut self.events[key];
             let mut times = std::mem::take(&mut event.sampling.pending);
             if let Source::Driver(driver) = &mut event.source
@@ -108,19 +137,12 @@ impl Context {
                     log::warn!("event {} could not be armed again: {error}", event.shared.id);
                 }
             }
-            if times > 0 {
-                *served += 1;
-                self.overflow(core, cell, key, times, now_ns, regs, batch);
-                // The event may have left the list, and another taken its place.
-                if self.lists.of(List::Armed).get(*at - 1) != Some(&key) {
-                    *at -= 1;
-                }
-            }
+            *served += u32::from(times > 0);
+            self.overflow(core, cell, key, times, now_ns, regs, batch);
             if batch.len() == BATCH {
-                return *at < self.lists.of(List::Armed).len();
+                return true;
             }
         }
-        false
     }
 
     /// Accounts `times` overflows of a driver's event that were noticed together: one interrupt, one sample that
@@ -157,6 +179,8 @@ impl Context {
         self.report(key, countdown.counted, batch);
         if countdown.last {
             self.limit_reached(key, now_ns);
+            // As many as were asked for, and no more: what passed beyond the last is dropped.
+            self.events[key].sampling.pending = 0;
             // Its next start is still in the tick that throttled it, as the record says.
             if throttle {
                 self.mark_throttled(key);
@@ -490,12 +514,11 @@ impl Context {
         let passed = event.sampling.passed(raw);
         if passed > 0 {
             event.sampling.pending = event.sampling.pending.saturating_add(passed);
-            if !self.pending.contains(&key) {
-                self.pending.push(key);
-            }
+            self.put_by(key);
         } else {
             event.sampling.restart(raw);
         }
+        let event = &mut self.events[key];
         if let Source::Driver(driver) = &mut event.source
             && let Err(error) = driver.arm(event.sampling.remaining(raw))
         {

@@ -334,8 +334,8 @@ impl Context {
                 } else if event.sampling.is_on() {
                     let passed = event.sampling.passed(count);
                     event.sampling.pending = event.sampling.pending.saturating_add(passed);
-                    if passed > 0 && !self.pending.contains(&key) {
-                        self.pending.push(key);
+                    if passed > 0 {
+                        self.put_by(key);
                     }
                 }
             }

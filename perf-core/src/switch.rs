@@ -55,7 +55,7 @@ impl VcpuContext {
         }
         let now_ns = mine.now_ns();
         // Two contexts are locked nowhere else at once; by address, in case two threads exchange the same two.
-        let (mut a, mut b) = if Arc::as_ptr(&mine) < Arc::as_ptr(&theirs) {
+        let (mut a, mut b) = if mine.is_before(&theirs) {
             let a = mine.lock();
             (a, theirs.lock())
         } else {

@@ -1,9 +1,10 @@
 //! A context with its lock.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use super::Context;
+use crate::lock::{Lock, LockGuard, Rank};
 use crate::pmu::{Target, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::software::Deferred;
@@ -17,12 +18,14 @@ const VM: u64 = u64::MAX;
 /// There is no message to an owning thread: whoever wants something of a context takes its lock. A vCPU's thread finds
 /// it free on its hot path; readers and the timer hold it for as long as a driver call takes.
 pub(crate) struct ContextCell {
-    inner: Mutex<Context>,
+    inner: Lock<Context>,
     clock: Arc<dyn Clock>,
     /// Whose context it is: [`VM`], or the vCPU in the upper and its thread in the lower half.
     pub who: AtomicU64,
     /// [`Context::errors`].
     pub errors: Arc<AtomicU64>,
+    /// [`Context::to_serve`].
+    pub to_serve: Arc<AtomicBool>,
     /// How many raised events the context holds, readable without its lock.
     pub raised_events: AtomicUsize,
     /// What was raised while the lock was taken.
@@ -39,7 +42,8 @@ impl ContextCell {
         let context = Context::new(policy, mux);
         Self {
             errors: Arc::clone(&context.errors),
-            inner: Mutex::new(context),
+            to_serve: Arc::clone(&context.to_serve),
+            inner: Lock::new(Rank::Context, context),
             clock,
             who: AtomicU64::new(
                 vcpu.map_or(VM, |(vcpu, tid)| u64::from(vcpu.0) << 32 | u64::from(tid as u32)),
@@ -61,20 +65,20 @@ impl ContextCell {
         self.clock.now_ns()
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, Context> {
-        // A panic of another thread under the lock must not take this vCPU with it.
-        let mut context = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn lock(&self) -> LockGuard<'_, Context> {
+        let mut context = self.inner.lock();
         context.take_deferred(&self.deferred);
         context
     }
 
+    /// Whether this context's lock comes before that of `other` when both are taken.
+    pub fn is_before(&self, other: &Self) -> bool {
+        std::ptr::from_ref(&self.inner) < std::ptr::from_ref(&other.inner)
+    }
+
     /// The lock if it is free.
-    pub fn try_lock(&self) -> Option<MutexGuard<'_, Context>> {
-        match self.inner.try_lock() {
-            Ok(context) => Some(context),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+    pub fn try_lock(&self) -> Option<LockGuard<'_, Context>> {
+        self.inner.try_lock()
     }
 
     /// To be called after events were added or removed.

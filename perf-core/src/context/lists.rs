@@ -1,8 +1,10 @@
 //! Lists of events that are on, by what there is to look at: overflows whenever a signal was seen, throttles and frequencies
 //! at each tick. Entering and leaving a list costs the same however long it is.
 
+use std::sync::atomic::Ordering;
+
 use super::Context;
-use crate::event::State;
+use crate::event::{Source, State};
 
 /// Which list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,12 +68,35 @@ impl Context {
         }
         event.sampling.seen_tick = self.ticks;
         let (throttled, frequency) = (event.sampling.throttled, event.sampling.freq != 0);
+        let notifies = matches!(event.source, Source::Driver(_));
         self.enlist(List::Armed, key);
+        if notifies {
+            self.to_serve.store(true, Ordering::Release);
+        }
         if throttled {
             self.enlist(List::Throttled, key);
         }
         if frequency {
             self.enlist(List::Frequency, key);
+        }
+    }
+
+    /// Puts an event by whose overflows passed and were not served.
+    pub fn put_by(&mut self, key: usize) {
+        if !self.pending.contains(&key) {
+            self.pending.push(key);
+        }
+        self.to_serve.store(true, Ordering::Release);
+    }
+
+    /// The overflows of drivers' events that are on are noticed by looking.
+    pub fn look_again_if_armed(&self) {
+        let armed = self.lists.of(List::Armed).iter();
+        if armed
+            .map(|key| &self.events[*key])
+            .any(|event| matches!(event.source, Source::Driver(_)))
+        {
+            self.to_serve.store(true, Ordering::Release);
         }
     }
 

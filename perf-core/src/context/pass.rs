@@ -296,8 +296,8 @@ impl Context {
         if let Some(pool) = event.pool {
             self.pools[pool].used -= 1;
         }
-        if event.sampling.pending > 0 && !self.pending.contains(&key) {
-            self.pending.push(key);
+        if event.sampling.pending > 0 {
+            self.put_by(key);
         }
         self.unlist_all(key);
         self.update_page(key, now_ns);

@@ -55,6 +55,10 @@ pub(super) fn sealed_memfd(len: usize) -> Result<OwnedFd> {
     Ok(fd)
 }
 
+/// `fcntl(2)` command of include/uapi/asm-generic/fcntl.h that the libc crate does not have: which signal a
+/// descriptor sends.
+const F_SETSIG: libc::c_int = 10;
+
 /// Opens the memfd once more. The first descriptor that `memfd_create(2)` gives is not counted by the kernel
 /// as one that has the file open; this one is, for as long as anybody has a copy of it or a mapping made with
 /// it.
@@ -63,7 +67,12 @@ pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     // SAFETY: the path is a valid C string; the result is checked.
     let fd = check(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
     // SAFETY: fd was just opened and is owned by nobody else.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // Who opens the file while `is_open_elsewhere` holds its lease makes the kernel send a signal: by default SIGIO, which
+    // ends a process that does not expect it. SIGURG is ignored by default.
+    // SAFETY: F_SETSIG takes the signal by value.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, libc::SIGURG) })?;
+    Ok(fd)
 }
 
 /// Whether anybody but `fd`, which came from [`reopened`] and was never handed out, has the file open or
@@ -222,5 +231,32 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by this value and nothing borrowed from it outlives it.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    const F_GETSIG: libc::c_int = 11;
+
+    /// A client may open the memory at the very moment it is looked for. That must not end the process, which may know
+    /// nothing of SIGIO.
+    #[test]
+    fn a_client_that_opens_a_ring_while_it_is_looked_for_harms_nobody() {
+        let memory = sealed_memfd(PAGE_SIZE).unwrap();
+        let fd = reopened(memory.as_fd()).unwrap();
+        // SAFETY: F_SETLEASE takes the kind of lease by value.
+        check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) }).unwrap();
+        let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
+        // SAFETY: the path is a valid C string.
+        let opened = unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_NONBLOCK) };
+        let error = Error::last_os_error().raw_os_error();
+        // The signal has been sent: the lease is broken. With SIGIO this line would not be reached.
+        assert_eq!((opened, error), (-1, Some(libc::EWOULDBLOCK)));
+        // SAFETY: F_GETSIG takes nothing.
+        let signal = check(unsafe { libc::fcntl(fd.as_raw_fd(), F_GETSIG) }).unwrap();
+        assert_eq!(signal, libc::SIGURG);
     }
 }

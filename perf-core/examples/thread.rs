@@ -1,0 +1,80 @@
+//! Counts and samples this thread with a software clock event of the host's kernel, and reads the ring. Runs on any Linux on which
+//! this user may call `perf_event_open(2)`.
+//!
+//! `cargo run -p perf-core --example thread`
+
+use std::sync::Arc;
+
+use perf_core::pmu::host::HostPmu;
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+
+/// `PERF_COUNT_SW_TASK_CLOCK`: nanoseconds on a processor.
+const TASK_CLOCK: u64 = 1;
+const PERIOD_NS: u64 = 1_000_000;
+
+/// A sample says when and for how long, but not where: that is for a signal handler to know.
+struct Nowhere;
+
+impl SampleRegs for Nowhere {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::User
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
+    let core = Core::builder()
+        .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
+        .build()?;
+    // 0 is the calling thread.
+    let thread = core.add_thread(0)?;
+    thread.sched_in();
+
+    let session = core.session(0, Role::Admin);
+    let attr = Attr {
+        sample_type: SampleType::TIME | SampleType::PERIOD,
+        ..Attr::sampling(EventType::SOFTWARE, TASK_CLOCK, PERIOD_NS)
+    };
+    let target = OpenTarget::Vcpu(thread.id());
+    let clock = match core.open(&session, attr, target, None, OpenFlags::default()) {
+        Ok(clock) => clock,
+        Err(error) => {
+            println!("nothing can be counted here: {error}");
+            return Ok(());
+        }
+    };
+    let mut ring = RingReader::of(clock.map(4, true)?);
+
+    let mut sum = 0u64;
+    for n in 0..20_000_000u64 {
+        sum = std::hint::black_box(sum.wrapping_mul(31).wrapping_add(n));
+        if n % 100_000 == 0 {
+            thread.service_overflows(&mut Nowhere, &mut |_| {});
+        }
+    }
+    clock.disable(Scope::Event)?;
+    thread.service_overflows(&mut Nowhere, &mut |_| {});
+
+    let format = Format {
+        sample_type: clock.attr().sample_type,
+        ..Format::default()
+    };
+    let (mut samples, mut stand_for_ns) = (0, 0);
+    while let Some(raw) = ring.next_record()? {
+        if let Record::Sample(sample) = Record::decode(raw, format)? {
+            samples += 1;
+            stand_for_ns += sample.period;
+        }
+    }
+    let reading = clock.read()?;
+    println!(
+        "{} ns on a processor, of {} ns; {samples} samples stand for {stand_for_ns} ns of them",
+        reading.value, reading.time_enabled_ns
+    );
+    Ok(())
+}

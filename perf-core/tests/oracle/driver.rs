@@ -1,0 +1,182 @@
+//! The driver under the oracle: it counts what it is told, and shows which of its counters are on.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::*;
+
+/// Type of the events that need no slot.
+pub const SOFT: EventType = EventType(0x1ff);
+
+/// What the driver does wrong, to see that the oracle notices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fault {
+    #[default]
+    None,
+    /// A stop loses one count.
+    LosesACount,
+    /// Overflows are not noticed.
+    SaysNothing,
+}
+
+#[derive(Debug)]
+pub struct Counter {
+    /// The vCPU it was opened for.
+    pub vcpu: u32,
+    tid: i32,
+    pub config: u64,
+    state: Mutex<Counting>,
+}
+
+#[derive(Debug, Default)]
+struct Counting {
+    count: u64,
+    on: bool,
+    armed_at: Option<u64>,
+    overflowed: bool,
+}
+
+impl Counter {
+    fn lock(&self) -> MutexGuard<'_, Counting> {
+        self.state.lock().unwrap()
+    }
+
+    pub fn is_on(&self) -> bool {
+        self.lock().on
+    }
+}
+
+/// Two drivers: one with slots, one without.
+#[derive(Debug, Default)]
+pub struct Bench {
+    /// Counters nobody has claimed yet.
+    fresh: Mutex<Vec<Arc<Counter>>>,
+    all: Mutex<Vec<Arc<Counter>>>,
+    /// The driver without slots starts nothing.
+    pub refuse: AtomicBool,
+    fault: Fault,
+}
+
+/// How much an event of `config` counts for each unit of work.
+pub fn rate(config: u64) -> u64 {
+    config % 4 + 1
+}
+
+impl Bench {
+    pub fn new(fault: Fault) -> Arc<Self> {
+        Arc::new(Self {
+            fault,
+            ..Self::default()
+        })
+    }
+
+    /// Thread `tid` does `n` units of work.
+    pub fn work(&self, tid: i32, n: u64) {
+        for counter in self.all.lock().unwrap().iter().filter(|c| c.tid == tid) {
+            let mut c = counter.lock();
+            if c.on {
+                c.count += n * rate(counter.config);
+                if c.armed_at.is_some_and(|at| c.count >= at) {
+                    c.armed_at = None;
+                    c.overflowed = self.fault != Fault::SaysNothing;
+                }
+            }
+        }
+    }
+
+    /// The counter that was just opened for `config` on `vcpu`.
+    pub fn claim(&self, vcpu: u32, config: u64) -> Option<Arc<Counter>> {
+        let mut fresh = self.fresh.lock().unwrap();
+        let at = fresh.iter().position(|c| (c.vcpu, c.config) == (vcpu, config))?;
+        Some(fresh.remove(at))
+    }
+}
+
+#[derive(Debug)]
+pub struct Driver {
+    pub bench: Arc<Bench>,
+    /// 0: events need none.
+    pub slots: usize,
+}
+
+#[derive(Debug)]
+struct DriverEvent {
+    counter: Arc<Counter>,
+    bench: Arc<Bench>,
+    soft: bool,
+}
+
+impl Pmu for Driver {
+    fn name(&self) -> &'static str {
+        "oracle"
+    }
+    fn serves(&self, ty: EventType) -> bool {
+        ty == if self.slots == 0 { SOFT } else { EventType::SIM }
+    }
+    fn capacity(&self) -> Capacity {
+        match self.slots {
+            0 => Capacity::Unlimited,
+            slots => Capacity::counters(slots),
+        }
+    }
+    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let Target::Vcpu { vcpu, tid } = target else {
+            return Err(PmuError::Unsupported("counts vCPUs"));
+        };
+        let counter = Arc::new(Counter {
+            vcpu: vcpu.0,
+            tid,
+            config: attr.config,
+            state: Mutex::default(),
+        });
+        self.bench.fresh.lock().unwrap().push(Arc::clone(&counter));
+        self.bench.all.lock().unwrap().push(Arc::clone(&counter));
+        Ok(Box::new(DriverEvent {
+            counter,
+            bench: Arc::clone(&self.bench),
+            soft: self.slots == 0,
+        }))
+    }
+}
+
+impl PmuEvent for DriverEvent {
+    fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+        if self.soft && self.bench.refuse.load(Ordering::Relaxed) {
+            return Err(PmuError::Busy);
+        }
+        let mut c = self.counter.lock();
+        assert!(!c.on, "started twice");
+        c.on = true;
+        c.armed_at = overflow_in.map(|n| c.count + n);
+        Ok(())
+    }
+    fn stop(&mut self) {
+        let mut c = self.counter.lock();
+        assert!(c.on, "stopped twice");
+        c.on = false;
+        if self.bench.fault == Fault::LosesACount {
+            c.count = c.count.saturating_sub(1);
+        }
+    }
+    fn read(&mut self) -> u64 {
+        self.counter.lock().count
+    }
+    fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
+        let mut c = self.counter.lock();
+        assert!(c.on, "armed while off");
+        c.armed_at = Some(c.count + overflow_in);
+        Ok(())
+    }
+    fn take_overflows(&mut self) -> u32 {
+        u32::from(std::mem::take(&mut self.counter.lock().overflowed))
+    }
+}
+
+impl Drop for DriverEvent {
+    fn drop(&mut self) {
+        for list in [&self.bench.all, &self.bench.fresh] {
+            list.lock().unwrap().retain(|c| !Arc::ptr_eq(c, &self.counter));
+        }
+    }
+}

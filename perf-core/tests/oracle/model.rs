@@ -1,0 +1,1165 @@
+//! The oracle's model: one flat list of parts, each an event in one context, and plain loops over it.
+//!
+//! It predicts all but one thing: which flexible groups of hardware events have the slots. That it observes
+//! ([`Model::observe`]) and judges by the rules that users rely on ([`Model::judge`]).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::driver::Counter;
+
+/// The context of the VM as a whole.
+pub const VM: usize = 0;
+/// Id of the raised event that a vCPU's going out is.
+pub const CONTEXT_SWITCHES: u64 = 7;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum State {
+    Error,
+    Off,
+    Waiting,
+    On,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Needs a slot.
+    Hw,
+    /// Has a driver and needs no slot.
+    Soft,
+    /// The VMM raises it.
+    Raised(u64),
+}
+
+/// How an event was opened.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub kind: Kind,
+    pub rate: u64,
+    /// `None`: the VM.
+    pub vcpu: Option<u32>,
+    pub guest: bool,
+    pub pinned: bool,
+    pub exclusive: bool,
+    pub inherit: bool,
+    pub stat: bool,
+    pub disabled: bool,
+    pub on_exec: bool,
+    pub not_kernel: bool,
+    pub period: u64,
+    pub cookie: bool,
+}
+
+/// A record the event's ring should hold, or a report to the VMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    Sample {
+        period: u64,
+    },
+    Throttle,
+    Unthrottle,
+    /// Of a child whose vCPU went: its last value and times.
+    Read {
+        value: u64,
+        enabled: u64,
+        running: u64,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    pub value: u64,
+    pub enabled: u64,
+    pub running: u64,
+}
+
+impl Totals {
+    pub fn add(&mut self, other: Totals) {
+        self.value += other.value;
+        self.enabled += other.enabled;
+        self.running += other.running;
+    }
+}
+
+pub struct Event {
+    pub spec: Spec,
+    /// The name of the event that leads its group; its own if it does itself.
+    pub leader: u64,
+    /// It stands for a part in each vCPU.
+    pub family: bool,
+    /// Of a family: new parts are enabled.
+    pub enabled: bool,
+    /// The period in force, for new parts.
+    period: u64,
+    /// What parts whose vCPU went have left.
+    pub gone: Totals,
+    pub gone_by: BTreeMap<u32, Totals>,
+    pub records: Vec<Seen>,
+}
+
+/// Overflows that passed and were not served.
+#[derive(Clone, Copy, Debug, Default)]
+struct Passed {
+    times: u64,
+    /// Where the last of them was, in counts since the event was opened.
+    at: u64,
+}
+
+/// An event in one context.
+pub struct Part {
+    pub event: u64,
+    pub ctx: usize,
+    pub state: State,
+    pub totals: Totals,
+    pub counter: Option<Arc<Counter>>,
+    on_exec: bool,
+    // For the leader of a group.
+    /// When it got in line.
+    line: u64,
+    on_since: u64,
+    /// Its driver refused.
+    refused: bool,
+    /// It could not go on beside what is always on, since it got in line: its place in line is not known.
+    excused: bool,
+    // Sampling. Positions are counts since it was opened, which no reset changes.
+    position: u64,
+    period: u64,
+    to_go: u64,
+    /// Up to where samples stand for its count.
+    covered: u64,
+    fresh: Passed,
+    kept: Passed,
+    /// The kept ones passed before it went off; those get a sample of their own.
+    apart: bool,
+    throttled: bool,
+    limit: u64,
+    window_ns: u64,
+    window_tick: u64,
+    interrupts: u64,
+}
+
+#[derive(Clone, Default)]
+pub struct Ctx {
+    pub tid: i32,
+    pub inside: bool,
+    pub dead: bool,
+    pub errors: u64,
+    pub pins: u32,
+    ticks: u64,
+    turned_ns: u64,
+    clone_of: Option<u64>,
+    /// A flexible group lost its slots to a pinned one. Nobody takes what is left of them before the next turn: the first group
+    /// without room ends a pass.
+    stalled: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    pub slots: usize,
+    /// Of these, the ones only VM-wide events may use.
+    pub reserved: usize,
+    pub tick_ns: u64,
+    /// Interrupts of one event in a tick's time that do not throttle it.
+    pub per_tick: u64,
+    /// All vCPUs are run by one thread.
+    pub one_thread: bool,
+}
+
+#[derive(Default)]
+pub struct Reports(pub BTreeMap<u64, u64>);
+
+pub struct Model {
+    pub setup: Setup,
+    pub now: u64,
+    pub refuse: bool,
+    pub contexts: Vec<Ctx>,
+    pub at: BTreeMap<u32, usize>,
+    pub events: BTreeMap<u64, Event>,
+    pub parts: Vec<Part>,
+    stamp: u64,
+    /// How often the set of VM-wide families grew.
+    generation: u64,
+    /// Contexts that had a turn in this step.
+    turned: Vec<usize>,
+}
+
+impl Model {
+    pub fn new(setup: Setup) -> Self {
+        let vm = Ctx {
+            inside: true,
+            ..Ctx::default()
+        };
+        Self {
+            setup,
+            now: 0,
+            refuse: false,
+            contexts: vec![vm],
+            at: BTreeMap::new(),
+            events: BTreeMap::new(),
+            parts: Vec::new(),
+            stamp: 0,
+            generation: 0,
+            turned: Vec::new(),
+        }
+    }
+
+    fn stamp(&mut self) -> u64 {
+        self.stamp += 1;
+        self.stamp
+    }
+
+    pub fn tid(&self, vcpu: u32) -> i32 {
+        if self.setup.one_thread {
+            7
+        } else {
+            100 + vcpu as i32
+        }
+    }
+
+    // Looking things up.
+
+    pub fn spec(&self, p: usize) -> &Spec {
+        &self.events[&self.parts[p].event].spec
+    }
+
+    /// The parts of `event`.
+    pub fn parts_of(&self, event: u64) -> Vec<usize> {
+        (0..self.parts.len())
+            .filter(|p| self.parts[*p].event == event)
+            .collect()
+    }
+
+    /// The part that leads the group of `p`.
+    pub fn leader(&self, p: usize) -> usize {
+        let leader = self.events[&self.parts[p].event].leader;
+        self.part(leader, self.parts[p].ctx)
+            .expect("a leader is where its members are")
+    }
+
+    pub fn part(&self, event: u64, ctx: usize) -> Option<usize> {
+        (0..self.parts.len()).find(|p| self.parts[*p].event == event && self.parts[*p].ctx == ctx)
+    }
+
+    /// The members of the group that `leader` leads, itself first.
+    fn group(&self, leader: usize) -> Vec<usize> {
+        let (name, ctx) = (self.parts[leader].event, self.parts[leader].ctx);
+        let mut members: Vec<usize> = (0..self.parts.len())
+            .filter(|p| self.parts[*p].ctx == ctx && self.events[&self.parts[*p].event].leader == name)
+            .collect();
+        members.sort_by_key(|p| self.parts[*p].event);
+        members
+    }
+
+    fn leads(&self, p: usize) -> bool {
+        self.events[&self.parts[p].event].leader == self.parts[p].event
+    }
+
+    /// Whether the group has hardware events.
+    fn is_hw(&self, leader: usize) -> bool {
+        self.group(leader).iter().any(|p| self.spec(*p).kind == Kind::Hw)
+    }
+
+    fn needs(&self, leader: usize) -> usize {
+        let wants = |p: &&usize| self.spec(**p).kind == Kind::Hw && self.parts[**p].state >= State::Waiting;
+        self.group(leader).iter().filter(wants).count()
+    }
+
+    /// Precedence: the guest's pinned, the VM's, a vCPU's, then the flexible ones of the VM and of a vCPU.
+    fn class(&self, leader: usize) -> u8 {
+        let spec = self.spec(leader);
+        match (spec.pinned, spec.guest, spec.vcpu) {
+            (true, true, _) => 0,
+            (true, false, None) => 1,
+            (true, false, Some(_)) => 2,
+            (false, _, None) => 3,
+            (false, _, Some(_)) => 4,
+        }
+    }
+
+    /// Leaders of hardware groups that may run in `ctx`, of `classes`, in line.
+    fn lines(&self, ctx: usize, classes: std::ops::Range<u8>) -> Vec<usize> {
+        let mut leaders: Vec<usize> = (0..self.parts.len())
+            .filter(|p| self.parts[*p].ctx == ctx && self.leads(*p) && self.parts[*p].state >= State::Waiting)
+            .filter(|p| classes.contains(&self.class(*p)) && self.is_hw(*p))
+            .collect();
+        leaders.sort_by_key(|p| (self.class(*p), self.parts[*p].line));
+        leaders
+    }
+
+    fn is_on(&self, leader: usize) -> bool {
+        self.parts[leader].state == State::On
+    }
+
+    // Parts go on and off.
+
+    fn goes_off(&mut self, p: usize) {
+        let part = &mut self.parts[p];
+        if part.state == State::On {
+            part.state = State::Waiting;
+            part.keep();
+            part.apart |= part.kept.times > 0;
+        }
+    }
+
+    fn group_off(&mut self, leader: usize) {
+        for p in self.group(leader) {
+            self.goes_off(p);
+        }
+    }
+
+    fn group_on(&mut self, leader: usize) {
+        for p in self.group(leader) {
+            if self.parts[p].state == State::Waiting {
+                self.parts[p].state = State::On;
+            }
+        }
+    }
+
+    fn fail(&mut self, leader: usize) {
+        self.group_off(leader);
+        self.parts[leader].state = State::Error;
+        self.contexts[self.parts[leader].ctx].errors += 1;
+    }
+
+    /// A group without hardware events goes on, if it may.
+    fn go_soft(&mut self, leader: usize) {
+        if !self.contexts[self.parts[leader].ctx].inside || self.parts[leader].state < State::Waiting {
+            return;
+        }
+        let refused = |m: &Self, p: &usize| {
+            m.refuse && m.spec(*p).kind == Kind::Soft && m.parts[*p].state == State::Waiting
+        };
+        let group = self.group(leader);
+        if group.iter().any(|p| refused(self, p)) {
+            self.group_off(leader);
+            self.soft_cannot(leader);
+        } else {
+            self.parts[leader].refused = false;
+            self.group_on(leader);
+        }
+    }
+
+    fn soft_cannot(&mut self, leader: usize) {
+        if self.spec(leader).pinned {
+            self.fail(leader);
+        } else {
+            self.parts[leader].refused = true;
+        }
+    }
+
+    /// All that can be said of who is on in `ctx` without looking: pinned groups have their slots or fail.
+    fn pass(&mut self, ctx: usize) {
+        if !self.contexts[ctx].inside {
+            return;
+        }
+        let mut room = Room::default();
+        for leader in self.lines(ctx, 0..3) {
+            if room.take(self, leader) {
+                self.group_on(leader);
+            } else {
+                self.fail(leader);
+            }
+        }
+    }
+
+    fn go(&mut self, leader: usize) {
+        if self.is_hw(leader) {
+            self.pass(self.parts[leader].ctx);
+        } else {
+            self.go_soft(leader);
+        }
+    }
+
+    pub fn enable(&mut self, p: usize) {
+        if self.parts[p].state >= State::Waiting {
+            return;
+        }
+        self.parts[p].state = State::Waiting;
+        let leader = self.leader(p);
+        if leader == p {
+            self.in_line(p);
+        }
+        if self.parts[leader].state >= State::Waiting {
+            self.go(leader);
+        }
+    }
+
+    fn in_line(&mut self, leader: usize) {
+        self.parts[leader].line = self.stamp();
+        self.parts[leader].excused = false;
+    }
+
+    pub fn disable(&mut self, p: usize) {
+        if self.parts[p].state < State::Waiting {
+            return;
+        }
+        if self.leads(p) {
+            self.group_off(p);
+            self.parts[p].refused = false;
+        } else {
+            self.goes_off(p);
+        }
+        self.parts[p].state = State::Off;
+        self.pass(self.parts[p].ctx);
+    }
+
+    // Opening and closing.
+
+    /// Whether the core should let the event in.
+    pub fn opens(&self, spec: &Spec, leader: Option<u64>) -> bool {
+        if spec.vcpu.is_some_and(|n| !self.at.contains_key(&n)) {
+            return false;
+        }
+        let hw = usize::from(spec.kind == Kind::Hw);
+        let Some(leader) = leader else {
+            // A driver that counts vCPUs takes a VM without any only if vCPUs to come are meant.
+            let none = self.at.is_empty() && !matches!(spec.kind, Kind::Raised(_));
+            return !(spec.vcpu.is_none() && none && !spec.inherit) && hw <= self.setup.slots;
+        };
+        let lead = &self.events[&leader];
+        let members = self.events.values().filter(|e| e.leader == leader);
+        let taken = members.filter(|e| e.spec.kind == Kind::Hw).count();
+        let same_place = match (spec.vcpu, lead.spec.vcpu) {
+            (None, None) => lead.family || matches!(spec.kind, Kind::Raised(_)),
+            (Some(n), Some(_)) => self.part(leader, self.at[&n]).is_some(),
+            _ => false,
+        };
+        let none = self.at.is_empty() && !matches!(spec.kind, Kind::Raised(_));
+        // What covers the vCPUs of then may be left with none.
+        let counts_anywhere = lead.spec.inherit || !self.parts_of(leader).is_empty();
+        lead.leader == leader
+            && same_place
+            && !spec.pinned
+            && !spec.exclusive
+            && !(spec.vcpu.is_none() && none && !lead.spec.inherit)
+            && (taken + hw <= self.setup.slots || !counts_anywhere)
+    }
+
+    pub fn open(
+        &mut self,
+        name: u64,
+        spec: Spec,
+        leader: Option<u64>,
+        claim: &dyn Fn(u32) -> Option<Arc<Counter>>,
+    ) {
+        let family = spec.vcpu.is_none()
+            && match (leader, spec.kind) {
+                (Some(leader), _) => self.events[&leader].family,
+                (None, Kind::Raised(_)) => spec.inherit,
+                (None, _) => true,
+            };
+        let event = Event {
+            leader: leader.unwrap_or(name),
+            family,
+            enabled: !spec.disabled,
+            period: spec.period,
+            gone: Totals::default(),
+            gone_by: BTreeMap::new(),
+            records: Vec::new(),
+            spec,
+        };
+        let vcpu = event.spec.vcpu;
+        self.events.insert(name, event);
+        if family {
+            self.generation += 1;
+            for (n, ctx) in self.at.clone() {
+                if leader.is_none_or(|l| self.part(l, ctx).is_some()) {
+                    self.attach(name, ctx, claim(n));
+                }
+            }
+        } else {
+            let ctx = vcpu.map_or(VM, |n| self.at[&n]);
+            self.contexts[ctx].clone_of = None;
+            self.attach(name, ctx, vcpu.and_then(claim));
+        }
+    }
+
+    fn attach(&mut self, name: u64, ctx: usize, counter: Option<Arc<Counter>>) {
+        let event = &self.events[&name];
+        let (enabled, period, leads) = (event.enabled, event.period, event.leader == name);
+        let hw = event.spec.kind == Kind::Hw;
+        let on_exec = event.spec.on_exec;
+        let leader = self.part(event.leader, ctx);
+        let mut again = enabled;
+        if let Some(leader) = leader
+            && hw
+            && !self.is_hw(leader)
+        {
+            again = true;
+            // It needs slots from now on.
+            self.group_off(leader);
+            self.parts[leader].refused = false;
+            self.in_line(leader);
+        }
+        self.parts.push(Part {
+            event: name,
+            ctx,
+            state: if enabled { State::Waiting } else { State::Off },
+            totals: Totals::default(),
+            counter,
+            on_exec,
+            line: 0,
+            on_since: 0,
+            refused: false,
+            excused: false,
+            position: 0,
+            period,
+            to_go: period,
+            covered: 0,
+            fresh: Passed::default(),
+            kept: Passed::default(),
+            apart: false,
+            throttled: false,
+            limit: 0,
+            window_ns: 0,
+            window_tick: 0,
+            interrupts: 0,
+        });
+        let p = self.parts.len() - 1;
+        if leads {
+            self.in_line(p);
+        }
+        let leader = self.leader(p);
+        if again && self.parts[leader].state >= State::Waiting {
+            self.go(leader);
+        }
+    }
+
+    pub fn close(&mut self, name: u64) {
+        // Members of its group lead their own from now on, in the states they are in.
+        let siblings: Vec<u64> = self
+            .events
+            .iter()
+            .filter(|(n, e)| e.leader == name && **n != name)
+            .map(|(n, _)| *n)
+            .collect();
+        for p in self.parts_of(name) {
+            self.part_leaves(p);
+        }
+        for name in siblings {
+            self.events.get_mut(&name).expect("it is open").leader = name;
+        }
+        for ctx in 0..self.contexts.len() {
+            self.part(name, ctx).map(|p| self.parts.remove(p));
+        }
+        let lone: Vec<usize> = (0..self.parts.len()).collect();
+        self.events.remove(&name);
+        for p in lone {
+            if self.leads(p) && self.parts[p].line == 0 {
+                self.in_line(p);
+                if self.parts[p].state >= State::Waiting {
+                    self.go(p);
+                }
+            }
+        }
+        for leader in 0..self.parts.len() {
+            if self.leads(leader) && !self.is_hw(leader) && !self.is_on(leader) && !self.parts[leader].refused
+            {
+                self.go_soft(leader);
+            }
+        }
+    }
+
+    /// A part goes off to leave its group; a leader takes the group off.
+    fn part_leaves(&mut self, p: usize) {
+        let leader = self.leader(p);
+        if leader == p {
+            self.group_off(p);
+        } else {
+            self.goes_off(p);
+            let others = self.group(leader).into_iter().filter(|m| *m != p);
+            let hw_left = others.clone().any(|m| self.spec(m).kind == Kind::Hw);
+            if self.spec(p).kind == Kind::Hw && !hw_left {
+                // The last that needed a slot: the others go off for a moment.
+                self.group_off(leader);
+            }
+        }
+    }
+
+    // vCPUs.
+
+    pub fn add_vcpu(&mut self, n: u32, claim: &dyn Fn(u64) -> Option<Arc<Counter>>) {
+        let mut leaders = self
+            .events
+            .iter()
+            .filter(|(name, e)| e.family && e.leader == **name);
+        let all = leaders.all(|(_, e)| e.spec.inherit);
+        self.contexts.push(Ctx {
+            tid: self.tid(n),
+            clone_of: all.then_some(self.generation),
+            ..Ctx::default()
+        });
+        let ctx = self.contexts.len() - 1;
+        self.at.insert(n, ctx);
+        let inherits = |m: &Self, name: u64| {
+            let event = &m.events[&name];
+            event.family && m.events[&event.leader].spec.inherit
+        };
+        // Group by group, leaders first: they were opened before their members.
+        let mut names: Vec<u64> = self.events.keys().copied().collect();
+        names.sort_by_key(|name| (self.events[name].leader, *name));
+        for name in names {
+            if inherits(self, name) {
+                self.attach(name, ctx, claim(name));
+            }
+        }
+    }
+
+    pub fn remove_vcpu(&mut self, n: u32) {
+        let ctx = self.at.remove(&n).expect("it is there");
+        self.out(ctx);
+        self.contexts[ctx].dead = true;
+        for p in (0..self.parts.len())
+            .filter(|p| self.parts[*p].ctx == ctx)
+            .collect::<Vec<_>>()
+        {
+            // Nobody is there to serve what passed.
+            self.parts[p].kept = Passed::default();
+            self.parts[p].apart = false;
+        }
+        let children: Vec<u64> = self
+            .parts
+            .iter()
+            .filter(|p| p.ctx == ctx && self.events[&p.event].family)
+            .map(|p| p.event)
+            .collect();
+        for name in children {
+            let p = self.part(name, ctx).expect("it is there");
+            let totals = self.parts[p].totals;
+            let event = self.events.get_mut(&name).expect("it is open");
+            event.gone.add(totals);
+            event.gone_by.entry(n).or_default().add(totals);
+            if event.spec.stat {
+                event.records.push(Seen::Read {
+                    value: totals.value,
+                    enabled: totals.enabled,
+                    running: totals.running,
+                });
+            }
+            self.parts.remove(p);
+        }
+    }
+
+    pub fn sched_in(&mut self, n: u32) {
+        let ctx = self.at[&n];
+        if self.contexts[ctx].inside {
+            return;
+        }
+        self.contexts[ctx].inside = true;
+        self.pass(ctx);
+        for leader in 0..self.parts.len() {
+            if self.parts[leader].ctx == ctx && self.leads(leader) && !self.is_hw(leader) {
+                self.go_soft(leader);
+            }
+        }
+    }
+
+    pub fn out(&mut self, ctx: usize) {
+        self.contexts[ctx].inside = false;
+        for p in 0..self.parts.len() {
+            if self.parts[p].ctx == ctx {
+                self.goes_off(p);
+                self.parts[p].refused = false;
+            }
+        }
+    }
+
+    pub fn sched_out(&mut self, n: u32) -> Reports {
+        let reports = self.raise(n, CONTEXT_SWITCHES, 1, false);
+        self.out(self.at[&n]);
+        reports
+    }
+
+    /// Whether the two contexts are exchanged instead of stopped and started.
+    pub fn switch(&mut self, from: u32, to: u32) -> bool {
+        let _ = self.raise(from, CONTEXT_SWITCHES, 1, false);
+        let (a, b) = (self.at[&from], self.at[&to]);
+        let (from_ctx, to_ctx) = (&self.contexts[a], &self.contexts[b]);
+        let alike = from_ctx.clone_of.is_some() && from_ctx.clone_of == to_ctx.clone_of;
+        let exchanged = a != b
+            && self.setup.one_thread
+            && alike
+            && from_ctx.inside
+            && !to_ctx.inside
+            && from_ctx.pins == 0
+            && to_ctx.pins == 0;
+        if !exchanged {
+            self.out(a);
+            self.sched_in(to);
+            return false;
+        }
+        for name in self.events.keys().copied().collect::<Vec<_>>() {
+            if self.events[&name].spec.stat
+                && let (Some(p), Some(q)) = (self.part(name, a), self.part(name, b))
+            {
+                let past = self.parts[p].totals;
+                self.parts[p].totals = self.parts[q].totals;
+                self.parts[q].totals = past;
+            }
+        }
+        self.at.insert(from, b);
+        self.at.insert(to, a);
+        true
+    }
+
+    pub fn exec(&mut self, n: u32) {
+        let ctx = self.at[&n];
+        self.contexts[ctx].clone_of = None;
+        for p in (0..self.parts.len())
+            .filter(|p| self.parts[*p].ctx == ctx)
+            .collect::<Vec<_>>()
+        {
+            if std::mem::take(&mut self.parts[p].on_exec) {
+                self.enable(p);
+            }
+        }
+    }
+
+    // Time and counts.
+
+    /// `ns` pass, in which thread `tid` does `ns` units of work.
+    pub fn run(&mut self, tid: i32, ns: u64) {
+        self.now += ns;
+        for p in 0..self.parts.len() {
+            let leader = self.parts[self.leader(p)].state;
+            let rate = self.spec(p).rate;
+            let ctx = &self.contexts[self.parts[p].ctx];
+            let part = &mut self.parts[p];
+            if ctx.inside && part.state >= State::Waiting && leader >= State::Waiting {
+                part.totals.enabled += ns;
+                if part.state == State::On {
+                    part.totals.running += ns;
+                }
+            }
+            if part.counter.is_some() && part.state == State::On && ctx.tid == tid {
+                part.count(ns * rate);
+            }
+        }
+    }
+
+    /// `n` events `id` happened to vCPU `vcpu`.
+    pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> Reports {
+        let mut reports = Reports::default();
+        let own = self.at[&vcpu];
+        for p in 0..self.parts.len() {
+            let (ctx, state) = (self.parts[p].ctx, self.parts[p].state);
+            let spec = self.spec(p).clone();
+            if spec.kind != Kind::Raised(id) || (ctx != VM && ctx != own) || (with_regs && spec.not_kernel) {
+                continue;
+            }
+            let leader = self.parts[self.leader(p)].state;
+            let waits_with_its_vcpu =
+                state == State::Waiting && !self.contexts[ctx].inside && leader >= State::Waiting;
+            if state != State::On && !waits_with_its_vcpu {
+                continue;
+            }
+            let part = &mut self.parts[p];
+            part.totals.value += n;
+            if part.period == 0 {
+                continue;
+            }
+            if !with_regs && !spec.cookie {
+                part.position += n;
+                continue;
+            }
+            // One at a time.
+            let mut points = Vec::new();
+            for _ in 0..n {
+                part.position += 1;
+                part.to_go -= 1;
+                if part.to_go == 0 {
+                    points.push(part.position);
+                    part.to_go = part.period;
+                }
+            }
+            if spec.cookie && !points.is_empty() {
+                *reports.0.entry(part.event).or_default() += points.len() as u64;
+            }
+            if !with_regs || part.throttled {
+                continue;
+            }
+            for (i, at) in points.into_iter().enumerate() {
+                if self.one_overflow(p, at, 1, i > 0).ends() {
+                    break;
+                }
+            }
+        }
+        reports
+    }
+
+    /// The vCPU serves its overflows.
+    pub fn service(&mut self, n: u32) -> Reports {
+        let ctx = self.at[&n];
+        let mut reports = Reports::default();
+        loop {
+            let here = |p: &usize| self.parts[*p].ctx == ctx;
+            let parts = || (0..self.parts.len()).filter(here);
+            let apart = parts().find(|p| self.parts[*p].apart);
+            let due = parts().find(|p| {
+                let part = &self.parts[*p];
+                part.state == State::On && part.kept.times + part.fresh.times > 0
+            });
+            let Some(p) = apart.or(due) else {
+                return reports;
+            };
+            let part = &mut self.parts[p];
+            if !part.apart {
+                part.keep();
+            }
+            part.apart = false;
+            let Passed { times, at } = std::mem::take(&mut part.kept);
+            let counted = match part.limit {
+                0 => times,
+                limit => times.min(limit),
+            };
+            let name = part.event;
+            let _ = self.one_overflow(p, at, times, true);
+            if self.spec(p).cookie {
+                *reports.0.entry(name).or_default() += counted;
+            }
+        }
+    }
+
+    /// One sample for `times` overflows, the last of them at `at`.
+    fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> After {
+        let tick = self.contexts[self.parts[p].ctx].ticks;
+        let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
+        let part = &mut self.parts[p];
+        let period = at - part.covered;
+        part.covered = at;
+        let last = part.limit > 0 && part.limit <= times;
+        part.limit = part.limit.saturating_sub(times);
+        let mut over = part.throttled;
+        if !over {
+            if now - part.window_ns >= setup.tick_ns || part.window_tick != tick {
+                (part.window_ns, part.window_tick, part.interrupts) = (now, tick, 0);
+            }
+            part.interrupts += 1;
+            over = part.interrupts > setup.per_tick;
+        }
+        let throttle = over && may_throttle && !guest;
+        let begins = throttle && !part.throttled;
+        let name = part.event;
+        let records = &mut self.events.get_mut(&name).expect("it is open").records;
+        if begins {
+            records.push(Seen::Throttle);
+        }
+        records.push(Seen::Sample { period });
+        if last {
+            self.disable(p);
+            // Exactly as many as were asked for: what passed beyond the last is dropped.
+            let part = &mut self.parts[p];
+            (part.kept, part.fresh, part.apart) = (Passed::default(), Passed::default(), false);
+            part.throttled |= throttle;
+            return After::Last;
+        }
+        if throttle {
+            self.parts[p].keep();
+            self.parts[p].throttled = true;
+            return After::Throttled;
+        }
+        After::GoesOn
+    }
+
+    // Control.
+
+    pub fn reset(&mut self, name: u64) {
+        let event = self.events.get_mut(&name).expect("it is open");
+        event.gone.value = 0;
+        event.gone_by.clear();
+        for p in self.parts_of(name) {
+            self.parts[p].totals.value = 0;
+        }
+    }
+
+    pub fn set_period(&mut self, name: u64, period: u64) {
+        self.events.get_mut(&name).expect("it is open").period = period;
+        for p in self.parts_of(name) {
+            let part = &mut self.parts[p];
+            part.keep();
+            part.period = period;
+            part.to_go = period;
+        }
+    }
+
+    pub fn refresh(&mut self, name: u64, n: u64) {
+        for p in self.parts_of(name) {
+            self.parts[p].limit += n;
+            self.enable(p);
+        }
+    }
+
+    /// The parts an enable or disable of the event is for; a family's state is changed too.
+    pub fn set_enabled(&mut self, name: u64, on: bool) {
+        self.events.get_mut(&name).expect("it is open").enabled = on;
+        for p in self.parts_of(name) {
+            if on {
+                self.enable(p);
+            } else {
+                self.disable(p);
+            }
+        }
+    }
+
+    pub fn tick(&mut self) {
+        for ctx in 0..self.contexts.len() {
+            if self.contexts[ctx].dead {
+                continue;
+            }
+            self.contexts[ctx].ticks += 1;
+            for p in 0..self.parts.len() {
+                let part = &mut self.parts[p];
+                if part.ctx == ctx && part.state == State::On && std::mem::take(&mut part.throttled) {
+                    let name = part.event;
+                    self.events
+                        .get_mut(&name)
+                        .expect("it is open")
+                        .records
+                        .push(Seen::Unthrottle);
+                }
+            }
+            for leader in 0..self.parts.len() {
+                if self.parts[leader].ctx == ctx && self.parts[leader].refused {
+                    self.go_soft(leader);
+                }
+            }
+        }
+        self.rotate();
+    }
+
+    pub fn rotate(&mut self) {
+        for ctx in 1..self.contexts.len() {
+            if self.contexts[ctx].inside && self.contexts[ctx].turned_ns < self.now {
+                self.contexts[ctx].turned_ns = self.now;
+                self.turned.push(ctx);
+            }
+        }
+    }
+
+    // Who has the slots.
+
+    /// Takes over who is on of the flexible hardware groups. Errors name what cannot be.
+    pub fn observe(&mut self, is_on: &dyn Fn(&Self, usize) -> bool) -> Result<(), String> {
+        for ctx in 1..self.contexts.len() {
+            let had: Vec<(usize, u64)> = self
+                .lines(ctx, 3..5)
+                .into_iter()
+                .filter(|l| self.is_on(*l))
+                .map(|l| (l, self.parts[l].on_since))
+                .collect();
+            let hopeless_before = self.hopeless(ctx);
+            let (mut went, mut came) = (had.clone(), Vec::new());
+            for leader in self.lines(ctx, 3..5) {
+                let group = self.group(leader);
+                let may: Vec<usize> = group
+                    .iter()
+                    .copied()
+                    .filter(|p| self.parts[*p].state >= State::Waiting)
+                    .collect();
+                let on = may.iter().filter(|p| is_on(self, **p)).count();
+                if on != 0 && on != may.len() {
+                    return Err(format!("part of group {} is on", self.parts[leader].event));
+                }
+                if on == 0 {
+                    continue;
+                }
+                if !self.contexts[ctx].inside {
+                    return Err(format!(
+                        "group {} is on while its vCPU is out",
+                        self.parts[leader].event
+                    ));
+                }
+                went.retain(|(l, _)| *l != leader);
+                if !self.is_on(leader) {
+                    came.push(leader);
+                }
+                self.group_on(leader);
+            }
+            went.sort_by_key(|(_, since)| *since);
+            // Those that were in line before these had to go.
+            let line = |l: &usize| (*l, (self.parts[*l].line, self.parts[*l].excused));
+            let came_from: Vec<_> = came.iter().map(line).collect();
+            for (leader, _) in &went {
+                self.group_off(*leader);
+                self.in_line(*leader);
+            }
+            self.contexts[ctx].stalled = match (went.is_empty(), self.turned.contains(&ctx), came.is_empty())
+            {
+                (false, false, _) => true,
+                (true, false, true) => self.contexts[ctx].stalled,
+                _ => false,
+            };
+            came.sort_by_key(|l| self.parts[*l].line);
+            for leader in came {
+                self.parts[leader].on_since = self.stamp();
+            }
+            for leader in hopeless_before.into_iter().chain(self.hopeless(ctx)) {
+                self.parts[leader].excused = true;
+            }
+            if self.contexts[ctx].inside {
+                self.judge(ctx, &had, &came_from)?;
+            }
+        }
+        self.turned.clear();
+        Ok(())
+    }
+
+    /// Flexible groups that do not fit beside those that are always on.
+    fn hopeless(&self, ctx: usize) -> Vec<usize> {
+        let mut hopeless = Vec::new();
+        let mut always = Room::default();
+        for leader in self.lines(ctx, 0..3) {
+            let _ = always.take(self, leader);
+        }
+        let mut untouched = always.used == 0;
+        for class in 3..5 {
+            let line = self.lines(ctx, class..class + 1);
+            let hopeless_here = line.iter().copied().filter(|l| {
+                let exclusive = self.spec(*l).exclusive && !untouched;
+                exclusive || (self.needs(*l) > 0 && !always.clone().take(self, *l))
+            });
+            hopeless.extend(hopeless_here);
+            let (on, waits): (Vec<usize>, Vec<usize>) = line.iter().partition(|l| self.is_on(**l));
+            untouched &= on.iter().all(|l| self.needs(*l) == 0);
+            if waits.iter().any(|l| !hopeless.contains(l)) {
+                // Those on are so by turns only.
+                continue;
+            }
+            for leader in on {
+                let _ = always.take(self, leader);
+            }
+        }
+        hopeless
+    }
+
+    /// The rules of sharing: what is on fits; nobody waits who could be on, and nobody is overtaken; who was on longest goes
+    /// when a turn is over.
+    fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
+        let name = |l: usize| self.parts[l].event;
+        let hopeless = self.hopeless(ctx);
+        let mut room = Room::default();
+        for leader in self.lines(ctx, 0..5) {
+            if self.is_on(leader) && self.needs(leader) > 0 && !room.take(self, leader) {
+                return Err(format!("group {} is on and has no room", name(leader)));
+            }
+        }
+        let mut room = Room::default();
+        for leader in self.lines(ctx, 0..3) {
+            let _ = room.take(self, leader);
+        }
+        for class in 3..5 {
+            let line = self.lines(ctx, class..class + 1);
+            let (on, waits): (Vec<usize>, Vec<usize>) = line.iter().partition(|l| self.is_on(**l));
+            for leader in &on {
+                let _ = room.take(self, *leader);
+            }
+            let waits: Vec<usize> = waits.into_iter().filter(|l| !hopeless.contains(l)).collect();
+            let stalled = self.contexts[ctx].stalled;
+            if !stalled && !waits.is_empty() && waits.iter().all(|l| room.clone().take(self, *l)) {
+                return Err(format!("group {} waits and there is room", name(waits[0])));
+            }
+            let first = waits.iter().copied().find(|l| !self.parts[*l].excused);
+            let certain = waits.iter().all(|l| !self.parts[*l].excused);
+            if let Some(first) = first.filter(|_| certain && !stalled)
+                && room.clone().take(self, first)
+            {
+                return Err(format!(
+                    "group {} is first in line and there is room",
+                    name(first)
+                ));
+            }
+            for (leader, (line, excused)) in came {
+                if self.class(*leader) == class && !excused {
+                    let overtaken = waits
+                        .iter()
+                        .find(|w| !self.parts[**w].excused && self.parts[**w].line < *line);
+                    if let Some(overtaken) = overtaken {
+                        return Err(format!("group {} overtook {}", name(*leader), name(*overtaken)));
+                    }
+                }
+            }
+            let oldest = had
+                .iter()
+                .filter(|(l, _)| line.contains(l))
+                .min_by_key(|(_, since)| *since);
+            if self.turned.contains(&ctx)
+                && let Some((oldest, since)) = oldest
+                && self.is_on(*oldest)
+                && self.parts[*oldest].on_since == *since
+                && waits
+                    .iter()
+                    .any(|l| !self.parts[*l].excused && !came.iter().any(|(c, _)| c == l))
+            {
+                return Err(format!(
+                    "group {} keeps its slot when its turn is over",
+                    name(*oldest)
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum After {
+    GoesOn,
+    Throttled,
+    Last,
+}
+
+impl After {
+    fn ends(self) -> bool {
+        self != Self::GoesOn
+    }
+}
+
+impl Part {
+    fn count(&mut self, n: u64) {
+        self.totals.value += n;
+        let end = self.position + n;
+        if self.period > 0 && !self.throttled {
+            while self.position + self.to_go <= end {
+                self.position += self.to_go;
+                self.to_go = self.period;
+                self.fresh.times += 1;
+                self.fresh.at = self.position;
+            }
+            self.to_go -= end - self.position;
+        }
+        self.position = end;
+    }
+
+    /// What passed is put by.
+    fn keep(&mut self) {
+        let fresh = std::mem::take(&mut self.fresh);
+        if fresh.times > 0 {
+            self.kept.times += fresh.times;
+            self.kept.at = fresh.at;
+        }
+    }
+}
+
+/// Slots taken so far.
+#[derive(Clone, Default)]
+struct Room {
+    used: usize,
+    of_vcpus: usize,
+    exclusive: bool,
+}
+
+impl Room {
+    fn take(&mut self, model: &Model, leader: usize) -> bool {
+        let (needs, spec) = (model.needs(leader), model.spec(leader));
+        let of_vcpu = if spec.vcpu.is_some() { needs } else { 0 };
+        let fits = !self.exclusive
+            && !(spec.exclusive && self.used > 0)
+            && self.used + needs <= model.setup.slots
+            && self.of_vcpus + of_vcpu <= model.setup.slots - model.setup.reserved;
+        if fits {
+            self.used += needs;
+            self.of_vcpus += of_vcpu;
+            self.exclusive |= spec.exclusive && needs > 0;
+        }
+        fits
+    }
+}
