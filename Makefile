@@ -85,6 +85,10 @@ check:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+	@for features in "" host clock kvm sim; do \
+		echo "check: perf-core with features '$$features' alone"; \
+		$(CARGO) clippy -q -p perf-core --lib --no-default-features --features "$$features" -- -D warnings || exit 1; \
+	done
 	$(CARGO) test -q --workspace --test licences --test links
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
@@ -115,6 +119,18 @@ sanitize-thread:
 	TSAN_OPTIONS=suppressions=$(CURDIR)/perf-core/tests/tsan.supp $(call SANITIZE,thread)
 sanitize-address:
 	$(call SANITIZE,address) --test ring_process
+
+# Files of perf-core, and the tests that are to notice. Line counts of what is generated for Debug and Display say nothing.
+MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule.rs src/schedule/seats.rs src/time.rs src/overflow.rs
+MUTANT_TESTS := --lib --test oracle --test sampling --test scheduling --test ring_invariants
+## mutants: perf-core changed in hundreds of ways; each must make a test fail (hours; MUTANTS=src/time.rs: one file)
+.PHONY: mutants
+mutants:
+	@if ! $(CARGO) mutants --version >/dev/null 2>&1; then \
+		echo "mutants: skipped: no cargo-mutants; type: $(CARGO) install cargo-mutants"; exit 0; fi; \
+	CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 PERF_CORE_ORACLE_CASES=1000 PROPTEST_CASES=64 \
+		$(CARGO) mutants -p perf-core -j1 --no-shuffle --exclude-re 'impl (fmt::)?(Debug|Display)' \
+		$(MUTANTS:%=-f perf-core/%) $(MUTANT_TESTS:%=-C=%) -o $(TARGET_DIR)
 
 ## bench: criterion benchmarks, and their medians as JSON in target/bench.json
 .PHONY: bench

@@ -672,7 +672,7 @@ impl VcpuContext {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "sim"))]
 mod tests {
     use std::sync::mpsc;
     use std::thread;

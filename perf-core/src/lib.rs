@@ -15,7 +15,74 @@
 //! - **family**: a VM-wide event and its children, one in each vCPU context.
 //! - **session**: an operator, or the guest; it owns the events it opens.
 //!
-//! # Example
+//! # A first example
+//!
+//! Counts and samples the calling thread by a software clock event of the host's kernel. It runs on any Linux on which this user may
+//! call `perf_event_open(2)`; `cargo run -p perf-core --example thread` is a longer one.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use perf_core::pmu::host::HostPmu;
+//! use perf_core::record::{Format, Record};
+//! use perf_core::ring::RingReader;
+//! use perf_core::*;
+//!
+//! /// `PERF_COUNT_SW_TASK_CLOCK`: nanoseconds on a processor.
+//! const TASK_CLOCK: u64 = 1;
+//!
+//! /// What was interrupted. These samples ask for no address.
+//! struct Regs;
+//!
+//! impl SampleRegs for Regs {
+//!     fn mode(&mut self) -> CpuMode { CpuMode::User }
+//!     fn ip(&mut self) -> u64 { 0 }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
+//! let core = Core::builder()
+//!     .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
+//!     .build()?;
+//! let thread = core.add_thread(0)?;
+//! thread.sched_in();
+//! let operator = core.session(0, Role::Admin);
+//! let attr = Attr {
+//!     sample_type: SampleType::TIME | SampleType::PERIOD,
+//!     ..Attr::sampling(EventType::SOFTWARE, TASK_CLOCK, 1_000_000)
+//! };
+//! let target = OpenTarget::Vcpu(thread.id());
+//! let clock = match core.open(&operator, attr, target, None, OpenFlags::default()) {
+//!     Ok(clock) => clock,
+//!     Err(error) => {
+//!         println!("nothing can be counted here: {error}");
+//!         return Ok(());
+//!     }
+//! };
+//! let mut ring = RingReader::of(clock.map(4, true)?);
+//!
+//! // Until the event has counted ten of its periods.
+//! while clock.read()?.value < 10_000_000 {
+//!     thread.service_overflows(&mut Regs, &mut |_| {});
+//! }
+//! clock.disable(Scope::Event)?;
+//! thread.service_overflows(&mut Regs, &mut |_| {});
+//!
+//! let format = Format { sample_type: clock.attr().sample_type, ..Format::default() };
+//! let mut stand_for_ns = 0;
+//! while let Some(raw) = ring.next_record()? {
+//!     if let Record::Sample(sample) = Record::decode(raw, format)? {
+//!         stand_for_ns += sample.period;
+//!     }
+//! }
+//! // What samples stand for adds up to the count, but for the period that was not over.
+//! let counted = clock.read()?.value;
+//! assert!(stand_for_ns <= counted && counted - stand_for_ns < 1_000_000);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # In a VMM
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -56,11 +123,17 @@
 //! # }
 //! ```
 //!
+//! # Features
+//!
+//! Each driver of the host's is a feature; all are on by default: `host`, `clock` (which needs `host`), `kvm`, `sim`. The drivers `fed`
+//! and `sched` are always there.
+//!
 //! # Threads and locks
 //!
 //! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free on the
 //! hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is: topology (opening,
-//! closing, hot-add), family, context.
+//! closing, hot-add), where records go, family, context, the list of drivers, ring memory. Builds with debug assertions panic
+//! where it is broken. Rings have no locks.
 
 mod builder;
 mod context;

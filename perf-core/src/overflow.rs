@@ -56,7 +56,7 @@ pub(crate) fn service(
 ) -> u32 {
     let mut served = serve(core, cell, cell, regs, sink);
     // Looked at without its lock: the VM context must not be a lock that all vCPUs share.
-    if core.vm.to_serve.swap(false, Ordering::Acquire) {
+    if core.vm.to_serve.swap(false, Ordering::Acquire) || core.vm.deferred.is_waiting() {
         served += serve(core, &core.vm, cell, regs, sink);
         core.vm.lock().look_again_if_armed();
     }

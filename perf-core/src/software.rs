@@ -105,6 +105,11 @@ impl Deferred {
         self.any.store(true, Ordering::Release);
     }
 
+    /// Whether nobody has taken it in yet.
+    pub fn is_waiting(&self) -> bool {
+        self.any.load(Ordering::Relaxed)
+    }
+
     /// Takes what there is.
     pub fn take(&self, mut each: impl FnMut(SoftwareId, u64)) {
         if !self.any.load(Ordering::Relaxed) || !self.any.swap(false, Ordering::Acquire) {
@@ -343,7 +348,7 @@ impl Context {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "sim"))]
 mod tests {
     use std::sync::Arc;
 
@@ -354,6 +359,42 @@ mod tests {
     use crate::open::{OpenFlags, OpenTarget};
     use crate::pmu::VcpuId;
     use crate::pmu::sim::SimPmu;
+
+    struct Regs;
+
+    impl SampleRegs for Regs {
+        fn mode(&mut self) -> CpuMode {
+            CpuMode::GuestKernel
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
+
+    /// A signal handler raises an event while somebody has the VM context's lock. What overflowed there is reported by the
+    /// vCPU that next serves overflows: the VM context has no thread of its own.
+    #[test]
+    fn what_waits_in_the_vm_context_is_served_by_a_vcpu() {
+        let core = Core::new(CoreConfig::default());
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        let attr = Attr::sampling(EventType::VMM, SoftwareId::Halts as u64, 5);
+        let flags = OpenFlags {
+            cookie: Some(9),
+            ..OpenFlags::default()
+        };
+        let halts = core.open(&session, attr, OpenTarget::Vm, None, flags).unwrap();
+        {
+            let _somebody = core.inner.vm.lock();
+            vcpu.software_event_at(Level::Signal, SoftwareId::Halts, 10, None, &mut |_| {});
+        }
+        let mut seen = Vec::new();
+        assert_eq!(vcpu.service_overflows(&mut Regs, &mut |o| seen.push(o)), 1);
+        assert_eq!(seen, [Overflowed { cookie: 9, times: 2 }]);
+        assert_eq!(vcpu.service_overflows(&mut Regs, &mut |_| {}), 0, "served once");
+        assert_eq!(halts.read().unwrap().value, 10);
+    }
 
     /// An event that is inherited is open once, however many children it has; and when it is closed nothing is left of it:
     /// not in the gates, not in the drivers.

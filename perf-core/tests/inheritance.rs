@@ -128,6 +128,24 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     );
 }
 
+/// A member goes where its leader goes. So it opens on a machine without vCPUs if its leader does, whatever its own mark.
+#[test]
+fn members_of_an_inherited_group_open_before_there_are_vcpus() {
+    let m = Machine::new(4);
+    let leader = m.open(wide(), OpenTarget::Vm, None);
+    let member = m.open(hw(), OpenTarget::Vm, Some(&leader));
+    let _v = m.vcpu(0);
+    m.run(0, 6);
+    assert_eq!(
+        (leader.read().unwrap().value, member.read().unwrap().value),
+        (6, 6)
+    );
+    let alone = m
+        .core
+        .open(&m.admin, hw(), OpenTarget::Vm, None, OpenFlags::default());
+    assert!(alone.is_ok(), "it covers the vCPU there is");
+}
+
 #[test]
 fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
     let m = Machine::new(4);

@@ -273,6 +273,30 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     );
 }
 
+/// A reset of the machine enables a VM-wide event as a whole: vCPUs that come later count too.
+#[test]
+fn a_reset_of_the_machine_is_one_of_every_vcpu_and_of_those_to_come() {
+    let m = Machine::new(4);
+    let _v = m.vcpu(0);
+    let late = Attr {
+        disabled: true,
+        enable_on_exec: true,
+        inherit: true,
+        ..hw()
+    };
+    let wide = m.open(late, OpenTarget::Vm, None);
+    m.run(0, 5);
+    m.core.vm_reset();
+    assert_eq!(wide.state(), State::Inactive, "enabled; its children count");
+    let _late = m.vcpu(1);
+    m.run(0, 3);
+    m.run(1, 4);
+    assert_eq!(wide.read().unwrap().value, 7);
+    wide.disable(Scope::Event).unwrap();
+    m.core.vm_reset();
+    assert_eq!(wide.state(), State::Off, "once");
+}
+
 #[test]
 fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let m = Machine::new(2);

@@ -77,6 +77,56 @@ fn an_overflow_survives_being_taken_off_before_it_is_served() {
     assert_eq!(c.read().unwrap().value, 300);
 }
 
+/// The limit of a leader takes its whole group off while others wait to be served: none of them waits for the next signal.
+#[test]
+fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
+    let m = Machine::new(8);
+    let v = m.vcpu(0);
+    let open = |cookie, leader: Option<&Handle>| {
+        let flags = OpenFlags {
+            cookie: Some(cookie),
+            ..OpenFlags::default()
+        };
+        let attr = Attr::sampling(EventType::SIM, 1, 10);
+        m.core
+            .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), leader, flags)
+            .unwrap()
+    };
+    for position in 0..4 {
+        let before: Vec<_> = (0..position).map(|n| open(n, None)).collect();
+        let leader = open(10, None);
+        let members = [11, 12].map(|n| open(n, Some(&leader)));
+        let after: Vec<_> = (position..3).map(|n| open(n, None)).collect();
+        leader.refresh(1).unwrap();
+        m.run(0, 10);
+        let mut cookies: Vec<_> = serve(&v).iter().map(|o| o.cookie).collect();
+        cookies.sort_unstable();
+        let mut all: Vec<_> = (0..position.max(3)).chain([10, 11, 12]).collect();
+        all.sort_unstable();
+        assert_eq!(cookies, all, "{position} before the group");
+        assert_eq!(leader.state(), State::Off);
+        assert_eq!(serve(&v), []);
+        drop((before, members, after));
+    }
+}
+
+/// Overflows that passed before an event went off count against its limit, and end it: those of its next time on the PMU are
+/// beyond what was asked for.
+#[test]
+fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let c = counter(&m, 10, 7);
+    c.refresh(2).unwrap();
+    m.run(0, 20);
+    v.sched_out();
+    v.sched_in();
+    m.run(0, 30);
+    assert_eq!(serve(&v), [Overflowed { cookie: 7, times: 2 }]);
+    assert_eq!(c.state(), State::Off);
+    assert_eq!(serve(&v), []);
+}
+
 #[test]
 fn more_events_than_a_batch_are_all_served() {
     let m = Machine::new(40);

@@ -4,12 +4,16 @@
 //! `perf_event_open(2)`. The core decides *when* an event is on (multiplexing, pinned and exclusive groups);
 //! a driver only knows how to start, stop, read and arm one.
 
+#[cfg(feature = "clock")]
 pub mod clock;
 mod counters;
 pub mod fed;
+#[cfg(feature = "host")]
 pub mod host;
+#[cfg(feature = "kvm")]
 pub mod kvm;
 pub mod sched;
+#[cfg(feature = "sim")]
 pub mod sim;
 
 use std::fmt::Debug;

@@ -1151,8 +1151,8 @@ impl Room {
     fn take(&mut self, model: &Model, leader: usize) -> bool {
         let (needs, spec) = (model.needs(leader), model.spec(leader));
         let of_vcpu = if spec.vcpu.is_some() { needs } else { 0 };
-        let fits = !self.exclusive
-            && !(spec.exclusive && self.used > 0)
+        let alone = self.exclusive || (spec.exclusive && self.used > 0);
+        let fits = !alone
             && self.used + needs <= model.setup.slots
             && self.of_vcpus + of_vcpu <= model.setup.slots - model.setup.reserved;
         if fits {
