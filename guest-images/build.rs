@@ -1,6 +1,7 @@
 //! Compiles the bare-metal guests in `bare-metal/` with the host's C compiler and linker.
 //!
-//! Each directory of [`KERNELS`] together with `bare-metal/lib` becomes one ELF64 multiboot kernel in `OUT_DIR`.
+//! Each directory of [`KERNELS`] together with `bare-metal/lib` becomes one ELF64 multiboot kernel in
+//! `OUT_DIR`.
 
 use std::env;
 use std::ffi::OsStr;
@@ -12,7 +13,8 @@ use std::process::{Command, exit};
 const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
 
 /// Freestanding code for the privileged levels: no SSE registers, no red zone, no position independence, no
-/// CET markers (the instruction emulator of a software-only KVM does not know ENDBR64), frame pointers for call chains.
+/// CET markers (the instruction emulator of a software-only KVM does not know ENDBR64), frame pointers for
+/// call chains.
 const CFLAGS: [&str; 23] = [
     "-std=gnu11",
     "-O2",

@@ -65,7 +65,8 @@ pub static GUESTS: [Guest; 5] = [
 ///
 /// # Errors
 ///
-/// The error of creating the directory or of the first file that cannot be written; its message names the path.
+/// The error of creating the directory or of the first file that cannot be written; its message names the
+/// path.
 pub fn write_all(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     std::fs::create_dir_all(dir).map_err(|e| named(dir, e))?;

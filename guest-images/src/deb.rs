@@ -90,13 +90,14 @@ impl<'a> Archive<'a> {
         })
     }
 
-    /// The backports of this machine's Debian release, from the mirror that apt is configured for, with `lists` for apt's
-    /// state. Whether they can be reached shows when something is asked.
+    /// The backports of this machine's Debian release, from the mirror that apt is configured for, with
+    /// `lists` for apt's state. Whether they can be reached shows when something is asked.
     pub fn backports(cache: &Path, lists: &Path, progress: &'a Progress) -> Result<Self, DebError> {
         Self::suite(cache, lists, progress, |codename| format!("{codename}-backports"))
     }
 
-    /// A suite of Debian's, such as `trixie`, whatever release this machine has, from the mirror that apt is configured for.
+    /// A suite of Debian's, such as `trixie`, whatever release this machine has, from the mirror that apt is
+    /// configured for.
     pub fn of_suite(
         cache: &Path,
         lists: &Path,
@@ -309,7 +310,8 @@ impl<'a> Archive<'a> {
         run(&mut command, "apt-get").map(drop)
     }
 
-    /// Refreshes apt's lists, the machine's own of which only root may, at most once. Returns whether that was done.
+    /// Refreshes apt's lists, the machine's own of which only root may, at most once. Returns whether that
+    /// was done.
     fn update_lists(&mut self) -> bool {
         if std::mem::replace(&mut self.lists_updated, true) {
             return false;

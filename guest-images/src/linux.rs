@@ -104,8 +104,8 @@ pub enum KernelChoice {
     Cloud,
     /// The release's general kernel, what `linux-image-amd64` stands for.
     Generic,
-    /// The highest version among all cloud kernels that the configured sources and, where they can be reached, the release's
-    /// backports offer.
+    /// The highest version among all cloud kernels that the configured sources and, where they can be
+    /// reached, the release's backports offer.
     Newest,
     /// This package, or the kernel this metapackage depends on.
     Package(String),
@@ -150,7 +150,8 @@ impl Debian13 {
 }
 
 impl KernelChoice {
-    /// Reads a choice as given on a command line: `cloud`, `generic`, `newest`, `debian13-…` or a package name.
+    /// Reads a choice as given on a command line: `cloud`, `generic`, `newest`, `debian13-…` or a package
+    /// name.
     pub fn parse(text: &str) -> Self {
         if let Some(kernel) = Debian13::ALL.into_iter().find(|kernel| kernel.name() == text) {
             return Self::Debian13(kernel);
@@ -315,7 +316,8 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     };
     let source = elsewhere.as_mut().unwrap_or(&mut archive);
     let mut packages = vec![package.clone()];
-    // From 7.1 on the image, its modules and the list of those built in are packages of their own, which the kernel's depends on.
+    // From 7.1 on the image, its modules and the list of those built in are packages of their own, which the
+    // kernel's depends on.
     packages.extend(
         source
             .dependencies([package.as_str()])?
@@ -645,7 +647,8 @@ mod tests {
         let names = [
             "linux-image-6.1.0-9-cloud-amd64",
             "linux-image-6.1.0-56-cloud-amd64",
-            // None of these: another kind of kernel, a metapackage of a series, one without a version, debug symbols.
+            // None of these: another kind of kernel, a metapackage of a series, one without a version, debug
+            // symbols.
             "linux-image-6.9.0-1-rt-amd64",
             "linux-image-6.12-cloud-amd64",
             "linux-image-cloud-amd64",

@@ -1,9 +1,10 @@
 //! The QEMU that the lab runs in, and what an old one needs.
 //!
-//! Before 8.1 QEMU read code for its translations without a lock. A kernel that patches itself while another processor
-//! translates just there, as Linux does when perf events come and go, may have its breakpoint translated and kept after it is
-//! gone; that processor then takes the same breakpoint for ever. A plugin (`programs/stale-code.c`) has such translations
-//! dropped. A newer QEMU would do as well, but 10.0 is slower (docs/guide/lab.md).
+//! Before 8.1 QEMU read code for its translations without a lock. A kernel that patches itself while another
+//! processor translates just there, as Linux does when perf events come and go, may have its breakpoint
+//! translated and kept after it is gone; that processor then takes the same breakpoint for ever. A plugin
+//! (`programs/stale-code.c`) has such translations dropped. A newer QEMU would do as well, but 10.0 is slower
+//! (docs/guide/lab.md).
 
 use std::ffi::OsStr;
 use std::fs;
@@ -21,12 +22,14 @@ const OVERRIDE: &str = "PERFVISOR_QEMU";
 /// The first version that translates only what it has locked.
 const LOCKS_WHAT_IT_TRANSLATES: Version = Version(8, 1);
 
-/// The first version whose CMPXCHG16B leaves all flags but ZF as they were. Before, they came from whatever the translator had computed
-/// last, in another block, and Linux from 6.12 on, as a guest or not, branched wrongly behind it and died.
+/// The first version whose CMPXCHG16B leaves all flags but ZF as they were. Before, they came from whatever
+/// the translator had computed last, in another block, and Linux from 6.12 on, as a guest or not, branched
+/// wrongly behind it and died.
 const KNOWS_CMPXCHG16B: Version = Version(8, 0);
 
-/// With XSAVE guests' kernels warn of sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics (docs/guide/lab.md). Tried with 7.2; it
-/// seems that KVM cannot intercept XSETBV there. So there is neither XSAVE nor what needs it.
+/// With XSAVE guests' kernels warn of sizes in CPUID leaf 0DH that do not fit their XCR0, and 7.3 panics
+/// (docs/guide/lab.md). Tried with 7.2; it seems that KVM cannot intercept XSETBV there. So there is neither
+/// XSAVE nor what needs it.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
 const PLUGIN_SOURCE: &str = include_str!("../programs/stale-code.c");
@@ -89,7 +92,8 @@ impl Qemu {
             .flat_map(|plugin| [OsStr::new("-plugin"), plugin.as_os_str()])
     }
 
-    /// The processor it emulates for the lab: an AMD model that QEMU has since 2.12, with nested paging, less what it gets wrong.
+    /// The processor it emulates for the lab: an AMD model that QEMU has since 2.12, with nested paging, less
+    /// what it gets wrong.
     pub fn processor(&self) -> String {
         let cmpxchg16b = if self.version < KNOWS_CMPXCHG16B {
             ",-cx16"
@@ -110,7 +114,8 @@ impl Qemu {
     }
 }
 
-/// The QEMU to use: the one that PERFVISOR_QEMU names, else the installed one, with the plugin if it needs and knows plugins.
+/// The QEMU to use: the one that PERFVISOR_QEMU names, else the installed one, with the plugin if it needs
+/// and knows plugins.
 ///
 /// Safe to call from several processes at once.
 ///

@@ -1,5 +1,6 @@
-//! The bare-metal guests boot on a machine that is not ours: QEMU without KVM, which reads the multiboot address fields
-//! instead of the ELF headers and has no PMU. Skipped where QEMU is not installed; with `CI` set that is a failure.
+//! The bare-metal guests boot on a machine that is not ours: QEMU without KVM, which reads the multiboot
+//! address fields instead of the ELF headers and has no PMU. Skipped where QEMU is not installed; with `CI`
+//! set that is a failure.
 
 #[path = "../../perf-core/tests/common/skip.rs"]
 mod skip;
@@ -96,8 +97,9 @@ fn spinning_uses_every_cpu_at_cpl3_and_ends() {
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
-/// QEMU answers AMD's core counter registers although its CPUID does not announce them, so the test kernel must find
-/// fault with it: a check that the assertions can fail, and that a failure shows in the exit status.
+/// QEMU answers AMD's core counter registers although its CPUID does not announce them, so the test kernel
+/// must find fault with it: a check that the assertions can fail, and that a failure shows in the exit
+/// status.
 #[test]
 fn the_test_kernel_reports_what_is_wrong_with_qemu() {
     let Some(run) = run("vpmu", "", 1) else { return };

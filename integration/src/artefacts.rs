@@ -176,7 +176,8 @@ fn build_static(arguments: &[&str]) -> Result<String, ArtefactError> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Builds the integration tests `names` of `package` as static programs, to be run inside a guest. In their order.
+/// Builds the integration tests `names` of `package` as static programs, to be run inside a guest. In their
+/// order.
 ///
 /// # Errors
 /// When the build fails.

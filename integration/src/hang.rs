@@ -1,7 +1,7 @@
 //! What a guest that does not end was doing, and the lab under it, told before it is killed.
 //!
-//! A guest that hangs once in many runs, on a machine that nobody can look at, is understood only by what the failed test
-//! prints. The lab itself may be what hangs: then its emulator is asked.
+//! A guest that hangs once in many runs, on a machine that nobody can look at, is understood only by what the
+//! failed test prints. The lab itself may be what hangs: then its emulator is asked.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -47,7 +47,8 @@ timeout 60 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && 
 rm -f /tmp/hang.data
 "#;
 
-/// Looks at a lab in which something did not end in time. Takes up to six minutes, on a machine that is quiet a few seconds.
+/// Looks at a lab in which something did not end in time. Takes up to six minutes, on a machine that is quiet
+/// a few seconds.
 pub(crate) fn look(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {
@@ -126,7 +127,8 @@ impl Monitor {
     }
 }
 
-/// Processor, and instruction pointer with privilege level and whether it is halted, from `info registers -a`.
+/// Processor, and instruction pointer with privilege level and whether it is halted, from
+/// `info registers -a`.
 fn pointers(registers: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut processor = String::new();

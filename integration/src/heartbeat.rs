@@ -1,11 +1,12 @@
 //! An interrupt for each of the lab's processors, again and again.
 //!
-//! QEMU loses an interrupt now and then: VMRUN sets a bit of the processor's pending interrupts without the lock under which
-//! QEMU's timers set theirs (`cpu->interrupt_request` in `helper_vmrun`, seen in 7.2). If it was the timer's, the processor
-//! waits for it for ever, and with it the guest, until any other interrupt comes: then both are seen. So one comes.
+//! QEMU loses an interrupt now and then: VMRUN sets a bit of the processor's pending interrupts without the
+//! lock under which QEMU's timers set theirs (`cpu->interrupt_request` in `helper_vmrun`, seen in 7.2). If it
+//! was the timer's, the processor waits for it for ever, and with it the guest, until any other interrupt
+//! comes: then both are seen. So one comes.
 //!
-//! The first processor never runs a guest and loses none. A thread there wakes one on each of the others, which the
-//! kernel announces by an interrupt.
+//! The first processor never runs a guest and loses none. A thread there wakes one on each of the others,
+//! which the kernel announces by an interrupt.
 
 use std::io;
 use std::mem;
@@ -49,8 +50,8 @@ pub fn beat() -> io::Result<()> {
 /// Keeps the calling thread on a processor.
 #[allow(unsafe_code)]
 fn bind(processor: usize) -> io::Result<()> {
-    // SAFETY: a cpu_set_t is an array of integers, for which all zeroes are valid; CPU_SET checks its bounds; the call reads
-    // as many bytes as it is told and gets.
+    // SAFETY: a cpu_set_t is an array of integers, for which all zeroes are valid; CPU_SET checks its bounds;
+    // the call reads as many bytes as it is told and gets.
     let result = unsafe {
         let mut set: libc::cpu_set_t = mem::zeroed();
         libc::CPU_SET(processor, &mut set);
@@ -63,8 +64,8 @@ fn bind(processor: usize) -> io::Result<()> {
     }
 }
 
-/// Lets the calling thread run as soon as it is woken: for others the kernel may wait until its next tick, which may be what
-/// was lost.
+/// Lets the calling thread run as soon as it is woken: for others the kernel may wait until its next tick,
+/// which may be what was lost.
 #[allow(unsafe_code)]
 fn before_others() -> io::Result<()> {
     // SAFETY: a sched_param is integers, for which zero is valid; the call reads it.

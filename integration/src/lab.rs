@@ -21,8 +21,8 @@ use crate::hang::Monitor;
 use crate::process::{Command, Control, Process, ProcessError, Progress, last_lines};
 use crate::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame, write_frame};
 
-/// How long the lab may take from QEMU's start to the agent's greeting. It takes about four seconds on an idle machine, and took 45 on one with
-/// nine times as much to do as it has processors.
+/// How long the lab may take from QEMU's start to the agent's greeting. It takes about four seconds on an
+/// idle machine, and took 45 on one with nine times as much to do as it has processors.
 const BOOT_LIMIT: Duration = Duration::from_secs(900);
 
 /// How long moving one file may take.
@@ -72,7 +72,8 @@ pub enum LabError {
 /// How a lab is set up.
 #[derive(Debug, Clone)]
 pub struct LabOptions {
-    /// Virtual processors for what runs in it, each a thread of QEMU. There is one more, where no guest may run.
+    /// Virtual processors for what runs in it, each a thread of QEMU. There is one more, where no guest may
+    /// run.
     pub cpus: u32,
     /// Memory in MiB. Files in the lab live in memory too.
     pub memory_mib: u32,
@@ -448,7 +449,8 @@ impl Lab {
             .is_ok_and(|output| output.success())
     }
 
-    /// Where each of QEMU's processors is, `snapshots` times with `between` after each other, whether the lab answers or not.
+    /// Where each of QEMU's processors is, `snapshots` times with `between` after each other, whether the lab
+    /// answers or not.
     ///
     /// # Errors
     /// When QEMU's monitor does not answer.
@@ -655,7 +657,8 @@ fn write_initrd(
         append(&host.perf_cpio)?;
     }
     let mut archive = Archive::new(out);
-    // Directories of the archives before this one may come again: the kernel leaves those that are there as they are, but for their mode.
+    // Directories of the archives before this one may come again: the kernel leaves those that are there as
+    // they are, but for their mode.
     for directory in directories(&options.files) {
         archive.directory(directory)?;
     }
@@ -713,8 +716,8 @@ pub fn refused_place<'a>(place: &str, mut others: impl Iterator<Item = &'a str>)
     ))
 }
 
-/// The directories that the lab's own files and `files` are in, each behind the one it is in: the kernel makes none for a file,
-/// and leaves the file out.
+/// The directories that the lab's own files and `files` are in, each behind the one it is in: the kernel
+/// makes none for a file, and leaves the file out.
 fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
     let mut directories = BTreeSet::from(["guest", "tests"]);
     for (name, _) in files {

@@ -1,8 +1,8 @@
 //! How long something may take: long while it gets on, not so long when nothing happens any more.
 //!
-//! A fixed time is too short on a slow machine, and on a fast one it lets a hang wait. What is watched instead is whether the process
-//! prints, and whether it and its children use CPU time: a vCPU that is stepped or that spins does, one that waits for an interrupt
-//! that was lost does not.
+//! A fixed time is too short on a slow machine, and on a fast one it lets a hang wait. What is watched
+//! instead is whether the process prints, and whether it and its children use CPU time: a vCPU that is
+//! stepped or that spins does, one that waits for an interrupt that was lost does not.
 
 use std::fmt;
 use std::fs;
@@ -20,15 +20,17 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// For a guest that may be single-stepped in the lab, on a slow machine that does other things as well. What takes longest in silence
-    /// there, 14 s where these tests were written, took 42 s on a machine a third as fast.
+    /// For a guest that may be single-stepped in the lab, on a slow machine that does other things as well.
+    /// What takes longest in silence there, 14 s where these tests were written, took 42 s on a machine a
+    /// third as fast.
     pub const GENEROUS: Self = Self {
         still: Duration::from_secs(120),
         silent: Duration::from_secs(600),
         overall: Duration::from_secs(3600),
     };
 
-    /// Which bound is passed after `since_start`, so long after the last output and after the last sign of life of any kind.
+    /// Which bound is passed after `since_start`, so long after the last output and after the last sign of
+    /// life of any kind.
     pub(crate) fn overrun(
         &self,
         since_start: Duration,
@@ -86,8 +88,8 @@ impl fmt::Display for Overrun {
     }
 }
 
-/// CPU time that the processes of a group have used, and their children that have ended, in clock ticks of the kernel. It may
-/// fall when one ends.
+/// CPU time that the processes of a group have used, and their children that have ended, in clock ticks of
+/// the kernel. It may fall when one ends.
 pub fn cpu_ticks_of_group(group: i32) -> u64 {
     let Ok(processes) = fs::read_dir("/proc") else {
         return 0;
@@ -107,8 +109,8 @@ pub fn cpu_ticks_of_group(group: i32) -> u64 {
 
 /// From a line of `/proc/PID/stat`, if the process is of this group.
 fn ticks(stat: &str, group: i32) -> Option<u64> {
-    // The name, in parentheses, may hold anything. Behind it: state, parent, group, …; user and system time are fields 14 and 15 of
-    // proc(5), those of ended children 16 and 17.
+    // The name, in parentheses, may hold anything. Behind it: state, parent, group, …; user and system time
+    // are fields 14 and 15 of proc(5), those of ended children 16 and 17.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(2);
     if fields.next()?.parse() != Ok(group) {
         return None;

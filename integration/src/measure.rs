@@ -1,6 +1,7 @@
 //! Measurements of time, which a machine that does other things may spoil, and tests that cannot be run.
 //!
-//! Nothing else is tried again: a guest that dies, a count that is not there and a kernel that complains fail at once.
+//! Nothing else is tried again: a guest that dies, a count that is not there and a kernel that complains fail
+//! at once.
 
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
@@ -24,8 +25,8 @@ pub fn in_time(right: bool, what: impl FnOnce() -> String) -> Result<(), Off> {
     if right { Ok(()) } else { Err(Off(what())) }
 }
 
-/// Takes a measurement of time until it is right, at most three times. Further tries are part of the result: they are printed, and
-/// added to `target/integration/tries.txt`. `once` gets the number of its try, from 0.
+/// Takes a measurement of time until it is right, at most three times. Further tries are part of the result:
+/// they are printed, and added to `target/integration/tries.txt`. `once` gets the number of its try, from 0.
 ///
 /// # Panics
 /// When it was never right, with what was measured each time.
@@ -67,7 +68,8 @@ fn keep(file: Option<&Path>, line: &str) {
     }
 }
 
-/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there that is not.
+/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there
+/// that is not.
 ///
 /// # Panics
 /// When it is able and the environment has `CI`: there a test that does not run has failed.

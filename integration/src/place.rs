@@ -269,7 +269,8 @@ impl Place {
         Ok(self.start(command)?.wait(limit)?)
     }
 
-    /// What `perfvisor check` says of this host, a truth value by its JSON pointer, as `/kvm/Ok/rdpmc_faults`.
+    /// What `perfvisor check` says of this host, a truth value by its JSON pointer, as
+    /// `/kvm/Ok/rdpmc_faults`.
     ///
     /// # Errors
     /// When it does not run there, or has no such value.

@@ -329,7 +329,8 @@ impl Process {
         Ok(Self::new(command, progress, Box::new(control)))
     }
 
-    /// Waits until the process has ended; kills it when it passes one of the bounds of `limit`, which begin with its start.
+    /// Waits until the process has ended; kills it when it passes one of the bounds of `limit`, which begin
+    /// with its start.
     ///
     /// # Errors
     /// When it could not be started, took too long, or the lab went away.
@@ -337,7 +338,8 @@ impl Process {
         self.wait_or_look(limit, String::new)
     }
 
-    /// As [`Process::wait`]. What `look` says of a process that took too long, before it is killed, is told with its last output.
+    /// As [`Process::wait`]. What `look` says of a process that took too long, before it is killed, is told
+    /// with its last output.
     ///
     /// # Errors
     /// Those of [`Process::wait`].

@@ -41,7 +41,8 @@ pub enum Kind {
     Fetch = 11,
     /// Agent: that did not work. Payload: why, as text.
     Failed = 12,
-    /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes little-endian.
+    /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes
+    /// little-endian.
     Used = 13,
 }
 

@@ -65,7 +65,8 @@ fn values_out_of_range_name_the_value_and_the_range() {
     refused(&[], &["run"]);
 }
 
-/// KVM's own vPMU answers RDPMC and delivers PMIs itself; and where KVM has none, that is said with what to do instead.
+/// KVM's own vPMU answers RDPMC and delivers PMIs itself; and where KVM has none, that is said with what to
+/// do instead.
 #[test]
 fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
     refused(

@@ -17,8 +17,8 @@ const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
 ];
 
-/// Runs `exact.elf` and requires that its tests were run: a kernel that cannot count prints a plan of none and ends with
-/// success.
+/// Runs `exact.elf` and requires that its tests were run: a kernel that cannot count prints a plan of none
+/// and ends with success.
 fn hand_counted_code(place: &Place, model: &str, cpus: u32, words: &str) -> Tap {
     let kernel = place
         .bare_metal_guest("exact")
@@ -71,8 +71,8 @@ fn hand_counted_code_is_exact_here_on_every_model() {
     }
 }
 
-/// CPL 0 and CPL 3 on a KVM that runs guest code on the processor, where interrupts, faults and SYSCALL clear the trap
-/// flag.
+/// CPL 0 and CPL 3 on a KVM that runs guest code on the processor, where interrupts, faults and SYSCALL clear
+/// the trap flag.
 #[test]
 fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -88,8 +88,8 @@ fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     }
 }
 
-/// With several vCPUs the gates are watched by hardware breakpoints instead, which do not fire on every KVM: code
-/// that takes no interrupt and no fault is exact all the same at CPL 0, while the other vCPU is there.
+/// With several vCPUs the gates are watched by hardware breakpoints instead, which do not fire on every KVM:
+/// code that takes no interrupt and no fault is exact all the same at CPL 0, while the other vCPU is there.
 #[test]
 fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -118,7 +118,8 @@ fn linux_guest() -> &'static GuestRun {
         section("known", "known 1000");
         (0..RUNS).for_each(|run| section(&format!("run{run}"), "busybox true"));
         script.push_str("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n");
-        // The console that `gate` reads its lines from is a file. Last: the end of the script is not told of it.
+        // The console that `gate` reads its lines from is a file. Last: the end of the script is not told of
+        // it.
         script.push_str(
             "mkfifo /tmp/ctl /tmp/ack; { echo; echo; } > /tmp/line; mount --bind /tmp/line /dev/console\n",
         );
@@ -130,8 +131,8 @@ fn linux_guest() -> &'static GuestRun {
             ));
         }
         let run = LinuxGuest::new("exact-linux", "amd")
-            // The NMI watchdog would count, and so step, the kernel for ever; addresses decide how long start-up code takes; a minute of
-            // single steps without a context switch is a stall to RCU.
+            // The NMI watchdog would count, and so step, the kernel for ever; addresses decide how long
+            // start-up code takes; a minute of single steps without a context switch is a stall to RCU.
             .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
             .script(script)
             .args(["--backing", "exact", "--stats"])
@@ -154,8 +155,8 @@ fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
     events.map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
 }
 
-/// What `perf stat` counts of a static program's user code is the same each time, and of a program whose instructions are
-/// all known it is what is known.
+/// What `perf stat` counts of a static program's user code is the same each time, and of a program whose
+/// instructions are all known it is what is known.
 #[test]
 fn user_mode_counts_of_a_linux_guest_are_exact() {
     /// `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8 instructions, N + 2D + 2 branches.
@@ -170,7 +171,8 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     run.expect_success();
 }
 
-/// The first command a user types shows what is stepped, what is timed, and of the rest that it is not supported.
+/// The first command a user types shows what is stepped, what is timed, and of the rest that it is not
+/// supported.
 #[test]
 fn perf_stat_shows_no_number_that_nobody_counted() {
     let run = linux_guest();
@@ -179,11 +181,13 @@ fn perf_stat_shows_no_number_that_nobody_counted() {
     eprintln!("{}", run.section("stat"));
 }
 
-/// The kernel of a Linux guest gets on while it is stepped: its timer does not eat all progress and it reads no clock for ever. What
-/// is counted of system calls that are all alike grows with their number, by what one of them executes.
+/// The kernel of a Linux guest gets on while it is stepped: its timer does not eat all progress and it reads
+/// no clock for ever. What is counted of system calls that are all alike grows with their number, by what one
+/// of them executes.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
-    /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount: docs/measurements/exact.md.
+    /// `syscalls` has the same for a call and its turn of the loop under QEMU's -icount:
+    /// docs/measurements/exact.md.
     const REFERENCE: f64 = 384.3;
     let run = linux_guest();
     let runs: Vec<_> = (0..CALLS.len())
@@ -198,9 +202,9 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
         assert!(counted[0] > 300.0 * f64::from(calls), "{runs:?}\n{run}");
         assert!(counted[1] > 10.0 * f64::from(calls), "{runs:?}\n{run}");
     }
-    // How a kernel enters and leaves depends on the processor's flaws; the lab's is the one of the reference. The first tick falls into
-    // the first run, and the next one comes after all four; but a page fault or the interrupt of a device may fall into one of the
-    // last two.
+    // How a kernel enters and leaves depends on the processor's flaws; the lab's is the one of the reference.
+    // The first tick falls into the first run, and the next one comes after all four; but a page fault or the
+    // interrupt of a device may fall into one of the last two.
     let in_lab = matches!(
         *Place::shared().unwrap_or_else(|error| panic!("{error}")),
         Place::Lab(_)

@@ -106,7 +106,8 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     let output = place.run(&Command::shell("echo alive again"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive again\n");
 
-    // A guest that does not end is looked at before it is killed. How long it may take to begin depends on the machine, as the lab's boot did.
+    // A guest that does not end is looked at before it is killed. How long it may take to begin depends on
+    // the machine, as the lab's boot did.
     let Place::Lab(host) = &place else { unreachable!() };
     let begun = 3 * host.last().boot_time() + Duration::from_secs(8);
     let error = LinuxGuest::new("does-not-end", "amd")

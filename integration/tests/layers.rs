@@ -1,5 +1,5 @@
-//! The arrows of the house run one way: between crates, as `cargo metadata` says, and between the modules of a crate, as their
-//! imports say. docs/architecture.md draws them.
+//! The arrows of the house run one way: between crates, as `cargo metadata` says, and between the modules of
+//! a crate, as their imports say. docs/architecture.md draws them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,7 +7,8 @@ use std::process::Command;
 
 use integration::artefacts::workspace;
 
-/// Each crate of the product and the crates of ours that it may depend on. A crate stands below all that may depend on it.
+/// Each crate of the product and the crates of ours that it may depend on. A crate stands below all that may
+/// depend on it.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("perf-core", &[]),
     ("vpmu", &["perf-core"]),

@@ -1,4 +1,5 @@
-//! Every link between our pages leads to a page and a heading that exist, and every page that the code names exists.
+//! Every link between our pages leads to a page and a heading that exist, and every page that the code names
+//! exists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -6,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use integration::artefacts::workspace;
 
-/// The files under `directory` whose name ends with one of `endings`. Build outputs and hidden folders are left out.
+/// The files under `directory` whose name ends with one of `endings`. Build outputs and hidden folders are
+/// left out.
 fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();

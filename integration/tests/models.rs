@@ -1,5 +1,5 @@
-//! Every PMU model in front of an unmodified Debian kernel: the right driver with the right version and counter numbers,
-//! no complaint about the hardware, and a counter that counts. One short boot each.
+//! Every PMU model in front of an unmodified Debian kernel: the right driver with the right version and
+//! counter numbers, no complaint about the hardware, and a counter that counts. One short boot each.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;

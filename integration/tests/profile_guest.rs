@@ -1,5 +1,5 @@
-//! Profiling a Linux guest from outside: kernel found in its memory, tasks named, chains through kernel and program, names
-//! of its functions; and perf itself reading what was recorded.
+//! Profiling a Linux guest from outside: kernel found in its memory, tasks named, chains through kernel and
+//! program, names of its functions; and perf itself reading what was recorded.
 
 use std::collections::BTreeMap;
 
@@ -104,7 +104,8 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         // As many chains as by default where they do not hold the vCPU for as long as here.
         "--chain-every",
         "20",
-        // A function that is seen fifty times and never with a chain leads nowhere: so long that this does not happen.
+        // A function that is seen fifty times and never with a chain leads nowhere: so long that this does
+        // not happen.
         "-d",
         "20",
         "--guestmount",
@@ -196,9 +197,10 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     keep(&place, &data, "profiled.data");
 }
 
-/// Whether a folded stack is of the system calls that the program is there to make, on the way into the kernel and out of it
-/// too: below libc's `syscall`, or without any of the program's functions. Its calls by other functions (exec, exit, printf's
-/// write) are libc's, which is built without frame pointers, and not all below main.
+/// Whether a folded stack is of the system calls that the program is there to make, on the way into the
+/// kernel and out of it too: below libc's `syscall`, or without any of the program's functions. Its calls by
+/// other functions (exec, exit, printf's write) are libc's, which is built without frame pointers, and not
+/// all below main.
 fn is_own_system_call(stack: &str) -> bool {
     let Some(frames) = stack.strip_prefix("syscalls;") else {
         return false;
@@ -331,7 +333,8 @@ fn perf_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     }
 }
 
-/// The guest's kernel has no symbol table: one that has the names of `kallsyms`, and nothing else, is put there.
+/// The guest's kernel has no symbol table: one that has the names of `kallsyms`, and nothing else, is put
+/// there.
 fn vmlinux_with_symbols(place: &Place, kallsyms: &str) -> String {
     const TEXT: u64 = 0xffff_ffff_8100_0000;
     let names = String::from_utf8(place.get(kallsyms).unwrap()).unwrap();
@@ -393,8 +396,8 @@ fn samples_and_sum(section: &str) -> (usize, u64) {
     periods.fold((0, 0), |(n, sum), period| (n + 1, sum + period))
 }
 
-/// The guest counts and records with its perf while the host counts and records the same vCPU: no count is off by more than 1 %, the
-/// guest has its samples, and the host's recording stands for what was counted.
+/// The guest counts and records with its perf while the host counts and records the same vCPU: no count is
+/// off by more than 1 %, the guest has its samples, and the host's recording stands for what was counted.
 #[test]
 fn guest_and_host_do_not_disturb_each_other() {
     let place = place();

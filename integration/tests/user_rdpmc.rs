@@ -1,5 +1,6 @@
-//! RDPMC outside the kernel's text: in programs, and in code made at run time. Served where KVM lets it fault; where KVM answers it itself
-//! with counters that do not count, as on AMD-V in Linux 6.1, the VMM says so.
+//! RDPMC outside the kernel's text: in programs, and in code made at run time. Served where KVM lets it
+//! fault; where KVM answers it itself with counters that do not count, as on AMD-V in Linux 6.1, the VMM says
+//! so.
 
 use std::sync::{MutexGuard, OnceLock};
 
@@ -19,8 +20,8 @@ const RDPMC_FAULTS: &str = "/kvm/Ok/rdpmc_faults";
 /// The newest kernel in the lab, as a guest's.
 const NEWEST: &str = "guest/newest-vmlinux";
 
-/// A lab with the newest kernel, whose KVM lets RDPMC fault; this machine where it has a real KVM. `None` where Debian's archive, its backports
-/// out of reach, has no newer kernel than 6.1.
+/// A lab with the newest kernel, whose KVM lets RDPMC fault; this machine where it has a real KVM. `None`
+/// where Debian's archive, its backports out of reach, has no newer kernel than 6.1.
 fn newest() -> Option<&'static Place> {
     static PLACE: OnceLock<Result<Place, String>> = OnceLock::new();
     let place = PLACE
@@ -37,7 +38,8 @@ fn newest() -> Option<&'static Place> {
         .as_ref()
         .unwrap_or_else(|error| panic!("{error}"));
     if place.describe().contains("Linux 6.1.") && !says(place, RDPMC_FAULTS) {
-        // The archive may be out of reach; whether it is cannot be told from a release without a newer kernel.
+        // The archive may be out of reach; whether it is cannot be told from a release without a newer
+        // kernel.
         skipped(&format!("no newer kernel, {}", place.describe()), false);
         return None;
     }
@@ -117,8 +119,9 @@ fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// What a program reads by RDPMC, as perf_event_open(2) describes it, lies between what it reads by read(2) before and after: with either
-/// vendor, and in kernels whose handler of #GP begins with CLAC, with what stands there without SMAP, or with ENDBR64.
+/// What a program reads by RDPMC, as perf_event_open(2) describes it, lies between what it reads by read(2)
+/// before and after: with either vendor, and in kernels whose handler of #GP begins with CLAC, with what
+/// stands there without SMAP, or with ENDBR64.
 #[test]
 fn programs_of_a_linux_guest_read_their_counters() {
     let Some(place) = newest() else { return };
@@ -141,7 +144,8 @@ fn programs_of_a_linux_guest_read_their_counters() {
     }
 }
 
-/// A Perfvisor in the guest finds that programs can read counters, and does: its host driver takes them for what the kernel counts.
+/// A Perfvisor in the guest finds that programs can read counters, and does: its host driver takes them for
+/// what the kernel counts.
 #[test]
 fn the_host_driver_reads_counters_in_a_guest() {
     let Some(place) = newest() else { return };

@@ -1,4 +1,5 @@
-//! `perfvisor validate`: nothing fails on this machine's KVM, nor with a Linux guest on a real one; and it can fail.
+//! `perfvisor validate`: nothing fails on this machine's KVM, nor with a Linux guest on a real one; and it
+//! can fail.
 
 use integration::limit::Limit;
 use integration::measure::skipped;
@@ -118,8 +119,8 @@ fn here_nothing_fails(pmu: &str) {
     say_what_passed(pmu, &report);
 }
 
-/// The number of rows, and those that it took more than one measurement of time to get right: `validate` itself takes these again, and
-/// says so.
+/// The number of rows, and those that it took more than one measurement of time to get right: `validate`
+/// itself takes these again, and says so.
 fn say_what_passed(pmu: &str, report: &Value) {
     eprintln!(
         "{pmu}: {} passed in {} s",
@@ -144,7 +145,8 @@ fn nothing_fails_here_with_an_amd_pmu() {
     here_nothing_fails("amd");
 }
 
-/// No clock keeps within a hundred-thousandth of a percent: the command must say so, row by row and in its exit status.
+/// No clock keeps within a hundred-thousandth of a percent: the command must say so, row by row and in its
+/// exit status.
 #[test]
 fn what_is_off_fails() {
     let output = validate(&here(), &["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"]);

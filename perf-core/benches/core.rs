@@ -1,8 +1,8 @@
 //! What the core itself costs: a tick, a read, scheduling a vCPU in and out.
 //!
-//! The driver here does nothing, so that the times are the core's alone; the reads of the kernel beside them are what an
-//! application pays today. Figures are printed at the end with their targets: ratios where there is a peer, since they and not the
-//! times compare across machines.
+//! The driver here does nothing, so that the times are the core's alone; the reads of the kernel beside them
+//! are what an application pays today. Figures are printed at the end with their targets: ratios where there
+//! is a peer, since they and not the times compare across machines.
 #![allow(unsafe_code)]
 
 mod figures;
@@ -222,9 +222,10 @@ fn ratios(_: &mut Criterion) {
         let s = Ticking::new(n);
         steps::instructions(|| (0..64).for_each(|_| s.tick())).map(|n| n as f64 / 64.0)
     });
-    // In turns, so that what else the processor does for a while is not taken for what one of them costs. A virtual machine's
-    // processor can be half as fast for a second, as when its core's other thread runs somebody else's work, so criterion,
-    // which measures one after the other for a second each, cannot compare them.
+    // In turns, so that what else the processor does for a while is not taken for what one of them costs. A
+    // virtual machine's processor can be half as fast for a second, as when its core's other thread runs
+    // somebody else's work, so criterion, which measures one after the other for a second each, cannot
+    // compare them.
     let ticking = GROUPS.map(Ticking::new);
     let mut tick_ns = [f64::INFINITY; GROUPS.len()];
     for _ in 0..RUNS {

@@ -1,8 +1,9 @@
-//! What a record costs: writing one of 40 bytes, by itself and with others at hand, alone and beside a second writer, and
-//! reading it, against the readers of the crates perf-event2 and perf-event-open over the very same bytes.
+//! What a record costs: writing one of 40 bytes, by itself and with others at hand, alone and beside a second
+//! writer, and reading it, against the readers of the crates perf-event2 and perf-event-open over the very
+//! same bytes.
 //!
-//! Those two read rings of the kernel only. So each is given a perf event of the kernel, with a ring as large as ours,
-//! and then our memfd is mapped over its mapping: it has the same layout, and they cannot tell.
+//! Those two read rings of the kernel only. So each is given a perf event of the kernel, with a ring as large
+//! as ours, and then our memfd is mapped over its mapping: it has the same layout, and they cannot tell.
 //!
 //! Times are CPU time of the thread, so that other work on the machine does not count.
 #![allow(unsafe_code)]
@@ -66,8 +67,8 @@ fn median(name: &str) -> Option<f64> {
     last.get(last.len() / 2).copied()
 }
 
-/// Ties this thread to the `nth` of the processors it may run on, so that two that are to compete do. False if there are
-/// not so many.
+/// Ties this thread to the `nth` of the processors it may run on, so that two that are to compete do. False
+/// if there are not so many.
 fn run_on_processor(nth: usize) -> bool {
     // SAFETY: a set of processors is a bit field, for which zero bits are a value.
     let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -130,8 +131,8 @@ fn over_the_kernels<T>(ring: &Ring, open: impl FnOnce() -> T) -> T {
         panic!("one new ring was expected: {mapped:x?}")
     };
     assert_eq!(len, (1 + DATA_PAGES) * PAGE_SIZE, "the rings are equally large");
-    // SAFETY: the range is the other reader's mapping of a ring, which it treats as memory shared with a writer that it
-    // does not control. The new mapping is as large and as accessible.
+    // SAFETY: the range is the other reader's mapping of a ring, which it treats as memory shared with a
+    // writer that it does not control. The new mapping is as large and as accessible.
     let placed = unsafe {
         libc::mmap(
             start as *mut _,
@@ -331,9 +332,10 @@ fn bench_write(criterion: &mut Criterion) {
 /// Records written together, where they are.
 const TOGETHER: u64 = 16;
 
-/// Writers that write their share of the records at the same time, `together` at a time, each to its ring or all to the only
-/// one. The time is that of the slowest. A sample in which one of them was kept from running is no figure: the others had the
-/// ring to themselves meanwhile, or were refused records because it was in the middle of one.
+/// Writers that write their share of the records at the same time, `together` at a time, each to its ring or
+/// all to the only one. The time is that of the slowest. A sample in which one of them was kept from running
+/// is no figure: the others had the ring to themselves meanwhile, or were refused records because it was in
+/// the middle of one.
 fn side_by_side(
     group: &mut BenchmarkGroup<'_, WallTime>,
     (name, writers, together): (&str, usize, u64),

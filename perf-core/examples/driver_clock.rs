@@ -1,4 +1,5 @@
-//! The `clock` driver without a VM: this thread plays a vCPU whose guest is busy for some time, and takes an overflow.
+//! The `clock` driver without a VM: this thread plays a vCPU whose guest is busy for some time, and takes an
+//! overflow.
 //!
 //! `cargo run --example driver_clock`
 #![allow(unsafe_code)]

@@ -1,8 +1,7 @@
 //! Counts that belong to the package, not to a vCPU: KVM's statistics of a whole VM.
 //!
-//! Inherited by three vCPUs, such a count is still one number. Needs /dev/kvm; says so and shows the same with a
-//! simulated PMU where there is none.
-//! `cargo run -p perf-core --example package`
+//! Inherited by three vCPUs, such a count is still one number. Needs /dev/kvm; says so and shows the same
+//! with a simulated PMU where there is none. `cargo run -p perf-core --example package`
 #![allow(unsafe_code)]
 
 mod shared;

@@ -4,10 +4,10 @@
 //! cargo run -p perf-core --example ring_two_processes
 //! ```
 //!
-//! The program starts itself a second time as the reader, and sends it two descriptors over a socket: the memfd and the
-//! eventfd that says when to look. The samples are real: a software clock event of the kernel interrupts this process, and
-//! each of its records is copied to the ring. A second thread writes to the same ring meanwhile, and for a while the
-//! reader sleeps, so that records are lost and the ring says how many.
+//! The program starts itself a second time as the reader, and sends it two descriptors over a socket: the
+//! memfd and the eventfd that says when to look. The samples are real: a software clock event of the kernel
+//! interrupts this process, and each of its records is copied to the ring. A second thread writes to the same
+//! ring meanwhile, and for a while the reader sleeps, so that records are lost and the ring says how many.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};

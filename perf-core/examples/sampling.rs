@@ -1,7 +1,8 @@
-//! Sampling: by period and by frequency, a period that changes, a limit, a throttle, and what each sample stands for.
+//! Sampling: by period and by frequency, a period that changes, a limit, a throttle, and what each sample
+//! stands for.
 //!
-//! The events are page faults and processor time of this thread, counted by the host's kernel, which sends a signal at each
-//! overflow. `cargo run -p perf-core --example sampling`
+//! The events are page faults and processor time of this thread, counted by the host's kernel, which sends a
+//! signal at each overflow. `cargo run -p perf-core --example sampling`
 
 mod shared;
 

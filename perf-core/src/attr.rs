@@ -1,8 +1,8 @@
 //! Event attributes: what an event counts and how. Mirrors `struct perf_event_attr` of `perf_event_open(2)`.
 //!
-//! [`Attr`] is the checked form that the core and its drivers use. [`Attr::from_bytes`] and [`Attr::to_bytes`]
-//! convert from and to the size-versioned layout of the kernel's ABI, so that a request written by an older or a
-//! newer client is understood or refused exactly as the kernel would do it.
+//! [`Attr`] is the checked form that the core and its drivers use. [`Attr::from_bytes`] and
+//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel's ABI, so that a request
+//! written by an older or a newer client is understood or refused exactly as the kernel would do it.
 
 use bitflags::bitflags;
 
@@ -21,7 +21,8 @@ impl EventType {
     pub const HW_CACHE: Self = Self(3);
     /// `PERF_TYPE_RAW`: an event select of the host's PMU.
     pub const RAW: Self = Self(4);
-    /// Perfvisor: the vCPU clock (cycles and ref-cycles from guest run time). Outside the kernel's static range.
+    /// Perfvisor: the vCPU clock (cycles and ref-cycles from guest run time). Outside the kernel's static
+    /// range.
     pub const CLOCK: Self = Self(0x100);
     /// Perfvisor: KVM binary statistics.
     pub const KVM: Self = Self(0x101);
@@ -119,7 +120,8 @@ pub struct Attr {
     pub disabled: bool,
     /// Covers vCPUs added later.
     pub inherit: bool,
-    /// Inherited events write a READ record when their vCPU exits, and keep per-vCPU values over context swaps.
+    /// Inherited events write a READ record when their vCPU exits, and keep per-vCPU values over context
+    /// swaps.
     pub inherit_stat: bool,
     /// Always on, or in the error state.
     pub pinned: bool,
@@ -150,8 +152,8 @@ pub struct Attr {
 /// Why bytes are no [`Attr`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttrError {
-    /// The size is unknown, or bytes beyond the known layout are not zero (`E2BIG`). The size to use instead has
-    /// been written into the caller's `size` field.
+    /// The size is unknown, or bytes beyond the known layout are not zero (`E2BIG`). The size to use instead
+    /// has been written into the caller's `size` field.
     #[error("attribute size not supported, this version knows {supported} bytes")]
     TooBig {
         /// The size this version knows, in bytes.
@@ -250,9 +252,9 @@ impl Attr {
 
     /// Reads the little-endian layout of the kernel's ABI.
     ///
-    /// The `size` field decides how much is read: 0 means the first published size, less than that or more than a
-    /// page is refused. Bytes beyond what this version knows must be zero. On [`AttrError::TooBig`] the known size
-    /// is written back into `bytes`, as the kernel does for its caller.
+    /// The `size` field decides how much is read: 0 means the first published size, less than that or more
+    /// than a page is refused. Bytes beyond what this version knows must be zero. On [`AttrError::TooBig`]
+    /// the known size is written back into `bytes`, as the kernel does for its caller.
     ///
     /// # Errors
     /// [`AttrError`], each variant with its error number.

@@ -94,8 +94,8 @@ impl Handle {
         }
     }
 
-    /// Allows `overflows` further overflows and enables the event, which disables itself after the last one. 0 only
-    /// enables it.
+    /// Allows `overflows` further overflows and enables the event, which disables itself after the last one.
+    /// 0 only enables it.
     ///
     /// # Errors
     /// [`ControlError::Invalid`] for inherited and for counting events, [`ControlError::Closed`].
@@ -116,17 +116,18 @@ impl Handle {
         result.ok_or(ControlError::Closed)
     }
 
-    /// Changes the period, or for an event that samples by frequency the frequency in Hz. A VM-wide event changes it in the
-    /// vCPUs there are and in those to come.
+    /// Changes the period, or for an event that samples by frequency the frequency in Hz. A VM-wide event
+    /// changes it in the vCPUs there are and in those to come.
     ///
-    /// An event that is on begins a new period at once, or a long old one would first have to end. What was counted of the
-    /// old one is the next sample's: periods of samples add up to the count. An event that is off begins it when it is on
-    /// again, a throttled one when the throttle ends: a change is no way around the limit. A frequency's period is not
-    /// changed by this; it approaches the new frequency step by step.
+    /// An event that is on begins a new period at once, or a long old one would first have to end. What was
+    /// counted of the old one is the next sample's: periods of samples add up to the count. An event that is
+    /// off begins it when it is on again, a throttled one when the throttle ends: a change is no way around
+    /// the limit. A frequency's period is not changed by this; it approaches the new frequency step by step.
     ///
     /// # Errors
     /// [`ControlError::Invalid`] for a counting event, for 0, and for a frequency above the limit;
-    /// [`ControlError::Driver`] if a driver refuses (what it refused keeps its period), [`ControlError::Closed`].
+    /// [`ControlError::Driver`] if a driver refuses (what it refused keeps its period),
+    /// [`ControlError::Closed`].
     pub fn set_period(&self, period: u64) -> Result<(), ControlError> {
         let inner = &self.inner.event;
         if !inner.shared.attr.is_sampling() {
@@ -151,12 +152,12 @@ impl Handle {
         Ok(refused?)
     }
 
-    /// Lets the next overflow come after exactly `overflow_in` further counts, at once, also while the event runs.
-    /// Later ones follow at the event's period; without one there are none.
+    /// Lets the next overflow come after exactly `overflow_in` further counts, at once, also while the event
+    /// runs. Later ones follow at the event's period; without one there are none.
     ///
     /// # Errors
-    /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the event
-    /// then stays armed as it was), [`ControlError::Closed`].
+    /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the
+    /// event then stays armed as it was), [`ControlError::Closed`].
     pub fn arm(&self, overflow_in: u64) -> Result<(), ControlError> {
         if overflow_in == 0 || overflow_in >> 63 != 0 || self.is_family() {
             return Err(ControlError::Invalid(

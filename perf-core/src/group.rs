@@ -1,8 +1,8 @@
 //! Groups, and the queues of those that do not take turns; those that do wait in [`crate::mux`].
 //!
-//! A [`Queue`] is a ring linked through the groups themselves, so that adding, removing and rotating cost the same
-//! however many groups there are. Only groups that may run are queued: a leader that is off or in error is not, and
-//! groups of software events need no slot and wait nowhere.
+//! A [`Queue`] is a ring linked through the groups themselves, so that adding, removing and rotating cost the
+//! same however many groups there are. Only groups that may run are queued: a leader that is off or in error
+//! is not, and groups of software events need no slot and wait nowhere.
 
 use slab::Slab;
 use smallvec::SmallVec;

@@ -1,11 +1,12 @@
 //! Inheritance: events that fan out over vCPUs.
 //!
-//! A VM-wide event is opened once and has a child in each vCPU's context. Reading it sums the live children and what
-//! the exited ones left behind. Families are flat: a child's parent is always the event that was opened.
+//! A VM-wide event is opened once and has a child in each vCPU's context. Reading it sums the live children
+//! and what the exited ones left behind. Families are flat: a child's parent is always the event that was
+//! opened.
 //!
 //! The one delicate moment is a child's exit. Its totals are folded into the parent and it is unlinked in one
-//! critical section under the family's lock, and every reader sums under that lock. So a count is in the fold or in
-//! the list, never in both and never in neither.
+//! critical section under the family's lock, and every reader sums under that lock. So a count is in the fold
+//! or in the list, never in both and never in neither.
 
 #[cfg(all(test, loom))]
 mod model;
@@ -37,7 +38,8 @@ pub(crate) struct Children<M> {
     live: Vec<M>,
     /// Estimates of exited children.
     estimates: EstimateSum,
-    /// What the exited children of each vCPU counted, added up: at most one entry for a vCPU, however often it came and went.
+    /// What the exited children of each vCPU counted, added up: at most one entry for a vCPU, however often
+    /// it came and went.
     gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 

@@ -1,11 +1,13 @@
 //! Losing a place: an event that should count and does not.
 //!
-//! A pinned event fails when there is no slot for it, when its driver refuses to start it, or when the host takes away
-//! the counter it was on, which the kernel tells nobody: the event reads as end of file from then on. So what is on is
-//! looked at now and then ([`crate::VcpuContext::look`], and each [`crate::Core::tick`] that comes long enough after the
-//! last look), and whenever it is read. An event that takes turns waits for the next turn instead of failing.
+//! A pinned event fails when there is no slot for it, when its driver refuses to start it, or when the host
+//! takes away the counter it was on, which the kernel tells nobody: the event reads as end of file from then
+//! on. So what is on is looked at now and then ([`crate::VcpuContext::look`], and each [`crate::Core::tick`]
+//! that comes long enough after the last look), and whenever it is read. An event that takes turns waits for
+//! the next turn instead of failing.
 //!
-//! Who enabled the event learns of it by [`crate::VcpuContext::errors`], one load, and asks [`Handle::failure`].
+//! Who enabled the event learns of it by [`crate::VcpuContext::errors`], one load, and asks
+//! [`Handle::failure`].
 
 use std::fmt;
 use std::io;
@@ -112,8 +114,8 @@ impl Context {
         }
     }
 
-    /// Takes an event off whose driver has found that the host took its counter. To be called after a read; cheap when
-    /// all is well.
+    /// Takes an event off whose driver has found that the host took its counter. To be called after a read;
+    /// cheap when all is well.
     pub fn notice(&mut self, key: usize, now_ns: u64) {
         let event = &self.events[key];
         let Source::Driver(driver) = &event.source else {

@@ -23,8 +23,8 @@ bitflags! {
 
 /// The poll state of one event, with an eventfd made when first asked for.
 ///
-/// The state is set before the eventfd is signalled and taken after it was waited for, so no notification falls
-/// between a reader's look and its sleep. `HUP` is a bit of its own: a later `IN` cannot overtake it.
+/// The state is set before the eventfd is signalled and taken after it was waited for, so no notification
+/// falls between a reader's look and its sleep. `HUP` is a bit of its own: a later `IN` cannot overtake it.
 #[derive(Debug, Default)]
 pub(crate) struct Notify {
     state: AtomicU32,

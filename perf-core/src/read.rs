@@ -26,8 +26,8 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// What the event would have counted had it been on all the time it was enabled; `None` if it never was on: then
-    /// it was not counted, and no number may be shown.
+    /// What the event would have counted had it been on all the time it was enabled; `None` if it never was
+    /// on: then it was not counted, and no number may be shown.
     #[must_use]
     pub fn estimate(&self) -> Option<u64> {
         linear(self.value, self.time_enabled_ns, self.time_running_ns)
@@ -89,8 +89,8 @@ impl EventRef {
 }
 
 impl Handle {
-    /// Reads the event: on the vCPU's own thread its context's lock, one driver read and arithmetic. A family is read
-    /// from all its vCPUs. An event in the error state reads its last value; [`Handle::state`] and
+    /// Reads the event: on the vCPU's own thread its context's lock, one driver read and arithmetic. A family
+    /// is read from all its vCPUs. An event in the error state reads its last value; [`Handle::state`] and
     /// [`Handle::read_bytes`] tell.
     ///
     /// # Errors
@@ -100,9 +100,9 @@ impl Handle {
         Ok(Reading::new(totals, self.id()))
     }
 
-    /// What the event would have counted had it been on whenever it was enabled, from the course of its rate over the
-    /// slices it was on, with a standard error. For a family the sum over its vCPUs. `None` if it was not counted; for a
-    /// family also if it was enabled on some vCPU and not counted there.
+    /// What the event would have counted had it been on whenever it was enabled, from the course of its rate
+    /// over the slices it was on, with a standard error. For a family the sum over its vCPUs. `None` if it
+    /// was not counted; for a family also if it was enabled on some vCPU and not counted there.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -123,9 +123,10 @@ impl Handle {
         Ok(sum.get())
     }
 
-    /// What each vCPU contributes to an event that fans out over them, by number; those that have gone included. Empty for
-    /// any other event. They add up to what [`Handle::read`] gives while nothing counts; each part is read under its own
-    /// vCPU's lock, so while vCPUs run the parts are as far apart as these reads.
+    /// What each vCPU contributes to an event that fans out over them, by number; those that have gone
+    /// included. Empty for any other event. They add up to what [`Handle::read`] gives while nothing counts;
+    /// each part is read under its own vCPU's lock, so while vCPUs run the parts are as far apart as these
+    /// reads.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -180,8 +181,8 @@ impl Handle {
         Ok(count)
     }
 
-    /// How old, in nanoseconds, the value of a package count is (see [`crate::PmuEvent::count_age_ns`]); `None` for
-    /// events that count themselves, whose readings are fresh.
+    /// How old, in nanoseconds, the value of a package count is (see [`crate::PmuEvent::count_age_ns`]);
+    /// `None` for events that count themselves, whose readings are fresh.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -194,8 +195,8 @@ impl Handle {
             .count_age_ns())
     }
 
-    /// Reads every member of the event's group, the leader first; any member's handle will do. Members of a group
-    /// without children are read at one instant.
+    /// Reads every member of the event's group, the leader first; any member's handle will do. Members of a
+    /// group without children are read at one instant.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -223,8 +224,8 @@ impl Handle {
             .collect())
     }
 
-    /// How many bytes [`Handle::read_bytes`] gives: 8 for each time, 8 for the number of members of a group, and 8
-    /// for each value, 16 with ids.
+    /// How many bytes [`Handle::read_bytes`] gives: 8 for each time, 8 for the number of members of a group,
+    /// and 8 for each value, 16 with ids.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -244,8 +245,8 @@ impl Handle {
         Ok(read_size(format, members))
     }
 
-    /// Reads the event as `read(2)` does, in its read format: native-endian 64-bit words. 0 bytes for an event in the
-    /// error state. Never gives part of a reading.
+    /// Reads the event as `read(2)` does, in its read format: native-endian 64-bit words. 0 bytes for an
+    /// event in the error state. Never gives part of a reading.
     ///
     /// # Errors
     /// [`ControlError::NoSpace`] if `buf` is shorter than [`Handle::read_size`], with nothing done;

@@ -43,7 +43,8 @@ pub(crate) struct Sampling {
     pub freq: u64,
     /// Counts until the next overflow, while a driver's event is off.
     left: u64,
-    /// The count at which the next overflow is due: while a driver's event is on, and always for a raised one.
+    /// The count at which the next overflow is due: while a driver's event is on, and always for a raised
+    /// one.
     next_at: u64,
     /// The count at which the last overflow that passed was due.
     due: u64,
@@ -53,8 +54,8 @@ pub(crate) struct Sampling {
     pub pending: u32,
     /// Interrupts since `window_ns`: one for all overflows that were noticed together. What throttles.
     interrupts: u64,
-    /// When the time began for which `interrupts` counts: with the first one after a tick, or, where ticks do not come, a tick's
-    /// length ago at most.
+    /// When the time began for which `interrupts` counts: with the first one after a tick, or, where ticks do
+    /// not come, a tick's length ago at most.
     window_ns: u64,
     /// The tick after which that was.
     window_tick: u64,
@@ -122,8 +123,8 @@ impl Sampling {
         self.next_at = raw.wrapping_add(self.left.max(1));
     }
 
-    /// It goes off, or its overflow is switched off, with the driver's count at `raw`. Periods that passed become
-    /// pending.
+    /// It goes off, or its overflow is switched off, with the driver's count at `raw`. Periods that passed
+    /// become pending.
     pub fn disarm_at(&mut self, raw: u64) {
         if !self.throttled {
             self.pending = self.pending.saturating_add(self.passed(raw));
@@ -155,9 +156,9 @@ impl Sampling {
         self.next_at = self.next_at.wrapping_add(n);
     }
 
-    /// The overflow that passed `back` periods before the last one is accounted: how many counts it stands for. That is all
-    /// since the one accounted before, so what samples stand for adds up to the count, whatever happened to the period
-    /// meanwhile.
+    /// The overflow that passed `back` periods before the last one is accounted: how many counts it stands
+    /// for. That is all since the one accounted before, so what samples stand for adds up to the count,
+    /// whatever happened to the period meanwhile.
     pub fn account(&mut self, back: u64) -> u64 {
         let at = self.due.wrapping_sub(back);
         at.wrapping_sub(std::mem::replace(&mut self.covered, at))
@@ -184,8 +185,9 @@ impl Sampling {
         }
     }
 
-    /// Accounts one interrupt for `times` overflows; whether the event is to be throttled: more than the limit allows in one
-    /// tick's time. That is measured by the clock, because the VMM may ring its ticks late or not at all.
+    /// Accounts one interrupt for `times` overflows; whether the event is to be throttled: more than the
+    /// limit allows in one tick's time. That is measured by the clock, because the VMM may ring its ticks
+    /// late or not at all.
     pub fn interrupt(&mut self, times: u32, now: Moment, tick_hz: u64, sample_rate_hz: u64) -> bool {
         self.overflows += u64::from(times);
         if self.throttled {
@@ -217,8 +219,9 @@ impl Sampling {
         }
     }
 
-    /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick ago. All `times`
-    /// that were noticed together count, or a host that is slow to notice would keep the period it happens to have.
+    /// By frequency: adjusts the period from the time since the last overflow, if that was less than a tick
+    /// ago. All `times` that were noticed together count, or a host that is slow to notice would keep the
+    /// period it happens to have.
     pub fn note_overflow_time(&mut self, times: u32, now_ns: u64, tick_ns: u64) {
         if self.freq == 0 {
             return;
@@ -231,8 +234,8 @@ impl Sampling {
         }
     }
 
-    /// By frequency: adjusts the period from the overflows since `tick` last looked, which need not have been the tick before.
-    /// Whether there were none at all. Clears their count.
+    /// By frequency: adjusts the period from the overflows since `tick` last looked, which need not have been
+    /// the tick before. Whether there were none at all. Clears their count.
     pub fn tick(&mut self, tick: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
         let ticks = tick.saturating_sub(std::mem::replace(&mut self.seen_tick, tick));
         if self.freq == 0 || ticks == 0 {
@@ -267,10 +270,11 @@ impl Sampling {
     }
 }
 
-/// The next period of an event that overflowed at `events` per second with `period` and should at `freq`: an eighth
-/// of the way to the ideal one, so that one odd interval does little.
+/// The next period of an event that overflowed at `events` per second with `period` and should at `freq`: an
+/// eighth of the way to the ideal one, so that one odd interval does little.
 ///
-/// Rounding is towards longer periods: an increase of 1 is made at once, and a period within 14 above the ideal stays.
+/// Rounding is towards longer periods: an increase of 1 is made at once, and a period within 14 above the
+/// ideal stays.
 pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
     let ideal = u128::from(events) * u128::from(period) / u128::from(freq.max(1));
     let ideal = i128::try_from(ideal).unwrap_or(i128::MAX / 2);

@@ -1,19 +1,20 @@
 //! Time: the clock, a context's own time, and the two times of an event.
 //!
-//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context's time. Their ratio says
-//! which part of the enabled time the event was really on the PMU, so `count × enabled / running` estimates what it
-//! would have counted had it always been on, and `running == 0` says that it was not counted at all.
+//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context's time. Their ratio
+//! says which part of the enabled time the event was really on the PMU, so `count × enabled / running`
+//! estimates what it would have counted had it always been on, and `running == 0` says that it was not
+//! counted at all.
 //!
-//! The times follow from a few stamps that change only when the event itself changes. Nothing walks over the events
-//! to keep them up to date: an event that waits for its turn costs nothing however long it waits.
+//! The times follow from a few stamps that change only when the event itself changes. Nothing walks over the
+//! events to keep them up to date: an event that waits for its turn costs nothing however long it waits.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::event::State;
 
-/// A monotonic clock in nanoseconds. A parameter of the core, so that schedules and times can be tested to the
-/// nanosecond.
+/// A monotonic clock in nanoseconds. A parameter of the core, so that schedules and times can be tested to
+/// the nanosecond.
 pub trait Clock: Send + Sync {
     /// Nanoseconds since some fixed instant. Never decreases, on any thread.
     fn now_ns(&self) -> u64;
@@ -76,8 +77,8 @@ impl Clock for ManualClock {
 /// A context's own time: it advances while the context is scheduled in and stands still otherwise.
 ///
 /// For a vCPU context that is the time of the core's clock between [`crate::VcpuContext::sched_in`] and
-/// [`crate::VcpuContext::sched_out`]; the VM context is always in. With a clock that goes on while the vCPU's thread waits for
-/// a processor, or its guest halts, that is part of it.
+/// [`crate::VcpuContext::sched_out`]; the VM context is always in. With a clock that goes on while the vCPU's
+/// thread waits for a processor, or its guest halts, that is part of it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ContextClock {
     /// Time accumulated until `stamp_ns`.
@@ -105,8 +106,8 @@ impl ContextClock {
         self.active = false;
     }
 
-    /// The context's time when the clock shows `now_ns`. One monotonic clock serves all threads, but two threads may
-    /// read it in one order and take the lock in the other, hence the saturating difference.
+    /// The context's time when the clock shows `now_ns`. One monotonic clock serves all threads, but two
+    /// threads may read it in one order and take the lock in the other, hence the saturating difference.
     pub fn time_at(&self, now_ns: u64) -> u64 {
         if self.active {
             self.time_ns + now_ns.saturating_sub(self.stamp_ns)
@@ -143,8 +144,9 @@ impl Times {
 
 /// The five values an event's times are derived from.
 ///
-/// `total` is what counts while the event is off or in error. While it is inactive or active the stamps count, and
-/// `total` is a copy made when it was last looked at. `stopped` means something only while inactive.
+/// `total` is what counts while the event is off or in error. While it is inactive or active the stamps
+/// count, and `total` is a copy made when it was last looked at. `stopped` means something only while
+/// inactive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EventTimes {
     total: Times,
@@ -183,8 +185,8 @@ impl EventTimes {
         self.stopped_stamp = time;
     }
 
-    /// The one place where times are derived. `leader` is the state of the group's leader: a member of a group that
-    /// is off has frozen times, like one that is off itself.
+    /// The one place where times are derived. `leader` is the state of the group's leader: a member of a
+    /// group that is off has frozen times, like one that is off itself.
     pub fn at(&self, state: State, leader: State, time: u64) -> Times {
         if state < State::Inactive || leader < State::Inactive {
             return self.total;
@@ -200,13 +202,14 @@ impl EventTimes {
         }
     }
 
-    /// Copies the derived times into the totals; to be called before `state` or `leader` falls below inactive.
+    /// Copies the derived times into the totals; to be called before `state` or `leader` falls below
+    /// inactive.
     pub fn settle(&mut self, state: State, leader: State, time: u64) {
         self.total = self.at(state, leader, time);
     }
 
-    /// Makes `times` what the event has accumulated until now, whatever its state. Totals and stamps change together:
-    /// totals alone would be undone by the next derivation.
+    /// Makes `times` what the event has accumulated until now, whatever its state. Totals and stamps change
+    /// together: totals alone would be undone by the next derivation.
     pub fn set(&mut self, times: Times, time: u64) {
         self.total = times;
         self.enable(time);

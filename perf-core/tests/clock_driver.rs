@@ -1,5 +1,5 @@
-//! The `clock` driver on real threads of this machine. No test here depends on how fast the machine is: what is
-//! compared is measured by another clock at the same time, or must hold at any speed.
+//! The `clock` driver on real threads of this machine. No test here depends on how fast the machine is: what
+//! is compared is measured by another clock at the same time, or must hold at any speed.
 #![allow(unsafe_code)]
 
 mod common;
@@ -46,8 +46,8 @@ fn wait_for_signal(handled: u64) {
     }
 }
 
-/// Guest time is the thread's CPU time inside the bracket, and nothing else: not the VMM's own work before and after
-/// it, not a halt inside it.
+/// Guest time is the thread's CPU time inside the bracket, and nothing else: not the VMM's own work before
+/// and after it, not a halt inside it.
 #[test]
 fn only_time_in_the_guest_counts() {
     let (clock, pmu) = one_vcpu(None);
@@ -81,8 +81,8 @@ fn only_time_in_the_guest_counts() {
     );
 }
 
-/// Exits so short that the thread's time is read at the exit only: what lies between two brackets is still not counted, and all
-/// the rest is.
+/// Exits so short that the thread's time is read at the exit only: what lies between two brackets is still
+/// not counted, and all the rest is.
 #[test]
 fn short_exits_do_not_count_and_what_is_between_them_does() {
     const SHORT: Duration = Duration::from_micros(4);
@@ -153,8 +153,8 @@ fn a_stopped_event_stands_still_and_goes_on_where_it_was() {
     assert!(ev.read() >= stopped + 1_000_000);
 }
 
-/// An operator's thread may start an event while the guest already runs, and read it while it goes on running: the
-/// count moves at once, never goes back, and never exceeds the vCPU thread's CPU time.
+/// An operator's thread may start an event while the guest already runs, and read it while it goes on
+/// running: the count moves at once, never goes back, and never exceeds the vCPU thread's CPU time.
 #[test]
 fn another_thread_starts_and_reads_while_the_guest_runs() {
     let stop = Arc::new(AtomicBool::new(false));
@@ -190,8 +190,8 @@ fn another_thread_starts_and_reads_while_the_guest_runs() {
     assert!(ev.read() >= last);
 }
 
-/// Many short stays in the guest, read from another thread all the time: still monotonic, and in the end exactly what
-/// the vCPU's own thread reads.
+/// Many short stays in the guest, read from another thread all the time: still monotonic, and in the end
+/// exactly what the vCPU's own thread reads.
 #[test]
 fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
     let (send, receive) = mpsc::channel();
@@ -232,8 +232,8 @@ fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
     vcpu.join().unwrap();
 }
 
-/// The overflow's signal comes to the vCPU's thread, not before its count is reached as far as `take_overflows` is
-/// concerned, although the VMM's own time makes the timer ring early each time.
+/// The overflow's signal comes to the vCPU's thread, not before its count is reached as far as
+/// `take_overflows` is concerned, although the VMM's own time makes the timer ring early each time.
 #[test]
 fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     let signal = catch_signals();
@@ -251,8 +251,8 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
             clock.guest_enter();
             wait_for_signal(handled);
             clock.guest_exit();
-            // Before the timer is set again: if this thread loses its CPU right after that, the next signal comes before
-            // anything else does.
+            // Before the timer is set again: if this thread loses its CPU right after that, the next signal
+            // comes before anything else does.
             handled = signals_of_this_thread();
             let count = ev.read();
             match ev.take_overflows() {
@@ -300,8 +300,8 @@ fn no_signals_without_an_armed_event() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// A VMM that needs longer to get back into the guest than is left until the overflow is not rung out again and again
-/// without the guest ever running.
+/// A VMM that needs longer to get back into the guest than is left until the overflow is not rung out again
+/// and again without the guest ever running.
 #[test]
 fn a_slow_vmm_gets_to_its_overflow() {
     let signal = catch_signals();
@@ -326,8 +326,8 @@ fn a_slow_vmm_gets_to_its_overflow() {
     assert!(ev.read() >= 200_000);
 }
 
-/// A thread that blocks the signal for long does not pile up signals, which would fill a queue that all processes of the
-/// user share; and the timer works on afterwards.
+/// A thread that blocks the signal for long does not pile up signals, which would fill a queue that all
+/// processes of the user share; and the timer works on afterwards.
 #[test]
 fn blocked_signals_do_not_pile_up() {
     let signal = catch(libc::SIGRTMIN() + 3);
@@ -398,8 +398,8 @@ fn what_the_clock_cannot_count_is_refused() {
     ));
 }
 
-/// With an event per privilege level the two never go back, never exceed the whole, and an event that excludes both
-/// counts nothing. That one level is an estimate can be asked.
+/// With an event per privilege level the two never go back, never exceed the whole, and an event that
+/// excludes both counts nothing. That one level is an estimate can be asked.
 #[test]
 fn one_privilege_level_is_a_part_of_the_whole() {
     let signal = catch_signals();

@@ -16,8 +16,8 @@ use perf_core::pmu::{Pmu, Target, VcpuId};
 /// `jmp .`
 const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 
-/// A guest that never exits by itself is taken out of `KVM_RUN` by each overflow, with EINTR, and the clock counts the
-/// time it ran and not what the VMM used in between.
+/// A guest that never exits by itself is taken out of `KVM_RUN` by each overflow, with EINTR, and the clock
+/// counts the time it ran and not what the VMM used in between.
 #[test]
 fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
@@ -49,8 +49,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
             Ok(exit) => panic!("the guest left by {exit}"),
         }
         assert!(signals_of_this_thread() > handled, "EINTR with no signal");
-        // Before the timer is set again: if this thread loses its CPU right after that, the next signal comes before
-        // anything else does.
+        // Before the timer is set again: if this thread loses its CPU right after that, the next signal comes
+        // before anything else does.
         handled = signals_of_this_thread();
         burn(200_000);
         if ev.take_overflows() == 1 {
@@ -65,7 +65,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     assert!(counted <= outer, "{counted} ns counted, {outer} ns run");
 }
 
-/// A guest that never leaves level 0: all time that is attributed goes to level 0, whichever way the host shows it.
+/// A guest that never leaves level 0: all time that is attributed goes to level 0, whichever way the host
+/// shows it.
 #[test]
 fn time_goes_to_the_level_the_guest_is_at() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {

@@ -1,5 +1,6 @@
-//! System calls of the hot paths with the `clock` driver, counted by ptrace. Readings of the clock are left out: they are none where the
-//! kernel's clock can be read without, and the vCPU's exit and entry have theirs.
+//! System calls of the hot paths with the `clock` driver, counted by ptrace. Readings of the clock are left
+//! out: they are none where the kernel's clock can be read without, and the vCPU's exit and entry have
+//! theirs.
 #![allow(unsafe_code)]
 
 mod common;
@@ -68,7 +69,8 @@ fn an_overflow_sets_its_timer_once() {
     assert_eq!(calls, [SET]);
 }
 
-/// A counter of a guest goes on after its overflow, with the next one out of sight; the guest's handler stops it and starts it again.
+/// A counter of a guest goes on after its overflow, with the next one out of sight; the guest's handler stops
+/// it and starts it again.
 #[test]
 fn a_guests_interrupt_sets_the_timer_twice() {
     let calls = calls(Scene::overflowed, |scene| {

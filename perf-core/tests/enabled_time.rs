@@ -1,5 +1,5 @@
-//! Time enabled over random histories, against a model of three lines: it passes while the vCPU is in, the event is
-//! enabled, and so is its leader. Whether the event has a slot is nothing to it.
+//! Time enabled over random histories, against a model of three lines: it passes while the vCPU is in, the
+//! event is enabled, and so is its leader. Whether the event has a slot is nothing to it.
 
 mod machine;
 

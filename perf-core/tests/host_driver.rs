@@ -1,5 +1,5 @@
-//! The `host` driver on real perf events of this machine's kernel: software events everywhere, hardware events where
-//! there is a PMU.
+//! The `host` driver on real perf events of this machine's kernel: software events everywhere, hardware
+//! events where there is a PMU.
 #![allow(unsafe_code)]
 
 mod common;
@@ -126,8 +126,9 @@ impl SampleRegs for Regs {
     }
 }
 
-/// Samples of real page faults, with a period that changes while they happen, while the event is off and while its vCPU is out:
-/// what they stand for adds up to the count, but for what of the last period is not over.
+/// Samples of real page faults, with a period that changes while they happen, while the event is off and
+/// while its vCPU is out: what they stand for adds up to the count, but for what of the last period is not
+/// over.
 #[test]
 fn periods_of_real_samples_add_up_to_the_count() {
     let core = Core::new(CoreConfig::default());
@@ -292,7 +293,8 @@ fn a_count_outlives_its_thread() {
     );
 }
 
-/// What the probe promised is on at once: an event on each general counter, and that of each free fixed one beside them. On a host with no PMU, opening says there is no such event.
+/// What the probe promised is on at once: an event on each general counter, and that of each free fixed one
+/// beside them. On a host with no PMU, opening says there is no such event.
 #[test]
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostProbe::run();
@@ -304,7 +306,8 @@ fn hardware_events_fit_the_slots_that_were_probed() {
         assert!(pmu.open(&hardware(4), here()).is_err());
         return;
     }
-    // Branches rather than what sits on a fixed counter, where there are any: a virtual PMU may count cycles only.
+    // Branches rather than what sits on a fixed counter, where there are any: a virtual PMU may count cycles
+    // only.
     let branches = [4, 2, 1, 0]
         .map(hardware)
         .into_iter()

@@ -1,9 +1,10 @@
-//! The `host` driver and the core above it on real hardware events of the kernel that runs this test. Where that kernel
-//! has no PMU the tests say so and pass; they are also run inside a Linux guest, whose PMU is ours.
+//! The `host` driver and the core above it on real hardware events of the kernel that runs this test. Where
+//! that kernel has no PMU the tests say so and pass; they are also run inside a Linux guest, whose PMU is
+//! ours.
 //!
-//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted: every PMU counts them, also
-//! one that is backed by a clock. Bounds allow for a real PMU, and for a machine that does other things
-//! besides.
+//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted: every PMU counts
+//! them, also one that is backed by a clock. Bounds allow for a real PMU, and for a machine that does other
+//! things besides.
 #![allow(unsafe_code)]
 
 mod common;
@@ -69,8 +70,8 @@ struct Thread {
     signal: i32,
 }
 
-/// A thread's CPU time, readable from any thread: what the thread does not run is neither enabled nor running time then, as
-/// for the kernel's own times of its events.
+/// A thread's CPU time, readable from any thread: what the thread does not run is neither enabled nor running
+/// time then, as for the kernel's own times of its events.
 struct CpuTime(libc::clockid_t);
 
 impl CpuTime {
@@ -161,8 +162,8 @@ impl Thread {
         self.try_open(attr, None, None).unwrap()
     }
 
-    /// Burns `ns` of CPU time and serves overflows as a vCPU's thread does: when a signal came, and once more at the end.
-    /// Returns how many periods passed under each cookie.
+    /// Burns `ns` of CPU time and serves overflows as a vCPU's thread does: when a signal came, and once more
+    /// at the end. Returns how many periods passed under each cookie.
     fn serve(&self, ns: u64) -> [u64; 4] {
         let mut passed = [0; 4];
         let mut serve = || {
@@ -252,12 +253,14 @@ fn hardware_events_count_while_started_only() {
     assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
 }
 
-/// How many events that count cycles can be on at once: on the general counters, and on their fixed one if there is.
+/// How many events that count cycles can be on at once: on the general counters, and on their fixed one if
+/// there is.
 fn slots(probe: &HostProbe) -> usize {
     probe.counters.at_once(&cycles())
 }
 
-/// All slots that were probed can be on at once; one more is refused, stays stopped, and goes on when a slot is free.
+/// All slots that were probed can be on at once; one more is refused, stays stopped, and goes on when a slot
+/// is free.
 #[test]
 fn one_event_more_than_slots_is_refused_until_one_is_free() {
     let Some(probe) = pmu() else { return };
@@ -290,8 +293,8 @@ fn one_event_more_than_slots_is_refused_until_one_is_free() {
     panic!("64 events are on at once");
 }
 
-/// Events that a fixed counter holds take none of the general ones: with those full of events that fit nowhere else, each is on
-/// beside them, whatever went on first.
+/// Events that a fixed counter holds take none of the general ones: with those full of events that fit
+/// nowhere else, each is on beside them, whatever went on first.
 #[test]
 fn fixed_counters_leave_the_general_ones_alone() {
     let Some(probe) = pmu() else { return };
@@ -402,9 +405,9 @@ fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     }
 }
 
-/// However often the period changes, and however an overflow falls among reads, the count goes on at the rate of the
-/// counter. A kernel that brings an event up to date from a counter that does not move as it should is off by half the counter's
-/// range or all of it.
+/// However often the period changes, and however an overflow falls among reads, the count goes on at the rate
+/// of the counter. A kernel that brings an event up to date from a counter that does not move as it should is
+/// off by half the counter's range or all of it.
 #[test]
 fn a_count_never_jumps_when_its_period_changes() {
     const JUMP: u64 = 1 << 46;
@@ -451,8 +454,8 @@ fn a_count_never_jumps_when_its_period_changes() {
     }
 }
 
-/// `passed` periods were reported, all of those by `counted` and none after `later`: an overflow is reported when its
-/// signal has come, which on a busy machine is some time after it.
+/// `passed` periods were reported, all of those by `counted` and none after `later`: an overflow is reported
+/// when its signal has come, which on a busy machine is some time after it.
 fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     let expected = counted / period..=later / period;
     eprintln!("period {period}: {passed} reported, count / period = {expected:?}");
@@ -463,8 +466,8 @@ fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     );
 }
 
-/// Overflows are reported where the period says, by a signal to this thread, and a new period takes effect while the event
-/// runs.
+/// Overflows are reported where the period says, by a signal to this thread, and a new period takes effect
+/// while the event runs.
 #[test]
 fn overflows_follow_the_period_also_after_it_changed() {
     let Some(probe) = pmu() else { return };
@@ -528,8 +531,9 @@ fn each_event_gets_its_own_overflows() {
     agree(passed[2] + more[2], counted[1], later[1], period / 3);
 }
 
-/// Where the kernel does not offer user-space reads, or offers them and RDPMC faults or reads something else, nobody tries: reads go through read(2), and
-/// the process lives. `PERFVISOR_EXPECT_USER_READ` says `yes` or `no` where that is known.
+/// Where the kernel does not offer user-space reads, or offers them and RDPMC faults or reads something else,
+/// nobody tries: reads go through read(2), and the process lives. `PERFVISOR_EXPECT_USER_READ` says `yes` or
+/// `no` where that is known.
 #[test]
 fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
     let Some(probe) = pmu() else { return };
@@ -551,8 +555,8 @@ fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
     }
 }
 
-/// More events than counters: the core shares the slots over time, and says so in its times. The kernel below never
-/// takes a counter away from an event we started: its own times of each of them are equal.
+/// More events than counters: the core shares the slots over time, and says so in its times. The kernel below
+/// never takes a counter away from an event we started: its own times of each of them are equal.
 #[test]
 fn multiplexing_is_the_cores_and_never_the_kernels() {
     let Some(probe) = pmu() else { return };
@@ -618,8 +622,8 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
     assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
 }
 
-/// Takes every counter of this thread's CPU away, by pinned events of the CPU as a whole: the kernel puts those on before any
-/// thread's. The thread stays on that CPU.
+/// Takes every counter of this thread's CPU away, by pinned events of the CPU as a whole: the kernel puts
+/// those on before any thread's. The thread stays on that CPU.
 fn take_all_counters() -> Vec<OwnedFd> {
     // SAFETY: sched_getcpu takes nothing; the set is a plain bit mask that lives until the call returns.
     let cpu = unsafe {
@@ -631,7 +635,8 @@ fn take_all_counters() -> Vec<OwnedFd> {
     };
     let mut held = Vec::new();
     for _ in 0..64 {
-        // A `perf_event_attr` of version 1 (64 bytes): type hardware, its size, config cycles, and the flag `pinned`.
+        // A `perf_event_attr` of version 1 (64 bytes): type hardware, its size, config cycles, and the flag
+        // `pinned`.
         let mut attr = [0u64; 8];
         attr[0] = 64 << 32;
         attr[5] = 1 << 2;
@@ -651,12 +656,13 @@ fn take_all_counters() -> Vec<OwnedFd> {
     panic!("64 events are on at once");
 }
 
-/// The kernel takes the counter of a running event away and tells nobody: a look finds out, says since when, loses nothing of
-/// what was counted, and the event goes on when the counters are back.
+/// The kernel takes the counter of a running event away and tells nobody: a look finds out, says since when,
+/// loses nothing of what was counted, and the event goes on when the counters are back.
 #[test]
 fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     let Some(probe) = pmu() else { return };
-    // The core's own clock, in which the driver says when a counter was taken: a thread's CPU time leaves interrupts out.
+    // The core's own clock, in which the driver says when a counter was taken: a thread's CPU time leaves
+    // interrupts out.
     let t = Thread::with(probe, CoreConfig::default());
     let pinned = t.open(Attr {
         pinned: true,

@@ -1,5 +1,6 @@
-//! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow makes none while the period stays the
-//! same, and one when it changes; a read makes one where counters cannot be read from user space.
+//! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow makes none while the
+//! period stays the same, and one when it changes; a read makes one where counters cannot be read from user
+//! space.
 #![allow(unsafe_code)]
 
 mod common;
@@ -148,8 +149,8 @@ fn looking_for_an_overflow_makes_no_system_call() {
     assert_eq!(calls.expect("processes may be traced"), []);
 }
 
-/// What a guest does in its PMI handler: it writes the counter, so the next overflow is at another distance. The count is
-/// read and the period set.
+/// What a guest does in its PMI handler: it writes the counter, so the next overflow is at another distance.
+/// The count is read and the period set.
 #[test]
 fn a_clock_armed_anew_reads_once_and_sets_the_period_once() {
     let calls = steps::system_calls(

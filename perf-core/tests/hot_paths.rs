@@ -124,8 +124,8 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
     );
 }
 
-/// The same for events that sample and need no slot: with a fixed period, which a tick has nothing to do with, and by
-/// frequency, of which a tick looks at some.
+/// The same for events that sample and need no slot: with a fixed period, which a tick has nothing to do
+/// with, and by frequency, of which a tick looks at some.
 #[test]
 fn a_ticks_instructions_do_not_grow_with_the_number_of_software_events_that_sample() {
     for freq in [false, true] {

@@ -1,4 +1,5 @@
-//! The inventory in docs/reference/perf-core.md: every number is accounted for, and every test it names exists. Every test asserts.
+//! The inventory in docs/reference/perf-core.md: every number is accounted for, and every test it names
+//! exists. Every test asserts.
 
 #[path = "common/skip.rs"]
 mod skip;
@@ -19,7 +20,8 @@ fn names(dir: &Path, tests: &mut BTreeSet<(String, String)>, files: &mut BTreeSe
             let text = fs::read_to_string(&path).unwrap();
             let mut lines = text.lines().peekable();
             while let Some(line) = lines.next() {
-                // Only tests: what follows an attribute, or stands in a block of proptest, which takes attributes too.
+                // Only tests: what follows an attribute, or stands in a block of proptest, which takes
+                // attributes too.
                 if !line.trim().starts_with("#[test]") {
                     continue;
                 }
@@ -48,7 +50,8 @@ fn numbers(column: &str, all: &mut BTreeSet<(char, u32)>) {
     }
 }
 
-/// The functions of all files: in which, the name, whether it is a test, and the body. Rustfmt's layout tells where one ends.
+/// The functions of all files: in which, the name, whether it is a test, and the body. Rustfmt's layout tells
+/// where one ends.
 fn functions(dir: &Path, all: &mut Vec<(String, String, bool, String)>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();

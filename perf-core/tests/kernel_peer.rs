@@ -1,4 +1,5 @@
-//! The same calls on events of the host's kernel and on ours: the same errors, the same bytes, the same states and counts.
+//! The same calls on events of the host's kernel and on ours: the same errors, the same bytes, the same
+//! states and counts.
 #![allow(unsafe_code)]
 
 mod common;
@@ -102,8 +103,8 @@ fn ours() -> Option<Ours> {
 impl Ours {
     fn open(&self, attr: &Attr, group: Option<&Handle>) -> Result<Handle, i32> {
         let target = OpenTarget::Vcpu(VcpuId(0));
-        // The driver counts what happens to a thread at every level, and says so. Of the kernel that may not be asked by
-        // everybody.
+        // The driver counts what happens to a thread at every level, and says so. Of the kernel that may not
+        // be asked by everybody.
         let attr = Attr {
             exclude_kernel: false,
             ..attr.clone()
@@ -345,7 +346,8 @@ fn readings_are_laid_out_as_the_kernels() {
                     let words = bytes[..size].chunks(8);
                     words.map(|w| u64::from_ne_bytes(w.try_into().unwrap())).collect()
                 };
-                // Each word is nothing counted, a number of members, a time, or somebody's id: the same at the same place.
+                // Each word is nothing counted, a number of members, a time, or somebody's id: the same at
+                // the same place.
                 let what = |word: u64, id: &dyn Fn(u64) -> Option<usize>| match (id(word), word) {
                     (Some(at), _) => format!("id of {at}"),
                     (None, small @ 0..=3) => small.to_string(),
@@ -391,7 +393,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// The same history of a group of three: the same counts, and times that stand still or go on at the same steps.
+    /// The same history of a group of three: the same counts, and times that stand still or go on at the same
+    /// steps.
     #[test]
     fn a_group_lives_as_one_of_the_kernels(disabled: [bool; 3], pinned: bool, ops in prop::collection::vec(op(), 1..25)) {
         let Some(ours) = ours() else { return Ok(()) };

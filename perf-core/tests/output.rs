@@ -132,8 +132,8 @@ fn the_throttle_record_precedes_its_sample_and_alternates() {
     assert_eq!(kinds, [round, round].concat());
 }
 
-/// The overflow that ends an event by its limit may be the one that throttles it. The record says throttled, so it is:
-/// enabled anew in the same tick it waits for the next.
+/// The overflow that ends an event by its limit may be the one that throttles it. The record says throttled,
+/// so it is: enabled anew in the same tick it waits for the next.
 #[test]
 fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_tick() {
     let m = Machine::with(4, |c| {
@@ -361,8 +361,8 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     drop(a);
 }
 
-/// A limit of 8 pages and rings of 5: a second one is refused for as long as anybody has the first, whether a part of this
-/// process, a copy of the descriptor as a client gets it, or a mapping that outlives it.
+/// A limit of 8 pages and rings of 5: a second one is refused for as long as anybody has the first, whether a
+/// part of this process, a copy of the descriptor as a client gets it, or a mapping that outlives it.
 #[test]
 fn ring_memory_is_charged_until_nobody_has_it() {
     let m = Machine::with(4, |c| {

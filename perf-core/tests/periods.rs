@@ -1,5 +1,5 @@
-//! What a sample stands for: its period is what the event counted since the sample before it, whatever was changed
-//! meanwhile, so that the periods add up to the count.
+//! What a sample stands for: its period is what the event counted since the sample before it, whatever was
+//! changed meanwhile, so that the periods add up to the count.
 
 mod machine;
 
@@ -313,8 +313,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Whatever happens to an event, the periods of its samples add up to its count: by period or by frequency, a counter
-    /// or raised, throttled or not.
+    /// Whatever happens to an event, the periods of its samples add up to its count: by period or by
+    /// frequency, a counter or raised, throttled or not.
     #[test]
     fn the_periods_of_samples_add_up_to_the_count(
         period in 10u64..200,
@@ -349,7 +349,8 @@ proptest! {
             stood_for += periods(&ring).iter().sum::<u64>();
             prop_assert!(stood_for <= e.read().unwrap().value);
         }
-        // What passed is served, a throttle lifted, and a period that is followed by ticks without overflows short again.
+        // What passed is served, a throttle lifted, and a period that is followed by ticks without overflows
+        // short again.
         serve();
         for _ in 0..if freq { 400 } else { 1 } {
             m.core.tick();

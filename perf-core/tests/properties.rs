@@ -181,7 +181,8 @@ proptest! {
         }
     }
 
-    /// P15: a family's times are those of its live and its exited children, each of which is enabled while its vCPU is in.
+    /// P15: a family's times are those of its live and its exited children, each of which is enabled while
+    /// its vCPU is in.
     #[test]
     fn p15_times_are_those_of_all_children(ops in prop::collection::vec((0u8..7, 0u32..3, 1u64..100), 1..60)) {
         let m = Machine::new(1);
@@ -209,7 +210,8 @@ proptest! {
         }
     }
 
-    /// P16 and P17: a family has one child on each vCPU there is, never a child of a child; a hot-add that fails leaves none.
+    /// P16 and P17: a family has one child on each vCPU there is, never a child of a child; a hot-add that
+    /// fails leaves none.
     #[test]
     fn p16_p17_a_family_has_one_child_for_each_vcpu(ops in prop::collection::vec((0u8..5, 0u32..4), 1..60)) {
         let m = Machine::new(4);
@@ -241,7 +243,8 @@ proptest! {
         prop_assert_eq!(m.core.vm_stats().events, 0);
     }
 
-    /// P19: contexts are exchanged if and only if neither is pinned and both are clones, and then nothing is started.
+    /// P19: contexts are exchanged if and only if neither is pinned and both are clones, and then nothing is
+    /// started.
     #[test]
     fn p19_only_unpinned_clones_are_exchanged(ops in prop::collection::vec((0u8..12, 0usize..2), 1..40)) {
         let m = Machine::new(4);
@@ -274,7 +277,8 @@ proptest! {
         }
     }
 
-    /// P24: an event inside its own level is dropped, one of any other level is not, and afterwards all levels are free.
+    /// P24: an event inside its own level is dropped, one of any other level is not, and afterwards all
+    /// levels are free.
     #[test]
     fn p24_only_what_is_inside_its_own_level_is_dropped(nest in prop::collection::vec(0usize..4, 1..7)) {
         const LEVELS: [Level; 4] = [Level::Thread, Level::Deferred, Level::Signal, Level::Nmi];
@@ -325,8 +329,8 @@ proptest! {
         }
     }
 
-    /// P39: after a vCPU's EXIT record there is no sample of it in any ring, whatever was left to serve and whoever still
-    /// holds its context. READ records may follow.
+    /// P39: after a vCPU's EXIT record there is no sample of it in any ring, whatever was left to serve and
+    /// whoever still holds its context. READ records may follow.
     #[test]
     fn p39_no_sample_follows_an_exit(work in 0u64..30, served: bool, raised in 0u64..30, inherit_stat: bool) {
         let m = Machine::new(4);

@@ -1,5 +1,5 @@
-//! What happens on another thread while an event is opened or a vCPU goes: nothing is counted that has no record, and no
-//! record comes after the last.
+//! What happens on another thread while an event is opened or a vCPU goes: nothing is counted that has no
+//! record, and no record comes after the last.
 
 mod machine;
 
@@ -107,7 +107,8 @@ impl Clock for Interrupted {
     }
 }
 
-/// A vCPU that goes while an event of it is raised: the EXIT record is the last that a VM-wide ring says of it.
+/// A vCPU that goes while an event of it is raised: the EXIT record is the last that a VM-wide ring says of
+/// it.
 #[test]
 fn no_sample_of_a_vcpu_follows_its_exit() {
     let clock = Arc::new(Interrupted::default());

@@ -1,4 +1,5 @@
-//! Drivers that refuse what they took before: nothing is on in name only, and what may be on later is tried again.
+//! Drivers that refuse what they took before: nothing is on in name only, and what may be on later is tried
+//! again.
 
 mod machine;
 
@@ -34,7 +35,8 @@ fn refuse(m: &Machine, refuse: bool) {
     }
 }
 
-/// Switching an overflow off and on again is a stop and a start. A start may fail, and then the event does not count.
+/// Switching an overflow off and on again is a stop and a start. A start may fail, and then the event does
+/// not count.
 #[test]
 fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
     for (ty, lifting, pinned) in [

@@ -281,7 +281,8 @@ proptest! {
                 drop(outer);
             }
         }
-        // LOST records cannot be counted here, nobody reads them properly; but what they report is no longer pending.
+        // LOST records cannot be counted here, nobody reads them properly; but what they report is no longer
+        // pending.
         prop_assert!(written + ring.pending_lost() <= attempts);
         poke(&page, DATA_TAIL, peek(&page, DATA_HEAD));
         prop_assert!(write(&ring, 24, 1, 0).is_ok(), "a sound tail puts everything right");

@@ -1,5 +1,5 @@
-//! The reader over rings that the kernel writes, and its records written anew: the layout and the protocol really are the
-//! kernel's.
+//! The reader over rings that the kernel writes, and its records written anew: the layout and the protocol
+//! really are the kernel's.
 
 #![allow(unsafe_code)]
 
@@ -135,8 +135,8 @@ fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
     Some(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// Every record in the kernel's ring, by its type; each is decoded and written anew into a ring of ours, which must hold the
-/// same bytes then.
+/// Every record in the kernel's ring, by its type; each is decoded and written anew into a ring of ours,
+/// which must hold the same bytes then.
 fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u32, u32> {
     let ring = Arc::new(Ring::new(4, RingMode::Writable).unwrap());
     let mut ours = RingReader::of(Arc::clone(&ring));

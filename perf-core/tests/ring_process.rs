@@ -1,4 +1,5 @@
-//! The ring between processes: this test binary starts itself as the reader (or the vandal) on the other side.
+//! The ring between processes: this test binary starts itself as the reader (or the vandal) on the other
+//! side.
 #![allow(unsafe_code)]
 
 mod ring_common;

@@ -1,5 +1,5 @@
-//! Writers inside writers: a signal handler that writes to the ring its thread is writing to, itself interrupted by
-//! another that does the same.
+//! Writers inside writers: a signal handler that writes to the ring its thread is writing to, itself
+//! interrupted by another that does the same.
 #![allow(unsafe_code)]
 
 mod ring_common;
@@ -67,8 +67,9 @@ extern "C" fn overflow(signal: libc::c_int) {
 fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
     let ring = RING.get_or_init(|| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
     for signal in [libc::SIGUSR1, libc::SIGUSR2] {
-        // SAFETY: the handler does only what is allowed in one: atomics, copies, and system calls (none are due, because
-        // nothing wakes by count and writes below the watermark do not; and errno is not looked at here).
+        // SAFETY: the handler does only what is allowed in one: atomics, copies, and system calls (none are
+        // due, because nothing wakes by count and writes below the watermark do not; and errno is not looked
+        // at here).
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = overflow as *const () as usize;

@@ -13,7 +13,8 @@ use ring_common::{DATA_HEAD, DATA_TAIL, Numbered, Seen, check, foreign, peek, wa
 const WRITERS: u64 = 3;
 const EACH: u64 = if cfg!(debug_assertions) { 20_000 } else { 100_000 };
 
-/// Reads all there is and checks that each writer's records come in its order. Returns (records, reported losses).
+/// Reads all there is and checks that each writer's records come in its order. Returns (records, reported
+/// losses).
 fn drain(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
     let (mut records, mut lost) = (0, 0);
     while let Some(record) = reader.next_record().expect("the ring is sound") {

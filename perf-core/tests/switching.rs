@@ -8,8 +8,8 @@ use machine::*;
 use perf_core::*;
 use proptest::prelude::*;
 
-/// Two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count whatever the thread runs
-/// while they are on.
+/// Two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count whatever the thread
+/// runs while they are on.
 fn pair(m: &Machine) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
@@ -132,8 +132,8 @@ fn p19_pinned_and_uncloned_contexts_stay_where_they_are() {
 }
 
 proptest! {
-    /// P18: sums never change, and with inherit_stat neither do the vCPUs' own values, which the READ records at exit
-    /// tell.
+    /// P18: sums never change, and with inherit_stat neither do the vCPUs' own values, which the READ records
+    /// at exit tell.
     #[test]
     fn p18_exchanges_keep_sums_and_per_vcpu_values(steps in prop::collection::vec((any::<bool>(), 1u64..100), 1..30)) {
         use perf_core::record::{Format, Record};
@@ -146,7 +146,8 @@ proptest! {
         };
         let e = m.open(attr.clone(), OpenTarget::Vm, None);
         let ring = e.map(8, true).unwrap();
-        // Distinguishable by vCPU in records: threads have one number here, so the order of exits tells them apart.
+        // Distinguishable by vCPU in records: threads have one number here, so the order of exits tells them
+        // apart.
         let vcpus = pair(&m);
         vcpus[0].sched_in();
         let (mut at, mut work) = (0, [0u64; 2]);
@@ -175,7 +176,8 @@ proptest! {
     }
 }
 
-/// An estimate of what waits for turns is made of the slices of its vCPU, whichever context it was in for them.
+/// An estimate of what waits for turns is made of the slices of its vCPU, whichever context it was in for
+/// them.
 #[test]
 fn exchanges_keep_estimates() {
     let m = Machine::new(1);

@@ -1,5 +1,5 @@
-//! The machine: KVM, memory, boot, devices, vCPU threads and the virtual PMU's place among them, and the servers through which
-//! operators reach it.
+//! The machine: KVM, memory, boot, devices, vCPU threads and the virtual PMU's place among them, and the
+//! servers through which operators reach it.
 //!
 //! | module | story |
 //! |---|---|
@@ -13,11 +13,13 @@
 //! | [`metrics`] | counts for Prometheus |
 //! | [`turns`] | the perf core's timers, for the main loop |
 //!
-//! Start with [`vm::Vm::new`] and [`vcpu::Vcpu`]; docs/architecture.md walks from a WRMSR to `perf_event_open(2)`.
+//! Start with [`vm::Vm::new`] and [`vcpu::Vcpu`]; docs/architecture.md walks from a WRMSR to
+//! `perf_event_open(2)`.
 //!
-//! **Dependencies.** This is the only crate that depends on kvm-ioctls. Below it are `vpmu` (the guest's registers), `perf-core`
-//! (counting), `guest-profile` (walks of guest memory), `kernel-images` and `control-api` (what the control socket says). It knows
-//! nothing of the command line; `perfvisor`, the program, is made on top of it.
+//! **Dependencies.** This is the only crate that depends on kvm-ioctls. Below it are `vpmu` (the guest's
+//! registers), `perf-core` (counting), `guest-profile` (walks of guest memory), `kernel-images` and
+//! `control-api` (what the control socket says). It knows nothing of the command line; `perfvisor`, the
+//! program, is made on top of it.
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 

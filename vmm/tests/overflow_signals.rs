@@ -82,7 +82,8 @@ impl Looping {
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let began = Instant::now();
-                // A guest that never runs must not keep the test for ever: the signal ends KVM_RUN, and this fails below.
+                // A guest that never runs must not keep the test for ever: the signal ends KVM_RUN, and this
+                // fails below.
                 while turns() == before && began.elapsed() < Duration::from_secs(300) {
                     std::thread::sleep(Duration::from_millis(1));
                 }

@@ -1,7 +1,7 @@
 //! AMD: the four counters of the K7, the core extension's six, and performance monitoring version 2.
 //!
-//! Authority: AMD64 APM vol. 2 §13.2 "Performance Monitoring Counters", vol. 3 (CPUID, RDPMC), and the PPR of the
-//! family for the global registers. Reserved bits of these registers never fault: they are dropped.
+//! Authority: AMD64 APM vol. 2 §13.2 "Performance Monitoring Counters", vol. 3 (CPUID, RDPMC), and the PPR of
+//! the family for the global registers. Reserved bits of these registers never fault: they are dropped.
 
 use crate::events::{EventRequest, EventSelect};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
@@ -12,9 +12,11 @@ use crate::vendor::{Register, Registers, VendorOps, Written, general_request, se
 pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
 /// PerfCtrn (0xC0010004..=0xC0010007): always.
 pub const PERF_LEGACY_CTR0: u32 = 0xC001_0004;
-/// PERF_CTLn (0xC0010200 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as the K7's.
+/// PERF_CTLn (0xC0010200 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as
+/// the K7's.
 pub const PERF_CTL0: u32 = 0xC001_0200;
-/// PERF_CTRn (0xC0010201 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as the K7's.
+/// PERF_CTRn (0xC0010201 + 2n): CPUID.80000001H:ECX.PERFCTR_CORE. The first four are the same registers as
+/// the K7's.
 pub const PERF_CTR0: u32 = 0xC001_0201;
 /// PerfCntrGlobalStatus (0xC0000300): CPUID.80000022H:EAX\[0\]. Writes are ignored.
 pub const PERF_CNTR_GLOBAL_STATUS: u32 = 0xC000_0300;

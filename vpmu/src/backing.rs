@@ -1,10 +1,11 @@
 //! Counting events made of perf-core events: one for each counter.
 //!
-//! Which driver counts for a request is decided here ([`Sources::choose`]), from the request, the policy and what the
-//! host has. An event is opened when a counter is first enabled for a request, pinned and stopped, and kept: enabling,
-//! disabling and re-arming open nothing. Each time a counter is enabled the best way to count for it is tried first; where
-//! that one has no place the next counts meanwhile, if there is one. A counter also keeps the last few events it no longer counts, because guests
-//! that share their counters among more events than there are take turns between the same few.
+//! Which driver counts for a request is decided here ([`Sources::choose`]), from the request, the policy and
+//! what the host has. An event is opened when a counter is first enabled for a request, pinned and stopped,
+//! and kept: enabling, disabling and re-arming open nothing. Each time a counter is enabled the best way to
+//! count for it is tried first; where that one has no place the next counts meanwhile, if there is one. A
+//! counter also keeps the last few events it no longer counts, because guests that share their counters among
+//! more events than there are take turns between the same few.
 
 use perf_core::pmu::clock;
 use perf_core::pmu::{PmuError, VcpuId};
@@ -43,8 +44,8 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// What `policy` allows on a host whose PMU, if it has one, is `hardware`'s. `kvm_statistic` gives the `config` of
-    /// a vCPU's KVM statistic of that name, for the kvm driver.
+    /// What `policy` allows on a host whose PMU, if it has one, is `hardware`'s. `kvm_statistic` gives the
+    /// `config` of a vCPU's KVM statistic of that name, for the kvm driver.
     pub fn new(
         policy: BackingPolicy,
         hardware: Option<Vendor>,
@@ -96,7 +97,8 @@ impl Sources {
         let mut ways = [None, None];
         match request.event {
             GuestEvent::Paravirtual(event) => {
-                // What the host does to a vCPU has no privilege level and no cycles to compare with a threshold.
+                // What the host does to a vCPU has no privilege level and no cycles to compare with a
+                // threshold.
                 let source =
                     self.paravirtual[usize::from(event.umask().0) - 1].filter(|_| !request.is_modified());
                 ways[0] = source.map(|(ty, config)| {
@@ -161,8 +163,8 @@ impl Sources {
         ways.into_iter().flatten()
     }
 
-    /// The host's hardware event for a request: the generic one where there is one that means the same, else the guest's own
-    /// numbers on a host of the same vendor.
+    /// The host's hardware event for a request: the generic one where there is one that means the same, else
+    /// the guest's own numbers on a host of the same vendor.
     fn hardware_event(&self, request: &EventRequest) -> Option<(EventType, u64)> {
         let vendor = self.hardware?;
         if !request.is_modified()
@@ -354,7 +356,8 @@ impl PerfCoreEvents {
         }
     }
 
-    /// The counter whose overflow perf-core reports with `cookie`; `None` for an event that is not a counter's.
+    /// The counter whose overflow perf-core reports with `cookie`; `None` for an event that is not a
+    /// counter's.
     pub fn counter_of(cookie: u64) -> Option<CounterIndex> {
         CounterIndex::from_bit(u32::try_from(cookie).ok()?)
     }
@@ -381,15 +384,16 @@ impl PerfCoreEvents {
             .any(|open| open.request.event == GuestEvent::Paravirtual(event))
     }
 
-    /// An event failed while this thread enabled it: nobody need tell it. Others that may have failed at the same time are
-    /// looked for at the next entry.
+    /// An event failed while this thread enabled it: nobody need tell it. Others that may have failed at the
+    /// same time are looked for at the next entry.
     fn seen_here(&mut self) {
         if let Some(context) = &self.context {
             self.unseen |= context.see_errors();
         }
     }
 
-    /// The ways to count for `request`. The best one that can is opened, so that those that never can are known.
+    /// The ways to count for `request`. The best one that can is opened, so that those that never can are
+    /// known.
     fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> Open {
         let mut ways = [None, None];
         for (way, (backing, attr)) in ways.iter_mut().zip(self.sources.choose(request)) {
@@ -533,7 +537,8 @@ impl CounterEvents for PerfCoreEvents {
     }
 
     fn count(&mut self, counter: CounterIndex) -> u64 {
-        // An event that could not be opened yet has counted nothing, and handles are closed only with their slot.
+        // An event that could not be opened yet has counted nothing, and handles are closed only with their
+        // slot.
         self.slots[counter.slot()]
             .current
             .as_ref()
@@ -654,8 +659,8 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
     }
 
-    /// The bus cycles of a host of the same vendor run at that host's clock, which is not the TSC's; with anything else they are
-    /// the TSC's.
+    /// The bus cycles of a host of the same vendor run at that host's clock, which is not the TSC's; with
+    /// anything else they are the TSC's.
     #[test]
     fn bus_cycles_have_one_clock_for_all_their_time() {
         let bus = request(Vendor::Intel, 0x3C, 1);

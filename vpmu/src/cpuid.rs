@@ -38,8 +38,8 @@ const LEAF7_EDX_HYBRID_ARCH_LBR: u32 = 1 << 15 | 1 << 19;
 const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
 /// CPUID.80000001H:ECX: PERFCTR_CORE, six counters at 0xC0010200.
 const EXT1_ECX_PERFCTR_CORE: u32 = 1 << 23;
-/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge counters (24),
-/// performance timestamp (27) and last-level-cache counters (28).
+/// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge counters
+/// (24), performance timestamp (27) and last-level-cache counters (28).
 const EXT1_ECX_OTHER_PMU: u32 = 1 << 10 | 1 << 15 | 1 << 24 | 1 << 27 | 1 << 28;
 /// CPUID.80000008H:ECX: size of the performance timestamp.
 const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;
@@ -60,7 +60,8 @@ const EBX_EVENTS: [ArchEvent; 8] = [
 ];
 
 impl Backability {
-    /// What leaf 0AH says that can be counted: EBX has a one for an event that cannot, and EAX\[31:24\] their number.
+    /// What leaf 0AH says that can be counted: EBX has a one for an event that cannot, and EAX\[31:24\] their
+    /// number.
     pub fn of_leaf_a(leaf: CpuidRegs) -> Self {
         EBX_EVENTS
             .into_iter()
@@ -73,8 +74,8 @@ impl Backability {
 }
 
 impl Model {
-    /// Leaves (and subleaf 0 of each) the guest's CPUID table must contain for this model to be found. A VMM whose
-    /// host lacks one adds it with zeros and passes it through [`Model::adjust_cpuid`] like the others.
+    /// Leaves (and subleaf 0 of each) the guest's CPUID table must contain for this model to be found. A VMM
+    /// whose host lacks one adds it with zeros and passes it through [`Model::adjust_cpuid`] like the others.
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             Generation::Off(_) => &[],
@@ -84,10 +85,11 @@ impl Model {
         }
     }
 
-    /// Turns one entry of the host's CPUID into the guest's: our PMU in, every other performance facility out.
+    /// Turns one entry of the host's CPUID into the guest's: our PMU in, every other performance facility
+    /// out.
     ///
-    /// The vendor's name in leaf 0 is the VMM's to set, from [`Model::vendor`]. `backability` marks what will not
-    /// count, where the vendor's CPUID has a bit for that.
+    /// The vendor's name in leaf 0 is the VMM's to set, from [`Model::vendor`]. `backability` marks what will
+    /// not count, where the vendor's CPUID has a bit for that.
     pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: Backability) {
         let version = self.intel_version();
         match (leaf, subleaf) {
@@ -134,8 +136,8 @@ impl Model {
     }
 
     /// CPUID.0AH. EAX: version, counters, width, length of the event vector. EBX: 1 for an event that is not
-    /// available. ECX: bitmap of fixed counters (version 5). EDX: run of fixed counters, their width, AnyThread
-    /// deprecated (from version 2).
+    /// available. ECX: bitmap of fixed counters (version 5). EDX: run of fixed counters, their width,
+    /// AnyThread deprecated (from version 2).
     fn arch_perfmon_leaf(&self, backability: Backability) -> CpuidRegs {
         let version = u32::from(self.intel_version());
         if version == 0 {
@@ -178,8 +180,8 @@ pub struct HostPmu {
 }
 
 impl HostPmu {
-    /// The vendor whose manual the host follows. Anything that does not call itself AMD's or Hygon's is taken for
-    /// Intel's.
+    /// The vendor whose manual the host follows. Anything that does not call itself AMD's or Hygon's is taken
+    /// for Intel's.
     pub fn vendor(host: &mut CpuidReader<'_>) -> Vendor {
         let leaf = host(0, 0);
         let mut name = [0; 12];

@@ -47,8 +47,8 @@ pub enum ArchEvent {
     Stores,
     /// Issue slots for the top-down method.
     TopdownSlots,
-    /// Cycles at a constant frequency while not halted, of a clock that each processor chooses: the core crystal's, the bus's or
-    /// the TSC's.
+    /// Cycles at a constant frequency while not halted, of a clock that each processor chooses: the core
+    /// crystal's, the bus's or the TSC's.
     BusCycles,
 }
 
@@ -89,8 +89,8 @@ impl ArchEvent {
 
     /// Whether a PMU of another vendor that has an event of this name counts the same.
     ///
-    /// The last level cache of one vendor's events is the second level of the other's, and the clock of the bus cycles is each
-    /// processor's own.
+    /// The last level cache of one vendor's events is the second level of the other's, and the clock of the
+    /// bus cycles is each processor's own.
     pub const fn means_the_same_everywhere(self) -> bool {
         !matches!(self, Self::CacheReferences | Self::CacheMisses | Self::BusCycles)
     }
@@ -288,8 +288,8 @@ pub struct EventRequest {
 }
 
 impl EventRequest {
-    /// The request of a general-purpose counter whose selector is `config`, as `perf_event_attr.config` of a raw
-    /// event has it, at every privilege level: the reverse of [`EventRequest::raw_config`].
+    /// The request of a general-purpose counter whose selector is `config`, as `perf_event_attr.config` of a
+    /// raw event has it, at every privilege level: the reverse of [`EventRequest::raw_config`].
     pub fn from_raw_config(vendor: Vendor, config: u64) -> Self {
         let select = match vendor {
             Vendor::Intel => config & 0xFF,
@@ -310,8 +310,8 @@ impl EventRequest {
         }
     }
 
-    /// The selector as `perf_event_attr.config` of a raw event has it on a host of the same vendor; `None` for a
-    /// fixed counter.
+    /// The selector as `perf_event_attr.config` of a raw event has it on a host of the same vendor; `None`
+    /// for a fixed counter.
     pub const fn raw_config(&self) -> Option<u64> {
         let Selection::General(select, umask) = self.selection else {
             return None;
@@ -330,8 +330,8 @@ impl EventRequest {
         )
     }
 
-    /// Whether the request changes *how* its event is counted: an edge, an inversion, a threshold, or by transactions. Only
-    /// hardware can do that, cycle by cycle.
+    /// Whether the request changes *how* its event is counted: an edge, an inversion, a threshold, or by
+    /// transactions. Only hardware can do that, cycle by cycle.
     pub const fn is_modified(&self) -> bool {
         self.edge || self.invert || self.cmask > 0 || self.in_transaction || self.checkpointed
     }
@@ -379,8 +379,8 @@ pub const fn decode_fixed(n: u32) -> GuestEvent {
     }
 }
 
-/// Which architectural events the chosen backing can count on this host. The VMM finds it out; the guest's CPUID
-/// says it.
+/// Which architectural events the chosen backing can count on this host. The VMM finds it out; the guest's
+/// CPUID says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backability(u16);
 

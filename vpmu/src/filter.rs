@@ -1,8 +1,9 @@
 //! Which events a guest may count.
 //!
-//! The rules are a list of event selects and unit masks that are allowed (all others denied) or denied (all others
-//! allowed), with masked entries and exceptions, and a bitmap that alone decides for the fixed counters. A denied
-//! event does not fault: its counter stays where it is. `docs/reference/event-filter.md` has the file format.
+//! The rules are a list of event selects and unit masks that are allowed (all others denied) or denied (all
+//! others allowed), with masked entries and exceptions, and a bitmap that alone decides for the fixed
+//! counters. A denied event does not fault: its counter stays where it is. `docs/reference/event-filter.md`
+//! has the file format.
 
 use std::path::{Path, PathBuf};
 
@@ -26,8 +27,8 @@ pub enum Action {
     Deny,
 }
 
-/// One entry as it is written. The unit mask is given either exactly (`umask`) or by `umask-mask` and `umask-match`; with
-/// neither, every unit mask of the event select is meant.
+/// One entry as it is written. The unit mask is given either exactly (`umask`) or by `umask-mask` and
+/// `umask-match`; with neither, every unit mask of the event select is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct EntrySpec {
@@ -214,7 +215,8 @@ impl EventFilter {
             source,
         };
         let mut text = String::new();
-        // One byte more than is allowed tells a file that is too large, even one whose size is not known beforehand.
+        // One byte more than is allowed tells a file that is too large, even one whose size is not known
+        // beforehand.
         std::fs::File::open(path)
             .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
             .map_err(read_error)?;
@@ -332,7 +334,8 @@ mod tests {
 
     #[test]
     fn the_bitmap_alone_decides_for_fixed_counters() {
-        // Instructions are allowed on general-purpose counters, but not on fixed counter 0, which counts the same.
+        // Instructions are allowed on general-purpose counters, but not on fixed counter 0, which counts the
+        // same.
         let filter = EventFilter::from_toml(
             "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0xC0, umask = 0 }]",
         )

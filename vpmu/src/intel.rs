@@ -1,7 +1,7 @@
 //! Intel: architectural performance monitoring, versions 1 to 5.
 //!
-//! Authority: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural Performance Monitoring"
-//! (one subsection per version), and vol. 4 for the addresses.
+//! Authority: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural Performance
+//! Monitoring" (one subsection per version), and vol. 4 for the addresses.
 
 use crate::events::{EventRequest, EventSelect, Selection, decode_fixed};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
@@ -24,7 +24,8 @@ pub const IA32_FIXED_CTR_CTRL: u32 = 0x38D;
 pub const IA32_PERF_GLOBAL_STATUS: u32 = 0x38E;
 /// IA32_PERF_GLOBAL_CTRL (0x38F): CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_PERF_GLOBAL_CTRL: u32 = 0x38F;
-/// IA32_PERF_GLOBAL_OVF_CTRL, from version 4 called IA32_PERF_GLOBAL_STATUS_RESET (0x390): CPUID.0AH:EAX\[7:0\] > 1.
+/// IA32_PERF_GLOBAL_OVF_CTRL, from version 4 called IA32_PERF_GLOBAL_STATUS_RESET (0x390):
+/// CPUID.0AH:EAX\[7:0\] > 1.
 pub const IA32_PERF_GLOBAL_STATUS_RESET: u32 = 0x390;
 /// IA32_PERF_GLOBAL_STATUS_SET (0x391): CPUID.0AH:EAX\[7:0\] > 3.
 pub const IA32_PERF_GLOBAL_STATUS_SET: u32 = 0x391;
@@ -36,13 +37,14 @@ pub const IA32_A_PMC0: u32 = 0x4C1;
 /// IA32_PERF_CAPABILITIES.FW_WRITE: the registers at 0x4C1 exist. LBR and PEBS formats are 0: neither exists.
 const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
 
-/// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\] declares deprecated.
-/// Pin control (19) is taken and does nothing, as on processors without the pins.
+/// Bits of IA32_PERFEVTSELn whose writing faults: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\]
+/// declares deprecated. Pin control (19) is taken and does nothing, as on processors without the pins.
 const SELECTOR_RESERVED: u64 = 0xFFFF_FFFF_0000_0000 | 1 << 21;
-/// IA32_PERFEVTSELn.IN_TX: count in transactions only. CPUID.(07H,0):EBX.RTM or HLE. SDM vol. 3, "Intel TSX and
-/// Performance Monitoring".
+/// IA32_PERFEVTSELn.IN_TX: count in transactions only. CPUID.(07H,0):EBX.RTM or HLE. SDM vol. 3, "Intel TSX
+/// and Performance Monitoring".
 const SELECTOR_IN_TX: u64 = 1 << 32;
-/// IA32_PERFEVTSEL2.IN_TXCP: leave out what aborted transactions did. The same bits of CPUID; in this selector only.
+/// IA32_PERFEVTSEL2.IN_TXCP: leave out what aborted transactions did. The same bits of CPUID; in this
+/// selector only.
 const SELECTOR_IN_TXCP: u64 = 1 << 33;
 /// The counter that has IN_TXCP.
 const IN_TXCP_COUNTER: u32 = 2;
@@ -62,11 +64,14 @@ const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
 pub const STATUS_CTR_FRZ: u64 = 1 << 59;
 /// IA32_PERF_GLOBAL_STATUS.LBR_FRZ (version 4): never set by us, we have no branch records.
 const STATUS_LBR_FRZ: u64 = 1 << 58;
-/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include work for an enclave; only software can set it here.
+/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include work for an enclave; only software can set it
+/// here.
 const STATUS_ASCI: u64 = 1 << 60;
-/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed; only software can set it here (version 4).
+/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed; only software can set it
+/// here (version 4).
 const STATUS_OVF_UNCORE: u64 = 1 << 61;
-/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store's buffer overflowed; only software can set it here (version 4).
+/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store's buffer overflowed; only software can set it here
+/// (version 4).
 const STATUS_OVF_BUF: u64 = 1 << 62;
 /// IA32_PERF_GLOBAL_STATUS.CondChgd: never set, not by software either.
 const STATUS_COND_CHGD: u64 = 1 << 63;
@@ -76,8 +81,8 @@ const INUSE_PMI: u64 = 1 << 63;
 
 /// IA32_DEBUGCTL.FREEZE_PERFMON_ON_PMI.
 pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
-/// The bits of IA32_DEBUGCTL that are the PMU's. A VMM gives the others to the processor, as far as it has them: no branch
-/// records, no branch trace, no freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0).
+/// The bits of IA32_DEBUGCTL that are the PMU's. A VMM gives the others to the processor, as far as it has
+/// them: no branch records, no branch trace, no freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0).
 pub const DEBUGCTL_PMU: u64 = DEBUGCTL_FREEZE_ON_PMI;
 
 /// RDPMC: ECX\[30\] selects the fixed counters.
@@ -144,8 +149,8 @@ fn fixed_control_mask(model: &Model) -> u64 {
         .fold(0, |mask, n| mask | FIXED_WRITABLE << (n * FIXED_FIELD_BITS))
 }
 
-/// Bits of the status, beside the counters', that IA32_PERF_GLOBAL_STATUS_RESET takes. SDM vol. 4, 390H; Trace_ToPA_PMI
-/// (55) exists with processor trace only, which no model has.
+/// Bits of the status, beside the counters', that IA32_PERF_GLOBAL_STATUS_RESET takes. SDM vol. 4, 390H;
+/// Trace_ToPA_PMI (55) exists with processor trace only, which no model has.
 fn clearable_status(version: u8) -> u64 {
     let mut bits = STATUS_OVF_BUF | STATUS_COND_CHGD;
     if version >= 3 {
@@ -212,8 +217,8 @@ impl VendorOps for Intel {
         }
     }
 
-    /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter, ECX\[30\] the type, ECX\[31\] the fast mode, which no processor with
-    /// architectural performance monitoring has.
+    /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter, ECX\[30\] the type, ECX\[31\] the fast mode, which no
+    /// processor with architectural performance monitoring has.
     fn rdpmc(&self, model: &Model, index: RdpmcIndex) -> Option<CounterIndex> {
         let counter = if index.0 & RDPMC_FIXED != 0 {
             CounterIndex::fixed(index.0 & !RDPMC_FIXED)
@@ -241,8 +246,8 @@ impl VendorOps for Intel {
         }
     }
 
-    /// SDM vol. 3, table "IA-32 and Intel 64 Processor States Following Power-up, Reset, or INIT": everything 0, but
-    /// IA32_PERF_GLOBAL_CTRL has a one for each general-purpose counter.
+    /// SDM vol. 3, table "IA-32 and Intel 64 Processor States Following Power-up, Reset, or INIT": everything
+    /// 0, but IA32_PERF_GLOBAL_CTRL has a one for each general-purpose counter.
     fn at_reset(&self, model: &Model) -> Registers {
         let global_control = if model.intel_version() >= 2 {
             (1 << model.general()) - 1
@@ -314,8 +319,8 @@ impl VendorOps for Intel {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// SDM vol. 3, "Freeze_PerfMon_On_PMI": versions 2 and 3 clear IA32_PERF_GLOBAL_CTRL, from version 4 the PMI sets
-    /// CTR_FRZ and leaves the control register alone.
+    /// SDM vol. 3, "Freeze_PerfMon_On_PMI": versions 2 and 3 clear IA32_PERF_GLOBAL_CTRL, from version 4 the
+    /// PMI sets CTR_FRZ and leaves the control register alone.
     fn freeze(&self, model: &Model, registers: &mut Registers) -> bool {
         if registers.debug_control & DEBUGCTL_FREEZE_ON_PMI == 0 {
             return false;
@@ -328,8 +333,8 @@ impl VendorOps for Intel {
         true
     }
 
-    /// SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR": a general-purpose counter is in use when its event select is not 0, a
-    /// fixed counter when its enable field is not 0, the PMI when any control would interrupt.
+    /// SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR": a general-purpose counter is in use when its event select is
+    /// not 0, a fixed counter when its enable field is not 0, the PMI when any control would interrupt.
     fn in_use(&self, model: &Model, registers: &Registers) -> u64 {
         crate::index::counters_in(model.counters_mask()).fold(0, |bits, counter| {
             let programmed = match counter.fixed_number() {
@@ -349,7 +354,8 @@ impl VendorOps for Intel {
         model.intel_version() >= 2
     }
 
-    /// SDM vol. 3, "Local Vector Table": the performance counter entry is masked when its interrupt is delivered.
+    /// SDM vol. 3, "Local Vector Table": the performance counter entry is masked when its interrupt is
+    /// delivered.
     fn delivery_masks_lvtpc(&self) -> bool {
         true
     }

@@ -1,7 +1,8 @@
-//! A limit on the rate of PMIs, so that a guest which asks for one after every count cannot occupy its vCPU thread.
+//! A limit on the rate of PMIs, so that a guest which asks for one after every count cannot occupy its vCPU
+//! thread.
 
-/// PMIs per second when the user does not say: more than any guest's own limit (Linux samples at most 100,000 times a
-/// second by default and reduces that itself), less than what an exit costs allows.
+/// PMIs per second when the user does not say: more than any guest's own limit (Linux samples at most 100,000
+/// times a second by default and reduces that itself), less than what an exit costs allows.
 pub const DEFAULT_PMI_LIMIT: u32 = 50_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
@@ -18,7 +19,8 @@ pub(crate) struct RateLimit {
 }
 
 impl RateLimit {
-    /// At most `per_second` events in the long run (0 counts as 1), and a hundredth of that, at least 16, at once.
+    /// At most `per_second` events in the long run (0 counts as 1), and a hundredth of that, at least 16, at
+    /// once.
     pub(crate) fn new(per_second: u32) -> Self {
         let interval_ns = NS_PER_S / u64::from(per_second.max(1));
         let burst = u64::from(per_second / 100).max(16);

@@ -1,10 +1,11 @@
-//! Counters that the guest has enabled and that are not counted: since when, when it is tried again, and how long it was
-//! in all.
+//! Counters that the guest has enabled and that are not counted: since when, when it is tried again, and how
+//! long it was in all.
 //!
-//! A counter is *uncounted* while the guest has it enabled and nothing counts for it: the host has no counter free, took one
-//! away or refuses, the event filter forbids it, or there is nobody on this host who could count such an event. What may
-//! pass is tried again, at first after [`FIRST_WAIT_NS`], then after twice as long each time. A guest that programs the counter anew, or
-//! stops and starts it, makes that wait short again, but no refusal is followed by another try before [`FIRST_WAIT_NS`] have passed.
+//! A counter is *uncounted* while the guest has it enabled and nothing counts for it: the host has no counter
+//! free, took one away or refuses, the event filter forbids it, or there is nobody on this host who could
+//! count such an event. What may pass is tried again, at first after [`FIRST_WAIT_NS`], then after twice as
+//! long each time. A guest that programs the counter anew, or stops and starts it, makes that wait short
+//! again, but no refusal is followed by another try before [`FIRST_WAIT_NS`] have passed.
 
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::source::Lack;
@@ -26,7 +27,8 @@ struct Entry {
     /// When it is tried again, and how long it was waited for that.
     next_ns: u64,
     wait_ns: u64,
-    /// When the host last had no place for this counter, whatever it was programmed for; `None` since it counts.
+    /// When the host last had no place for this counter, whatever it was programmed for; `None` since it
+    /// counts.
     refused_ns: Option<u64>,
     /// It was said, or would have been but for too many such lines.
     told: bool,
@@ -170,8 +172,8 @@ impl Lost {
         self.entries[counter.slot()].refused_ns = None;
     }
 
-    /// Whether the host refused the counter just now, so that it is not tried before some time has passed. It is uncounted until
-    /// then. The clock is looked at only after a refusal.
+    /// Whether the host refused the counter just now, so that it is not tried before some time has passed. It
+    /// is uncounted until then. The clock is looked at only after a refusal.
     pub fn is_too_soon(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
         let Some(refused_ns) = self.entries[counter.slot()].refused_ns else {
             return false;
@@ -231,7 +233,8 @@ impl Lost {
         };
     }
 
-    /// Warns, once for each time and at most once a second, that a counter is not counted, or by somebody else.
+    /// Warns, once for each time and at most once a second, that a counter is not counted, or by somebody
+    /// else.
     pub fn warn(
         &mut self,
         counter: CounterIndex,

@@ -150,7 +150,8 @@ impl FromStr for CounterNumbers {
     }
 }
 
-/// At most forty characters of a user's text, with control characters made visible, for a message of one line.
+/// At most forty characters of a user's text, with control characters made visible, for a message of one
+/// line.
 pub(crate) fn printable(text: &str) -> String {
     let mut shown: String = text.chars().take(40).flat_map(char::escape_debug).collect();
     if text.chars().nth(40).is_some() {
@@ -299,7 +300,8 @@ impl Model {
                 "none",
                 "choose a model by name, for example --pmu intel",
             ),
-            // Linux takes a processor with one counter for one that has no PMU (its X86_FEATURE_ARCH_PERFMON).
+            // Linux takes a processor with one counter for one that has no PMU (its
+            // X86_FEATURE_ARCH_PERFMON).
             Generation::Intel(_) => (
                 (2..=8).contains(&general),
                 "2 to 8",
@@ -310,8 +312,8 @@ impl Model {
                 "4",
                 "choose --pmu amd for 6, or --pmu amd-v2 for 4 to 15",
             ),
-            // CPUID enumerates the core extension as one bit that stands for six counters. Four of them without
-            // the bit are what K7 has; five cannot be told to a guest.
+            // CPUID enumerates the core extension as one bit that stands for six counters. Four of them
+            // without the bit are what K7 has; five cannot be told to a guest.
             Generation::AmdCore => (
                 general == 4 || general == 6,
                 "4 (without the core extension) or 6",
@@ -453,11 +455,11 @@ impl Model {
         }
     }
 
-    /// The nearest model with fewer counters for which `holds` says yes: this one, or one with fewer general counters, or with
-    /// fewer fixed ones too. The smallest there is if `holds` says no to all.
+    /// The nearest model with fewer counters for which `holds` says yes: this one, or one with fewer general
+    /// counters, or with fewer fixed ones too. The smallest there is if `holds` says no to all.
     ///
-    /// General counters go first, down to two, which is the least that every guest's driver takes: a fixed counter may be the only
-    /// one for its event. AMD's models have four at least.
+    /// General counters go first, down to two, which is the least that every guest's driver takes: a fixed
+    /// counter may be the only one for its event. AMD's models have four at least.
     #[must_use]
     pub fn lowered(self, mut holds: impl FnMut(&Self) -> bool) -> Self {
         let mut model = self;
@@ -506,7 +508,8 @@ impl Model {
         })
     }
 
-    /// The registers that together are the state of such a PMU: selectors, controls and status, then counters.
+    /// The registers that together are the state of such a PMU: selectors, controls and status, then
+    /// counters.
     pub fn state_msrs(&self) -> Vec<MsrAddress> {
         let general = |of: &dyn Fn(u32) -> [u32; 2]| -> Vec<u32> {
             let pairs: Vec<_> = (0..u32::from(self.general)).map(of).collect();
@@ -539,8 +542,8 @@ impl Model {
         globals.into_iter().chain(general).map(MsrAddress).collect()
     }
 
-    /// The same model on a processor that shows the guest transactions (CPUID.(07H,0):EBX.RTM or HLE). Nothing changes on AMD
-    /// models, and with the PMU off.
+    /// The same model on a processor that shows the guest transactions (CPUID.(07H,0):EBX.RTM or HLE).
+    /// Nothing changes on AMD models, and with the PMU off.
     #[must_use]
     pub const fn with_transactions(self) -> Self {
         Self {
@@ -554,8 +557,9 @@ impl Model {
         self.transactions
     }
 
-    /// The same model without the fixed counters whose event `backability` lacks and for which CPUID has no other way to say so.
-    /// That is fixed counter 3, top-down slots: Linux uses the first three whatever CPUID.0AH:EBX says of their events.
+    /// The same model without the fixed counters whose event `backability` lacks and for which CPUID has no
+    /// other way to say so. That is fixed counter 3, top-down slots: Linux uses the first three whatever
+    /// CPUID.0AH:EBX says of their events.
     #[must_use]
     pub const fn without_uncountable_slots(self, backability: Backability) -> Self {
         let slots = if backability.has(ArchEvent::TopdownSlots) {

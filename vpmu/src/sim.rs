@@ -28,7 +28,8 @@ pub struct SimEvents {
     now: u64,
     /// Somebody has not looked yet.
     unseen: bool,
-    /// How many more hardware events there are places for; events that lost theirs are those of the highest counters.
+    /// How many more hardware events there are places for; events that lost theirs are those of the highest
+    /// counters.
     places: Option<usize>,
     /// What is said to those without a place.
     pub lack: Lack,
@@ -61,8 +62,8 @@ impl Default for SimEvents {
 }
 
 impl SimEvents {
-    /// Lets the guest run for at most `ticks`, up to and including the first tick at which an armed overflow comes.
-    /// Returns how many ticks passed.
+    /// Lets the guest run for at most `ticks`, up to and including the first tick at which an armed overflow
+    /// comes. Returns how many ticks passed.
     pub fn run(&mut self, ticks: u64) -> u64 {
         let passed = counters_in(self.running)
             .filter_map(|counter| self.events[counter.slot()].armed)

@@ -36,17 +36,18 @@ pub struct CounterTimes {
 
 /// One vCPU's counting events, one for each counter.
 ///
-/// Every call comes from the vCPU's own thread while the vCPU is out of guest mode. An event that is stopped costs
-/// its owner nothing and is kept until another request takes its place, so that a guest which disables and enables a
-/// counter opens nothing.
+/// Every call comes from the vCPU's own thread while the vCPU is out of guest mode. An event that is stopped
+/// costs its owner nothing and is kept until another request takes its place, so that a guest which disables
+/// and enables a counter opens nothing.
 pub trait CounterEvents {
-    /// Makes `request` the event of `counter`, stopped; `None` releases what the counter holds. Returns who will count
-    /// it, or will when it is enabled; [`Backing::None`] when nobody ever can.
+    /// Makes `request` the event of `counter`, stopped; `None` releases what the counter holds. Returns who
+    /// will count it, or will when it is enabled; [`Backing::None`] when nobody ever can.
     fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing;
 
-    /// Starts counting. `overflow_in` asks for a notification, through [`crate::Vpmu::overflowed`], after that many
-    /// further counts; `None`: nobody waits for the overflow. Each call begins with the best backing there is for the event.
-    /// When another backing than before counts now, the counter's count is that one's own.
+    /// Starts counting. `overflow_in` asks for a notification, through [`crate::Vpmu::overflowed`], after
+    /// that many further counts; `None`: nobody waits for the overflow. Each call begins with the best
+    /// backing there is for the event. When another backing than before counts now, the counter's count is
+    /// that one's own.
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled;
 
     /// Stops counting; the count is kept.
@@ -55,11 +56,12 @@ pub trait CounterEvents {
     /// Counts collected by the counter's present event. Never decreases while the event is the same.
     fn count(&mut self, counter: CounterIndex) -> u64;
 
-    /// Asks a running event for a notification after `overflow_in` further counts from now, instead of what was asked
-    /// before.
+    /// Asks a running event for a notification after `overflow_in` further counts from now, instead of what
+    /// was asked before.
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64);
 
-    /// Whether an event may have lost its place since the last call. Asked at every entry: it must cost next to nothing.
+    /// Whether an event may have lost its place since the last call. Asked at every entry: it must cost next
+    /// to nothing.
     fn may_have_lost(&mut self) -> bool;
 
     /// Since when and why the counter's event, which was enabled, no longer counts; `None` while it does.

@@ -1,10 +1,10 @@
 //! A PMU's state as bytes, to be restored in another process or on another host.
 //!
-//! Layout, all numbers little-endian: the magic `PVPM`; a vendor byte (1 Intel, 2 AMD); the version of that vendor's
-//! layout (u16); the length of the body (u32); the body; CRC-32 of everything before it (u32). The body begins with the
-//! model, then the registers, then the counters with their numbers in front, so that a later version may have more.
-//! Which event counted for a counter is not part of the state: the registers say what to count, and the other host
-//! chooses who does.
+//! Layout, all numbers little-endian: the magic `PVPM`; a vendor byte (1 Intel, 2 AMD); the version of that
+//! vendor's layout (u16); the length of the body (u32); the body; CRC-32 of everything before it (u32). The
+//! body begins with the model, then the registers, then the counters with their numbers in front, so that a
+//! later version may have more. Which event counted for a counter is not part of the state: the registers say
+//! what to count, and the other host chooses who does.
 
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::{CounterNumbers, Generation, Model, Vendor};
@@ -108,7 +108,8 @@ impl Vpmu {
     /// Takes over a saved state. Counters continue at the next [`Vpmu::reconcile`].
     ///
     /// # Errors
-    /// [`StateError`] when the bytes are not the state of a PMU of this model; the PMU is then left as it was.
+    /// [`StateError`] when the bytes are not the state of a PMU of this model; the PMU is then left as it
+    /// was.
     pub fn restore(&mut self, bytes: &[u8], events: &mut dyn CounterEvents) -> Result<(), StateError> {
         let body = check_frame(bytes)?;
         let mut reader = Reader { rest: body };
@@ -265,8 +266,8 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
     }
 }
 
-/// Generation (Intel's with and without transactions are two), its version, general-purpose counters, fixed bitmap, width: one
-/// byte each.
+/// Generation (Intel's with and without transactions are two), its version, general-purpose counters, fixed
+/// bitmap, width: one byte each.
 fn write_model(body: &mut Vec<u8>, model: &Model) {
     let (kind, version) = match model.generation() {
         Generation::Off(vendor) => (0, vendor_byte(vendor)),
@@ -354,7 +355,8 @@ impl Reader<'_> {
     }
 }
 
-/// Makes the checksum of a saved state right, whatever the bytes are. For fuzzing, which could not get past it.
+/// Makes the checksum of a saved state right, whatever the bytes are. For fuzzing, which could not get past
+/// it.
 #[doc(hidden)]
 pub fn fix_checksum(bytes: &mut [u8]) {
     if let Some(end) = bytes.len().checked_sub(CRC_BYTES) {

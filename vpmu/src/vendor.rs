@@ -1,7 +1,7 @@
 //! The line between what both vendors share and what each defines.
 //!
-//! [`crate::Vpmu`] knows registers by their role ([`Register`]) and holds their values ([`Registers`]). A [`VendorOps`]
-//! says at which address a role is, which bits of a write are taken, and when a counter counts.
+//! [`crate::Vpmu`] knows registers by their role ([`Register`]) and holds their values ([`Registers`]). A
+//! [`VendorOps`] says at which address a role is, which bits of a write are taken, and when a counter counts.
 
 use crate::events::{EventRequest, EventSelect, Selection, UnitMask, decode};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
@@ -85,7 +85,8 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Which counters the global registers let count, as a mask of counters.
     fn globally_enabled(&self, registers: &Registers) -> u64;
 
-    /// What the counter's control asks to be counted; `None` when it can count nothing, at no privilege level.
+    /// What the counter's control asks to be counted; `None` when it can count nothing, at no privilege
+    /// level.
     fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest>;
 
     /// Changes the registers as a request for a PMI does. Returns whether counters were stopped by it.

@@ -1,10 +1,11 @@
 //! The PMU of one vCPU: its registers, its counters, its pending PMI.
 //!
-//! A guest's write changes registers and marks the counters it concerns; [`Vpmu::reconcile`] turns the marks into
-//! calls to the counting events just before the guest runs again. A counter's value is kept as a pair: the value it had
-//! when its event's count was `base`. While it runs, its value is that plus what the event counted since. Bringing the
-//! pair up to date is called *folding*, and is where overflows are found: by arithmetic, so that each is accounted
-//! exactly once no matter whether a read, a write or the host's notification comes first.
+//! A guest's write changes registers and marks the counters it concerns; [`Vpmu::reconcile`] turns the marks
+//! into calls to the counting events just before the guest runs again. A counter's value is kept as a pair:
+//! the value it had when its event's count was `base`. While it runs, its value is that plus what the event
+//! counted since. Bringing the pair up to date is called *folding*, and is where overflows are found: by
+//! arithmetic, so that each is accounted exactly once no matter whether a read, a write or the host's
+//! notification comes first.
 
 use std::sync::Arc;
 
@@ -79,8 +80,8 @@ pub struct CounterView {
     pub backing: Option<Backing>,
     /// The value the guest would read.
     pub value: u64,
-    /// What the present event has counted since the counter was programmed for it, whatever the guest wrote into the
-    /// counter meanwhile. Never decreases while the event is the same.
+    /// What the present event has counted since the counter was programmed for it, whatever the guest wrote
+    /// into the counter meanwhile. Never decreases while the event is the same.
     pub counted: u64,
     /// How long the present event was enabled and counted.
     pub times: CounterTimes,
@@ -96,8 +97,9 @@ pub struct CounterView {
     pub pmi_requests: u64,
 }
 
-/// An instruction of [`Vpmu::retired_outside`] puts off a PMI by one instruction. Up to this part of the way to the overflow that is
-/// let be, because arming the host's event anew costs system calls: within the skid that PMIs have anyway.
+/// An instruction of [`Vpmu::retired_outside`] puts off a PMI by one instruction. Up to this part of the way
+/// to the overflow that is let be, because arming the host's event anew costs system calls: within the skid
+/// that PMIs have anyway.
 const LATE_PART: u64 = 256;
 
 /// A counter's value and its event.
@@ -135,8 +137,8 @@ impl Counter {
     }
 }
 
-/// Whether this event, counted by this backing, counts instructions but not those that a hypervisor completes for the guest. The
-/// single-stepper decodes these too.
+/// Whether this event, counted by this backing, counts instructions but not those that a hypervisor completes
+/// for the guest. The single-stepper decodes these too.
 fn misses_exits((request, backing): (EventRequest, Backing)) -> bool {
     backing == Backing::Hardware
         && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
@@ -164,14 +166,16 @@ pub struct Vpmu {
     pub(crate) pmi_due: bool,
     /// Counters that asked for the due PMI and have not been served since.
     pub(crate) pmi_sources: u64,
-    /// The due PMI could not be delivered when it was to be: from now on it is only kept while it has a source.
+    /// The due PMI could not be delivered when it was to be: from now on it is only kept while it has a
+    /// source.
     pmi_waits: bool,
     /// The due PMI was already counted as throttled.
     pmi_held: bool,
     pmi_limit: RateLimit,
     pmi_counts: PmiCounts,
     throttle_logged_ns: Option<u64>,
-    /// Events whose lack of a backing was logged: bit n for architectural event n, the top bit for all others.
+    /// Events whose lack of a backing was logged: bit n for architectural event n, the top bit for all
+    /// others.
     warned: u32,
 }
 
@@ -206,7 +210,8 @@ impl Vpmu {
         &self.model
     }
 
-    /// Replaces the event filter. Counters that are already programmed follow at the next [`Self::reconcile`].
+    /// Replaces the event filter. Counters that are already programmed follow at the next
+    /// [`Self::reconcile`].
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.filter = filter;
         self.dirty |= self.model.counters_mask();
@@ -227,7 +232,8 @@ impl Vpmu {
             Register::Counter(counter) | Register::FullWidthCounter(counter) => self.value(counter, events),
             Register::FixedControl => self.registers.fixed_control,
             Register::GlobalStatus => {
-                // A counter whose overflow has not been notified yet must not be seen past it with its bit clear.
+                // A counter whose overflow has not been notified yet must not be seen past it with its bit
+                // clear.
                 self.fold_all(events);
                 self.registers.global_status
             }
@@ -283,8 +289,8 @@ impl Vpmu {
                 self.changed(changed);
             }
             Register::GlobalControl => {
-                // With freeze-on-PMI an overflow that was not notified yet has stopped the counters before this
-                // write; without it the order does not show.
+                // With freeze-on-PMI an overflow that was not notified yet has stopped the counters before
+                // this write; without it the order does not show.
                 if self.registers.debug_control != 0 {
                     self.fold_all(events);
                 }
@@ -307,9 +313,9 @@ impl Vpmu {
         MsrWrite::Done
     }
 
-    /// Takes over what a register of another PMU of the same model holds, as it is: nothing that a guest's write would do is
-    /// done. For PMUs that others emulate, whose state is shown or saved by this one; see [`Model::state_msrs`]. Returns
-    /// whether the model has that register.
+    /// Takes over what a register of another PMU of the same model holds, as it is: nothing that a guest's
+    /// write would do is done. For PMUs that others emulate, whose state is shown or saved by this one; see
+    /// [`Model::state_msrs`]. Returns whether the model has that register.
     pub fn take_over(&mut self, msr: MsrAddress, value: u64) -> bool {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return false;
@@ -333,8 +339,8 @@ impl Vpmu {
         true
     }
 
-    /// RDPMC with ECX = `index` at privilege level `cpl`; `cr4_pce` is CR4.PCE. Intel SDM vol. 2 and AMD APM vol. 3,
-    /// RDPMC: outside CPL 0 it needs CR4.PCE.
+    /// RDPMC with ECX = `index` at privilege level `cpl`; `cr4_pce` is CR4.PCE. Intel SDM vol. 2 and AMD APM
+    /// vol. 3, RDPMC: outside CPL 0 it needs CR4.PCE.
     pub fn rdpmc(
         &mut self,
         index: RdpmcIndex,
@@ -351,8 +357,8 @@ impl Vpmu {
         }
     }
 
-    /// Makes the counting events follow the registers. Call it before every entry to the guest; with nothing changed
-    /// it is one test.
+    /// Makes the counting events follow the registers. Call it before every entry to the guest; with nothing
+    /// changed it is one test.
     #[inline]
     pub fn reconcile(&mut self, events: &mut dyn CounterEvents) {
         if events.may_have_lost() {
@@ -363,8 +369,8 @@ impl Vpmu {
             due = self.lost.take_due(events.now_ns());
             self.dirty |= due;
         }
-        // A fold in the pass may find an overflow that freezes the other counters, hence the loop. It ends: a counter
-        // is only marked again by an overflow, and nothing counts outside guest mode.
+        // A fold in the pass may find an overflow that freezes the other counters, hence the loop. It ends: a
+        // counter is only marked again by an overflow, and nothing counts outside guest mode.
         while self.dirty != 0 {
             let dirty = std::mem::take(&mut self.dirty);
             for counter in counters_in(dirty) {
@@ -393,7 +399,8 @@ impl Vpmu {
         }
     }
 
-    /// Time in which at least one counter that the guest has enabled was not counted, in ns of the vCPU's event time.
+    /// Time in which at least one counter that the guest has enabled was not counted, in ns of the vCPU's
+    /// event time.
     #[inline]
     pub fn uncounted_ns(&mut self, events: &mut dyn CounterEvents) -> u64 {
         self.lost.total_ns(|| events.now_ns())
@@ -409,16 +416,17 @@ impl Vpmu {
         self.lost.times()
     }
 
-    /// In how many nanoseconds of event time [`Self::reconcile`] is wanted for a counter that waits for a place; `None`
-    /// while none does.
+    /// In how many nanoseconds of event time [`Self::reconcile`] is wanted for a counter that waits for a
+    /// place; `None` while none does.
     #[inline]
     pub fn retry_in_ns(&self, events: &mut dyn CounterEvents) -> Option<u64> {
         let next_ns = self.lost.is_retrying().then(|| self.lost.next_try_ns())??;
         Some(next_ns.saturating_sub(events.now_ns()))
     }
 
-    /// The host notified an overflow of `counter`'s event. Returns whether the counter has overflowed: `false` when the
-    /// notification is early (it is armed again for the rest), or late (the overflow is already accounted).
+    /// The host notified an overflow of `counter`'s event. Returns whether the counter has overflowed:
+    /// `false` when the notification is early (it is armed again for the rest), or late (the overflow is
+    /// already accounted).
     pub fn overflowed(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> bool {
         let before = self.counters[counter.slot()].overflows;
         self.fold(counter, events);
@@ -429,8 +437,8 @@ impl Vpmu {
         self.counters[counter.slot()].overflows != before
     }
 
-    /// Whether some counter that counts now wants to hear of instructions that complete outside guest mode, and whether it must know
-    /// at which privilege level.
+    /// Whether some counter that counts now wants to hear of instructions that complete outside guest mode,
+    /// and whether it must know at which privilege level.
     #[inline]
     pub fn wants_retired_outside(&self) -> (bool, bool) {
         if self.misses_exits == 0 {
@@ -444,12 +452,13 @@ impl Vpmu {
         (true, counters_in(self.misses_exits).any(one_level))
     }
 
-    /// The guest executed an instruction at `cpl` that left guest mode and was completed by its hypervisor: the processor did not retire
-    /// it there, so no host event has counted it. Instructions count it, as on a processor (and as KVM's `kvm_pmu_trigger_event`
-    /// does for its own vPMU); no such instruction is a branch.
+    /// The guest executed an instruction at `cpl` that left guest mode and was completed by its hypervisor:
+    /// the processor did not retire it there, so no host event has counted it. Instructions count it, as on a
+    /// processor (and as KVM's `kvm_pmu_trigger_event` does for its own vPMU); no such instruction is a
+    /// branch.
     ///
-    /// Call it after [`Self::reconcile`], so that the WRMSR that enables a counter counts and the one that disables it does not;
-    /// and call that again afterwards.
+    /// Call it after [`Self::reconcile`], so that the WRMSR that enables a counter counts and the one that
+    /// disables it does not; and call that again afterwards.
     pub fn retired_outside(&mut self, cpl: Cpl, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.misses_exits) {
             let held = &mut self.counters[counter.slot()];
@@ -463,7 +472,8 @@ impl Vpmu {
             if !counts {
                 continue;
             }
-            // What the event has counted since `base` comes on top of the value, now or later: the sum is the same.
+            // What the event has counted since `base` comes on top of the value, now or later: the sum is the
+            // same.
             let advanced = self.model.width().advance(held.value, 1);
             held.value = advanced.value;
             held.counted = held.counted.saturating_add(1);
@@ -489,8 +499,8 @@ impl Vpmu {
 
     /// Whether a due PMI may be delivered at `now_ns`, nanoseconds of any monotonic clock.
     ///
-    /// Overflows that come before the delivery share one PMI, as they share one NMI on a processor. One that the limit
-    /// holds back waits as [`Self::pmi_must_wait`] says.
+    /// Overflows that come before the delivery share one PMI, as they share one NMI on a processor. One that
+    /// the limit holds back waits as [`Self::pmi_must_wait`] says.
     pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReady {
         if !self.pmi_due {
             return PmiReady::No;
@@ -520,15 +530,17 @@ impl Vpmu {
         PmiReady::NotBefore { time_ns }
     }
 
-    /// The due PMI cannot be delivered now: LVTPC is masked, or the local APIC is off. Returns whether it is still due.
+    /// The due PMI cannot be delivered now: LVTPC is masked, or the local APIC is off. Returns whether it is
+    /// still due.
     ///
-    /// A local APIC latches nothing behind a mask (SDM vol. 3, "Local Vector Table"; KVM's `kvm_apic_local_deliver` drops
-    /// such an interrupt). But here an overflow may be noticed later than it would be on a processor, and so behind a mask that it would have
-    /// come before. What makes both right is the status: as long as a counter that asked for the PMI shows its
-    /// overflow, the interrupt is still to come; once the guest has served all of them it would be one for nothing, and is forgotten.
-    /// A counter is served when its bit of the global status is cleared, or, where the model has no global status, when
-    /// the counter is written: what handlers there look at is the top bit of its value, and until it is written that says
-    /// "overflowed". Stopping a counter serves nothing.
+    /// A local APIC latches nothing behind a mask (SDM vol. 3, "Local Vector Table"; KVM's
+    /// `kvm_apic_local_deliver` drops such an interrupt). But here an overflow may be noticed later than it
+    /// would be on a processor, and so behind a mask that it would have come before. What makes both right is
+    /// the status: as long as a counter that asked for the PMI shows its overflow, the interrupt is still to
+    /// come; once the guest has served all of them it would be one for nothing, and is forgotten. A counter
+    /// is served when its bit of the global status is cleared, or, where the model has no global status, when
+    /// the counter is written: what handlers there look at is the top bit of its value, and until it is
+    /// written that says "overflowed". Stopping a counter serves nothing.
     pub fn pmi_must_wait(&mut self) -> bool {
         self.pmi_waits = self.pmi_due;
         self.withdraw_if_served();
@@ -545,8 +557,8 @@ impl Vpmu {
         self.withdraw_if_served();
     }
 
-    /// A PMI that waits and has no source left is forgotten. One that was never made to wait is delivered whatever the guest has
-    /// cleared meanwhile: on a processor it would have come before.
+    /// A PMI that waits and has no source left is forgotten. One that was never made to wait is delivered
+    /// whatever the guest has cleared meanwhile: on a processor it would have come before.
     fn withdraw_if_served(&mut self) {
         if self.pmi_waits && self.pmi_sources == 0 {
             self.pmi_counts.withdrawn += 1;
@@ -561,8 +573,8 @@ impl Vpmu {
         self.pmi_held = false;
     }
 
-    /// Takes over a PMI that was due when the state was saved. Who asked for it is not in there, so it is everyone who can
-    /// have: better one too many than one too few.
+    /// Takes over a PMI that was due when the state was saved. Who asked for it is not in there, so it is
+    /// everyone who can have: better one too many than one too few.
     pub(crate) fn restore_pmi(&mut self, due: bool) {
         self.forget_pmi();
         if due {
@@ -596,10 +608,11 @@ impl Vpmu {
         self.pmi_counts
     }
 
-    /// RESET of the vCPU: registers and counters take their reset values, a due PMI is forgotten, events are released.
+    /// RESET of the vCPU: registers and counters take their reset values, a due PMI is forgotten, events are
+    /// released.
     ///
-    /// Only for a machine that is reset as a whole. INIT and SIPI, with which guests start and restart processors, leave a
-    /// PMU as it is, so starting a vCPU must not call this.
+    /// Only for a machine that is reset as a whole. INIT and SIPI, with which guests start and restart
+    /// processors, leave a PMU as it is, so starting a vCPU must not call this.
     pub fn reset(&mut self, events: &mut dyn CounterEvents) {
         self.release(events);
         self.registers = self.vendor.at_reset(&self.model);
@@ -608,8 +621,8 @@ impl Vpmu {
         self.forget_pmi();
     }
 
-    /// Folds the counters and releases their events, because the vCPU goes to another thread or pauses for long. Counters
-    /// go on at the next [`Self::reconcile`], with whatever events it is given.
+    /// Folds the counters and releases their events, because the vCPU goes to another thread or pauses for
+    /// long. Counters go on at the next [`Self::reconcile`], with whatever events it is given.
     pub fn detach(&mut self, events: &mut dyn CounterEvents) {
         self.fold_all(events);
         self.release(events);
@@ -792,8 +805,8 @@ impl Vpmu {
             return;
         }
         let until_overflow = self.model.width().until_overflow(self.counters[slot].value);
-        // Nobody can tell when exactly a status bit was set unless an interrupt tells it: without one the overflow is
-        // found when the guest looks, and the host need not be bothered.
+        // Nobody can tell when exactly a status bit was set unless an interrupt tells it: without one the
+        // overflow is found when the guest looks, and the host need not be bothered.
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         if self.running & mask == 0 {
             let waits = kept && self.lost.waits(counter);
@@ -882,9 +895,9 @@ impl Vpmu {
 }
 
 impl Model {
-    /// Every MSR that must come to [`Vpmu::read_msr`] and [`Vpmu::write_msr`], sorted: all PMU registers of *both*
-    /// vendors, whether the model has them or not, because a hypervisor may answer some of them itself; and
-    /// IA32_DEBUGCTL for models that can freeze counters on a PMI.
+    /// Every MSR that must come to [`Vpmu::read_msr`] and [`Vpmu::write_msr`], sorted: all PMU registers of
+    /// *both* vendors, whether the model has them or not, because a hypervisor may answer some of them
+    /// itself; and IA32_DEBUGCTL for models that can freeze counters on a PMI.
     pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
         let mut ranges = [crate::intel::ADDRESSES, crate::amd::ADDRESSES].concat();
         if self.intel_version() >= 2 {

@@ -17,7 +17,8 @@ impl CounterWidth {
     /// The width every processor of the last decade has.
     pub const W48: Self = Self(48);
 
-    /// A width of `bits`; `None` unless 32 to 63. Below 32 the sign extension of a legacy write has no meaning.
+    /// A width of `bits`; `None` unless 32 to 63. Below 32 the sign extension of a legacy write has no
+    /// meaning.
     pub const fn new(bits: u32) -> Option<Self> {
         if bits >= 32 && bits <= 63 {
             Some(Self(bits as u8))

@@ -1,5 +1,5 @@
-//! What the tests, the fuzz target and the long run share: a reference model and a stream of operations that is applied
-//! to it and to the real thing.
+//! What the tests, the fuzz target and the long run share: a reference model and a stream of operations that
+//! is applied to it and to the real thing.
 
 // Written for the reader of a manual: conditions as they stand there.
 #[allow(

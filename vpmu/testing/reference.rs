@@ -1,5 +1,6 @@
-//! A PMU written straight from the manuals, register by register and count by count. It is slow and shares no code with
-//! the crate: addresses are literal numbers, every count is added alone, and every effect takes place at once.
+//! A PMU written straight from the manuals, register by register and count by count. It is slow and shares no
+//! code with the crate: addresses are literal numbers, every count is added alone, and every effect takes
+//! place at once.
 
 use vpmu::filter::{Action, FilterSpec};
 
@@ -245,8 +246,8 @@ impl Reference {
                 self.pmc[(msr - 0x4C1) as usize] = value;
             }
             0x186..=0x18D => {
-                // Volume 3, figure of version 3's IA32_PERFEVTSELx: AnyThread (21), which CPUID calls deprecated, and all
-                // above the counter mask are reserved.
+                // Volume 3, figure of version 3's IA32_PERFEVTSELx: AnyThread (21), which CPUID calls
+                // deprecated, and all above the counter mask are reserved.
                 let fields = [0..=7u32, 8..=15, 16..=20, 22..=23, 24..=31];
                 no_bit_outside(fields.into_iter().flatten().map(|bit| 1u64 << bit).sum())?;
                 self.evtsel[(msr - 0x186) as usize] = value;
@@ -468,8 +469,8 @@ impl Reference {
         }
     }
 
-    /// One instruction at CPL 0 or another, that its hypervisor completed. Events 0xC0 with unit mask 0 and fixed counter 0 count
-    /// instructions.
+    /// One instruction at CPL 0 or another, that its hypervisor completed. Events 0xC0 with unit mask 0 and
+    /// fixed counter 0 count instructions.
     pub fn retire(&mut self, kernel: bool) {
         let mut interrupt = 0u64;
         for n in 0..self.gp {

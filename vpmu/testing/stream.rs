@@ -67,8 +67,8 @@ pub trait Host: CounterEvents {
     /// Whether nothing counts for this general-purpose counter's selector, or for this fixed counter.
     fn uncountable(amd: bool, selector: Option<u64>, fixed: u32) -> bool;
 
-    /// Lets the guest run for at most `ticks`, up to and including the first at which an armed overflow comes. Returns how
-    /// many passed.
+    /// Lets the guest run for at most `ticks`, up to and including the first at which an armed overflow
+    /// comes. Returns how many passed.
     fn run(&mut self, ticks: u64) -> u64;
 
     /// Counters whose armed overflow came and was not taken yet.
@@ -167,7 +167,8 @@ impl<H: Host> Pair<H> {
         }
     }
 
-    /// A value for a register: mostly one a driver would write there, so that counters do run, overflow and freeze.
+    /// A value for a register: mostly one a driver would write there, so that counters do run, overflow and
+    /// freeze.
     fn value(&self, msr: u32, bytes: &mut Bytes<'_>) -> u64 {
         let highest = (1u64 << self.reference.width) - 1;
         let all = ((1 << self.reference.gp) - 1) | (((1u64 << self.reference.fixed) - 1) << 32);

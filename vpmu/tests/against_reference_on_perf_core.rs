@@ -1,5 +1,6 @@
-//! The same streams as `against_reference.rs`, with everything that counts on a real vPMU below the registers: perf-core, its
-//! events and its overflow reports. Only the driver is a test's: it ticks when told.
+//! The same streams as `against_reference.rs`, with everything that counts on a real vPMU below the
+//! registers: perf-core, its events and its overflow reports. Only the driver is a test's: it ticks when
+//! told.
 
 #[path = "../testing/mod.rs"]
 mod testing;

@@ -10,7 +10,8 @@ fn docs(file: &str) -> PathBuf {
         .join(file)
 }
 
-/// To write the files anew after a change of the events: `UPDATE_DOCS=1 cargo test -p vpmu --test documentation`.
+/// To write the files anew after a change of the events:
+/// `UPDATE_DOCS=1 cargo test -p vpmu --test documentation`.
 #[test]
 fn the_event_files_for_perf_are_up_to_date() {
     for (vendor, name) in [(Vendor::Intel, "intel"), (Vendor::Amd, "amd")] {

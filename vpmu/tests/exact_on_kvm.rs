@@ -1,7 +1,9 @@
-//! Exact counts on this host's KVM, from the guest's WRMSR down to the step: what a VMM's loop does, in small.
+//! Exact counts on this host's KVM, from the guest's WRMSR down to the step: what a VMM's loop does, in
+//! small.
 //!
-//! The guests run at CPL 0 in real mode. Each enables counter 0, runs a hand-counted block, and disables it again. Four
-//! instructions around the block count: the enabling WRMSR and three MOV; the disabling WRMSR does not.
+//! The guests run at CPL 0 in real mode. Each enables counter 0, runs a hand-counted block, and disables it
+//! again. Four instructions around the block count: the enabling WRMSR and three MOV; the disabling WRMSR
+//! does not.
 
 #![allow(unsafe_code)] // guest memory
 
@@ -203,7 +205,8 @@ impl Machine {
         }
     }
 
-    /// Steps, or not. A handler is entered with the trap flag clear, so a breakpoint waits at each but the one we are at.
+    /// Steps, or not. A handler is entered with the trap flag clear, so a breakpoint waits at each but the
+    /// one we are at.
     fn set_stepping(&self, on: bool, rip: u64) {
         let mut debug = kvm_guest_debug::default();
         if on {

@@ -1,4 +1,5 @@
-//! Hand-counted code, stepped on the real processor: a child process under ptrace takes the place of the vCPU.
+//! Hand-counted code, stepped on the real processor: a child process under ptrace takes the place of the
+//! vCPU.
 //!
 //! Numbers in comments were counted by hand, by the rules at the top of `vpmu::exact`.
 
@@ -64,8 +65,8 @@ global_asm!(
     "nop dword ptr [rax]",
     "prefetcht0 [rdx]",
     "ret",
-    // Every condition, of flags that a comparison sets: each jump goes to the next instruction, so whether it was
-    // taken shows in the counts alone. cmp 1, 2: CF, SF, no ZF, no OF, PF (0xff has eight ones).
+    // Every condition, of flags that a comparison sets: each jump goes to the next instruction, so whether it
+    // was taken shows in the counts alone. cmp 1, 2: CF, SF, no ZF, no OF, PF (0xff has eight ones).
     "exact_conditions: mov eax, 1",
     "cmp eax, 2",
     "jo 2f", // not taken
@@ -116,7 +117,8 @@ impl Drop for Child {
 
 impl Child {
     fn start(body: impl FnOnce()) -> Self {
-        // SAFETY: the child calls only ptrace, raise, the given body and _exit, none of which needs other threads.
+        // SAFETY: the child calls only ptrace, raise, the given body and _exit, none of which needs other
+        // threads.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0, "fork failed");
         if pid == 0 {
@@ -215,7 +217,8 @@ impl GuestMemory for Memory<'_> {
 
 fn measure(function: unsafe extern "C" fn()) -> Counts {
     let child = Child::start(|| {
-        // SAFETY: the blocks above follow the C calling convention and touch only the red zone below their stack.
+        // SAFETY: the blocks above follow the C calling convention and touch only the red zone below their
+        // stack.
         unsafe { function() }
     });
     child.measure(function as usize as u64, Vendor::Intel)
@@ -298,8 +301,8 @@ fn the_same_code_gives_the_same_counts_every_time() {
     }
 }
 
-/// Whatever a compiler emits, the meter knows where it leads: a program's start-up and its work, instruction by
-/// instruction, with no step that it cannot explain.
+/// Whatever a compiler emits, the meter knows where it leads: a program's start-up and its work, instruction
+/// by instruction, with no step that it cannot explain.
 #[test]
 fn no_step_of_a_real_program_is_unexplained() {
     let child = Child::start(|| {

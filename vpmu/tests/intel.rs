@@ -105,7 +105,8 @@ fn a_legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
 #[test]
 fn each_reserved_bit_faults_and_each_other_one_is_kept() {
     for (version, mut guest) in versions() {
-        // SDM vol. 4, 390H and 391H: the uncore's bit with version 3; frozen LBRs and counters and ASCI with version 4.
+        // SDM vol. 4, 390H and 391H: the uncore's bit with version 3; frozen LBRs and counters and ASCI with
+        // version 4.
         let clearable: u64 = match version {
             1 | 2 => 0xC000_0007_0000_000F,
             3 => 0xE000_0007_0000_000F,
@@ -325,8 +326,8 @@ fn fixed_counters_exist_by_bitmap_in_version_five() {
     }
 }
 
-/// What the models lack must not be left to a hypervisor, which may answer with zeros of its own: branch records of each kind, debug
-/// store, the registers of version 6 and AMD's alike come to us, and fault.
+/// What the models lack must not be left to a hypervisor, which may answer with zeros of its own: branch
+/// records of each kind, debug store, the registers of version 6 and AMD's alike come to us, and fault.
 #[test]
 fn registers_no_model_has_are_trapped_and_fault() {
     let absent = [
@@ -391,8 +392,8 @@ fn registers_no_model_has_are_trapped_and_fault() {
     }
 }
 
-/// SDM vol. 3, "Intel TSX and Performance Monitoring": IN_TX in each selector, IN_TXCP in that of counter 2, both only where the
-/// processor has transactions.
+/// SDM vol. 3, "Intel TSX and Performance Monitoring": IN_TX in each selector, IN_TXCP in that of counter 2,
+/// both only where the processor has transactions.
 #[test]
 fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
     for (model, in_tx) in [(Model::INTEL, false), (Model::INTEL.with_transactions(), true)] {
@@ -427,7 +428,8 @@ fn selectors_have_bits_for_transactions_where_the_processor_has_them() {
     assert_eq!(Model::AMD.with_transactions(), Model::AMD);
 }
 
-/// KVM, too, keeps the two apart: fixed counter 2 runs at the TSC's frequency, 3CH/01H at a clock of the processor's choice.
+/// KVM, too, keeps the two apart: fixed counter 2 runs at the TSC's frequency, 3CH/01H at a clock of the
+/// processor's choice.
 #[test]
 fn event_3c_01_is_not_what_fixed_counter_2_counts() {
     let mut guest = Guest::of("intel", None);
@@ -476,8 +478,8 @@ fn the_fourth_fixed_counter_is_announced_only_where_slots_are_counted() {
     assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
 }
 
-/// An OUT, an RDMSR and the like leave guest mode before they retire; a guest that counts instructions must not miss them. Those at the
-/// other privilege level are not its, and branches there are none.
+/// An OUT, an RDMSR and the like leave guest mode before they retire; a guest that counts instructions must
+/// not miss them. Those at the other privilege level are not its, and branches there are none.
 #[test]
 fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
     let mut guest = Guest::of("intel", None);
@@ -514,7 +516,8 @@ fn instructions_that_leave_guest_mode_are_counted_as_instructions() {
     }
 }
 
-/// The WRMSR that enables a counter retires when it counts, the one that disables it when it does not any more.
+/// The WRMSR that enables a counter retires when it counts, the one that disables it when it does not any
+/// more.
 #[test]
 fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
     let mut guest = Guest::of("intel", None);
@@ -529,7 +532,8 @@ fn of_the_writes_around_a_block_the_enabling_one_is_counted() {
     assert_eq!(guest.read(IA32_PMC0), 11);
 }
 
-/// Such an instruction may be the one that overflows the counter, and it brings the PMI nearer for the host's event, too.
+/// Such an instruction may be the one that overflows the counter, and it brings the PMI nearer for the host's
+/// event, too.
 #[test]
 fn an_overflow_outside_guest_mode_is_an_overflow() {
     let mut guest = Guest::of("intel", None);

@@ -1,9 +1,9 @@
 //! How Linux's AMD driver brings sampling events up to date, and what a PMI at the wrong place does to it.
 //!
-//! `Linux` follows the driver's order of register accesses, for two events with different periods: a count is the sum of
-//! differences between readings, each taken as last value, RDPMC, compare-and-exchange of that last value; the handler restarts the
-//! period of every counter that has passed zero. Between any two instructions the guest may run on for a while and, where the VMM
-//! lets it, take its PMI.
+//! `Linux` follows the driver's order of register accesses, for two events with different periods: a count is
+//! the sum of differences between readings, each taken as last value, RDPMC, compare-and-exchange of that
+//! last value; the handler restarts the period of every counter that has passed zero. Between any two
+//! instructions the guest may run on for a while and, where the VMM lets it, take its PMI.
 
 mod common;
 
@@ -133,7 +133,8 @@ impl Linux {
                 self.update(n, behind);
             }
         }
-        // Between a handler's reading and the new start the counter goes on unseen: Linux counts less, never more.
+        // Between a handler's reading and the new start the counter goes on unseen: Linux counts less, never
+        // more.
         for event in &self.events {
             assert!(behind || event.count <= self.ran, "{event:?} of {}", self.ran);
         }
@@ -142,8 +143,9 @@ impl Linux {
 }
 
 proptest! {
-    /// Where a PMI never comes between an RDPMC and what is done with its value, no count jumps: neither with periods so
-    /// short that each is over when it is restarted, nor with two counters that overflow in each other's handler.
+    /// Where a PMI never comes between an RDPMC and what is done with its value, no count jumps: neither with
+    /// periods so short that each is over when it is restarted, nor with two counters that overflow in each
+    /// other's handler.
     #[test]
     fn no_count_jumps_when_pmis_come_before_the_read(
         periods in [2i64..2_000, 2i64..2_000],
@@ -155,8 +157,8 @@ proptest! {
     }
 }
 
-/// A PMI behind the read makes the same code jump by 2^48: short periods restart at the value they began with, so the
-/// exchange finds what it expects. This is what the VMM's order of things prevents.
+/// A PMI behind the read makes the same code jump by 2^48: short periods restart at the value they began
+/// with, so the exchange finds what it expects. This is what the VMM's order of things prevents.
 #[test]
 fn a_pmi_behind_the_read_makes_a_count_jump() {
     let mut turns = vec![10; 1000];

@@ -111,7 +111,8 @@ fn tries_are_far_between_and_a_kick_is_asked_for_each() {
     assert!(guest.view(1).counting);
 }
 
-/// A guest without a place that stops and starts its counter, or programs it anew, at each exit does not have the host asked at each.
+/// A guest without a place that stops and starts its counter, or programs it anew, at each exit does not have
+/// the host asked at each.
 #[test]
 fn a_guest_that_programs_all_the_time_does_not_have_each_tried() {
     for reprograms in [false, true] {
@@ -360,8 +361,8 @@ fn through_perf_core_a_taken_slot_is_noticed_shown_and_got_back() {
     assert!(!rig.core.has_unseen_errors());
 }
 
-/// An operator who takes all the slots takes them from the guest's running counters; when the events are closed the guest
-/// counts again without doing anything.
+/// An operator who takes all the slots takes them from the guest's running counters; when the events are
+/// closed the guest counts again without doing anything.
 #[test]
 fn slots_that_the_operator_takes_and_gives_back() {
     let mut rig = OnCore::new(2, BackingPolicy::Hardware);

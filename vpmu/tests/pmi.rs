@@ -32,7 +32,8 @@ fn a_pmi_that_need_not_wait_is_due_whatever_the_guest_clears() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// Two counters that sample, as Linux uses them, and the end of the first's PMI: LVTPC is masked by the delivery.
+/// Two counters that sample, as Linux uses them, and the end of the first's PMI: LVTPC is masked by the
+/// delivery.
 fn two_sampling_and_in_the_handler() -> Guest {
     let mut guest = Guest::of("intel", None);
     for n in 0..2 {
@@ -45,7 +46,8 @@ fn two_sampling_and_in_the_handler() -> Guest {
     guest
 }
 
-/// Linux from Haswell on unmasks LVTPC when all has been served; an NMI after that is one "for unknown reason".
+/// Linux from Haswell on unmasks LVTPC when all has been served; an NMI after that is one "for unknown
+/// reason".
 #[test]
 fn an_overflow_that_the_handler_serves_while_lvtpc_is_masked_gives_no_second_pmi() {
     let mut guest = two_sampling_and_in_the_handler();
@@ -140,7 +142,8 @@ fn a_pmi_that_the_rate_limit_holds_is_withdrawn_when_it_is_served() {
     );
 }
 
-/// Without a global status Linux looks at the top bit of each counter that samples, and writes those that overflowed.
+/// Without a global status Linux looks at the top bit of each counter that samples, and writes those that
+/// overflowed.
 #[test]
 fn without_a_global_status_a_counter_is_served_by_writing_it() {
     for (model, selector, counter, stride) in [

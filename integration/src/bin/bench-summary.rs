@@ -1,9 +1,9 @@
 //! Collects what criterion measured into one JSON file, for comparing runs.
 //!
 //! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry: the benchmark's name, the median and
-//! its 95 % confidence interval, in nanoseconds per iteration. Ratios compare across machines, times do not: what a benchmark
-//! left in `*-ratios.json` is taken over, and where a group has entries that begin with `perf-core` beside others, the best of those
-//! over each is added. Ratios are printed as well.
+//! its 95 % confidence interval, in nanoseconds per iteration. Ratios compare across machines, times do not:
+//! what a benchmark left in `*-ratios.json` is taken over, and where a group has entries that begin with
+//! `perf-core` beside others, the best of those over each is added. Ratios are printed as well.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

@@ -78,13 +78,15 @@ fn serve(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context switches, migrations.
+/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context switches,
+/// migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
 /// A virtual machine and perf events that do nothing, for as long as the lab runs.
 ///
-/// The kernel patches its own code, its scheduler's among it, when the first VM or event comes and when the last one goes, and QEMU
-/// before 8.1 may then need all its translations afresh (docs/guide/lab.md). With these there is neither a first nor a last.
+/// The kernel patches its own code, its scheduler's among it, when the first VM or event comes and when the
+/// last one goes, and QEMU before 8.1 may then need all its translations afresh (docs/guide/lab.md). With
+/// these there is neither a first nor a last.
 struct InUse {
     _vm: Option<VmFd>,
     _events: Vec<Box<dyn PmuEvent>>,

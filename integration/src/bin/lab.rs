@@ -120,7 +120,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Builds all that a lab needs. The last part of the programs' build keeps one processor busy: the images are made beside it.
+/// Builds all that a lab needs. The last part of the programs' build keeps one processor busy: the images are
+/// made beside it.
 fn build() -> Result<&'static Qemu, ArtefactError> {
     std::thread::scope(|scope| {
         let images = scope.spawn(|| artefacts::images().and_then(|_| artefacts::bare_metal_dir()));

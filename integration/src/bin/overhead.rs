@@ -1,20 +1,21 @@
 //! What sampling costs a guest, the ways to do it side by side.
 //!
-//! One guest reads its TSC at CPL3, over and over, and tells how much of its time lies in gaps between two readings, when it was not run.
-//! Its vCPU, alone on a CPU, is sampled in one of these ways:
+//! One guest reads its TSC at CPL3, over and over, and tells how much of its time lies in gaps between two
+//! readings, when it was not run. Its vCPU, alone on a CPU, is sampled in one of these ways:
 //!
 //! - b: `perf record` on the vCPU's thread: the kernel's samples, without call chains
-//! - c: a signal for each sample that takes the vCPU out of `KVM_RUN`, and nothing else: the floor of what is taken from user
-//!   space
+//! - c: a signal for each sample that takes the vCPU out of `KVM_RUN`, and nothing else: the floor of what is
+//!   taken from user space
 //! - d: `perfvisor record --chain-every 1`: a call chain with every sample
 //! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
 //!
-//! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast as seen here. So what decides is
-//! the time in which the guest was not run, and the ways take turns all the time, each on for a moment and off for another: each
-//! stretch with sampling is compared with those without it right before and right after. Shown are the median of all such comparisons and
-//! their quartiles, and beside them the same of the work done (readings of the TSC in equal times), which holds more, such as cold
-//! caches, but depends on the machine's speed. A ratio of two slowdowns is the median of those of neighbouring turns, and is given only
-//! where the lower slowdown is known to be more than nothing.
+//! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast
+//! as seen here. So what decides is the time in which the guest was not run, and the ways take turns all the
+//! time, each on for a moment and off for another: each stretch with sampling is compared with those without
+//! it right before and right after. Shown are the median of all such comparisons and their quartiles, and
+//! beside them the same of the work done (readings of the TSC in equal times), which holds more, such as cold
+//! caches, but depends on the machine's speed. A ratio of two slowdowns is the median of those of
+//! neighbouring turns, and is given only where the lower slowdown is known to be more than nothing.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -173,8 +174,8 @@ impl Pace {
         })
     }
 
-    /// By how many percent more time everything takes at this pace than without sampling: by the time it is not run, and by
-    /// the work done.
+    /// By how many percent more time everything takes at this pace than without sampling: by the time it is
+    /// not run, and by the work done.
     fn slowdown(self, without: Self) -> [f64; 2] {
         [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
     }
@@ -476,7 +477,8 @@ fn cpu_list(text: &str) -> Option<Vec<u32>> {
     Some(cpus)
 }
 
-/// The CPUs this may run on. Not all need be for us: the lab keeps everything off its first one (docs/guide/lab.md).
+/// The CPUs this may run on. Not all need be for us: the lab keeps everything off its first one
+/// (docs/guide/lab.md).
 fn allowed_cpus() -> Option<Vec<u32>> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let list = status
@@ -557,7 +559,8 @@ fn told_by(way: Way, error: String) -> String {
     format!("{}: {error}", way.name())
 }
 
-/// By how much each way, by its letter, slowed the guest down when its turn came, in percent: by the time not run, and by the work done.
+/// By how much each way, by its letter, slowed the guest down when its turn came, in percent: by the time not
+/// run, and by the work done.
 type Cycle = BTreeMap<char, [f64; 2]>;
 
 /// By how much a way slows the guest down, over all comparisons, in percent.
@@ -577,7 +580,8 @@ impl Slowdown {
             median,
             lower_quartile,
             upper_quartile,
-            // A normal sample's quartiles are 1.349 standard deviations apart; its median has 1.253 times the mean's error.
+            // A normal sample's quartiles are 1.349 standard deviations apart; its median has 1.253 times the
+            // mean's error.
             standard_error: 1.253 * (upper_quartile - lower_quartile) / 1.349 / (rounds.len() as f64).sqrt(),
         }
     }
@@ -596,8 +600,9 @@ struct Ratio {
 }
 
 impl Ratio {
-    /// That for which the first of a pair is as often above the second times the ratio as below. The machine's moods are in both, and so
-    /// in neither. `None` where the second is not clearly more than nothing.
+    /// That for which the first of a pair is as often above the second times the ratio as below. The
+    /// machine's moods are in both, and so in neither. `None` where the second is not clearly more than
+    /// nothing.
     fn of(pairs: &[(f64, f64)]) -> Option<Self> {
         let mut seconds: Vec<f64> = pairs.iter().map(|&(_, second)| second).collect();
         if pairs.is_empty() || !Slowdown::of(&mut seconds).is_clear() {
@@ -611,7 +616,8 @@ impl Ratio {
                 false => f64::INFINITY.copysign(first - second),
             })
             .collect();
-        // The number of those above is a binomial one: its standard deviation is half the root of the number of pairs.
+        // The number of those above is a binomial one: its standard deviation is half the root of the number
+        // of pairs.
         let off = 0.5 / (pairs.len() as f64).sqrt();
         let (lower, upper) = (
             quantile(&mut ratios, 0.5 - off),
@@ -716,7 +722,8 @@ mod tests {
         assert_eq!(Ratio::of(&[]), None);
     }
 
-    /// The machine is twice as slow for every third pair; one in ten is far off, or has a second that is less than nothing.
+    /// The machine is twice as slow for every third pair; one in ten is far off, or has a second that is less
+    /// than nothing.
     #[test]
     fn what_both_share_is_not_in_their_ratio() {
         let pairs: Vec<(f64, f64)> = (0..90)

@@ -72,7 +72,8 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Why a guest's kernel cannot be called sound, from its section `kernel-log`: a complaint, or messages that are not all there.
+/// Why a guest's kernel cannot be called sound, from its section `kernel-log`: a complaint, or messages that
+/// are not all there.
 pub fn judge_kernel_log(section: &str) -> Result<(), String> {
     let mut lines = section.lines();
     let (first, count) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());

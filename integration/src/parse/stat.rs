@@ -186,8 +186,9 @@ fn parse_csv_line(line: &str) -> Option<Count> {
     })
 }
 
-/// Judges what `perf stat -x, -d` shows a guest: each hardware event was counted, or is `<not supported>`, which those in `counted` must
-/// not be. A 0 is a number that nobody counted. Returns how many hardware events there are.
+/// Judges what `perf stat -x, -d` shows a guest: each hardware event was counted, or is `<not supported>`,
+/// which those in `counted` must not be. A 0 is a number that nobody counted. Returns how many hardware
+/// events there are.
 ///
 /// # Errors
 /// The first line that is otherwise, or what is missing.

@@ -1,5 +1,5 @@
-//! Traces on which estimators and multiplexing policies are measured: how fast each of some events really happens,
-//! over time. Everything is fixed: formulas, lengths and seeds.
+//! Traces on which estimators and multiplexing policies are measured: how fast each of some events really
+//! happens, over time. Everything is fixed: formulas, lengths and seeds.
 
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ pub const EVENTS: usize = 8;
 pub const SLOTS: usize = 2;
 /// What the policies are compared at: the reference rotates every `TICK_NS`.
 pub const TICK_NS: u64 = 4 * MS;
-/// Every trace is measured with each of these seeds. They move the start of the trace against the tick, the order of
-/// the events, and whatever the policy draws.
+/// Every trace is measured with each of these seeds. They move the start of the trace against the tick, the
+/// order of the events, and whatever the policy draws.
 pub const SEEDS: [u64; 16] = [
     0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251, 0xf86c,
     0x6a11, 0xd0c1, 0x8e95,

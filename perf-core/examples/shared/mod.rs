@@ -30,8 +30,8 @@ pub fn tid() -> i32 {
         .unwrap_or(0)
 }
 
-/// The processor time of the thread that asks. This process has one vCPU and one thread, so it is the vCPU's time, and what
-/// else goes on on the machine is no part of it.
+/// The processor time of the thread that asks. This process has one vCPU and one thread, so it is the vCPU's
+/// time, and what else goes on on the machine is no part of it.
 #[derive(Debug)]
 pub struct OwnTime;
 
@@ -70,7 +70,8 @@ pub fn signals() -> u64 {
 /// Touches `pages` pages of new memory: as many page faults, unless the kernel hands out huge pages.
 pub fn touch(pages: usize) {
     let len = pages * 4096;
-    // SAFETY: a fresh private mapping, of nobody else's memory; unmapped below, when nothing points to it any more.
+    // SAFETY: a fresh private mapping, of nobody else's memory; unmapped below, when nothing points to it any
+    // more.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let at = libc::mmap(
@@ -97,7 +98,8 @@ pub fn spin(time: Duration) {
     }
 }
 
-/// The host's software events as if they needed counters and there were only so many: multiplexing on any machine.
+/// The host's software events as if they needed counters and there were only so many: multiplexing on any
+/// machine.
 #[derive(Debug)]
 pub struct FewCounters {
     pub host: HostPmu,

@@ -1,5 +1,5 @@
-//! The exit fold under the model checker: the very code of [`super::Children`], with loom's lock around it and loom's
-//! counters in the children.
+//! The exit fold under the model checker: the very code of [`super::Children`], with loom's lock around it
+//! and loom's counters in the children.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib inherit::model`.
 

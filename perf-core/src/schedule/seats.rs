@@ -1,11 +1,12 @@
 //! Which event sits on which counter: a matching, grown by one group at a time.
 //!
-//! An event that finds a free counter among those it may sit on takes it. If there is none, others are moved on along the
-//! shortest chain that ends at a free counter; if there is no such chain then there is no way to seat them all, because a
-//! matching that no chain enlarges is a largest one. A chain is looked for in at most as many steps as there are counters.
+//! An event that finds a free counter among those it may sit on takes it. If there is none, others are moved
+//! on along the shortest chain that ends at a free counter; if there is no such chain then there is no way to
+//! seat them all, because a matching that no chain enlarges is a largest one. A chain is looked for in at
+//! most as many steps as there are counters.
 //!
-//! Change is kept small: an event that is on keeps its counter as long as nothing with precedence needs that one, and what is
-//! new prefers counters that nobody who is on has.
+//! Change is kept small: an event that is on keeps its counter as long as nothing with precedence needs that
+//! one, and what is new prefers counters that nobody who is on has.
 
 use smallvec::SmallVec;
 
@@ -95,7 +96,8 @@ impl Seats {
         base
     }
 
-    /// Seats all of a group, on counters of `allowed`, or none of it. `on`: it is on and keeps its seats if possible.
+    /// Seats all of a group, on counters of `allowed`, or none of it. `on`: it is on and keeps its seats if
+    /// possible.
     pub fn take(
         &mut self,
         group: usize,
@@ -200,7 +202,8 @@ impl Seats {
         Err(self.crowd(reached))
     }
 
-    /// Moves the events of a chain that ends at the free counter `end`; returns the counter that is free then.
+    /// Moves the events of a chain that ends at the free counter `end`; returns the counter that is free
+    /// then.
     fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MOST], end: u8) -> u8 {
         let mut to = end;
         self.free = self.free.without(CounterMask::one(end.into()));
@@ -294,8 +297,9 @@ mod tests {
     }
 
     proptest! {
-        /// Each group is taken exactly if brute force finds a way to seat it with those taken before; nobody sits where he
-        /// may not, no two on one counter; a group that is refused moves nobody; and what is called a crowd is one.
+        /// Each group is taken exactly if brute force finds a way to seat it with those taken before; nobody
+        /// sits where he may not, no two on one counter; a group that is refused moves nobody; and what is
+        /// called a crowd is one.
         #[test]
         fn groups_are_taken_exactly_if_there_is_a_way(
             counters in 0u64..128,

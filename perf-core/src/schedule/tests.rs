@@ -154,9 +154,9 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// What a plan takes can be on together by brute force; every pinned group that it fails could not have been on beside
-    /// those before it; the first flexible group in line that has to wait could not either; and each event sits on a
-    /// counter of its own that can hold it.
+    /// What a plan takes can be on together by brute force; every pinned group that it fails could not have
+    /// been on beside those before it; the first flexible group in line that has to wait could not either;
+    /// and each event sits on a counter of its own that can hold it.
     #[test]
     fn plans_are_what_brute_force_says(asked in asked()) {
         let mut world = World::new(asked);
@@ -172,7 +172,8 @@ proptest! {
                     for (key, group) in world.asked.groups.iter().enumerate() {
                         if group.class == class {
                             let with: Vec<usize> = before.iter().copied().chain([key]).collect();
-                            // An exclusive group that is first lets nobody in, not even one that needs no counter.
+                            // An exclusive group that is first lets nobody in, not even one that needs no
+                            // counter.
                             let alone = before.iter().any(|k| {
                                 world.asked.groups[*k].exclusive && !world.asked.groups[*k].fits.is_empty()
                             });
@@ -225,8 +226,8 @@ proptest! {
         }
     }
 
-    /// After a turn, whoever stays on moves only if what came needs it: with the counters of those that stayed left where they
-    /// were there is no way to seat the newcomers.
+    /// After a turn, whoever stays on moves only if what came needs it: with the counters of those that
+    /// stayed left where they were there is no way to seat the newcomers.
     #[test]
     fn who_stays_on_keeps_its_counter(asked in asked()) {
         let mut world = World::new(asked);
@@ -254,8 +255,8 @@ proptest! {
     }
 }
 
-/// Groups that can never go on beside the pinned ones wait apart, and come back when what is pinned changes its kind, not only
-/// its number.
+/// Groups that can never go on beside the pinned ones wait apart, and come back when what is pinned changes
+/// its kind, not only its number.
 #[test]
 fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
     let group = |class, bits| AskedGroup {

@@ -22,7 +22,8 @@ extern "C" fn on_signal(_: libc::c_int) {
     }
 }
 
-/// Signals of this thread set `flag` to 1 from now on: `immediate_exit`, so that none gets lost just before `KVM_RUN`.
+/// Signals of this thread set `flag` to 1 from now on: `immediate_exit`, so that none gets lost just before
+/// `KVM_RUN`.
 ///
 /// # Safety
 /// The byte stays writable while this thread gets signals, or until the next call.

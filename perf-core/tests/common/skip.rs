@@ -1,6 +1,7 @@
 //! Tests that cannot be run.
 
-/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there that is not.
+/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there
+/// that is not.
 ///
 /// # Panics
 /// When it is able and the environment has `CI`: there a test that does not run has failed.

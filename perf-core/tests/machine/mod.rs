@@ -67,8 +67,8 @@ impl World {
     }
 }
 
-/// A hardware class driver with `slots` counters per vCPU. Config 0 cannot exist, 1 counts work, n counts n times the
-/// work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
+/// A hardware class driver with `slots` counters per vCPU. Config 0 cannot exist, 1 counts work, n counts n
+/// times the work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
 #[derive(Debug)]
 pub struct TestPmu {
     pub world: Arc<World>,

@@ -1,19 +1,19 @@
-//! Instructions and system calls a piece of code takes, counted exactly and without a PMU: a copy of this process runs it
-//! under ptrace.
+//! Instructions and system calls a piece of code takes, counted exactly and without a PMU: a copy of this
+//! process runs it under ptrace.
 #![allow(dead_code)]
 
 use std::io;
 
-/// User-space instructions of `work`, run once in a forked copy of the process. `work` must not allocate or take a lock
-/// that another thread might hold, since other threads do not exist in the copy.
+/// User-space instructions of `work`, run once in a forked copy of the process. `work` must not allocate or
+/// take a lock that another thread might hold, since other threads do not exist in the copy.
 ///
 /// `None` where processes may not be traced.
 pub fn instructions(work: impl FnOnce()) -> Option<u64> {
     trace(|| (), |_| work(), step)
 }
 
-/// Numbers of the system calls of `work`, run once in a forked copy of the process after `setup`, which may make as many as it
-/// likes. Returning from a signal is left out: it belongs to whoever handles the signal.
+/// Numbers of the system calls of `work`, run once in a forked copy of the process after `setup`, which may
+/// make as many as it likes. Returning from a signal is left out: it belongs to whoever handles the signal.
 ///
 /// `None` where processes may not be traced.
 pub fn system_calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Option<Vec<u64>> {
@@ -25,8 +25,8 @@ fn trace<T, R>(
     work: impl FnOnce(&mut T),
     count: impl FnOnce(i32) -> io::Result<R>,
 ) -> Option<R> {
-    // SAFETY: the child runs `setup` and `work`, which by contract do what is allowed after a fork, raises signals and exits
-    // without returning to the caller.
+    // SAFETY: the child runs `setup` and `work`, which by contract do what is allowed after a fork, raises
+    // signals and exits without returning to the caller.
     let child = unsafe { libc::fork() };
     match child {
         -1 => None,
@@ -104,7 +104,8 @@ fn calls(child: i32) -> io::Result<Vec<u64>> {
                 if entering {
                     calls.push(call_number(child)?);
                 }
-                // Returning from a signal, and the raise that was under way at the start, have no stop of their own at the end.
+                // Returning from a signal, and the raise that was under way at the start, have no stop of
+                // their own at the end.
                 entering = !entering;
             }
             other => signal = other,

@@ -1,5 +1,5 @@
-//! What the tests of the ring share: records that show whose they are, and access to the shared page as another
-//! process has it.
+//! What the tests of the ring share: records that show whose they are, and access to the shared page as
+//! another process has it.
 #![allow(dead_code)]
 
 use std::fs::File;
@@ -18,7 +18,8 @@ pub const DATA_TAIL: u64 = 1032;
 /// A record type of nobody's.
 pub const TAGGED: u32 = 77;
 
-/// Writes a record of `size` bytes (at least 24) that holds who wrote it, its number, and a pattern made of both.
+/// Writes a record of `size` bytes (at least 24) that holds who wrote it, its number, and a pattern made of
+/// both.
 pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), RingError> {
     let mut record = ring.begin(size, true)?;
     record.put_u64(u64::from(TAGGED));

@@ -9,11 +9,12 @@
 //! | [`peer`] | who is at the other end; sealed memory files |
 //! | [`events`] | lists of events in perf's syntax, and numbers as perf prints them |
 //!
-//! Start with [`client::Client`] and [`request`]. The VM's end, the server, is in the machine crate. The protocol is documented for
-//! other programs in docs/reference/control.md, and `tests/protocol_1.rs` pins each of its lines.
+//! Start with [`client::Client`] and [`request`]. The VM's end, the server, is in the machine crate. The
+//! protocol is documented for other programs in docs/reference/control.md, and `tests/protocol_1.rs` pins
+//! each of its lines.
 //!
-//! **Dependencies.** `perf-core` for the names of policies. This crate links neither KVM nor the machine: an operator's tool that
-//! depends on it is small.
+//! **Dependencies.** `perf-core` for the names of policies. This crate links neither KVM nor the machine: an
+//! operator's tool that depends on it is small.
 
 pub mod client;
 pub mod events;

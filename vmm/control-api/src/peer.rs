@@ -8,7 +8,8 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::UnixStream;
 
-/// The user at the other end, as the kernel recorded it when the connection was made (`SO_PEERCRED`, unix(7)).
+/// The user at the other end, as the kernel recorded it when the connection was made (`SO_PEERCRED`,
+/// unix(7)).
 ///
 /// # Errors
 /// The error of `getsockopt(2)`.
@@ -19,7 +20,8 @@ pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
         gid: u32::MAX,
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `cred` and `len` are live locals, and `len` is the size of `cred`, beyond which the kernel does not write.
+    // SAFETY: `cred` and `len` are live locals, and `len` is the size of `cred`, beyond which the kernel does
+    // not write.
     let result = unsafe {
         libc::getsockopt(
             stream.as_raw_fd(),

@@ -50,7 +50,8 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
     move |source| PlaceError::Os { what, path, source }
 }
 
-/// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else `/tmp/perfvisor-UID`.
+/// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else
+/// `/tmp/perfvisor-UID`.
 pub fn directory() -> PathBuf {
     directory_for(
         std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
@@ -116,8 +117,8 @@ impl Socket {
         check_name(name)?;
         private(dir)?;
         let path = dir.join(format!("{name}{SUFFIX}"));
-        // Bound under another name and linked in place: at its own name it is never seen before it listens, and of
-        // two VMs that want one name the link decides.
+        // Bound under another name and linked in place: at its own name it is never seen before it listens,
+        // and of two VMs that want one name the link decides.
         let hidden = dir.join(format!(".{}-{name}", std::process::id()));
         let _ = fs::remove_file(&hidden);
         let listener = UnixListener::bind(&hidden).map_err(os("cannot listen at", &hidden))?;

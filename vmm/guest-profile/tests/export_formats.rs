@@ -292,8 +292,9 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
     raw
 }
 
-/// The first instruction of a function, when it is where an interrupt came, belongs to it also below the kernel's frames; as the
-/// address where a call returns to it belongs to the function before. In pprof the two are different locations.
+/// The first instruction of a function, when it is where an interrupt came, belongs to it also below the
+/// kernel's frames; as the address where a call returns to it belongs to the function before. In pprof the
+/// two are different locations.
 #[test]
 fn an_interrupted_first_instruction_is_not_taken_for_the_end_of_the_function_before() {
     let mut p = profile();

@@ -1,8 +1,8 @@
 //! Profiling of a real Linux guest, from a fixture of its memory and registers.
 //!
-//! The fixture is made by `vmm/guest-profile/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it boots the stock
-//! Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these tests are
-//! skipped; with `CI` set they fail if QEMU is there.
+//! The fixture is made by `vmm/guest-profile/tests/fixtures/make-linux-fixture.py target/profile-fixture` (it
+//! boots the stock Debian cloud kernel under QEMU's TCG with KASLR on). Where it has not been made these
+//! tests are skipped; with `CI` set they fail if QEMU is there.
 
 #[path = "../../../perf-core/tests/common/skip.rs"]
 mod skip;

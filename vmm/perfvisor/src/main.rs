@@ -9,8 +9,9 @@
 //! | `signals` | the signals that end a command or a VM |
 //! | `exit` | exit statuses |
 //!
-//! Start with `main` below. Everything that is worth using from another program is in the crates under this one: `vmm` (the
-//! machine), `control-api`, `guest-profile`, `kernel-images`, `validate`. Nothing depends on this one.
+//! Start with `main` below. Everything that is worth using from another program is in the crates under this
+//! one: `vmm` (the machine), `control-api`, `guest-profile`, `kernel-images`, `validate`. Nothing depends on
+//! this one.
 
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]

@@ -1,7 +1,8 @@
-//! SIGTERM, SIGINT and SIGHUP as a descriptor, so that they end the VM in order and not the process in the middle.
+//! SIGTERM, SIGINT and SIGHUP as a descriptor, so that they end the VM in order and not the process in the
+//! middle.
 //!
-//! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal of the process,
-//! in its set or not, and the vCPUs are kicked by signals a thousand times a second.
+//! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal
+//! of the process, in its set or not, and the vCPUs are kicked by signals a thousand times a second.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -24,8 +25,8 @@ pub struct StopSignals {
 }
 
 impl StopSignals {
-    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and has a thread wait for them
-    /// as long as the process lives.
+    /// Blocks the stop signals in the calling thread, and in every thread it starts later, and has a thread
+    /// wait for them as long as the process lives.
     ///
     /// # Errors
     /// The system call's error.

@@ -161,8 +161,9 @@ fn mistakes_of_an_operator_are_one_line() {
     }
 }
 
-/// A client that opens events until the VM has no descriptor left gets an error for the next one, keeps what it has, and
-/// the VM goes on serving: others are turned away one by one, and find everything as before when it has gone.
+/// A client that opens events until the VM has no descriptor left gets an error for the next one, keeps what
+/// it has, and the VM goes on serving: others are turned away one by one, and find everything as before when
+/// it has gone.
 #[test]
 fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &[], 64) else {
@@ -392,8 +393,9 @@ fn stat_prints_what_was_counted() {
     assert!(mean.contains("(3 runs)") && mean.contains("( +-"), "{mean}");
 }
 
-/// Functions that take 60, 30 and 10 % of the time are found to do so, with the chains that lead to them, and every
-/// output is made from the file. So it is when the vCPU is stopped for every sample, and when it is for few of them.
+/// Functions that take 60, 30 and 10 % of the time are found to do so, with the chains that lead to them, and
+/// every output is made from the file. So it is when the vCPU is stopped for every sample, and when it is for
+/// few of them.
 #[test]
 fn a_recording_attributes_time_to_functions_and_chains() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -421,8 +423,8 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     let profile: Profile = reader::read_file(&data).unwrap();
     let samples = profile.len();
     assert!(samples > 200, "{samples} samples");
-    // Samples weigh as much as their periods, which differ where frequency was being adjusted: so many equal ones
-    // would be as certain (Kish's effective sample size).
+    // Samples weigh as much as their periods, which differ where frequency was being adjusted: so many equal
+    // ones would be as certain (Kish's effective sample size).
     let (sum, squares) = profile.samples().fold((0.0, 0.0), |(sum, squares), s| {
         let w = s.period as f64;
         (sum + w, squares + w * w)
@@ -454,7 +456,8 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
         let found = stacks.iter().filter(|(stack, _)| stack.contains(part));
         found.map(|(_, n)| n).sum()
     };
-    // The caller is in the chain of all but the samples at the edges of a function. Few chains stand for many samples.
+    // The caller is in the chain of all but the samples at the edges of a function. Few chains stand for many
+    // samples.
     let percent = if chain_every == 1 { 97 } else { 80 };
     for (function, chain) in [
         ("spin_hot", "spin_chunk;spin_hot"),
@@ -615,8 +618,8 @@ fn empty_and_broken_files_are_told_apart() {
     }
 }
 
-/// One event for the whole VM is the sum of its vCPUs' parts, and a statistic of the VM is one number: not one for each vCPU,
-/// however it is asked for.
+/// One event for the whole VM is the sum of its vCPUs' parts, and a statistic of the VM is one number: not
+/// one for each vCPU, however it is asked for.
 #[test]
 fn events_of_the_whole_vm_are_counted_once() {
     let Some(vm) = TestVm::spinning(2) else { return };

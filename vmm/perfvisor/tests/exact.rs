@@ -1,4 +1,5 @@
-//! The exact backing on this machine's KVM: the bare-metal guest with hand-counted code, and runs that repeat.
+//! The exact backing on this machine's KVM: the bare-metal guest with hand-counted code, and runs that
+//! repeat.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -43,7 +44,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Every hand-counted block is counted to the last instruction, on models of both vendors, and no step is lost.
+/// Every hand-counted block is counted to the last instruction, on models of both vendors, and no step is
+/// lost.
 #[test]
 fn hand_counted_code_counts_exactly() {
     let Some(host) = host() else { return };
@@ -71,7 +73,8 @@ fn hand_counted_code_counts_exactly() {
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// Counts that differ from run to run would be estimates: the same blocks pass, with the same number of steps, every time.
+/// Counts that differ from run to run would be estimates: the same blocks pass, with the same number of
+/// steps, every time.
 #[test]
 fn the_same_guest_is_counted_the_same_every_time() {
     let Some(host) = host() else { return };
@@ -101,7 +104,8 @@ fn the_same_guest_is_counted_the_same_every_time() {
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// What cannot be counted is said, not printed as 0: where CPL 3 cannot be stepped, a line at the start names it.
+/// What cannot be counted is said, not printed as 0: where CPL 3 cannot be stepped, a line at the start names
+/// it.
 #[test]
 fn a_host_that_cannot_step_user_code_is_told_of() {
     let Some(host) = host() else { return };
@@ -159,7 +163,8 @@ fn five_rdpmc_sites_are_too_many_for_breakpoints() {
     std::fs::remove_file(kernel).unwrap();
 }
 
-/// Sets counter 0 to 42 and its selector to `selector`, reads the counter by RDPMC and writes it to the debug-exit port.
+/// Sets counter 0 to 42 and its selector to `selector`, reads the counter by RDPMC and writes it to the
+/// debug-exit port.
 fn rdpmc_guest(selector: u32) -> Vec<u8> {
     let start = [
         &[0xB9, 0xC1, 0, 0, 0][..], // mov ecx, IA32_PMC0
@@ -187,8 +192,8 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
     common::elf32(common::EM_386, 0x10_0000, &[segment])
 }
 
-/// RDPMC by breakpoint reads what RDPMC by trap reads, also in the middle of stepped code, where it is one instruction
-/// like any other.
+/// RDPMC by breakpoint reads what RDPMC by trap reads, also in the middle of stepped code, where it is one
+/// instruction like any other.
 #[test]
 fn rdpmc_by_breakpoint_reads_the_counter_stepped_or_not() {
     let Some(host) = host() else { return };

@@ -139,8 +139,8 @@ impl Metrics {
     }
 }
 
-/// Every family is well formed and none of its counters ever falls; an event that counts all the time grows, and says
-/// how long it was enabled and counted.
+/// Every family is well formed and none of its counters ever falls; an event that counts all the time grows,
+/// and says how long it was enabled and counted.
 #[test]
 fn counters_are_well_formed_and_never_fall() {
     let more = [

@@ -1,4 +1,5 @@
-//! Readers of what the commands print may go away at any time, as `head` does. That is no failure, and never a panic.
+//! Readers of what the commands print may go away at any time, as `head` does. That is no failure, and never
+//! a panic.
 
 use std::process::{Command, Stdio};
 

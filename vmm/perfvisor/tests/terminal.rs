@@ -61,7 +61,8 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
         }
         Ok(())
     };
-    // SAFETY: between fork and exec the closure calls signal(2) only, which is async-signal-safe, and allocates nothing.
+    // SAFETY: between fork and exec the closure calls signal(2) only, which is async-signal-safe, and
+    // allocates nothing.
     unsafe { command.pre_exec(by_default) };
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap())

@@ -110,7 +110,8 @@ fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
         ws_ypixel: 0,
     };
     let null = std::ptr::null_mut::<libc::c_char>();
-    // SAFETY: both integers are writable, the size is a live local, name and termios may be null (openpty(3)).
+    // SAFETY: both integers are writable, the size is a live local, name and termios may be null
+    // (openpty(3)).
     let result = unsafe {
         libc::openpty(
             &mut master,
@@ -134,7 +135,8 @@ fn settings(terminal: &OwnedFd) -> (u32, u32, u32, u32) {
     (t.c_iflag, t.c_oflag, t.c_cflag, t.c_lflag)
 }
 
-/// Runs `top` on a terminal until it has drawn the guest, has `leave` end it, and checks what it leaves behind.
+/// Runs `top` on a terminal until it has drawn the guest, has `leave` end it, and checks what it leaves
+/// behind.
 fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File)) -> (ExitStatus, String) {
     let (master, slave) = pseudo_terminal();
     let before = settings(&slave);

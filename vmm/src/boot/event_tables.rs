@@ -381,8 +381,8 @@ mod tests {
         assert_eq!(find(&[segment(&whole[8..])]), []);
     }
 
-    /// What does not look in memory as in the file, or lies over another table, is no table; the others are still
-    /// seen to.
+    /// What does not look in memory as in the file, or lies over another table, is no table; the others are
+    /// still seen to.
     #[test]
     fn tables_that_are_not_what_they_look_like_are_left_alone() {
         let data = kernel();

@@ -7,8 +7,9 @@
 //!
 //! What is said, and the operator's end, are in `control-api`.
 //!
-//! The VM trusts no client: who may connect is decided by the directory's mode and the peer's credentials, every request
-//! is bounded in size and rate, replies wait in bounded buffers, and what a connection opened is closed with it.
+//! The VM trusts no client: who may connect is decided by the directory's mode and the peer's credentials,
+//! every request is bounded in size and rate, replies wait in bounded buffers, and what a connection opened
+//! is closed with it.
 
 pub mod server;
 pub mod session;

@@ -1,7 +1,9 @@
-//! The CPUID a vCPU shows: what the host's KVM supports, the vCPU's place in the machine, and the PMU's leaves.
+//! The CPUID a vCPU shows: what the host's KVM supports, the vCPU's place in the machine, and the PMU's
+//! leaves.
 //!
-//! Order matters: first the host's values, then identity (vendor, family) where the PMU model is another vendor's,
-//! then topology, and last the PMU model, which has the final word on every bit that announces a counter.
+//! Order matters: first the host's values, then identity (vendor, family) where the PMU model is another
+//! vendor's, then topology, and last the PMU model, which has the final word on every bit that announces a
+//! counter.
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
@@ -38,12 +40,12 @@ pub enum CpuidError {
     NestedRefused,
 }
 
-/// Leaf 1 EAX of the processor shown when an Intel PMU is asked for on a host of another vendor: family 6 with a
-/// model number Intel has not used, so that guests take their architectural ("generic") paths instead of applying
-/// tables of model-specific events and errata that nothing here could honour.
+/// Leaf 1 EAX of the processor shown when an Intel PMU is asked for on a host of another vendor: family 6
+/// with a model number Intel has not used, so that guests take their architectural ("generic") paths instead
+/// of applying tables of model-specific events and errata that nothing here could honour.
 const GENERIC_INTEL_SIGNATURE: u32 = 0x000f_06f0;
-/// Leaf 1 EAX of the processor shown when an AMD PMU is asked for on a host of another vendor: family 17h, model 31h,
-/// the first generation whose core counters need no erratum workarounds in guests.
+/// Leaf 1 EAX of the processor shown when an AMD PMU is asked for on a host of another vendor: family 17h,
+/// model 31h, the first generation whose core counters need no erratum workarounds in guests.
 const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
 
 /// CPUID.1:ECX.TSC_DEADLINE.
@@ -60,20 +62,21 @@ const EXT1_ECX_SVM: u32 = 1 << 2;
 const SVM_LEAF: u32 = 0x8000_000a;
 /// KVM's paravirtual features, one bit each in EAX.
 const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
-/// Those among them with which a guest makes hypercalls: MMU operations (bit 2), kicking a halted vCPU (7), sending IPIs (11),
-/// yielding to a vCPU (13), mapping ranges of guest memory (16), control of migration (17). Linux,
-/// Documentation/virt/kvm/x86/cpuid.rst.
+/// Those among them with which a guest makes hypercalls: MMU operations (bit 2), kicking a halted vCPU (7),
+/// sending IPIs (11), yielding to a vCPU (13), mapping ranges of guest memory (16), control of migration
+/// (17). Linux, Documentation/virt/kvm/x86/cpuid.rst.
 const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 1 << 17;
-/// The one among them with which KVM writes to the guest's memory at each entry that follows a call from here: stolen time
-/// (bit 5).
+/// The one among them with which KVM writes to the guest's memory at each entry that follows a call from
+/// here: stolen time (bit 5).
 const STEAL_TIME: u32 = 1 << 5;
-/// Time stamp counter and core crystal clock: EBX/EAX is the ratio of the two, ECX the crystal's frequency in Hz. Intel
-/// SDM vol. 2, CPUID.
+/// Time stamp counter and core crystal clock: EBX/EAX is the ratio of the two, ECX the crystal's frequency in
+/// Hz. Intel SDM vol. 2, CPUID.
 const TSC_LEAF: u32 = 0x15;
 /// Processor frequencies in MHz: base in EAX, most in EBX, bus in ECX.
 const FREQUENCY_LEAF: u32 = 0x16;
-/// The crystal clock drives the local APIC's timer, and guests take its frequency for that of the timer. KVM's timer
-/// ticks once in a nanosecond (`APIC_BUS_CYCLE_NS`, the default of `KVM_CAP_X86_APIC_BUS_CYCLES_NS`).
+/// The crystal clock drives the local APIC's timer, and guests take its frequency for that of the timer.
+/// KVM's timer ticks once in a nanosecond (`APIC_BUS_CYCLE_NS`, the default of
+/// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`).
 const APIC_TIMER_KHZ: u32 = 1_000_000;
 /// Denominators tried for the ratio. Linux multiplies the crystal's kilohertz by the numerator in 32 bits
 /// (`native_calibrate_tsc`), which leaves no room for larger ones.
@@ -110,8 +113,8 @@ pub struct GuestCpu<'a> {
     pub stepped: bool,
     /// Family, model and stepping, if not the host's or the generic ones.
     pub signature: Option<CpuSignature>,
-    /// Whether its handlers are looked at or entered by us, found in the interrupt descriptor table: for steps, and for RDPMC at
-    /// the handler of #GP.
+    /// Whether its handlers are looked at or entered by us, found in the interrupt descriptor table: for
+    /// steps, and for RDPMC at the handler of #GP.
     pub enters_handlers: bool,
 }
 
@@ -194,8 +197,9 @@ fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// A guest executes the hypercall instruction of the vendor it sees, VMCALL or VMMCALL. The other vendor's processor does not
-/// have it; KVM then rewrites the instruction in the guest's memory, which a kernel that protects its code does not survive.
+/// A guest executes the hypercall instruction of the vendor it sees, VMCALL or VMMCALL. The other vendor's
+/// processor does not have it; KVM then rewrites the instruction in the guest's memory, which a kernel that
+/// protects its code does not survive.
 fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -204,7 +208,8 @@ fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// KVM does not give a guest its processor's bus lock detection where that processor is AMD's, although it shows it.
+/// KVM does not give a guest its processor's bus lock detection where that processor is AMD's, although it
+/// shows it.
 fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if (entry.function, entry.index) == (7, 0) {
@@ -213,8 +218,8 @@ fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// With FRED no handler is in the interrupt descriptor table. With shadow stacks a handler cannot be left by setting registers:
-/// the frame on the shadow stack would stay.
+/// With FRED no handler is in the interrupt descriptor table. With shadow stacks a handler cannot be left by
+/// setting registers: the frame on the shadow stack would stay.
 fn hide_other_entries(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match (entry.function, entry.index) {
@@ -233,8 +238,8 @@ pub fn has_transactions(supported: &CpuId) -> bool {
         .any(|e| (e.function, e.index) == (7, 0) && e.ebx & LEAF7_EBX_TRANSACTIONS != 0)
 }
 
-/// A guest reads its stolen time until a version is the same before and after, and KVM may write a new one at each entry. A
-/// guest that enters for each instruction would read for ever.
+/// A guest reads its stolen time until a version is the same before and after, and KVM may write a new one at
+/// each entry. A guest that enters for each instruction would read for ever.
 fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -276,8 +281,8 @@ fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
     set_signature(entries, vendor, signature);
 }
 
-/// Tells the TSC's frequency. KVM tells none, and then perf in the guest takes it for 0 (`#system_tsc_freq`), and with it
-/// what a metric divides by it.
+/// Tells the TSC's frequency. KVM tells none, and then perf in the guest takes it for 0 (`#system_tsc_freq`),
+/// and with it what a metric divides by it.
 fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     let Some((crystal_khz, numerator, denominator)) = crystal(tsc_khz) else {
         return;
@@ -303,9 +308,10 @@ fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     }
 }
 
-/// The crystal's frequency in kHz, and the numerator and denominator of the TSC's ratio to it. The frequency is as close to the
-/// local APIC timer's as a ratio allows that guests can multiply with, and what is left is given to the crystal: a timer that
-/// is off by some millionths does no harm, a TSC would. `None`: a frequency that no processor has.
+/// The crystal's frequency in kHz, and the numerator and denominator of the TSC's ratio to it. The frequency
+/// is as close to the local APIC timer's as a ratio allows that guests can multiply with, and what is left is
+/// given to the crystal: a timer that is off by some millionths does no harm, a TSC would. `None`: a
+/// frequency that no processor has.
 fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
     let tsc = u64::from(tsc_khz);
     let timer = u64::from(APIC_TIMER_KHZ);
@@ -474,7 +480,8 @@ mod tests {
         assert_eq!(features(&other_model()), !0x3_2884);
     }
 
-    /// Linux reads stolen time in a loop that does not end while each of its instructions is an entry of its own.
+    /// Linux reads stolen time in a loop that does not end while each of its instructions is an entry of its
+    /// own.
     #[test]
     fn a_stepped_guest_is_shown_no_stolen_time() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -552,7 +559,8 @@ mod tests {
         assert!(matches!(error, CpuidError::SignatureVendor), "{error}");
     }
 
-    /// What serves RDPMC at the handler of #GP finds it in the interrupt descriptor table and leaves it by setting registers.
+    /// What serves RDPMC at the handler of #GP finds it in the interrupt descriptor table and leaves it by
+    /// setting registers.
     #[test]
     fn fred_and_shadow_stacks_are_hidden_where_we_enter_handlers() {
         let leaf = |index, eax, ecx| kvm_cpuid_entry2 {

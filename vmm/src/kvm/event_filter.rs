@@ -1,7 +1,8 @@
 //! The event filter where KVM's own vPMU counts: `KVM_SET_PMU_EVENT_FILTER` (KVM API 4.120).
 //!
-//! KVM's filter means what ours does: listed is what some entry puts in and no entry takes out, and a bitmap alone decides for
-//! fixed counters. It takes 300 entries; and only exact ones before Linux 6.3, so that masked ones are written out.
+//! KVM's filter means what ours does: listed is what some entry puts in and no entry takes out, and a bitmap
+//! alone decides for fixed counters. It takes 300 entries; and only exact ones before Linux 6.3, so that
+//! masked ones are written out.
 #![allow(unsafe_code)]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
@@ -56,7 +57,8 @@ fn exact(select: u16, umask: u8) -> u64 {
     u64::from(select) & 0xFF | (u64::from(select) & 0xF00) << 24 | u64::from(umask) << 8
 }
 
-/// `KVM_PMU_ENCODE_MASKED_ENTRY`: as [`exact`] with what the unit mask must be; its mask in bits 63:56, exclusion in bit 55.
+/// `KVM_PMU_ENCODE_MASKED_ENTRY`: as [`exact`] with what the unit mask must be; its mask in bits 63:56,
+/// exclusion in bit 55.
 fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
     exact(select, matches) | u64::from(mask) << 56 | u64::from(exclude) << 55
 }
@@ -117,8 +119,8 @@ impl KvmFilter {
     /// [`KvmFilterError::Kvm`].
     pub fn install(&self, vm: &VmFd) -> Result<(), KvmFilterError> {
         let structure = self.structure();
-        // SAFETY: KVM reads a `kvm_pmu_event_filter` and as many entries behind it as it says, which is what the words are;
-        // it writes nothing. `vm` and the words live until the call has returned.
+        // SAFETY: KVM reads a `kvm_pmu_event_filter` and as many entries behind it as it says, which is what
+        // the words are; it writes nothing. `vm` and the words live until the call has returned.
         let result = unsafe { ioctl_with_ptr(vm, KVM_SET_PMU_EVENT_FILTER(), structure.as_ptr()) };
         if result == 0 {
             Ok(())
@@ -127,7 +129,8 @@ impl KvmFilter {
         }
     }
 
-    /// `struct kvm_pmu_event_filter` in words of 64 bits: action and number of entries, bitmap and flags, two of padding, entries.
+    /// `struct kvm_pmu_event_filter` in words of 64 bits: action and number of entries, bitmap and flags, two
+    /// of padding, entries.
     fn structure(&self) -> Vec<u64> {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         // At most `MAX_EVENTS`.
@@ -211,7 +214,8 @@ mod tests {
         }
     }
 
-    /// What KVM's kernel does with a filter (`is_gp_event_allowed` and what it calls; `is_fixed_event_allowed`).
+    /// What KVM's kernel does with a filter (`is_gp_event_allowed` and what it calls;
+    /// `is_fixed_event_allowed`).
     fn kvm_allows(filter: &KvmFilter, selection: Selection) -> bool {
         let listed = match selection {
             Selection::Fixed(n) => filter.fixed_counter_bitmap >> n & 1 != 0,

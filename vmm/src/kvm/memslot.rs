@@ -7,8 +7,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
 /// Maps one region of `memory` into the VM.
 ///
-/// The caller keeps `memory` alive for as long as the VM has a vCPU; `perfvisor` holds both in the same struct and
-/// drops the vCPUs first.
+/// The caller keeps `memory` alive for as long as the VM has a vCPU; `perfvisor` holds both in the same
+/// struct and drops the vCPUs first.
 ///
 /// # Errors
 /// KVM's error.
@@ -28,7 +28,7 @@ pub fn set(
     if !inside {
         return Err(kvm_ioctls::Error::new(libc::EINVAL));
     }
-    // SAFETY: the range was just checked to lie inside a live mapping of `memory`, which is ordinary shared memory
-    // that no Rust reference points into: guest accesses only race with vm-memory's volatile ones.
+    // SAFETY: the range was just checked to lie inside a live mapping of `memory`, which is ordinary shared
+    // memory that no Rust reference points into: guest accesses only race with vm-memory's volatile ones.
     unsafe { vm.set_user_memory_region(region) }
 }

@@ -1,4 +1,5 @@
-//! IA32_MISC_ENABLE, which says once more whether there is a PMU. KVM keeps it; its PMU bits are told to KVM at the start.
+//! IA32_MISC_ENABLE, which says once more whether there is a PMU. KVM keeps it; its PMU bits are told to KVM
+//! at the start.
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
@@ -10,7 +11,8 @@ const PERFMON_AVAILABLE: u64 = 1 << 7;
 /// Branch trace store (11) and PEBS (12) are unavailable.
 const NO_BRANCH_TRACE_NO_PEBS: u64 = 1 << 11 | 1 << 12;
 
-/// Says in IA32_MISC_ENABLE of a new vCPU that there is a PMU, without PEBS and BTS. Whether KVM has the register.
+/// Says in IA32_MISC_ENABLE of a new vCPU that there is a PMU, without PEBS and BTS. Whether KVM has the
+/// register.
 ///
 /// # Errors
 /// KVM's.

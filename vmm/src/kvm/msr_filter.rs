@@ -1,8 +1,9 @@
 //! The MSR filter: every access of a guest to a PMU register becomes an exit.
 //!
-//! With KVM's own PMU off, KVM *answers* reads of the architectural PMU registers with 0 instead of failing them, so
-//! leaving one out of the filter would hand the guest a number nobody counted. The filter therefore covers the
-//! registers of both vendors, present in the guest's model or not; the vPMU decides which of them fault.
+//! With KVM's own PMU off, KVM *answers* reads of the architectural PMU registers with 0 instead of failing
+//! them, so leaving one out of the filter would hand the guest a number nobody counted. The filter therefore
+//! covers the registers of both vendors, present in the guest's model or not; the vPMU decides which of them
+//! fault.
 
 use std::ops::RangeInclusive;
 
@@ -81,7 +82,8 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
 struct Span {
     base: u32,
     count: u32,
-    /// Bit n: the access to register `base + n` stays with KVM. A zero bit denies it, which means an exit here.
+    /// Bit n: the access to register `base + n` stays with KVM. A zero bit denies it, which means an exit
+    /// here.
     allowed: Vec<u8>,
 }
 

@@ -1,8 +1,8 @@
 //! KVM's own vPMU: whether this host's KVM offers guests one, which, and which models it can be.
 //!
-//! KVM emulates it with host perf events, or (Linux 6.20 and later, if its module is loaded so) hands the processor's
-//! counters to the guest: *mediated*. What it supports it says in `KVM_GET_SUPPORTED_CPUID`, in the leaves in which a
-//! processor does.
+//! KVM emulates it with host perf events, or (Linux 6.20 and later, if its module is loaded so) hands the
+//! processor's counters to the guest: *mediated*. What it supports it says in `KVM_GET_SUPPORTED_CPUID`, in
+//! the leaves in which a processor does.
 
 use std::fs;
 use std::path::Path;
@@ -22,8 +22,8 @@ use vpmu::{
 
 use super::cpuid::{self, CpuidError};
 
-/// IA32_PERF_CAPABILITIES.FW_WRITE: full-width writes of counters (SDM vol. 3, "Full-Width Writes to Performance Counter
-/// Registers").
+/// IA32_PERF_CAPABILITIES.FW_WRITE: full-width writes of counters (SDM vol. 3, "Full-Width Writes to
+/// Performance Counter Registers").
 const FW_WRITE: u64 = 1 << 13;
 
 /// Why a guest cannot have KVM's own vPMU.
@@ -185,7 +185,8 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Reads CPUID out of a table, as [`Model::resolve`] wants it. The index of an entry tells subleaves apart only where its flag says so.
+/// Reads CPUID out of a table, as [`Model::resolve`] wants it. The index of an entry tells subleaves apart
+/// only where its flag says so.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
         let found = entries.as_slice().iter().find(|e| {
@@ -206,7 +207,8 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmu> {
 }
 
 impl OwnPmu {
-    /// The model for what the user asked. `auto` and `host` are what KVM has, `auto` within what it is elsewhere.
+    /// The model for what the user asked. `auto` and `host` are what KVM has, `auto` within what it is
+    /// elsewhere.
     ///
     /// # Errors
     /// [`NotThisModel`], one line with the limit and a remedy.
@@ -310,8 +312,8 @@ impl OwnPmu {
     }
 }
 
-/// Makes IA32_PERF_CAPABILITIES show what the model has and KVM does: full-width writes, no branch records, no PEBS. KVM's own
-/// initial value is all that it supports. Nothing to do on AMD models.
+/// Makes IA32_PERF_CAPABILITIES show what the model has and KVM does: full-width writes, no branch records,
+/// no PEBS. KVM's own initial value is all that it supports. Nothing to do on AMD models.
 ///
 /// # Errors
 /// KVM's.
@@ -359,7 +361,8 @@ mod tests {
             .map_err(|e| e.to_string())
     }
 
-    /// A leaf with subleaves is read at the subleaf that is asked for, wherever subleaf 0 stands in the table.
+    /// A leaf with subleaves is read at the subleaf that is asked for, wherever subleaf 0 stands in the
+    /// table.
     #[test]
     fn a_subleaf_is_not_another_one() {
         let entry = |index, flags, eax| kvm_bindings::kvm_cpuid_entry2 {

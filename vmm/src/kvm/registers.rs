@@ -25,8 +25,8 @@ pub fn set_system(to: &mut GuestRegs, sregs: &kvm_sregs) {
     to.cr3 = sregs.cr3;
     to.cr4 = sregs.cr4;
     to.efer = sregs.efer;
-    // SS.DPL is the CPL on both vendors and in every mode but real mode, where it is 0 as well (SDM vol. 3 §5.5); CS.RPL
-    // differs from it for conforming segments.
+    // SS.DPL is the CPL on both vendors and in every mode but real mode, where it is 0 as well (SDM vol. 3
+    // §5.5); CS.RPL differs from it for conforming segments.
     to.cpl = sregs.ss.dpl & 3;
     to.code64 = sregs.cs.l != 0;
     to.gs_base = sregs.gs.base;

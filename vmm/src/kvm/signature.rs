@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// What CPUID leaf 1 EAX is to say. Intel SDM vol. 2, CPUID, figure "Version Information Returned by CPUID in EAX"; AMD APM
-/// vol. 3 appendix E.3.2.
+/// What CPUID leaf 1 EAX is to say. Intel SDM vol. 2, CPUID, figure "Version Information Returned by CPUID in
+/// EAX"; AMD APM vol. 3 appendix E.3.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpuSignature {
     /// What the host's processor says.
@@ -109,7 +109,8 @@ impl fmt::Display for CpuSignature {
 mod tests {
     use super::*;
 
-    /// The numbers Linux prints ("family: 0x6, model: 0x5e, stepping: 0x3") and the signatures of the same processors.
+    /// The numbers Linux prints ("family: 0x6, model: 0x5e, stepping: 0x3") and the signatures of the same
+    /// processors.
     #[test]
     fn both_ways_to_write_a_signature_are_the_same_one() {
         for (numbers, eax) in [

@@ -19,8 +19,8 @@ use request::KVM_GET_STATS_FD;
 /// # Errors
 /// The system call's error; `ENOTTY` on kernels before 5.14.
 pub fn stats_fd(fd: &impl AsRawFd) -> io::Result<OwnedFd> {
-    // SAFETY: the ioctl takes no argument and only makes a new descriptor; `fd` is open for the whole call because
-    // the caller's reference keeps it so.
+    // SAFETY: the ioctl takes no argument and only makes a new descriptor; `fd` is open for the whole call
+    // because the caller's reference keeps it so.
     let raw = unsafe { ioctl(fd, KVM_GET_STATS_FD()) };
     if raw < 0 {
         return Err(io::Error::last_os_error());

@@ -266,7 +266,8 @@ mod tests {
         assert!(!line.contains('\n'));
     }
 
-    /// A socket that somebody listens at stays, and so does a file that is no socket. A dead socket is taken over.
+    /// A socket that somebody listens at stays, and so does a file that is no socket. A dead socket is taken
+    /// over.
     #[test]
     fn a_unix_socket_replaces_only_a_dead_one() {
         let dir = tempfile::tempdir().unwrap();

@@ -115,7 +115,8 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// The architectural events of a `model` vendor's PMU that can be counted under `policy` on this host, whose processor is `host`'s.
+/// The architectural events of a `model` vendor's PMU that can be counted under `policy` on this host, whose
+/// processor is `host`'s.
 pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> Backability {
     let hardware = || {
         probe
@@ -220,7 +221,8 @@ mod tests {
         );
     }
 
-    /// Without software clock events there is nothing to count with: said at the start, not by zeros in the guest.
+    /// Without software clock events there is nothing to count with: said at the start, not by zeros in the
+    /// guest.
     #[test]
     fn refused_clock_events_are_an_error_with_a_remedy() {
         let probe = HostProbe {

@@ -50,8 +50,8 @@ impl<'a> Countable<'a> {
         ways.any(|(backing, _)| backing != Backing::Hardware || self.host_knows(event, &request))
     }
 
-    /// Whether the host's kernel knows the event. A host that is itself a guest takes any raw numbers, and its own virtual
-    /// PMU may count none of them; but its tables of generic events are true.
+    /// Whether the host's kernel knows the event. A host that is itself a guest takes any raw numbers, and
+    /// its own virtual PMU may count none of them; but its tables of generic events are true.
     fn host_knows(&self, event: TableEvent, request: &EventRequest) -> bool {
         let generic = |config: u64| self.probe.generic.iter().any(|g| g.config == config && g.opens);
         match (request.event, event) {

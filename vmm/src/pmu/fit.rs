@@ -1,7 +1,7 @@
 //! Whether the host has a counter for each of the guest's.
 //!
-//! A guest may use all its counters at once, the general ones for anything. A model whose numbers nobody chose is made
-//! small enough for that. Where the user chose them, one line says which counters compete.
+//! A guest may use all its counters at once, the general ones for anything. A model whose numbers nobody
+//! chose is made small enough for that. Where the user chose them, one line says which counters compete.
 
 use perf_core::pmu::host::{HostCounters, HostProbe};
 use vpmu::{BackingPolicy, Model};
@@ -16,12 +16,13 @@ const FIXED: [(&str, u64); 3] = [("instructions", 1), ("cycles", 0), ("ref-cycle
 pub struct Fitted {
     /// The model the guest gets.
     pub model: Model,
-    /// Which of its counters compete for the host's and what comes of it, in one line; `None` if the host has one for each.
+    /// Which of its counters compete for the host's and what comes of it, in one line; `None` if the host has
+    /// one for each.
     pub competition: Option<String>,
 }
 
-/// Fits `model` to the host. `asked`: the user chose its numbers, which stay as they are. `own` is KVM's own vPMU where that counts
-/// ([`BackingPolicy::Kvm`]).
+/// Fits `model` to the host. `asked`: the user chose its numbers, which stay as they are. `own` is KVM's own
+/// vPMU where that counts ([`BackingPolicy::Kvm`]).
 pub fn fit(
     model: Model,
     asked: bool,
@@ -31,7 +32,8 @@ pub fn fit(
 ) -> Fitted {
     let by_host_events = match policy {
         BackingPolicy::Auto | BackingPolicy::Hardware => true,
-        // An emulated one opens the same pinned events as we do; a mediated one has the processor's counters themselves.
+        // An emulated one opens the same pinned events as we do; a mediated one has the processor's counters
+        // themselves.
         BackingPolicy::Kvm => own.is_some_and(|own| !own.mediated),
         BackingPolicy::Clock | BackingPolicy::Exact | BackingPolicy::None => false,
     };

@@ -150,7 +150,8 @@ impl VmPmu {
             exclude_user: m.exclude_user(),
             exclude_kernel: m.exclude_kernel(),
             exclude_idle: m.exclude_idle,
-            // The side of the host's own events (page faults, switches) is the host; all others are the guest's.
+            // The side of the host's own events (page faults, switches) is the host; all others are the
+            // guest's.
             exclude_host: ty != EventType::SOFTWARE,
             ..Attr::default()
         };

@@ -1,7 +1,8 @@
-//! The PMU of a VM whose guest has KVM's own vPMU: nothing traps, and what there is to see of it comes from KVM.
+//! The PMU of a VM whose guest has KVM's own vPMU: nothing traps, and what there is to see of it comes from
+//! KVM.
 //!
-//! Its registers are read with `KVM_GET_MSRS` and taken over by a register file of ours that nothing counts for. So they are shown,
-//! and saved, as those of any other guest.
+//! Its registers are read with `KVM_GET_MSRS` and taken over by a register file of ours that nothing counts
+//! for. So they are shown, and saved, as those of any other guest.
 
 use std::sync::Arc;
 
@@ -81,8 +82,8 @@ fn mirror(model: Model, filter: Arc<EventFilter>, values: impl Iterator<Item = (
     vpmu
 }
 
-/// The counters as an operator sees them. What KVM does not tell is not known: what was counted apart from what the guest wrote,
-/// times, overflows.
+/// The counters as an operator sees them. What KVM does not tell is not known: what was counted apart from
+/// what the guest wrote, times, overflows.
 pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
     let views = mirror.counters_view(&mut KvmCounts);
     let counters = views.iter().map(operator::guest_counter);

@@ -86,8 +86,8 @@ impl GuestProbe {
         self.kernel.load_full()
     }
 
-    /// Whether the kernel is to be looked for now: it is not known, nobody is looking, and the last look was not just
-    /// now. Who gets `true` has to start one.
+    /// Whether the kernel is to be looked for now: it is not known, nobody is looking, and the last look was
+    /// not just now. Who gets `true` has to start one.
     pub fn begin_search(&self) -> bool {
         let mut search = self.search();
         let begin = match &*search {
@@ -174,7 +174,8 @@ const MAX_USER_FRAMES: usize = 32;
 /// What a vCPU keeps from one sample to the next.
 #[derive(Debug)]
 pub struct SampleMemory {
-    /// Where the guest kernel's data of this CPU are, once that is known: a running kernel does not change it.
+    /// Where the guest kernel's data of this CPU are, once that is known: a running kernel does not change
+    /// it.
     per_cpu_base: Option<u64>,
     /// Mappings that were told.
     told: TellOnce,
@@ -192,13 +193,15 @@ pub struct SampleMemory {
 const MEASURED: u32 = 4;
 
 impl SampleMemory {
-    /// Overflows are served next. The time, if it is to be measured how long that takes: reading the clock costs, too.
+    /// Overflows are served next. The time, if it is to be measured how long that takes: reading the clock
+    /// costs, too.
     #[inline]
     pub fn begin(&mut self) -> Option<Instant> {
         (self.samples < 64 || self.samples.is_multiple_of(MEASURED)).then(Instant::now)
     }
 
-    /// Overflows were served, which had begun at `began`. If there was a sample among them, that is what it cost.
+    /// Overflows were served, which had begun at `began`. If there was a sample among them, that is what it
+    /// cost.
     #[inline]
     pub fn held(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {
@@ -352,7 +355,8 @@ impl<'a> VcpuRegs<'a> {
         }
     }
 
-    /// The task that runs; the mappings of its user frames go behind the raw data's head, and how many bytes they are to `told`.
+    /// The task that runs; the mappings of its user frames go behind the raw data's head, and how many bytes
+    /// they are to `told`.
     fn task(&mut self, told: &mut usize) -> Option<Task> {
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
         kernel.as_ref()?.tasks.as_ref()?;

@@ -1,5 +1,5 @@
-//! How long the vCPU thread was ready to run and waited for a host CPU, fed to the guest's counters step by step. An
-//! operator's event reads the same time by itself ([`perf_core::pmu::sched`]).
+//! How long the vCPU thread was ready to run and waited for a host CPU, fed to the guest's counters step by
+//! step. An operator's event reads the same time by itself ([`perf_core::pmu::sched`]).
 
 use std::io;
 

@@ -1,7 +1,8 @@
 //! RDPMC by hardware breakpoints: nothing in the guest is changed, and a processor has four.
 //!
-//! A breakpoint on an instruction stops the vCPU before it executes. The exit handler then does what RDPMC does and steps
-//! over it. The breakpoints are at linear addresses, so the kernel has to run where it was linked.
+//! A breakpoint on an instruction stops the vCPU before it executes. The exit handler then does what RDPMC
+//! does and steps over it. The breakpoints are at linear addresses, so the kernel has to run where it was
+//! linked.
 
 use crate::kvm::stepping::{BREAKPOINTS, Stepping};
 use kernel_images::rdpmc::PatchedSite;

@@ -2,8 +2,9 @@
 //!
 //! KVM has no exit for RDPMC: with KVM's own PMU off the guest gets #GP. So each RDPMC (0F 33) of the
 //! guest kernel is replaced, before the guest starts, by `out imm8, al` (E6 nn), two bytes as well, on
-//! a port reserved for it. The exit handler reads ECX and writes EDX:EAX as RDPMC would. Prefixes stay where they are: they mean nothing
-//! to either instruction. A port write counts as RDPMC at such a place only ([`sites`]); elsewhere it goes to the bus.
+//! a port reserved for it. The exit handler reads ECX and writes EDX:EAX as RDPMC would. Prefixes stay where
+//! they are: they mean nothing to either instruction. A port write counts as RDPMC at such a place only
+//! ([`sites`]); elsewhere it goes to the bus.
 //!
 //! The byte pair 0F 33 also occurs inside other instructions (37 times in the text of a Debian cloud
 //! kernel, once as an instruction). Replacing one of those corrupts the kernel, so the finder in
@@ -88,8 +89,9 @@ pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
         .map_err(|e| failed(e.to_string()))
 }
 
-/// Makes KVM complete a port write that is being handled, and go no further: it steps over the OUT when it is entered again, unless the vCPU
-/// has gone elsewhere. The request to leave stays with the next entry until it is cleared.
+/// Makes KVM complete a port write that is being handled, and go no further: it steps over the OUT when it is
+/// entered again, unless the vCPU has gone elsewhere. The request to leave stays with the next entry until it
+/// is cleared.
 ///
 /// # Errors
 /// KVM's, which no guest can cause.

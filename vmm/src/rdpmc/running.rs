@@ -1,7 +1,8 @@
 //! Kernels that a guest starts itself, by kexec or kdump: their RDPMC is replaced where they lie in memory.
 //!
-//! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another kernel runs. Its symbols and
-//! unwind tables are in its memory, so what is known of a kernel that is loaded from a file is known of it, too.
+//! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another kernel
+//! runs. Its symbols and unwind tables are in its memory, so what is known of a kernel that is loaded from a
+//! file is known of it, too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,7 +22,8 @@ use kernel_images::{kallsyms, orc};
 const SEARCH_AGAIN: Duration = Duration::from_secs(1);
 /// Lines about searches in the life of a VM.
 const MOST_LINES: u32 = 64;
-/// Byte pairs 0F 33 in a kernel's text of which each is looked at. Debian's kernels have some dozens; more are there to keep us busy.
+/// Byte pairs 0F 33 in a kernel's text of which each is looked at. Debian's kernels have some dozens; more
+/// are there to keep us busy.
 const MOST_PAIRS: usize = 1024;
 /// Reads of guest memory to find the physical address of one place.
 const TRANSLATE_READS: u32 = 16;
@@ -117,8 +119,8 @@ impl RunningKernels {
         }
     }
 
-    /// Looks at the kernel that a vCPU runs, whose system calls go to `lstar`, and replaces RDPMC in it if it is another one. Whether
-    /// it is.
+    /// Looks at the kernel that a vCPU runs, whose system calls go to `lstar`, and replaces RDPMC in it if it
+    /// is another one. Whether it is.
     pub fn look(&self, regs: &GuestRegs, lstar: u64) -> bool {
         if lstar < KERNEL_MAP {
             return false;
@@ -261,7 +263,8 @@ mod tests {
     const FIRST: u64 = 2 << 20;
     const SECOND: u64 = 4 << 20;
 
-    /// Symbols as a kernel has them in its memory: addresses, their number, names, markers, tokens and where each token is.
+    /// Symbols as a kernel has them in its memory: addresses, their number, names, markers, tokens and where
+    /// each token is.
     fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
         fn pad(out: &mut Vec<u8>) {
             out.resize(out.len().next_multiple_of(8), 0);
@@ -397,8 +400,8 @@ mod tests {
 
     const REPLACED: [u8; 5] = [0x31, 0xc9, TRAP[0], TRAP[1], 0xc3];
 
-    /// Of the kernel that was loaded the loader has seen to; one that is started in its place has its RDPMC replaced where it lies, and
-    /// nothing else of it.
+    /// Of the kernel that was loaded the loader has seen to; one that is started in its place has its RDPMC
+    /// replaced where it lies, and nothing else of it.
     #[test]
     fn a_kernel_that_the_guest_starts_gets_its_rdpmc_replaced() {
         let guest = Guest::new();
@@ -420,7 +423,8 @@ mod tests {
         assert!(!guest.look(), "it is known now");
     }
 
-    /// Guests that change kernels all the time have one searched in a second, and the others when that has passed.
+    /// Guests that change kernels all the time have one searched in a second, and the others when that has
+    /// passed.
     #[test]
     fn searches_are_far_between() {
         let guest = Guest::new();
@@ -437,8 +441,8 @@ mod tests {
         assert_eq!(guest.code(FIRST), REPLACED);
     }
 
-    /// What cannot be searched is left as it is, and is not searched again and again: memory without symbols, text that is made to be
-    /// full of what could be RDPMC.
+    /// What cannot be searched is left as it is, and is not searched again and again: memory without symbols,
+    /// text that is made to be full of what could be RDPMC.
     #[test]
     fn what_is_no_known_kernel_is_left_alone() {
         let guest = Guest::new();

@@ -1,14 +1,16 @@
 //! Where a port write stands for RDPMC: at the places where one was replaced, and nowhere else.
 //!
-//! An exit for a port write says where the vCPU is: at the instruction, or behind it where KVM has emulated it by then. A place is known
-//! by its linear address in a Linux kernel, whose half of the address space no program can use, and by its physical address elsewhere.
+//! An exit for a port write says where the vCPU is: at the instruction, or behind it where KVM has emulated
+//! it by then. A place is known by its linear address in a Linux kernel, whose half of the address space no
+//! program can use, and by its physical address elsewhere.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kernel_images::rdpmc::PatchedSite;
 
-/// Places that are kept. A kernel has one to four, and the last kernels of a guest that starts others itself are remembered.
+/// Places that are kept. A kernel has one to four, and the last kernels of a guest that starts others itself
+/// are remembered.
 const MOST_SITES: usize = 4096;
 const UPPER_HALF: u64 = 1 << 63;
 
@@ -132,8 +134,8 @@ impl SitesOfVcpu {
             .find_map(|site| site.hit(rip, rip.wrapping_sub(site.virt)))
     }
 
-    /// The one that a port write at `rip` is of, wherever the guest has it mapped. `long`: in 64-bit code. `physical` translates: how far
-    /// back from RIP, to a guest-physical address.
+    /// The one that a port write at `rip` is of, wherever the guest has it mapped. `long`: in 64-bit code.
+    /// `physical` translates: how far back from RIP, to a guest-physical address.
     pub fn in_memory(
         &mut self,
         rip: u64,

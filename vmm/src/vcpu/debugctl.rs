@@ -1,23 +1,25 @@
 //! IA32_DEBUGCTL: one bit of it is the PMU's, and the others are the processor's, which is KVM's business.
 //!
-//! A guest whose PMU can freeze its counters has this register trapped whole. What it writes into the others' bits goes to KVM,
-//! and what KVM keeps of them is what it reads back.
+//! A guest whose PMU can freeze its counters has this register trapped whole. What it writes into the others'
+//! bits goes to KVM, and what KVM keeps of them is what it reads back.
 
 use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use vpmu::registers::{DEBUGCTL_PMU, IA32_DEBUGCTL};
 
-/// IA32_DEBUGCTL.LBR (0): branch records. Every processor takes it. No model has records, so it is dropped and never asked of
-/// KVM, whose host's own records it would start.
+/// IA32_DEBUGCTL.LBR (0): branch records. Every processor takes it. No model has records, so it is dropped
+/// and never asked of KVM, whose host's own records it would start.
 const LBR: u64 = 1 << 0;
-/// IA32_DEBUGCTL.BTF (1): single-step on branches. Every processor takes it; KVM drops it where it cannot do it.
+/// IA32_DEBUGCTL.BTF (1): single-step on branches. Every processor takes it; KVM drops it where it cannot do
+/// it.
 const BTF: u64 = 1 << 1;
 /// IA32_DEBUGCTL.BUS_LOCK_DETECT (2): CPUID.(07H,0):ECX\[24\].
 const BUS_LOCK_DETECT: u64 = 1 << 2;
 /// IA32_DEBUGCTL.RTM (15): advanced debugging of transactions. CPUID.(07H,0):EBX.RTM.
 const RTM: u64 = 1 << 15;
 
-/// The register, without the PMU's bits. Owns the one-entry MSR list KVM is asked with, so that an access allocates nothing.
+/// The register, without the PMU's bits. Owns the one-entry MSR list KVM is asked with, so that an access
+/// allocates nothing.
 #[derive(Debug)]
 pub struct DebugControl {
     /// Bits that go to KVM.

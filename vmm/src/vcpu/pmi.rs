@@ -1,13 +1,14 @@
 //! Delivering a PMI through the local APIC's LVTPC entry.
 //!
-//! The local APIC is KVM's, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H, x2APIC MSR 834H) has to be
-//! read when a PMI is due. In x2APIC mode it is read and written as an MSR, one register at a time.
+//! The local APIC is KVM's, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H, x2APIC MSR 834H)
+//! has to be read when a PMI is due. In x2APIC mode it is read and written as an MSR, one register at a time.
 //!
-//! In xAPIC mode only the whole register page can be had. KVM_SET_LAPIC copies all of it over KVM's own, the requested
-//! interrupts (IRR) with it and those posted to a running processor, and starts the APIC's timer anew: an interrupt that another
-//! vCPU, a device or a timer of the kernel sends between the reading and the writing is lost, and nothing tells that one was. A guest
-//! that loses an interrupt between processors hangs. So there the mask bit that Intel's delivery sets is not written, and a guest that reads
-//! LVTPC does not see it. What the bit is for is done without it: see `Handled`.
+//! In xAPIC mode only the whole register page can be had. KVM_SET_LAPIC copies all of it over KVM's own, the
+//! requested interrupts (IRR) with it and those posted to a running processor, and starts the APIC's timer
+//! anew: an interrupt that another vCPU, a device or a timer of the kernel sends between the reading and the
+//! writing is lost, and nothing tells that one was. A guest that loses an interrupt between processors hangs.
+//! So there the mask bit that Intel's delivery sets is not written, and a guest that reads LVTPC does not see
+//! it. What the bit is for is done without it: see `Handled`.
 
 use std::time::{Duration, Instant};
 
@@ -42,8 +43,9 @@ pub enum Delivery {
     Nmi,
     /// A fixed vector was sent.
     Fixed,
-    /// LVTPC asks for a delivery mode that performance interrupts cannot have here (SMI, INIT, ExtINT), an illegal
-    /// vector, or the local APIC cannot be told from others: as on hardware with nothing behind it, the interrupt is gone.
+    /// LVTPC asks for a delivery mode that performance interrupts cannot have here (SMI, INIT, ExtINT), an
+    /// illegal vector, or the local APIC cannot be told from others: as on hardware with nothing behind it,
+    /// the interrupt is gone.
     Dropped,
 }
 
@@ -57,12 +59,13 @@ pub struct PmiError {
 
 /// A PMI that Intel's LVTPC, in xAPIC mode, has delivered and the guest still handles.
 ///
-/// Were the mask bit written, no second PMI would come until the guest takes it away, and one would be withdrawn if the guest serves what asks
-/// for it before that. Linux takes it away at the end of its handler (from Haswell on), or at its beginning; an NMI that comes
-/// behind that is held by the processor until the handler's IRET. In both cases the next PMI does not begin before the first's handler
-/// has ended, which KVM does tell: so until then LVTPC is taken for masked. What differs: a handler that leaves LVTPC masked for good
-/// still gets the next PMI, and one that unmasks it early and serves a second overflow afterwards is spared the NMI
-/// for it.
+/// Were the mask bit written, no second PMI would come until the guest takes it away, and one would be
+/// withdrawn if the guest serves what asks for it before that. Linux takes it away at the end of its handler
+/// (from Haswell on), or at its beginning; an NMI that comes behind that is held by the processor until the
+/// handler's IRET. In both cases the next PMI does not begin before the first's handler has ended, which KVM
+/// does tell: so until then LVTPC is taken for masked. What differs: a handler that leaves LVTPC masked for
+/// good still gets the next PMI, and one that unmasks it early and serves a second overflow afterwards is
+/// spared the NMI for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Handled {
     /// As an NMI.
@@ -95,14 +98,14 @@ pub struct Open {
     apic_id: u8,
 }
 
-/// The local APIC's LVTPC entry of one vCPU. Owns the one-entry MSR list KVM is asked with, so that a PMI allocates
-/// nothing.
+/// The local APIC's LVTPC entry of one vCPU. Owns the one-entry MSR list KVM is asked with, so that a PMI
+/// allocates nothing.
 #[derive(Debug)]
 pub struct Lvtpc {
     /// The number of the vCPU, which is its x2APIC id.
     vcpu_id: u8,
-    /// The vendor's processor sets the mask bit when it delivers: Intel's does (SDM vol. 3 §11.5.1, Local Vector
-    /// Table), AMD's does not.
+    /// The vendor's processor sets the mask bit when it delivers: Intel's does (SDM vol. 3 §11.5.1, Local
+    /// Vector Table), AMD's does not.
     mask_on_delivery: bool,
     /// Only in xAPIC mode, and only where a delivery masks.
     handled: Option<Handled>,
@@ -131,8 +134,8 @@ impl Lvtpc {
         })
     }
 
-    /// Looks whether a PMI can pass now; `None`: LVTPC is masked, or the local APIC is globally disabled. Must run on the
-    /// vCPU's own thread, after a KVM_RUN.
+    /// Looks whether a PMI can pass now; `None`: LVTPC is masked, or the local APIC is globally disabled.
+    /// Must run on the vCPU's own thread, after a KVM_RUN.
     ///
     /// # Errors
     /// [`PmiError`].
@@ -236,8 +239,8 @@ impl Lvtpc {
     }
 }
 
-/// Sends a fixed interrupt to the local APIC with this physical id. KVM has no call for an interrupt that only the vCPU's own local APIC
-/// sees; should the guest have given two of them the same id, both get it.
+/// Sends a fixed interrupt to the local APIC with this physical id. KVM has no call for an interrupt that
+/// only the vCPU's own local APIC sees; should the guest have given two of them the same id, both get it.
 fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
     let msi = kvm_msi {
         address_lo: MSI_ADDRESS | u32::from(apic_id) << 12,
@@ -264,9 +267,9 @@ fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// When a PMI that waits behind a mask is looked at again if the guest does not leave by itself: a guest unmasks LVTPC without telling
-/// us. Soon at first, as the end of a handler is near, and ever more seldom, as a mask that has stayed for long
-/// will stay for longer.
+/// When a PMI that waits behind a mask is looked at again if the guest does not leave by itself: a guest
+/// unmasks LVTPC without telling us. Soon at first, as the end of a handler is near, and ever more seldom, as
+/// a mask that has stayed for long will stay for longer.
 #[derive(Debug, Default)]
 pub struct Recheck {
     /// Until when the timer runs, and for how long it was set.
@@ -300,8 +303,8 @@ impl Recheck {
 mod tests {
     use super::*;
 
-    /// A guest that masks LVTPC for good does not pay for it with an exit a millisecond, and one that leaves often not with
-    /// a timer set each time.
+    /// A guest that masks LVTPC for good does not pay for it with an exit a millisecond, and one that leaves
+    /// often not with a timer set each time.
     #[test]
     fn a_mask_that_stays_is_looked_at_ever_more_seldom() {
         let mut recheck = Recheck::default();
@@ -341,7 +344,8 @@ mod tests {
         assert!(nmi_is_handled(&vcpu).unwrap());
     }
 
-    /// While an NMI is handled, the registers of the local APIC are not asked for besides: this vCPU has none, so that asking fails.
+    /// While an NMI is handled, the registers of the local APIC are not asked for besides: this vCPU has
+    /// none, so that asking fails.
     #[test]
     fn a_pmi_behind_an_nmi_takes_one_call_an_entry() {
         let kvm = kvm_ioctls::Kvm::new().unwrap();

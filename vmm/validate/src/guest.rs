@@ -1,7 +1,7 @@
 //! The built-in guest that measures: what is asked of it, and what it answers.
 //!
-//! Its results are JSON (`guest-images/bare-metal/validate/main.c`). A measurement goes in three steps with a halt after
-//! each, so that the host can look at the same counters at rest: ready, done, result.
+//! Its results are JSON (`guest-images/bare-metal/validate/main.c`). A measurement goes in three steps with a
+//! halt after each, so that the host can look at the same counters at rest: ready, done, result.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;

@@ -115,8 +115,8 @@ pub fn judge(seen: &Evidence) -> (Verdict, Option<String>) {
     (Verdict::Pass, None)
 }
 
-/// The verdict on a counter that is said not to be backed here: it must not have moved, and the host must say that nobody
-/// counts for it. `enumerated`: the guest's CPUID says it is there.
+/// The verdict on a counter that is said not to be backed here: it must not have moved, and the host must say
+/// that nobody counts for it. `enumerated`: the guest's CPUID says it is there.
 pub fn judge_unbacked(
     guest: Option<u64>,
     host_backing: Option<&str>,

@@ -1,7 +1,8 @@
 //! Proof of the numbers: that what guests count on this host is true.
 //!
-//! Guests run in processes of their own and do work whose counts are known, or are measured apart. Each count is read three
-//! ways: by the guest, by the host of the same counter, and as what it must be. The judge compares them.
+//! Guests run in processes of their own and do work whose counts are known, or are measured apart. Each count
+//! is read three ways: by the guest, by the host of the same counter, and as what it must be. The judge
+//! compares them.
 //!
 //! | module | story |
 //! |---|---|
@@ -15,8 +16,9 @@
 //!
 //! Start with [`run`]. What the host can do ([`Host`]) is found out by the caller.
 //!
-//! **Dependencies.** `control-api` for all that is asked of a VM, `vpmu` for the names of events and registers, `perf-core` for
-//! records and rings. This crate starts VMs as programs: it knows neither KVM nor the machine.
+//! **Dependencies.** `control-api` for all that is asked of a VM, `vpmu` for the names of events and
+//! registers, `perf-core` for records and rings. This crate starts VMs as programs: it knows neither KVM nor
+//! the machine.
 
 mod builtin;
 pub mod child;

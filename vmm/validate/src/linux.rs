@@ -1,8 +1,8 @@
 //! The Linux guest's part: the real perf in an unmodified kernel.
 //!
-//! The guest runs the script `validate` of its initrd, which takes commands from the console. Programs run behind a *gate*:
-//! held at both ends, so that the host can look at the same counters, while perf counts exactly the program
-//! (`perf stat --control`).
+//! The guest runs the script `validate` of its initrd, which takes commands from the console. Programs run
+//! behind a *gate*: held at both ends, so that the host can look at the same counters, while perf counts
+//! exactly the program (`perf stat --control`).
 
 mod counting;
 mod sampling;
@@ -25,7 +25,8 @@ const START_PATIENCE: Duration = Duration::from_secs(180);
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Lines kept of a command's output.
 const MAX_OUTPUT_LINES: usize = 10_000;
-/// Linux arms a counter that is only read at this distance from its overflow: half the range of a counter of 48 bits.
+/// Linux arms a counter that is only read at this distance from its overflow: half the range of a counter of
+/// 48 bits.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
 /// `perf stat` of a program behind the gate. What it prints goes to a file first: the console costs time.
 fn perf_stat(arguments: &str, program: &str) -> String {
@@ -103,7 +104,8 @@ impl Linux<'_> {
         rows.extend(self.levels(&mut guest, backing)?);
         guest.end()?;
         if backing != "kvm" && self.host.no_exact.is_none() && self.host.steps_user {
-            // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another way.
+            // The NMI watchdog counts the kernel for ever, and a random layout may lead a program another
+            // way.
             let mut guest = self.start("exact", "1", "nowatchdog norandmaps")?;
             rows.extend(self.exact(&mut guest)?);
             guest.end()?;
@@ -215,7 +217,8 @@ impl LinuxGuest {
 }
 
 impl Gate {
-    /// The host's view of the counter that counted on vCPU `cpu` meanwhile, as Linux used it; `None` unless it was one.
+    /// The host's view of the counter that counted on vCPU `cpu` meanwhile, as Linux used it; `None` unless
+    /// it was one.
     fn host(&self, cpu: usize) -> Option<u64> {
         let after = &self.after.get(cpu)?.counters;
         let before = &self.before.get(cpu)?.counters;

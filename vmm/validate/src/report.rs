@@ -39,7 +39,8 @@ pub struct Row {
     pub tolerance: Option<Tolerance>,
     /// Share of its enabled time the event was on, in percent.
     pub running_percent: Option<f64>,
-    /// It goes with time, which a host that does other things may spoil: such a row, and no other, is measured again if it is off.
+    /// It goes with time, which a host that does other things may spoil: such a row, and no other, is
+    /// measured again if it is off.
     pub of_time: bool,
     /// How often it was measured until it was right; the last one is shown.
     pub tries: u32,
@@ -385,7 +386,8 @@ mod tests {
     use super::*;
     use crate::judge::Expected;
 
-    /// What is counted is right or wrong; only what goes with time may be measured again, and the table and the JSON say that it was.
+    /// What is counted is right or wrong; only what goes with time may be measured again, and the table and
+    /// the JSON say that it was.
     #[test]
     fn only_time_is_measured_again_and_that_is_said() {
         assert!(!row(5, 6).is_off_in_time());

@@ -1,5 +1,5 @@
-//! A hostile guest and a busy host against the reference model: MSRs, RDPMC, CPUID, overflows, PMIs, filter changes,
-//! saving and restoring. Says from time to time how many operations that made.
+//! A hostile guest and a busy host against the reference model: MSRs, RDPMC, CPUID, overflows, PMIs, filter
+//! changes, saving and restoring. Says from time to time how many operations that made.
 #![no_main]
 
 use std::sync::atomic::{AtomicU64, Ordering};

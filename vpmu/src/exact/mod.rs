@@ -1,38 +1,45 @@
 //! Exact counts from single steps: what one step of a vCPU retired.
 //!
-//! A VMM that steps a vCPU tells a [`StepMeter`] the state before and after each step. The meter decodes the instruction,
-//! works out where it must lead, and from where the vCPU is after the step concludes what was retired. The rules:
+//! A VMM that steps a vCPU tells a [`StepMeter`] the state before and after each step. The meter decodes the
+//! instruction, works out where it must lead, and from where the vCPU is after the step concludes what was
+//! retired. The rules:
 //!
-//! - An instruction counts when it completes (Intel SDM vol. 3, "Instructions Retired": the last micro-operation
-//!   retires), at the privilege level at which it began. One that faults does not count; when it is executed again after
-//!   the handler, it does. Traps and software interrupts (INT n, INT3, INTO) complete, so they count.
-//! - An interrupt, NMI or exception is not an instruction. What its handler executes counts like any other code.
-//! - A repeated string instruction is one instruction, however often it iterates, and also when it iterates zero times. An
-//!   interrupt between two iterations does not make it two.
-//! - Instructions whose shadow hides the next step (MOV SS, POP SS; where KVM emulates them also the fences and SWAPGS) are
-//!   stepped together with their successor: two, or more where that is another of them.
+//! - An instruction counts when it completes (Intel SDM vol. 3, "Instructions Retired": the last
+//!   micro-operation retires), at the privilege level at which it began. One that faults does not count; when
+//!   it is executed again after the handler, it does. Traps and software interrupts (INT n, INT3, INTO)
+//!   complete, so they count.
+//! - An interrupt, NMI or exception is not an instruction. What its handler executes counts like any other
+//!   code.
+//! - A repeated string instruction is one instruction, however often it iterates, and also when it iterates
+//!   zero times. An interrupt between two iterations does not make it two.
+//! - Instructions whose shadow hides the next step (MOV SS, POP SS; where KVM emulates them also the fences
+//!   and SWAPGS) are stepped together with their successor: two, or more where that is another of them.
 //! - HLT counts when it halts. SYSCALL, SYSRET, SYSENTER, SYSEXIT and IRET count one each.
-//! - The WRMSR that enables counting counts and the one that disables it does not, because what a step retired is fed
-//!   after the write took effect. The VMM need do nothing but feed after [`crate::Vpmu::reconcile`].
-//! - A branch is anything that can change RIP other than to the next instruction: conditional or not, direct or not, near
-//!   or far, calls, returns, software interrupts, SYSCALL and its kin, IRET. Taken branches: on an Intel model near ones that
-//!   were taken (BR_INST_RETIRED.NEAR_TAKEN); on an AMD model also far ones, and interrupts and exceptions count as
-//!   branches and as taken ones (PPR, PMCx0C2 and PMCx0C4: "all types of architectural control flow changes").
-//! - Loads and stores are *instructions* that read or write memory at least once, stack included, address computation
-//!   (LEA), prefetches and multi-byte NOPs excluded. A repeated string instruction that iterates zero times does neither.
+//! - The WRMSR that enables counting counts and the one that disables it does not, because what a step
+//!   retired is fed after the write took effect. The VMM need do nothing but feed after
+//!   [`crate::Vpmu::reconcile`].
+//! - A branch is anything that can change RIP other than to the next instruction: conditional or not, direct
+//!   or not, near or far, calls, returns, software interrupts, SYSCALL and its kin, IRET. Taken branches: on
+//!   an Intel model near ones that were taken (BR_INST_RETIRED.NEAR_TAKEN); on an AMD model also far ones,
+//!   and interrupts and exceptions count as branches and as taken ones (PPR, PMCx0C2 and PMCx0C4: "all types
+//!   of architectural control flow changes").
+//! - Loads and stores are *instructions* that read or write memory at least once, stack included, address
+//!   computation (LEA), prefetches and multi-byte NOPs excluded. A repeated string instruction that iterates
+//!   zero times does neither.
 //!
 //! # Use
 //!
-//! Before each entry, after [`crate::Vpmu::reconcile`]: if [`crate::PerfCoreEvents::needs_stepping`], switch single steps on and, unless
-//! [`StepMeter::in_step`], call [`StepMeter::begin`]; else switch them off and call [`StepMeter::abandon`]. At a debug exit call
-//! [`StepMeter::end`] and [`Step::feed`]. Other exits (I/O, MSR) come in the middle of an instruction: serve them and enter
-//! again, the step goes on. So the WRMSR that enables counting, whose exit comes first, begins its step after it took
-//! effect, and is counted when it completes.
+//! Before each entry, after [`crate::Vpmu::reconcile`]: if [`crate::PerfCoreEvents::needs_stepping`], switch
+//! single steps on and, unless [`StepMeter::in_step`], call [`StepMeter::begin`]; else switch them off and
+//! call [`StepMeter::abandon`]. At a debug exit call [`StepMeter::end`] and [`Step::feed`]. Other exits (I/O,
+//! MSR) come in the middle of an instruction: serve them and enter again, the step goes on. So the WRMSR that
+//! enables counting, whose exit comes first, begins its step after it took effect, and is counted when it
+//! completes.
 //!
-//! A processor clears the trap flag when it enters a handler or the kernel, and shows it to a guest that saves its flags.
-//! [`StepMeter::begin`] says when that is ahead, so that the VMM can set a breakpoint where the step will be lost.
-//! Wherever the next stop is, at a handler's first instruction or behind it, the meter knows it from the guest's
-//! interrupt descriptor table; a stop further on is reported as [`Step::lost`].
+//! A processor clears the trap flag when it enters a handler or the kernel, and shows it to a guest that
+//! saves its flags. [`StepMeter::begin`] says when that is ahead, so that the VMM can set a breakpoint where
+//! the step will be lost. Wherever the next stop is, at a handler's first instruction or behind it, the meter
+//! knows it from the guest's interrupt descriptor table; a stop further on is reported as [`Step::lost`].
 
 mod flow;
 
@@ -88,12 +95,12 @@ pub struct CpuState {
 
 /// What the meter must see of the guest's memory.
 pub trait GuestMemory {
-    /// Reads at a linear address, through the guest's page tables, as the code that runs now could. Returns how many bytes
-    /// at the front of `buffer` were read.
+    /// Reads at a linear address, through the guest's page tables, as the code that runs now could. Returns
+    /// how many bytes at the front of `buffer` were read.
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize;
 
-    /// Where the interrupt descriptor table sends `vector` (RIP, relative to the gate's code segment); `None` for a vector
-    /// without a gate.
+    /// Where the interrupt descriptor table sends `vector` (RIP, relative to the gate's code segment); `None`
+    /// for a vector without a gate.
     fn gate(&mut self, vector: u8) -> Option<u64>;
 }
 
@@ -108,8 +115,9 @@ pub enum GateFormat {
     Long,
 }
 
-/// Where the table at `base` with `limit` sends `vector`, for implementing [`GuestMemory::gate`]; `None` for a vector
-/// outside the table, or whose gate is not present or is a task gate. Intel SDM vol. 3, "IDT Descriptors".
+/// Where the table at `base` with `limit` sends `vector`, for implementing [`GuestMemory::gate`]; `None` for
+/// a vector outside the table, or whose gate is not present or is a task gate. Intel SDM vol. 3, "IDT
+/// Descriptors".
 pub fn gate_in_table(
     format: GateFormat,
     base: u64,
@@ -135,7 +143,8 @@ pub fn gate_in_table(
     if format == GateFormat::Real {
         return Some(word(0));
     }
-    // Byte 5: present bit, type in the low five bits (interrupt and trap gates of 16 bits: 6, 7; others: 14, 15).
+    // Byte 5: present bit, type in the low five bits (interrupt and trap gates of 16 bits: 6, 7; others: 14,
+    // 15).
     let (present, kind) = (gate[5] & 0x80 != 0, gate[5] & 0x1F);
     let low = match kind {
         6 | 7 if format == GateFormat::Protected => word(0),
@@ -198,8 +207,8 @@ pub struct Step {
     pub kernel: Counts,
     /// An interrupt, NMI or exception came in between.
     pub event: bool,
-    /// The meter could not tell what happened: the code could not be read, or the vCPU is where nothing known leads.
-    /// Nothing is counted for what it could not tell.
+    /// The meter could not tell what happened: the code could not be read, or the vCPU is where nothing known
+    /// leads. Nothing is counted for what it could not tell.
     pub lost: bool,
 }
 
@@ -235,8 +244,8 @@ impl Step {
 pub enum Ahead {
     /// Nothing special: a step stops after it.
     Plain,
-    /// The step may stop only after the instruction behind it (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS where
-    /// KVM emulates them).
+    /// The step may stop only after the instruction behind it (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and
+    /// SWAPGS where KVM emulates them).
     Shadow,
     /// It enters the kernel through a register (SYSCALL, SYSENTER), which may clear the trap flag.
     SystemCall,
@@ -290,7 +299,8 @@ impl StepMeter {
         }
     }
 
-    /// Whether a step was begun and not ended: an exit in the middle of an instruction (I/O, MSR) does not end it.
+    /// Whether a step was begun and not ended: an exit in the middle of an instruction (I/O, MSR) does not
+    /// end it.
     pub fn in_step(&self) -> bool {
         self.pending.is_some()
     }
@@ -423,8 +433,8 @@ impl StepMeter {
         step.at(before.cpl).add(counts);
     }
 
-    /// The step of an instruction with a shadow ended elsewhere than behind it: did its successor, at `next`, lead
-    /// there, or that one's where it has a shadow too?
+    /// The step of an instruction with a shadow ended elsewhere than behind it: did its successor, at `next`,
+    /// lead there, or that one's where it has a shadow too?
     fn shadowed(
         &mut self,
         pending: &Pending,
@@ -463,8 +473,9 @@ impl StepMeter {
         false
     }
 
-    /// An instruction that leads anywhere was stepped: did it complete? It did not if the vCPU is in the handler of an
-    /// exception it can raise. Counts the handler's first instruction if a gate was entered and that ran too.
+    /// An instruction that leads anywhere was stepped: did it complete? It did not if the vCPU is in the
+    /// handler of an exception it can raise. Counts the handler's first instruction if a gate was entered and
+    /// that ran too.
     fn arrived(
         &mut self,
         instruction: &Instruction,
@@ -483,7 +494,8 @@ impl StepMeter {
                 return true;
             }
         }
-        // Invalid opcode, not present, stack fault, general protection, page fault, alignment. UD2 never completes.
+        // Invalid opcode, not present, stack fault, general protection, page fault, alignment. UD2 never
+        // completes.
         instruction.flow_control() != FlowControl::Exception
             && ![6, 11, 12, 13, 14, 17].into_iter().any(|vector| {
                 memory.gate(vector).is_some_and(|handler| {
@@ -492,8 +504,8 @@ impl StepMeter {
             })
     }
 
-    /// The vCPU was led away by an interrupt, NMI or exception and is in its handler, before its first instruction or
-    /// behind it.
+    /// The vCPU was led away by an interrupt, NMI or exception and is in its handler, before its first
+    /// instruction or behind it.
     fn entered(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory, step: &mut Step) {
         step.event = true;
         if self.vendor == Vendor::Amd {
@@ -519,15 +531,15 @@ impl StepMeter {
     }
 }
 
-/// The first instruction of a handler, if executing it leads to where the vCPU is. The handler began with some other state
-/// than the one there is now, but only its RIP matters here.
+/// The first instruction of a handler, if executing it leads to where the vCPU is. The handler began with
+/// some other state than the one there is now, but only its RIP matters here.
 fn first_of_handler(
     handler: u64,
     cpu: &CpuState,
     memory: &mut dyn GuestMemory,
 ) -> Option<(Instruction, CpuState)> {
-    // An instruction is at most fifteen bytes long, and a handler may begin with a direct jump; look no further where
-    // neither can lead here.
+    // An instruction is at most fifteen bytes long, and a handler may begin with a direct jump; look no
+    // further where neither can lead here.
     let at = CpuState { rip: handler, ..*cpu };
     let first = decode(&at, handler, memory)?;
     let target = match first.flow_control() {

@@ -390,8 +390,8 @@ fn what_cannot_be_explained_is_said_and_not_counted() {
     assert_eq!(step(NOP, CODE), Step::default());
 }
 
-/// An instruction on a page that is not there yet faults, and is executed when the handler has brought the page: begun anew with
-/// the memory as it is then, it counts.
+/// An instruction on a page that is not there yet faults, and is executed when the handler has brought the
+/// page: begun anew with the memory as it is then, it counts.
 #[test]
 fn an_instruction_that_could_not_be_read_counts_when_it_is_begun_again() {
     let mut meter = StepMeter::new(Vendor::Intel);
@@ -446,7 +446,8 @@ fn what_was_retired_is_fed_at_its_level() {
 
 #[test]
 fn gates_are_read_in_each_format_of_the_table() {
-    // Vector 1 in each: offset 0x1122 in real mode, 0x3344_1122 in protected mode, 0x5566_7788_3344_1122 in long mode.
+    // Vector 1 in each: offset 0x1122 in real mode, 0x3344_1122 in protected mode, 0x5566_7788_3344_1122 in
+    // long mode.
     let real = [0, 0, 0, 0, 0x22, 0x11, 0x00, 0xF0];
     let gate = [
         0x22, 0x11, 0x08, 0x00, 0x00, 0x8E, 0x44, 0x33, 0x88, 0x77, 0x66, 0x55, 0, 0, 0, 0,

@@ -334,7 +334,8 @@ impl CplSplit {
     }
 
     /// Decides between the ring and the kicks, once the ring has been watched for long enough. An emulated
-    /// host shows part of the guest, and not a fair part: that is not good enough, because kicks only cost more. A guest that has not been at CPL3 yet leaves the question of the levels open.
+    /// host shows part of the guest, and not a fair part: that is not good enough, because kicks only cost
+    /// more. A guest that has not been at CPL3 yet leaves the question of the levels open.
     fn judge_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
         if watched_ns < JUDGED_TICKS * TICK_PERIOD_NS {

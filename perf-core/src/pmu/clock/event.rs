@@ -320,8 +320,8 @@ mod tests {
         }
     }
 
-    /// If the VMM works for a guest now and then, the timer rings early a few times, not each time, and is never
-    /// set for much longer.
+    /// If the VMM works for a guest now and then, the timer rings early a few times, not each time, and is
+    /// never set for much longer.
     #[test]
     fn what_a_guest_is_short_of_is_added_to_its_timers() {
         const NEED_NS: u64 = 28_000_000;

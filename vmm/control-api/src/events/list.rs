@@ -10,8 +10,8 @@
 //! modifiers = { "u" | "k" | "h" | "G" | "H" | "p" | "P" | "D" | "e" | "I" }
 //! ```
 //!
-//! An event of ours counts a guest, so `:G` is the default and `:u`, `:k` are guest user and kernel; `:H` asks for the
-//! host's share and is passed on for the caller to accept or refuse.
+//! An event of ours counts a guest, so `:G` is the default and `:u`, `:k` are guest user and kernel; `:H`
+//! asks for the host's share and is passed on for the caller to accept or refuse.
 
 use std::fmt;
 
@@ -196,7 +196,8 @@ impl Modifiers {
         Ok(())
     }
 
-    /// A group's modifiers are added to each of its events'. A group that is pinned or exclusive is so by its leader.
+    /// A group's modifiers are added to each of its events'. A group that is pinned or exclusive is so by its
+    /// leader.
     fn merge(&mut self, group: &Self, leader: bool) {
         self.user |= group.user;
         self.kernel |= group.kernel;
@@ -482,7 +483,8 @@ fn kvm(name: &str) -> Result<EventKind, ListError> {
     }
 }
 
-/// A field of the event-select register: lowest bit, width, and what its next 4 bits up are (AMD has 12-bit events).
+/// A field of the event-select register: lowest bit, width, and what its next 4 bits up are (AMD has 12-bit
+/// events).
 const FIELDS: [(&str, u32, u32); 7] = [
     ("umask", 8, 8),
     ("edge", 18, 1),

@@ -159,8 +159,8 @@ pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, Strin
     }
 }
 
-/// Symbols at running addresses from the file the user gave, if one. `reference`: a symbol of the running kernel and its
-/// address.
+/// Symbols at running addresses from the file the user gave, if one. `reference`: a symbol of the running
+/// kernel and its address.
 ///
 /// # Errors
 /// One line for the user.

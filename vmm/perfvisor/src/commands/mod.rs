@@ -57,7 +57,8 @@ pub fn say(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
-/// `text` with its control characters as spaces, for a message of one line: values come from the user and may hold anything.
+/// `text` with its control characters as spaces, for a message of one line: values come from the user and may
+/// hold anything.
 pub fn one_line(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })

@@ -42,7 +42,8 @@ pub struct ValidateArgs {
     /// Virtual PMU of the guests: as for perfvisor run, but not off.
     #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
     pub pmu: String,
-    /// What is to count for the guests' counters: all (each that this host has, but for KVM's own vPMU), or kvm (KVM's own vPMU).
+    /// What is to count for the guests' counters: all (each that this host has, but for KVM's own vPMU), or
+    /// kvm (KVM's own vPMU).
     #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_backing)]
     pub backing: ValidatedBacking,
     /// How far counts of time may be off.
@@ -223,7 +224,8 @@ fn linux_guest(
     })
 }
 
-/// The images of `make guest`: below the directory of the build this program is from, or below the current one.
+/// The images of `make guest`: below the directory of the build this program is from, or below the current
+/// one.
 fn found_images() -> Option<LinuxFiles> {
     let program = std::env::current_exe().ok();
     let build = program.as_deref().and_then(Path::parent).and_then(Path::parent);

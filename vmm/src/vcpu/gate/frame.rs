@@ -10,12 +10,14 @@ use kernel_images::rdpmc::{LONGEST, RDPMC};
 
 /// Trap flag: #DB behind each instruction (SDM vol. 3 §2.3).
 pub(in super::super) const RFLAGS_TF: u64 = 1 << 8;
-/// The flags that 64-bit code may return to: all that are defined but RF and VM (SDM vol. 3 §2.3). Bit 1 is always set.
+/// The flags that 64-bit code may return to: all that are defined but RF and VM (SDM vol. 3 §2.3). Bit 1 is
+/// always set.
 const RFLAGS_RETURNED: u64 = 0x3c_7fd5;
 /// CR4.LA57: linear addresses of 57 bits (SDM vol. 3 §2.5).
 pub(super) const CR4_LA57: u64 = 1 << 12;
 
-/// What the processor pushed when it entered the handler of #GP from 64-bit or compatibility mode (SDM vol. 3 §6.14.2).
+/// What the processor pushed when it entered the handler of #GP from 64-bit or compatibility mode (SDM vol. 3
+/// §6.14.2).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
     pub rip: u64,
@@ -29,9 +31,9 @@ pub(super) struct Frame {
 }
 
 impl Frame {
-    /// The frame of a fault at an RDPMC, with the vCPU at the first instruction of the handler. `None`: of another fault, or of code
-    /// whose segments are not what they should be.
-    /// `replaced`: the length of the replaced RDPMC at a physical address, which faults where port writes are not allowed.
+    /// The frame of a fault at an RDPMC, with the vCPU at the first instruction of the handler. `None`: of
+    /// another fault, or of code whose segments are not what they should be. `replaced`: the length of the
+    /// replaced RDPMC at a physical address, which faults where port writes are not allowed.
     pub fn of_rdpmc(
         state: &State,
         memory: &mut Linear<'_>,
@@ -103,7 +105,8 @@ impl Frame {
     }
 }
 
-/// The length of the RDPMC that `code` begins with, prefixes and all; `None`: it begins with something else. LOCK raises #UD.
+/// The length of the RDPMC that `code` begins with, prefixes and all; `None`: it begins with something else.
+/// LOCK raises #UD.
 pub(in super::super) fn rdpmc_length(code: &[u8], cs: &kvm_segment) -> Option<u8> {
     // As nearly all are.
     if code.starts_with(&RDPMC) {

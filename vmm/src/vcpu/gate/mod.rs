@@ -1,13 +1,15 @@
 //! RDPMC that was not there when the guest was loaded: in programs, in modules, in code made at run time.
 //!
-//! The processor answers it with #GP, as does KVM whose own PMU is off. So the guest's handler of #GP gets an exit at its
-//! beginning: the port write that stands for RDPMC, in place of the first instruction, or with `--rdpmc hwbp` a breakpoint. If what
-//! faulted is an RDPMC that the guest may execute, the guest goes on behind it with the count and never sees the fault. Any other fault
-//! goes on in the handler, the instruction at its beginning done here.
+//! The processor answers it with #GP, as does KVM whose own PMU is off. So the guest's handler of #GP gets an
+//! exit at its beginning: the port write that stands for RDPMC, in place of the first instruction, or with
+//! `--rdpmc hwbp` a breakpoint. If what faulted is an RDPMC that the guest may execute, the guest goes on
+//! behind it with the count and never sees the fault. Any other fault goes on in the handler, the instruction
+//! at its beginning done here.
 //!
-//! Where the handler is, the interrupt descriptor table says. It is looked at when the guest writes PMU registers, which it does before it
-//! reads a counter: at once if its gate or the code there has changed, and where the table itself may have moved (another kernel's)
-//! at the first, second, fourth … write after a change, and at each that comes a millisecond or more after the last look.
+//! Where the handler is, the interrupt descriptor table says. It is looked at when the guest writes PMU
+//! registers, which it does before it reads a counter: at once if its gate or the code there has changed, and
+//! where the table itself may have moved (another kernel's) at the first, second, fourth … write after a
+//! change, and at each that comes a millisecond or more after the last look.
 
 mod frame;
 mod planted;
@@ -32,7 +34,8 @@ const GATE_BYTES: u64 = 16;
 /// Lines a vCPU writes to the log about it.
 const MOST_LINES: u32 = 16;
 const RFLAGS_ONE: u64 = 1 << 1;
-/// CR4.CET: shadow stacks and branch tracking (SDM vol. 3 §2.5). The way back would leave the shadow stack behind.
+/// CR4.CET: shadow stacks and branch tracking (SDM vol. 3 §2.5). The way back would leave the shadow stack
+/// behind.
 const CR4_CET: u64 = 1 << 23;
 /// CR4.FRED: events do not go through the interrupt descriptor table (Intel FRED specification §3.1).
 const CR4_FRED: u64 = 1 << 32;
@@ -134,7 +137,8 @@ impl Gate {
         }
     }
 
-    /// Whether the guest has changed the gate or the code at the handler since the last look, as far as memory tells.
+    /// Whether the guest has changed the gate or the code at the handler since the last look, as far as
+    /// memory tells.
     #[inline]
     pub fn has_changed(&self) -> bool {
         self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
@@ -227,7 +231,8 @@ impl Gate {
         }
     }
 
-    /// Serves RDPMC at the handler at `gate`. Returns its first instruction, and whether it is another one than before.
+    /// Serves RDPMC at the handler at `gate`. Returns its first instruction, and whether it is another one
+    /// than before.
     fn serve(&mut self, gate: u64, code: &[u8], state: &State) -> Option<(Head, bool)> {
         let Some(planted) = &self.planted else {
             let head = Head::of(gate, code)?;
@@ -254,7 +259,8 @@ impl Gate {
             .then_some((head, true))
     }
 
-    /// What a vCPU that stopped at the handler is there for. `replaced`: the length of the replaced RDPMC at a physical address.
+    /// What a vCPU that stopped at the handler is there for. `replaced`: the length of the replaced RDPMC at
+    /// a physical address.
     pub fn stopped(&self, state: &State, replaced: impl FnOnce(u64) -> Option<u8>) -> Stopped {
         match Frame::of_rdpmc(state, &mut Linear::new(&self.memory, state), replaced) {
             Some(frame) => Stopped::Rdpmc(Answer {
@@ -266,8 +272,9 @@ impl Gate {
         }
     }
 
-    /// Does the instruction at `at` that the exit or breakpoint stopped before. If the exit has gone from there meanwhile, the guest does it
-    /// itself. `None`: it cannot be done, and the guest has lost its stack.
+    /// Does the instruction at `at` that the exit or breakpoint stopped before. If the exit has gone from
+    /// there meanwhile, the guest does it itself. `None`: it cannot be done, and the guest has lost its
+    /// stack.
     pub fn enter_handler(&self, at: u64, state: &mut State) -> Option<()> {
         let head = match &self.planted {
             Some(planted) => planted.head(at),
@@ -348,7 +355,8 @@ mod tests {
         }
     }
 
-    /// As Linux's: ENDBR64 where the kernel is built with indirect branch tracking, CLAC or the padding in its place, CLD.
+    /// As Linux's: ENDBR64 where the kernel is built with indirect branch tracking, CLAC or the padding in
+    /// its place, CLD.
     #[test]
     fn beginnings_of_handlers_are_known() {
         let of = |code: &[u8]| Head::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
@@ -439,15 +447,16 @@ mod tests {
 
     const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
 
-    /// The same addresses, other memory: what a kernel started by the guest has. The code of the one that is gone is as it was, unless
-    /// something else is there by now.
+    /// The same addresses, other memory: what a kernel started by the guest has. The code of the one that is
+    /// gone is as it was, unless something else is there by now.
     #[test]
     fn another_kernel_at_the_same_address_gets_an_exit() {
         for overwritten in [false, true] {
             let memory = memory();
             let mut state = kernel(&memory);
             let page = |state: &mut State, code: u64| {
-                // Three levels of tables at 0xa000, and one 4 KiB page table at 0xd000 with identity, but for the handler's page.
+                // Three levels of tables at 0xa000, and one 4 KiB page table at 0xd000 with identity, but for
+                // the handler's page.
                 for (table, next) in [(0xa000u64, 0xb003u64), (0xb000, 0xc003), (0xc000, 0xd003)] {
                     memory.write_obj(next, GuestAddress(table)).unwrap();
                 }
@@ -486,7 +495,8 @@ mod tests {
             .unwrap();
     }
 
-    /// A vCPU that is on its way from an exit goes back to its instruction, however often others have moved the handler meanwhile.
+    /// A vCPU that is on its way from an exit goes back to its instruction, however often others have moved
+    /// the handler meanwhile.
     #[test]
     fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
         let memory = memory();
@@ -511,8 +521,9 @@ mod tests {
         assert_eq!(gate.planted_at(0x6200), Some(Planted::Gone(0x6200)));
     }
 
-    /// An exit that is left, because the code behind it has changed, is served as before: the guest does not go on in the middle of an
-    /// instruction. A guest that does this all the time keeps a bounded number of places busy.
+    /// An exit that is left, because the code behind it has changed, is served as before: the guest does not
+    /// go on in the middle of an instruction. A guest that does this all the time keeps a bounded number of
+    /// places busy.
     #[test]
     fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
         let memory = memory();
@@ -538,7 +549,8 @@ mod tests {
         assert!(known.count() < 12, "places are forgotten");
     }
 
-    /// Two bytes are replaced at once wherever they lie in a word of eight; where they lie in two, the handler is left as it is.
+    /// Two bytes are replaced at once wherever they lie in a word of eight; where they lie in two, the
+    /// handler is left as it is.
     #[test]
     fn handlers_at_odd_addresses() {
         for at in 0x6000..0x6010u64 {
@@ -563,7 +575,8 @@ mod tests {
         }
     }
 
-    /// A gate that is changed, or code that is rewritten, is seen at the next write; that of a kernel with FRED or shadow stacks is left.
+    /// A gate that is changed, or code that is rewritten, is seen at the next write; that of a kernel with
+    /// FRED or shadow stacks is left.
     #[test]
     fn changes_are_seen_in_memory() {
         let memory = memory();
@@ -715,7 +728,8 @@ mod tests {
         assert_eq!(state.sregs, segments);
     }
 
-    /// All other faults are the handler's: of other instructions, with an error code, out of segments that no program has.
+    /// All other faults are the handler's: of other instructions, with an error code, out of segments that no
+    /// program has.
     #[test]
     fn other_faults_reach_the_handler() {
         let memory = memory();

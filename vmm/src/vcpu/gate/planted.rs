@@ -73,10 +73,11 @@ impl Head {
     }
 }
 
-/// Code at the place of an exit by which it is known again: the guest may have made other use of the memory meanwhile.
+/// Code at the place of an exit by which it is known again: the guest may have made other use of the memory
+/// meanwhile.
 const WITNESS: usize = LONGEST + 1;
-/// Former places that are remembered. A kernel has one handler for its life; a guest that moves it all the time has to do with its own
-/// port writes beyond that.
+/// Former places that are remembered. A kernel has one handler for its life; a guest that moves it all the
+/// time has to do with its own port writes beyond that.
 const FORMER: usize = 8;
 /// Times an exchange is tried again because the bytes beside it have changed meanwhile.
 const EXCHANGES: u32 = 64;
@@ -84,7 +85,8 @@ const EXCHANGES: u32 = 64;
 /// The exit in a VM's handler of #GP: one for all vCPUs, which share the code.
 #[derive(Debug, Default)]
 pub struct PlantedGate {
-    /// Where it is; 0 for nowhere. Read at each port write that could be it, written once or twice in the life of a kernel.
+    /// Where it is; 0 for nowhere. Read at each port write that could be it, written once or twice in the
+    /// life of a kernel.
     at: AtomicU64,
     /// Where it was before, of which [`Places`] has more.
     left: [AtomicU64; FORMER],
@@ -167,8 +169,8 @@ impl PlantedGate {
             .then_some(there.head)
     }
 
-    /// Puts the exit in the place of `head`, whose bytes are `code`, at `gpa`; takes it away from where it was. False: it cannot be
-    /// there.
+    /// Puts the exit in the place of `head`, whose bytes are `code`, at `gpa`; takes it away from where it
+    /// was. False: it cannot be there.
     pub(super) fn plant(&self, head: Head, code: &[u8], gpa: GuestAddress, memory: &GuestMemoryMmap) -> bool {
         // Other vCPUs may execute this code: they see the old instruction or the exit, both whole.
         if usize::from(head.length) < TRAP.len() {
@@ -212,8 +214,9 @@ impl PlantedGate {
         self.take_away(&mut self.places(), memory);
     }
 
-    /// Where what follows the exit has changed, memory may have other contents than code by now, and the exit is left as it is. If it
-    /// is code all the same, as when a guest rewrites its handler behind the first instruction, the exit goes on to be served.
+    /// Where what follows the exit has changed, memory may have other contents than code by now, and the exit
+    /// is left as it is. If it is code all the same, as when a guest rewrites its handler behind the first
+    /// instruction, the exit goes on to be served.
     fn take_away(&self, places: &mut Places, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };
         let mut there = [0; WITNESS];
@@ -254,8 +257,8 @@ impl Places {
     }
 }
 
-/// Replaces two bytes of code at once, if they are `from` still. False also where they lie in two words of eight bytes: no processor
-/// writes those at once for sure.
+/// Replaces two bytes of code at once, if they are `from` still. False also where they lie in two words of
+/// eight bytes: no processor writes those at once for sure.
 fn exchange(memory: &GuestMemoryMmap, gpa: GuestAddress, from: [u8; 2], to: [u8; 2]) -> bool {
     let at = (gpa.0 % 8) as usize;
     let pair = at..at + TRAP.len();

@@ -25,8 +25,8 @@ fn dr6_after(dr6: u64, causes: u64) -> u64 {
     dr6 & !DR6_BREAKPOINTS | DR6_ONES | causes & (DR6_BREAKPOINTS | DR6_CAUSES)
 }
 
-/// Gives the guest an exception of its own that stopped here: #BP, or #DB with what DR6 says of it. While KVM leaves debug
-/// exceptions to us it does not touch the guest's DR6.
+/// Gives the guest an exception of its own that stopped here: #BP, or #DB with what DR6 says of it. While KVM
+/// leaves debug exceptions to us it does not touch the guest's DR6.
 ///
 /// # Errors
 /// KVM's, which no guest can cause.
@@ -79,7 +79,8 @@ impl GuestDebug {
         self.told = false;
     }
 
-    /// Another breakpoint that stays, instead of the one this set before. Without room for it nothing changes.
+    /// Another breakpoint that stays, instead of the one this set before. Without room for it nothing
+    /// changes.
     pub fn set_last_site(&mut self, site: u64) {
         if self.has_last {
             self.sites.pop();
@@ -101,8 +102,8 @@ impl GuestDebug {
         self.sites.contains(&pc)
     }
 
-    /// Makes KVM do what is wanted. Without a step and without a change this is a comparison; with a step KVM is told each
-    /// time, because it ties the trap flag to the RIP it sees at that moment.
+    /// Makes KVM do what is wanted. Without a step and without a change this is a comparison; with a step KVM
+    /// is told each time, because it ties the trap flag to the RIP it sees at that moment.
     ///
     /// # Errors
     /// KVM's, which no guest can cause.

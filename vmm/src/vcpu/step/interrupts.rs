@@ -1,5 +1,5 @@
-//! Interrupts and faults under stepping: which one the next entry would let in, breakpoints on their gates, and the two
-//! instructions that wait for them or let them in, HLT and STI.
+//! Interrupts and faults under stepping: which one the next entry would let in, breakpoints on their gates,
+//! and the two instructions that wait for them or let them in, HLT and STI.
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use kvm_ioctls::VcpuFd;
@@ -12,9 +12,10 @@ use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
 use crate::kvm::stepping::BREAKPOINTS;
 use kernel_images::rdpmc::TRAP;
 
-/// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three to five orders of
-/// magnitude: a timer that kept to time would have the guest execute nothing but its handler. A processor at full speed
-/// executes some millions of instructions from one tick of Linux to the next.
+/// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three
+/// to five orders of magnitude: a timer that kept to time would have the guest execute nothing but its
+/// handler. A processor at full speed executes some millions of instructions from one tick of Linux to the
+/// next.
 pub(super) const STEPS_PER_TICK: u64 = 1_000_000;
 /// Vectors below are exceptions (SDM vol. 3 §6.2).
 const FIRST_INTERRUPT: u8 = 32;
@@ -119,8 +120,8 @@ impl Stepper {
         Ok(self.end(&state))
     }
 
-    /// Executes HLT at CPL 0: KVM, asked to stop behind it, would forget to halt or halt later. The next entry waits for
-    /// an event.
+    /// Executes HLT at CPL 0: KVM, asked to stop behind it, would forget to halt or halt later. The next
+    /// entry waits for an event.
     pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
@@ -150,8 +151,8 @@ fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
         .is_some_and(|entry| entry[0] as u8 == vector && entry[2] & 1 == 0)
 }
 
-/// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that of the
-/// priorities in TPR and ISR (SDM vol. 3 §11.8.3).
+/// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that
+/// of the priorities in TPR and ISR (SDM vol. 3 §11.8.3).
 fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
     let bit_in = |base: usize, vector: usize| {
         page.get(base + vector / 32 * 16 + vector % 32 / 8)
@@ -196,8 +197,8 @@ mod tests {
         assert!(!is_timer(&[], 0xec));
     }
 
-    /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority and what is
-    /// in service.
+    /// An interrupt is let in only when the local APIC would send it: by class, against the task's priority
+    /// and what is in service.
     #[test]
     fn a_request_is_deliverable_above_the_priority_in_force() {
         assert_eq!(highest_request(&page(&[], &[], 0)), None);

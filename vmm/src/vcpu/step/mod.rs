@@ -1,21 +1,23 @@
 //! The exact backing: a vCPU is single-stepped while a counter that needs it runs.
 //!
-//! Before an entry the next instruction is decoded; when KVM reports the step done, what it retired is fed to the
-//! counts ([`vpmu::exact`] has the rules). An exit for I/O or an MSR comes in the middle of an instruction and does not
-//! end its step.
+//! Before an entry the next instruction is decoded; when KVM reports the step done, what it retired is fed to
+//! the counts ([`vpmu::exact`] has the rules). An exit for I/O or an MSR comes in the middle of an
+//! instruction and does not end its step.
 //!
-//! A processor clears the trap flag when it enters a handler, and saves it where the guest can see it. There are two ways
-//! to live with that:
+//! A processor clears the trap flag when it enters a handler, and saves it where the guest can see it. There
+//! are two ways to live with that:
 //!
 //! - When CPL 0 is counted, every instruction is stepped. Interrupts are held back during a step
-//!   (`KVM_GUESTDBG_BLOCKIRQ`) and let in between two, without the trap flag, up to a breakpoint on their gate. Breakpoints on
-//!   the gates of faults catch the instruction that does not complete. SYSCALL is executed here instead of there. Flags that
-//!   an instruction or a fault has saved are freed of our trap flag before the guest goes on.
-//! - When only CPL 1 to 3 are counted, the kernel of the guest runs freely. The trap flag travels in the flags that the
-//!   entry into the kernel saves and comes back with them. Where counting is enabled inside the kernel there are no such
-//!   flags, so the kernel is stepped up to its return.
+//!   (`KVM_GUESTDBG_BLOCKIRQ`) and let in between two, without the trap flag, up to a breakpoint on their
+//!   gate. Breakpoints on the gates of faults catch the instruction that does not complete. SYSCALL is
+//!   executed here instead of there. Flags that an instruction or a fault has saved are freed of our trap
+//!   flag before the guest goes on.
+//! - When only CPL 1 to 3 are counted, the kernel of the guest runs freely. The trap flag travels in the
+//!   flags that the entry into the kernel saves and comes back with them. Where counting is enabled inside
+//!   the kernel there are no such flags, so the kernel is stepped up to its return.
 //!
-//! A KVM that emulates CPL 0 stops after each instruction there whatever the flag says; CPL 3 cannot be stepped on it.
+//! A KVM that emulates CPL 0 stops after each instruction there whatever the flag says; CPL 3 cannot be
+//! stepped on it.
 
 pub mod debug;
 mod interrupts;
@@ -41,8 +43,9 @@ const RFLAGS_TF: u64 = 1 << 8;
 const RFLAGS_RF: u64 = 1 << 16;
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
-/// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection, invalid
-/// opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment, bound, TSS.
+/// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection,
+/// invalid opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment,
+/// bound, TSS.
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
 const NMI: u8 = 2;
 /// Steps through a guest's kernel after which the way back to user code is given up.
@@ -170,8 +173,8 @@ impl Stepper {
         !self.host.user
     }
 
-    /// Before overflows are looked at: ends the step if the last exit completed its instruction without saying so, as exits
-    /// for writes do where KVM emulates.
+    /// Before overflows are looked at: ends the step if the last exit completed its instruction without
+    /// saying so, as exits for writes do where KVM emulates.
     ///
     /// # Errors
     /// [`StepError`].
@@ -252,8 +255,8 @@ impl Stepper {
             ..Want::default()
         };
         if state.cpl() == 0 && self.ahead == Ahead::InterruptReturn {
-            // Emulators have a way of their own out of a handler, without a stop behind it. Out to user code there is no
-            // stop at all.
+            // Emulators have a way of their own out of a handler, without a stop behind it. Out to user code
+            // there is no stop at all.
             let target = self.meter.known_target();
             let selector = Linear::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
             if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
@@ -471,8 +474,8 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// A write to the trap port. If it is a breakpoint on a gate, the vCPU is before the handler's first instruction again.
-    /// `None`: it is no breakpoint of a gate.
+    /// A write to the trap port. If it is a breakpoint on a gate, the vCPU is before the handler's first
+    /// instruction again. `None`: it is no breakpoint of a gate.
     ///
     /// # Errors
     /// [`StepError`].

@@ -8,8 +8,8 @@ use vpmu::exact::{CodeSize, CpuState, GuestMemory};
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestPhys, GuestRegs};
 
-/// Reads of guest memory for one look at a vCPU: a search through all 256 gates and their first instructions, each with
-/// a walk of five levels, fits.
+/// Reads of guest memory for one look at a vCPU: a search through all 256 gates and their first instructions,
+/// each with a walk of five levels, fits.
 const READS: u32 = 8192;
 const PAGE: u64 = 4096;
 const CR0_PE: u64 = 1;
@@ -78,8 +78,8 @@ impl State {
     }
 }
 
-/// Guest memory through the page tables of one [`State`]. To be made anew for each look: the translations it remembers
-/// do not outlive it.
+/// Guest memory through the page tables of one [`State`]. To be made anew for each look: the translations it
+/// remembers do not outlive it.
 pub struct Linear<'m> {
     memory: &'m GuestMemoryMmap,
     state: State,
@@ -110,7 +110,8 @@ impl<'m> Linear<'m> {
         }
     }
 
-    /// Clears bits of one byte; for what the guest must not see of our trap flag. False if there is no such memory.
+    /// Clears bits of one byte; for what the guest must not see of our trap flag. False if there is no such
+    /// memory.
     pub fn clear_bits(&mut self, linear: u64, bits: u8) -> bool {
         let Some(gpa) = self.physical(linear).map(GuestAddress) else {
             return false;

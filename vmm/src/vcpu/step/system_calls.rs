@@ -16,8 +16,8 @@ const IA32_FMASK: u32 = 0xc000_0084;
 const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 
 impl Stepper {
-    /// Executes SYSRET to 64-bit code, after which some processors do not stop: the flags it loads have no trap flag. False
-    /// when it would fault.
+    /// Executes SYSRET to 64-bit code, after which some processors do not stop: the flags it loads have no
+    /// trap flag. False when it would fault.
     pub(super) fn system_return(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         let target = state.regs.rcx;
         let user_half = target >> 47 == 0;
@@ -35,9 +35,10 @@ impl Stepper {
         Ok(true)
     }
 
-    /// User code, which alone is counted, is about to call its kernel: the SYSCALL is executed and counted here, because
-    /// what comes next need not be its return. The kernel may switch to another task, which ends the counting, or the task may
-    /// end. The trap flag waits in the flags that the kernel saves. `None`: the processor must execute it.
+    /// User code, which alone is counted, is about to call its kernel: the SYSCALL is executed and counted
+    /// here, because what comes next need not be its return. The kernel may switch to another task, which
+    /// ends the counting, or the task may end. The trap flag waits in the flags that the kernel saves.
+    /// `None`: the processor must execute it.
     pub(super) fn call_kernel(
         &mut self,
         fd: &VcpuFd,
@@ -79,8 +80,8 @@ impl Stepper {
         Ok(Some(step))
     }
 
-    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. The trap flag goes into the saved
-    /// flags only. False when it would fault.
+    /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. The trap flag goes
+    /// into the saved flags only. False when it would fault.
     pub(super) fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
             return Ok(false);
@@ -100,8 +101,8 @@ impl Stepper {
     }
 }
 
-/// User code called its kernel, by SYSCALL or INT, and is back. The trap flag came back with its flags, so the instruction
-/// behind the call was executed too.
+/// User code called its kernel, by SYSCALL or INT, and is back. The trap flag came back with its flags, so
+/// the instruction behind the call was executed too.
 pub(super) fn came_back(
     meter: &mut StepMeter,
     called: &CpuState,

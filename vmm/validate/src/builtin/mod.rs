@@ -150,7 +150,8 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
         let outcome = guest.measure(&Job::new(work, n).at(cpl), None)?;
         let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
         let passed = outcome.cpus.first().map_or(0, |cpu| cpu.tsc) as f64 * 1e3 / tsc_hz as f64;
-        // Either may be too long for reasons of its own: the host's handshake, or a host that ran something else.
+        // Either may be too long for reasons of its own: the host's handshake, or a host that ran something
+        // else.
         let ms = passed.min(used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6);
         // Work done in pieces has something around each.
         let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
@@ -201,8 +202,8 @@ impl Counter {
     }
 }
 
-/// As [`settled`], for rows of one measurement, which is the same rows each time. Of further measurements those rows are taken that
-/// were off, and all that fail without being a matter of time.
+/// As [`settled`], for rows of one measurement, which is the same rows each time. Of further measurements
+/// those rows are taken that were off, and all that fail without being a matter of time.
 fn all_settled(mut measure: impl FnMut() -> Result<Vec<Row>, ChildError>) -> Result<Vec<Row>, ChildError> {
     let mut rows = measure()?;
     for tries in 2..=TRIES {
@@ -219,7 +220,8 @@ fn all_settled(mut measure: impl FnMut() -> Result<Vec<Row>, ChildError>) -> Res
     Ok(rows)
 }
 
-/// What a counter of CPU `cpu` of the guest has, with the host's view of the same counter, which is at rest: the two are equal.
+/// What a counter of CPU `cpu` of the guest has, with the host's view of the same counter, which is at rest:
+/// the two are equal.
 fn evidence(outcome: &Outcome, cpu: usize, counter: Counter, expected: Option<Expected>) -> Evidence {
     let seen = outcome.cpus.get(cpu);
     let guest = seen.and_then(|seen| match counter {
@@ -288,8 +290,8 @@ fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
     })
 }
 
-/// The numbers a guest writes into a selector for `event`, without levels and the enable bit; `None` where the vendor
-/// has no such event.
+/// The numbers a guest writes into a selector for `event`, without levels and the enable bit; `None` where
+/// the vendor has no such event.
 fn selector(event: ArchEvent, amd: bool) -> Option<u64> {
     use ArchEvent::*;
     // A selector has the unit mask in bits 15:8 and AMD's upper event bits in 35:32.

@@ -18,11 +18,12 @@ const BUSY_MS: u64 = 100;
 /// How far stolen time may be off, in percent and ns: the kernel's account is read a little before and after.
 const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
 
-/// CPU time of the loop beside which nobody counts for one counter, in ms; how far the time told may be off, in percent.
+/// CPU time of the loop beside which nobody counts for one counter, in ms; how far the time told may be off,
+/// in percent.
 const UNCOUNTED_MS: u64 = 200;
 const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
-/// CMASK = 1: what the host does to a vCPU has no cycles to compare with a threshold, so such an event has nobody who counts it, whatever
-/// the backing.
+/// CMASK = 1: what the host does to a vCPU has no cycles to compare with a threshold, so such an event has
+/// nobody who counts it, whatever the backing.
 const THRESHOLD: u64 = 1 << 24;
 
 /// What a paravirtual event must count over the work that provokes it.
@@ -102,7 +103,8 @@ impl Builtin<'_> {
         Ok(rows)
     }
 
-    /// How long another counter that is enabled was not counted, as the guest is told: as long as the loop took.
+    /// How long another counter that is enabled was not counted, as the guest is told: as long as the loop
+    /// took.
     fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<Row, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let row = Row::new(
@@ -164,8 +166,8 @@ fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row)
     if row.guest == Some(0) && backing == Some("none") {
         return Ok(row.unsupported("this host's KVM keeps no such statistic"));
     }
-    // Interrupts that a processor delivers by itself (APICv, AVIC) are not injected, and KVM counts none. KVM's own number
-    // tells that from a counter of ours that is broken.
+    // Interrupts that a processor delivers by itself (APICv, AVIC) are not injected, and KVM counts none.
+    // KVM's own number tells that from a counter of ours that is broken.
     if row.guest == Some(0) && statistic == Some(0) && expected.value > 0 && backing == Some("kvm-stat") {
         return Ok(row.unsupported("KVM's own statistic of it stood still meanwhile on this host"));
     }

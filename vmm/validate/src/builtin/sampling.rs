@@ -152,7 +152,8 @@ fn interrupts(row: Row, outcome: &Outcome, period: u64) -> Row {
         return row;
     };
     let counted = cpu.c.get(1).copied().unwrap_or(0);
-    // Periods that went by before the handler ran have no PMI, and are not helped to one here: with sixty a second there are none.
+    // Periods that went by before the handler ran have no PMI, and are not helped to one here: with sixty a
+    // second there are none.
     let seen = Evidence {
         guest: Some(cpu.pmis),
         host: outcome.overflows(0, "gp0").map(|overflows| Expected {

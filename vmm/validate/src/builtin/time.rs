@@ -94,7 +94,8 @@ impl Builtin<'_> {
             return Some((Expected { value, tolerance }, KNOWN));
         }
         if on_host_pmu(backing) && event != ArchEvent::RefCycles {
-            // The processor's clock is not the TSC: the host's own count of the same vCPU, enabled and disabled around.
+            // The processor's clock is not the TSC: the host's own count of the same vCPU, enabled and
+            // disabled around.
             let saw = outcome.operator.as_ref()?;
             let reading = saw.reading(0, cpu as u32)?;
             let tolerance = Tolerance::PercentAnd(percent, 20_000);
@@ -278,9 +279,10 @@ impl Builtin<'_> {
     }
 }
 
-/// Whether a counter moves that has these numbers. KVM's own vPMU hands AMD's numbers to the host's PMU as they are, whether perf has a
-/// name for the event or not: 120H/01H is none of perf's ref-cycles on AMD hosts, and counts on processors that have it (Zen 4 and later,
-/// and a PMU of ours below). What moves is then judged by how far.
+/// Whether a counter moves that has these numbers. KVM's own vPMU hands AMD's numbers to the host's PMU as
+/// they are, whether perf has a name for the event or not: 120H/01H is none of perf's ref-cycles on AMD
+/// hosts, and counts on processors that have it (Zen 4 and later, and a PMU of ours below). What moves is
+/// then judged by how far.
 fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
     let outcome = guest.measure(&Job::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome

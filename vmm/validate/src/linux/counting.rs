@@ -110,7 +110,8 @@ impl Linux<'_> {
         Ok(rows)
     }
 
-    /// An event that follows time, over a program: the guest's perf, the host's view of the counter, the program's CPU time.
+    /// An event that follows time, over a program: the guest's perf, the host's view of the counter, the
+    /// program's CPU time.
     fn ticks_of(
         &self,
         guest: &mut LinuxGuest,
@@ -204,7 +205,8 @@ impl Linux<'_> {
                 continue;
             };
             if !counts_here {
-                // Perf says "not supported" where CPUID or the kernel's tables do; where neither can, the count is 0.
+                // Perf says "not supported" where CPUID or the kernel's tables do; where neither can, the
+                // count is 0.
                 let why = match backing {
                     "hardware" | "kvm" => "the host's PMU does not open this event",
                     _ => "a clock counts time only",
@@ -231,8 +233,8 @@ impl Linux<'_> {
         Ok(rows)
     }
 
-    /// `cycles:u` and `cycles:k` over a program that stays at one level, on the CPU where the kernel has no tick when one task runs: where
-    /// exits are slow, ticks alone are several percent.
+    /// `cycles:u` and `cycles:k` over a program that stays at one level, on the CPU where the kernel has no
+    /// tick when one task runs: where exits are slow, ticks alone are several percent.
     pub(super) fn levels(
         &self,
         guest: &mut LinuxGuest,
@@ -373,9 +375,10 @@ impl Linux<'_> {
             events: "cycles",
             period: None,
         };
-        // Each turn makes some forty exits, during which the guest's kernel has its counters off and its clock of the events
-        // running: turns of 4 ms, its own choice, would show the cost of exits and not the scaling. On an emulated processor,
-        // where an exit costs the guest 0.2 ms, that is 7 % of a turn of 100 ms still.
+        // Each turn makes some forty exits, during which the guest's kernel has its counters off and its
+        // clock of the events running: turns of 4 ms, its own choice, would show the cost of exits and not
+        // the scaling. On an emulated processor, where an exit costs the guest 0.2 ms, that is 7 % of a turn
+        // of 100 ms still.
         let command = format!(
             "echo {TURN_MS} >/sys/bus/event_source/devices/cpu/perf_event_mux_interval_ms; {}",
             perf_stat(&format!("-a -e {events}"), "spin 5")
@@ -388,7 +391,8 @@ impl Linux<'_> {
         if counted.len() != TOO_MANY {
             return Ok(row.failed(format!("perf printed {} counts", counted.len())));
         }
-        // The time of the exits that taking turns costs is not the guest's, so the program's CPU time is no measure here.
+        // The time of the exits that taking turns costs is not the guest's, so the program's CPU time is no
+        // measure here.
         let own = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
         let Some(expected) = own else {
             return Ok(row.failed("the operator's event was not counted"));
@@ -456,8 +460,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), count))
     }
 
-    /// The program that is nothing but instructions of its own, stepped. Twice, with more rounds the second time: what is
-    /// around the program is the same in both.
+    /// The program that is nothing but instructions of its own, stepped. Twice, with more rounds the second
+    /// time: what is around the program is the same in both.
     pub(super) fn exact(&self, guest: &mut LinuxGuest) -> Result<Vec<Row>, ChildError> {
         let mut run = |rounds: u64| -> Result<Vec<Count>, ChildError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");

@@ -45,8 +45,8 @@ const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 const DEFAULT_CHAINS_HZ: u64 = 50;
 /// One sample of so many stops the vCPU when nothing is asked for and samples are taken by period.
 const DEFAULT_CHAIN_EVERY: u32 = 20;
-/// Pages of the ring of the host's kernel, as a power of two: 6000 samples, and within what an ordinary user may have
-/// (`perf_event_mlock_kb`).
+/// Pages of the ring of the host's kernel, as a power of two: 6000 samples, and within what an ordinary user
+/// may have (`perf_event_mlock_kb`).
 const HOST_RING_LOG2_PAGES: u32 = 6;
 
 /// `perfvisor record`.
@@ -64,19 +64,21 @@ pub struct RecordArgs {
     /// So many samples a second on each vCPU [default: 1000]
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = clap::value_parser!(u64).range(1..1 << 32))]
     pub frequency: Option<u64>,
-    /// The guest's call chain with each sample: fp (the kernel's by its unwind tables or frame pointers, the program's by
-    /// frame pointers) or none.
+    /// The guest's call chain with each sample: fp (the kernel's by its unwind tables or frame pointers, the
+    /// program's by frame pointers) or none.
     #[arg(long, value_name = "HOW", default_value = "fp", value_parser = ["fp", "none"])]
     pub call_graph: String,
-    /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken by the host's
-    /// kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50 chains a second, fewer where they
-    /// would hold the vCPU for more than 0.5 % of its time, or every 20th sample with -c]
+    /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken
+    /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50 chains
+    /// a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every 20th sample
+    /// with -c]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub chain_every: Option<u32>,
     /// Where names come from; without, from the guest's memory.
     #[command(flatten)]
     pub symbols: SymbolArgs,
-    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with --guestkallsyms.
+    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with
+    /// --guestkallsyms.
     #[arg(long, value_name = "FILE")]
     pub save_kallsyms: Option<PathBuf>,
     /// Only these vCPUs, as in 0,2-3.
@@ -92,8 +94,8 @@ pub struct RecordArgs {
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = clap::value_parser!(i64).range(-1..1 << 40))]
     pub delay: i64,
-    /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered with a line, ack, if a second
-    /// pipe is given. As with perf: fifo:CTL,ACK
+    /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered
+    /// with a line, ack, if a second pipe is given. As with perf: fifo:CTL,ACK
     #[arg(long, value_name = "PIPES")]
     pub control: Option<Pipes>,
     /// Pages of each vCPU's ring, a power of two.
@@ -432,8 +434,8 @@ impl Streams {
         Ok(())
     }
 
-    /// Asks the VM to take more or fewer full samples, as the light ones show enough of the guest or not. Fails when the VM
-    /// has gone.
+    /// Asks the VM to take more or fewer full samples, as the light ones show enough of the guest or not.
+    /// Fails when the VM has gone.
     fn steer(&mut self, client: &mut Client) -> Result<(), control_api::client::ClientError> {
         client.call(request::Status)?;
         for lane in &mut self.lanes {
@@ -483,7 +485,8 @@ fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Reco
     recording.full(sample, &raw, period)
 }
 
-/// Asks the VM to look for the guest's kernel, and waits until it has: the first samples are to have chains too.
+/// Asks the VM to look for the guest's kernel, and waits until it has: the first samples are to have chains
+/// too.
 fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), String> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {

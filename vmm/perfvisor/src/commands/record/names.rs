@@ -46,8 +46,9 @@ impl Names {
         })
     }
 
-    /// Whether code at `address` is a program's. `user`: what the host's kernel says of the privilege level. It is not always
-    /// right (an emulated AMD-V tells the level of another moment); in a kernel that is known the address tells.
+    /// Whether code at `address` is a program's. `user`: what the host's kernel says of the privilege level.
+    /// It is not always right (an emulated AMD-V tells the level of another moment); in a kernel that is
+    /// known the address tells.
     pub(super) fn is_user(&self, address: u64, user: bool) -> bool {
         if self.flat || self.kernel.is_none() {
             user

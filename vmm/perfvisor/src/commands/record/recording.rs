@@ -131,7 +131,8 @@ impl Recording {
         period: u64,
     ) -> Result<(), String> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
-        // Light samples are this task's from halfway between the full sample before and this one, and so are its names.
+        // Light samples are this task's from halfway between the full sample before and this one, and so are
+        // its names.
         let before = self.last_full_ns.insert(sample.stream_id, sample.time_ns);
         let since_ns = before.map_or(sample.time_ns, |before| {
             sample.time_ns.min(before.midpoint(sample.time_ns) + 1)

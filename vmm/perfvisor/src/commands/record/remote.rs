@@ -1,4 +1,5 @@
-//! Switching a recording on and off from elsewhere, with the words and pipes that `perf record --control` knows.
+//! Switching a recording on and off from elsewhere, with the words and pipes that `perf record --control`
+//! knows.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};

@@ -30,7 +30,8 @@ pub struct StatArgs {
     /// The VM; may be left out when only one is running.
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
-    /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC, pv/NAME/.
+    /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC,
+    /// pv/NAME/.
     #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]
     pub events: String,
     /// How long to count; until Ctrl-C if not given.

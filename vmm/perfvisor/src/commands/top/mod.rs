@@ -86,8 +86,8 @@ enum End {
     VmGone,
 }
 
-/// The terminal in its own screen; back as it was when dropped, whatever ends the view. A panic restores it too, before
-/// its message (ratatui's hook).
+/// The terminal in its own screen; back as it was when dropped, whatever ends the view. A panic restores it
+/// too, before its message (ratatui's hook).
 struct Terminal(DefaultTerminal);
 
 impl Terminal {
