@@ -24,7 +24,7 @@ use crate::event::{Event, EventShared, Source, State, Totals};
 use crate::group::{Group, Queue};
 use crate::lost::{Failure, FailureCause};
 use crate::output::write_page;
-use crate::pmu::CounterMask;
+use crate::pmu::{self, CounterMask};
 use crate::record::ReadEntry;
 use crate::schedule::{ClassQueue, MuxConfig, Pool, SharePolicy, Want};
 use crate::slices::{EstimateSum, Slices};
@@ -359,6 +359,14 @@ impl Context {
             }
         };
         EstimateSum::of(totals, estimate)
+    }
+
+    /// What members that join the group of `leader` are opened with ([`pmu::PmuEvent::group`]).
+    pub fn driver_group(&mut self, leader: usize) -> Option<pmu::Group> {
+        match &mut self.events.get_mut(leader)?.source {
+            Source::Driver(driver) => driver.group(),
+            Source::Raised(_) | Source::Family => None,
+        }
     }
 
     /// Makes the event's count `count` from now on. Its times are left alone.

@@ -446,7 +446,7 @@ impl CoreInner {
             parent.cookie,
             false,
         ));
-        let (source, hardware) = self.source(&parent.attr, cell)?;
+        let (source, hardware) = self.source(&parent.attr, cell, leader)?;
         let family = parent.family.as_ref().expect("only families are inherited");
         // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
         let mut family = family.lock();
@@ -486,11 +486,12 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Where the counts of `attr` in `cell` come from, and what it needs of the hardware if that is a hardware driver.
+    /// Where the counts of `attr` in `cell`, in the group of `leader`, come from, and what it needs of the hardware if that is a hardware driver.
     pub fn source(
         &self,
         attr: &crate::attr::Attr,
         cell: &ContextCell,
+        leader: Option<usize>,
     ) -> Result<(Source, Option<Hardware>), OpenError> {
         if attr.ty == EventType::VMM {
             if SoftwareId::from_config(attr.config).is_none() {
@@ -499,7 +500,11 @@ impl CoreInner {
             return Ok((Source::Raised(0), None));
         }
         let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
-        let event = pmu.open(attr, cell.target())?;
+        let group = leader.and_then(|leader| cell.lock().driver_group(leader));
+        let event = match group {
+            Some(group) => pmu.open_in_group(attr, cell.target(), &group)?,
+            None => pmu.open(attr, cell.target())?,
+        };
         Ok((Source::Driver(event), Hardware::of(at, &*pmu, capacity, attr)))
     }
 

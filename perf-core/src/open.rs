@@ -290,7 +290,7 @@ impl CoreInner {
             owner,
         };
         if cell.vcpu().is_some() {
-            let (source, hardware) = self.source(attr, &cell)?;
+            let (source, hardware) = self.source(attr, &cell, leader.map(|l| l.key))?;
             return Ok(Place {
                 cell,
                 source,

@@ -113,6 +113,9 @@ impl Context {
     fn make_singleton(&mut self, key: usize, leader_was_off: bool, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let event = &mut self.events[key];
+        if let Source::Driver(driver) = &mut event.source {
+            driver.leave_group();
+        }
         let attr = &event.shared.attr;
         let class = class_of(event.top().owner, attr.pinned);
         // Under a leader that was off its times stood still; they go on from here.

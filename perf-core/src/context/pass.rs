@@ -185,7 +185,8 @@ impl Context {
     pub(super) fn put_on(&mut self, group: usize, now_ns: u64) -> Result<(), PmuError> {
         let time = self.clock.advance(now_ns);
         let mut closed = false;
-        for i in 0..self.groups[group].members.len() {
+        // The leader last: where the host has groups of its own, that puts all on at one moment.
+        for i in (0..self.groups[group].members.len()).rev() {
             let key = self.groups[group].members[i];
             if self.events[key].state != State::Inactive {
                 continue;

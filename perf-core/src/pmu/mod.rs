@@ -16,7 +16,9 @@ pub mod sched;
 #[cfg(feature = "sim")]
 pub mod sim;
 
+use std::any::Any;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
 
@@ -107,12 +109,30 @@ pub trait Pmu: Send + Sync + Debug {
     /// # Errors
     /// [`PmuError`] when the event cannot be counted here.
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError>;
+
+    /// [`Pmu::open`] of an event that will be on only together with the one that gave `group` ([`PmuEvent::group`]), perhaps of another driver.
+    /// Where the driver's host has groups of its own this spares calls and puts all on at one moment; by default it changes nothing.
+    ///
+    /// # Errors
+    /// As [`Pmu::open`].
+    fn open_in_group(
+        &self,
+        attr: &Attr,
+        target: Target,
+        group: &Group,
+    ) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let _ = group;
+        self.open(attr, target)
+    }
 }
+
+/// What a driver needs to know of a group's leader to open other members beside it.
+pub type Group = Arc<dyn Any + Send + Sync>;
 
 /// The driver's half of one event.
 ///
 /// All calls come under the lock of the event's context; from the vCPU's own thread on the hot path, from any
-/// thread otherwise.
+/// thread otherwise. Of a group's members the leader is started last and stopped first.
 pub trait PmuEvent: Send {
     /// Starts counting. `overflow_in` arms an overflow after that many further counts (`None`: not armed).
     ///
@@ -123,8 +143,16 @@ pub trait PmuEvent: Send {
     /// Stops counting; the count is kept.
     fn stop(&mut self);
 
-    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the
-    /// vCPU's own thread: at most one system call.
+    /// For [`Pmu::open_in_group`] of others that will be on only together with this event. `None` for drivers without groups of their own.
+    fn group(&mut self) -> Option<Group> {
+        None
+    }
+
+    /// The event, which is stopped, is no longer of the group it was opened in: from now on it goes on by itself.
+    fn leave_group(&mut self) {}
+
+    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the vCPU's
+    /// own thread: at most one system call.
     fn read(&mut self) -> u64;
 
     /// Asks the host whether a started event still has its counter, for [`PmuEvent::lost_ns`]. At most one

@@ -195,6 +195,25 @@ impl PerfFd {
         }))
     }
 
+    /// The kernel's number of the event.
+    pub(crate) fn id(&self) -> io::Result<u64> {
+        let mut id = 0u64;
+        // SAFETY: the ioctl writes eight bytes to `id`, which lives until the call returns.
+        check(unsafe { sys::ioctls::ID(self.fd.as_raw_fd(), &mut id) })?;
+        Ok(id)
+    }
+
+    /// Reads words in the event's read format; how many there were.
+    pub(crate) fn read_words(&self, words: &mut [u64]) -> io::Result<usize> {
+        let len = size_of_val(words);
+        // SAFETY: the buffer is `len` writable bytes, and the kernel writes at most that many.
+        let n = unsafe { libc::read(self.fd.as_raw_fd(), words.as_mut_ptr().cast(), len) };
+        if n < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(n as usize / 8)
+    }
+
     /// Maps the control page and `2^log2_pages` data pages (none for `None`).
     pub(crate) fn map(&self, log2_pages: Option<u32>) -> io::Result<PerfMap> {
         // SAFETY: sysconf has no preconditions.

@@ -25,20 +25,23 @@
 
 mod counters;
 pub(crate) mod fd;
+mod group;
 mod guest_ring;
 mod hybrid;
 mod probe;
 
 use std::io;
+use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, CounterMask, Pmu, PmuError, PmuEvent, Target};
+use crate::pmu::{Capacity, CounterMask, Group, Pmu, PmuError, PmuEvent, Target};
 
-use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
+use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ, perf_event_attr};
 
 pub use counters::{FixedCounter, HostCounters};
 pub use fd::monotonic_ns;
-use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, current_tid, new_attr};
+use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
+use group::{KernelGroup, Member, READ_GROUP};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, cache_event_opens, ignore_sigio};
 
@@ -131,6 +134,26 @@ impl Pmu for HostPmu {
     }
 
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        self.open_beside(attr, target, None)
+    }
+
+    fn open_in_group(
+        &self,
+        attr: &Attr,
+        target: Target,
+        group: &Group,
+    ) -> Result<Box<dyn PmuEvent>, PmuError> {
+        self.open_beside(attr, target, Arc::clone(group).downcast().ok())
+    }
+}
+
+impl HostPmu {
+    fn open_beside(
+        &self,
+        attr: &Attr,
+        target: Target,
+        group: Option<Arc<KernelGroup>>,
+    ) -> Result<Box<dyn PmuEvent>, PmuError> {
         let Target::Vcpu { tid, .. } = target else {
             return Err(PmuError::Unsupported(
                 "a host event counts one vCPU's thread, not a VM",
@@ -156,19 +179,31 @@ impl Pmu for HostPmu {
                 "a host software event has no guest privilege level",
             ));
         }
-        let fd =
-            PerfFd::open(&mut raw, tid).map_err(|e| Self::refused(e, hardware && !attr.exclude_guest))?;
-        if let Some(signal) = self.signal {
-            fd.signal_thread(tid, signal).map_err(|source| PmuError::Os {
-                what: "directing the overflow signal to the vCPU",
-                source,
-            })?;
-        }
-        let map = self.map(&fd, hardware);
+        let opener = Opener {
+            raw,
+            tid,
+            signal: self.signal,
+            hardware,
+            guest: hardware && !attr.exclude_guest,
+            user_read: hardware && self.user_read,
+        };
+        let counts = attr.sample_period == 0 && !attr.freq;
+        let joined = group.and_then(|group| opener.join(group, counts));
+        let (member, fd, map) = match joined {
+            Some((member, fd, map)) => (Some(member), fd, map),
+            None => {
+                let (fd, map) = opener.open(&mut opener.raw.clone(), None)?;
+                (None, fd, map)
+            }
+        };
         Ok(Box::new(HostEvent {
             fd,
             map,
             tid,
+            opener,
+            member,
+            group: None,
+            base: 0,
             can_arm: self.signal.is_some(),
             hardware,
             user_read: hardware && self.user_read,
@@ -186,10 +221,76 @@ impl Pmu for HostPmu {
     }
 }
 
-impl HostPmu {
-    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the
-    /// control page, with which the counter is read where the host offers it. Without either it works too.
-    fn map(&self, fd: &PerfFd, hardware: bool) -> Option<PerfMap> {
+/// What an event is opened with, and opened anew when it leaves its group.
+#[derive(Debug)]
+struct Opener {
+    raw: perf_event_attr,
+    tid: i32,
+    signal: Option<i32>,
+    hardware: bool,
+    /// It counts a guest on the hardware PMU.
+    guest: bool,
+    user_read: bool,
+}
+
+/// A place in a group that another event leads.
+#[derive(Debug)]
+struct Place {
+    group: Arc<KernelGroup>,
+    member: Arc<Member>,
+}
+
+impl Opener {
+    fn open(
+        &self,
+        raw: &mut perf_event_attr,
+        leader: Option<&PerfFd>,
+    ) -> Result<(Arc<PerfFd>, Option<PerfMap>), PmuError> {
+        let fd = PerfFd::open_in_group(raw, self.tid, leader).map_err(|e| HostPmu::refused(e, self.guest))?;
+        if let Some(signal) = self.signal {
+            fd.signal_thread(self.tid, signal)
+                .map_err(|source| PmuError::Os {
+                    what: "directing the overflow signal to the vCPU",
+                    source,
+                })?;
+        }
+        let map = self.map(&fd);
+        Ok((Arc::new(fd), map))
+    }
+
+    /// Opens it in `group`, unless the kernel will not have it there or it would count differently. `counts`: it is no sampling event.
+    fn join(&self, group: Arc<KernelGroup>, counts: bool) -> Option<(Place, Arc<PerfFd>, Option<PerfMap>)> {
+        // Under a leader that is not pinned the kernel could take a counter away and tell nobody.
+        if group.tid != self.tid || self.hardware && !group.pinned || group.is_full() {
+            return None;
+        }
+        let mut raw = self.raw;
+        raw.set_pinned(0);
+        let reads = counts && group.wants_reader();
+        if reads {
+            raw.read_format = READ_GROUP;
+        }
+        let joined = self.open(&mut raw, Some(group.leader())).and_then(|(fd, map)| {
+            let member = group
+                .join(Arc::clone(&fd), reads)
+                .map_err(|source| PmuError::Os {
+                    what: "asking for the id of a host event",
+                    source,
+                })?;
+            Ok((member, fd, map))
+        });
+        match joined {
+            Ok((member, fd, map)) => Some((Place { group, member }, fd, map)),
+            Err(e) => {
+                log::debug!("a host event goes on and off apart from its group: {e}");
+                None
+            }
+        }
+    }
+
+    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the control page, with
+    /// which the counter is read where the host offers it. Without either it works too.
+    fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))
                 .inspect_err(|e| log::debug!("overflows of a host event need a system call more: {e}"))
@@ -201,14 +302,21 @@ impl HostPmu {
                 .ok()
         };
         let map = if self.signal.is_some() { ring() } else { None };
-        map.or_else(|| if hardware && self.user_read { page() } else { None })
+        map.or_else(|| if self.user_read { page() } else { None })
     }
 }
 
 /// One host perf event.
 #[derive(Debug)]
 struct HostEvent {
-    fd: PerfFd,
+    fd: Arc<PerfFd>,
+    opener: Opener,
+    /// Its place in a group that another leads.
+    member: Option<Place>,
+    /// The group it leads, if others were opened beside it.
+    group: Option<Arc<KernelGroup>>,
+    /// What it counted before it was opened anew.
+    base: u64,
     /// The control page, and the ring if it can be armed.
     map: Option<PerfMap>,
     tid: i32,
@@ -298,11 +406,19 @@ impl HostEvent {
 
     /// The newest count the ring holds, if there is a ring. It holds one for each overflow.
     fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
+        if self
+            .member
+            .as_ref()
+            .is_some_and(|place| !place.member.samples_itself())
+        {
+            return None;
+        }
+        let base = self.base;
         let map = self.map.as_mut().filter(|map| map.has_ring())?;
         let mut newest = None;
         map.drain_words(|record, words| {
             if record.type_ == PERF_RECORD_SAMPLE {
-                newest = words.first().copied();
+                newest = words.first().map(|count| base + count);
             }
         });
         Some(newest)
@@ -315,9 +431,9 @@ impl HostEvent {
             && self.user_read
             && let Some(count) = self.map.as_ref().and_then(PerfMap::user_read)
         {
-            return Ok(Some(count));
+            return Ok(Some(self.base + count));
         }
-        let Some(read) = self.fd.read_timed()? else {
+        let Some(read) = self.read_timed()? else {
             self.counter_taken();
             return Ok(None);
         };
@@ -332,7 +448,43 @@ impl HostEvent {
                 read.enabled_ns
             );
         }
-        Ok(Some(read.count))
+        Ok(Some(self.base + read.count))
+    }
+
+    fn read_timed(&self) -> io::Result<Option<Timed>> {
+        match &self.member {
+            Some(place) => place.member.read_timed(),
+            None => self.fd.read_timed(),
+        }
+    }
+
+    /// What it has counted, of an event that is off in a group that is off: one system call for all of it.
+    fn count_with_group(&self) -> Option<u64> {
+        if self.on {
+            return None;
+        }
+        let count = match (&self.member, &self.group) {
+            (Some(Place { group, member }), _) => group.read_member(member),
+            (None, Some(group)) => group.read_leader(),
+            (None, None) => None,
+        };
+        Some(self.base + count?)
+    }
+
+    fn enable(&self) -> io::Result<()> {
+        match (&self.member, &self.group) {
+            (Some(Place { group, member }), _) => group.start_member(member),
+            (None, Some(group)) => group.start(),
+            (None, None) => self.fd.enable(),
+        }
+    }
+
+    fn disable(&self) -> io::Result<()> {
+        match (&self.member, &self.group) {
+            (Some(Place { group, member }), _) => group.stop_member(member),
+            (None, Some(group)) => group.stop(),
+            (None, None) => self.fd.disable(),
+        }
     }
 }
 
@@ -345,7 +497,7 @@ impl HostEvent {
         }
         let mut at_ns = self.good.at_ns;
         if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
-            self.last_count = self.last_count.max(left.count);
+            self.last_count = self.last_count.max(self.base + left.count);
             // Enabled time passes while the thread is on a CPU, so this is the earliest moment.
             at_ns = at_ns
                 .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
@@ -369,7 +521,7 @@ impl PmuEvent for HostEvent {
         if self.on {
             return Ok(());
         }
-        self.fd.enable().map_err(|source| PmuError::Os {
+        self.enable().map_err(|source| PmuError::Os {
             what: "enabling a host event",
             source,
         })?;
@@ -382,8 +534,8 @@ impl PmuEvent for HostEvent {
                 enabled_ns: self.map.as_ref().map_or(0, PerfMap::enabled_ns),
             };
         }
-        // A pinned event that finds no counter is in the error state at once, and reads as end of file.
-        if self.hardware && matches!(self.count_now(), Ok(None)) {
+        // A pinned event that finds no counter is in the error state at once, and reads as end of file. In a group that is its leader.
+        if self.hardware && self.member.is_none() && matches!(self.count_now(), Ok(None)) {
             self.stop();
             return Err(PmuError::Busy);
         }
@@ -394,7 +546,7 @@ impl PmuEvent for HostEvent {
         if !self.on {
             return;
         }
-        if let Err(e) = self.fd.disable() {
+        if let Err(e) = self.disable() {
             log::debug!("cannot disable a host event: {e}");
         }
         self.on = false;
@@ -403,8 +555,45 @@ impl PmuEvent for HostEvent {
         self.lost_at_ns = None;
     }
 
+    fn group(&mut self) -> Option<Group> {
+        if self.member.is_some() {
+            return None;
+        }
+        if self.group.is_none() {
+            let made = KernelGroup::new(Arc::clone(&self.fd), self.tid, self.hardware, self.on)
+                .inspect_err(|e| log::debug!("the members of a group go on and off one by one: {e}"))
+                .ok()?;
+            self.group = Some(Arc::new(made));
+        }
+        self.group.clone().map(|group| group as Group)
+    }
+
+    fn leave_group(&mut self) {
+        self.stop();
+        let count = self.read();
+        let Some(Place { group, member }) = self.member.take() else {
+            return;
+        };
+        group.part(&member);
+        match self.opener.open(&mut self.opener.raw.clone(), None) {
+            Ok((fd, map)) => {
+                (self.fd, self.map) = (fd, map);
+                self.base = count;
+                (self.kernel_period, self.kernel_due) = (PARKED_PERIOD, count + PARKED_PERIOD);
+                self.good = Good::default();
+                self.short_told = false;
+            }
+            // It stays as it is in the kernel, off. When it is put on and does not count, that is noticed.
+            Err(e) => {
+                let _ = self.fd.disable();
+                log::warn!("a host event could not be opened anew after its group's leader went: {e}");
+            }
+        }
+    }
+
     fn look(&mut self) {
-        if self.on && self.hardware && self.lost_at_ns.is_none() {
+        // In a group the leader tells.
+        if self.on && self.hardware && self.member.is_none() && self.lost_at_ns.is_none() {
             match self.fd.read_timed() {
                 Ok(Some(read)) => {
                     self.good = Good {
@@ -424,6 +613,11 @@ impl PmuEvent for HostEvent {
 
     fn read(&mut self) -> u64 {
         if !self.stale {
+            return self.last_count;
+        }
+        if let Some(count) = self.count_with_group() {
+            self.last_count = self.last_count.max(count);
+            self.stale = false;
             return self.last_count;
         }
         match self.count_now() {
@@ -491,6 +685,14 @@ impl PmuEvent for HostEvent {
         match &self.map {
             Some(map) if self.on && self.user_read && map.user_read_offered() => map.index(),
             _ => 0,
+        }
+    }
+}
+
+impl Drop for HostEvent {
+    fn drop(&mut self) {
+        if let Some(Place { group, member }) = &self.member {
+            group.part(member);
         }
     }
 }

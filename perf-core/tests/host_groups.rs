@@ -1,0 +1,242 @@
+//! Groups with the `host` driver are groups of the kernel: on and off by one system call, counted by ptrace, and right whatever
+//! becomes of their members.
+#![allow(unsafe_code)]
+
+mod common;
+#[path = "machine/steps.rs"]
+mod steps;
+
+use std::sync::Arc;
+
+use common::this_tid;
+use perf_core::pmu::host::HostPmu;
+use perf_core::*;
+
+const PAGE_FAULTS: u64 = 2;
+const PAGE: usize = 4096;
+const PAGES: usize = 20_000;
+
+/// This thread as a vCPU, with a group of `events` that count its page faults, and memory whose pages were never touched.
+struct Scene {
+    core: Core,
+    session: Session,
+    vcpu: Arc<VcpuContext>,
+    group: Vec<Handle>,
+    fresh: *mut u8,
+}
+
+impl Scene {
+    fn new(events: usize) -> Self {
+        let core = Core::new(CoreConfig::default());
+        core.register(Arc::new(HostPmu::software(None)));
+        let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+        let session = core.session(0, Role::Admin);
+        // SAFETY: a fresh private mapping of our own.
+        let fresh = unsafe {
+            let at = libc::mmap(
+                std::ptr::null_mut(),
+                PAGES * PAGE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(at, libc::MAP_FAILED);
+            libc::madvise(at, PAGES * PAGE, libc::MADV_NOHUGEPAGE);
+            at.cast::<u8>()
+        };
+        let mut scene = Self {
+            core,
+            session,
+            vcpu,
+            group: Vec::new(),
+            fresh,
+        };
+        for _ in 0..events {
+            scene.join();
+        }
+        scene.vcpu.sched_in();
+        scene
+    }
+
+    /// One member more; the first leads.
+    fn join(&mut self) {
+        let attr = Attr::counting(EventType::SOFTWARE, PAGE_FAULTS);
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let opened = self.core.open(
+            &self.session,
+            attr,
+            target,
+            self.group.first(),
+            OpenFlags::default(),
+        );
+        self.group.push(opened.unwrap());
+    }
+
+    /// `n` page faults, without a system call.
+    fn fault(&mut self, n: usize) {
+        for _ in 0..n {
+            // SAFETY: within the mapping, of which no test touches all.
+            unsafe {
+                self.fresh.write_volatile(1);
+                self.fresh = self.fresh.add(PAGE);
+            }
+        }
+    }
+
+    fn counts(&self) -> Vec<u64> {
+        self.group.iter().map(|e| e.read().unwrap().value).collect()
+    }
+
+    /// By how much the counts grow over `n` faults, at least; others may come.
+    fn grown(&mut self, n: usize) -> Vec<u64> {
+        let before = self.counts();
+        self.fault(n);
+        let after = self.counts();
+        after.iter().zip(before).map(|(a, b)| a - b).collect()
+    }
+}
+
+fn must(holds: bool) {
+    if !holds {
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+/// What a turn does: one member goes off, and with it all; what they counted is read; all go on again.
+#[test]
+fn a_turn_is_one_call_off_one_read_and_one_call_on() {
+    for members in [2, 4, 12] {
+        let calls = steps::system_calls(
+            || Scene::new(members),
+            |scene| {
+                must(scene.group[0].disable(Scope::Event).is_ok());
+                for event in &scene.group {
+                    must(event.read().is_ok());
+                }
+                must(scene.group[0].enable(Scope::Event).is_ok());
+            },
+        );
+        assert_eq!(
+            calls.expect("processes may be traced"),
+            [
+                libc::SYS_ioctl as u64,
+                libc::SYS_read as u64,
+                libc::SYS_ioctl as u64
+            ],
+            "{members} members"
+        );
+    }
+}
+
+/// The vCPU stops and goes on: the whole context goes off and on.
+#[test]
+fn going_out_and_in_is_one_call_each() {
+    let calls = steps::system_calls(
+        || Scene::new(6),
+        |scene| {
+            scene.vcpu.sched_out();
+            scene.vcpu.sched_in();
+        },
+    );
+    assert_eq!(
+        calls.expect("processes may be traced"),
+        [libc::SYS_ioctl as u64, libc::SYS_ioctl as u64]
+    );
+}
+
+/// All count the same, whatever they went through together.
+#[test]
+fn members_count_alike() {
+    let mut scene = Scene::new(5);
+    scene.fault(100);
+    for _ in 0..10 {
+        scene.group[0].disable(Scope::Event).unwrap();
+        scene.fault(50);
+        scene.group[0].enable(Scope::Event).unwrap();
+        scene.fault(20);
+    }
+    scene.group[0].disable(Scope::Event).unwrap();
+    let counts = scene.counts();
+    assert!(
+        counts[0] >= 300 && counts.iter().all(|c| *c == counts[0]),
+        "{counts:?}"
+    );
+}
+
+#[test]
+fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
+    let mut scene = Scene::new(4);
+    scene.group[2].disable(Scope::Event).unwrap();
+    let grown = scene.grown(100);
+    assert!(grown[2] == 0 && grown[3] >= 100 && grown[0] >= 100, "{grown:?}");
+    scene.group[0].disable(Scope::Event).unwrap();
+    assert_eq!(scene.grown(100), [0; 4]);
+    scene.group[0].enable(Scope::Event).unwrap();
+    let grown = scene.grown(100);
+    assert!(grown[2] == 0 && grown[3] >= 100, "{grown:?}");
+    // And on while the group is off.
+    scene.group[0].disable(Scope::Event).unwrap();
+    scene.group[2].enable(Scope::Event).unwrap();
+    assert_eq!(scene.grown(100), [0; 4]);
+    scene.group[0].enable(Scope::Event).unwrap();
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+}
+
+/// Those that are left go on by themselves, and keep what they have.
+#[test]
+fn siblings_outlive_their_leader() {
+    for running in [true, false] {
+        let mut scene = Scene::new(4);
+        scene.fault(100);
+        if !running {
+            scene.vcpu.sched_out();
+        }
+        let before = scene.counts();
+        drop(scene.group.remove(0));
+        if !running {
+            scene.fault(1_000);
+            scene.vcpu.sched_in();
+        }
+        let after = scene.counts();
+        assert!(
+            after
+                .iter()
+                .zip(&before[1..])
+                .all(|(a, b)| (*b..b + 500).contains(a)),
+            "{before:?} {after:?}"
+        );
+        assert!(scene.grown(100).iter().all(|g| (100..500).contains(g)));
+        // They are no group any more.
+        scene.group[0].disable(Scope::Event).unwrap();
+        let grown = scene.grown(100);
+        assert!(grown[0] == 0 && grown[1] >= 100 && grown[2] >= 100, "{grown:?}");
+    }
+}
+
+/// The one through which the group is read is as good as any to go.
+#[test]
+fn a_group_outlives_its_siblings() {
+    let mut scene = Scene::new(4);
+    while scene.group.len() > 1 {
+        drop(scene.group.remove(1));
+        assert!(scene.grown(100).iter().all(|g| *g >= 100));
+        scene.group[0].disable(Scope::Event).unwrap();
+        assert!(scene.grown(100).iter().all(|g| *g == 0));
+        scene.group[0].enable(Scope::Event).unwrap();
+    }
+    scene.join();
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+}
+
+/// Those that find no place in the kernel's group are members all the same.
+#[test]
+fn more_members_than_the_kernel_s_group_takes() {
+    let mut scene = Scene::new(24);
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+    scene.group[0].disable(Scope::Event).unwrap();
+    assert!(scene.grown(100).iter().all(|g| *g == 0));
+    scene.group[0].enable(Scope::Event).unwrap();
+    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+}
