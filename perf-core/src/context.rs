@@ -343,17 +343,21 @@ impl Context {
     /// What the event would have counted had it been on whenever it was enabled.
     pub fn estimate(&mut self, key: usize, now_ns: u64) -> EstimateSum {
         let totals = self.totals(key, now_ns);
+        let rhythm = self.has_rhythm(key);
         let event = &mut self.events[key];
         if matches!(event.source, Source::Family) {
             return EstimateSum::default();
         }
         let estimate = match &event.slices {
             _ if totals.times.enabled_ns == totals.times.running_ns => None,
-            Some(slices) => slices.estimate(totals.times.enabled_ns, event.state, totals.count),
+            Some(slices) => slices
+                .estimate(totals.times.enabled_ns, event.state, totals.count)
+                .map(|estimate| if rhythm { estimate.unsure() } else { estimate }),
             None => {
                 linear(totals.count, totals.times.enabled_ns, totals.times.running_ns).map(|value| Estimate {
                     value,
                     standard_error: None,
+                    bound: None,
                     exact: false,
                 })
             }
@@ -366,6 +370,16 @@ impl Context {
         match &mut self.events.get_mut(leader)?.source {
             Source::Driver(driver) => driver.group(),
             Source::Raised(_) | Source::Family => None,
+        }
+    }
+
+    /// Whether a rhythm was seen of late in an event that takes turns with this one.
+    fn has_rhythm(&mut self, key: usize) -> bool {
+        let group = &self.groups[self.events[key].group];
+        let Some(pool) = group.pool else { return false };
+        match self.pools[pool].queue(group.class) {
+            ClassQueue::Flexible(queue) => queue.has_rhythm(),
+            ClassQueue::Pinned(_) => false,
         }
     }
 

@@ -8,23 +8,33 @@
 //!   sides, the area of a trapezoid. It also says how sure it is, as a standard error.
 //!
 //! Both are exact when the event was on all the time, and both say "not counted" when it never was. Neither
-//! allocates; an [`Estimator`] is two dozen numbers, whatever the number of slices.
+//! allocates; an [`Estimator`] is four dozen numbers, whatever the number of slices.
 //!
 //! # The standard error
 //!
-//! Slices are not independent: a phase of the guest is longer than a turn. So what a gap hides is told from the steps of
-//! the rate from one slice to the next, and from how much one step has to do with the one before. With slices of length
-//! l, gaps of length g and steps d:
+//! Slices are not independent: a phase of the guest is longer than a turn. What gaps hide follows from the rate's correlation over time,
+//! and slices show three things of it: the mean square of steps from slice to slice, ⟨d²⟩; the mean product of two steps in a row, ⟨dd'⟩;
+//! and, for slices that were looked into halfway ([`Estimator::amid`]), the mean square of the difference between halves, ⟨h²⟩. With
+//! slices of length l and gaps of length g, l + g = 1:
 //!
-//! - A rate that is new in every slice, with variance s²: ⟨d²⟩ is 2s², and ⟨dd'⟩ of two steps in a row is −s², because the
-//!   slice between them is in both. A gap hides (g² + gl)s².
-//! - A rate that walks at random, by σ² per unit of time: ⟨d²⟩ is σ²(g + 2l/3) and ⟨dd'⟩ is σ²l/6. A gap adds g²σ²(g + l)/12 to
-//!   the error of the sum: an error made on one side of a slice is partly made good on its other side.
-//! - A rate that keeps its course: ⟨dd'⟩ is nearly ⟨d²⟩, and trapezoids are nearly exact.
+//! | the rate | ⟨d²⟩ | ⟨dd'⟩ | ⟨h²⟩ | what a gap hides |
+//! |---|---|---|---|---|
+//! | is new at every moment | 2s² | −s² | 4s² | gs² |
+//! | walks at random | σ²(1 − l/3) | σ²l/6 | σ²l/3 | σ²g²/12 |
+//! | keeps its course | d² | d² | d²l²/4 | nothing |
 //!
-//! Two averages do not tell three things apart, but they bound them: the new part is as large as ⟨dd'⟩ demands, the walking
-//! part as large as both allow. Rare jumps from phase to phase are steps so large that the noise between them drowns in
-//! ⟨dd'⟩. So the new part is also looked for with jumps cut down to size, and the larger result counts.
+//! All four are sums over the rate's correlation. So one weighted sum of the first three gives the fourth for the first two rates and for one
+//! whose correlation falls exponentially, in a given time. For all other such times it is right within a quarter, and so it is for any mixture
+//! of such rates. What keeps its course is known from the products of steps further apart, and left out.
+//!
+//! # When there is none
+//!
+//! - *A rhythm in step with the slices* looks like calm. No rate whose correlation only falls with time varies more within a slice than new
+//!   noise would: ⟨h²⟩ ≤ 4/3(⟨d²⟩ − ⟨dd'⟩). None has ⟨dd'⟩ below −⟨d²⟩/2. And the steps of none go together at all distances. Where one of these
+//!   does not hold, neither error nor bound is given. Nor is it while a rhythm in step is seen in another event that takes turns with this one,
+//!   and where slices are not looked into.
+//! - *Long tails*: where a few steps make most of the sum of squares, the next may be larger than all before. There is a bound and no error.
+//! - *A rhythm that is seen from all sides*: its errors cancel from beat to beat, which steps do not tell. There is a bound.
 
 /// `count × enabled_ns / running_ns`; `None` if the event never was on: it was not counted, and no number may be shown.
 ///
@@ -46,11 +56,26 @@ pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
 pub struct Estimate {
     /// The estimated count.
     pub value: u64,
-    /// Standard error of `value`, in counts; 0 when `exact`. `None` when one slice is all there is: nothing is known
-    /// about how much the rate varies.
+    /// Standard error of `value`, in counts; 0 when `exact`. `None` when slices cannot tell it.
     pub standard_error: Option<f64>,
+    /// The error is hardly more than this, in counts: four standard errors, or what is known without one. `None` when nothing is.
+    pub bound: Option<f64>,
     /// The event was on all the time: `value` was counted, not estimated.
     pub exact: bool,
+}
+
+impl Estimate {
+    /// The same number of which nobody knows how far it is off; an exact one stays exact.
+    pub(crate) fn unsure(self) -> Self {
+        if self.exact {
+            return self;
+        }
+        Self {
+            standard_error: None,
+            bound: None,
+            ..self
+        }
+    }
 }
 
 /// Mean and variance of a series, updated one value at a time (Welford's method: no sum of large squares that cancel).
@@ -93,108 +118,220 @@ impl Welford {
     }
 }
 
-/// A step more than so many times the usual one is a jump.
-const JUMP: f64 = 3.0;
-/// The usual step is the mean of about so many.
-const LATELY: f64 = 8.0;
+/// Steps before a standard error can be given, and slices of which two halves must be known.
+const ENOUGH: u64 = 4;
+/// How far the steps of one slice are compared with later ones.
+const LAGS: usize = 8;
+/// The correlation time of the middle one of the three rates the standard error is exact for, in periods.
+const MIDDLE: f64 = 0.27;
+/// Rates whose variance is known no better than that of so few independent values have long tails: there is a bound and no error.
+const FEW: f64 = 20.0;
+/// Of squared steps, this part in later ones makes a rhythm.
+const RHYTHM: f64 = 0.3;
+/// So many times more within slices than between them is no chance.
+const IN_STEP: f64 = 10.0;
+/// Variation within slices of a thousandth of the rate hides nothing.
+const CALM: f64 = 1e-3;
 
-/// Squares of steps, and products of each with the one before, weighted with the gaps they span.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Moments {
-    last: f64,
-    squares: f64,
-    products: f64,
-}
-
-impl Moments {
-    const NONE: Self = Self {
-        last: 0.0,
-        squares: 0.0,
-        products: 0.0,
-    };
-
-    fn add(&mut self, step: f64, gap: f64, last_gap: f64) {
-        self.squares += gap * gap * step * step;
-        self.products += gap * last_gap * step * self.last;
-        self.last = step;
-    }
-
-    /// The part that is new in every slice: the s² for which squares and products (times `even`, had all gaps been equal) are
-    /// those of a random walk and it. `on` is the share of the time in slices, l / (g + l).
-    fn fresh(&self, on: f64, even: f64) -> f64 {
-        (on * self.squares / 6.0 - (1.0 - on / 3.0) * even * self.products).clamp(0.0, self.squares / 2.0)
-    }
-}
-
-/// How the rate changes from one slice to the next.
+/// How the rate changes from one slice to the next, and within slices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Steps {
     n: u64,
     last_gap: f64,
-    /// What weighs the squares and the products.
+    /// Squares of steps, and products of each with the one before, weighted with the gaps they span; and the weights.
+    squares: f64,
+    products: f64,
     gap_squares: f64,
     gap_products: f64,
-    all: Moments,
-    /// The usual size of a step, and the moments with jumps cut to [`JUMP`] times that.
-    usual: f64,
-    cut: Moments,
+    /// Not weighted: squares, fourth powers, the largest.
+    second: f64,
+    fourth: f64,
+    largest: f64,
+    /// The last steps, and sums of products of each with the one so many before.
+    last: [f64; LAGS],
+    lags: [f64; LAGS],
+    /// Squared differences between the halves of slices, and how many.
+    halves: f64,
+    halved: u64,
 }
 
-/// What the gaps hide, summed over them: squares of gaps times variances of the rate.
-struct Hidden {
-    /// σ²(g + l): what changes more slowly than slices come.
-    walk: f64,
-    /// s²: what is new in every slice.
-    fresh: f64,
+/// What slices say about the error.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Doubt {
+    Unknown,
+    /// Variance of what the gaps hide, for each square of a period; and of steps.
+    Variance {
+        between: f64,
+        walk: f64,
+        fresh: f64,
+    },
+    /// As `Variance`, but no more than a hint.
+    LongTail {
+        between: f64,
+        walk: f64,
+        fresh: f64,
+    },
+}
+
+/// What a rate with an exponential correlation makes of slices of the part `on` of a period: the mean square of steps, the mean
+/// product of two in a row, the mean square of differences between halves, and the variance of what gaps hide in a period.
+fn exponential(on: f64, time: f64) -> [f64; 4] {
+    let mean = |length: f64| {
+        let x = length / time;
+        2.0 / x * (1.0 - (1.0 - (-x).exp()) / x)
+    };
+    let apart = |length: f64, by: f64| {
+        let x = length / time;
+        (2.0 / x * (x / 2.0).sinh()).powi(2) * (-by / time).exp()
+    };
+    let (c0, c1, c2) = (mean(on), apart(on, 1.0), apart(on, 2.0));
+    let half = on / 2.0;
+    [
+        2.0 * (c0 - c1),
+        2.0 * c1 - c0 - c2,
+        2.0 * (mean(half) - apart(half, half)),
+        c0 + 2.0 * c1 / (1.0 - (-1.0 / time).exp()) - 2.0 * time,
+    ]
+}
+
+/// The weights of the mean square of steps, of the product of two, and of the halves' differences with which they make up what gaps
+/// hide: right for a rate that is new at every moment, one that walks at random, and one in between.
+fn weights(on: f64) -> [f64; 3] {
+    let gap = 1.0 - on;
+    let rows = [
+        [2.0, -1.0, 4.0, gap],
+        [1.0 - on / 3.0, on / 6.0, on / 3.0, gap * gap / 12.0],
+        exponential(on, MIDDLE),
+    ];
+    let minor = |a: [f64; 4], b: [f64; 4], i: usize, j: usize| a[i] * b[j] - a[j] * b[i];
+    let [x, y, z] = rows;
+    let determinant = |i: usize, j: usize, k: usize| {
+        x[i] * minor(y, z, j, k) - x[j] * minor(y, z, i, k) + x[k] * minor(y, z, i, j)
+    };
+    let all = determinant(0, 1, 2);
+    [
+        determinant(3, 1, 2) / all,
+        determinant(0, 3, 2) / all,
+        determinant(0, 1, 3) / all,
+    ]
 }
 
 impl Steps {
     const NONE: Self = Self {
         n: 0,
         last_gap: 0.0,
+        squares: 0.0,
+        products: 0.0,
         gap_squares: 0.0,
         gap_products: 0.0,
-        all: Moments::NONE,
-        usual: 0.0,
-        cut: Moments::NONE,
+        second: 0.0,
+        fourth: 0.0,
+        largest: 0.0,
+        last: [0.0; LAGS],
+        lags: [0.0; LAGS],
+        halves: 0.0,
+        halved: 0,
     };
 
-    /// A step across `gap`; one count more in the slice would have made it larger by `one`.
-    fn add(&mut self, step: f64, gap: f64, one: f64) {
-        let size = step.abs();
-        if self.n == 0 {
-            self.usual = size;
-        }
-        let cut = size.min((JUMP * self.usual).max(one));
-        self.usual += (cut - self.usual) / LATELY;
-        self.all.add(step, gap, self.last_gap);
-        self.cut.add(cut.copysign(step), gap, self.last_gap);
+    /// A step across `gap`.
+    fn add(&mut self, step: f64, gap: f64) {
+        let square = step * step;
+        self.squares += gap * gap * square;
+        self.products += gap * self.last_gap * step * self.last[0];
         self.gap_squares += gap * gap;
         self.gap_products += gap * self.last_gap;
+        self.second += square;
+        self.fourth += square * square;
+        self.largest = self.largest.max(step.abs());
+        for (lag, last) in self.lags.iter_mut().zip(self.last) {
+            *lag += step * last;
+        }
+        self.last.copy_within(..LAGS - 1, 1);
+        self.last[0] = step;
         self.last_gap = gap;
         self.n += 1;
     }
 
-    /// `on` is the share of the time in slices, `variance` that of their rates.
-    fn hidden(&self, on: f64, variance: f64) -> Hidden {
-        let even = if self.gap_products > 0.0 {
-            self.gap_squares / self.gap_products
-        } else {
-            0.0
-        };
-        let Moments {
-            squares, products, ..
-        } = self.all;
-        let seen = self.all.fresh(on, even).max(self.cut.fresh(on, even));
-        // After few steps all may be new; what is new cannot vary more than the rates do.
-        let unknown = (squares / 2.0 - seen) / self.n as f64;
-        let fresh = (seen + unknown).min(variance * self.gap_squares);
-        let by_squares = (squares - 2.0 * fresh) / (1.0 - on / 3.0);
-        let by_products = (squares - even * products - 3.0 * fresh) / (1.0 - on / 2.0);
-        Hidden {
-            walk: by_squares.min(by_products).max(0.0),
-            fresh,
+    /// A slice counted `first` in `before` and the rest, `second`, in `after`.
+    fn halves(&mut self, (first, before): (f64, f64), (second, after): (f64, f64)) {
+        let difference = first / before - second / after;
+        // Two parts that are not halves differ by more; and both round.
+        let even = 4.0 * before * after / (before + after).powi(2);
+        let rounding = (1.0 / (before * before) + 1.0 / (after * after)) / 6.0;
+        self.halves += even * (difference * difference - rounding);
+        self.halved += 1;
+    }
+
+    /// Of how many independent values the mean square of steps is made: few, if few steps are most of it.
+    fn values(&self) -> f64 {
+        let n = self.n as f64;
+        2.0 / (self.fourth / (self.second * self.second) - 1.0 / n).max(1.0 / n)
+    }
+
+    /// The mean square of steps and the mean product of two in a row.
+    fn moments(&self) -> (f64, f64) {
+        (self.squares / self.gap_squares, self.products / self.gap_products)
+    }
+
+    /// More goes on within slices, by `times`, than from slice to slice: a rhythm keeps step with them.
+    fn keeps_step(&self, mean: f64, times: f64) -> bool {
+        if self.n < ENOUGH || self.halved < ENOUGH || self.gap_products <= 0.0 {
+            return false;
         }
+        let (squares, products) = self.moments();
+        // No rate whose correlation only falls with time, or that keeps its course, varies more within slices.
+        let most = 4.0 / 3.0 * (squares - products) + squares / 4.0;
+        self.halves / self.halved as f64 > times * most + (CALM * mean).powi(2)
+    }
+
+    fn doubt(&self, on: f64, mean: f64) -> Doubt {
+        if self.n < ENOUGH || self.halved < ENOUGH || self.gap_products <= 0.0 {
+            return Doubt::Unknown;
+        }
+        let (n, halved) = (self.n as f64, self.halved as f64);
+        let (squares, products) = self.moments();
+        let halves = (self.halves / halved).max(0.0);
+        let fresh = (-products).clamp(0.0, squares / 2.0);
+        let walk = (squares - 2.0 * fresh).max(0.0);
+        let calm = squares.max(halves) <= (CALM * mean).powi(2);
+        let values = if self.second > 0.0 { self.values() } else { n };
+        // By how much means of so few may be off by chance.
+        if !calm {
+            let chance = 1.0 + 2.0 * (8.0 * n / (values.min(n) * halved)).sqrt();
+            let alternates = -products > squares * (0.5 + 2.25 / values.min(n).sqrt());
+            if self.keeps_step(mean, chance) || alternates {
+                return Doubt::Unknown;
+            }
+        }
+        // What keeps its course is in all products alike, and trapezoids hold it.
+        let lag = |by: usize| self.lags[by - 1] / self.second.max(f64::MIN_POSITIVE);
+        let course = ((lag(2) + lag(3)) / 2.0).clamp(0.0, 1.0);
+        let course_squares = course * squares;
+        let [a, b, c] = weights(on);
+        let of = |squares: f64, products: f64, halves: f64| {
+            (a * squares + b * products + c * halves).max(0.0) * (1.0 + 8.0 / values)
+        };
+        let between = of(
+            (squares - course_squares).max(0.0),
+            products - course_squares,
+            (halves - course_squares * on * on / 4.0).max(0.0),
+        );
+        if !calm && values < FEW {
+            return Doubt::LongTail { between, walk, fresh };
+        }
+        let later = (2..=LAGS).map(|by| (lag(by) - course).powi(2)).sum::<f64>();
+        if !calm && later > RHYTHM + 30.0 / n {
+            if products < squares / 2.0 {
+                return Doubt::Unknown;
+            }
+            // Seen from all sides. Its errors cancel from beat to beat, which steps do not tell.
+            return Doubt::LongTail {
+                between: of(walk, 0.0, walk * on / 3.0),
+                walk,
+                fresh,
+            };
+        }
+        Doubt::Variance { between, walk, fresh }
     }
 }
 
@@ -221,6 +358,8 @@ pub struct Estimator {
     trapezoids: f64,
     rates: Welford,
     steps: Steps,
+    /// Amid the slice that is going on: when, and what it had counted.
+    amid: Option<(u64, u64)>,
 }
 
 impl Default for Estimator {
@@ -249,7 +388,21 @@ impl Estimator {
                 m2: 0.0,
             },
             steps: Steps::NONE,
+            amid: None,
         }
+    }
+
+    /// A rhythm keeps step with the slices, without doubt: more goes on within them than from one to the next. It may hide from other
+    /// events that take turns with this one, where it is of their vCPU too.
+    #[must_use]
+    pub fn keeps_step(&self) -> bool {
+        self.steps.keeps_step(self.rates.mean(), IN_STEP)
+    }
+
+    /// The event that is on had counted `count` of its slice at `at_ns`, somewhere in the middle. What goes on within slices is
+    /// how a rhythm shows that keeps step with them.
+    pub fn amid(&mut self, at_ns: u64, count: u64) {
+        self.amid = Some((at_ns, count));
     }
 
     /// Counts of all slices so far.
@@ -262,6 +415,14 @@ impl Estimator {
     /// the end of the last one is ignored.
     pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
         self.counted = self.counted.wrapping_add(count);
+        if let Some((at_ns, first)) = self.amid.take()
+            && (from_ns + 1..to_ns).contains(&at_ns)
+            && first <= count
+        {
+            let (before, after) = ((at_ns - from_ns) as f64, (to_ns - at_ns) as f64);
+            self.steps
+                .halves((first as f64, before), ((count - first) as f64, after));
+        }
         let from_ns = from_ns.max(self.end_ns);
         if to_ns <= from_ns {
             return;
@@ -280,7 +441,7 @@ impl Estimator {
             }
             self.trapezoids += gap * (self.last_rate + rate) / 2.0;
             self.last_step = rate - self.last_rate;
-            self.steps.add(self.last_step, gap, 1.0 / length);
+            self.steps.add(self.last_step, gap);
         }
         self.gap_ns += gap_ns;
         self.running_ns += length_ns;
@@ -346,45 +507,49 @@ impl Estimator {
             return Some(Estimate {
                 value: self.counted,
                 standard_error: Some(0.0),
+                bound: Some(0.0),
                 exact: true,
             });
         }
         let tail = tail_ns as f64;
         let missing = self.trapezoids + tail * self.last_rate;
+        let (standard_error, bound) = self.doubt(tail);
         Some(Estimate {
             value: self.counted.saturating_add(missing.round() as u64),
-            standard_error: self.standard_error(tail),
+            standard_error,
+            bound,
             exact: false,
         })
     }
 
-    /// See the module's text. `tail` is the time since the last slice.
-    fn standard_error(&self, tail: f64) -> Option<f64> {
+    /// The standard error and the bound. See the module's text. `tail` is the time since the last slice.
+    fn doubt(&self, tail: f64) -> (Option<f64>, Option<f64>) {
         let steps = &self.steps;
-        if steps.n == 0 {
-            return None;
-        }
         let (slices, running) = (self.rates.count() as f64, self.running_ns as f64);
         let first = self.first_gap_ns as f64;
         let gaps = self.gap_ns as f64 - first;
         let on = running / (running + gaps);
-        let (mut between, mut ends) = (0.0, 0.0);
-        if steps.gap_squares > 0.0 {
-            let hidden = steps.hidden(on, self.rates.variance());
-            between = hidden.walk / 12.0 + hidden.fresh / (1.0 - on);
-            // The ends have one side only, and a course helps them less: all that is not new walks.
-            let fresh = hidden.fresh / steps.gap_squares;
-            let walk = (steps.all.squares / steps.gap_squares - 2.0 * fresh).max(0.0);
-            let length = running / slices;
-            let period = length + gaps / steps.n as f64;
-            for end in [first, tail] {
-                ends += end * (end + length) * (end / period * walk / 3.0 + fresh);
-            }
+        let (known, between, walk, fresh) = match steps.doubt(on, self.rates.mean()) {
+            Doubt::Unknown => return (None, None),
+            Doubt::Variance { between, walk, fresh } => (true, between, walk, fresh),
+            Doubt::LongTail { between, walk, fresh } => (false, between, walk, fresh),
+        };
+        let mut variance = between * steps.gap_squares / (1.0 - on).powi(2);
+        // The ends have one side only.
+        let length = running / slices;
+        let period = length + gaps / steps.n as f64;
+        for end in [first, tail] {
+            variance += end * (end + length) * (end / period * walk / 3.0 + fresh);
         }
         // Counts are whole: both ends of a slice round, which makes a variance of 1/6, and each gap repeats that.
         let unseen = (gaps + first + tail) / running;
-        let rounding = slices * unseen * (1.0 + unseen) / 6.0;
-        Some((between + ends + rounding).sqrt())
+        variance += slices * unseen * (1.0 + unseen) / 6.0;
+        let error = variance.sqrt();
+        if known {
+            return (Some(error), Some(4.0 * error));
+        }
+        // Of what made the variance there may be some more, or less, than the slices' share.
+        (None, Some(4.0 * error + steps.largest * period))
     }
 }
 
@@ -457,6 +622,7 @@ mod tests {
             let mut estimator = Estimator::new();
             for from in (3..counts.len() - 2).step_by(8) {
                 let ns = |at: usize| at as u64 * UNIT_NS;
+                estimator.amid(ns(from + 1), counts[from]);
                 estimator.slice(ns(from), ns(from + 2), counts[from..from + 2].iter().sum());
             }
             let truth: u64 = counts.iter().sum();
@@ -475,11 +641,16 @@ mod tests {
 
     const UNITS: usize = 4_000;
 
-    fn new_every_time(rng: &mut fastrand::Rng) -> Vec<f64> {
-        // Constant over the length of a slice, at whatever offset.
-        let offset = rng.usize(0..2);
-        let levels: Vec<f64> = (0..UNITS).map(|_| 1.0 + rng.f64()).collect();
-        (0..UNITS).map(|at| levels[(at + offset) / 2]).collect()
+    /// New in every other unit by chance, so that its correlation falls exponentially.
+    fn new_by_chance(rng: &mut fastrand::Rng) -> Vec<f64> {
+        let mut level = 1.0;
+        let mut draw = || {
+            if rng.bool() {
+                level = 1.0 + rng.f64();
+            }
+            level
+        };
+        (0..UNITS).map(|_| draw()).collect()
     }
 
     fn walking(rng: &mut fastrand::Rng) -> Vec<f64> {
@@ -507,7 +678,7 @@ mod tests {
     #[test]
     fn the_standard_error_is_the_deviation_of_the_error() {
         for (name, (covered, ratio)) in [
-            ("new every time", quality(200, new_every_time)),
+            ("new by chance", quality(200, new_by_chance)),
             ("walking", quality(200, walking)),
             ("in phases", quality(200, in_phases)),
         ] {
@@ -519,19 +690,88 @@ mod tests {
     /// What keeps its course leaves no doubt but about its ends; the same rates in another order leave much.
     #[test]
     fn a_course_leaves_little_doubt() {
-        let doubt = |order: fn(u64) -> u64| {
+        let doubt = |order: &[u64]| {
             let mut estimator = Estimator::new();
-            for slice in 0..500 {
-                estimator.slice(slice * 40, slice * 40 + 10, 1_000 * order(slice));
+            for (slice, rate) in order.iter().enumerate() {
+                let (from, count) = (slice as u64 * 40, 1_000 * rate);
+                estimator.amid(from + 5, count / 2);
+                estimator.slice(from, from + 10, count);
             }
-            estimator
-                .estimate(500 * 40, None)
-                .unwrap()
-                .standard_error
-                .unwrap()
+            let estimate = estimator.estimate(order.len() as u64 * 40, None).unwrap();
+            estimate.standard_error.unwrap()
         };
-        let (course, disorder) = (doubt(|slice| slice), doubt(|slice| slice * 203 % 500));
+        let mut rates: Vec<u64> = (0..500).collect();
+        let course = doubt(&rates);
+        fastrand::Rng::with_seed(1).shuffle(&mut rates);
+        let disorder = doubt(&rates);
         assert!(100.0 * course < disorder, "{course} {disorder}");
+    }
+
+    /// Slices of a rate that is `rate(ns)` at each moment: 8 ms of every 32 ms, looked into halfway.
+    fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
+        let mut estimator = Estimator::new();
+        for from_ms in (0..rotations).map(|r| 32 * r) {
+            let sum = |range: std::ops::Range<u64>| range.map(&rate).sum::<u64>();
+            estimator.amid(1_000_000 * (from_ms + 4), sum(from_ms..from_ms + 4));
+            estimator.slice(
+                1_000_000 * from_ms,
+                1_000_000 * (from_ms + 8),
+                sum(from_ms..from_ms + 8),
+            );
+        }
+        estimator
+    }
+
+    /// A rhythm as long as the rotation: every slice counts the same, and what it counts is far off.
+    #[test]
+    fn a_rhythm_in_step_has_no_error_bar() {
+        let estimator = rotated(|ms| if ms % 32 < 5 { 10_000 } else { 100 }, 200);
+        assert!(estimator.keeps_step());
+        let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
+        assert_eq!((estimate.standard_error, estimate.bound), (None, None));
+        // The same rates in slices that have nothing to do with the rhythm.
+        let estimator = rotated(|ms| if ms % 37 < 5 { 10_000 } else { 100 }, 200);
+        assert!(!estimator.keeps_step());
+    }
+
+    /// Slices nobody looked into may hide one.
+    #[test]
+    fn without_a_look_into_slices_nothing_is_known() {
+        let estimate = constant(
+            2.0,
+            &[(0, 100), (400, 500), (800, 900), (1_200, 1_300), (1_600, 1_700)],
+        )
+        .estimate(2_000, None)
+        .unwrap();
+        assert_eq!((estimate.standard_error, estimate.bound), (None, None));
+    }
+
+    /// One jump says how far an estimate can be off by it, and not how far it usually is.
+    #[test]
+    fn what_hangs_on_few_slices_has_a_bound() {
+        let estimator = rotated(|ms| if ms < 3_000 { 10_000 } else { 100 }, 200);
+        let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
+        let truth = 10_000 * 3_000 + 100 * (200 * 32 - 3_000);
+        assert_eq!(estimate.standard_error, None);
+        assert!(estimate.value.abs_diff(truth) as f64 <= estimate.bound.unwrap());
+    }
+
+    /// The weights give what gaps hide exactly for the three rates they are made of, and within a quarter for those between.
+    #[test]
+    fn what_gaps_hide_follows_from_steps_and_halves() {
+        for on in [0.1, 0.25, 0.5] {
+            let [a, b, c] = weights(on);
+            for time in [0.001, 0.01, 0.03, 0.1, MIDDLE, 0.6, 1.0, 3.0, 300.0] {
+                let [squares, products, halves, hidden] = exponential(on, time);
+                let ratio = ((a * squares + b * products + c * halves) / hidden).sqrt();
+                let slack = if [0.001, MIDDLE, 300.0].contains(&time) {
+                    0.02
+                } else {
+                    0.25
+                };
+                assert!((ratio - 1.0).abs() < slack, "on {on}, time {time}: {ratio}");
+            }
+        }
     }
 
     /// A first slice of next to nothing is completed with the second.
@@ -600,7 +840,7 @@ mod tests {
                 total += count;
             }
             let estimate = estimator.estimate(at, None).unwrap();
-            prop_assert_eq!(estimate, Estimate { value: total, standard_error: Some(0.0), exact: true });
+            prop_assert_eq!(estimate, Estimate { value: total, standard_error: Some(0.0), bound: Some(0.0), exact: true });
         }
 
         /// No slices whatever give a number that is not one, or less than was counted.

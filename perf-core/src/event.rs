@@ -343,6 +343,18 @@ impl Event {
         }
     }
 
+    /// It is on and about halfway through its slice. One driver read.
+    pub fn note_amid(&mut self, leader: State, time: u64) {
+        if self.slices.is_none() || self.state != State::Active {
+            return;
+        }
+        let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
+        let count = self.raw().wrapping_sub(self.base);
+        if let Some(slices) = &mut self.slices {
+            slices.amid(enabled_ns, count);
+        }
+    }
+
     /// It went off for another event, and is read here, once for each turn. Returns whether what it counted in its last slice
     /// is known now.
     pub fn end_slice(&mut self) -> bool {

@@ -22,6 +22,9 @@ pub struct CoreConfig {
     pub share: SharePolicy,
     /// How events that wait for slots take turns.
     pub mux: MuxPolicy,
+    /// How long turns are at first under [`MuxPolicy::Adaptive`], in ns of its clock; they may become longer. `None`: 0.146 of a tick. What
+    /// a turn costs differs from host to host by a factor of 20.
+    pub turn_ns: Option<u64>,
     /// How many ticks per second the VMM's timer makes; the unit of throttling.
     pub tick_hz: u64,
     /// -1: anyone may do anything; 0: raw samples need the admin role; 1: VM-wide events too; 2: counting the host
@@ -51,6 +54,7 @@ impl Default for CoreConfig {
             clock: Arc::new(MonotonicClock::new()),
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),
+            turn_ns: None,
             tick_hz: 250,
             paranoid: 1,
             sample_rate_hz: 100_000,
@@ -67,7 +71,8 @@ impl Default for CoreConfig {
 
 impl CoreConfig {
     pub(crate) fn mux_config(&self) -> MuxConfig {
-        let turn_ns = 1_000_000_000 / self.tick_hz.max(1);
+        let tick_ns = 1_000_000_000 / self.tick_hz.max(1);
+        let turn_ns = self.turn_ns.map_or(tick_ns, crate::mux::measure_of);
         MuxConfig {
             policy: self.mux,
             turn_ns,

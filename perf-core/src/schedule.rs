@@ -160,11 +160,15 @@ impl Pool {
         self.flexible.iter().filter_map(MuxQueue::next_turn_ns).min()
     }
 
-    /// Ends the turn of one group of each queue, if that is due.
-    pub fn turn(&mut self, now_ns: u64) {
-        for queue in &mut self.flexible {
-            let _ = queue.turn(now_ns);
+    /// Ends the turn of one group of each queue, if that is due. Returns groups that stay on and are to be read amid their slice.
+    pub fn turn(&mut self, now_ns: u64) -> [Option<usize>; Class::FLEXIBLE] {
+        let mut amid = [None; Class::FLEXIBLE];
+        for (queue, amid) in self.flexible.iter_mut().zip(&mut amid) {
+            if queue.turn(now_ns).is_some() {
+                *amid = queue.amid();
+            }
         }
+        amid
     }
 }
 

@@ -44,6 +44,14 @@ impl Slices {
             .slice(from_ns - self.origin_ns, self.off_ns - self.origin_ns, counted);
     }
 
+    /// It is on, amid its slice, with `count` counted so far.
+    pub fn amid(&mut self, enabled_ns: u64, count: u64) {
+        if let Some((_, at)) = self.open {
+            self.estimator
+                .amid(enabled_ns - self.origin_ns, count.wrapping_sub(at));
+        }
+    }
+
     /// It goes off, perhaps for no more than a pause. What it counted is asked for later.
     pub fn off(&mut self, enabled_ns: u64) {
         self.off_ns = enabled_ns;
@@ -62,6 +70,11 @@ impl Slices {
     /// The last step of its rate ([`Estimator::last_step`]).
     pub fn last_step(&self) -> Option<f64> {
         self.estimator.last_step()
+    }
+
+    /// Whether a rhythm keeps step with the slices ([`Estimator::keeps_step`]).
+    pub fn keeps_step(&self) -> bool {
+        self.estimator.keeps_step()
     }
 
     /// The estimate for an event in `state` with `count` counted after `enabled_ns`.
@@ -90,6 +103,9 @@ pub(crate) struct EstimateSum {
     variance: f64,
     /// Some part has no standard error.
     unsure: bool,
+    /// Sum of the bounds; some part has none.
+    bound: f64,
+    boundless: bool,
     /// Some part was estimated.
     scaled: bool,
     /// Some part was enabled and never on: nothing is known of it, and a sum without it would be short.
@@ -107,6 +123,8 @@ impl EstimateSum {
                 value: estimate.value,
                 variance: estimate.standard_error.map_or(0.0, |e| e * e),
                 unsure: estimate.standard_error.is_none(),
+                bound: estimate.bound.unwrap_or(0.0),
+                boundless: estimate.bound.is_none(),
                 scaled: !estimate.exact,
                 missing: false,
                 counted: true,
@@ -119,6 +137,8 @@ impl EstimateSum {
             // It was enabled and never on: its part is not known.
             None => Self {
                 unsure: true,
+                bound: 0.0,
+                boundless: true,
                 scaled: true,
                 missing: true,
                 ..Self::default()
@@ -130,6 +150,8 @@ impl EstimateSum {
         self.value = self.value.saturating_add(other.value);
         self.variance += other.variance;
         self.unsure |= other.unsure;
+        self.bound += other.bound;
+        self.boundless |= other.boundless;
         self.scaled |= other.scaled;
         self.counted |= other.counted;
         self.missing |= other.missing;
@@ -140,6 +162,7 @@ impl EstimateSum {
         (self.counted && !self.missing).then(|| Estimate {
             value: self.value,
             standard_error: (!self.unsure).then(|| self.variance.sqrt()),
+            bound: (!self.boundless).then_some(self.bound),
             exact: !self.scaled,
         })
     }

@@ -11,9 +11,7 @@ mod measure;
 #[path = "../examples/mux_quality/traces.rs"]
 mod traces;
 
-use std::collections::BTreeMap;
-
-use measure::{Comparison, runs, summarise};
+use measure::{Bars, Comparison, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
@@ -57,58 +55,106 @@ fn a_third_of_the_error_on_random_traces() {
     compare(family::HOLD_OUT.step_by(2).map(family::trace), 1, 4, 0.003);
 }
 
-/// The standard error means something: the truth lies within two of them nine times in ten.
+/// What a core says of its errors, on traces of `kind` under `policy`.
+fn said(kind: &str, policy: MuxPolicy, traces: usize) -> Bars {
+    let mut said = Bars::default();
+    for seed in family::HOLD_OUT.take(traces) {
+        let trace = family::of_kind(kind, seed);
+        said.merge(&measure::bars(
+            &measure::run_core(&trace, policy, TICK_NS, SEEDS[0]).0,
+        ));
+    }
+    said
+}
+
+const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
+
+/// Where there is a standard error the truth lies within two of them 19 times in 20, neither much less often nor always: on every kind of
+/// trace whose slices tell, under both policies. The share on one kind is known to some three percent.
 #[test]
-fn the_standard_error_covers_the_truth() {
-    let mut all = 0.0;
-    let traces = traces::all();
-    for trace in &traces {
-        let runs = runs(trace, MuxPolicy::Adaptive, TICK_NS, 1, SEEDS.len());
-        let covered = summarise(&runs, |r| r.covered).mean;
+fn two_standard_errors_cover_what_they_should() {
+    for policy in POLICIES {
+        let mut all = Bars::default();
+        for kind in [
+            "steady", "bursts", "spikes", "drift", "phases", "common", "mixture", "ramp",
+        ] {
+            let said = said(kind, policy, 24);
+            assert!(
+                said.known >= 0.5 * said.events,
+                "{kind}, {policy:?}: {said:?} have a standard error"
+            );
+            let within = said.within_two();
+            assert!(
+                (0.90..=0.99).contains(&within),
+                "{kind}, {policy:?}: {:.1} % within two",
+                100.0 * within
+            );
+            all.merge(&said);
+        }
+        let within = all.within_two();
         assert!(
-            covered >= 0.85,
-            "{}: {:.0} % within two standard errors",
-            trace.name,
-            100.0 * covered
+            (0.93..=0.97).contains(&within),
+            "{policy:?}: {:.1} % within two",
+            100.0 * within
         );
-        all += covered;
     }
-    assert!(all / traces.len() as f64 >= 0.9);
 }
 
-/// Nor on random traces is any kind much worse.
+/// A rhythm in step with the turns looks like calm. Few of them get a standard error, and those that do deserve it: either the policy
+/// saw through it, or the bar is unknown.
 #[test]
-fn the_standard_error_covers_the_truth_of_random_traces() {
-    let mut kinds = BTreeMap::<String, Vec<f64>>::new();
-    for trace in family::HOLD_OUT.map(family::trace) {
-        let runs = runs(&trace, MuxPolicy::Adaptive, TICK_NS, 1, 4);
-        kinds
-            .entry(family::kind(&trace.name).to_owned())
-            .or_default()
-            .push(summarise(&runs, |r| r.covered).mean);
+fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
+    for policy in POLICIES {
+        for kind in [
+            "rhythm",
+            "rhythms",
+            "near-rotation",
+            "near-slice",
+            family::IN_STEP,
+            family::IN_STEP_ROTATE,
+        ] {
+            let said = said(kind, policy, 24);
+            let wrong = said.known - said.covered + said.bounded - said.held;
+            assert!(
+                wrong <= 0.05 * said.events,
+                "{kind}, {policy:?}: {wrong} of {} are wrong",
+                said.events
+            );
+        }
     }
-    let mut all = 0.0;
-    for (kind, covered) in &kinds {
-        let mean = covered.iter().sum::<f64>() / covered.len() as f64;
-        assert!(mean >= 0.85, "{kind}: {:.0} %", 100.0 * mean);
-        all += mean;
-    }
-    assert!(all / kinds.len() as f64 >= 0.9);
 }
 
-/// And it is no cheap promise: on most traces it is about as large as the errors are. Rhythms are an exception: their errors
-/// cancel, which slices alone do not tell.
+/// Where few slices decide there is a bound, which holds.
 #[test]
-fn the_standard_error_is_about_as_large_as_the_errors() {
+fn long_tails_have_bounds_that_hold() {
+    for policy in POLICIES {
+        for kind in ["long-tail", "phases", "spikes"] {
+            let said = said(kind, policy, 24);
+            assert!(
+                said.bounded == 0.0 || said.within_bound() >= 0.95,
+                "{kind}, {policy:?}: {said:?}"
+            );
+        }
+    }
+}
+
+/// The same on the fixed traces: among them a rhythm that plain rotation gets wrong by more than half.
+#[test]
+fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
     for trace in traces::all() {
-        let rhythm = ["near-tick", "near-rotation", "two-rotations"].contains(&trace.name.as_str());
-        let runs = runs(&trace, MuxPolicy::Adaptive, TICK_NS, 1, SEEDS.len());
-        let ratio = measure::doubt(&runs);
-        assert!(
-            ratio >= 0.75 && (ratio <= 3.0 || rhythm),
-            "{}: {ratio:.2} of the error",
-            trace.name
-        );
+        for policy in POLICIES {
+            let said = measure::all_bars(&runs(&trace, policy, TICK_NS, 1, SEEDS.len()));
+            if trace.name == "near-rotation" && policy == MuxPolicy::Rotate {
+                assert_eq!(said.known, 0.0, "{said:?}");
+            }
+            let wrong = said.known - said.covered + said.bounded - said.held;
+            assert!(
+                wrong <= 0.16 * said.events,
+                "{}, {policy:?}: {wrong} of {} are wrong",
+                trace.name,
+                said.events
+            );
+        }
     }
 }
 

@@ -737,7 +737,8 @@ fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
         assert_eq!(r.time_enabled_ns, 4000);
         let e = event.estimate().unwrap().unwrap();
         let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
-        assert!(!e.exact && e.standard_error.is_some());
+        // With one slot a slice is one turn long, and nobody looks into it: a rhythm in step could hide.
+        assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
         assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
     }
     drop(events);

@@ -1,5 +1,5 @@
 //! A family of random traces: any number of them, each drawn from its own seed. The policy was tuned on the seeds 0 to
-//! 119; those of [`HOLD_OUT`] were drawn after it was done.
+//! 119 and the standard error on 0 to 19; those of [`HOLD_OUT`] were drawn after both were done.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -9,12 +9,33 @@ use fastrand::Rng;
 use crate::traces::{MS, STEP_NS, TICK_NS, Trace};
 
 /// Seeds for the figures.
-pub const HOLD_OUT: Range<u64> = 2_000_000..2_000_120;
+pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;
 
 /// The first length of the adaptive policy's turns, in ticks.
 pub const PACE: f64 = 0.146;
 /// What [`in_step`] makes.
 pub const IN_STEP: &str = "in-step";
+/// What [`of_kind`] makes against plain rotation.
+pub const IN_STEP_ROTATE: &str = "in-step-rotate";
+/// All that [`of_kind`] makes: those of [`trace`], rhythms made against either policy, and three that no policy or estimator was chosen
+/// on.
+pub const ALL_KINDS: [&str; 15] = [
+    "steady",
+    "bursts",
+    "spikes",
+    "drift",
+    "phases",
+    "common",
+    "mixture",
+    "ramp",
+    "long-tail",
+    "rhythm",
+    "rhythms",
+    "near-rotation",
+    "near-slice",
+    IN_STEP,
+    IN_STEP_ROTATE,
+];
 
 /// What a trace is made of.
 const KINDS: [&str; 10] = [
@@ -33,6 +54,11 @@ const KINDS: [&str; 10] = [
 /// The trace of `seed`. Kinds take turns, so that every range of ten seeds holds each once.
 pub fn trace(seed: u64) -> Trace {
     drawn(KINDS[(seed % KINDS.len() as u64) as usize], seed)
+}
+
+/// The trace of `seed` that is of `kind`, one of [`ALL_KINDS`].
+pub fn of_kind(kind: &str, seed: u64) -> Trace {
+    drawn(kind, seed)
 }
 
 /// The trace of `seed` whose rhythm keeps step with the adaptive policy's own first rotation for seconds: within 0.1 % of a
@@ -61,8 +87,16 @@ fn drawn(kind: &str, seed: u64) -> Trace {
             let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
             tick_ms * PACE * n as f64 * ratio * (1.0 + 0.002 * (rng.f64() - 0.5))
         }
+        IN_STEP_ROTATE => {
+            let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
+            tick_ms * n as f64 * ratio * (1.0 + 0.002 * (rng.f64() - 0.5))
+        }
         _ => log_uniform(&mut rng, 1.0, 400.0),
     };
+    // All events are busy and idle together.
+    let mut of_all = Rng::with_seed(!seed);
+    let pace = log_uniform(&mut of_all, 1.0, 200.0);
+    let shared = on_off(&mut of_all, steps, pace, pace, 0.2);
     let common = Rhythm::draw(&mut rng, period.max(0.5));
     let bounds = bounds(&mut rng, steps);
     let rates = |e: usize, rng: &mut Rng| -> Vec<f64> {
@@ -74,7 +108,9 @@ fn drawn(kind: &str, seed: u64) -> Trace {
         let level = log_uniform(rng, 0.2, 5.0);
         let noise = 0.3 * rng.f64().powi(2);
         let mut rates = match kind {
-            "rhythm" | "near-rotation" | "near-slice" | IN_STEP => common.with_phase(rng.f64()).rates(steps),
+            "rhythm" | "near-rotation" | "near-slice" | IN_STEP | IN_STEP_ROTATE => {
+                common.with_phase(rng.f64()).rates(steps)
+            }
             "rhythms" => {
                 let period = log_uniform(rng, 1.0, 400.0);
                 Rhythm::draw(rng, period).rates(steps)
@@ -90,6 +126,12 @@ fn drawn(kind: &str, seed: u64) -> Trace {
                 on_off(rng, steps, on, off, floor)
             }
             "ramp" => ramp(rng, steps),
+            "common" => {
+                let own = rng.f64();
+                shared.iter().map(|rate| own + (1.0 - own) * rate).collect()
+            }
+            "steady" => vec![1.0; steps],
+            "long-tail" => long_tail(rng, steps),
             "drift" => drift(rng, steps),
             _ => phases(rng, &bounds, steps),
         };
@@ -215,6 +257,22 @@ fn phases(rng: &mut Rng, bounds: &[usize], steps: usize) -> Vec<f64> {
     for pair in bounds.windows(2) {
         let level = (3.0 * (rng.f64() - 0.5)).exp();
         rates.extend(std::iter::repeat_n(level, pair[1] - pair[0]));
+    }
+    rates.truncate(steps);
+    rates
+}
+
+/// Rare, and of sizes whose variance is infinite.
+fn long_tail(rng: &mut Rng, steps: usize) -> Vec<f64> {
+    let alpha = 1.1 + 0.7 * rng.f64();
+    let off = log_uniform(rng, 20.0, 300.0);
+    let mut rates = Vec::with_capacity(steps);
+    while rates.len() < steps {
+        let quiet = (-off * (1.0 - rng.f64()).ln() * 10.0) as usize + 1;
+        rates.extend(std::iter::repeat_n(0.1, quiet));
+        let size = (1.0 - rng.f64()).powf(-1.0 / alpha);
+        let long = (size.sqrt() * 5.0).min(1e5) as usize + 1;
+        rates.extend(std::iter::repeat_n(size.sqrt(), long));
     }
     rates.truncate(steps);
     rates

@@ -4,17 +4,20 @@
 //! `cargo run --release --example mux_quality`
 
 mod family;
+mod limits;
 mod measure;
 mod traces;
 
 use std::collections::BTreeMap;
 
-use measure::{Comparison, doubt, mean_error, run_core, runs, summarise, within_two};
+use measure::{Bars, Comparison, all_bars, bars, mean_error, run_core, runs, summarise};
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
 /// Seeds each trace of the family is measured with.
 const FAMILY_SEEDS: usize = 8;
+/// Traces of each kind that go through a core.
+const CORE_TRACES: usize = 40;
 
 fn hasty_ns() -> u64 {
     (TICK_NS as f64 * family::PACE) as u64
@@ -55,8 +58,8 @@ fn fixed() {
             100.0 * c.ours.mean,
             100.0 * c.ours.deviation,
             c.ours.mean / c.base.mean,
-            100.0 * summarise(&c.adaptive, |r| r.covered).mean,
-            doubt(&c.adaptive),
+            100.0 * all_bars(&c.adaptive).within_two(),
+            all_bars(&c.adaptive).doubt(),
             summarise(&c.adaptive, |r| r.switches_per_s).mean,
             100.0 * summarise(&c.rotate, |r| r.error).mean,
             100.0 * summarise(&c.adaptive, |r| r.linear_error).mean,
@@ -87,9 +90,7 @@ struct Kind {
     base: f64,
     ours: f64,
     hasty: f64,
-    covered: f64,
-    variance: f64,
-    square_error: f64,
+    bars: Bars,
     worse: u32,
     worst: f64,
 }
@@ -100,9 +101,7 @@ impl Kind {
         self.base += other.base;
         self.ours += other.ours;
         self.hasty += other.hasty;
-        self.covered += other.covered;
-        self.variance += other.variance;
-        self.square_error += other.square_error;
+        self.bars.merge(&other.bars);
         self.worse += other.worse;
         self.worst = self.worst.max(other.worst);
     }
@@ -115,8 +114,8 @@ impl Kind {
             100.0 * self.base / n,
             100.0 * self.ours / n,
             self.ours / self.base,
-            100.0 * self.covered / n,
-            (self.variance / self.square_error).sqrt(),
+            100.0 * self.bars.within_two(),
+            self.bars.doubt(),
             100.0 * self.hasty / n,
             self.worse,
             100.0 * self.worst,
@@ -151,9 +150,7 @@ fn random() {
                 base: c.base.mean,
                 ours: c.ours.mean,
                 hasty: summarise(&fast, |r| r.linear_error).mean,
-                covered: summarise(&c.adaptive, |r| r.covered).mean,
-                variance: summarise(&c.adaptive, |r| r.variance).mean,
-                square_error: summarise(&c.adaptive, |r| r.square_error).mean,
+                bars: all_bars(&c.adaptive),
                 worse: u32::from(c.excess() > 0.0),
                 worst: c.ours.mean - c.base.mean,
             });
@@ -175,34 +172,119 @@ fn random() {
     );
 }
 
-/// What users get: the same traces through a core, under both policies.
+/// What users get: traces of all kinds through a core, under both policies, and what it says of its errors.
 fn through_a_core() {
-    println!("\nthrough a core, interpolating, the first seed of each trace");
+    println!("\nthrough a core, interpolating, {CORE_TRACES} traces of each kind, one seed each");
     println!(
-        "{:<14}{:>10}{:>14}{:>9}{:>12}",
-        "kind", "policy", "mean error", "in 2se", "switches/s"
+        "{:<16}{:>9}{:>12}{:>12} |{:>8}{:>8}{:>8} |{:>8}{:>8} |{:>9}",
+        "kind",
+        "policy",
+        "mean error",
+        "switches/s",
+        "with se",
+        "in 2se",
+        "se/err",
+        "bounded",
+        "within",
+        "unknown"
     );
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
-        // Of each kind: traces, errors, shares within two standard errors, switches a second.
-        let mut kinds = BTreeMap::<String, [f64; 4]>::new();
-        let random = family::HOLD_OUT.map(family::trace);
-        for trace in random.chain(family::HOLD_OUT.map(family::in_step)) {
-            let (estimates, starts) = run_core(&trace, policy, TICK_NS, SEEDS[0]);
-            let sums = kinds.entry(family::kind(&trace.name).to_owned()).or_default();
-            sums[0] += 1.0;
-            sums[1] += mean_error(&estimates);
-            sums[2] += within_two(&estimates);
-            sums[3] += starts as f64 / (trace.length_ns as f64 / 1e9);
-        }
-        for (kind, [n, error, within, switches]) in kinds {
+        for kind in family::ALL_KINDS {
+            let (mut said, mut error, mut switches) = (Bars::default(), 0.0, 0.0);
+            for seed in family::HOLD_OUT.take(CORE_TRACES) {
+                let trace = family::of_kind(kind, seed);
+                let (estimates, starts) = run_core(&trace, policy, TICK_NS, SEEDS[0]);
+                said.merge(&bars(&estimates));
+                error += mean_error(&estimates) / CORE_TRACES as f64;
+                switches += starts as f64 / (trace.length_ns as f64 / 1e9) / CORE_TRACES as f64;
+            }
+            let share = |n: f64| 100.0 * n / said.events;
             println!(
-                "{kind:<14}{:>10}{:>12.3} %{:>8.0}%{:>12.0}",
+                "{kind:<16}{:>9}{:>10.3} %{switches:>12.0} |{:>7.0}%{:>7.0}%{:>8.2} |{:>7.0}%{:>7.0}% |{:>8.0}%",
                 format!("{policy:?}").to_lowercase(),
-                100.0 * error / n,
-                100.0 * within / n,
-                switches / n,
+                100.0 * error,
+                share(said.known),
+                100.0 * said.within_two(),
+                said.doubt(),
+                share(said.bounded),
+                100.0 * said.within_bound(),
+                share(said.events - said.known - said.bounded),
             );
         }
+    }
+}
+
+/// At the same number of turns.
+fn at_equal_turns() {
+    println!(
+        "\nat equal turns: the least error there can be, over that of linear scaling; slices are a quarter of a period"
+    );
+    println!(
+        "{:<44}{:>10}{:>12}",
+        "correlation time, in periods", "Gaussian", "two values"
+    );
+    for time in [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0] {
+        let limit = limits::limit(0.25, time);
+        println!(
+            "{time:<44}{:>10.2}{:>12.2}",
+            limit.gaussian / limit.linear,
+            limit.telegraph / limit.linear
+        );
+    }
+    println!("\nat equal turns: one turn a tick, {CORE_TRACES} traces of each kind, mean error");
+    println!(
+        "{:<16}{:>16}{:>16}{:>22}{:>8}",
+        "kind", "rotate, linear", "shuffled, linear", "rotate, with others", "ratio"
+    );
+    let mut all = limits::Ideas::default();
+    for kind in family::ALL_KINDS {
+        let mut sum = limits::Ideas::default();
+        for seed in family::HOLD_OUT.take(CORE_TRACES) {
+            let ideas = limits::ideas(&family::of_kind(kind, seed), SEEDS[0]);
+            sum.add(&ideas, 1.0 / CORE_TRACES as f64);
+        }
+        all.add(&sum, 1.0 / family::ALL_KINDS.len() as f64);
+        print_ideas(kind, &sum);
+    }
+    print_ideas("all", &all);
+}
+
+fn print_ideas(name: &str, ideas: &limits::Ideas) {
+    println!(
+        "{name:<16}{:>14.3} %{:>14.3} %{:>20.3} %{:>8.2}",
+        100.0 * ideas.rotate,
+        100.0 * ideas.shuffled,
+        100.0 * ideas.together,
+        ideas.together / ideas.rotate,
+    );
+}
+
+/// What longer turns cost, where a kick is dear.
+fn by_length() {
+    println!("\nadaptive by the first length of its turns, interpolating, mean error");
+    println!(
+        "{:<12}{:>12}{:>10}{:>10}{:>34}",
+        "turn", "turns/s", "fixed", "random", "random, over rotate's of 4 ms"
+    );
+    let fixed = traces::all();
+    let random: Vec<Trace> = family::HOLD_OUT.map(family::trace).collect();
+    let mean = |traces: &[Trace], figure: &dyn Fn(&Trace) -> f64| {
+        traces.iter().map(figure).sum::<f64>() / traces.len() as f64
+    };
+    let linear = |t: &Trace| summarise(&runs(t, MuxPolicy::Rotate, TICK_NS, 1, 2), |r| r.linear_error).mean;
+    let reference = mean(&random, &linear);
+    for turn_us in [300u64, 584, 1_000, 2_000, 4_000, 6_500] {
+        let measure = (turn_us as f64 * 1e3 / family::PACE) as u64;
+        let error = |t: &Trace| summarise(&runs(t, MuxPolicy::Adaptive, measure, 1, 2), |r| r.error).mean;
+        let (fixed, random) = (mean(&fixed, &error), mean(&random, &error));
+        println!(
+            "{:<12}{:>12.0}{:>8.2} %{:>8.2} %{:>34.2}",
+            format!("{:.3} ms", turn_us as f64 / 1e3),
+            1e6 / turn_us as f64,
+            100.0 * fixed,
+            100.0 * random,
+            random / reference,
+        );
     }
 }
 
@@ -210,4 +292,6 @@ fn main() {
     fixed();
     random();
     through_a_core();
+    at_equal_turns();
+    by_length();
 }

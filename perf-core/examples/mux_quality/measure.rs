@@ -18,13 +18,70 @@ pub struct Run {
     pub linear_error: f64,
     /// The same with the interpolating estimator.
     pub error: f64,
-    /// Part of the events whose truth lies within two standard errors.
-    pub covered: f64,
-    /// Mean over the events of the squared standard error, relative to the truth, and of the squared error it is about.
-    pub variance: f64,
-    pub square_error: f64,
+    /// What the estimates said of their errors.
+    pub bars: Bars,
     /// Groups put on per second.
     pub switches_per_s: f64,
+}
+
+/// What estimates said of their errors, and whether it was so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Bars {
+    /// Estimates.
+    pub events: f64,
+    /// Those with a standard error, and of them those with the truth within two.
+    pub known: f64,
+    pub covered: f64,
+    /// Those with no more than a bound, and of them those with the truth within it.
+    pub bounded: f64,
+    pub held: f64,
+    /// Sums over those with a standard error: of its square, relative to the truth, and of the square of the error.
+    variance: f64,
+    square_error: f64,
+}
+
+impl Bars {
+    /// Takes in an estimate.
+    pub fn add(&mut self, truth: u64, value: u64, standard_error: Option<f64>, bound: Option<f64>) {
+        let error = value as f64 - truth as f64;
+        let truth = (truth as f64).max(1.0);
+        self.events += 1.0;
+        if let Some(sure) = standard_error {
+            self.known += 1.0;
+            self.covered += f64::from(u8::from(error.abs() <= 2.0 * sure));
+            self.variance += (sure / truth).powi(2);
+            self.square_error += (error / truth).powi(2);
+        } else if let Some(bound) = bound {
+            self.bounded += 1.0;
+            self.held += f64::from(u8::from(error.abs() <= bound));
+        }
+    }
+
+    /// Takes in all that `other` has.
+    pub fn merge(&mut self, other: &Self) {
+        self.events += other.events;
+        self.known += other.known;
+        self.covered += other.covered;
+        self.bounded += other.bounded;
+        self.held += other.held;
+        self.variance += other.variance;
+        self.square_error += other.square_error;
+    }
+
+    /// Of those with a standard error, the part within two.
+    pub fn within_two(&self) -> f64 {
+        self.covered / self.known
+    }
+
+    /// Of those with a bound, the part within it.
+    pub fn within_bound(&self) -> f64 {
+        self.held / self.bounded
+    }
+
+    /// Standard error over error, root mean squares of both: 1 is right, less is too sure.
+    pub fn doubt(&self) -> f64 {
+        (self.variance / self.square_error).sqrt()
+    }
 }
 
 struct Event {
@@ -87,6 +144,9 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         if let Some(key) = left {
             let event: &Event = &events[key];
             queue.slice_ended(key, event.estimator.last_step());
+            if event.estimator.keeps_step() {
+                queue.rhythm_seen();
+            }
         }
         let due = queue.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
         now = due.div_ceil(grid_ns).saturating_mul(grid_ns);
@@ -94,6 +154,13 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
             break;
         }
         left = queue.turn(now);
+        if left.is_some()
+            && let Some(key) = queue.amid()
+        {
+            let event = &mut events[key];
+            let since = event.on_since.unwrap_or(now);
+            event.estimator.amid(now - start, counts(event.curve, since, now));
+        }
     }
 
     let end = trace.length_ns;
@@ -113,17 +180,15 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         match event.estimator.estimate(end - start, open) {
             Some(estimate) => {
                 result.error += error(estimate.value as f64);
-                result.square_error += error(estimate.value as f64).powi(2) * n as f64;
-                if let Some(se) = estimate.standard_error {
-                    let sure = (estimate.value as f64 - truth).abs() <= 2.0 * se;
-                    result.covered += f64::from(u8::from(sure)) / n as f64;
-                    result.variance += (se / truth.max(1.0)).powi(2) / n as f64;
-                }
+                let known = |doubt: Option<f64>| doubt.filter(|_| !queue.has_rhythm());
+                result.bars.add(
+                    truth as u64,
+                    estimate.value,
+                    known(estimate.standard_error),
+                    known(estimate.bound),
+                );
             }
-            None => {
-                result.error += error(0.0);
-                result.square_error += error(0.0).powi(2) * n as f64;
-            }
+            None => result.error += error(0.0),
         }
     }
     result
@@ -188,6 +253,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
                 truth,
                 value: estimate.map(|e| e.value),
                 standard_error: estimate.and_then(|e| e.standard_error),
+                bound: estimate.and_then(|e| e.bound),
             };
             (*curve, estimate)
         })
@@ -205,6 +271,7 @@ pub struct CoreEstimate {
     pub truth: u64,
     pub value: Option<u64>,
     pub standard_error: Option<f64>,
+    pub bound: Option<f64>,
 }
 
 /// Mean error of the estimates, relative to the truth.
@@ -216,15 +283,13 @@ pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
     estimates.iter().map(error).sum::<f64>() / estimates.len() as f64
 }
 
-/// The part of the estimates whose truth lies within two standard errors. One without a standard error does not count as sure.
-pub fn within_two(estimates: &[CoreEstimate]) -> f64 {
-    let sure = estimates.iter().filter(|e| {
-        let (Some(value), Some(error)) = (e.value, e.standard_error) else {
-            return false;
-        };
-        (value as f64 - e.truth as f64).abs() <= 2.0 * error
-    });
-    sure.count() as f64 / estimates.len() as f64
+/// What they said of their errors.
+pub fn bars(estimates: &[CoreEstimate]) -> Bars {
+    let mut bars = Bars::default();
+    for e in estimates {
+        bars.add(e.truth, e.value.unwrap_or(0), e.standard_error, e.bound);
+    }
+    bars
 }
 
 /// The runs of one policy on one trace, one for each of the first `seeds` seeds.
@@ -236,9 +301,11 @@ pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds:
         .collect()
 }
 
-/// Standard error over error, root mean squares of both: 1 is right, less is too sure.
-pub fn doubt(runs: &[Run]) -> f64 {
-    (summarise(runs, |r| r.variance).mean / summarise(runs, |r| r.square_error).mean).sqrt()
+/// What all runs said of their errors.
+pub fn all_bars(runs: &[Run]) -> Bars {
+    let mut all = Bars::default();
+    runs.iter().for_each(|run| all.merge(&run.bars));
+    all
 }
 
 /// The adaptive policy and the interpolating estimator beside linear scaling under rotation.

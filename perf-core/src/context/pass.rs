@@ -9,6 +9,7 @@ use crate::lost::FailureCause;
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
+use crate::slices::Slices;
 
 /// Groups without a slot that a tick tries to put on again after their driver refused.
 const REFUSED_PER_TICK: usize = 8;
@@ -99,7 +100,10 @@ impl Context {
             if !self.pools[pool].is_contended() {
                 continue;
             }
-            self.pools[pool].turn(now_ns);
+            let amid = self.pools[pool].turn(now_ns);
+            for group in amid.into_iter().flatten() {
+                self.read_amid(group, now_ns);
+            }
             self.reschedule(pool, now_ns);
         }
     }
@@ -224,6 +228,15 @@ impl Context {
         }
     }
 
+    /// Reads a group that is on, about halfway through its slice.
+    fn read_amid(&mut self, group: usize, now_ns: u64) {
+        let time = self.clock.advance(now_ns);
+        let leader = self.events[self.groups[group].leader()].state;
+        for i in 0..self.groups[group].members.len() {
+            self.events[self.groups[group].members[i]].note_amid(leader, time);
+        }
+    }
+
     /// A group was taken off for another. How its rates went is told at once: a rotation later the policy would take it for
     /// what a later slice said.
     fn end_turn(&mut self, group: usize) {
@@ -236,20 +249,25 @@ impl Context {
         }
     }
 
-    /// Tells the queue by how much the rates of a group's members last changed.
+    /// Tells the queue by how much the rates of a group's members last changed, and of a rhythm in step with their slices.
     fn tell_step(&mut self, group: usize) {
         let g = &self.groups[group];
-        if self.mux.policy != MuxPolicy::Adaptive || g.class.is_pinned() {
+        if g.class.is_pinned() {
             return;
         }
         let Some(pool) = g.pool else { return };
-        let most = g
-            .members
-            .iter()
-            .filter_map(|m| self.events[*m].slices.as_ref()?.last_step())
+        let slices = || g.members.iter().filter_map(|m| self.events[*m].slices.as_ref());
+        let most = slices()
+            .filter_map(Slices::last_step)
             .max_by(|a: &f64, b| a.abs().total_cmp(&b.abs()));
+        let rhythm = slices().any(Slices::keeps_step);
         if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
-            queue.slice_ended(group, most);
+            if self.mux.policy == MuxPolicy::Adaptive {
+                queue.slice_ended(group, most);
+            }
+            if rhythm {
+                queue.rhythm_seen();
+            }
         }
     }
 

@@ -39,6 +39,7 @@
 mod list;
 mod queue;
 
+pub(crate) use queue::measure_of;
 pub use queue::{MuxQueue, Turn};
 
 /// How slots are shared out over time.

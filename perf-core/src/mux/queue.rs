@@ -11,6 +11,11 @@ const STEP_OVER: usize = 8;
 /// rotations of such lengths have the fewest rhythms in common. Short turns see more; the next length is taken when a rhythm
 /// of the guest keeps step with one.
 const PACES: [f64; 3] = [0.146, 0.236, 0.382];
+/// The turn of [`MuxPolicy::Rotate`] for which those of [`MuxPolicy::Adaptive`] are `first_ns` long at first.
+pub(crate) fn measure_of(first_ns: u64) -> u64 {
+    (first_ns as f64 / PACES[0]) as u64
+}
+
 /// How much longer the turns of a shifting rotation are: φ, so that what follows is 0.618 of a rotation off the beat.
 const STRETCH: f64 = 1.618;
 
@@ -150,6 +155,11 @@ pub struct MuxQueue {
     looked_at: usize,
     told: usize,
     told_again: bool,
+    /// Decides whose slice is looked at amid.
+    draw: u32,
+    /// Turns so far, and which was the last with [`MuxQueue::rhythm_seen`].
+    turns: u64,
+    rhythm_at: Option<u64>,
 }
 
 impl MuxQueue {
@@ -173,6 +183,9 @@ impl MuxQueue {
             looked_at: 0,
             told: 0,
             told_again: false,
+            draw: 0,
+            turns: 0,
+            rhythm_at: None,
         }
     }
 
@@ -333,10 +346,40 @@ impl MuxQueue {
             return None;
         }
         let at = self.on.front()?;
+        self.turns += 1;
         self.on.remove(&mut self.entries, at, |e| &mut e.age);
         self.wait(at);
         self.entries[at as usize].phase = phase;
         Some(at as usize)
+    }
+
+    /// To be called when a group has left and the slots are not filled anew yet: in one turn of four a group that is on and about
+    /// halfway through its slice, for [`crate::estimate::Estimator::amid`]. All groups are drawn equally often. `None` where slices
+    /// are one turn long: there is no middle.
+    pub fn amid(&mut self) -> Option<usize> {
+        // Steps of the golden ratio keep step with no number of groups.
+        self.draw = self.draw.wrapping_add(0x9e37_79b9);
+        if self.draw >= 1 << 30 {
+            return None;
+        }
+        let mut at = self.on.front()?;
+        for _ in 0..self.on.len() / 2 {
+            at = self.on.after(&self.entries, at, |e| &e.age)?;
+        }
+        Some(at as usize)
+    }
+
+    /// A rhythm keeps step with the slices of some group ([`crate::estimate::Estimator::keeps_step`]): others may have it and see one side of it
+    /// only, which looks like calm. To be told when a slice ends.
+    pub fn rhythm_seen(&mut self) {
+        self.rhythm_at = Some(self.turns);
+    }
+
+    /// Whether a rhythm was in step with some group's slices during the last rotations.
+    #[must_use]
+    pub fn has_rhythm(&self) -> bool {
+        let lately = 4 * self.len() as u64;
+        self.rhythm_at.is_some_and(|at| self.turns - at <= lately)
     }
 
     fn turn_length_ns(&mut self) -> u64 {
@@ -497,6 +540,55 @@ mod tests {
     }
 
     /// P8: equal groups get equal shares under rotation, within one turn.
+    /// Whatever the number of groups, each is looked into amid about one in four of its slices, where slices have a middle.
+    #[test]
+    fn all_groups_are_looked_into_equally_often() {
+        for groups in 3..20 {
+            let mut queue = queue(MuxPolicy::Rotate, groups);
+            let mut looks = vec![0usize; groups];
+            let mut now = 1;
+            fill(&mut queue, 2);
+            for _ in 0..400 * groups {
+                now = queue.next_turn_ns().unwrap().max(now);
+                if queue.turn(now).is_some()
+                    && let Some(key) = queue.amid()
+                {
+                    looks[key] += 1;
+                }
+                fill(&mut queue, 2);
+            }
+            assert!(
+                looks.iter().all(|n| (80..=120).contains(n)),
+                "{groups} groups: {looks:?}"
+            );
+        }
+        let mut alone = queue(MuxPolicy::Rotate, 3);
+        fill(&mut alone, 1);
+        for now in (1_000..1_000_000).step_by(1_000) {
+            if alone.turn(now).is_some() {
+                assert_eq!(alone.amid(), None, "a slice of one turn has no middle");
+            }
+            fill(&mut alone, 1);
+        }
+    }
+
+    /// It holds for some rotations, and not for ever.
+    #[test]
+    fn a_rhythm_that_is_seen_no_more_is_forgotten() {
+        let mut queue = queue(MuxPolicy::Rotate, 5);
+        fill(&mut queue, 2);
+        assert!(!queue.has_rhythm());
+        queue.rhythm_seen();
+        assert!(queue.has_rhythm());
+        let mut now = 1;
+        for _ in 0..30 {
+            now = queue.next_turn_ns().unwrap().max(now);
+            let _ = queue.turn(now);
+            fill(&mut queue, 2);
+        }
+        assert!(!queue.has_rhythm());
+    }
+
     #[test]
     fn p8_rotation_is_fair_to_a_turn() {
         for (groups, slots) in [(2, 1), (5, 2), (8, 3), (7, 6)] {

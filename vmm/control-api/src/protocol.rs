@@ -283,6 +283,9 @@ pub struct EventReading {
     pub estimate: Option<u64>,
     /// Standard error of `estimate`; 0 when it was counted, `None` when not known.
     pub standard_error: Option<f64>,
+    /// The error of `estimate` is hardly more than this; `None` when nothing is known of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bound: Option<f64>,
     /// The event is in the error state: pinned, and no slot.
     pub failed: bool,
     /// Of an event that was opened for the whole VM: what each vCPU counted of it, those that have gone included.
@@ -303,6 +306,12 @@ pub struct VcpuPart {
     pub running_ns: u64,
     /// What it would have counted there had it been on all the time; `None` if it was not counted.
     pub estimate: Option<u64>,
+    /// As [`EventReading::standard_error`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standard_error: Option<f64>,
+    /// As [`EventReading::bound`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bound: Option<f64>,
 }
 
 /// What came between two readings of an event.
@@ -340,7 +349,8 @@ impl EventReading {
             enabled_ns: part.enabled_ns,
             running_ns: part.running_ns,
             estimate: part.estimate,
-            standard_error: None,
+            standard_error: part.standard_error,
+            bound: part.bound,
             failed: self.failed,
             vcpus: Vec::new(),
         })
@@ -543,6 +553,7 @@ mod tests {
             running_ns,
             estimate,
             standard_error: None,
+            bound: None,
             failed: false,
             vcpus: Vec::new(),
         }

@@ -162,6 +162,7 @@ fn answers_are_read_as_version_1_says() {
     );
     answers::<request::Read>(
         r#"[{"handle":0,"value":10,"enabled_ns":4,"running_ns":2,"estimate":20,"standard_error":1.5,"failed":false},
+            {"handle":0,"value":10,"enabled_ns":4,"running_ns":2,"estimate":20,"standard_error":null,"bound":6.0,"failed":false},
             {"handle":1,"value":10,"enabled_ns":4,"running_ns":4,"estimate":null,"standard_error":null,"failed":true,
             "vcpus":[{"vcpu":0,"value":10,"enabled_ns":4,"running_ns":4,"estimate":null}]}]"#,
     );

@@ -361,7 +361,8 @@ impl EventSession {
                 enabled_ns: reading.time_enabled_ns,
                 running_ns: reading.time_running_ns,
                 estimate: estimate.map(|e| e.value),
-                standard_error: estimate.and_then(|e| if e.exact { Some(0.0) } else { e.standard_error }),
+                standard_error: estimate.and_then(|e| e.standard_error),
+                bound: estimate.and_then(|e| e.bound),
                 failed: event.handle.has_failed(),
                 vcpus: event.handle.read_by_vcpu().ok()?.iter().map(part).collect(),
             })
@@ -447,6 +448,8 @@ fn part(of: &VcpuReading) -> VcpuPart {
         enabled_ns: of.reading.time_enabled_ns,
         running_ns: of.reading.time_running_ns,
         estimate: of.estimate.map(|e| e.value),
+        standard_error: of.estimate.and_then(|e| e.standard_error),
+        bound: of.estimate.and_then(|e| e.bound),
     }
 }
 

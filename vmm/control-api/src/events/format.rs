@@ -54,18 +54,35 @@ pub enum Unit {
     Nanoseconds,
 }
 
+/// What is known of the error of a number, in percent of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Doubt {
+    /// There is none, or nothing is said of it.
+    Silent,
+    /// The standard error.
+    Error(f64),
+    /// The error is hardly more than this.
+    Within(f64),
+    /// It was estimated, and nobody can tell how far it is off.
+    Unknown,
+}
+
+impl Doubt {
+    /// The standard error, if that is what is known.
+    pub fn error(self) -> Option<f64> {
+        match self {
+            Self::Error(percent) => Some(percent),
+            _ => None,
+        }
+    }
+}
+
 /// One line of a table, without indentation of its own beyond perf's:
 /// value, unit, event, then what is said behind `#`, the error, and the share of time counted.
 ///
-/// `stderr_percent` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count); the share only when
-/// the event was not on all the time.
-pub fn stat_line(
-    event: &str,
-    counted: &Counted,
-    unit: Unit,
-    note: Option<&str>,
-    stderr_percent: Option<f64>,
-) -> String {
+/// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx% )` or `( +- unknown )`; the share only
+/// when the event was not on all the time.
+pub fn stat_line(event: &str, counted: &Counted, unit: Unit, note: Option<&str>, doubt: Doubt) -> String {
     let value = match counted {
         Counted::NotSupported => "<not supported>".to_owned(),
         Counted::NotCounted => "<not counted>".to_owned(),
@@ -89,8 +106,11 @@ pub fn stat_line(
             Some(note) => line.push_str(&format!(" # {note:<NOTE_WIDTH$}")),
             None => line.push_str(&" ".repeat(NOTE_WIDTH + 3)),
         }
-        if let Some(percent) = stderr_percent {
-            line.push_str(&format!("  ( +-{percent:6.2}% )"));
+        match doubt {
+            Doubt::Silent => {}
+            Doubt::Error(percent) => line.push_str(&format!("  ( +-{percent:6.2}% )")),
+            Doubt::Within(percent) => line.push_str(&format!("  ( within{percent:6.2}% )")),
+            Doubt::Unknown => line.push_str("  ( +- unknown )"),
         }
         if let Some(percent) = running_percent(*enabled_ns, *running_ns) {
             line.push_str(&format!("  ({percent:.2}%)"));
@@ -198,7 +218,7 @@ mod tests {
     #[test]
     fn lines_have_perf_stats_columns() {
         assert_eq!(
-            stat_line("cycles", &FULL, Unit::Count, None, None),
+            stat_line("cycles", &FULL, Unit::Count, None, Doubt::Silent),
             "     1,234,567,890      cycles"
         );
         assert_eq!(
@@ -211,7 +231,7 @@ mod tests {
                 },
                 Unit::Nanoseconds,
                 Some("0.5 CPUs utilized"),
-                None
+                Doubt::Silent
             ),
             "              2.00 msec task-clock                       # 0.5 CPUs utilized"
         );
@@ -221,22 +241,30 @@ mod tests {
             running_ns: 250,
         };
         assert_eq!(
-            stat_line("branches", &scaled, Unit::Count, None, Some(1.5)),
+            stat_line("branches", &scaled, Unit::Count, None, Doubt::Error(1.5)),
             format!(
                 "               500      {:<67}  ( +-  1.50% )  (25.00%)",
                 "branches"
             )
         );
+        // No number where none is known.
+        for (doubt, text) in [
+            (Doubt::Within(12.5), "( within 12.50% )"),
+            (Doubt::Unknown, "( +- unknown )"),
+        ] {
+            let line = stat_line("branches", &scaled, Unit::Count, None, doubt);
+            assert!(line.ends_with(&format!("  {text}  (25.00%)")), "{line}");
+        }
     }
 
     #[test]
     fn what_was_not_counted_shows_no_number() {
         for c in [Counted::NotSupported, Counted::NotCounted] {
-            let line = stat_line("cycles", &c, Unit::Count, Some("3.0 GHz"), Some(1.0));
+            let line = stat_line("cycles", &c, Unit::Count, Some("3.0 GHz"), Doubt::Error(1.0));
             assert!(!line.chars().any(|c| c.is_ascii_digit()), "{line}");
         }
         assert_eq!(
-            stat_line("cycles", &Counted::NotSupported, Unit::Count, None, None),
+            stat_line("cycles", &Counted::NotSupported, Unit::Count, None, Doubt::Silent),
             "   <not supported>      cycles"
         );
     }

@@ -7,7 +7,9 @@ use serde_json::json;
 
 use super::StatArgs;
 use super::totals::{Total, merge};
-use control_api::events::format::{Counted, Unit, csv_line, mean_and_error, running_percent, stat_line};
+use control_api::events::format::{
+    Counted, Doubt, Unit, csv_line, mean_and_error, running_percent, stat_line,
+};
 
 /// What came in `length` before `at`.
 pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
@@ -40,13 +42,13 @@ fn vcpu_column(total: &Total, args: &StatArgs) -> String {
 }
 
 fn plain(total: &Total, note: Option<&str>) -> String {
-    stat_line(&total.name, &total.counted, total.unit, note, total.error_percent)
+    stat_line(&total.name, &total.counted, total.unit, note, total.doubt)
 }
 
 fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separator: &str) -> String {
     let vcpu = whose(total, args).map_or_else(String::new, |whose| whose + separator);
     // A field of repeated runs only, and then of every line, as with perf: programs count fields.
-    let error = (args.repeat > 1).then(|| total.error_percent.unwrap_or(0.0));
+    let error = (args.repeat > 1).then(|| total.doubt.error().unwrap_or(0.0));
     let derived = derived(total, all, seconds);
     let derived = derived.as_ref().map(|d| (d.value, d.unit.as_str()));
     vcpu + &csv_line(&total.name, &total.counted, total.unit, error, derived, separator)
@@ -55,7 +57,9 @@ fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separa
 /// The fields of `perf stat -j`, and who counted.
 fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> String {
     let mut object = serde_json::Map::new();
-    let mut put = |key: &str, value| object.insert(key.into(), value);
+    let mut put = |key: &str, value| {
+        object.insert(key.into(), value);
+    };
     if let Some(at) = at_s {
         put("interval", json!(at));
     }
@@ -85,8 +89,11 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
     };
     put("unit", json!(unit));
     put("event", json!(total.name));
-    if let Some(error) = total.error_percent {
-        put("variance", json!(error));
+    match total.doubt {
+        Doubt::Silent => {}
+        Doubt::Error(percent) => put("variance", json!(percent)),
+        Doubt::Within(percent) => put("error-within", json!(percent)),
+        Doubt::Unknown => put("error-unknown", json!(true)),
     }
     put("event-runtime", json!(running));
     put("pcnt-running", json!(share));
@@ -247,7 +254,7 @@ mod tests {
                 enabled_ns: 1,
                 running_ns: 1,
             },
-            error_percent: None,
+            doubt: Doubt::Silent,
             backing: "software".into(),
             estimate: false,
         }

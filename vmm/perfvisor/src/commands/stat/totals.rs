@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use control_api::events::format::{Counted, Unit, mean_and_error};
+use control_api::events::format::{Counted, Doubt, Unit, mean_and_error};
 use control_api::protocol::{EventReading, Opened};
 
 /// What came out for an event, on one vCPU or on all.
@@ -12,8 +12,8 @@ pub(super) struct Total {
     pub(super) vcpu: Option<u32>,
     pub(super) unit: Unit,
     pub(super) counted: Counted,
-    /// Standard error of a scaled count, or of repeated runs, in percent of it.
-    pub(super) error_percent: Option<f64>,
+    /// What is known of the error of a scaled count, or of repeated runs.
+    pub(super) doubt: Doubt,
     pub(super) backing: String,
     pub(super) estimate: bool,
 }
@@ -43,7 +43,7 @@ pub(super) fn totals(
     }
     let total = |((_, vcpu), parts): (Row, Parts<'_>)| {
         let first = parts.first()?.0;
-        let (counted, error_percent) = sum(parts.iter().map(|(_, p)| p));
+        let (counted, doubt) = sum(parts.iter().map(|(_, p)| p));
         let unit = if first.nanoseconds {
             Unit::Nanoseconds
         } else {
@@ -54,7 +54,7 @@ pub(super) fn totals(
             vcpu,
             unit,
             counted,
-            error_percent,
+            doubt,
             backing: first.backing.clone(),
             estimate: first.estimate,
         })
@@ -72,6 +72,9 @@ enum Part {
         enabled_ns: u64,
         running_ns: u64,
         standard_error: Option<f64>,
+        bound: Option<f64>,
+        /// An interval: what is known of the error is known of the whole only.
+        interval: bool,
     },
 }
 
@@ -81,44 +84,54 @@ impl Part {
             count: growth.count,
             enabled_ns: growth.enabled_ns,
             running_ns: growth.running_ns,
-            // The error is known of the whole only.
-            standard_error: now.standard_error.filter(|_| before.is_none()),
+            standard_error: now.standard_error,
+            bound: now.bound,
+            interval: before.is_some(),
         })
     }
 }
 
 /// The sum over vCPUs. One that is not counted leaves no sum: it would be short.
-fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Option<f64>) {
+fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Doubt) {
     let (mut count, mut enabled, mut running) = (0u64, 0u64, 0u64);
-    let mut variance = Some(0.0);
+    let (mut variance, mut within, mut intervals) = (Some(0.0), Some(0.0), false);
     for part in parts {
         match *part {
-            Part::NotSupported => return (Counted::NotSupported, None),
-            Part::NotCounted => return (Counted::NotCounted, None),
+            Part::NotSupported => return (Counted::NotSupported, Doubt::Silent),
+            Part::NotCounted => return (Counted::NotCounted, Doubt::Silent),
             Part::Value {
                 count: n,
                 enabled_ns,
                 running_ns,
                 standard_error,
+                bound,
+                interval,
             } => {
                 count = count.saturating_add(n);
                 enabled = enabled.saturating_add(enabled_ns);
                 running = running.saturating_add(running_ns);
                 variance = variance
                     .zip(standard_error)
-                    .map(|(sum, error)| sum + error * error);
+                    .map(|(sum, error): (f64, f64)| sum + error * error);
+                within = within.zip(bound).map(|(sum, bound): (f64, f64)| sum + bound);
+                intervals |= interval;
             }
         }
     }
-    let error = variance
-        .filter(|v| running < enabled && *v > 0.0 && count > 0)
-        .map(|v: f64| 100.0 * v.sqrt() / count as f64);
+    let percent = |off: f64| 100.0 * off / count as f64;
+    let doubt = match (variance, within) {
+        _ if running >= enabled || count == 0 || intervals => Doubt::Silent,
+        (Some(variance), _) if variance > 0.0 => Doubt::Error(percent(variance.sqrt())),
+        (Some(_), _) => Doubt::Silent,
+        (None, Some(within)) => Doubt::Within(percent(within)),
+        (None, None) => Doubt::Unknown,
+    };
     let counted = Counted::Value {
         count,
         enabled_ns: enabled,
         running_ns: running,
     };
-    (counted, error)
+    (counted, doubt)
 }
 
 /// All runs as one: the mean of each count, and its error over the runs.
@@ -139,7 +152,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
             _ => None,
         };
         let values: Option<Vec<_>> = runs.iter().map(value).collect();
-        let (counted, error_percent) = match (values, total.counted) {
+        let (counted, doubt) = match (values, total.counted) {
             (Some(values), _) => {
                 let counts: Vec<f64> = values.iter().map(|v| v.0 as f64).collect();
                 let (mean, error) = mean_and_error(&counts);
@@ -149,15 +162,15 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
                     enabled_ns: values.iter().map(|v| v.1).sum::<u64>() / n,
                     running_ns: values.iter().map(|v| v.2).sum::<u64>() / n,
                 };
-                (counted, error)
+                (counted, error.map_or(Doubt::Silent, Doubt::Error))
             }
-            (None, Counted::NotSupported) => (Counted::NotSupported, None),
+            (None, Counted::NotSupported) => (Counted::NotSupported, Doubt::Silent),
             // Not counted in some run: no mean.
-            (None, _) => (Counted::NotCounted, None),
+            (None, _) => (Counted::NotCounted, Doubt::Silent),
         };
         Total {
             counted,
-            error_percent,
+            doubt,
             ..total.clone()
         }
     };
@@ -194,6 +207,7 @@ mod tests {
             running_ns,
             estimate: (running_ns > 0).then(|| value * enabled_ns / running_ns),
             standard_error: Some(if running_ns < enabled_ns { 3.0 } else { 0.0 }),
+            bound: Some(if running_ns < enabled_ns { 12.0 } else { 0.0 }),
             failed: false,
             vcpus: Vec::new(),
         }
@@ -231,7 +245,25 @@ mod tests {
             running_ns: 15,
         };
         assert_eq!(sums[0].counted, expected);
-        assert!((sums[0].error_percent.unwrap() - 1.5).abs() < 1e-9);
+        assert!((sums[0].doubt.error().unwrap() - 1.5).abs() < 1e-9);
+    }
+
+    /// Where one part has no standard error the sum has none: the bounds of the parts, or nothing.
+    #[test]
+    fn no_error_is_made_up() {
+        let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];
+        let bounded = EventReading {
+            standard_error: None,
+            ..reading(0, 50, 10, 5)
+        };
+        let known = reading(1, 50, 10, 5);
+        let doubt = |parts: &[EventReading]| totals(&events, parts, &[], false)[0].doubt;
+        assert_eq!(doubt(&[bounded.clone(), known.clone()]), Doubt::Within(12.0));
+        let unknown = EventReading {
+            bound: None,
+            ..bounded
+        };
+        assert_eq!(doubt(&[unknown, known]), Doubt::Unknown);
     }
 
     #[test]
@@ -261,7 +293,7 @@ mod tests {
             vcpu: None,
             unit: Unit::Count,
             counted,
-            error_percent: None,
+            doubt: Doubt::Silent,
             backing: "hardware".into(),
             estimate: false,
         };
@@ -272,7 +304,7 @@ mod tests {
         };
         let merged = merge(&[vec![total(value(10))], vec![total(value(20))]]);
         assert!(matches!(merged[0].counted, Counted::Value { count: 15, .. }));
-        assert!((merged[0].error_percent.unwrap() - 100.0 / 3.0).abs() < 1e-9);
+        assert!((merged[0].doubt.error().unwrap() - 100.0 / 3.0).abs() < 1e-9);
         let merged = merge(&[vec![total(value(10))], vec![total(Counted::NotCounted)]]);
         assert_eq!(merged[0].counted, Counted::NotCounted);
     }

@@ -446,6 +446,7 @@ mod tests {
             running_ns,
             estimate: Some(2 * value),
             standard_error: None,
+            bound: None,
             failed: false,
             vcpus: Vec::new(),
         }
