@@ -5,11 +5,63 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::str::FromStr;
 use std::time::Duration;
 
+use kvm_ioctls::Kvm;
 use perf_core::Core;
 use perf_core::mux::MuxPolicy;
+use perf_core::pmu::host::HostProbe;
 use vmm_sys_util::timerfd::TimerFd;
+
+use crate::kvm::turn_cost;
+
+/// What `--mux` chooses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MuxChoice {
+    /// The adaptive policy, with turns as long as what they cost here demands.
+    #[default]
+    Auto,
+    /// A policy as it is.
+    Fixed(MuxPolicy),
+}
+
+impl MuxChoice {
+    /// How events take turns on this host, and how long the first turns of the adaptive policy are if that was measured. `shared`: guests
+    /// and operators may share counters; where there are none nothing is measured.
+    pub fn settle(self, kvm: &Kvm, probe: &HostProbe, shared: bool) -> (MuxPolicy, Option<Duration>) {
+        match self {
+            Self::Fixed(policy) => (policy, None),
+            Self::Auto if !shared || probe.slots() == 0 => (MuxPolicy::Adaptive, None),
+            Self::Auto => match turn_cost::probe(kvm, probe) {
+                Ok(cost) => {
+                    log::info!("events that share counters: {}", cost.in_words());
+                    (MuxPolicy::Adaptive, Some(cost.turn()))
+                }
+                Err(e) => {
+                    log::warn!("events that share counters take turns of a tick: {e}");
+                    (MuxPolicy::Rotate, None)
+                }
+            },
+        }
+    }
+}
+
+/// What is no choice of `--mux`.
+#[derive(Debug, thiserror::Error)]
+#[error("must be auto, adaptive or rotate")]
+pub struct UnknownChoice;
+
+impl FromStr for MuxChoice {
+    type Err = UnknownChoice;
+
+    fn from_str(text: &str) -> Result<Self, UnknownChoice> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            _ => text.parse().map(Self::Fixed).map_err(|_| UnknownChoice),
+        }
+    }
+}
 
 /// Least time between two rings. vCPUs whose turns are due within it take them together, so that many vCPUs do not
 /// ring more often than a few.

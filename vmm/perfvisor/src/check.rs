@@ -13,6 +13,7 @@ use perfvisor_vmm::kvm::cpuid;
 use perfvisor_vmm::kvm::host::{self, KvmFacts};
 use perfvisor_vmm::kvm::own_pmu::{self, OwnPmu};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use perfvisor_vmm::kvm::turn_cost::{self, TurnCost};
 use perfvisor_vmm::pmu::backing;
 use perfvisor_vmm::pmu::fit::{self, fit};
 
@@ -45,6 +46,8 @@ struct Report {
     own_pmu_asked: Option<Result<String, String>>,
     /// How counters of that model compete for the host's, in one line.
     own_pmu_competition: Option<String>,
+    /// What a turn costs a guest where events share counters; `None` where there are no counters, else why it is not known.
+    turns: Option<Result<TurnCost, String>>,
     /// What counts each event of a guest under `--backing auto`.
     events: Vec<EventBacking>,
 }
@@ -85,6 +88,11 @@ impl Report {
             Err(e) => Err(e.to_string()),
         };
         let stepping = opened.as_ref().ok().and_then(|kvm| stepping::probe(kvm).ok());
+        let turns = opened
+            .as_ref()
+            .ok()
+            .filter(|_| perf.slots() > 0)
+            .map(|kvm| turn_cost::probe(kvm, &perf).map_err(|e| e.to_string()));
         let kvm = opened
             .and_then(|kvm| host::facts(&kvm))
             .map_err(|e| e.to_string());
@@ -114,6 +122,7 @@ impl Report {
             kvm,
             own_pmu,
             stepping,
+            turns,
             paranoid_applies: !has_perfmon_capability(),
             pmu_auto,
             pmu_asked: asked.as_ref().map(|fitted| fitted.model.to_string()),
@@ -199,6 +208,14 @@ impl Report {
             }
             Some(reason) => line("host PMU", &format!("none ({reason})")),
         }
+        line(
+            "  --mux auto",
+            &match &self.turns {
+                None => "no turns: there are no counters to share".to_owned(),
+                Some(Ok(cost)) => cost.in_words(),
+                Some(Err(why)) => format!("turns of a tick, as --mux rotate: {why}"),
+            },
+        );
         line(
             "  NMI watchdog",
             if perf.nmi_watchdog {

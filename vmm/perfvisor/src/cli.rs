@@ -11,7 +11,6 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::commands::one_line;
 use perf_core::SharePolicy;
-use perf_core::mux::MuxPolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use vpmu::events::UnknownPolicy;
 use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
@@ -28,6 +27,7 @@ use perfvisor_vmm::kvm::signature::{CpuSignature, SignatureError};
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::metrics::address::MetricsAddress;
+use perfvisor_vmm::turns::MuxChoice;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
@@ -151,9 +151,10 @@ pub struct RunArgs {
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first")]
     pub share: SharePolicy,
-    /// How events take turns when there are more than counters: rotate, or adaptive (shorter turns, better estimates).
-    #[arg(long, value_name = "POLICY", default_value = "rotate")]
-    pub mux: MuxPolicy,
+    /// How events take turns when there are more than counters: auto (adaptive, with turns as short as one hundredth of the guest's time allows
+    /// here), adaptive (short turns whatever they cost), or rotate (as Linux does).
+    #[arg(long, value_name = "POLICY", default_value = "auto")]
+    pub mux: MuxChoice,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
@@ -358,6 +359,8 @@ fn parse_on_off(text: &str) -> Result<bool, String> {
 
 #[cfg(test)]
 mod tests {
+    use perf_core::mux::MuxPolicy;
+
     use super::*;
 
     fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
@@ -422,8 +425,11 @@ mod tests {
         ])
         .unwrap();
         assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
-        assert_eq!((args.share, args.mux), (SharePolicy::Strict, MuxPolicy::Adaptive));
-        assert_eq!(run(&[]).unwrap().mux, MuxPolicy::Rotate);
+        let adaptive = MuxChoice::Fixed(MuxPolicy::Adaptive);
+        assert_eq!((args.share, args.mux), (SharePolicy::Strict, adaptive));
+        assert_eq!(run(&[]).unwrap().mux, MuxChoice::Auto);
+        let rotate = run(&["--mux", "rotate"]).unwrap().mux;
+        assert_eq!(rotate, MuxChoice::Fixed(MuxPolicy::Rotate));
         assert_eq!(
             (args.hide_uncounted, run(&[]).unwrap().hide_uncounted),
             (false, true)

@@ -149,6 +149,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     if model != asked {
         log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
     }
+    let (mux, turn) = args.mux.settle(&kvm, &probe, has_pmu);
     let config = VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
@@ -184,7 +185,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
                 Some(limit) => limit,
             },
             share: args.share,
-            mux: args.mux,
+            mux,
+            turn,
             stepping,
         },
         rdpmc: args.rdpmc,

@@ -40,6 +40,12 @@ pub enum HostError {
     /// No memory for the probe.
     #[error("no memory to probe KVM with")]
     Memory,
+    /// The host refused the event that was to go off and on.
+    #[error("an event for measuring what turns cost could not be opened")]
+    Event(#[source] perf_core::pmu::PmuError),
+    /// A guest of three instructions did not run.
+    #[error("a guest for measuring what turns cost did not run")]
+    Silent,
 }
 
 /// How this KVM runs guest code.

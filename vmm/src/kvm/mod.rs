@@ -12,3 +12,5 @@ pub mod registers;
 pub mod signature;
 pub mod stats_fd;
 pub mod stepping;
+mod tiny;
+pub mod turn_cost;

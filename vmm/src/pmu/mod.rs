@@ -69,6 +69,8 @@ pub struct PmuConfig {
     pub share: SharePolicy,
     /// How events that have to share counters take turns.
     pub mux: MuxPolicy,
+    /// How long turns are at first under the adaptive policy, if not as it has them by itself.
+    pub turn: Option<Duration>,
 }
 
 impl PmuConfig {
@@ -107,6 +109,7 @@ impl VmPmu {
             share: config.share,
             mux: config.mux,
             owner_uid: control_api::peer::own_uid(),
+            turn_ns: config.turn.map(|turn| turn.as_nanos() as u64),
             // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
             paranoid: 0,
             ..CoreConfig::default()
@@ -620,6 +623,7 @@ mod tests {
             stepping: Stepping::default(),
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),
+            turn: None,
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let vm = VmPmu::new(config, &HostProbe::run(), None, GuestProbe::new(memory));

@@ -1,0 +1,97 @@
+//! A guest of a few instructions in 64-bit mode, for finding out what this host's KVM does.
+
+use kvm_bindings::{kvm_segment, kvm_userspace_memory_region};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+use super::host::HostError;
+
+const PML4: u64 = 0x1000;
+const PDPT: u64 = 0x2000;
+const PD: u64 = 0x3000;
+/// Where its code begins.
+pub(super) const CODE: u64 = 0x5000;
+/// Where nothing is but what its code puts there.
+pub(super) const DATA: u64 = 0x9000;
+const SIZE: usize = 0x10000;
+/// Present, writable, user.
+const TABLE: u64 = 7;
+const LARGE: u64 = 1 << 7;
+
+/// A VM with one vCPU. It has no interrupt table: what faults shuts it down.
+#[derive(Debug)]
+pub(super) struct TinyGuest {
+    pub(super) vcpu: VcpuFd,
+    /// Its memory, which outlives the slot that refers to it: fields are dropped in this order.
+    _vm: VmFd,
+    pub(super) memory: GuestMemoryMmap,
+}
+
+impl TinyGuest {
+    /// Is about to run `code` at `cpl`.
+    pub(super) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
+        let probe = |what| move |source| HostError::Probe { what, source };
+        let memory =
+            GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
+        let tables = [(PML4, PDPT | TABLE), (PDPT, PD | TABLE), (PD, TABLE | LARGE)];
+        for (at, entry) in tables {
+            memory
+                .write_obj(entry, GuestAddress(at))
+                .map_err(|_| HostError::Memory)?;
+        }
+        memory
+            .write_slice(code, GuestAddress(CODE))
+            .map_err(|_| HostError::Memory)?;
+        let host = memory
+            .get_host_address(GuestAddress(0))
+            .map_err(|_| HostError::Memory)?;
+        let vm = kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?;
+        let _ = vm.set_tss_address(0xfffb_d000);
+        super::memslot::set(
+            &vm,
+            kvm_userspace_memory_region {
+                slot: 0,
+                flags: 0,
+                guest_phys_addr: 0,
+                memory_size: SIZE as u64,
+                userspace_addr: host as u64,
+            },
+            &memory,
+        )
+        .map_err(probe("KVM_SET_USER_MEMORY_REGION"))?;
+        let vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
+        let supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
+        vcpu.set_cpuid2(&supported).map_err(probe("KVM_SET_CPUID2"))?;
+        let mut sregs = vcpu.get_sregs().map_err(probe("KVM_GET_SREGS"))?;
+        let segment = |selector: u16, type_: u8, l: u8| kvm_segment {
+            base: 0,
+            limit: u32::MAX,
+            selector: selector | u16::from(cpl),
+            type_,
+            present: 1,
+            dpl: cpl,
+            db: 1 - l,
+            s: 1,
+            l,
+            g: 1,
+            ..Default::default()
+        };
+        sregs.cs = segment(8, 0xb, 1);
+        sregs.ss = segment(16, 3, 0);
+        (sregs.ds, sregs.es) = (sregs.ss, sregs.ss);
+        sregs.idt.limit = 0;
+        sregs.cr3 = PML4;
+        sregs.cr4 = 1 << 5; // PAE
+        sregs.cr0 = 1 << 31 | 1 << 5 | 1 << 4 | 1; // PG, NE, ET, PE
+        sregs.efer = 1 << 10 | 1 << 8; // LMA, LME
+        vcpu.set_sregs(&sregs).map_err(probe("KVM_SET_SREGS"))?;
+        let mut regs = vcpu.get_regs().map_err(probe("KVM_GET_REGS"))?;
+        (regs.rip, regs.rsp, regs.rflags) = (CODE, 0x8000, 2);
+        vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
+        Ok(Self {
+            vcpu,
+            _vm: vm,
+            memory,
+        })
+    }
+}
