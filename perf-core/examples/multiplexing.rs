@@ -88,8 +88,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .estimate()
             .map_or("not counted".into(), |n| format!("{:+.1} %", off(n)));
         let ours = event.estimate()?.map_or("not counted".into(), |e| {
-            let error = e.standard_error.map_or(0.0, |s| 100.0 * s / truth as f64);
-            format!("{:+.1} % (± {error:.1} %)", off(e.value))
+            let percent = |n: f64| format!("{:.1} %", 100.0 * n / truth as f64);
+            let error = match (e.standard_error, e.bound) {
+                (Some(error), _) => format!("± {}", percent(error)),
+                (None, Some(bound)) => format!("within {}", percent(bound)),
+                (None, None) => "error unknown".into(),
+            };
+            format!("{:+.1} % ({error})", off(e.value))
         });
         println!("{:>8} {on:>6.1} % {linear:>10} {ours:>22}", r.value);
     }
