@@ -4,14 +4,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::MutexGuard;
+use std::sync::{MutexGuard, OnceLock};
 
 use integration::artefacts;
 use integration::guest::{Console, GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
-use integration::place::Place;
+use integration::place::{Place, PlaceError};
 
 /// For a machine that does other things too: half a minute to a minute where it does not.
 const LIMIT: Limit = Limit::GENEROUS;
@@ -132,12 +132,14 @@ const OWN_VPMU_TESTS: [&str; 3] = [
     "rdpmc:-an-index",
 ];
 
-/// Loads KVM, looks at the machine as Perfvisor sees it, and runs guests. The built-in guest is ended after what it
+/// Loads KVM.
+const MODULES: &str = "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n";
+
+/// Looks at the machine as Perfvisor sees it, and runs guests. The built-in guest is ended after what it
 /// counts: its overflow interrupts take longer than the periods between them here (docs/guide/guests.md).
-fn second_level_script() -> String {
+fn bare_metal_part() -> String {
     let mut script = String::from(
-        "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n\
-         section check perfvisor check\n\
+        "section check perfvisor check\n\
          section counts perf stat -x, -o /tmp/outer -e cycles,task-clock sh -c \"timeout 40 perfvisor run --pmu amd \
          --backing hardware --memory 32M --cmdline 'selftest lines'; true\"\n\
          section outer cat /tmp/outer\n",
@@ -175,7 +177,6 @@ fn figure(run: &GuestRun, line: &str, key: &str) -> f64 {
 /// it counts: perf with pinned events of the whole CPU, which the kernel gives a counter before any event of a task. First a
 /// measurement without that.
 const TAKEN: &str = r#"
-while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order
 mkfifo /tmp/in
 perfvisor run --name taken --builtin validate --pmu amd --backing hardware --memory 128M </tmp/in >/tmp/out 2>/tmp/err &
 vm=$!
@@ -236,11 +237,7 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     const OFF: f64 = 0.05;
     /// Until it is tried again whether a counter has a place (docs/reference/vpmu.md), and until it has it.
     const AGAIN_NS: f64 = 300e6;
-    let Some(place) = lab() else { return };
-    let run = second_level("second-level-taken")
-        .script(TAKEN)
-        .run(&place)
-        .unwrap_or_else(|error| panic!("{error}"));
+    let Some(run) = second_levels() else { return };
     let parsed = |section: &str| -> serde_json::Value {
         let text = run.section(section);
         let line = text
@@ -318,32 +315,19 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     assert!(log.contains("not counted"), "{log}\n{run}");
     assert_eq!(run.section("ended").trim(), "0", "{run}");
     run.expect_success();
-    eprintln!("{:.1?}; console: {}", run.elapsed, run.log().display());
 }
+
+/// What a Linux guest of the second level runs, and how it is run.
+const DETAIL: &str = "section detail perf stat -x, -d sleep 1\n";
+const LINUX: &str = "perfvisor run --backing hardware --pmu amd --kernel /inner/vmlinux --initrd /inner/initrd --memory 400M --cmdline \
+     'console=ttyS0 tsc=reliable no_timer_check quiet nokaslr nowatchdog pv.script=detail' </dev/null >/tmp/linux-out 2>/tmp/linux-err\n\
+     section inner sed 's/@@pv/@@inner/' /tmp/linux-out\n\
+     section inner-err cat /tmp/linux-err\n";
 
 /// The first command a user types, in a Linux guest of a guest: what its host's PMU does not count is not supported.
 #[test]
 fn perf_in_a_linux_guest_of_a_guest_shows_no_number_that_nobody_counted() {
-    const INNER: &str = "section detail perf stat -x, -d sleep 1\n";
-    let Some(place) = lab() else { return };
-    let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
-    let mut script = guest_images::cpio::Archive::new(Vec::new());
-    script.file("scripts/detail", 0o644, INNER.as_bytes()).unwrap();
-    let mut initrd = read(&images.initrd);
-    initrd.extend(script.finish().unwrap());
-    let run = second_level("second-level-linux")
-        .file("inner/vmlinux", 0o644, read(&images.vmlinux))
-        .file("inner/initrd", 0o644, initrd)
-        .memory_mib(1200)
-        .script(
-            "while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order\n\
-             perfvisor run --backing hardware --pmu amd --kernel /inner/vmlinux --initrd /inner/initrd --memory 400M --cmdline \
-             'console=ttyS0 tsc=reliable no_timer_check quiet nokaslr nowatchdog pv.script=detail' </dev/null >/tmp/out 2>/tmp/err\n\
-             section inner sed 's/@@pv/@@inner/' /tmp/out\n\
-             section told cat /tmp/err\n",
-        )
-        .run(&place)
-        .unwrap_or_else(|error| panic!("{error}"));
+    let Some(run) = second_levels() else { return };
     let inner = Console::parse(&run.section("inner").replace("@@inner", "@@pv"));
     let detail = inner.sections.get("detail").unwrap_or_else(|| panic!("{run}"));
     let events = judge_detail(&detail.text, &["cycles"]).unwrap_or_else(|why| panic!("{why}\n{run}"));
@@ -354,10 +338,8 @@ fn perf_in_a_linux_guest_of_a_guest_shows_no_number_that_nobody_counted() {
     judge_kernel_log(&log.text).unwrap_or_else(|why| panic!("{why}\n{run}"));
     assert_eq!(inner.done, Some(0), "{run}");
     eprintln!(
-        "{events} hardware events of a Linux guest's guest, none a 0 of nobody's:\n{}\n{:.1?}; console: {}",
-        detail.text.trim(),
-        run.elapsed,
-        run.log().display()
+        "{events} hardware events of a Linux guest's guest, none a 0 of nobody's:\n{}",
+        detail.text.trim()
     );
     run.expect_success();
 }
@@ -388,15 +370,39 @@ fn second_level(name: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-#[test]
-fn a_second_level_guest_counts_with_the_first_levels_pmu() {
-    let Some(place) = lab() else { return };
-    let bare_metal = artefacts::bare_metal_dir().unwrap_or_else(|error| panic!("{error}"));
+/// The guest of all tests of the second level: one boot, whose guests come one after the other.
+fn second_levels() -> Option<&'static GuestRun> {
+    static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
+    let place = lab()?;
+    let run = RUN.get_or_init(|| run_second_levels(&place).map_err(|error| error.to_string()));
+    Some(run.as_ref().unwrap_or_else(|error| panic!("{error}")))
+}
+
+fn run_second_levels(place: &Place) -> Result<GuestRun, PlaceError> {
+    let bare_metal = artefacts::bare_metal_dir()?;
+    let images = artefacts::images()?;
+    let mut script = guest_images::cpio::Archive::new(Vec::new());
+    script.file("scripts/detail", 0o644, DETAIL.as_bytes()).unwrap();
+    let mut initrd = read(&images.initrd);
+    initrd.extend(script.finish().unwrap());
     let run = second_level("second-level")
         .file("tests/vpmu.elf", 0o644, read(&bare_metal.join("vpmu.elf")))
-        .script(second_level_script())
-        .run(&place)
-        .unwrap_or_else(|error| panic!("{error}"));
+        .file("inner/vmlinux", 0o644, read(&images.vmlinux))
+        .file("inner/initrd", 0o644, initrd)
+        .memory_mib(1200)
+        .script([MODULES, &bare_metal_part(), TAKEN, LINUX].concat())
+        .run(place)?;
+    eprintln!(
+        "second level: {:.1?}; console: {}",
+        run.elapsed,
+        run.log().display()
+    );
+    Ok(run)
+}
+
+#[test]
+fn a_second_level_guest_counts_with_the_first_levels_pmu() {
+    let Some(run) = second_levels() else { return };
     let check = run.section("check");
     assert!(check.contains("AMD-V"), "{check}");
     assert!(
@@ -410,7 +416,7 @@ fn a_second_level_guest_counts_with_the_first_levels_pmu() {
         .lines()
         .find(|line| line.starts_with("result cycles.cpl0"))
         .unwrap_or_else(|| panic!("{counts}\n{run}"));
-    let (saw, expected) = (figure(&run, inner, "saw"), figure(&run, inner, "expected"));
+    let (saw, expected) = (figure(run, inner, "saw"), figure(run, inner, "expected"));
     let outer = parse_stat_csv(run.section("outer"));
     let outer = outer
         .value("cycles")
@@ -449,11 +455,7 @@ fn a_second_level_guest_counts_with_the_first_levels_pmu() {
         refused.contains("KVM's own vPMU is AMD's on this host") && refused.contains("status 2"),
         "{refused}"
     );
-    eprintln!(
-        "second level: {passed} tests of the vPMU passed; {:.1?}; console: {}",
-        run.elapsed,
-        run.log().display()
-    );
+    eprintln!("second level: {passed} tests of the vPMU passed");
     run.expect_success();
 }
 
