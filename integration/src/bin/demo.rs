@@ -2,15 +2,16 @@
 
 use std::io::{self, Write};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use integration::artefacts::describe;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
+use integration::limit::Limit;
 use integration::parse::{parse_report, parse_stat, tsc_hz};
 use integration::place::{Kvm, Place, PlaceError, probe_kvm};
 
-const LIMIT: Duration = Duration::from_secs(170);
+const LIMIT: Limit = Limit::GENEROUS;
 
 fn main() -> ExitCode {
     let pmu = match std::env::args().nth(1) {
