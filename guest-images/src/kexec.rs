@@ -8,7 +8,7 @@ use crate::linux::{BuildError, compile};
 const SOURCE: &str = include_str!("../programs/kexec.c");
 const FLAGS: [&str; 5] = ["-O1", "-static", "-Wall", "-Wextra", "-Werror"];
 
-/// The static program `kexec KERNEL INITRD CMDLINE`, compiled below `target_dir`.
+/// The static program `kexec [-p] KERNEL INITRD CMDLINE`, compiled below `target_dir`.
 ///
 /// # Errors
 /// When there is no C compiler, or its directory cannot be written.

@@ -1,4 +1,5 @@
-//! A guest starts another kernel by itself. The VMM has loaded nothing of it; its `perf` counts and samples as the first one's.
+//! A guest starts another kernel by itself, or leaves itself to one when it panics. The VMM has loaded nothing of it; its `perf` counts and
+//! samples as the first one's.
 
 use guest_images::kexec;
 use integration::artefacts;
@@ -7,8 +8,12 @@ use integration::limit::Limit;
 use integration::place::Place;
 
 const LIMIT: Limit = Limit::GENEROUS;
-/// The script of all three kernels: the first starts the second where it runs itself, the second a third at an address of its choice.
-/// A kernel says which it is by its command line. Its initrd is what the first one has unpacked, this script with it.
+
+/// The kernels.
+const STAGES: [u32; 4] = [1, 2, 3, 4];
+
+/// The script of all four kernels: the first starts the second where it runs itself, the second a third at an address of its choice. That one
+/// panics, and the fourth, loaded for that and with one CPU, runs in the memory that was kept for it (kdump). A kernel says which it is by its command line. Its initrd is what the first one has unpacked, this script with it.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do
@@ -25,15 +30,26 @@ counts() {
 		perf report -i /tmp/perf.data --stdio -q --sort symbol 2>/dev/null | head -n 3 && perf script -i /tmp/perf.data | wc -l'
 	section "dmesg$stage" dmesg
 }
-next() {
+initrd() {
 	cp /tmp/script /script
 	(cd / && { echo dev; find bin dev/console init lib lib64 usr scripts root etc script second kexec 2>/dev/null; } | cpio -o -H newc 2>/dev/null) >/tmp/initrd
+}
+next() {
+	initrd
 	/kexec /second /tmp/initrd "$base stage=$1 $2"
+}
+last() {
+	initrd
+	/kexec -p /second /tmp/initrd "$base stage=4 nr_cpus=1" && cat /sys/kernel/kexec_crash_loaded
 }
 counts
 case $stage in
 1) section kexec1 next 2 nokaslr ;;
-2) section kexec2 next 3 ;;
+2) section kexec2 next 3 crashkernel=400M ;;
+3)
+	section crash-loaded last
+	echo c >/proc/sysrq-trigger
+	;;
 esac
 "#;
 
@@ -55,7 +71,7 @@ fn symbol_address(run: &GuestRun, stage: u32) -> String {
     text.split_whitespace().next().unwrap_or_default().to_owned()
 }
 
-/// Each kernel of a chain counts and samples what the first one does: one at the same address as before, one elsewhere.
+/// Each kernel of a chain counts and samples what the first one does: one at the same address as before, one elsewhere, and one after a panic.
 #[test]
 fn kernels_that_the_guest_starts_count_and_sample() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -66,7 +82,7 @@ fn kernels_that_the_guest_starts_count_and_sample() {
     let program = kexec::program(&artefacts::target_dir()).unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new("kexec", "amd")
         .cpus(2)
-        .memory_mib(768)
+        .memory_mib(1200)
         .file("second", 0o644, read(&images.bz_image))
         .file("kexec", 0o755, read(&program))
         .script(SCRIPT)
@@ -74,9 +90,9 @@ fn kernels_that_the_guest_starts_count_and_sample() {
         .limit(LIMIT)
         .run(&place)
         .unwrap_or_else(|error| panic!("{error}"));
-    let user = [1, 2, 3].map(|stage| counted(&run, stage, "cycles:u"));
-    let all = [1, 2, 3].map(|stage| counted(&run, stage, "cycles"));
-    let samples = [1, 2, 3].map(|stage| {
+    let user = STAGES.map(|stage| counted(&run, stage, "cycles:u"));
+    let all = STAGES.map(|stage| counted(&run, stage, "cycles"));
+    let samples = STAGES.map(|stage| {
         let text = run.section(&format!("record{stage}"));
         assert!(text.contains("busy_loop"), "stage {stage}: {text}\n{run}");
         text.split_whitespace()
@@ -87,9 +103,9 @@ fn kernels_that_the_guest_starts_count_and_sample() {
     eprintln!(
         "{}: native_read_pmc at {:?}; cycles:u {user:?}, cycles {all:?}, samples {samples:?}",
         place.describe(),
-        [1, 2, 3].map(|stage| symbol_address(&run, stage)),
+        STAGES.map(|stage| symbol_address(&run, stage)),
     );
-    for stage in 0..3 {
+    for stage in 0..STAGES.len() {
         // 300,000,000 iterations of two instructions take at least half as many cycles, and a count that is off by a lost
         // or doubled period, or by 2^48, is far away.
         assert!(
@@ -107,8 +123,15 @@ fn kernels_that_the_guest_starts_count_and_sample() {
         }
     }
     assert_eq!(symbol_address(&run, 1), symbol_address(&run, 2), "nokaslr\n{run}");
+    // The kernel may complain of a slow machine on the line before.
+    assert_eq!(
+        run.section("crash-loaded").trim().lines().last(),
+        Some("1"),
+        "{run}"
+    );
+    assert!(run.text.contains("Kernel panic"), "{run}");
     let found = run
         .vmm_log
         .matches("the guest has started another kernel: RDPMC at");
-    assert_eq!(found.count(), 2, "{run}");
+    assert_eq!(found.count(), STAGES.len() - 1, "{run}");
 }
