@@ -39,6 +39,8 @@ section online cat /sys/devices/system/cpu/online
 section one-busy perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 section both-busy perf stat -a -A -x, -e cpu-clock,cycles threads 2 1
 section threads perf stat -x, -e task-clock,cycles threads 2 1
+section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && cat ../online && echo 1 >online && cat ../online'
+section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
 /// In the lab a guest shares its emulated processor with whatever else the machine does, so a measurement of time that is off is
@@ -215,6 +217,12 @@ impl Model {
         in_time(both.iter().all(|share| busy(*share)), || {
             format!("both: {both:.3?}")
         })?;
+        // A vCPU that the guest has started again counts like one that it has started once.
+        let online: Vec<_> = run.section("off-and-on").split_whitespace().collect();
+        assert_eq!(online, ["0", "0-1"], "{run}");
+        let again = share("one-again", 1);
+        eprintln!("{}: CPU 1, off and on again: {again:.3}", self.pmu);
+        in_time(busy(again), || format!("CPU 1, off and on again: {again:.3}"))?;
         // Two threads, counted wherever they run.
         let stat = parse_stat_csv(run.section("threads"));
         let seconds = value(run, &stat, "task-clock") / 1e3;
