@@ -8,6 +8,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use zerocopy::little_endian::{U16, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
 use crate::task::{Mapping, TaskReader};
 use crate::{Budget, GuestPhys};
 
@@ -24,8 +27,20 @@ const READS: u32 = 1500;
 /// Time for them.
 const TIME: Duration = Duration::from_micros(500);
 
+/// A mapping before its path, which is padded to a multiple of 8. The layout is the protocol's: docs/reference/control.md.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Head {
+    start: U64,
+    len: U64,
+    file_offset: U64,
+    path_len: U16,
+    zero: [u8; 6],
+}
+
 /// Bytes of a mapping before its path.
-const HEAD: usize = 32;
+const HEAD: usize = size_of::<Head>();
+const _: () = assert!(HEAD == 32);
 /// Most bytes that one sample's mappings take.
 pub const MAX_BYTES: usize = PER_SAMPLE * (HEAD + MAX_PATH);
 
@@ -172,11 +187,15 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
     let len = HEAD + path.len().next_multiple_of(8);
     let Some(out) = out.get_mut(..len) else { return 0 };
     out.fill(0);
-    out[0..8].copy_from_slice(&mapping.start.to_le_bytes());
-    out[8..16].copy_from_slice(&(mapping.end - mapping.start).to_le_bytes());
-    out[16..24].copy_from_slice(&mapping.file_offset.to_le_bytes());
-    // At most MAX_PATH.
-    out[24..26].copy_from_slice(&(path.len() as u16).to_le_bytes());
+    let head = Head {
+        start: mapping.start.into(),
+        len: (mapping.end - mapping.start).into(),
+        file_offset: mapping.file_offset.into(),
+        // At most MAX_PATH.
+        path_len: (path.len() as u16).into(),
+        zero: [0; 6],
+    };
+    out[..HEAD].copy_from_slice(head.as_bytes());
     out[HEAD..HEAD + path.len()].copy_from_slice(path.as_bytes());
     len
 }
@@ -184,11 +203,11 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
 /// The mappings in what [`TellOnce::tell`] wrote. Ends at the first bytes that are no mapping.
 pub fn read(mut bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
     std::iter::from_fn(move || {
-        let word = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
-        let (start, len, file_offset) = (word(0)?, word(8)?, word(16)?);
-        let path_len = usize::from(word(24)? as u16);
-        let path = std::str::from_utf8(bytes.get(HEAD..HEAD.checked_add(path_len)?)?).ok()?;
-        bytes = bytes.get(HEAD + path_len.next_multiple_of(8)..).unwrap_or(&[]);
+        let (head, rest) = Head::ref_from_prefix(bytes).ok()?;
+        let path_len = usize::from(head.path_len.get());
+        let path = std::str::from_utf8(rest.get(..path_len)?).ok()?;
+        bytes = rest.get(path_len.next_multiple_of(8)..).unwrap_or(&[]);
+        let (start, len, file_offset) = (head.start.get(), head.len.get(), head.file_offset.get());
         (len > 0 && !path.is_empty()).then_some(ToldMapping {
             start,
             len,

@@ -11,6 +11,7 @@
 //! | [`btf`] | the kernel's types: where members of its structures are |
 //! | [`image`] | all tables of one kernel together, from a file or from memory |
 //! | [`rdpmc`] | the RDPMC instructions in a kernel's text |
+//! | [`le`] | little-endian numbers at an offset, for all of these |
 //!
 //! Start with [`elf::parse`] to load a kernel, and with [`image::KernelImage`] to look into one.
 //!
@@ -30,7 +31,7 @@ pub mod elf;
 mod error;
 pub mod image;
 pub mod kallsyms;
-mod le;
+pub mod le;
 pub mod orc;
 pub mod rdpmc;
 pub mod symbols;

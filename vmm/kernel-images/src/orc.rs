@@ -121,18 +121,19 @@ const BLOCKS_PER_ENTRY: u64 = 4;
 /// The addresses an `.orc_unwind_ip` section at `virt` describes: each entry is the distance from
 /// itself to an instruction, as a signed 32-bit number.
 pub fn addresses(virt: u64, data: &[u8]) -> Vec<u64> {
-    let mut ips: Vec<u64> = data
-        .chunks_exact(4)
-        .enumerate()
-        .map(|(i, b)| {
-            let distance = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-            virt.wrapping_add(4 * i as u64)
-                .wrapping_add_signed(i64::from(distance))
-        })
-        .collect();
+    let mut ips: Vec<u64> = slots(virt, data).collect();
     ips.sort_unstable();
     ips.dedup();
     ips
+}
+
+/// The addresses of the slots of an `.orc_unwind_ip` section at `virt`, in their order.
+fn slots(virt: u64, data: &[u8]) -> impl Iterator<Item = u64> {
+    let (distances, _) = data.as_chunks::<IP_SIZE>();
+    distances.iter().enumerate().map(move |(i, distance)| {
+        let slot = virt.wrapping_add((i * IP_SIZE) as u64);
+        slot.wrapping_add_signed(i64::from(i32::from_le_bytes(*distance)))
+    })
 }
 
 /// The tables of one kernel, in link-time addresses.
@@ -162,18 +163,9 @@ impl OrcTable {
         if n == 0 {
             return Err(OrcError::Empty);
         }
-        let mut slots: Vec<(u64, [u8; ENTRY_SIZE])> = ip_section
-            .chunks_exact(IP_SIZE)
-            .zip(entries.chunks_exact(ENTRY_SIZE))
-            .enumerate()
-            .map(|(i, (ip, entry))| {
-                let relative = i32::from_le_bytes([ip[0], ip[1], ip[2], ip[3]]);
-                let slot = ip_section_address.wrapping_add((i * IP_SIZE) as u64);
-                let mut raw = [0; ENTRY_SIZE];
-                raw.copy_from_slice(entry);
-                (slot.wrapping_add_signed(i64::from(relative)), raw)
-            })
-            .collect();
+        let (entries, _) = entries.as_chunks::<ENTRY_SIZE>();
+        let ips = slots(ip_section_address, ip_section);
+        let mut slots: Vec<(u64, [u8; ENTRY_SIZE])> = ips.zip(entries.iter().copied()).collect();
         // Sorted at the kernel's build since 5.6; at its boot before that. Stable: of two entries for one
         // address the later one wins below, as it does in the kernel.
         if !slots.is_sorted_by_key(|s| s.0) {

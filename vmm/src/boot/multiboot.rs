@@ -9,6 +9,7 @@ use super::layout;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, RangeKind};
 use kernel_images::ImageError;
 use kernel_images::elf::Segment;
+use kernel_images::le::u32_at;
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
@@ -116,10 +117,6 @@ impl Header {
     pub fn has_addresses(&self) -> bool {
         self.flags & FLAG_ADDRESSES != 0
     }
-}
-
-fn u32_at(data: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(*data.get(at..)?.first_chunk()?))
 }
 
 /// Finds the header: magic, flags and checksum that add up to zero, at a multiple of four.

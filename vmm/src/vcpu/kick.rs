@@ -111,9 +111,6 @@ impl Drop for Armed {
 #[derive(Debug)]
 pub struct KickTimer(libc::timer_t);
 
-// SAFETY: a POSIX timer id belongs to the process; timer_settime and timer_delete may be called from any thread.
-unsafe impl Send for KickTimer {}
-
 impl KickTimer {
     /// A disarmed timer for the current thread.
     ///

@@ -8,7 +8,7 @@
 //! and `perf script --guestkallsyms=…` read it.
 //!
 //! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data
-//! ([`RAW_MAGIC`]).
+//! ([`FileRaw`]).
 
 use std::io::{self, Seek, SeekFrom, Write};
 use zerocopy::IntoBytes;

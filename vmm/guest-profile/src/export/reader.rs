@@ -13,6 +13,7 @@ use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC};
 use super::{EventInfo, FileMapping, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName};
 use crate::sample::FileRaw;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
+use kernel_images::le::u64_at;
 
 /// Why a file gives no profile.
 #[derive(Debug, thiserror::Error)]
@@ -63,12 +64,6 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
     read(&bytes)
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(
-        bytes.get(at..at.checked_add(8)?)?.try_into().ok()?,
-    ))
-}
-
 /// Sections of a header must lie within the file: the parser would allocate what they say.
 fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
     let truncated = || {
@@ -76,7 +71,7 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
         ReadError::Broken(linux_perf_data::Error::from(eof))
     };
     let inside = |at: u64, len: u64| at.checked_add(len).is_some_and(|end| end <= bytes.len() as u64);
-    let field = |at| word(bytes, at).ok_or_else(truncated);
+    let field = |at| u64_at(bytes, at).ok_or_else(truncated);
     if !bytes.starts_with(b"PERFILE2") {
         // Also what the header of an unfinished recording looks like.
         return if bytes.len() >= HEADER_SIZE && bytes[..HEADER_SIZE].iter().all(|&b| b == 0) {
@@ -261,15 +256,15 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     let Some(length) = record.data.get(at..at + 8) else {
         return false;
     };
-    word(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
+    u64_at(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
 }
 
 /// Type and config of attribute `i`, as the file has them (the parser keeps their meaning only).
 fn raw_attr(bytes: &[u8], i: usize) -> (u32, u64) {
     let at = || {
-        let (size, attrs) = (word(bytes, 16)?, word(bytes, 24)?);
+        let (size, attrs) = (u64_at(bytes, 16)?, u64_at(bytes, 24)?);
         let at = usize::try_from(size.checked_mul(i as u64)?.checked_add(attrs)?).ok()?;
-        Some((word(bytes, at)? as u32, word(bytes, at.checked_add(8)?)?))
+        Some((u64_at(bytes, at)? as u32, u64_at(bytes, at.checked_add(8)?)?))
     };
     at().unwrap_or((0, 0))
 }
@@ -380,8 +375,8 @@ fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
         if &bytes[footer + 16..] != FOOTER_MAGIC {
             return None;
         }
-        let from = usize::try_from(word(bytes, footer)?).ok()?;
-        let to = from.checked_add(usize::try_from(word(bytes, footer + 8)?).ok()?)?;
+        let from = usize::try_from(u64_at(bytes, footer)?).ok()?;
+        let to = from.checked_add(usize::try_from(u64_at(bytes, footer + 8)?).ok()?)?;
         bytes.get(from..to)
     };
     packed()
