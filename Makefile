@@ -122,7 +122,7 @@ sanitize-address:
 
 # Files of perf-core, and the tests that are to notice. Line counts of what is generated for Debug and Display say nothing.
 MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule.rs src/schedule/seats.rs src/time.rs src/overflow.rs
-MUTANT_TESTS := --lib --test oracle --test sampling --test scheduling --test ring_invariants
+MUTANT_TESTS := --lib $(addprefix --test=,oracle sampling scheduling output software properties invariants ring_invariants)
 ## mutants: perf-core changed in hundreds of ways; each must make a test fail (hours; MUTANTS=src/time.rs: one file)
 .PHONY: mutants
 mutants:

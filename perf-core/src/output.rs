@@ -410,6 +410,37 @@ impl Handle {
         self.inner.core.set_output(event, target.map(|t| &t.inner.event))
     }
 
+    /// Stops writing to the ring the event writes to, or goes on (`PERF_EVENT_IOC_PAUSE_OUTPUT`). It counts on meanwhile; its
+    /// records are counted as lost, and so are those of every other event that writes there.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use perf_core::{pmu::sim::SimPmu, *};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let core = Core::builder().driver(Arc::new(SimPmu::with_slots(4))).build()?;
+    /// # core.add_vcpu(VcpuId(0), 1)?;
+    /// # let session = core.session(0, Role::Admin);
+    /// # let (target, flags) = (OpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
+    /// let event = core.open(&session, Attr::sampling(EventType::SIM, 1, 100), target, None, flags)?;
+    /// assert!(event.pause_output(true).is_err(), "it has no ring");
+    /// let ring = event.map(4, false)?; // the oldest records are overwritten
+    /// event.pause_output(true)?;
+    /// // ... what is in the ring stays as it is while it is read ...
+    /// event.pause_output(false)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`ControlError::Invalid`] if the event writes to no ring.
+    pub fn pause_output(&self, on: bool) -> Result<(), ControlError> {
+        let output = self
+            .output()
+            .ok_or(ControlError::Invalid("the event has no ring"))?;
+        output.ring.pause(on);
+        Ok(())
+    }
+
     fn output(&self) -> Option<Arc<Output>> {
         let event = &self.inner.event;
         event.cell.lock().get(event.key, &event.shared)?.output.clone()

@@ -448,3 +448,63 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
     assert_eq!(e.poll(), Poll::IN);
     assert_eq!(e.poll(), Poll::empty(), "taken once");
 }
+
+/// While its ring is paused an event counts on, what is in the ring stays, and what would have come is told as lost.
+#[test]
+fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
+    for writable in [true, false] {
+        let m = Machine::new(4);
+        let v = m.vcpu(0);
+        let attr = Attr {
+            sample_type: SampleType::PERIOD,
+            ..Attr::sampling(EventType::SIM, 1, 10)
+        };
+        let event = m.open_vcpu(attr, None);
+        assert_eq!(event.pause_output(true).unwrap_err().errno(), libc::EINVAL);
+        let ring = event.map(1, writable).unwrap();
+        let overflow = |times: u32| {
+            for _ in 0..times {
+                m.run(0, 10);
+                v.service_overflows(&mut NoRegs, &mut |_| {});
+            }
+        };
+        overflow(1);
+        let before = ring.published();
+        event.pause_output(true).unwrap();
+        overflow(3);
+        assert_eq!((ring.published(), ring.pending_lost()), (before, 3));
+        assert_eq!(event.read().unwrap().value, 40);
+        event.pause_output(false).unwrap();
+        overflow(1);
+        assert_eq!(ring.pending_lost(), 0, "the LOST record is written");
+        // A sample of 16 bytes behind a LOST record of 24.
+        assert_eq!(ring.published() - before, 40);
+    }
+}
+
+/// Registers that know no more than they must give samples with nothing in those fields, and nothing made up.
+#[test]
+fn what_the_registers_do_not_know_is_empty() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        sample_type: SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let event = m.open_vcpu(attr.clone(), None);
+    let mut reader = perf_core::ring::RingReader::of(event.map(1, true).unwrap());
+    m.run(0, 10);
+    v.service_overflows(&mut NoRegs, &mut |_| {});
+    let format = perf_core::record::Format {
+        sample_type: attr.sample_type,
+        read_format: attr.read_format,
+    };
+    let raw = reader.next_record().unwrap().expect("a sample");
+    let perf_core::record::Record::Sample(sample) = perf_core::record::Record::decode(raw, format).unwrap()
+    else {
+        panic!("no sample");
+    };
+    assert_eq!((sample.addr, sample.callchain.len()), (0, 0));
+    // Four bytes that fill the field up.
+    assert_eq!(sample.raw, [0; 4]);
+}

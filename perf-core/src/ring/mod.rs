@@ -125,6 +125,7 @@ pub struct Ring {
     mapping: Mapping,
     record_max: usize,
     lost_id: AtomicU64,
+    paused: AtomicBool,
     control_busy: AtomicBool,
     control_sequence: AtomicU32,
     wake: wake::Wake,
@@ -221,6 +222,7 @@ impl Ring {
             // it would not be written any more, even to an empty ring.
             record_max: room.saturating_sub(LOST_SIZE).min(RECORD_SIZE_MAX),
             lost_id: AtomicU64::new(0),
+            paused: AtomicBool::new(false),
             control_busy: AtomicBool::new(false),
             control_sequence: AtomicU32::new(0),
             wake: wake::Wake::new().map_err(os("creating an eventfd for the ring"))?,
@@ -355,6 +357,13 @@ impl Ring {
         }
     }
 
+    /// Takes no more records, or takes them again. What comes meanwhile is counted as lost. So a reader can go
+    /// through a ring that is overwritten without being overtaken.
+    pub fn pause(&self, on: bool) {
+        // Relaxed: a writer that is between its look and its reservation is as one that came before.
+        self.paused.store(on, Relaxed);
+    }
+
     /// Reserves a record of `size` bytes, header included. Samples count for `wakeup_events`.
     ///
     /// The record is published after the returned guard is dropped, together with those that were begun
@@ -363,7 +372,8 @@ impl Ring {
     ///
     /// # Errors
     ///
-    /// [`RingError::Full`] if there is no room now, which is counted for the next LOST record.
+    /// [`RingError::Full`] if there is no room now or the ring is paused, which is counted for the next LOST
+    /// record.
     /// [`RingError::Size`], [`RingError::TooLarge`] and [`RingError::NoData`] if the record could never be
     /// written; these are not counted.
     #[inline]
@@ -418,6 +428,9 @@ impl Ring {
     /// are. A refusal counts `records` losses.
     #[inline]
     fn claim(&self, size: usize, samples: u64, records: u64) -> Result<(Claim, *mut u8), RingError> {
+        if self.paused.load(Relaxed) {
+            return Err(self.refused(records));
+        }
         let lost = self.protocol.take_lost();
         let extra = if lost == 0 { 0 } else { LOST_SIZE };
         let Some(claim) = self
