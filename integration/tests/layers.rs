@@ -57,8 +57,9 @@ const KNOWN_CYCLES: &[(&str, &[&str])] = &[
     (
         "perf-core",
         &[
-            "context", "control", "core", "event", "group", "handle", "inherit", "limits", "lost", "open",
-            "output", "overflow", "schedule", "sideband", "slices", "software", "time",
+            "builder", "context", "control", "core", "event", "group", "handle", "inherit", "limits", "lock",
+            "lost", "open", "output", "overflow", "read", "schedule", "sideband", "slices", "software",
+            "switch", "the root", "time",
         ],
     ),
     ("vpmu", &["amd", "cpuid", "events", "intel", "model", "vendor"]),
