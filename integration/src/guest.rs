@@ -43,6 +43,7 @@ pub struct LinuxGuest {
     initrd: Option<String>,
     pmu: String,
     cpus: u32,
+    max_cpus: Option<u32>,
     memory_mib: u32,
     cmdline: String,
     kaslr: bool,
@@ -71,6 +72,7 @@ impl LinuxGuest {
             initrd: None,
             pmu: pmu.into(),
             cpus: 1,
+            max_cpus: None,
             memory_mib: 512,
             cmdline: String::new(),
             kaslr: false,
@@ -98,6 +100,12 @@ impl LinuxGuest {
     /// Number of vCPUs.
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
+        self
+    }
+
+    /// Most vCPUs, if some can be added later.
+    pub fn max_cpus(mut self, max_cpus: u32) -> Self {
+        self.max_cpus = Some(max_cpus);
         self
     }
 
@@ -198,12 +206,16 @@ impl LinuxGuest {
         if script.is_some() || !self.files.is_empty() || !self.below.is_empty() {
             initrd = self.joined_initrd(place, &initrd, script)?;
         }
+        let cpus = match self.max_cpus {
+            Some(max) => format!("{},max={max}", self.cpus),
+            None => self.cpus.to_string(),
+        };
         Ok(Command::new(place.perfvisor()?)
             .arg("run")
             .args(["--kernel", &kernel])
             .args(["--initrd", &initrd])
             .args(["--cmdline", &cmdline])
-            .args(["--cpus", &self.cpus.to_string()])
+            .args(["--cpus", &cpus])
             .args(["--memory", &format!("{}M", self.memory_mib)])
             .args(["--pmu", &self.pmu])
             .args(self.arguments.iter().cloned()))

@@ -26,14 +26,12 @@ use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::RdpmcMode;
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::running::RunningKernels;
-use crate::rdpmc::sites::{Sites, SitesOfVcpu};
+use crate::rdpmc::sites::Sites;
 use crate::vcpu::control::RunControl;
-use crate::vcpu::debugctl::DebugControl;
-use crate::vcpu::gate::Gate;
-use crate::vcpu::mailbox::Mailbox;
-use crate::vcpu::stats::VcpuStats;
-use crate::vcpu::step::Stepper;
-use crate::vcpu::{Kicker, Rdpmc, Vcpu, VcpuError};
+use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
+use crate::vcpu::numbers::VcpuNumbers;
+use crate::vcpu::roster::{Roster, RosterError};
+use crate::vcpu::{FirstState, Kicker, StateError};
 
 /// Why a VM could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -67,9 +65,12 @@ pub enum VmError {
     PmuTaken,
     /// A vCPU could not be made.
     #[error(transparent)]
-    Vcpu(#[from] VcpuError),
+    Vcpu(#[from] RosterError),
+    /// What a vCPU that can be added holds could not be read.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// More vCPUs than this host's KVM takes.
-    #[error("--cpus {asked}: this host's KVM takes at most {limit} vCPUs in a VM")]
+    #[error("{asked} vCPUs: this host's KVM takes at most {limit} vCPUs in a VM")]
     TooManyVcpus {
         /// What was asked.
         asked: u8,
@@ -98,8 +99,8 @@ pub struct VmConfig {
     pub initrd: Option<PathBuf>,
     /// Its command line.
     pub cmdline: String,
-    /// vCPUs, 1 to 64.
-    pub cpus: u8,
+    /// vCPUs at the start and at most.
+    pub cpus: VcpuNumbers,
     /// RAM in bytes.
     pub memory_bytes: u64,
     /// The PMU.
@@ -121,12 +122,13 @@ pub struct VmConfig {
 /// A VM that is ready to start.
 pub struct Vm {
     // Field order is drop order: vCPUs before the VM, the VM before its memory.
-    vcpus: Vec<Vcpu>,
+    roster: Arc<Roster>,
+    on_first_entry: Option<Box<dyn FnOnce() + Send>>,
+    cpus: VcpuNumbers,
     fd: Arc<VmFd>,
     bus: Arc<Bus>,
     pmu: Option<Arc<VmPmu>>,
     control: Arc<RunControl>,
-    stats: Vec<Arc<VcpuStats>>,
     loaded: Loaded,
     ram: GuestRam,
 }
@@ -148,9 +150,9 @@ impl Vm {
         // With KVM's own vPMU registers and RDPMC are KVM's.
         let traps = has_pmu && config.own_pmu.is_none();
         let limit = kvm.get_max_vcpus();
-        if usize::from(config.cpus) > limit {
+        if usize::from(config.cpus.max()) > limit {
             return Err(VmError::TooManyVcpus {
-                asked: config.cpus,
+                asked: config.cpus.max(),
                 limit,
             });
         }
@@ -229,6 +231,10 @@ impl Vm {
             .map_err(|e| VmError::Os("making the devices", e))?;
         fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
             .map_err(call("KVM_IRQFD"))?;
+        if let Some(plug) = bus.cpu_plug() {
+            fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
+                .map_err(call("KVM_IRQFD"))?;
+        }
         let bus = Arc::new(bus);
 
         let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
@@ -247,7 +253,7 @@ impl Vm {
         let guest_cpu = |tsc_khz| GuestCpu {
             pmu: &model,
             backability: config.backability,
-            cpus: config.cpus,
+            cpus: config.cpus.max(),
             tsc_khz,
             tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
             nested: config.nested,
@@ -265,9 +271,8 @@ impl Vm {
                 gate,
             ))
         });
-        let mut vcpus = Vec::with_capacity(config.cpus.into());
-        let mut stats = Vec::with_capacity(config.cpus.into());
-        for id in 0..config.cpus {
+        let mut vcpus = Vec::with_capacity(config.cpus.max().into());
+        for id in 0..config.cpus.max() {
             let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
                 Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
                 _ => call("KVM_CREATE_VCPU")(e),
@@ -288,56 +293,48 @@ impl Vm {
             if id == 0 {
                 loaded.configure_bsp(&vcpu)?;
             }
-            let vcpu_pmu = pmu.as_ref().map(|pmu| pmu.vcpu(id, tsc_khz, statistics(&vcpu)));
-            let counters = Arc::new(VcpuStats::default());
-            stats.push(counters.clone());
-            let mut vcpu = Vcpu::new(
-                id,
-                vcpu,
-                fd.clone(),
-                bus.clone(),
-                vcpu_pmu,
-                counters,
-                control.clone(),
-            )?;
-            vcpu.stop_at_rdpmc(&breakpoints);
-            if model.intel_version() >= 2 {
-                let control = DebugControl::new(&table).ok_or_else(|| {
-                    VmError::Os("making an MSR list", io::Error::from_raw_os_error(libc::ENOMEM))
-                })?;
-                vcpu.keep_debug_control(control);
+            if let Some(pmu) = &pmu
+                && let Some(stats) = statistics(&vcpu)
+            {
+                pmu.add_statistics(id, stats);
             }
-            if traps && config.rdpmc != RdpmcMode::Off {
-                let mut rdpmc = Rdpmc::new(ram.memory().clone(), linux, SitesOfVcpu::new(sites.clone()));
-                if gate {
-                    rdpmc = rdpmc.with_gate(Gate::new(
-                        planted.clone(),
-                        ram.memory().clone(),
-                        loaded.symbols.clone(),
-                    ));
-                }
-                if let Some(running) = &running {
-                    rdpmc = rdpmc.with_running(running.clone());
-                }
-                vcpu.serve_rdpmc(rdpmc);
-            }
-            if stepped {
-                vcpu.step_with(Stepper::new(
-                    config.pmu.model.vendor(),
-                    ram.memory().clone(),
-                    config.pmu.stepping,
-                    config.cpus == 1,
-                ));
-            }
-            vcpus.push(vcpu);
+            let first = if config.cpus.can_change() && id > 0 {
+                Some(FirstState::of(kvm, &vcpu)?)
+            } else {
+                None
+            };
+            vcpus.push(KvmVcpu::new(id, vcpu, tsc_khz, table, first));
         }
+        let serves_rdpmc = traps && config.rdpmc != RdpmcMode::Off;
+        let maker = VcpuMaker {
+            vm: fd.clone(),
+            bus: bus.clone(),
+            pmu: pmu.clone(),
+            control: control.clone(),
+            memory: ram.memory().clone(),
+            breakpoints,
+            keeps_debug_control: model.intel_version() >= 2,
+            rdpmc: serves_rdpmc.then(|| RdpmcParts {
+                linux,
+                sites,
+                gate: gate.then(|| (planted, loaded.symbols.clone())),
+                running,
+            }),
+            stepper: stepped.then(|| StepperParts {
+                vendor: config.pmu.model.vendor(),
+                host: config.pmu.stepping,
+                alone: config.cpus.max() == 1,
+            }),
+        };
+        let roster = Roster::new(vcpus, maker, control.clone(), bus.cpu_plug().cloned());
         Ok(Self {
-            vcpus,
+            roster: Arc::new(roster),
+            on_first_entry: None,
+            cpus: config.cpus,
             fd,
             bus,
             pmu,
             control,
-            stats,
             loaded,
             ram,
         })
@@ -358,50 +355,37 @@ impl Vm {
         &self.control
     }
 
-    /// Counters of each vCPU.
-    pub fn stats(&self) -> &[Arc<VcpuStats>] {
-        &self.stats
-    }
-
     /// Calls `f` right before the first guest instruction.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
-        if let Some(bsp) = self.vcpus.first_mut() {
-            bsp.on_first_entry(f);
-        }
+        self.on_first_entry = Some(f);
     }
 
-    /// Starts all vCPU threads.
+    /// Starts the threads of the vCPUs that are there at the start.
     ///
     /// # Errors
     /// [`VmError::Vcpu`]; threads that were started are stopped again.
     pub fn start(self) -> Result<RunningVm, VmError> {
         let running = RunningVm {
-            threads: Kicker::default(),
-            mailboxes: self.vcpus.iter().map(|v| v.mailbox().clone()).collect(),
+            roster: self.roster,
             loaded: self.loaded,
             control: self.control,
             bus: self.bus,
             pmu: self.pmu,
-            stats: self.stats,
             _fd: self.fd,
             ram: self.ram,
         };
-        for vcpu in self.vcpus {
-            running.threads.add(vcpu.spawn()?);
-        }
+        running.roster.start(self.cpus.present(), self.on_first_entry)?;
         Ok(running)
     }
 }
 
 /// A VM whose vCPU threads run. Dropping it stops them.
 pub struct RunningVm {
-    threads: Kicker,
-    mailboxes: Vec<Arc<Mailbox>>,
+    roster: Arc<Roster>,
     loaded: Loaded,
     control: Arc<RunControl>,
     bus: Arc<Bus>,
     pmu: Option<Arc<VmPmu>>,
-    stats: Vec<Arc<VcpuStats>>,
     _fd: Arc<VmFd>,
     ram: GuestRam,
 }
@@ -422,11 +406,6 @@ impl RunningVm {
         self.pmu.as_ref()
     }
 
-    /// Counters of each vCPU.
-    pub fn stats(&self) -> &[Arc<VcpuStats>] {
-        &self.stats
-    }
-
     /// The guest's memory.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
@@ -437,25 +416,25 @@ impl RunningVm {
         &self.loaded
     }
 
-    /// Where requests for vCPUs are put, one for each.
-    pub fn mailboxes(&self) -> &[Arc<Mailbox>] {
-        &self.mailboxes
+    /// The vCPUs.
+    pub fn roster(&self) -> &Arc<Roster> {
+        &self.roster
     }
 
     /// Makes every vCPU look at its run state.
     pub fn kicker(&self) -> &Kicker {
-        &self.threads
+        self.roster.kicker()
     }
 
     /// Stops the vCPUs, unless they have ended, and waits for their threads.
     pub fn stop_and_join(&mut self) {
-        if self.threads.is_empty() {
+        if self.kicker().is_empty() {
             return;
         }
         if self.control.reason().is_none() {
             self.control.stop(crate::vcpu::control::StopReason::Operator);
         }
-        self.threads.join();
+        self.kicker().join();
     }
 }
 

@@ -54,7 +54,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
         kernel: &kernel,
         initrd,
         cmdline,
-        cpus: 1,
+        cpus: "1".parse().unwrap(),
         patch_rdpmc: true,
     };
     let loaded = boot::load(&ram, &request).unwrap();

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use common::{EM_386, EM_X86_64, LINUX_CODE, Seg};
 use perfvisor_vmm::boot::{self, BootError, BootRequest, KernelSource, layout};
 use perfvisor_vmm::memory::GuestRam;
+use perfvisor_vmm::vcpu::numbers::VcpuNumbers;
 use proptest::prelude::*;
 
 const RAM_BYTES: u64 = 32 << 20;
@@ -21,7 +22,7 @@ fn attempt(kernel: &Path, initrd: Option<&Path>, cmdline: &str, cpus: u8) -> Res
             kernel: &kernel,
             initrd,
             cmdline,
-            cpus,
+            cpus: VcpuNumbers::fixed(cpus).unwrap(),
             patch_rdpmc: true,
         },
     )
@@ -272,7 +273,12 @@ fn command_lines_and_vcpu_counts_have_limits() {
     }
     attempt(&good, None, "", layout::MAX_CPUS).unwrap();
     for cpus in [0, layout::MAX_CPUS + 1, 255] {
-        assert!(line(attempt(&good, None, "", cpus).unwrap_err()).contains("1 to 64"));
+        assert!(
+            VcpuNumbers::fixed(cpus)
+                .unwrap_err()
+                .to_string()
+                .contains("1 to 64")
+        );
     }
 }
 

@@ -51,7 +51,7 @@ fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, Loaded) {
         kernel: &kernel,
         initrd: None,
         cmdline: "console=ttyS0",
-        cpus: 2,
+        cpus: "2".parse().unwrap(),
         patch_rdpmc,
     };
     let loaded = boot::load(&ram, &request).unwrap();

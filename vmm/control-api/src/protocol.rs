@@ -38,6 +38,16 @@ pub enum Call {
     Resume,
     /// Ends the VM.
     Stop,
+    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those with the highest
+    /// numbers it is asked if there are too many. Reply: [`VcpuPlug`]; ask [`Call::VcpuPlug`] what has come of it.
+    Vcpus {
+        /// How many, up to what the VM was started for.
+        count: u32,
+    },
+    /// Which vCPUs come and go. Reply: [`VcpuPlug`].
+    VcpuPlug,
+    /// Has the guest no longer asked for vCPUs that it has not given up. Reply: [`VcpuPlug`].
+    VcpusWithdraw,
     /// Who gets the host's counters from now on: guest-first, operator-first or strict.
     Share {
         /// Its name.
@@ -67,6 +77,9 @@ pub enum Call {
     Enable,
     /// Disables them.
     Disable,
+    /// The events of this connection that were opened on vCPUs which came since it asked last: those that were asked for without naming
+    /// vCPUs. They are enabled if the connection's last word was so. Reply: a list of [`Joined`].
+    Joined,
     /// Reads them all. Reply: a list of [`EventReading`].
     Read,
     /// Closes them all.
@@ -124,6 +137,10 @@ pub struct Sampling {
 
 fn one() -> u32 {
     1
+}
+
+fn is_zero(n: &u32) -> bool {
+    *n == 0
 }
 
 fn is_one(n: &u32) -> bool {
@@ -186,6 +203,9 @@ pub struct VmInfo {
     pub pid: u32,
     /// Number of vCPUs.
     pub vcpus: u32,
+    /// Most vCPUs it may have; 0 from a VM that does not say.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub max_vcpus: u32,
     /// Its PMU model; "off" for none.
     pub pmu: String,
     /// What runs in it.
@@ -230,6 +250,44 @@ pub enum ClientRole {
     Admin,
     /// Everything within the limits on operators: the VM's own user.
     Operator,
+}
+
+/// Which vCPUs of a VM come and go.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VcpuPlug {
+    /// Those there are.
+    pub present: Vec<u32>,
+    /// Most there can be.
+    pub max: u32,
+    /// Those that have come and that the guest has not taken note of.
+    pub unnoticed: Vec<u32>,
+    /// Those that the guest was asked to give up and has not.
+    pub asked_for: Vec<u32>,
+    /// Those that the guest has given up, and that are about to leave.
+    pub leaving: Vec<u32>,
+    /// What it refused to take in or give up when it was asked last.
+    pub refused: Vec<VcpuRefusal>,
+}
+
+/// A guest does not take a vCPU in, or does not give it up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VcpuRefusal {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// The status that its _OST gave (ACPI 6.5, tables 6.74 and 6.75).
+    pub status: u32,
+}
+
+/// Events on a vCPU that came.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Joined {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// Its events.
+    pub events: Vec<Opened>,
+    /// Why they could not be opened: the vCPU is there, and not counted for this connection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
 }
 
 /// An event that was opened, or could not be.
@@ -288,6 +346,9 @@ pub struct EventReading {
     pub bound: Option<f64>,
     /// The event is in the error state: pinned, and no slot.
     pub failed: bool,
+    /// Its vCPU has left: this is the last it counted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub gone: bool,
     /// Of an event that was opened for the whole VM: what each vCPU counted of it, those that have gone included.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vcpus: Vec<VcpuPart>,
@@ -336,6 +397,14 @@ impl EventReading {
         if self.failed {
             return None;
         }
+        if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
+            // Its vCPU was not there in this interval.
+            return Some(Growth {
+                count: 0,
+                enabled_ns: 0,
+                running_ns: 0,
+            });
+        }
         let of = |r: &Self| (r.value, r.enabled_ns, r.running_ns, r.estimate);
         growth(of(self), before.map(of))
     }
@@ -352,6 +421,7 @@ impl EventReading {
             standard_error: part.standard_error,
             bound: part.bound,
             failed: self.failed,
+            gone: self.gone,
             vcpus: Vec::new(),
         })
     }
@@ -555,6 +625,7 @@ mod tests {
             standard_error: None,
             bound: None,
             failed: false,
+            gone: false,
             vcpus: Vec::new(),
         }
     }

@@ -7,7 +7,7 @@ use perf_core::SharePolicy;
 use serde::de::DeserializeOwned;
 
 use crate::protocol::{
-    Call, EventReading, Generation, GuestViews, HostRingInfo, KernelInfo, Opened, RingInfo, RingLoss,
+    self, Call, EventReading, Generation, GuestViews, HostRingInfo, KernelInfo, Opened, RingInfo, RingLoss,
     Sampling, SymbolsInfo, VmInfo,
 };
 
@@ -75,6 +75,16 @@ requests! {
     Resume => VmInfo;
     /// Ends the VM.
     Stop => VmInfo;
+    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those with the highest
+    /// numbers it is asked if there are too many. Reply: [`protocol::VcpuPlug`]; ask [`VcpuPlug`] what has come of it.
+    Vcpus {
+        /// How many, up to what the VM was started for.
+        count: u32,
+    } => protocol::VcpuPlug;
+    /// Which vCPUs come and go. Reply: [`protocol::VcpuPlug`].
+    VcpuPlug => protocol::VcpuPlug;
+    /// Has the guest no longer asked for vCPUs that it has not given up. Reply: [`protocol::VcpuPlug`].
+    VcpusWithdraw => protocol::VcpuPlug;
     /// Replaces the filter of the events the guest may count.
     Filter {
         /// Its text, as in a file for `--pmu-filter`.
@@ -96,6 +106,9 @@ requests! {
     Enable => ();
     /// Disables them.
     Disable => ();
+    /// The events of this connection that were opened on vCPUs which came since it asked last: those that were asked for without naming
+    /// vCPUs. They are enabled if the connection's last word was so. Reply: a list of [`protocol::Joined`].
+    Joined => Vec<protocol::Joined>;
     /// Reads them all. Reply: a list of [`EventReading`].
     Read => Vec<EventReading>;
     /// Closes them all.

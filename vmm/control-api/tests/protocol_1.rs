@@ -207,3 +207,19 @@ fn a_reply_is_an_answer_or_a_failure() {
         same::<ReplyLine>(&line);
     }
 }
+
+/// What came to version 1 later: a client that does not know it is not answered with it.
+#[test]
+fn vcpus_come_and_go_as_version_1_says() {
+    asks(
+        request::Vcpus { count: 3 },
+        r#"{"id":7,"call":"vcpus","count":3}"#,
+    );
+    asks(request::VcpuPlug, r#"{"id":7,"call":"vcpu_plug"}"#);
+    asks(request::VcpusWithdraw, r#"{"id":7,"call":"vcpus_withdraw"}"#);
+    asks(request::Joined, r#"{"id":7,"call":"joined"}"#);
+    answers::<request::VcpuPlug>(
+        r#"{"present":[0,1],"max":4,"unnoticed":[1],"asked_for":[],"leaving":[],"refused":[{"vcpu":2,"status":130}]}"#,
+    );
+    answers::<request::Joined>(r#"[{"vcpu":1,"events":[]},{"vcpu":2,"events":[],"refused":"why"}]"#);
+}

@@ -22,11 +22,11 @@ use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
-use perfvisor_vmm::boot::layout::MAX_CPUS;
 use perfvisor_vmm::kvm::signature::{CpuSignature, SignatureError};
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::metrics::address::MetricsAddress;
+use perfvisor_vmm::numbers::{VcpuNumbers, VcpuNumbersError};
 use perfvisor_vmm::turns::MuxChoice;
 
 const EXIT_STATUS_HELP: &str = "\
@@ -64,7 +64,7 @@ pub enum Command {
     Validate(ValidateArgs),
     /// List the running VMs.
     Ps(PsArgs),
-    /// Pause, resume or stop a VM, change its sharing policy or its event filter.
+    /// Pause, resume or stop a VM, add and remove vCPUs, change its sharing policy or its event filter.
     Ctl(CtlArgs),
     /// Count events of a VM's vCPUs, or show what its guest counts.
     Stat(StatArgs),
@@ -116,9 +116,9 @@ pub struct RunArgs {
     /// Kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check]
     #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
-    /// Number of vCPUs, 1 to 64.
-    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_cpus)]
-    pub cpus: u8,
+    /// Number of vCPUs, 1 to 64; N,max=M for more that `perfvisor ctl NAME vcpus` can add later.
+    #[arg(long, value_name = "N[,max=M]", default_value = "1", value_parser = parse_cpus)]
+    pub cpus: VcpuNumbers,
     /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
     pub memory: u64,
@@ -286,11 +286,8 @@ fn parse_builtin(text: &str) -> Result<&'static guest_images::bare_metal::Guest,
         .ok_or_else(|| format!("must be one of {}", names()))
 }
 
-fn parse_cpus(text: &str) -> Result<u8, String> {
-    match text.parse::<u8>() {
-        Ok(n) if (1..=MAX_CPUS).contains(&n) => Ok(n),
-        _ => Err(format!("the number of vCPUs must be 1 to {MAX_CPUS}")),
-    }
+fn parse_cpus(text: &str) -> Result<VcpuNumbers, String> {
+    text.parse().map_err(|e: VcpuNumbersError| e.to_string())
 }
 
 fn parse_memory(text: &str) -> Result<u64, String> {
@@ -384,7 +381,7 @@ mod tests {
     #[test]
     fn defaults_run_the_built_in_guest() {
         let args = run(&[]).unwrap();
-        assert_eq!((args.cpus, args.memory, args.kernel), (1, 512 << 20, None));
+        assert_eq!((args.cpus.max(), args.memory, args.kernel), (1, 512 << 20, None));
         assert_eq!(
             (args.pmu, args.backing, args.rdpmc),
             (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)
@@ -434,7 +431,9 @@ mod tests {
             (args.hide_uncounted, run(&[]).unwrap().hide_uncounted),
             (false, true)
         );
-        assert_eq!((args.cpus, args.memory), (64, 16 << 20));
+        assert_eq!((args.cpus.present(), args.memory), (64, 16 << 20));
+        let cpus = run(&["--cpus", "2,max=8"]).unwrap().cpus;
+        assert_eq!((cpus.present(), cpus.max()), (2, 8));
         assert_eq!(args.pmu, ModelName::Generation(vpmu::Generation::Intel(4)));
         assert_eq!(
             args.pmu_counters,
@@ -459,6 +458,8 @@ mod tests {
             (&["--cpus", "65"], "'65'", "1 to 64"),
             (&["--cpus", "-1"], "-1", ""),
             (&["--cpus", "two"], "'two'", "1 to 64"),
+            (&["--cpus", "4,max=2"], "'4,max=2'", "max=2"),
+            (&["--cpus", "4,most=8"], "'4,most=8'", "N,max=M"),
             (&["--memory", "15M"], "'15M'", "16M"),
             (&["--memory", "1X"], "'1X'", "512M"),
             (&["--memory", "99999999999999T"], "99999999999999T", "host"),
@@ -523,7 +524,10 @@ mod tests {
             (&["ctl"][..], ["pause, resume", "`perfvisor ctl --help`"]),
             (
                 &["ctl", "vm"],
-                ["pause, resume, stop, share, filter", "`perfvisor ctl --help`"],
+                [
+                    "pause, resume, stop, status, vcpus, share, filter",
+                    "`perfvisor ctl --help`",
+                ],
             ),
             (&["ctl", "vm", "fly"], ["'fly'", "`perfvisor ctl --help`"]),
             (

@@ -32,7 +32,8 @@ use perfvisor_vmm::pmu::{PmuConfig, VmPmu, backing};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::{Ticks, Turns};
 use perfvisor_vmm::vcpu::control::{RunControl, StopReason};
-use perfvisor_vmm::vcpu::{Kicker, kick, stats};
+use perfvisor_vmm::vcpu::roster::Roster;
+use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
@@ -135,7 +136,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         Stepping::default()
     };
     if has_pmu && policy == BackingPolicy::Exact {
-        backing::check_stepping(stepping, args.cpus).map_err(|e| e.to_string())?;
+        backing::check_stepping(stepping, args.cpus.max()).map_err(|e| e.to_string())?;
     }
     let backability = match own_pmu {
         Some(own) if model.vendor() == Vendor::Intel => own.events,
@@ -237,7 +238,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         log::warn!("{lost} bytes of guest output were not written");
     }
     if args.stats {
-        report_stats(&running);
+        report_stats(&running, args.cpus.present());
     }
     served.map_err(|e| format!("the event loop failed: {e}"))?;
     Ok(exit_status(running.control()))
@@ -274,9 +275,7 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
         started: Instant::now(),
         control: running.control().clone(),
         pmu: running.pmu().cloned(),
-        kicker: running.kicker().clone(),
-        mailboxes: running.mailboxes().to_vec(),
-        stats: running.stats().to_vec(),
+        roster: running.roster().clone(),
         looks: AtomicU64::new(0),
         symbols: loaded.symbols.clone(),
         flat: loaded.kind == KernelKind::Multiboot,
@@ -284,7 +283,7 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
 }
 
 /// An error and its sources in one line.
-fn chain(error: &dyn Error) -> String {
+pub(crate) fn chain(error: &dyn Error) -> String {
     let mut line = error.to_string();
     let mut source = error.source();
     while let Some(e) = source {
@@ -305,7 +304,7 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
         loaded.kind,
         loaded.kernel.start,
         loaded.kernel.end,
-        config.cpus,
+        config.cpus.present(),
         config.memory_bytes >> 20,
         config.pmu.model.generation()
     );
@@ -320,8 +319,12 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
     }
 }
 
-fn report_stats(running: &RunningVm) {
-    let all: Vec<_> = running.stats().iter().map(Arc::as_ref).collect();
+fn report_stats(running: &RunningVm, at_start: u8) {
+    let mut all: Vec<_> = running.roster().seats().iter().map(|seat| seat.stats()).collect();
+    // Not those that could have come and never did.
+    while all.len() > at_start.into() && all.last().is_some_and(|stats| stats.exits.get() == 0) {
+        all.pop();
+    }
     crate::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
 }
 
@@ -357,7 +360,7 @@ fn serve(
         signals,
         ticks: Ticks::new(running.pmu().is_some()).map_err(io_error)?,
         turns: Turns::new(mux).map_err(io_error)?,
-        kicker: running.kicker().clone(),
+        roster: running.roster().clone(),
     }));
     manager.add_subscriber(housekeeping.clone());
     for server in servers {
@@ -387,7 +390,7 @@ struct Housekeeping {
     signals: StopSignals,
     ticks: Ticks,
     turns: Turns,
-    kicker: Kicker,
+    roster: Arc<Roster>,
 }
 
 impl Housekeeping {
@@ -399,14 +402,16 @@ impl Housekeeping {
         }
     }
 
-    fn fds(&self) -> [RawFd; 5] {
-        [
+    fn fds(&self) -> Vec<RawFd> {
+        let ejected = self.roster.plug().map(|plug| plug.ejected().as_raw_fd());
+        let own = [
             self.control.stopped_event().as_raw_fd(),
             self.quit.as_raw_fd(),
             self.signals.as_raw_fd(),
             self.ticks.as_raw_fd(),
             self.turns.as_raw_fd(),
-        ]
+        ];
+        own.into_iter().chain(ejected).collect()
     }
 }
 
@@ -426,12 +431,18 @@ impl MutEventSubscriber for Housekeeping {
             self.ticks.rang(pmu.core());
             if pmu.core().has_unseen_errors() {
                 // A counter lost its place, and its vCPU may stay in the guest for long.
-                self.kicker.kick();
+                self.roster.kicker().kick();
             }
         } else if fd == self.turns.as_raw_fd()
             && let Some(pmu) = &self.pmu
         {
             self.turns.rang(pmu.core());
+        } else if self
+            .roster
+            .plug()
+            .is_some_and(|plug| fd == plug.ejected().as_raw_fd())
+        {
+            self.roster.let_go();
         }
         // The stopped event needs no action: the loop looks at the reason.
     }

@@ -10,7 +10,9 @@ use std::time::Duration;
 use common::vm::{PROGRAM, SpinningVm, eventually};
 
 use control_api::client::Client;
-use control_api::protocol::{EventReading, HostRingInfo, Opened, RingInfo, Sampling, VmInfo, VmState};
+use control_api::protocol::{
+    EventReading, HostRingInfo, Joined, Opened, RingInfo, Sampling, VcpuPlug, VmInfo, VmState,
+};
 use control_api::request;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};
@@ -26,6 +28,27 @@ impl TestVm {
     fn spinning(vcpus: u32) -> Option<Self> {
         let vm = SpinningVm::start("test", &["--cpus", &vcpus.to_string()])?;
         Some(Self { vm, vcpus })
+    }
+
+    /// One vCPU, and room for two more.
+    fn spinning_with_room(args: &[&str]) -> Option<Self> {
+        let vm = SpinningVm::start("test", &[&["--cpus", "1,max=3"], args].concat())?;
+        Some(Self { vm, vcpus: 1 })
+    }
+
+    /// Names of the vCPUs' threads.
+    fn vcpu_threads(&self) -> Vec<String> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.vm.child.id())).unwrap();
+        let name = |task: std::io::Result<std::fs::DirEntry>| {
+            std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+        };
+        let mut names: Vec<String> = tasks
+            .filter_map(name)
+            .map(|name| name.trim().to_owned())
+            .collect();
+        names.retain(|name| name.starts_with("vcpu"));
+        names.sort();
+        names
     }
 
     fn sockets(&self) -> std::path::PathBuf {
@@ -126,6 +149,161 @@ fn an_operator_controls_a_vm() {
     assert!(vm.ps().is_empty());
 }
 
+/// A guest that knows nothing of CPU hot-plug: what is added runs and is counted from the start, is shown to be there, and stays
+/// when the guest does not give it up.
+#[test]
+fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
+    let Some(mut vm) = TestVm::spinning_with_room(&[]) else {
+        return;
+    };
+    assert_eq!(
+        vm.say(&["ctl", "test", "status"]),
+        "test: running, 1 of 3 vCPUs\n"
+    );
+    assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (1, 3));
+    assert!(vm.say(&["ps"]).contains(" 1 of 3 "));
+    assert_eq!(vm.vcpu_threads(), ["vcpu0"]);
+
+    // One event for the whole VM, and events on each vCPU with a ring, opened before.
+    let mut whole = vm.client();
+    let open = |client: &mut Client, whole, sampling| -> Vec<Opened> {
+        let opened = client.call(request::Open {
+            events: "cycles,pv/io-exits/".into(),
+            vcpus: None,
+            whole,
+            sampling,
+        });
+        let () = client.call(request::Enable).unwrap();
+        opened.unwrap()
+    };
+    assert_eq!(open(&mut whole, true, None).len(), 2);
+    let mut each = vm.client();
+    let opened: Vec<Opened> = each
+        .call(request::Open {
+            events: "cycles".into(),
+            vcpus: None,
+            whole: false,
+            sampling: Some(Sampling {
+                rate: 1_000_000,
+                frequency: false,
+                callchain: false,
+                chain_every: 1,
+            }),
+        })
+        .unwrap();
+    assert_eq!(opened.len(), 1);
+    let (ring, _): (RingInfo, std::fs::File) =
+        each.call_with_file(request::Ring { vcpu: 0, pages: 8 }).unwrap();
+    let () = each.call(request::Enable).unwrap();
+
+    let out = vm.run(&["-v", "ctl", "test", "vcpus", "3", "--wait", "0.3"]);
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    assert!(said.contains("no note of vCPUs 1, 2"), "{said}");
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "test: running, 3 vCPUs\n");
+    assert_eq!(vm.vcpu_threads(), ["vcpu0", "vcpu1", "vcpu2"]);
+
+    // The parts of the new vCPUs are there. They wait for INIT, so they have done nothing yet.
+    let readings: Vec<EventReading> = whole.call(request::Read).unwrap();
+    for reading in &readings {
+        let parts: Vec<u32> = reading.vcpus.iter().map(|part| part.vcpu).collect();
+        assert_eq!(parts, [0, 1, 2], "{reading:?}");
+    }
+    let exits = &readings[1].vcpus;
+    assert_eq!((exits[1].value, exits[2].value), (0, 0));
+    assert!(exits[1].running_ns > 0 && exits[1].running_ns == exits[1].enabled_ns);
+    let joined: Vec<Joined> = each.call(request::Joined).unwrap();
+    assert_eq!(
+        joined
+            .iter()
+            .map(|j| (j.vcpu, j.events.len()))
+            .collect::<Vec<_>>(),
+        [(1, 1), (2, 1)]
+    );
+    assert!(
+        joined
+            .iter()
+            .all(|j| j.refused.is_none() && j.events[0].handle.is_some())
+    );
+    assert_eq!(each.call(request::Joined).unwrap(), []);
+    let (info, memfd): (RingInfo, std::fs::File) =
+        each.call_with_file(request::Ring { vcpu: 2, pages: 8 }).unwrap();
+    assert_eq!((info.vcpu, info.sample_type), (2, ring.sample_type));
+    assert_eq!(memfd.metadata().unwrap().len(), 9 * 4096);
+
+    // All of them are paused, looked at and told of.
+    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!(vm.ps()[0].parked, 3);
+    let out = vm.run(&["ctl", "test", "vcpus", "1"]);
+    assert!(String::from_utf8_lossy(&out.stderr).contains("the VM is paused"));
+    assert_eq!(
+        vm.say(&["stat", "test", "--guest-view", "--json"])
+            .lines()
+            .count(),
+        3
+    );
+    vm.say(&["ctl", "test", "resume"]);
+
+    let out = vm.run(&["ctl", "test", "vcpus", "1", "--wait", "0.3"]);
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("has not given up vCPUs 1, 2 in 0.3 s; there are 3 vCPUs"),
+        "{said}"
+    );
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert_eq!(vm.vcpu_threads().len(), 3);
+    let plug: VcpuPlug = each.call(request::VcpuPlug).unwrap();
+    assert_eq!((plug.present, plug.asked_for), (vec![0, 1, 2], vec![]));
+    assert_eq!(vm.say(&["ctl", "test", "vcpus", "3"]), "test: running, 3 vCPUs\n");
+
+    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
+    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+}
+
+/// A vCPU that cannot enter the perf core is not added, and nothing is left of it.
+#[test]
+fn a_vcpu_that_finds_no_descriptors_is_not_added() {
+    let Some(vm) = SpinningVm::start_with_few_descriptors("test", &["--cpus", "1,max=3"], 64) else {
+        return;
+    };
+    let vm = TestVm { vm, vcpus: 1 };
+    let before = vm.descriptors();
+    // Each of these takes a descriptor on each vCPU: there is room for one vCPU's and not for three's.
+    let mut client = vm.client();
+    let events = vec!["page-faults"; (64 - before - 4) / 2 + 1].join(",");
+    let opened: Vec<Opened> = client
+        .call(request::Open {
+            events,
+            vcpus: None,
+            whole: true,
+            sampling: None,
+        })
+        .unwrap();
+    assert!(opened.iter().all(|o| o.handle.is_some()), "{opened:?}");
+    let with_events = vm.descriptors();
+    for _ in 0..3 {
+        let out = vm.run(&["ctl", "test", "vcpus", "3", "--wait", "0.3"]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{said}");
+        assert!(
+            said.contains("cannot be added") && said.lines().count() == 1,
+            "{said}"
+        );
+        eventually("what was begun is undone", || {
+            vm.vcpu_threads() == ["vcpu0"] && vm.descriptors() <= with_events
+        });
+        assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (1, 3));
+    }
+    // With room it can be added.
+    drop(client);
+    eventually("the client's events are closed", || vm.descriptors() <= before);
+    assert_eq!(
+        vm.say(&["ctl", "test", "vcpus", "2", "--wait", "0.1"]),
+        "test: running, 2 of 3 vCPUs\n"
+    );
+}
+
 /// Mistakes are one line that names them, and status 2.
 #[test]
 fn mistakes_of_an_operator_are_one_line() {
@@ -135,6 +313,8 @@ fn mistakes_of_an_operator_are_one_line() {
         (&["ctl", "../test", "pause"], "no name"),
         (&["ctl", "test", "share", "mine"], "guest-first"),
         (&["ctl", "test", "filter", "/nowhere"], "/nowhere"),
+        (&["ctl", "test", "vcpus", "2"], "--cpus N,max=M"),
+        (&["ctl", "test", "vcpus", "many"], "'many'"),
         (&["stat", "test", "-e", "cyclez"], "unknown event"),
         (&["stat", "test", "--vcpu", "7", "-d", "1"], "no vCPU 7"),
         (&["stat", "test", "--vcpu", "x"], "0,2-3"),

@@ -11,8 +11,9 @@ use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
 use acpi_tables::{Aml, AmlSink};
 
-use super::layout;
+use super::{layout, processors};
 use crate::devices::ports;
+use crate::vcpu::numbers::VcpuNumbers;
 
 const OEM_ID: [u8; 6] = *b"PERFVI";
 const OEM_TABLE: [u8; 8] = *b"PERFVISR";
@@ -25,6 +26,10 @@ pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
 
 /// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
 const MADT_PCAT_COMPAT: u32 = 1;
+/// MADT revisions: that of the tables of a machine whose processors are all there, and the first whose local APICs may be
+/// marked as online capable (5.2.12.2), of those that come later.
+const MADT_REVISION: u8 = 4;
+const MADT_REVISION_ONLINE_CAPABLE: u8 = 5;
 /// MADT interrupt source override: polarity and trigger flags (table 5.26).
 const ACTIVE_HIGH: u16 = 1;
 const LEVEL: u16 = 3 << 2;
@@ -46,7 +51,7 @@ impl AmlSink for Bytes {
     }
 }
 
-fn bytes_of(table: &dyn Aml) -> Vec<u8> {
+pub(super) fn bytes_of(table: &dyn Aml) -> Vec<u8> {
     let mut sink = Bytes(Vec::new());
     table.to_aml_bytes(&mut sink);
     sink.0
@@ -54,7 +59,7 @@ fn bytes_of(table: &dyn Aml) -> Vec<u8> {
 
 /// The tables as (guest-physical address, bytes). The root pointer is the first and lies at
 /// [`layout::RSDP`].
-pub(crate) fn tables(cpus: u8) -> Vec<(u64, Vec<u8>)> {
+pub(crate) fn tables(cpus: VcpuNumbers) -> Vec<(u64, Vec<u8>)> {
     let mut at = layout::ACPI_TABLES;
     let mut placed: Vec<(u64, Vec<u8>)> = Vec::new();
     let mut place = |bytes: Vec<u8>| {
@@ -64,7 +69,7 @@ pub(crate) fn tables(cpus: u8) -> Vec<(u64, Vec<u8>)> {
         placed.push((address, bytes));
         address
     };
-    let dsdt = place(dsdt());
+    let dsdt = place(dsdt(cpus));
     let facs = place(bytes_of(&FACS::new()));
     let fadt = place(fadt(dsdt, facs));
     let madt = place(madt(cpus));
@@ -76,8 +81,8 @@ pub(crate) fn tables(cpus: u8) -> Vec<(u64, Vec<u8>)> {
     placed
 }
 
-/// The differentiated description: how to power off, and the serial port.
-fn dsdt() -> Vec<u8> {
+/// The differentiated description: how to power off, the serial port, and the processors where they come and go.
+fn dsdt(cpus: VcpuNumbers) -> Vec<u8> {
     let s5 = Name::new(
         "_S5_".into(),
         &Package::new(vec![&ports::S5_SLEEP_TYPE, &ports::S5_SLEEP_TYPE, &ZERO, &ZERO]),
@@ -93,6 +98,9 @@ fn dsdt() -> Vec<u8> {
     let mut sdt = Sdt::new(*b"DSDT", 36, 2, OEM_ID, OEM_TABLE, OEM_REVISION);
     sdt.append_slice(&bytes_of(&s5));
     sdt.append_slice(&bytes_of(&scope));
+    if cpus.can_change() {
+        sdt.append_slice(&processors::devices(cpus));
+    }
     sdt.as_slice().to_vec()
 }
 
@@ -136,16 +144,22 @@ fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
 }
 
 /// Processors and interrupt controllers.
-fn madt(cpus: u8) -> Vec<u8> {
-    let mut madt = Sdt::new(*b"APIC", 44, 4, OEM_ID, OEM_TABLE, OEM_REVISION);
+fn madt(cpus: VcpuNumbers) -> Vec<u8> {
+    let revision = if cpus.can_change() {
+        MADT_REVISION_ONLINE_CAPABLE
+    } else {
+        MADT_REVISION
+    };
+    let mut madt = Sdt::new(*b"APIC", 44, revision, OEM_ID, OEM_TABLE, OEM_REVISION);
     madt.write_u32(36, layout::LOCAL_APIC);
     madt.write_u32(40, MADT_PCAT_COMPAT);
-    for id in 0..cpus {
-        madt.append_slice(&bytes_of(&ProcessorLocalApic::new(
-            id,
-            id,
-            EnabledStatus::Enabled,
-        )));
+    for id in 0..cpus.max() {
+        let status = if id < cpus.present() {
+            EnabledStatus::Enabled
+        } else {
+            EnabledStatus::DisabledOnlineCapable
+        };
+        madt.append_slice(&bytes_of(&ProcessorLocalApic::new(id, id, status)));
     }
     madt.append_slice(&bytes_of(&IoApic::new(IO_APIC_ID, layout::IO_APIC, 0)));
     // KVM's timer interrupt, ISA IRQ 0, arrives at I/O APIC input 2.
@@ -173,8 +187,9 @@ mod tests {
 
     #[test]
     fn checksums_addresses_and_processor_counts_are_right_for_every_size() {
-        for cpus in [1u8, 2, 63, 64] {
-            let tables = tables(cpus);
+        for cpus in ["1", "2", "63", "64", "1,max=2", "3,max=64", "63,max=64"] {
+            let numbers: VcpuNumbers = cpus.parse().unwrap();
+            let tables = tables(numbers);
             let (rsdp_at, rsdp) = &tables[0];
             assert_eq!(*rsdp_at, layout::RSDP);
             assert_eq!(sum(&rsdp[..20]), 0);
@@ -199,17 +214,31 @@ mod tests {
                     let mut lapics = Vec::new();
                     while at < table.len() {
                         if table[at] == 0 {
-                            lapics.push(table[at + 3]);
+                            lapics.push((table[at + 3], table[at + 4]));
                         }
                         at += usize::from(table[at + 1]);
                     }
                     assert_eq!(at, table.len());
-                    assert_eq!(lapics, (0..cpus).collect::<Vec<_>>());
+                    // Enabled, or online capable.
+                    let flags = |id| if id < numbers.present() { 1 } else { 2 };
+                    let expected: Vec<_> = (0..numbers.max()).map(|id| (id, flags(id))).collect();
+                    assert_eq!(lapics, expected);
+                    assert_eq!(table[8], if numbers.can_change() { 5 } else { 4 });
                 }
                 if &table[..4] == b"FACP" {
                     let dsdt = find(u64::from(u32::from_le_bytes(table[40..44].try_into().unwrap())));
                     assert_eq!(&dsdt[..4], b"DSDT");
                     assert_eq!(sum(dsdt), 0);
+                    // A device for each processor, an ejection for each but the first; nothing where none can come.
+                    let count = |what: &[u8]| dsdt.windows(what.len()).filter(|w| *w == what).count();
+                    let devices = if numbers.can_change() {
+                        usize::from(numbers.max())
+                    } else {
+                        0
+                    };
+                    assert_eq!(count(b"ACPI0007"), devices, "{cpus}");
+                    assert_eq!(count(b"_EJ0"), devices.saturating_sub(1), "{cpus}");
+                    assert_eq!(count(b"ACPI0013"), devices.min(1), "{cpus}");
                     let facs = find(u64::from(u32::from_le_bytes(table[36..40].try_into().unwrap())));
                     assert_eq!(&facs[..4], b"FACS");
                 }

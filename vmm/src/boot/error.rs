@@ -157,14 +157,6 @@ pub enum BootError {
         /// Its position, from 0.
         position: usize,
     },
-    /// vCPU count out of range.
-    #[error("{cpus} vCPUs are out of range: 1 to {limit}")]
-    Cpus {
-        /// Count asked for.
-        cpus: u32,
-        /// The limit.
-        limit: u32,
-    },
     /// Writing what was checked to fit failed.
     #[error("cannot write {what} into guest memory at {address:#x}: {reason}")]
     GuestMemory {

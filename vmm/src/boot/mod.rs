@@ -11,6 +11,7 @@ pub mod layout;
 mod linux;
 mod mptable;
 mod multiboot;
+mod processors;
 mod regs;
 
 use std::fs::File;
@@ -27,6 +28,7 @@ pub use regs::{Entry, configure_local_apic};
 
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::rdpmc;
+use crate::vcpu::numbers::VcpuNumbers;
 use kernel_images::elf::{self, ElfImage, Segment};
 use kernel_images::rdpmc::{CodeBits, PatchedSite, TRAP_PORT, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
@@ -71,8 +73,8 @@ pub struct BootRequest<'a> {
     pub initrd: Option<&'a Path>,
     /// The command line, printable ASCII.
     pub cmdline: &'a str,
-    /// vCPUs, 1 to [`layout::MAX_CPUS`].
-    pub cpus: u8,
+    /// vCPUs.
+    pub cpus: VcpuNumbers,
     /// Replace RDPMC by an exit on [`TRAP_PORT`].
     pub patch_rdpmc: bool,
 }
@@ -140,12 +142,6 @@ impl Loaded {
 
 /// Loads a guest into `ram`.
 pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootError> {
-    if request.cpus == 0 || request.cpus > layout::MAX_CPUS {
-        return Err(BootError::Cpus {
-            cpus: request.cpus.into(),
-            limit: layout::MAX_CPUS.into(),
-        });
-    }
     let name = request.kernel.name();
     let file;
     let data: &[u8] = match request.kernel {
@@ -369,7 +365,7 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
 }
 
 /// ACPI and MP tables, for both protocols.
-fn write_firmware_tables(ram: &GuestRam, cpus: u8) -> Result<(), BootError> {
+fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers) -> Result<(), BootError> {
     let mut tables = acpi::tables(cpus);
     tables.push((layout::MP_TABLE, mptable::table(cpus)));
     for (address, bytes) in tables {

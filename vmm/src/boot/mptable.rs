@@ -3,6 +3,7 @@
 
 use super::acpi::IO_APIC_ID;
 use super::layout;
+use crate::vcpu::numbers::VcpuNumbers;
 
 /// Local APIC version reported; KVM's is 0x14.
 const APIC_VERSION: u8 = 0x14;
@@ -23,7 +24,7 @@ const CPU_SIGNATURE: u32 = 0x600;
 const CPU_FEATURES: u32 = 0x201;
 
 /// The floating pointer and the table behind it, to be written at [`layout::MP_TABLE`].
-pub(crate) fn table(cpus: u8) -> Vec<u8> {
+pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
     let config_at = layout::MP_TABLE as u32 + 16;
     let mut entries: Vec<u8> = Vec::new();
     let mut count: u16 = 0;
@@ -31,9 +32,13 @@ pub(crate) fn table(cpus: u8) -> Vec<u8> {
         entries.extend_from_slice(bytes);
         count += 1;
     };
-    for id in 0..cpus {
-        // Flags: bit 0 enabled, bit 1 the boot processor.
-        let flags = if id == 0 { 3 } else { 1 };
+    for id in 0..cpus.max() {
+        // Flags: bit 0 enabled, bit 1 the boot processor. One that may come later is not.
+        let flags = match id {
+            0 => 3,
+            _ if id < cpus.present() => 1,
+            _ => 0,
+        };
         let mut entry = vec![PROCESSOR, id, APIC_VERSION, flags];
         entry.extend_from_slice(&CPU_SIGNATURE.to_le_bytes());
         entry.extend_from_slice(&CPU_FEATURES.to_le_bytes());
@@ -92,7 +97,8 @@ mod tests {
 
     #[test]
     fn the_table_is_well_formed_for_every_processor_count() {
-        for cpus in 1..=layout::MAX_CPUS {
+        let fixed = (1..=layout::MAX_CPUS).map(|n| VcpuNumbers::fixed(n).unwrap());
+        for cpus in fixed.chain([VcpuNumbers::new(2, 5).unwrap(), VcpuNumbers::new(1, 64).unwrap()]) {
             let t = table(cpus);
             assert!(layout::MP_TABLE + t.len() as u64 <= layout::MP_END);
             assert_eq!(checksum(&t[..16]), 0);
@@ -100,14 +106,23 @@ mod tests {
             assert_eq!(checksum(config), 0);
             assert_eq!(u16::from_le_bytes([config[4], config[5]]) as usize, config.len());
             let count = u16::from_le_bytes([config[34], config[35]]);
-            let (mut at, mut seen, mut processors) = (44, 0, 0);
+            let (mut at, mut seen, mut processors, mut enabled) = (44, 0, 0, 0);
             while at < config.len() {
                 let processor = config[at] == PROCESSOR;
                 processors += u32::from(processor);
+                enabled += u32::from(processor && config[at + 3] & 1 != 0);
                 at += if processor { 20 } else { 8 };
                 seen += 1;
             }
-            assert_eq!((at, seen, processors), (config.len(), count, u32::from(cpus)));
+            assert_eq!(
+                (at, seen, processors, enabled),
+                (
+                    config.len(),
+                    count,
+                    u32::from(cpus.max()),
+                    u32::from(cpus.present())
+                )
+            );
         }
     }
 }

@@ -21,16 +21,16 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use vpmu::EventFilter;
 
 use super::session::{EventSession, On, fail, role};
+use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
-use crate::vcpu::Kicker;
+use crate::run::chain;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
-use crate::vcpu::mailbox::Mailbox;
-use crate::vcpu::stats::VcpuStats;
+use crate::vcpu::roster::{Roster, RosterError};
 use control_api::peer;
 use control_api::place::Socket;
 use control_api::protocol::{
     Call, ClientRole, Failure, FailureKind, Generation, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine,
-    RequestLine, SymbolsInfo, VmInfo, VmState,
+    RequestLine, SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
 };
 use kernel_images::symbols::KernelSymbols;
 
@@ -61,16 +61,12 @@ pub struct Controlled {
     pub control: Arc<RunControl>,
     /// The PMU, unless the guest has none.
     pub pmu: Option<Arc<VmPmu>>,
-    /// Makes vCPUs look at what is asked of them.
-    pub kicker: Kicker,
-    /// One for each vCPU.
-    pub mailboxes: Vec<Arc<Mailbox>>,
+    /// Which vCPUs there are.
+    pub roster: Arc<Roster>,
     /// The guest kernel's text symbols.
     pub symbols: Arc<KernelSymbols>,
     /// The guest has one address space and no user programs of its own.
     pub flat: bool,
-    /// Counters of each vCPU's loop.
-    pub stats: Vec<Arc<VcpuStats>>,
     /// Looks at the guest's counters asked for so far.
     pub looks: AtomicU64,
 }
@@ -83,7 +79,8 @@ impl Controlled {
             version: env!("CARGO_PKG_VERSION").into(),
             name: self.name.clone(),
             pid: std::process::id(),
-            vcpus: self.mailboxes.len() as u32,
+            vcpus: self.roster.present().len(),
+            max_vcpus: self.roster.max().into(),
             pmu: self.pmu_name.clone(),
             guest: self.guest.clone(),
             state: match self.control.state() {
@@ -103,17 +100,58 @@ impl Controlled {
     /// Makes the vCPUs look into their mailboxes.
     fn deliver(&self) {
         self.control.wake_parked();
-        self.kicker.kick();
+        self.roster.kicker().kick();
     }
 
     /// Asks every vCPU what its guest has programmed. The mailboxes get the answers, under the number returned.
     pub fn ask_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
-        for mailbox in &self.mailboxes {
-            mailbox.ask_view(generation);
+        for seat in self.roster.taken() {
+            seat.mailbox().ask_view(generation);
         }
         self.deliver();
         generation
+    }
+
+    /// What the vCPUs have seen under this number, and whether all have that were asked and are still there.
+    pub fn views(&self, generation: u64) -> GuestViews {
+        let asked = || {
+            self.roster
+                .taken()
+                .filter(|seat| seat.mailbox().was_asked(generation))
+        };
+        let vcpus: Vec<_> = asked()
+            .filter_map(|seat| seat.mailbox().view(generation))
+            .collect();
+        GuestViews {
+            complete: vcpus.len() == asked().count(),
+            vcpus,
+        }
+    }
+
+    /// Which vCPUs come and go.
+    fn vcpu_plug(&self) -> VcpuPlug {
+        let list = |vcpus: VcpuSet| vcpus.numbers().map(u32::from).collect();
+        let present = self.roster.present();
+        let state = self.roster.plug_state().unwrap_or_default();
+        VcpuPlug {
+            present: list(present),
+            max: self.roster.max().into(),
+            unnoticed: list(state.unnoticed),
+            asked_for: list(state.asked_for),
+            leaving: self
+                .roster
+                .plug()
+                .map_or_else(Vec::new, |_| list(present.without(state.shown))),
+            refused: state
+                .refused
+                .iter()
+                .map(|&(vcpu, status)| VcpuRefusal {
+                    vcpu: vcpu.into(),
+                    status,
+                })
+                .collect(),
+        }
     }
 
     fn symbol_text(&self) -> Vec<u8> {
@@ -383,14 +421,38 @@ impl ControlServer {
                 if !vm.control.set_paused(call == Call::Pause) {
                     return fail(FailureKind::Invalid, "the VM has ended");
                 }
-                vm.kicker.kick();
+                vm.roster.kicker().kick();
                 value(vm.info(role(connection.uid)))
             }
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
-                vm.kicker.kick();
+                vm.roster.kicker().kick();
                 value(vm.info(role(connection.uid)))
             }
+            Call::Vcpus { count } => {
+                let come = vm.roster.begin(count).or_else(|e| fail(kind_of(&e), chain(&e)))?;
+                // Who counts all vCPUs is there before the guest knows of them.
+                for vcpu in come.numbers() {
+                    let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
+                    for events in others.chain(connection.events.as_mut()) {
+                        events.vcpu_came(vcpu.into());
+                    }
+                }
+                self.vm.roster.show(come);
+                value(self.vm.vcpu_plug())
+            }
+            Call::VcpuPlug => value(vm.vcpu_plug()),
+            Call::VcpusWithdraw => {
+                vm.roster.withdraw();
+                value(vm.vcpu_plug())
+            }
+            Call::Joined => value(
+                connection
+                    .events
+                    .as_mut()
+                    .map(EventSession::joined)
+                    .unwrap_or_default(),
+            ),
             Call::Share { policy } => {
                 let policy = share_policy(&policy)?;
                 self.pmu()?.core().set_share(policy);
@@ -404,8 +466,9 @@ impl ControlServer {
                     .set_kvms_filter(&filter)
                     .or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
                 let filter = Arc::new(filter);
-                for mailbox in &vm.mailboxes {
-                    mailbox.send_filter(filter.clone());
+                self.pmu()?.set_filter(filter.clone());
+                for seat in vm.roster.taken() {
+                    seat.mailbox().send_filter(filter.clone());
                 }
                 vm.deliver();
                 value(Value::Null)
@@ -417,10 +480,10 @@ impl ControlServer {
                 sampling,
             } => {
                 let pmu = self.pmu()?.clone();
-                let vcpu_count = vm.mailboxes.len() as u32;
+                let roster = vm.roster.clone();
                 let session = connection
                     .events
-                    .get_or_insert_with(|| EventSession::new(pmu, connection.uid, vcpu_count));
+                    .get_or_insert_with(|| EventSession::new(pmu, connection.uid, roster));
                 let where_to = if whole {
                     if vcpus.is_some() || sampling.is_some() {
                         let why = "an event for the whole VM goes with neither vCPUs nor sampling";
@@ -433,7 +496,7 @@ impl ControlServer {
                 value(session.open(&events, where_to, sampling)?)
             }
             Call::Enable | Call::Disable => {
-                if let Some(events) = &connection.events {
+                if let Some(events) = &mut connection.events {
                     events.set_enabled(call == Call::Enable);
                 }
                 value(Value::Null)
@@ -474,10 +537,10 @@ impl ControlServer {
             Call::Kernel => {
                 let probe = self.pmu()?.probe();
                 if !vm.flat
-                    && let Some(first) = vm.mailboxes.first()
+                    && let Some(first) = vm.roster.taken().next()
                     && probe.begin_search()
                 {
-                    first.ask_kernel();
+                    first.mailbox().ask_kernel();
                     vm.deliver();
                 }
                 value(probe.kernel_info())
@@ -489,13 +552,7 @@ impl ControlServer {
                     generation: vm.ask_views(),
                 })
             }
-            Call::GuestViewResult { generation } => {
-                let vcpus: Vec<_> = vm.mailboxes.iter().filter_map(|m| m.view(generation)).collect();
-                value(GuestViews {
-                    complete: vcpus.len() == vm.mailboxes.len(),
-                    vcpus,
-                })
-            }
+            Call::GuestViewResult { generation } => value(vm.views(generation)),
         }
     }
 
@@ -551,6 +608,18 @@ impl ControlServer {
 /// Whether a call failed because this process, or the host, has no more descriptors.
 fn no_descriptors(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
+/// The kind of failure that a number of vCPUs was refused for.
+fn kind_of(error: &RosterError) -> FailureKind {
+    match error {
+        RosterError::Fixed(_) => FailureKind::Unsupported,
+        RosterError::OutOfRange { .. } | RosterError::NotRunning(_) | RosterError::Leaving(_) => {
+            FailureKind::Invalid
+        }
+        RosterError::Start(..) => FailureKind::Limit,
+        RosterError::State(..) | RosterError::Make(..) | RosterError::Slow(_) => FailureKind::Internal,
+    }
 }
 
 fn to_value(of: impl Serialize) -> Result<Value, Failure> {

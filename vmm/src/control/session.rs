@@ -1,20 +1,22 @@
 //! One connection's events: opened, read and sampled through perf-core, closed with the connection.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, VcpuReading,
+    Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Scope, Session, VcpuReading,
 };
 
+use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::{HostSampling, OperatorEvent, VmPmu};
+use crate::vcpu::roster::{self, Roster};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
-    EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo, RingLoss,
-    Sampling, VcpuPart,
+    EventReading, Failure, FailureKind, HostRingInfo, Joined, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo,
+    RingLoss, Sampling, VcpuPart,
 };
 
 /// What samples hold, the call chain apart.
@@ -42,7 +44,24 @@ pub struct EventSession {
     rings: BTreeMap<u32, Arc<Ring>>,
     session: Session,
     pmu: Arc<VmPmu>,
-    vcpus: u32,
+    roster: Arc<Roster>,
+    /// What vCPUs that come later get too.
+    followed: Vec<Followed>,
+    /// Data pages of the rings, once there is one.
+    ring_pages: Option<u32>,
+    /// Rings that were made for vCPUs that came, and not fetched.
+    made: BTreeSet<u32>,
+    /// The last word was to enable.
+    enabled: bool,
+    /// What came, and was not told.
+    joined: Vec<Joined>,
+}
+
+/// Events that were asked for on each vCPU.
+#[derive(Clone, Debug)]
+struct Followed {
+    groups: Vec<EventGroup>,
+    sampling: Option<Sampling>,
 }
 
 #[derive(Debug)]
@@ -50,6 +69,8 @@ struct OpenEvent {
     handle: Handle,
     /// `None`: the whole VM.
     vcpu: Option<u32>,
+    /// Of a vCPU of that number that has left since.
+    gone: bool,
     ring: Option<HostRing>,
 }
 
@@ -79,14 +100,19 @@ enum NotOpened {
 }
 
 impl EventSession {
-    /// For user `uid` of a VM with `vcpus` vCPUs.
-    pub fn new(pmu: Arc<VmPmu>, uid: u32, vcpus: u32) -> Self {
+    /// For user `uid` of a VM with these vCPUs.
+    pub fn new(pmu: Arc<VmPmu>, uid: u32, roster: Arc<Roster>) -> Self {
         Self {
             session: pmu.core().session(uid, role(uid)),
             events: Vec::new(),
             rings: BTreeMap::new(),
             pmu,
-            vcpus,
+            roster,
+            followed: Vec::new(),
+            ring_pages: None,
+            made: BTreeSet::new(),
+            enabled: false,
+            joined: Vec::new(),
         }
     }
 
@@ -111,12 +137,10 @@ impl EventSession {
         let count: usize = groups.iter().map(|g| g.events.len()).sum();
         // One for the whole VM is one on each vCPU.
         let more = match on {
-            On::Whole => count * self.vcpus as usize,
+            On::Whole => count * usize::from(self.roster.max()),
             On::Each | On::These(_) => count * vcpus.len(),
         };
-        let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { self.vcpus as usize };
-        let open: usize = self.events.iter().map(weight).sum();
-        if open + more > MAX_EVENTS {
+        if self.open_events() + more > MAX_EVENTS {
             return fail(
                 FailureKind::Limit,
                 format!("a connection may have {MAX_EVENTS} events; ask for fewer events or vCPUs"),
@@ -147,20 +171,112 @@ impl EventSession {
                 }
             }
         }
+        if on == On::Each {
+            self.followed.push(Followed { groups, sampling });
+        }
         Ok(opened)
+    }
+
+    /// How many events are open, one of the whole VM on each vCPU there can be.
+    fn open_events(&self) -> usize {
+        let whole = usize::from(self.roster.max());
+        let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { whole };
+        self.events.iter().map(weight).sum()
+    }
+
+    /// A vCPU has entered the perf core and the guest does not know of it yet: what was asked for on each vCPU is opened on it, with its
+    /// ring, and enabled if the others are.
+    pub fn vcpu_came(&mut self, vcpu: u32) {
+        for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
+            event.gone = true;
+        }
+        if self.followed.is_empty() {
+            return;
+        }
+        let before = self.events.len();
+        let mut events = Vec::new();
+        let refused = self.follow(vcpu, &mut events).err().map(|failure| {
+            self.events.truncate(before);
+            self.rings.remove(&vcpu);
+            self.made.remove(&vcpu);
+            events.clear();
+            failure.message
+        });
+        // One entry for a vCPU, so that a client that never asks has no long list.
+        self.joined.retain(|joined| joined.vcpu != vcpu);
+        self.joined.push(Joined {
+            vcpu,
+            events,
+            refused,
+        });
+    }
+
+    fn follow(&mut self, vcpu: u32, opened: &mut Vec<Opened>) -> Result<(), Failure> {
+        let before = self.events.len();
+        let followed = self.followed.clone();
+        let samples = followed.iter().any(|f| f.sampling.is_some());
+        if samples {
+            // That of one before it; who read it has a mapping of its own.
+            self.rings.remove(&vcpu);
+            self.made.remove(&vcpu);
+        }
+        for Followed { groups, sampling } in &followed {
+            let mut index = 0;
+            for group in groups {
+                if is_whole(group).unwrap_or(false) {
+                    index += group.events.len() as u32;
+                    continue;
+                }
+                if self.open_events() + group.events.len() > MAX_EVENTS {
+                    return fail(
+                        FailureKind::Limit,
+                        format!("a connection may have {MAX_EVENTS} events"),
+                    );
+                }
+                self.open_group(group, Some(vcpu), *sampling, &mut index, opened)?;
+            }
+        }
+        let sampled = |e: &OpenEvent| e.handle.attr().is_sampling();
+        if let Some(pages) = self.ring_pages
+            && samples
+            && self.events[before..].iter().any(sampled)
+        {
+            self.ring(vcpu, pages)?;
+            self.made.insert(vcpu);
+        }
+        if self.enabled {
+            for event in &self.events[before..] {
+                event
+                    .handle
+                    .enable(Scope::Event)
+                    .or_else(|e| fail(FailureKind::Internal, e.to_string()))?;
+                if let Some(ring) = &event.ring
+                    && let Err(e) = ring.sampling.sampler.set_enabled(true)
+                {
+                    log::warn!("the host kernel's ring: {e}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What was opened on vCPUs that came since the last call.
+    pub fn joined(&mut self) -> Vec<Joined> {
+        std::mem::take(&mut self.joined)
     }
 
     fn chosen(&self, vcpus: Option<&[u32]>) -> Result<Vec<u32>, Failure> {
         let mut chosen = match vcpus {
-            None => (0..self.vcpus).collect(),
+            None => self.roster.present().numbers().map(u32::from).collect(),
             Some(list) => list.to_vec(),
         };
         chosen.sort_unstable();
         chosen.dedup();
-        if let Some(no) = chosen.iter().find(|v| **v >= self.vcpus) {
+        let present = self.roster.present();
+        if let Some(no) = chosen.iter().find(|v| !has(present, **v)) {
             return fail(
                 FailureKind::Invalid,
-                format!("no vCPU {no}: the VM has 0 to {}", self.vcpus.saturating_sub(1)),
+                format!("no vCPU {no}: the VM has {}", roster::named(present)),
             );
         }
         Ok(chosen)
@@ -266,7 +382,12 @@ impl EventSession {
                 OpenFlags::default(),
             )
             .map_err(not_opened)?;
-        self.events.push(OpenEvent { handle, vcpu, ring });
+        self.events.push(OpenEvent {
+            handle,
+            vcpu,
+            gone: false,
+            ring,
+        });
         Ok((self.events.len() - 1, event, no_ring))
     }
 
@@ -337,7 +458,8 @@ impl EventSession {
     }
 
     /// Enables or disables all events.
-    pub fn set_enabled(&self, on: bool) {
+    pub fn set_enabled(&mut self, on: bool) {
+        self.enabled = on;
         if on {
             self.session.enable_all();
         } else {
@@ -352,6 +474,7 @@ impl EventSession {
 
     /// Reads all events.
     pub fn read(&self) -> Vec<EventReading> {
+        let present = self.roster.present();
         let read = |(at, event): (usize, &OpenEvent)| {
             let reading = event.handle.read().ok()?;
             let estimate = event.handle.estimate().ok().flatten();
@@ -364,6 +487,7 @@ impl EventSession {
                 standard_error: estimate.and_then(|e| e.standard_error),
                 bound: estimate.and_then(|e| e.bound),
                 failed: event.handle.has_failed(),
+                gone: event.gone || event.vcpu.is_some_and(|vcpu| !has(present, vcpu)),
                 vcpus: event.handle.read_by_vcpu().ok()?.iter().map(part).collect(),
             })
         };
@@ -383,6 +507,11 @@ impl EventSession {
     pub fn close(&mut self) {
         self.events.clear();
         self.rings.clear();
+        self.made.clear();
+        self.followed.clear();
+        self.joined.clear();
+        self.ring_pages = None;
+        self.enabled = false;
     }
 
     /// Number of open events.
@@ -407,13 +536,13 @@ impl EventSession {
                 format!("a ring has 1 to {MAX_RING_PAGES} data pages, a power of two; not {pages}"),
             );
         }
-        if self.rings.contains_key(&vcpu) {
+        if self.rings.contains_key(&vcpu) && !self.made.remove(&vcpu) {
             return fail(FailureKind::Invalid, format!("vCPU {vcpu} has a ring already"));
         }
         let mut of_vcpu = self
             .events
             .iter()
-            .filter(|e| e.vcpu == Some(vcpu) && e.handle.attr().is_sampling())
+            .filter(|e| e.vcpu == Some(vcpu) && !e.gone && e.handle.attr().is_sampling())
             .map(|e| &e.handle);
         let Some(first) = of_vcpu.next() else {
             return fail(
@@ -421,6 +550,11 @@ impl EventSession {
                 format!("no sampling event is open on vCPU {vcpu}"),
             );
         };
+        if let Some(ring) = self.rings.get(&vcpu) {
+            // It was made when the vCPU came.
+            let sample_type = first.attr().sample_type.bits();
+            return Ok((RingInfo { vcpu, sample_type }, ring.clone()));
+        }
         let ring = first.map(pages as usize, true).map_err(|e| Failure {
             kind: match e {
                 MapError::MemoryLimit { .. } => FailureKind::Limit,
@@ -435,9 +569,14 @@ impl EventSession {
             }
         }
         self.rings.insert(vcpu, ring.clone());
+        self.ring_pages = Some(pages);
         self.pmu.probe().add_listener();
         Ok((RingInfo { vcpu, sample_type }, ring))
     }
+}
+
+fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
+    u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.has(vcpu))
 }
 
 /// What one vCPU counted.

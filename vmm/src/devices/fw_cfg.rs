@@ -2,6 +2,7 @@
 //! data port that gives the selected item byte by byte.
 
 use super::ports::FW_CFG_SELECT;
+use crate::vcpu::numbers::VcpuNumbers;
 
 const SIGNATURE: u16 = 0x00;
 const INTERFACE: u16 = 0x01;
@@ -14,13 +15,13 @@ const FILE_DIRECTORY: u16 = 0x19;
 #[derive(Debug)]
 pub(super) struct FwCfg {
     ram_bytes: u64,
-    cpus: u8,
+    cpus: VcpuNumbers,
     key: u16,
     offset: usize,
 }
 
 impl FwCfg {
-    pub fn new(ram_bytes: u64, cpus: u8) -> Self {
+    pub fn new(ram_bytes: u64, cpus: VcpuNumbers) -> Self {
         FwCfg {
             ram_bytes,
             cpus,
@@ -41,7 +42,8 @@ impl FwCfg {
             // The port interface and nothing else (no DMA).
             INTERFACE => padded(&1u32.to_le_bytes()),
             RAM_SIZE => padded(&self.ram_bytes.to_le_bytes()),
-            CPU_COUNT | MAX_CPUS => padded(&u16::from(self.cpus).to_le_bytes()),
+            CPU_COUNT => padded(&u16::from(self.cpus.present()).to_le_bytes()),
+            MAX_CPUS => padded(&u16::from(self.cpus.max()).to_le_bytes()),
             // A directory of no files: its big-endian count.
             FILE_DIRECTORY => padded(&0u32.to_be_bytes()),
             _ => ([0; 8], 0),

@@ -6,6 +6,7 @@
 
 mod acpi_pm;
 mod cmos;
+pub mod cpu_plug;
 mod fw_cfg;
 mod i8042;
 pub mod ports;
@@ -21,8 +22,11 @@ pub use serial::SerialPort;
 
 use acpi_pm::AcpiPm;
 use cmos::Cmos;
+use cpu_plug::CpuPlug;
 use fw_cfg::FwCfg;
 use i8042::I8042;
+
+use crate::vcpu::numbers::VcpuNumbers;
 
 /// System control port A: a one here resets the processor.
 const CONTROL_A_RESET: u8 = 1 << 0;
@@ -49,6 +53,8 @@ pub struct Bus {
     i8042: Mutex<I8042>,
     fw_cfg: Mutex<FwCfg>,
     pm: Mutex<AcpiPm>,
+    /// Where processors can come and go.
+    cpu_plug: Option<Arc<CpuPlug>>,
     /// Last value written to the reset control register.
     reset_control: AtomicU8,
     /// Last value written to system control port A.
@@ -67,13 +73,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Bus {
     /// Builds the devices. `console` takes the serial port's output, `ram_bytes` and `cpus` are what
     /// the guest is told.
-    pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: u8) -> io::Result<Self> {
+    pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuNumbers) -> io::Result<Self> {
         Ok(Bus {
             serial: Arc::new(SerialPort::new(console)?),
-            cmos: Mutex::new(Cmos::new(ram_bytes, cpus)),
+            cmos: Mutex::new(Cmos::new(ram_bytes, cpus.present())),
             i8042: Mutex::new(I8042::default()),
             fw_cfg: Mutex::new(FwCfg::new(ram_bytes, cpus)),
             pm: Mutex::new(AcpiPm::default()),
+            cpu_plug: cpus
+                .can_change()
+                .then(|| CpuPlug::new(cpus.present(), cpus.max()).map(Arc::new))
+                .transpose()?,
             reset_control: AtomicU8::new(0),
             control_a: AtomicU8::new(0),
             control_b_reads: AtomicU8::new(0),
@@ -89,6 +99,11 @@ impl Bus {
     /// The eventfd to register with KVM as an irqfd for [`ports::COM1_IRQ`].
     pub fn serial_irq(&self) -> &EventFd {
         self.serial.irq()
+    }
+
+    /// The registers of processors that come and go; `None` where they cannot.
+    pub fn cpu_plug(&self) -> Option<&Arc<CpuPlug>> {
+        self.cpu_plug.as_ref()
     }
 
     /// Accesses so far to ports nobody owns.
@@ -170,6 +185,7 @@ impl Bus {
     fn in_byte(&self, port: u16) -> u8 {
         const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
         const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;
+        const CPU_PLUG_END: u16 = ports::CPU_PLUG + ports::CPU_PLUG_LEN - 1;
         match port {
             ports::COM1..=COM1_END => self.serial.read((port - ports::COM1) as u8),
             ports::I8042_DATA => lock(&self.i8042).read_data(),
@@ -185,6 +201,9 @@ impl Bus {
             ports::POST => 0,
             ports::RESET_CONTROL => self.reset_control.load(Ordering::Relaxed),
             ports::PM1A_EVENT..=PM_END => lock(&self.pm).read_byte(port - ports::PM1A_EVENT),
+            ports::CPU_PLUG..=CPU_PLUG_END if let Some(plug) = &self.cpu_plug => {
+                plug.read_byte(port - ports::CPU_PLUG)
+            }
             _ => {
                 self.unclaimed.fetch_add(1, Ordering::Relaxed);
                 0xFF
@@ -195,6 +214,7 @@ impl Bus {
     fn out_byte(&self, port: u16, value: u8) -> BusOutcome {
         const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
         const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;
+        const CPU_PLUG_END: u16 = ports::CPU_PLUG + ports::CPU_PLUG_LEN - 1;
         match port {
             ports::COM1..=COM1_END => {
                 self.serial.write((port - ports::COM1) as u8, value);
@@ -228,6 +248,10 @@ impl Bus {
                 }
             }
             ports::PM1A_EVENT..=PM_END => lock(&self.pm).write_byte(port - ports::PM1A_EVENT, value),
+            ports::CPU_PLUG..=CPU_PLUG_END if let Some(plug) = &self.cpu_plug => {
+                plug.write_byte(port - ports::CPU_PLUG, value);
+                BusOutcome::Continue
+            }
             ports::POST | ports::SYSTEM_CONTROL_B => BusOutcome::Continue,
             _ => {
                 self.unclaimed.fetch_add(1, Ordering::Relaxed);
@@ -243,7 +267,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn bus() -> Bus {
-        Bus::new(Box::new(io::sink()), 64 << 20, 3).unwrap()
+        Bus::new(Box::new(io::sink()), 64 << 20, "3".parse().unwrap()).unwrap()
     }
 
     fn inb(bus: &Bus, port: u16) -> u8 {
@@ -330,10 +354,26 @@ mod tests {
         assert_eq!(read(0x7777, 2), [0, 0]);
     }
 
+    /// Without processors that can come and go nothing is there; with them fw_cfg tells how many there are and can be.
+    #[test]
+    fn processors_that_come_and_go_have_registers_only_where_they_can() {
+        assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);
+        let b = Bus::new(Box::new(io::sink()), 64 << 20, "2,max=5".parse().unwrap()).unwrap();
+        for (vcpu, state) in [(0, 1), (1, 1), (2, 0), (5, 0)] {
+            b.io_out(ports::CPU_PLUG, &[vcpu]);
+            assert_eq!(inb(&b, ports::CPU_PLUG + 1), state, "{vcpu}");
+        }
+        assert_eq!(b.unclaimed_accesses(), 0);
+        for (key, n) in [(5u16, 2), (15, 5)] {
+            b.io_out(0x510, &key.to_le_bytes());
+            assert_eq!(inb(&b, 0x511), n);
+        }
+    }
+
     #[test]
     fn a_string_access_repeats_the_port() {
         let out = crate::console::testing::SharedBuffer::default();
-        let b = Bus::new(Box::new(out.clone()), 16 << 20, 1).unwrap();
+        let b = Bus::new(Box::new(out.clone()), 16 << 20, "1".parse().unwrap()).unwrap();
         assert_eq!(b.io_out_string(0x3F8, 1, b"hello"), BusOutcome::Continue);
         assert_eq!(out.contents(), b"hello");
         b.io_out(0x510, &0u16.to_le_bytes());
@@ -358,10 +398,10 @@ mod tests {
         #[test]
         fn any_access_to_a_device_is_safe(
             accesses in proptest::collection::vec(
-                (proptest::sample::select(vec![0x60u16, 0x61, 0x64, 0x92, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
+                (proptest::sample::select(vec![0xCD8u16, 0xCD9, 0xCDC, 0xCE0, 0xCE3, 0x60, 0x61, 0x64, 0x92, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
                  1usize..5, any::<u32>(), any::<bool>()), 0..400)
         ) {
-            let b = bus();
+            let b = Bus::new(Box::new(io::sink()), 64 << 20, "3,max=5".parse().unwrap()).unwrap();
             for (port, width, value, write) in accesses {
                 let mut data = value.to_le_bytes()[..width.min(4)].to_vec();
                 if write { b.io_out(port, &data); } else { b.io_in(port, &mut data); }

@@ -42,6 +42,12 @@ pub const PM1A_CONTROL: u16 = 0x604;
 pub const PM1A_CONTROL_LEN: u8 = 2;
 /// SLP_TYP of S5, soft off.
 pub const S5_SLEEP_TYPE: u8 = 0;
+/// Registers of processors that come and go; only where they can.
+pub const CPU_PLUG: u16 = 0xCD8;
+/// Their length in bytes.
+pub const CPU_PLUG_LEN: u16 = 12;
+/// Their interrupt line.
+pub const CPU_PLUG_IRQ: u32 = 5;
 /// PCI configuration address (no PCI here: it reads all ones).
 pub const PCI_ADDRESS: u16 = 0xCF8;
 /// Reset control register.

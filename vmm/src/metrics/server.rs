@@ -21,6 +21,7 @@ use super::http::{self, MAX_HEAD, Refusal, Request};
 use super::snapshot::{Snapshot, VcpuSnapshot};
 use crate::control::server::Controlled;
 use crate::control::session::{EventSession, On};
+use crate::vcpu::roster::Seat;
 use control_api::peer;
 use control_api::protocol::Opened;
 
@@ -148,11 +149,11 @@ impl MetricsServer {
     /// Opens the events once every vCPU is in the perf core.
     fn open_events(&mut self) {
         let Some(pmu) = &self.vm.pmu else { return };
-        let vcpus = self.vm.mailboxes.len() as u32;
-        if (0..vcpus).any(|v| pmu.core().vcpu_stats(VcpuId(v)).is_none()) {
+        let mut there = self.vm.roster.taken();
+        if there.any(|seat| pmu.core().vcpu_stats(VcpuId(seat.id().into())).is_none()) {
             return;
         }
-        let mut session = EventSession::new(pmu.clone(), peer::own_uid(), vcpus);
+        let mut session = EventSession::new(pmu.clone(), peer::own_uid(), self.vm.roster.clone());
         let list = format!("{STEAL_EVENT},{}", self.event_list);
         self.events = match session.open(&list, On::Whole, None) {
             Ok(mut opened) => {
@@ -351,7 +352,7 @@ impl MetricsServer {
                 let (generation, until) = *self
                     .look
                     .get_or_insert_with(|| (self.vm.ask_views(), now + VIEW_TIME));
-                let answered = self.vm.mailboxes.iter().all(|m| m.view(generation).is_some());
+                let answered = self.vm.views(generation).complete;
                 if !answered && now < until {
                     return None;
                 }
@@ -369,15 +370,21 @@ impl MetricsServer {
     fn snapshot(&mut self, generation: Option<u64>) -> Snapshot {
         self.scrapes += 1;
         let vm = &self.vm;
-        let vcpu = |(i, stats): (usize, &Arc<_>)| {
+        let present = vm.roster.present();
+        let vcpu = |seat: &Arc<Seat>| {
+            let vcpu = u32::from(seat.id());
             let context = vm
                 .pmu
                 .as_ref()
-                .and_then(|pmu| pmu.core().vcpu_stats(VcpuId(i as u32)));
-            let view = generation.and_then(|g| vm.mailboxes.get(i)?.view(g));
-            VcpuSnapshot::new(stats, context, view)
+                .and_then(|pmu| pmu.core().vcpu_stats(VcpuId(vcpu)));
+            let view = generation
+                .filter(|_| present.has(seat.id()))
+                .and_then(|g| seat.mailbox().view(g));
+            VcpuSnapshot::new(vcpu, seat.stats(), context, view)
         };
-        let vcpus = vm.stats.iter().enumerate().map(vcpu).collect();
+        // What the loop of one that has left counted stays.
+        let known = |seat: &&Arc<Seat>| present.has(seat.id()) || seat.stats().exits.get() > 0;
+        let vcpus = vm.roster.seats().iter().filter(known).map(vcpu).collect();
         let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
         if let OwnEvents::Open { session, opened } = &self.events {
             let readings = session.read();

@@ -32,6 +32,8 @@ pub struct Snapshot {
 /// One vCPU's part.
 #[derive(Clone, Debug)]
 pub struct VcpuSnapshot {
+    /// Its number.
+    pub vcpu: u32,
     /// Exits by kind, in the words of the label.
     pub exits: Vec<(&'static str, u64)>,
     /// The other counts of its loop.
@@ -61,8 +63,9 @@ pub struct VcpuCounts {
 
 impl VcpuSnapshot {
     /// Of what a vCPU counted.
-    pub fn new(stats: &VcpuStats, context: Option<ContextStats>, view: Option<VcpuView>) -> Self {
+    pub fn new(vcpu: u32, stats: &VcpuStats, context: Option<ContextStats>, view: Option<VcpuView>) -> Self {
         Self {
+            vcpu,
             exits: vec![
                 ("rdmsr", stats.rdmsr.get()),
                 ("wrmsr", stats.wrmsr.get()),
@@ -212,6 +215,8 @@ impl Snapshot {
             one(paused),
         )?;
         out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)))?;
+        let help = "Most vCPUs the VM may have.";
+        out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)))?;
         let one = |value| vec![(Labels::new(), value)];
         out.counts("metrics_scrapes", "Replies with metrics.", one(self.scrapes))?;
         let help = "Connections to the metrics that were refused, or ended without a valid request.";
@@ -220,15 +225,16 @@ impl Snapshot {
 
     /// A series for each vCPU.
     fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(Labels, u64)> {
-        let series = |(i, vcpu): (usize, &VcpuSnapshot)| (vec![vcpu_label(i)], of(&vcpu.counts));
-        self.vcpus.iter().enumerate().map(series).collect()
+        let series = |vcpu: &VcpuSnapshot| (vec![vcpu_label(vcpu.vcpu)], of(&vcpu.counts));
+        self.vcpus.iter().map(series).collect()
     }
 
     fn encode_loop(&self, out: &mut Families<'_>) -> fmt::Result {
         let help = "Returns of KVM_RUN to Perfvisor, for whatever reason.";
         out.counts("vcpu_exits", help, self.each(|c| c.exits))?;
         let mut kinds = Vec::new();
-        for (i, vcpu) in self.vcpus.iter().enumerate() {
+        for vcpu in &self.vcpus {
+            let i = vcpu.vcpu;
             let series = vcpu
                 .exits
                 .iter()
@@ -243,7 +249,8 @@ impl Snapshot {
         let help = "Accesses to PMU registers that were answered with a general protection fault.";
         out.counts("vcpu_register_faults", help, self.each(|c| c.gp_injected))?;
         let mut pmis = Vec::new();
-        for (i, vcpu) in self.vcpus.iter().enumerate() {
+        for vcpu in &self.vcpus {
+            let i = vcpu.vcpu;
             // KVM's own vPMU delivers its interrupts itself, and nobody here knows how many.
             if vcpu.view.as_ref().is_some_and(|view| view.pmis.is_none()) {
                 continue;
@@ -385,8 +392,7 @@ impl Snapshot {
         let contexts: Vec<_> = self
             .vcpus
             .iter()
-            .enumerate()
-            .filter_map(|(i, v)| Some((i, v.context?)))
+            .filter_map(|v| Some((v.vcpu, v.context?)))
             .collect();
         let each = |of: fn(&ContextStats) -> u64| -> Vec<(Labels, u64)> {
             contexts
@@ -468,6 +474,7 @@ mod tests {
                 name: "a".into(),
                 pid: 1,
                 vcpus: 1,
+                max_vcpus: 1,
                 pmu: "amd".into(),
                 guest: "a \"b\\c\"\nd".into(),
                 state: VmState::Paused,
@@ -475,7 +482,7 @@ mod tests {
                 uptime_ms: 1500,
                 role: ClientRole::Admin,
             },
-            vcpus: vec![VcpuSnapshot::new(&stats, Some(context), Some(view))],
+            vcpus: vec![VcpuSnapshot::new(0, &stats, Some(context), Some(view))],
             events: Vec::new(),
             steal_ns: vec![(0, 2_500_000_000)],
             scrapes: 1,

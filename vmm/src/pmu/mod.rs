@@ -14,6 +14,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use kvm_bindings::KVM_MP_STATE_HALTED;
 use kvm_ioctls::VcpuFd;
 use perf_core::mux::MuxPolicy;
@@ -89,6 +90,8 @@ pub fn overflow_signal() -> libc::c_int {
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
+    /// Which events may be counted now.
+    filter: ArcSwap<EventFilter>,
     core: Core,
     clock: Arc<ClockPmu>,
     fed: Arc<FedPmu>,
@@ -128,6 +131,7 @@ impl VmPmu {
         core.register(kvm.clone());
         let hardware = probe.hardware_pmu;
         Self {
+            filter: ArcSwap::new(config.filter.clone()),
             config,
             core,
             clock,
@@ -170,21 +174,30 @@ impl VmPmu {
         &self.core
     }
 
-    /// The PMU of vCPU `id`, in its reset state. `tsc_khz`: the guest's TSC frequency; `stats`: KVM's statistics of the
-    /// vCPU, if it keeps any.
-    pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32, stats: Option<OwnedFd>) -> VcpuPmu {
-        let mut vpmu = Vpmu::new(self.config.model);
-        vpmu.set_filter(self.config.filter.clone());
-        vpmu.set_pmi_limit(self.config.pmi_limit);
-        if let Some(stats) = stats.and_then(|fd| stats_file("a vCPU", fd)) {
+    /// Takes KVM's statistics of vCPU `id`. They are there as long as the VM, whether the vCPU is or not: KVM's vCPU stays.
+    pub fn add_statistics(&self, id: u8, stats: OwnedFd) {
+        if let Some(stats) = stats_file("a vCPU", stats) {
             self.kvm.add_vcpu(VcpuId(id.into()), stats);
         }
+    }
+
+    /// Which events vCPUs that come later may count; those that are there are told by their mailboxes.
+    pub fn set_filter(&self, filter: Arc<EventFilter>) {
+        self.filter.store(filter);
+    }
+
+    /// The PMU of vCPU `id`, in its reset state. `tsc_khz`: the guest's TSC frequency.
+    pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32) -> VcpuPmu {
+        let filter = self.filter.load_full();
+        let mut vpmu = Vpmu::new(self.config.model);
+        vpmu.set_filter(filter.clone());
+        vpmu.set_pmi_limit(self.config.pmi_limit);
         VcpuPmu {
             vm: self.clone(),
             id,
             tsc_khz,
             vpmu,
-            filter: self.config.filter.clone(),
+            filter,
             attached: None,
             changed: false,
             fed_uncounted_ns: 0,
@@ -253,23 +266,26 @@ impl VcpuPmu {
     /// [`PmuSetupError`].
     pub fn attach_to_current_thread(&mut self) -> Result<(), PmuSetupError> {
         let vm = &self.vm;
+        let steal =
+            StealClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
         let clock = Arc::new(VcpuClock::for_current_thread(self.tsc_khz));
         let vcpu = VcpuId(self.id.into());
         vm.clock.add_vcpu(vcpu, clock.clone());
         let fed = Arc::new(FedCounts::new(vpmu::fed::SELECTORS));
         vm.fed.add_vcpu(vcpu, fed.clone());
-        let context = vm
-            .core
-            .add_vcpu(vcpu, clock.tid())
-            .map_err(PmuSetupError::Context)?;
+        let context = match vm.core.add_vcpu(vcpu, clock.tid()) {
+            Ok(context) => context,
+            Err(e) => {
+                self.forget();
+                return Err(PmuSetupError::Context(e));
+            }
+        };
         let hardware = vm.hardware.then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
         let mut sources = Sources::new(vm.config.policy, hardware, |name| vm.kvm.config(name));
         if !vm.config.stepping.user {
             sources = sources.stepping_kernel_only();
         }
         let events = PerfCoreEvents::new(vm.core.clone(), vcpu, sources);
-        let steal =
-            StealClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
         context.sched_in();
         self.attached = Some(Attached {
             context,
@@ -291,10 +307,15 @@ impl VcpuPmu {
             if let Err(e) = self.vm.core.remove_vcpu(vcpu) {
                 log::warn!("vcpu{}: leaving the perf core: {e}", self.id);
             }
-            self.vm.clock.remove_vcpu(vcpu);
-            self.vm.fed.remove_vcpu(vcpu);
-            self.vm.kvm.remove_vcpu(vcpu);
+            self.forget();
         }
+    }
+
+    /// Nobody counts for this vCPU any more.
+    fn forget(&self) {
+        let vcpu = VcpuId(u32::from(self.id));
+        self.vm.clock.remove_vcpu(vcpu);
+        self.vm.fed.remove_vcpu(vcpu);
     }
 
     /// The vCPU stops running guest code for a while.
@@ -627,7 +648,7 @@ mod tests {
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let vm = VmPmu::new(config, &HostProbe::run(), None, GuestProbe::new(memory));
-        let mut pmu = Arc::new(vm).vcpu(0, 1_000_000, None);
+        let mut pmu = Arc::new(vm).vcpu(0, 1_000_000);
         pmu.attach_to_current_thread().unwrap();
         pmu
     }

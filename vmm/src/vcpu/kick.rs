@@ -91,6 +91,12 @@ impl Armed {
         compiler_fence(Ordering::SeqCst);
     }
 
+    /// Makes the next KVM_RUN end at once, after it has completed what the last exit left undone.
+    pub fn request_exit(&self) {
+        // SAFETY: as in `clear`.
+        unsafe { (&raw mut (*self.0).immediate_exit).write_volatile(1) };
+    }
+
     /// Bytes of one access of the port I/O exit that is being handled; string instructions exit with several accesses in
     /// one buffer.
     pub fn io_width(&self) -> usize {
@@ -241,6 +247,18 @@ impl OverflowSignals {
                 self.stays = true;
             }
         }
+    }
+}
+
+impl OverflowSignals {
+    /// As before the first overflow: for a vCPU that goes to another thread.
+    pub fn handle_again(&mut self, vcpu: &VcpuFd) {
+        if self.held
+            && let Err(e) = handle_signals(vcpu)
+        {
+            log::warn!("overflow signals of a vCPU stay blocked in its thread: {e}");
+        }
+        *self = Self::default();
     }
 }
 

@@ -21,6 +21,8 @@ pub struct Mail {
 #[derive(Debug, Default)]
 struct Inner {
     mail: Mail,
+    /// The last look that was asked for.
+    asked: Option<u64>,
     /// The last look and its number.
     seen: Option<(u64, VcpuView)>,
 }
@@ -53,7 +55,10 @@ impl Mailbox {
 
     /// Asks for a look.
     pub fn ask_view(&self, generation: u64) {
-        self.lock().mail.view = Some(generation);
+        let mut inner = self.lock();
+        inner.mail.view = Some(generation);
+        inner.asked = Some(generation);
+        drop(inner);
         self.waiting.store(true, Ordering::SeqCst);
     }
 
@@ -67,6 +72,11 @@ impl Mailbox {
     pub fn send_filter(&self, filter: Arc<EventFilter>) {
         self.lock().mail.filter = Some(filter);
         self.waiting.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the look `generation` was asked for here: not of a vCPU that came later.
+    pub fn was_asked(&self, generation: u64) -> bool {
+        self.lock().asked.is_some_and(|asked| asked >= generation)
     }
 
     /// The look `generation` or a later one.
@@ -90,7 +100,9 @@ mod tests {
     fn a_view_is_that_of_its_request_or_later() {
         let mailbox = Mailbox::default();
         assert!(!mailbox.has_mail());
+        assert!(!mailbox.was_asked(2));
         mailbox.ask_view(2);
+        assert!(mailbox.was_asked(2) && !mailbox.was_asked(3));
         assert!(mailbox.has_mail());
         assert_eq!(mailbox.take().view, Some(2));
         assert!(!mailbox.has_mail());

@@ -11,15 +11,21 @@
 
 pub mod control;
 pub mod debugctl;
+mod first_state;
 pub mod gate;
 pub mod kick;
 pub mod mailbox;
+pub mod maker;
+pub mod numbers;
 pub mod pmi;
 mod rdpmc;
+pub mod roster;
 pub mod stats;
 pub mod step;
 
+use std::error::Error;
 use std::io;
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -31,16 +37,17 @@ use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{ParavirtualEvent, PmiReady};
 
 use crate::devices::{Bus, BusOutcome};
-use crate::pmu::{Synced, VcpuPmu};
+use crate::pmu::{PmuSetupError, Synced, VcpuPmu};
 use control::{RunControl, RunState, StopReason};
 use control_api::protocol::VcpuView;
 use debugctl::DebugControl;
+pub use first_state::{FirstState, StateError};
 use kernel_images::rdpmc::TRAP_PORT;
-use mailbox::Mailbox;
+use maker::KvmVcpu;
 use pmi::{Delivery, Lvtpc, Recheck};
 pub use rdpmc::Rdpmc;
 use rdpmc::Read;
-use stats::VcpuStats;
+use roster::Seat;
 use step::debug::GuestDebug;
 use step::{Prepared, StepError, Stepper};
 
@@ -53,6 +60,18 @@ pub enum VcpuError {
     /// The LVTPC access could not be prepared.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
+    /// Something else could not be had.
+    #[error("{0} failed")]
+    Os(&'static str, #[source] io::Error),
+}
+
+/// Why a vCPU's thread cannot begin.
+#[derive(Debug, thiserror::Error)]
+enum BeginError {
+    #[error(transparent)]
+    Pmu(#[from] PmuSetupError),
+    #[error("timer_create failed")]
+    Timer(#[source] io::Error),
 }
 
 /// Why a vCPU cannot enter its guest: a call failed, which no guest can cause.
@@ -105,6 +124,8 @@ enum Next {
 pub struct Vcpu {
     id: u8,
     fd: VcpuFd,
+    /// What else there is of KVM's vCPU, to be parked with it.
+    kept: maker::Kept,
     vm: Arc<VmFd>,
     bus: Arc<Bus>,
     pmu: Option<VcpuPmu>,
@@ -113,7 +134,8 @@ pub struct Vcpu {
     recheck: Recheck,
     /// A PMI waited at the last entry, behind a mask or for the rate limit.
     pmi_waits: bool,
-    stats: Arc<VcpuStats>,
+    /// Where requests to this thread come from, and where what it counts goes.
+    seat: Arc<Seat>,
     control: Arc<RunControl>,
     debug: GuestDebug,
     /// The rest of IA32_DEBUGCTL, where it is trapped.
@@ -122,7 +144,6 @@ pub struct Vcpu {
     rdpmc: Option<Rdpmc>,
     /// With the exact backing.
     stepper: Option<Stepper>,
-    mailbox: Arc<Mailbox>,
     /// The RDPMC that the guest executed last, as long as nothing is known of what it executed since.
     just_read: Option<Read>,
     /// How many PMIs in a row had an RDPMC done again.
@@ -144,35 +165,32 @@ pub struct Vcpu {
 
 impl Vcpu {
     /// A vCPU that is configured and ready to enter the guest. `pmu` is `None` when the guest has no PMU.
-    ///
-    /// # Errors
-    /// [`VcpuError::Pmi`].
     pub fn new(
-        id: u8,
-        fd: VcpuFd,
+        kvm: KvmVcpu,
+        lvtpc: Lvtpc,
         vm: Arc<VmFd>,
         bus: Arc<Bus>,
         pmu: Option<VcpuPmu>,
-        stats: Arc<VcpuStats>,
+        seat: Arc<Seat>,
         control: Arc<RunControl>,
-    ) -> Result<Self, VcpuError> {
-        let masks = pmu.as_ref().is_some_and(VcpuPmu::masks_lvtpc_on_delivery);
-        Ok(Self {
-            id,
+    ) -> Self {
+        let (fd, kept) = kvm.into_parts();
+        Self {
+            id: seat.id(),
             fd,
+            kept,
             vm,
             bus,
             pmu,
-            lvtpc: Lvtpc::new(id, masks)?,
+            lvtpc,
             recheck: Recheck::default(),
             pmi_waits: false,
-            stats,
+            seat,
             control,
             debug: GuestDebug::default(),
             debug_control: None,
             rdpmc: None,
             stepper: None,
-            mailbox: Arc::default(),
             just_read: None,
             reads_again: 0,
             syncs_registers: false,
@@ -182,12 +200,7 @@ impl Vcpu {
             completed: Completed::None,
             overflow_signals: kick::OverflowSignals::default(),
             on_first_entry: None,
-        })
-    }
-
-    /// Where requests for this vCPU's thread are put.
-    pub fn mailbox(&self) -> &Arc<Mailbox> {
-        &self.mailbox
+        }
     }
 
     /// Calls `f` right before the first entry into the guest.
@@ -215,43 +228,75 @@ impl Vcpu {
         self.rdpmc = Some(rdpmc);
     }
 
-    /// Starts the thread of this vCPU, named `vcpuN`.
+    /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. `began` is told whether the vCPU has
+    /// entered the perf core; without it the VM cannot do without this vCPU, and ends if it has not.
     ///
     /// # Errors
-    /// [`VcpuError::Spawn`].
-    pub fn spawn(mut self) -> Result<VcpuThread, VcpuError> {
-        let id = self.id;
-        let handle = std::thread::Builder::new()
+    /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
+    pub fn spawn(self, began: Option<SyncSender<Result<(), String>>>) -> Result<VcpuThread, VcpuError> {
+        let (id, seat) = (self.id, self.seat.clone());
+        // If there is no thread it is to be had back.
+        let here = Arc::new(Mutex::new(Some(self)));
+        let there = here.clone();
+        let spawned = std::thread::Builder::new()
             .name(format!("vcpu{id}"))
             .spawn(move || {
-                let control = self.control.clone();
+                let Some(mut vcpu) = take(&there) else { return };
+                let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
                 // A panic here would be a bug of ours; it must end the VM and not leave the others running headless.
-                let run = std::panic::AssertUnwindSafe(|| self.run());
-                if std::panic::catch_unwind(run).is_err() {
+                let run = std::panic::AssertUnwindSafe(|| vcpu.run(began.as_ref()));
+                let Ok(ran) = std::panic::catch_unwind(run) else {
                     control.stop(StopReason::Failed);
+                    return;
+                };
+                seat.park(vcpu.into_kvm());
+                match (ran, began) {
+                    (Ok(()), _) => {}
+                    // Its seat is free when this is heard.
+                    (Err(why), Some(began)) => drop(began.send(Err(why))),
+                    (Err(why), None) => {
+                        log::error!("vcpu{id}: {why}");
+                        control.stop(StopReason::Failed);
+                    }
                 }
-            })
-            .map_err(|e| VcpuError::Spawn(id, e))?;
-        Ok(VcpuThread { id, handle })
+            });
+        match spawned {
+            Ok(handle) => Ok(VcpuThread { id, handle }),
+            Err(e) => {
+                if let Some(vcpu) = take(&here) {
+                    seat.park(vcpu.into_kvm());
+                }
+                Err(VcpuError::Spawn(id, e))
+            }
+        }
     }
 
-    fn run(&mut self) {
-        let armed = kick::Armed::new(&mut self.fd);
-        if let Some(pmu) = &mut self.pmu
-            && let Err(e) = pmu.attach_to_current_thread()
-        {
-            log::error!("vcpu{}: {e}", self.id);
-            self.control.stop(StopReason::Failed);
-            return;
+    fn into_kvm(self) -> KvmVcpu {
+        KvmVcpu::from_parts(self.fd, self.kept)
+    }
+
+    /// Enters the perf core on this thread.
+    fn begin(&mut self) -> Result<kick::KickTimer, BeginError> {
+        let timer = kick::KickTimer::for_current_thread().map_err(BeginError::Timer)?;
+        if let Some(pmu) = &mut self.pmu {
+            pmu.attach_to_current_thread()?;
         }
-        let timer = match kick::KickTimer::for_current_thread() {
-            Ok(timer) => timer,
-            Err(e) => {
-                log::error!("vcpu{}: timer_create: {e}", self.id);
-                self.control.stop(StopReason::Failed);
-                return;
-            }
-        };
+        Ok(timer)
+    }
+
+    /// The loop, until the VM ends or the vCPU is to leave. An error says why it could not begin.
+    fn run(&mut self, began: Option<&SyncSender<Result<(), String>>>) -> Result<(), String> {
+        let armed = kick::Armed::new(&mut self.fd);
+        let timer = self.begin().map_err(|e| in_one_line(&e))?;
+        if let Some(began) = began
+            && began.send(Ok(())).is_err()
+        {
+            // Nobody waits for it any more; its seat says that it is to leave.
+            log::debug!("vcpu{}: it began too late", self.id);
+        }
+        self.seat.stats().go_on();
+        // What another thread of this vCPU asked KVM for.
+        self.fd.clear_sync_valid_reg(SyncReg::SystemRegister);
         // The stepper reads and writes registers between two entries; both ways at once would undo each other.
         self.syncs_registers =
             self.pmu.is_some() && self.stepper.is_none() && self.vm.check_extension(Cap::SyncRegs);
@@ -263,8 +308,11 @@ impl Vcpu {
         }
         loop {
             armed.clear();
-            if self.mailbox.has_mail() {
+            if self.seat.mailbox().has_mail() {
                 self.read_mail();
+            }
+            if self.seat.is_to_leave() {
+                break;
             }
             match self.control.state() {
                 RunState::Running => {}
@@ -272,7 +320,9 @@ impl Vcpu {
                     if let Some(pmu) = &mut self.pmu {
                         pmu.pause();
                     }
-                    self.control.wait_until_not_paused(|| self.mailbox.has_mail());
+                    let seat = &self.seat;
+                    self.control
+                        .wait_until_not_paused(|| seat.mailbox().has_mail() || seat.is_to_leave());
                     if let Some(pmu) = &mut self.pmu {
                         pmu.resume();
                     }
@@ -307,14 +357,30 @@ impl Vcpu {
                 }
             }
         }
+        if self.seat.is_to_leave() {
+            self.settle(&armed);
+        }
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
         }
+        Ok(())
+    }
+
+    /// Leaves nothing of this thread in KVM's vCPU: an access to a port whose outcome the guest has not seen yet, and which signals it lets
+    /// through.
+    fn settle(&mut self, armed: &kick::Armed) {
+        armed.request_exit();
+        match self.fd.run() {
+            Err(e) if e.errno() == libc::EINTR => {}
+            Ok(exit) => log::debug!("vcpu{}: it leaves with {exit:?}", self.id),
+            Err(e) => log::debug!("vcpu{}: it leaves with KVM_RUN: {e}", self.id),
+        }
+        self.overflow_signals.handle_again(&self.fd);
     }
 
     /// Does what an operator asked of this thread.
     fn read_mail(&mut self) {
-        let mail = self.mailbox.take();
+        let mail = self.seat.mailbox().take();
         let Some(pmu) = &mut self.pmu else { return };
         if let Some(filter) = mail.filter {
             pmu.set_filter(filter);
@@ -324,14 +390,15 @@ impl Vcpu {
         }
         if let Some(generation) = mail.view {
             let (uncounted_ns, places_lost) = pmu.uncounted().unzip();
+            let stats = self.seat.stats();
             let view = VcpuView {
                 vcpu: self.id.into(),
                 uncounted_ns,
                 places_lost,
-                pmis: (!pmu.is_kvms()).then(|| self.stats.pmi_nmi.get() + self.stats.pmi_fixed.get()),
+                pmis: (!pmu.is_kvms()).then(|| stats.pmi_nmi.get() + stats.pmi_fixed.get()),
                 counters: pmu.view(&self.fd),
             };
-            self.mailbox.answer(generation, view);
+            self.seat.mailbox().answer(generation, view);
         }
     }
 
@@ -359,9 +426,9 @@ impl Vcpu {
         };
         let prepared = stepper.prepare(&mut self.fd, &mut self.debug, pmu.stepped_levels())?;
         let tally = stepper.tally();
-        self.stats.steps.set(tally.steps);
-        self.stats.steps_lost.set(tally.lost);
-        self.stats.unstepped.set(tally.unstepped);
+        self.seat.stats().steps.set(tally.steps);
+        self.seat.stats().steps_lost.set(tally.lost);
+        self.seat.stats().unstepped.set(tally.unstepped);
         match prepared {
             Prepared::Enter => Ok(true),
             Prepared::Executed(step) => {
@@ -403,7 +470,7 @@ impl Vcpu {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
         self.overflow_signals.before_entry(&self.fd, signalled);
-        self.stats.overflow_signals.add(signalled.into());
+        self.seat.stats().overflow_signals.add(signalled.into());
         // Other exits are not to pay for what samples need.
         let mut wants_system = self.syncs_system && self.left_by_signal;
         if pmu.take_fed_overflow() || signalled {
@@ -415,7 +482,7 @@ impl Vcpu {
                 synced.set_system(&self.fd.sync_regs_mut().sregs);
             }
             let done = pmu.service_overflows(&self.fd, synced);
-            self.stats.overflows.add(u64::from(done.overflows));
+            self.seat.stats().overflows.add(u64::from(done.overflows));
             // A timer that rings early needs nothing, and the sample comes with the next signal.
             wants_system |= done.used_system;
         }
@@ -441,7 +508,7 @@ impl Vcpu {
         }
         if !pmu.pmi_pending() {
             if std::mem::take(&mut self.pmi_waits) {
-                self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.recheck.over();
             }
             return Ok(());
@@ -454,13 +521,13 @@ impl Vcpu {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         match pmu.pmi_ready() {
             PmiReady::No => {
-                self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.pmi_waits = false;
                 return Ok(());
             }
             PmiReady::Now => {}
             PmiReady::NotBefore { time_ns } => {
-                self.stats.pmi_throttled.set(pmu.pmi_counts().throttled);
+                self.seat.stats().pmi_throttled.set(pmu.pmi_counts().throttled);
                 self.pmi_waits = true;
                 self.recheck.over();
                 timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
@@ -471,12 +538,12 @@ impl Vcpu {
             // The guest unmasks LVTPC without telling us; look again at every exit, and now and then without one.
             self.pmi_waits = pmu.pmi_must_wait();
             if self.pmi_waits {
-                self.stats.pmi_masked_waits.inc();
+                self.seat.stats().pmi_masked_waits.inc();
                 if let Some(wait) = self.recheck.waits(Instant::now()) {
                     timer.kick_in(wait);
                 }
             } else {
-                self.stats.pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
+                self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.recheck.over();
             }
             return Ok(());
@@ -488,9 +555,9 @@ impl Vcpu {
             return Ok(());
         }
         match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
-            Delivery::Nmi => self.stats.pmi_nmi.inc(),
-            Delivery::Fixed => self.stats.pmi_fixed.inc(),
-            Delivery::Dropped => self.stats.pmi_dropped.inc(),
+            Delivery::Nmi => self.seat.stats().pmi_nmi.inc(),
+            Delivery::Fixed => self.seat.stats().pmi_fixed.inc(),
+            Delivery::Dropped => self.seat.stats().pmi_dropped.inc(),
         }
         if let Some(pmu) = &mut self.pmu {
             pmu.pmi_delivered();
@@ -520,7 +587,7 @@ impl Vcpu {
         if !self.left_by_signal {
             self.just_read = None;
         }
-        let stats = &*self.stats;
+        let stats = self.seat.stats();
         stats.exits.inc();
         match exit {
             Ok(VcpuExit::X86Rdmsr(msr)) => {
@@ -661,6 +728,23 @@ impl Vcpu {
     }
 }
 
+/// The vCPU that waits for a thread to run it.
+fn take(from: &Mutex<Option<Vcpu>>) -> Option<Vcpu> {
+    from.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+/// An error and its sources in one line.
+fn in_one_line(error: &dyn Error) -> String {
+    let mut line = error.to_string();
+    let mut source = error.source();
+    while let Some(e) = source {
+        line.push_str(": ");
+        line.push_str(&e.to_string());
+        source = e.source();
+    }
+    line
+}
+
 /// Counts an exit for the guest's paravirtual events.
 fn count(pmu: &mut Option<VcpuPmu>, event: ParavirtualEvent) {
     if let Some(pmu) = pmu {
@@ -690,9 +774,11 @@ fn system_event(kind: u32) -> StopReason {
 pub struct Kicker(Arc<Mutex<Vec<VcpuThread>>>);
 
 impl Kicker {
-    /// Adds a thread.
+    /// Adds a thread, instead of one of the same vCPU that has ended.
     pub fn add(&self, thread: VcpuThread) {
-        self.threads().push(thread);
+        let mut threads = self.threads();
+        threads.retain(|other| other.id != thread.id);
+        threads.push(thread);
     }
 
     /// Makes every vCPU leave KVM_RUN and look at what is asked of it.

@@ -225,7 +225,7 @@ impl Vcpu {
             self.answer(hit, level, regs)?;
             return Ok(Next::Continue);
         }
-        self.stats.io_out.inc();
+        self.seat.stats().io_out.inc();
         self.completed = Completed::AtAnyCpl;
         count(&mut self.pmu, ParavirtualEvent::IoExits);
         Ok(after_io(self.bus.io_out(TRAP_PORT, &[byte])))
@@ -255,10 +255,10 @@ impl Vcpu {
 
     /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
     fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), kvm_ioctls::Error> {
-        self.stats.rdpmc.inc();
+        self.seat.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
-            self.stats.gp_injected.inc();
+            self.seat.stats().gp_injected.inc();
             complete_port_write(&mut self.fd)?;
             self.go_to(hit.start)?;
             return self.raise_general_protection();
@@ -325,13 +325,13 @@ impl Vcpu {
         let Some(gate) = &rdpmc.gate else {
             return Ok(Next::Continue);
         };
-        self.stats.gp_looked_at.inc();
+        self.seat.stats().gp_looked_at.inc();
         self.synced = Fresh::default();
         let mut state = State::read(&self.fd)?;
         if let Stopped::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
             let pce = state.sregs.cr4 & CR4_PCE != 0;
             if let Some(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
-                self.stats.rdpmc.inc();
+                self.seat.stats().rdpmc.inc();
                 self.completed = Completed::AtAnyCpl;
                 read.give(value, &mut state);
                 if read.cpl != 0 {
@@ -346,7 +346,7 @@ impl Vcpu {
                 }
                 return Ok(Next::Continue);
             }
-            self.stats.gp_injected.inc();
+            self.seat.stats().gp_injected.inc();
         }
         if gate.enter_handler(at, &mut state).is_none() {
             log::error!(
@@ -382,14 +382,14 @@ impl Vcpu {
             self.fd.set_regs(&state.regs)?;
             return Ok(Next::Continue);
         };
-        self.stats.rdpmc.inc();
+        self.seat.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else {
             return Ok(Next::Continue);
         };
         let level = Level::of(&state);
         let regs = &mut state.regs;
         let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
-            self.stats.gp_injected.inc();
+            self.seat.stats().gp_injected.inc();
             self.raise_general_protection()?;
             return Ok(Next::Continue);
         };

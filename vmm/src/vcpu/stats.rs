@@ -17,6 +17,11 @@ macro_rules! counters {
             pub fn all(&self) -> Vec<(&'static str, u64)> {
                 vec![$(($label, self.$field.get()),)+]
             }
+
+            /// The vCPU has come, perhaps again: all count on from where they are.
+            pub fn go_on(&self) {
+                $(self.$field.before.store(self.$field.get(), Ordering::Relaxed);)+
+            }
         }
     };
 }
@@ -72,7 +77,11 @@ counters! {
 
 /// A counter with one writer.
 #[derive(Debug, Default)]
-pub struct Counter(AtomicU64);
+pub struct Counter {
+    count: AtomicU64,
+    /// What it was when the vCPU came.
+    before: AtomicU64,
+}
 
 impl Counter {
     /// Adds one. Only the vCPU's own thread may: a load and a store, no locked instruction.
@@ -82,18 +91,19 @@ impl Counter {
 
     /// Adds `n`; see [`Counter::inc`].
     pub fn add(&self, n: u64) {
-        self.0
-            .store(self.0.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+        let sum = self.count.load(Ordering::Relaxed).wrapping_add(n);
+        self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// Makes it `n`; see [`Counter::inc`].
+    /// There were `n` since the vCPU came; see [`Counter::inc`].
     pub fn set(&self, n: u64) {
-        self.0.store(n, Ordering::Relaxed);
+        let before = self.before.load(Ordering::Relaxed);
+        self.count.store(before.wrapping_add(n), Ordering::Relaxed);
     }
 
     /// The count so far.
     pub fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+        self.count.load(Ordering::Relaxed)
     }
 }
 
@@ -139,6 +149,21 @@ impl fmt::Display for VcpuStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What is set from the count of a PMU that is new each time the vCPU comes does not go back.
+    #[test]
+    fn a_vcpu_that_comes_again_counts_on() {
+        let stats = VcpuStats::default();
+        stats.go_on();
+        stats.steps.set(5);
+        stats.exits.add(2);
+        stats.go_on();
+        stats.steps.set(0);
+        assert_eq!((stats.steps.get(), stats.exits.get()), (5, 2));
+        stats.steps.set(3);
+        stats.exits.add(2);
+        assert_eq!((stats.steps.get(), stats.exits.get()), (8, 4));
+    }
 
     /// The table shows a total over vCPUs and leaves out what never happened.
     #[test]

@@ -7,10 +7,13 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 
-use super::{DONE, print};
+use super::ps::of_most;
+use super::{DONE, parse_seconds, print};
+use crate::devices::cpu_plug::VcpuSet;
 use crate::exit::ExitStatus;
+use crate::vcpu::roster;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{Call, VmInfo, VmState};
+use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
 use control_api::request;
 use perf_core::SharePolicy;
 
@@ -42,6 +45,17 @@ pub enum Action {
     Resume,
     /// End the VM.
     Stop,
+    /// Say whether it runs, and how many vCPUs it has.
+    Status,
+    /// Add vCPUs, or have the guest give some up, until there are N; the VM must have been started with --cpus N,max=M.
+    Vcpus {
+        /// How many, 1 to M.
+        #[arg(value_name = "N")]
+        count: u32,
+        /// How long the guest may take to answer, in seconds.
+        #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
+        wait: Duration,
+    },
     /// Who gets the host's counters when they run out.
     Share {
         /// guest-first, operator-first or strict.
@@ -64,6 +78,8 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
         Action::Pause => (Call::Pause, "paused"),
         Action::Resume => (Call::Resume, "running"),
         Action::Stop => (Call::Stop, "stopped"),
+        Action::Status => (Call::Status, ""),
+        Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         Action::Share { policy } => {
             policy
                 .parse::<SharePolicy>()
@@ -80,6 +96,15 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
     match args.action {
         Action::Pause => pause(&mut client)?,
         Action::Stop => stop(&mut client)?,
+        Action::Status => {
+            let info: VmInfo = client.call(request::Status).map_err(|e| e.to_string())?;
+            return say_status(&info);
+        }
+        Action::Vcpus { count, wait } => {
+            vcpus(&mut client, count, wait)?;
+            let info: VmInfo = client.call(request::Status).map_err(|e| e.to_string())?;
+            return say_status(&info);
+        }
         Action::Resume | Action::Share { .. } | Action::Filter { .. } => {
             client.call(call).map_err(|e| e.to_string())?;
         }
@@ -125,6 +150,107 @@ fn pause(client: &mut Client) -> Result<(), String> {
         info = client.call(request::Status).map_err(|e| e.to_string())?;
     }
     Ok(())
+}
+
+fn say_status(info: &VmInfo) -> Result<ExitStatus, String> {
+    let plural = if info.vcpus.max(info.max_vcpus) == 1 {
+        ""
+    } else {
+        "s"
+    };
+    print(&format!(
+        "{}: {}, {} vCPU{plural}\n",
+        info.name,
+        info.state,
+        of_most(info)
+    ))?;
+    Ok(DONE)
+}
+
+/// Has vCPUs come or go, and waits until the guest has answered.
+fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), String> {
+    let said = |e: ClientError| e.to_string();
+    let start = Instant::now();
+    let before: VcpuPlug = client.call(request::VcpuPlug).map_err(said)?;
+    let mut plug: VcpuPlug = client.call(request::Vcpus { count }).map_err(said)?;
+    // What is refused of what was just asked for.
+    let ours = plug.asked_for.clone();
+    let came: Vec<u32> = plug
+        .present
+        .iter()
+        .copied()
+        .filter(|v| !before.present.contains(v))
+        .collect();
+    loop {
+        let refused = plug.refused.iter().find(|refusal| ours.contains(&refusal.vcpu));
+        if let Some(refusal) = refused {
+            let _: VcpuPlug = client.call(request::VcpusWithdraw).map_err(said)?;
+            return Err(format!(
+                "the guest does not give up vCPU {} ({}); it stays",
+                refusal.vcpu,
+                ost_status(refusal.status)
+            ));
+        }
+        let waits = !plug.asked_for.is_empty() || !plug.leaving.is_empty();
+        let unnoticed: Vec<u32> = came
+            .iter()
+            .copied()
+            .filter(|v| plug.unnoticed.contains(v))
+            .collect();
+        if !waits && unnoticed.is_empty() {
+            log::info!(
+                "the guest answered after {:.1} ms",
+                start.elapsed().as_secs_f64() * 1e3
+            );
+            return Ok(());
+        }
+        if start.elapsed() > wait {
+            if !plug.asked_for.is_empty() {
+                let plug: VcpuPlug = client.call(request::VcpusWithdraw).map_err(said)?;
+                let stay: Vec<u32> = ours
+                    .iter()
+                    .copied()
+                    .filter(|v| plug.present.contains(v))
+                    .collect();
+                return Err(format!(
+                    "the guest has not given up {} in {} s; there are {} vCPUs (does its kernel know ACPI CPU hot-plug?)",
+                    named(&stay),
+                    wait.as_secs_f64(),
+                    plug.present.len()
+                ));
+            }
+            if !plug.leaving.is_empty() {
+                return Err(format!("{} is still leaving", named(&plug.leaving)));
+            }
+            log::warn!(
+                "the guest has taken no note of {} in {} s (does its kernel know ACPI CPU hot-plug?)",
+                named(&unnoticed),
+                wait.as_secs_f64()
+            );
+            return Ok(());
+        }
+        std::thread::sleep(LOOK);
+        plug = client.call(request::VcpuPlug).map_err(said)?;
+    }
+}
+
+fn named(vcpus: &[u32]) -> String {
+    let one = |vcpu: &u32| u8::try_from(*vcpu).map_or_else(|_| VcpuSet::default(), VcpuSet::of);
+    roster::named(vcpus.iter().map(one).fold(VcpuSet::default(), VcpuSet::with))
+}
+
+/// What a guest says when it refuses (ACPI 6.5, table 6.75).
+fn ost_status(status: u32) -> String {
+    let words = match status {
+        0x01 => "a failure that it does not name",
+        0x02 => "it does not know the request",
+        0x80 => "it does not take requests for this vCPU",
+        0x81 => "the vCPU is in use by an application",
+        0x82 => "the vCPU is busy",
+        0x83 => "something depends on the vCPU",
+        _ => return format!("status {status:#x}"),
+    };
+    format!("status {status:#x}: {words}")
 }
 
 /// Stops, and waits until the VM's process has let go of the socket.

@@ -52,7 +52,7 @@ fn table(vms: &[VmInfo]) -> String {
         [
             vm.name.clone(),
             vm.pid.to_string(),
-            vm.vcpus.to_string(),
+            of_most(vm),
             vm.state.to_string(),
             uptime(vm.uptime_ms / 1000),
             vm.pmu.clone(),
@@ -70,6 +70,14 @@ fn table(vms: &[VmInfo]) -> String {
         let _ = writeln!(out, "{}", line.trim_end());
     }
     out
+}
+
+/// How many vCPUs there are, of how many if there can be more.
+pub(super) fn of_most(vm: &VmInfo) -> String {
+    match vm.max_vcpus {
+        max if max > vm.vcpus => format!("{} of {max}", vm.vcpus),
+        _ => vm.vcpus.to_string(),
+    }
 }
 
 fn uptime(seconds: u64) -> String {

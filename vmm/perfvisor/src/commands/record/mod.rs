@@ -24,7 +24,7 @@ use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use control_api::client::Client;
 use control_api::events::list;
-use control_api::protocol::{HostRingInfo, KernelInfo, KernelState, Opened, RingInfo, Sampling};
+use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opened, RingInfo, Sampling};
 use control_api::request::{self, Request};
 use guest_profile::export::NO_PID;
 use guest_profile::merge::{Merge, RingTerms, Totals, Whose};
@@ -190,7 +190,16 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
             break;
         }
         // The rings outlive the VM, so what it wrote last is read after it has gone.
-        if let Err(e) = streams.steer(&mut client) {
+        let steered = match client.call(request::Joined) {
+            Ok(joined) => {
+                for of_vcpu in &joined {
+                    streams.join(&mut client, args, of_vcpu, sampling, &mut recording)?;
+                }
+                streams.steer(&mut client)
+            }
+            Err(e) => Err(e),
+        };
+        if let Err(e) = steered {
             if !e.is_gone() {
                 return Err(e.to_string());
             }
@@ -303,11 +312,66 @@ impl Streams {
         opened: &[Opened],
         sampling: Sampling,
     ) -> Result<Self, String> {
+        let mut streams = Self {
+            rings: Vec::new(),
+            lanes: Vec::new(),
+            by_stream: HashMap::new(),
+        };
+        let why_not = streams.add(client, args, opened, sampling)?;
+        if let Some(why) = why_not {
+            let every = "every sample stops the vCPU";
+            match args.chain_every {
+                Some(_) => {
+                    log::warn!("--chain-every: the host's kernel cannot sample this guest ({why}); {every}")
+                }
+                None => log::info!("the host's kernel cannot sample this guest ({why}); {every}"),
+            }
+        }
+        Ok(streams)
+    }
+
+    /// Takes in a vCPU that came. Its events have counted since before its first instruction, into a ring that was made for them.
+    fn join(
+        &mut self,
+        client: &mut Client,
+        args: &RecordArgs,
+        joined: &Joined,
+        sampling: Sampling,
+        recording: &mut Recording,
+    ) -> Result<(), String> {
+        let vcpu = joined.vcpu;
+        if let Some(why) = &joined.refused {
+            log::warn!("vCPU {vcpu} came and is not recorded: {why}");
+            return Ok(());
+        }
+        // The ring of one of that number that left has its last samples.
+        for at in 0..self.rings.len() {
+            if self.rings[at].1.vcpu == vcpu {
+                self.drain_ring(at, recording)?;
+            }
+        }
+        self.rings.retain(|(_, info)| info.vcpu != vcpu);
+        recording.join(&joined.events);
+        let why_not = self.add(client, args, &joined.events, sampling)?;
+        log::info!("vCPU {vcpu} came and is recorded");
+        if let Some(why) = why_not {
+            log::debug!("vCPU {vcpu}: every sample stops it ({why})");
+        }
+        Ok(())
+    }
+
+    /// Maps the rings of events. Says why the host's kernel does not sample some of them.
+    fn add(
+        &mut self,
+        client: &mut Client,
+        args: &RecordArgs,
+        opened: &[Opened],
+        sampling: Sampling,
+    ) -> Result<Option<String>, String> {
         let said = |e: control_api::client::ClientError| e.to_string();
         let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
         vcpus.sort_unstable();
         vcpus.dedup();
-        let mut rings = Vec::new();
         for vcpu in vcpus {
             let call = request::Ring {
                 vcpu,
@@ -316,9 +380,8 @@ impl Streams {
             let (info, memfd): (RingInfo, File) = client.call_with_file(call).map_err(said)?;
             let reader =
                 RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
-            rings.push((reader, info));
+            self.rings.push((reader, info));
         }
-        let mut lanes = Vec::new();
         let mut why_not: Option<String> = None;
         for o in opened {
             let (Some(handle), Some(vcpu), true) = (o.handle, o.vcpu, o.ring) else {
@@ -336,7 +399,8 @@ impl Streams {
                     continue;
                 }
             };
-            lanes.push(Lane {
+            self.by_stream.insert(o.id, self.lanes.len());
+            self.lanes.push(Lane {
                 handle,
                 vcpu,
                 stream_id: o.id,
@@ -353,21 +417,7 @@ impl Streams {
                 said_blind: false,
             });
         }
-        if let Some(why) = why_not {
-            let every = "every sample stops the vCPU";
-            match args.chain_every {
-                Some(_) => {
-                    log::warn!("--chain-every: the host's kernel cannot sample this guest ({why}); {every}")
-                }
-                None => log::info!("the host's kernel cannot sample this guest ({why}); {every}"),
-            }
-        }
-        let by_stream = lanes.iter().enumerate().map(|(i, l)| (l.stream_id, i)).collect();
-        Ok(Self {
-            rings,
-            lanes,
-            by_stream,
-        })
+        Ok(why_not)
     }
 
     /// Takes what is in the rings.
@@ -437,7 +487,6 @@ impl Streams {
     /// Asks the VM to take more or fewer full samples, as the light ones show enough of the guest or not.
     /// Fails when the VM has gone.
     fn steer(&mut self, client: &mut Client) -> Result<(), control_api::client::ClientError> {
-        client.call(request::Status)?;
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
             if let Some(every) = lane.merge.decide(now_ns) {

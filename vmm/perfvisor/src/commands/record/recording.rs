@@ -32,6 +32,8 @@ pub(super) struct Recording {
     names: Names,
     /// The file's id of an event by that of its samples, which differs on each vCPU.
     ids: HashMap<u64, u64>,
+    /// The ids of the events in the file, by their place in the list.
+    listed: HashMap<u32, u64>,
     first_id: u64,
     tasks: HashMap<u32, [u8; 16]>,
     /// Mappings written, in order, to name addresses by; and the same to be found.
@@ -86,12 +88,14 @@ impl Recording {
         let meta = Meta {
             hostname: client.info().name.clone(),
             os_release: String::new(),
-            vcpus: client.info().vcpus,
+            // Those that come while it records too.
+            vcpus: client.info().max_vcpus,
             command: std::env::args().collect(),
         };
         keep_old(&args.output)?;
         let name = args.output.display();
         let file = File::create(&args.output).map_err(|e| format!("{name}: {e}"))?;
+        let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
         let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
         let mut writer =
@@ -103,6 +107,7 @@ impl Recording {
             writer,
             names,
             ids,
+            listed,
             first_id,
             tasks: HashMap::new(),
             mapped: Profile::default(),
@@ -117,6 +122,15 @@ impl Recording {
             throttled: 0,
             damaged: 0,
         })
+    }
+
+    /// The same events on a vCPU that came.
+    pub(super) fn join(&mut self, opened: &[Opened]) {
+        for o in opened {
+            if let Some(id) = self.listed.get(&o.index) {
+                self.ids.insert(o.id, *id);
+            }
+        }
     }
 
     fn event_id(&self, stream_id: u64) -> u64 {

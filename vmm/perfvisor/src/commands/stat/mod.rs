@@ -14,7 +14,7 @@ use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use control_api::client::Client;
 use control_api::events::list;
-use control_api::protocol::{EventReading, Opened};
+use control_api::protocol::{EventReading, Joined, Opened};
 use control_api::request;
 use lines::{final_table, interval_lines};
 use totals::{Total, totals};
@@ -95,7 +95,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
     let mut gone = false;
     let mut unsupported = BTreeMap::new();
     for _ in 0..args.repeat {
-        let opened: Vec<Opened> = client
+        let mut opened: Vec<Opened> = client
             .call(request::Open {
                 events: args.events.clone(),
                 vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
@@ -109,7 +109,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
                 unsupported.insert(o.name.clone(), why.clone());
             }
         }
-        let run = one_run(&mut client, args, &opened, &signals)?;
+        let run = one_run(&mut client, args, &mut opened, &signals)?;
         elapsed.push(run.elapsed.as_secs_f64());
         runs.push(run.totals);
         gone = run.gone;
@@ -133,6 +133,21 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
     Ok(DONE)
 }
 
+/// Takes in the events of vCPUs that came: they count since before the vCPU's first instruction.
+fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), String> {
+    let joined: Vec<Joined> = match client.call(request::Joined) {
+        Err(e) if e.is_gone() => return Ok(()),
+        joined => joined.map_err(|e| e.to_string())?,
+    };
+    for of_vcpu in joined {
+        match of_vcpu.refused {
+            Some(why) => log::warn!("vCPU {} came and is not counted: {why}", of_vcpu.vcpu),
+            None => opened.extend(of_vcpu.events),
+        }
+    }
+    Ok(())
+}
+
 struct Run {
     totals: Vec<Total>,
     elapsed: Duration,
@@ -144,7 +159,7 @@ struct Run {
 fn one_run(
     client: &mut Client,
     args: &StatArgs,
-    opened: &[Opened],
+    opened: &mut Vec<Opened>,
     signals: &StopSignals,
 ) -> Result<Run, String> {
     let () = client.call(request::Enable).map_err(|e| e.to_string())?;
@@ -175,6 +190,9 @@ fn one_run(
                 _ => {}
             }
         }
+        if args.per_vcpu && args.vcpu.is_none() {
+            join(client, opened)?;
+        }
         let gone = match client.call(request::Read) {
             Ok(readings) => {
                 last = readings;
@@ -187,7 +205,7 @@ fn one_run(
         if let (Some(due), Some(interval)) = (next_interval, args.interval)
             && (now >= due || over || gone)
         {
-            let growth = totals(opened, &last, &before, args.per_vcpu);
+            let growth = totals(&*opened, &last, &before, args.per_vcpu);
             print(&interval_lines(at, at.saturating_sub(printed), &growth, args))?;
             before.clone_from(&last);
             printed = at;
@@ -196,7 +214,7 @@ fn one_run(
         }
         if over || gone {
             return Ok(Run {
-                totals: totals(opened, &last, &[], args.per_vcpu),
+                totals: totals(&*opened, &last, &[], args.per_vcpu),
                 elapsed: at,
                 woken,
                 gone,

@@ -143,7 +143,9 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
         return first.clone();
     }
     let merged = |(at, total): (usize, &Total)| {
-        let value = |run: &Vec<Total>| match run.get(at)?.counted {
+        // vCPUs that came or left between two runs have no mean.
+        let same = |other: &&Total| (&other.name, other.vcpu) == (&total.name, total.vcpu);
+        let value = |run: &Vec<Total>| match run.get(at).filter(same)?.counted {
             Counted::Value {
                 count,
                 enabled_ns,
@@ -209,6 +211,7 @@ mod tests {
             standard_error: Some(if running_ns < enabled_ns { 3.0 } else { 0.0 }),
             bound: Some(if running_ns < enabled_ns { 12.0 } else { 0.0 }),
             failed: false,
+            gone: false,
             vcpus: Vec::new(),
         }
     }
@@ -284,6 +287,31 @@ mod tests {
         let first = totals(&events, &before, &[], false)[0].counted;
         assert!(matches!(first, Counted::Value { count: 50, .. }), "{first:?}");
         assert_eq!(totals(&events, &now, &now, false)[0].counted, Counted::NotCounted);
+    }
+
+    /// A vCPU that left counts nothing more, and what it counted before is not lost when it comes again under its number.
+    #[test]
+    fn a_vcpu_that_comes_and_goes_is_one_row() {
+        let events = [
+            opened(0, 0, Some(0)),
+            opened(0, 1, Some(1)),
+            opened(0, 1, Some(2)),
+        ];
+        let left = EventReading {
+            gone: true,
+            ..reading(1, 70, 100, 100)
+        };
+        let before = [reading(0, 50, 100, 100), left.clone()];
+        let now = [reading(0, 60, 200, 200), left, reading(2, 5, 10, 10)];
+        let counts = |before: &[EventReading]| -> Vec<u64> {
+            let count = |total: &Total| match total.counted {
+                Counted::Value { count, .. } => count,
+                other => panic!("{other:?}"),
+            };
+            totals(&events, &now, before, true).iter().map(count).collect()
+        };
+        assert_eq!(counts(&[]), [60, 75]);
+        assert_eq!(counts(&before), [10, 5]);
     }
 
     #[test]

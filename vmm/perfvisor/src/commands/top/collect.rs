@@ -16,8 +16,8 @@ use crate::commands::{Woken, files, wait_until};
 use crate::signals::StopSignals;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, Generation, GuestViews, KernelInfo, KernelState, Opened, RingInfo, RingLoss, Sampling,
-    VcpuView, VmInfo,
+    EventReading, Generation, GuestViews, Joined, KernelInfo, KernelState, Opened, RingInfo, RingLoss,
+    Sampling, VcpuView, VmInfo,
 };
 use control_api::request;
 use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
@@ -117,14 +117,7 @@ impl Collector {
         sampled_vcpus.dedup();
         let mut rings = Vec::new();
         for vcpu in sampled_vcpus {
-            let call = request::Ring {
-                vcpu,
-                pages: RING_PAGES,
-            };
-            let (info, memfd): (RingInfo, File) = client.call_with_file(call).map_err(said)?;
-            let reader =
-                RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
-            rings.push((reader, info));
+            rings.push(ring_of(&mut client, vcpu)?);
         }
         let () = client.call(request::Enable).map_err(said)?;
         let before = client.call(request::Read).map_err(said)?;
@@ -164,11 +157,28 @@ impl Collector {
         self.places.retain(|_, (weight, _)| *weight >= FORGOTTEN);
         self.by_vcpu.clear();
         self.drain();
+        match self.client.call(request::Joined) {
+            Ok(joined) => self.join(&joined)?,
+            Err(e) if e.is_gone() => return Ok(Took::Gone),
+            Err(e) => return Err(e.to_string()),
+        }
         match self.ask(now) {
             Ok(screen) => Ok(Took::Screen(screen)),
             Err(e) if e.is_gone() => Ok(Took::Gone),
             Err(e) => Err(e.to_string()),
         }
+    }
+
+    /// Takes in the rings of vCPUs that came. What was in that of one of the same number has just been read.
+    fn join(&mut self, joined: &[Joined]) -> Result<(), String> {
+        for of_vcpu in joined {
+            self.rings.retain(|(_, info)| info.vcpu != of_vcpu.vcpu);
+            match &of_vcpu.refused {
+                Some(why) => log::warn!("vCPU {} came and is not sampled: {why}", of_vcpu.vcpu),
+                None => self.rings.push(ring_of(&mut self.client, of_vcpu.vcpu)?),
+            }
+        }
+        Ok(())
     }
 
     fn drain(&mut self) {
@@ -315,6 +325,17 @@ impl Collector {
     }
 }
 
+/// The ring of the sampling event on `vcpu`.
+fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), String> {
+    let call = request::Ring {
+        vcpu,
+        pages: RING_PAGES,
+    };
+    let (info, memfd): (RingInfo, File) = client.call_with_file(call).map_err(|e| e.to_string())?;
+    let reader = RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
+    Ok((reader, info))
+}
+
 /// Counts a second since `before`, scaled by the time the event was on.
 fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell {
     let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
@@ -448,6 +469,7 @@ mod tests {
             standard_error: None,
             bound: None,
             failed: false,
+            gone: false,
             vcpus: Vec::new(),
         }
     }

@@ -472,6 +472,7 @@ mod tests {
                 name: "box".into(),
                 pid: 1,
                 vcpus: 2,
+                max_vcpus: 2,
                 pmu: "amd".into(),
                 guest: String::new(),
                 state: VmState::Running,

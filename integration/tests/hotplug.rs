@@ -1,0 +1,245 @@
+//! vCPUs that come and go under an unmodified Debian kernel: it takes them in and gives them up, its own perf counts and samples on them, and
+//! the host's counts and recordings are whole.
+//!
+//! One guest, 1 vCPU of 3, twice through: 3 vCPUs, perf in the guest, 1 vCPU. Meanwhile the host counts the whole VM, counts each vCPU, and
+//! records, from before the first vCPU comes until after the last has gone.
+
+use std::collections::BTreeMap;
+
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::limit::Limit;
+use integration::parse::parse_stat_csv;
+use integration::place::Place;
+use integration::process::{Command, Output, Process};
+
+const LIMIT: Limit = Limit::GENEROUS;
+
+/// How often the vCPUs come and go.
+const ROUNDS: u32 = 2;
+
+/// Period of the host's recording and of the guest's: some hundred samples in each of the guest's measurements.
+const PERIOD: u64 = 20_000_000;
+
+/// Linux takes a new CPU in and leaves it offline; whoever runs the machine brings it online, as udev rules do. `begun` waits until the host says
+/// that it looks on: by a vCPU that comes.
+const SCRIPT: &str = r#"
+onliner() {
+    while true; do
+        for f in /sys/devices/system/cpu/cpu[1-9]*/online; do
+            [ -e $f ] && read s <$f && [ "$s" = 0 ] && echo 1 >$f
+        done 2>/dev/null
+        sleep 0.1
+    done
+}
+has() {
+    until read o </sys/devices/system/cpu/online && [ "$o" = "$1" ]; do sleep 0.1; done
+}
+onliner &
+section possible cat /sys/devices/system/cpu/possible
+echo marker-ready
+for r in 1 2; do
+    has 0-2
+    section stat-$r perf stat -a -A -x, -e cpu-clock,cycles threads 3 2
+    section record-$r perf record -q -a -B -N -c 20000000 -e cycles -o /tmp/r$r threads 3 2
+    section samples-$r taskset 1 sh -c "perf script -i /tmp/r$r -F cpu | sort | uniq -c"
+    echo marker-measured-$r
+    has 0
+    section alone-$r perf stat -a -A -x, -e cpu-clock,cycles spin 0.5
+    echo marker-alone-$r
+done
+has 0-1
+section end cat /sys/devices/system/cpu/online
+section dmesg sh -c "dmesg | grep -i -E 'cpu|eject|acpi' | tail -n 60"
+"#;
+
+/// What a command that must succeed prints, on both streams.
+#[track_caller]
+fn run(place: &Place, command: &Command) -> (String, String) {
+    let output = place.run(command, LIMIT).unwrap();
+    said(&output)
+}
+
+#[track_caller]
+fn said(output: &Output) -> (String, String) {
+    assert!(output.success(), "{:?}: {}", output.ended, output.stderr_text());
+    (output.stdout_text(), output.stderr_text())
+}
+
+#[track_caller]
+fn reaches(guest: &Process, marker: &str) {
+    assert!(
+        guest.wait_for(marker, LIMIT),
+        "no {marker}: {}",
+        guest.stdout_so_far()
+    );
+}
+
+/// Counts of `perfvisor stat -j`, by event and vCPU.
+fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), u64> {
+    let count = |line: &str| {
+        let object: serde_json::Value = serde_json::from_str(line).unwrap();
+        let text = object["counter-value"].as_str().unwrap();
+        let value = text.parse().unwrap_or_else(|_| panic!("{line}"));
+        let share = object["pcnt-running"].as_f64();
+        assert_eq!(share, Some(100.0), "it counted all the time: {line}");
+        (
+            (
+                object["event"].as_str().unwrap().to_owned(),
+                object["vcpu"].as_u64(),
+            ),
+            value,
+        )
+    };
+    lines.lines().map(count).collect()
+}
+
+/// Samples by vCPU, of lines that `perfvisor script` begins samples with: `comm pid [vcpu] time: period event:`.
+fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
+    let mut by_vcpu: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+    for line in script.lines() {
+        let mut words = line.split_whitespace();
+        let Some(vcpu) = words
+            .by_ref()
+            .find_map(|w| w.strip_prefix('[')?.strip_suffix(']')?.parse().ok())
+        else {
+            continue;
+        };
+        let period = words.nth(1).and_then(|word| word.parse::<u64>().ok());
+        let entry = by_vcpu.entry(vcpu).or_default();
+        entry.0 += 1;
+        entry.1 += period.unwrap_or_else(|| panic!("no period: {line}"));
+    }
+    by_vcpu
+}
+
+#[test]
+fn linux_takes_vcpus_in_and_gives_them_up() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let guest = LinuxGuest::new("hotplug", "intel-v2")
+        .script(SCRIPT)
+        .limit(LIMIT)
+        .args(["--cpus", "1,max=3", "--name", "hotplug", "--stats"]);
+    let running = place.start(&guest.command(&place).unwrap()).unwrap();
+    reaches(&running, "marker-ready");
+    let perfvisor = place.perfvisor().unwrap();
+    let ours = |args: &[&str]| Command::new(perfvisor.clone()).args(args.iter().copied());
+    let data = place.scratch("hotplug.data");
+    let period = PERIOD.to_string();
+    let begin = |args: &[&str]| place.start(&ours(args)).unwrap();
+    let events = "cycles,kvm:exits,task-clock";
+    let whole = begin(&["stat", "hotplug", "-j", "-e", events]);
+    let each = begin(&["-v", "stat", "hotplug", "-A", "-j", "-e", events]);
+    let recording = begin(&[
+        "-v",
+        "record",
+        "hotplug",
+        "-c",
+        &period,
+        "--chain-every",
+        "1",
+        "-o",
+        &data,
+    ]);
+    // They have opened their events when the VM has so many connections; a moment is enough, and what is compared is of the time after it.
+    std::thread::sleep(std::time::Duration::from_secs(3));
+
+    for round in 1..=ROUNDS {
+        let (state, stderr) = run(&place, &ours(&["-v", "ctl", "hotplug", "vcpus", "3"]));
+        assert_eq!(state, "hotplug: running, 3 vCPUs\n", "{stderr}");
+        eprintln!("round {round}: 1 to 3 vCPUs: {}", answered(&stderr));
+        reaches(&running, &format!("marker-measured-{round}"));
+        let (state, stderr) = run(&place, &ours(&["-v", "ctl", "hotplug", "vcpus", "1"]));
+        assert_eq!(state, "hotplug: running, 1 of 3 vCPUs\n", "{stderr}");
+        eprintln!("round {round}: 3 to 1 vCPUs: {}", answered(&stderr));
+        reaches(&running, &format!("marker-alone-{round}"));
+    }
+    let mut out = Vec::new();
+    for mut process in [whole, each, recording] {
+        process.signal(libc::SIGINT);
+        out.push(said(&process.wait(LIMIT).unwrap()));
+    }
+    // It ends with two of three.
+    run(&place, &ours(&["ctl", "hotplug", "vcpus", "2"]));
+    let output = running.wait(LIMIT).unwrap();
+    let run_of_guest = guest.finish(&output).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(output.code(), Some(0), "{run_of_guest}");
+    eprintln!("console: {}", run_of_guest.log().display());
+    assert_eq!(run_of_guest.section("possible").trim(), "0-2", "{run_of_guest}");
+    assert_eq!(run_of_guest.section("end").trim(), "0-1", "{run_of_guest}");
+
+    the_host_counts_the_whole(&out[0].0, &out[1].0);
+    let (script, _) = run(&place, &ours(&["script", "-i", &data]));
+    the_recording_is_whole(&out[1].0, &script);
+    the_guest_counts_on_its_new_vcpus(&run_of_guest, &out[1].0);
+}
+
+/// How long it took, as `perfvisor -v ctl` says.
+fn answered(stderr: &str) -> &str {
+    let line = stderr.lines().find(|line| line.contains("answered after"));
+    line.unwrap_or_else(|| panic!("{stderr}"))
+}
+
+/// The event of the whole VM is the sum of those on each vCPU, which those that come and go have a row of.
+fn the_host_counts_the_whole(whole: &str, each: &str) {
+    let (whole, each) = (counts(whole), counts(each));
+    for event in ["cycles", "kvm:exits", "task-clock"] {
+        let parts: Vec<f64> = (0..3)
+            .map(|vcpu| each[&(event.to_owned(), Some(vcpu))] as f64)
+            .collect();
+        let sum: f64 = parts.iter().sum();
+        let ratio = whole[&(event.to_owned(), None)] as f64 / sum;
+        eprintln!("host: {event}: {parts:?}, the whole VM over their sum {ratio:.4}");
+        assert!(parts.iter().all(|part| *part > 0.0), "{event}: {parts:?}");
+        // They began and ended some hundred milliseconds apart, while the guest had little to do.
+        assert!((ratio - 1.0).abs() < 0.05, "{event}: {ratio}");
+    }
+}
+
+/// Each vCPU's samples stand for what it counted.
+fn the_recording_is_whole(each: &str, script: &str) {
+    let (each, samples) = (counts(each), samples(script));
+    for vcpu in 0..3 {
+        let (n, periods) = samples.get(&vcpu).copied().unwrap_or_default();
+        let counted = each[&("cycles".to_owned(), Some(vcpu))] as f64;
+        let ratio = periods as f64 / counted;
+        eprintln!("host: vCPU {vcpu}: {n} samples for {periods} cycles, {ratio:.4} of what was counted");
+        assert!(
+            n > 100 && (ratio - 1.0).abs() < 0.10,
+            "vCPU {vcpu}: {n} samples, {ratio}"
+        );
+    }
+}
+
+/// The guest's own counts on its second and third CPU, in both lives of them, are what the host counted there, which is a bit more:
+/// coming, going, and what runs besides.
+fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
+    let host = counts(each);
+    for vcpu in 1..3u32 {
+        let mut sum = 0.0;
+        for round in 1..=ROUNDS {
+            let stat = parse_stat_csv(run.section(&format!("stat-{round}")));
+            let counted = stat
+                .value_on("cycles", vcpu)
+                .unwrap_or_else(|e| panic!("round {round}: {e}\n{run}"));
+            let of_vcpu = format!("[{vcpu:03}]");
+            let lines = run.section(&format!("samples-{round}"));
+            let samples = lines
+                .lines()
+                .find_map(|line| line.trim().strip_suffix(&of_vcpu)?.trim().parse::<f64>().ok());
+            let samples = samples.unwrap_or_else(|| panic!("no samples on CPU {vcpu} in {lines:?}\n{run}"));
+            let sampled = samples * PERIOD as f64;
+            eprintln!(
+                "guest: CPU {vcpu}, round {round}: {counted} cycles counted, {samples} samples for {sampled}"
+            );
+            // Both of two seconds of the same load.
+            assert!(
+                (0.5..2.0).contains(&(sampled / counted)),
+                "CPU {vcpu}: {sampled} of {counted}\n{run}"
+            );
+            sum += counted + sampled;
+        }
+        let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))] as f64;
+        eprintln!("guest: CPU {vcpu}: {share:.3} of what the host counted");
+        assert!((0.6..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
+    }
+}

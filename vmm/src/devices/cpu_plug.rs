@@ -1,0 +1,465 @@
+//! The registers through which a guest learns that processors come and are asked for, and gives them up: what the methods of
+//! the ACPI processor devices read and write (`boot/processors.rs`).
+//!
+//! | port | width | read | write |
+//! |---|---|---|---|
+//! | +0 | 8 | the selected processor | selects a processor |
+//! | +1 | 8 | 0: present; 1: it has come; 2: it is asked for | 1: takes note of 1; 2: of 2; 3: ejects the processor |
+//! | +4 | 32 | 0 | the event that _OST reports on |
+//! | +8 | 32 | 0 | the status that _OST reports, and the report with it |
+//!
+//! The guest is hostile. All of it is a few bitmaps: a number that no processor has selects none, which reads as absent and
+//! takes no writes; ejecting processor 0, or one that is absent, does nothing and is counted. Ejecting another that nobody
+//! asked for is the guest's own affair, and it cannot have it back by itself.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// Bits of the status and control register.
+const PRESENT: u8 = 1 << 0;
+const COME: u8 = 1 << 1;
+const ASKED_FOR: u8 = 1 << 2;
+const EJECT: u8 = 1 << 3;
+
+/// Events that _OST reports on (ACPI 6.5, table 6.73): a device was checked, its ejection was requested, and the
+/// guest ejects it on its own.
+const DEVICE_CHECK: u32 = 1;
+const EJECT_REQUEST: u32 = 3;
+const OWN_EJECTION: u32 = 0x103;
+/// Statuses of _OST (tables 6.74 and 6.75): all is well; the ejection goes on.
+const SUCCESS: u32 = 0;
+const EJECTION_GOES_ON: u32 = 0x84;
+
+/// The register of the selected processor, and of its state.
+const SELECTOR: u16 = 0;
+const STATE: u16 = 1;
+const EVENT: u16 = 4;
+const STATUS: u16 = 8;
+
+/// A set of vCPUs, by number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VcpuSet(u64);
+
+impl VcpuSet {
+    /// The vCPUs below `end`, at most 64.
+    pub fn below(end: u8) -> Self {
+        Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
+    }
+
+    /// One vCPU; none if there cannot be such a number.
+    pub fn of(vcpu: u8) -> Self {
+        Self(1u64.checked_shl(vcpu.into()).unwrap_or(0))
+    }
+
+    /// The set with these bits.
+    pub fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// Bit n for vCPU n.
+    pub fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// Whether `vcpu` is in it.
+    pub fn has(self, vcpu: u8) -> bool {
+        self.0 & Self::of(vcpu).0 != 0
+    }
+
+    /// Whether nobody is in it.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// How many are in it.
+    pub fn len(self) -> u32 {
+        self.0.count_ones()
+    }
+
+    /// With those of `other` too.
+    #[must_use]
+    pub fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Without those of `other`.
+    #[must_use]
+    pub fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// Those that are in `other` too.
+    #[must_use]
+    pub fn within(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// Their numbers, the lowest first.
+    pub fn numbers(self) -> impl DoubleEndedIterator<Item = u8> {
+        (0..64).filter(move |vcpu| self.has(*vcpu))
+    }
+}
+
+/// What the guest has said and what it was asked.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PlugState {
+    /// Processors that the guest is shown.
+    pub shown: VcpuSet,
+    /// Those of them that it has not taken note of yet.
+    pub unnoticed: VcpuSet,
+    /// Those that it was asked to give up and has not.
+    pub asked_for: VcpuSet,
+    /// What it refused to take in or give up since it was asked last, with the status it gave.
+    pub refused: Vec<(u8, u32)>,
+    /// Ejections that nobody asked for.
+    pub own_ejections: u64,
+    /// Ejections of processor 0, or of one that is absent: they did nothing.
+    pub ignored_ejections: u64,
+}
+
+#[derive(Debug, Default)]
+struct Registers {
+    /// Those that can be.
+    all: VcpuSet,
+    shown: VcpuSet,
+    /// Shown as having come.
+    come: VcpuSet,
+    /// Shown as being asked for.
+    called: VcpuSet,
+    /// Asked for, and not answered.
+    asked_for: VcpuSet,
+    /// Ejected, and not fetched by [`CpuPlug::take_ejected`].
+    ejected: VcpuSet,
+    selector: u8,
+    event: [u8; 4],
+    status: [u8; 4],
+    refused: Vec<(u8, u32)>,
+    own_ejections: u64,
+    ignored_ejections: u64,
+}
+
+/// The device. Shared by the vCPUs' threads and the main loop; its lock is held for one access.
+#[derive(Debug)]
+pub struct CpuPlug {
+    registers: Mutex<Registers>,
+    interrupt: EventFd,
+    ejected: EventFd,
+}
+
+impl CpuPlug {
+    /// For `max` processors, of which the first `shown` are there.
+    ///
+    /// # Errors
+    /// That of `eventfd(2)`.
+    pub fn new(shown: u8, max: u8) -> io::Result<Self> {
+        Ok(Self {
+            registers: Mutex::new(Registers {
+                all: VcpuSet::below(max),
+                shown: VcpuSet::below(shown),
+                ..Registers::default()
+            }),
+            interrupt: EventFd::new(EFD_NONBLOCK)?,
+            ejected: EventFd::new(EFD_NONBLOCK)?,
+        })
+    }
+
+    /// To be registered with KVM as an irqfd for [`super::ports::CPU_PLUG_IRQ`].
+    pub fn interrupt(&self) -> &EventFd {
+        &self.interrupt
+    }
+
+    /// Becomes readable when the guest has ejected a processor: see [`CpuPlug::take_ejected`].
+    pub fn ejected(&self) -> &EventFd {
+        &self.ejected
+    }
+
+    /// Shows the guest that `vcpus` have come.
+    pub fn show(&self, vcpus: VcpuSet) {
+        let mut registers = self.lock();
+        let vcpus = vcpus.within(registers.all).without(registers.shown);
+        registers.shown = registers.shown.with(vcpus);
+        registers.come = registers.come.with(vcpus);
+        registers.called = registers.called.without(vcpus);
+        registers.asked_for = registers.asked_for.without(vcpus);
+        registers.refused.retain(|(vcpu, _)| !vcpus.has(*vcpu));
+        drop(registers);
+        self.call();
+    }
+
+    /// Asks the guest for `vcpus` and for no others. Processor 0 is not asked for.
+    pub fn ask_for(&self, vcpus: VcpuSet) {
+        let mut registers = self.lock();
+        let vcpus = vcpus.within(registers.shown).without(VcpuSet::of(0));
+        registers.called = vcpus;
+        registers.asked_for = vcpus;
+        registers.refused.retain(|(vcpu, _)| !vcpus.has(*vcpu));
+        drop(registers);
+        if !vcpus.is_empty() {
+            self.call();
+        }
+    }
+
+    /// Interrupts the guest again if there is something that it has not looked at. An edge may be lost before its driver is
+    /// there.
+    pub fn remind(&self) {
+        let registers = self.lock();
+        let pending = !registers.come.with(registers.called).is_empty();
+        drop(registers);
+        if pending {
+            self.call();
+        }
+    }
+
+    /// What the guest has ejected since the last call.
+    pub fn take_ejected(&self) -> VcpuSet {
+        // Empty if somebody else was here first.
+        let _ = self.ejected.read();
+        std::mem::take(&mut self.lock().ejected)
+    }
+
+    /// What the guest has said and what it was asked.
+    pub fn state(&self) -> PlugState {
+        let registers = self.lock();
+        PlugState {
+            shown: registers.shown,
+            unnoticed: registers.come,
+            asked_for: registers.asked_for,
+            refused: registers.refused.clone(),
+            own_ejections: registers.own_ejections,
+            ignored_ejections: registers.ignored_ejections,
+        }
+    }
+
+    /// One byte, `offset` from the first port.
+    pub fn read_byte(&self, offset: u16) -> u8 {
+        let registers = self.lock();
+        match offset {
+            SELECTOR => registers.selector,
+            STATE => registers.state(),
+            _ => 0,
+        }
+    }
+
+    /// One byte, `offset` from the first port.
+    pub fn write_byte(&self, offset: u16, value: u8) {
+        let mut registers = self.lock();
+        match offset {
+            SELECTOR => registers.selector = value,
+            STATE if registers.control(value) => {
+                drop(registers);
+                if let Err(e) = self.ejected.write(1) {
+                    log::error!("cannot announce an ejected vCPU: {e}");
+                }
+            }
+            EVENT..STATUS => registers.event[usize::from(offset - EVENT)] = value,
+            STATUS..super::ports::CPU_PLUG_LEN => {
+                let at = usize::from(offset - STATUS);
+                registers.status[at] = value;
+                if at == 3 {
+                    registers.report();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn call(&self) {
+        if let Err(e) = self.interrupt.write(1) {
+            log::error!("cannot interrupt the guest for its processors: {e}");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Registers> {
+        self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Registers {
+    /// The selected processor; none if there cannot be such a one.
+    fn selected(&self) -> VcpuSet {
+        VcpuSet::of(self.selector).within(self.all)
+    }
+
+    fn state(&self) -> u8 {
+        let one = self.selected();
+        let bit = |set: VcpuSet, bit: u8| if one.within(set).is_empty() { 0 } else { bit };
+        bit(self.shown, PRESENT) | bit(self.come, COME) | bit(self.called, ASKED_FOR)
+    }
+
+    /// Whether a processor was ejected.
+    fn control(&mut self, value: u8) -> bool {
+        let one = self.selected();
+        if value & COME != 0 {
+            self.come = self.come.without(one);
+        }
+        if value & ASKED_FOR != 0 {
+            self.called = self.called.without(one);
+        }
+        if value & EJECT == 0 {
+            return false;
+        }
+        if one.within(self.shown).is_empty() || one == VcpuSet::of(0) {
+            self.ignored_ejections = self.ignored_ejections.saturating_add(1);
+            return false;
+        }
+        if one.within(self.asked_for).is_empty() {
+            self.own_ejections = self.own_ejections.saturating_add(1);
+        }
+        self.shown = self.shown.without(one);
+        self.come = self.come.without(one);
+        self.called = self.called.without(one);
+        self.asked_for = self.asked_for.without(one);
+        self.ejected = self.ejected.with(one);
+        true
+    }
+
+    /// _OST: the guest says what came of it.
+    fn report(&mut self) {
+        let (vcpu, one) = (self.selector, self.selected());
+        let status = u32::from_le_bytes(self.status);
+        if status == SUCCESS || one.within(self.shown).is_empty() {
+            return;
+        }
+        match u32::from_le_bytes(self.event) {
+            DEVICE_CHECK => {}
+            EJECT_REQUEST | OWN_EJECTION
+                if status != EJECTION_GOES_ON && !one.within(self.asked_for).is_empty() =>
+            {
+                self.asked_for = self.asked_for.without(one);
+                self.called = self.called.without(one);
+            }
+            _ => return,
+        }
+        // One entry for a processor, so at most 64.
+        self.refused.retain(|(refused, _)| *refused != vcpu);
+        self.refused.push((vcpu, status));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn report(plug: &CpuPlug, vcpu: u8, event: u32, status: u32) {
+        plug.write_byte(SELECTOR, vcpu);
+        for (at, byte) in event
+            .to_le_bytes()
+            .iter()
+            .chain(&status.to_le_bytes())
+            .enumerate()
+        {
+            plug.write_byte(EVENT + at as u16, *byte);
+        }
+    }
+
+    fn state_of(plug: &CpuPlug, vcpu: u8) -> u8 {
+        plug.write_byte(SELECTOR, vcpu);
+        plug.read_byte(STATE)
+    }
+
+    fn set(vcpus: &[u8]) -> VcpuSet {
+        vcpus
+            .iter()
+            .fold(VcpuSet::default(), |set, v| set.with(VcpuSet::of(*v)))
+    }
+
+    #[test]
+    fn a_processor_comes_is_noticed_is_asked_for_and_goes() {
+        let plug = CpuPlug::new(1, 3).unwrap();
+        assert_eq!(
+            [0, 1, 2, 3, 255].map(|v| state_of(&plug, v)),
+            [PRESENT, 0, 0, 0, 0]
+        );
+        plug.show(set(&[2]));
+        assert_eq!(plug.interrupt().read().unwrap(), 1);
+        assert_eq!(state_of(&plug, 2), PRESENT | COME);
+        assert_eq!(plug.state().unnoticed, set(&[2]));
+        plug.remind();
+        assert_eq!(plug.interrupt().read().unwrap(), 1);
+        plug.write_byte(STATE, COME);
+        assert_eq!((state_of(&plug, 2), plug.state().unnoticed), (PRESENT, set(&[])));
+        plug.remind();
+        assert!(plug.interrupt().read().is_err(), "there is nothing to look at");
+
+        plug.ask_for(set(&[2]));
+        assert_eq!(plug.interrupt().read().unwrap(), 1);
+        assert_eq!(state_of(&plug, 2), PRESENT | ASKED_FOR);
+        plug.write_byte(STATE, ASKED_FOR);
+        assert_eq!((state_of(&plug, 2), plug.state().asked_for), (PRESENT, set(&[2])));
+        report(&plug, 2, EJECT_REQUEST, EJECTION_GOES_ON);
+        assert_eq!(plug.state().asked_for, set(&[2]));
+        plug.write_byte(STATE, EJECT);
+        assert_eq!(state_of(&plug, 2), 0);
+        assert_eq!(plug.ejected().read().unwrap(), 1);
+        assert_eq!(plug.take_ejected(), set(&[2]));
+        assert_eq!(plug.take_ejected(), set(&[]));
+        assert_eq!(
+            (plug.state().own_ejections, plug.state().ignored_ejections),
+            (0, 0)
+        );
+    }
+
+    /// A refusal ends the request and is told with its status, until the guest is asked again.
+    #[test]
+    fn a_guest_may_refuse() {
+        let plug = CpuPlug::new(3, 4).unwrap();
+        plug.ask_for(set(&[1, 2]));
+        report(&plug, 2, EJECT_REQUEST, 0x82);
+        let state = plug.state();
+        assert_eq!((state.asked_for, state.refused), (set(&[1]), vec![(2, 0x82)]));
+        assert_eq!(state_of(&plug, 2), PRESENT);
+        // Of what nobody asked for there is nothing to refuse.
+        report(&plug, 0, EJECT_REQUEST, 0x82);
+        report(&plug, 63, DEVICE_CHECK, 1);
+        assert_eq!(plug.state().refused.len(), 1);
+        plug.ask_for(set(&[2]));
+        let state = plug.state();
+        assert_eq!((state.asked_for, state.refused), (set(&[2]), vec![]));
+        plug.show(set(&[3]));
+        report(&plug, 3, DEVICE_CHECK, 1);
+        assert_eq!(plug.state().refused, vec![(3, 1)]);
+    }
+
+    /// Requests that are withdrawn are not shown any more; a guest that gives the processor up all the same is believed.
+    #[test]
+    fn a_request_can_be_withdrawn() {
+        let plug = CpuPlug::new(2, 3).unwrap();
+        plug.ask_for(set(&[0, 1, 2]));
+        assert_eq!(
+            plug.state().asked_for,
+            set(&[1]),
+            "processor 0 stays, 2 is absent"
+        );
+        plug.ask_for(set(&[]));
+        assert_eq!((state_of(&plug, 1), plug.state().asked_for), (PRESENT, set(&[])));
+        plug.write_byte(STATE, EJECT);
+        assert_eq!(plug.take_ejected(), set(&[1]));
+        assert_eq!(plug.state().own_ejections, 1);
+    }
+
+    proptest! {
+        /// Whatever a guest writes: processor 0 stays, absent ones stay absent, nothing but what was shown is ejected, and
+        /// each at most once.
+        #[test]
+        fn a_guest_can_only_give_up_what_it_has(
+            writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)
+        ) {
+            let plug = CpuPlug::new(3, 5).unwrap();
+            for (offset, value) in writes {
+                plug.write_byte(offset, value);
+                plug.read_byte(offset);
+            }
+            let state = plug.state();
+            let ejected = plug.take_ejected();
+            prop_assert!(state.shown.has(0) && state.shown.without(VcpuSet::below(3)).is_empty());
+            prop_assert_eq!(state.shown.with(ejected), VcpuSet::below(3));
+            prop_assert!(state.shown.within(ejected).is_empty());
+            prop_assert!(state.refused.len() <= 5);
+            prop_assert_eq!(u64::from(ejected.len()), state.own_ejections);
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! The state of a new vCPU, kept to give it back to one that was removed and comes again.
+//!
+//! KVM cannot delete a vCPU, and has no call that resets one. So what a vCPU that may come later holds when it was made is read
+//! once, and written before each time it comes: also before the first, because the INIT, SIPI and NMI of a guest
+//! reach vCPUs that no thread runs. The time stamp counter goes on, as it does over an INIT.
+
+use kvm_bindings::{
+    Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+    kvm_vcpu_events, kvm_xcrs,
+};
+use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer, VcpuFd};
+
+/// Registers that are not written: the time stamp counter, its offset and its timer (which the local APIC's state stops), the
+/// local APIC's base (which the special registers hold), and what is the VM's and not the vCPU's: kvmclock's wall clock.
+const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
+/// Hyper-V's, some of which are the VM's. No guest is offered them.
+const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
+/// Most MSRs that KVM takes at once (`KVM_MAX_MSR_ENTRIES`).
+const MOST_AT_ONCE: usize = 256;
+
+/// A KVM call that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{what} failed")]
+pub struct StateError {
+    /// The call.
+    pub what: &'static str,
+    /// Its error.
+    #[source]
+    pub source: kvm_ioctls::Error,
+}
+
+fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
+    move |source| StateError { what, source }
+}
+
+/// All that a vCPU holds.
+pub struct FirstState {
+    mp_state: kvm_mp_state,
+    regs: kvm_regs,
+    sregs: kvm_sregs,
+    fpu: kvm_fpu,
+    xcrs: Option<kvm_xcrs>,
+    debug: kvm_debugregs,
+    lapic: kvm_lapic_state,
+    events: kvm_vcpu_events,
+    msrs: Vec<kvm_msr_entry>,
+    /// `None`: the host's KVM runs no guests of guests.
+    nested: Option<Box<KvmNestedStateBuffer>>,
+}
+
+impl std::fmt::Debug for FirstState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FirstState")
+            .field("mp_state", &self.mp_state.mp_state)
+            .field("msrs", &self.msrs.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl FirstState {
+    /// Of a vCPU that is configured and has not run.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn of(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, StateError> {
+        let list = kvm
+            .get_msr_index_list()
+            .map_err(failed("KVM_GET_MSR_INDEX_LIST"))?;
+        let nested = kvm.check_extension(Cap::NestedState).then(|| {
+            let mut buffer = Box::new(KvmNestedStateBuffer::empty());
+            match vcpu.nested_state(&mut buffer) {
+                Ok(_) => Ok(buffer),
+                Err(e) => Err(failed("KVM_GET_NESTED_STATE")(e)),
+            }
+        });
+        Ok(Self {
+            mp_state: vcpu.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?,
+            regs: vcpu.get_regs().map_err(failed("KVM_GET_REGS"))?,
+            sregs: vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?,
+            fpu: vcpu.get_fpu().map_err(failed("KVM_GET_FPU"))?,
+            xcrs: kvm
+                .check_extension(Cap::Xcrs)
+                .then(|| vcpu.get_xcrs().map_err(failed("KVM_GET_XCRS")))
+                .transpose()?,
+            debug: vcpu.get_debug_regs().map_err(failed("KVM_GET_DEBUGREGS"))?,
+            lapic: vcpu.get_lapic().map_err(failed("KVM_GET_LAPIC"))?,
+            events: vcpu.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?,
+            msrs: read_msrs(vcpu, list.as_slice())?,
+            nested: nested.transpose()?,
+        })
+    }
+
+    /// Puts the vCPU into this state. No thread may run it.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), StateError> {
+        if let Some(nested) = &self.nested {
+            vcpu.set_nested_state(nested)
+                .map_err(failed("KVM_SET_NESTED_STATE"))?;
+        }
+        vcpu.set_regs(&self.regs).map_err(failed("KVM_SET_REGS"))?;
+        vcpu.set_sregs(&self.sregs).map_err(failed("KVM_SET_SREGS"))?;
+        vcpu.set_fpu(&self.fpu).map_err(failed("KVM_SET_FPU"))?;
+        if let Some(xcrs) = &self.xcrs {
+            vcpu.set_xcrs(xcrs).map_err(failed("KVM_SET_XCRS"))?;
+        }
+        vcpu.set_debug_regs(&self.debug)
+            .map_err(failed("KVM_SET_DEBUGREGS"))?;
+        write_msrs(vcpu, &self.msrs)?;
+        // After the base of the local APIC, whose mode says what its registers are.
+        vcpu.set_lapic(&self.lapic).map_err(failed("KVM_SET_LAPIC"))?;
+        vcpu.set_vcpu_events(&self.events)
+            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        vcpu.set_mp_state(self.mp_state)
+            .map_err(failed("KVM_SET_MP_STATE"))
+    }
+}
+
+fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, StateError> {
+    Msrs::from_entries(entries)
+        .map_err(|_| failed("making an MSR list")(kvm_ioctls::Error::new(libc::ENOMEM)))
+}
+
+/// Those of `indices` that can be read.
+fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, StateError> {
+    let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
+    let mut wanted: Vec<kvm_msr_entry> = indices
+        .iter()
+        .copied()
+        .filter(wanted)
+        .map(|index| kvm_msr_entry {
+            index,
+            ..Default::default()
+        })
+        .collect();
+    let mut read = Vec::with_capacity(wanted.len());
+    while !wanted.is_empty() {
+        let mut msrs = msrs_of(&wanted[..wanted.len().min(MOST_AT_ONCE)])?;
+        let done = vcpu.get_msrs(&mut msrs).map_err(failed("KVM_GET_MSRS"))?;
+        read.extend_from_slice(&msrs.as_slice()[..done.min(msrs.as_slice().len())]);
+        // It stops at one that it lists and does not have.
+        let over = done + usize::from(done < msrs.as_slice().len());
+        wanted.drain(..over);
+    }
+    Ok(read)
+}
+
+/// Writes what can be written.
+fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), StateError> {
+    let mut rest = entries;
+    while !rest.is_empty() {
+        let now = &rest[..rest.len().min(MOST_AT_ONCE)];
+        let done = vcpu.set_msrs(&msrs_of(now)?).map_err(failed("KVM_SET_MSRS"))?;
+        if let Some(kept) = now.get(done) {
+            // One that can only be read, and so has its value.
+            log::trace!("MSR {:#x} stays as it is", kept.index);
+        }
+        rest = &rest[(done + usize::from(done < now.len())).min(rest.len())..];
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KVM_MP_STATE_UNINITIALIZED: u32 = 1;
+
+    /// Whatever was done to a vCPU, it is afterwards as it was made.
+    #[test]
+    fn a_vcpu_is_as_it_was_made() {
+        let Ok(kvm) = Kvm::new() else {
+            eprintln!("SKIP: no /dev/kvm here");
+            return;
+        };
+        let vm = kvm.create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        let _first = vm.create_vcpu(0).unwrap();
+        let vcpu = vm.create_vcpu(1).unwrap();
+        let first = FirstState::of(&kvm, &vcpu).unwrap();
+        assert_eq!(first.mp_state.mp_state, KVM_MP_STATE_UNINITIALIZED);
+
+        let mut regs = first.regs;
+        (regs.rip, regs.rsp) = (0x1234, 0x5678);
+        vcpu.set_regs(&regs).unwrap();
+        let mut sregs = first.sregs;
+        sregs.cr2 = 0xdead_0000;
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut debug = first.debug;
+        debug.db[0] = 0x1000;
+        vcpu.set_debug_regs(&debug).unwrap();
+        // SYSENTER_EIP, STAR and kvmclock's page of this vCPU.
+        for (index, data) in [(0x176, 0x1111), (0xc000_0081, 0x2222), (0x4b56_4d01, 0x3001)] {
+            let entry = kvm_msr_entry {
+                index,
+                data,
+                ..Default::default()
+            };
+            vcpu.set_msrs(&Msrs::from_entries(&[entry]).unwrap()).unwrap();
+        }
+        let mut lapic = first.lapic;
+        lapic.regs[0x80] = 0x20;
+        vcpu.set_lapic(&lapic).unwrap();
+        vcpu.set_mp_state(kvm_mp_state { mp_state: 0 }).unwrap();
+        vcpu.nmi().unwrap();
+        let changed = FirstState::of(&kvm, &vcpu).unwrap();
+        assert_ne!(values(&changed), values(&first));
+
+        first.restore(&vcpu).unwrap();
+        let again = FirstState::of(&kvm, &vcpu).unwrap();
+        assert_eq!(values(&again), values(&first));
+    }
+
+    type Values = (
+        u32,
+        kvm_regs,
+        kvm_sregs,
+        [u64; 4],
+        Vec<i8>,
+        [u8; 2],
+        Vec<(u32, u64)>,
+    );
+
+    fn values(state: &FirstState) -> Values {
+        (
+            state.mp_state.mp_state,
+            state.regs,
+            state.sregs,
+            state.debug.db,
+            state.lapic.regs.iter().map(|byte| *byte as i8).collect(),
+            [state.events.nmi.injected, state.events.nmi.pending],
+            state.msrs.iter().map(|msr| (msr.index, msr.data)).collect(),
+        )
+    }
+}

@@ -1,0 +1,197 @@
+//! Making a vCPU: from KVM's, which is made once with the VM, to one that can run, which is made each time it comes.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use kernel_images::symbols::KernelSymbols;
+use kvm_bindings::CpuId;
+use kvm_ioctls::{VcpuFd, VmFd};
+use vm_memory::GuestMemoryMmap;
+use vpmu::Vendor;
+
+use super::control::RunControl;
+use super::debugctl::DebugControl;
+use super::first_state::{FirstState, StateError};
+use super::gate::{Gate, PlantedGate};
+use super::pmi::Lvtpc;
+use super::roster::Seat;
+use super::step::Stepper;
+use super::{Rdpmc, Vcpu, VcpuError};
+use crate::devices::Bus;
+use crate::kvm::stepping::Stepping;
+use crate::pmu::VmPmu;
+use crate::rdpmc::running::RunningKernels;
+use crate::rdpmc::sites::{Sites, SitesOfVcpu};
+
+/// KVM's vCPU, configured.
+pub struct KvmVcpu {
+    fd: VcpuFd,
+    kept: Kept,
+}
+
+/// What is known of it beside its descriptor.
+pub(super) struct Kept {
+    id: u8,
+    tsc_khz: u32,
+    cpuid: CpuId,
+    /// What it held when it was made; `None` for one that never goes.
+    first: Option<Box<FirstState>>,
+}
+
+impl KvmVcpu {
+    /// vCPU `id`, which shows this CPUID. `first`: what it holds now, if it may come and go.
+    pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<FirstState>) -> Self {
+        let kept = Kept {
+            id,
+            tsc_khz,
+            cpuid,
+            first: first.map(Box::new),
+        };
+        Self { fd, kept }
+    }
+
+    pub(super) fn into_parts(self) -> (VcpuFd, Kept) {
+        (self.fd, self.kept)
+    }
+
+    pub(super) fn from_parts(fd: VcpuFd, kept: Kept) -> Self {
+        Self { fd, kept }
+    }
+
+    /// Its number.
+    pub fn id(&self) -> u8 {
+        self.kept.id
+    }
+
+    /// Makes it what it was when it was made.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn restore(&self) -> Result<(), StateError> {
+        self.kept
+            .first
+            .as_ref()
+            .map_or(Ok(()), |first| first.restore(&self.fd))
+    }
+}
+
+impl fmt::Debug for KvmVcpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvmVcpu")
+            .field("id", &self.kept.id)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How RDPMC is served, for the vCPUs of a VM.
+pub struct RdpmcParts {
+    /// The kernel is Linux.
+    pub linux: bool,
+    /// Where it was replaced.
+    pub sites: Arc<Sites>,
+    /// What serves it elsewhere: what it planted in all vCPUs' sight, and the kernel's symbols.
+    pub gate: Option<(Option<Arc<PlantedGate>>, Arc<KernelSymbols>)>,
+    /// Finds it in the kernels that the guest starts itself.
+    pub running: Option<Arc<RunningKernels>>,
+}
+
+/// Who steps, for the vCPUs of a VM.
+pub struct StepperParts {
+    /// The model's vendor.
+    pub vendor: Vendor,
+    /// What the host can step.
+    pub host: Stepping,
+    /// The VM never has another vCPU.
+    pub alone: bool,
+}
+
+/// What all vCPUs of a VM are made from.
+pub struct VcpuMaker {
+    /// The VM.
+    pub vm: Arc<VmFd>,
+    /// Its devices.
+    pub bus: Arc<Bus>,
+    /// Its PMU, unless the guest has none.
+    pub pmu: Option<Arc<VmPmu>>,
+    /// Its run state.
+    pub control: Arc<RunControl>,
+    /// Its memory.
+    pub memory: GuestMemoryMmap,
+    /// Where RDPMC is served by hardware breakpoints.
+    pub breakpoints: Vec<u64>,
+    /// IA32_DEBUGCTL is trapped.
+    pub keeps_debug_control: bool,
+    /// `None`: nothing stands for RDPMC.
+    pub rdpmc: Option<RdpmcParts>,
+    /// With the exact backing.
+    pub stepper: Option<StepperParts>,
+}
+
+impl fmt::Debug for VcpuMaker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VcpuMaker").finish_non_exhaustive()
+    }
+}
+
+impl VcpuMaker {
+    /// A vCPU for `seat` that has yet to run: all that is ours is new.
+    ///
+    /// # Errors
+    /// [`VcpuError`]; KVM's vCPU comes back with it.
+    pub fn make(&self, kvm: KvmVcpu, seat: &Arc<Seat>) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
+        let vcpu_pmu = self
+            .pmu
+            .as_ref()
+            .map(|pmu| pmu.vcpu(kvm.kept.id, kvm.kept.tsc_khz));
+        let masks = vcpu_pmu
+            .as_ref()
+            .is_some_and(crate::pmu::VcpuPmu::masks_lvtpc_on_delivery);
+        let debug_control = self.keeps_debug_control.then(|| {
+            DebugControl::new(&kvm.kept.cpuid).ok_or(VcpuError::Os(
+                "making an MSR list",
+                io::ErrorKind::OutOfMemory.into(),
+            ))
+        });
+        let parts = Lvtpc::new(kvm.kept.id, masks)
+            .map_err(VcpuError::from)
+            .and_then(|lvtpc| Ok((lvtpc, debug_control.transpose()?)));
+        let (lvtpc, debug_control) = match parts {
+            Ok(parts) => parts,
+            Err(e) => return Err((kvm, e)),
+        };
+        let mut vcpu = Vcpu::new(
+            kvm,
+            lvtpc,
+            self.vm.clone(),
+            self.bus.clone(),
+            vcpu_pmu,
+            seat.clone(),
+            self.control.clone(),
+        );
+        vcpu.stop_at_rdpmc(&self.breakpoints);
+        if let Some(control) = debug_control {
+            vcpu.keep_debug_control(control);
+        }
+        if let Some(parts) = &self.rdpmc {
+            let sites = SitesOfVcpu::new(parts.sites.clone());
+            let mut rdpmc = Rdpmc::new(self.memory.clone(), parts.linux, sites);
+            if let Some((planted, symbols)) = &parts.gate {
+                rdpmc = rdpmc.with_gate(Gate::new(planted.clone(), self.memory.clone(), symbols.clone()));
+            }
+            if let Some(running) = &parts.running {
+                rdpmc = rdpmc.with_running(running.clone());
+            }
+            vcpu.serve_rdpmc(rdpmc);
+        }
+        if let Some(parts) = &self.stepper {
+            vcpu.step_with(Stepper::new(
+                parts.vendor,
+                self.memory.clone(),
+                parts.host,
+                parts.alone,
+            ));
+        }
+        Ok(vcpu)
+    }
+}

@@ -1,0 +1,118 @@
+//! How many vCPUs a VM has when it starts, and how many it may have.
+
+use std::str::FromStr;
+
+use crate::boot::layout::MAX_CPUS;
+
+/// vCPUs at the start and at most: `--cpus N` or `--cpus N,max=M`. vCPU numbers are 0 to `max` - 1, and those from `present` on are
+/// absent at the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VcpuNumbers {
+    present: u8,
+    max: u8,
+}
+
+/// Numbers that no VM can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VcpuNumbersError {
+    /// No vCPU, or too many, or no number.
+    #[error(
+        "the number of vCPUs must be 1 to {MAX_CPUS}, or N,max=M for more that can be added later, as in 1,max=4"
+    )]
+    OutOfRange,
+    /// Fewer at most than at the start.
+    #[error("max={max} is fewer than the {present} vCPUs at the start; it must be {present} to {MAX_CPUS}")]
+    MaxTooSmall {
+        /// vCPUs at the start.
+        present: u8,
+        /// vCPUs at most.
+        max: u8,
+    },
+}
+
+impl VcpuNumbers {
+    /// `present` vCPUs at the start, at most `max`.
+    ///
+    /// # Errors
+    /// [`VcpuNumbersError`].
+    pub fn new(present: u8, max: u8) -> Result<Self, VcpuNumbersError> {
+        if present == 0 || present > MAX_CPUS || max > MAX_CPUS {
+            return Err(VcpuNumbersError::OutOfRange);
+        }
+        if max < present {
+            return Err(VcpuNumbersError::MaxTooSmall { present, max });
+        }
+        Ok(Self { present, max })
+    }
+
+    /// Always so many.
+    ///
+    /// # Errors
+    /// [`VcpuNumbersError::OutOfRange`].
+    pub fn fixed(vcpus: u8) -> Result<Self, VcpuNumbersError> {
+        Self::new(vcpus, vcpus)
+    }
+
+    /// vCPUs that are there at the start.
+    pub fn present(self) -> u8 {
+        self.present
+    }
+
+    /// Most vCPUs there can be.
+    pub fn max(self) -> u8 {
+        self.max
+    }
+
+    /// Whether vCPUs can come and go.
+    pub fn can_change(self) -> bool {
+        self.max > self.present
+    }
+}
+
+impl FromStr for VcpuNumbers {
+    type Err = VcpuNumbersError;
+
+    fn from_str(text: &str) -> Result<Self, VcpuNumbersError> {
+        let number = |text: &str| text.parse().map_err(|_| VcpuNumbersError::OutOfRange);
+        match text.split_once(',') {
+            None => Self::fixed(number(text)?),
+            Some((present, max)) => {
+                let max = max.strip_prefix("max=").ok_or(VcpuNumbersError::OutOfRange)?;
+                Self::new(number(present)?, number(max)?)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_and_held_to_their_range() {
+        let read = |text: &str| text.parse::<VcpuNumbers>().map(|n| (n.present(), n.max()));
+        assert_eq!(read("2"), Ok((2, 2)));
+        assert_eq!(read("1,max=64"), Ok((1, 64)));
+        assert_eq!(read("3,max=3"), Ok((3, 3)));
+        assert!(!"3,max=3".parse::<VcpuNumbers>().unwrap().can_change());
+        assert_eq!(
+            read("3,max=2"),
+            Err(VcpuNumbersError::MaxTooSmall { present: 3, max: 2 })
+        );
+        for bad in [
+            "0",
+            "65",
+            "",
+            "1,",
+            "1,max=",
+            "1,max=65",
+            "0,max=2",
+            "1,2",
+            "1,max=300",
+            "-1",
+            "1,max=2,",
+        ] {
+            assert_eq!(read(bad), Err(VcpuNumbersError::OutOfRange), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,383 @@
+//! Which vCPUs a VM has: the one place that knows. It starts those that are added and takes in those that leave.
+//!
+//! Each number that a vCPU can have is a *seat*. A seat is taken by a vCPU whose thread runs; else KVM's vCPU is parked in it, because
+//! KVM cannot delete one. A vCPU that comes gets everything of ours anew: its thread, its PMU with reset values, what serves its
+//! RDPMC. KVM's is put into the state in which it was made ([`super::first_state`]). Counters of its loop and its
+//! mailbox stay with the seat.
+//!
+//! A vCPU comes in two steps: first it is started and enters the perf core, waiting for the guest's INIT and SIPI; only then is it
+//! shown to the guest. So who counts is there before its first instruction, and a start that fails leaves nothing behind.
+//! It leaves when the guest has ejected it: its thread ends, which folds its counts, and parks what is KVM's.
+
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::control::{RunControl, RunState};
+use super::first_state::StateError;
+use super::mailbox::Mailbox;
+use super::maker::{KvmVcpu, VcpuMaker};
+use super::stats::VcpuStats;
+use super::{Kicker, Vcpu, VcpuError};
+use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
+
+/// How long a vCPU's thread may take to open its events.
+const START_PATIENCE: Duration = Duration::from_secs(10);
+/// Between two interrupts for the same change.
+const REMINDER: Duration = Duration::from_secs(1);
+
+/// Why the number of vCPUs stays as it is.
+#[derive(Debug, thiserror::Error)]
+pub enum RosterError {
+    /// No room was left for more at the start.
+    #[error("this VM has {0} vCPUs for good; start it with --cpus N,max=M to add some later")]
+    Fixed(u8),
+    /// A number that no VM like this can have.
+    #[error("{asked} vCPUs are out of range: this VM may have 1 to {max}")]
+    OutOfRange {
+        /// What was asked.
+        asked: u32,
+        /// What it may have.
+        max: u8,
+    },
+    /// The guest cannot answer.
+    #[error("the VM is {0}; only a running guest takes vCPUs in and gives them up")]
+    NotRunning(&'static str),
+    /// One that was ejected still runs its last exit.
+    #[error("vCPU {0} has not left yet; try again")]
+    Leaving(u8),
+    /// KVM's vCPU cannot be put into its first state.
+    #[error("vCPU {0} cannot be added")]
+    State(u8, #[source] StateError),
+    /// It cannot be made.
+    #[error("vCPU {0} cannot be added")]
+    Make(u8, #[source] VcpuError),
+    /// It could not enter the perf core, for instance because an event of all vCPUs finds no counter there.
+    #[error("vCPU {0} cannot be added: {1}")]
+    Start(u8, String),
+    /// Its thread does not answer.
+    #[error("vCPU {0} cannot be added: its thread has not begun after {n} s", n = START_PATIENCE.as_secs())]
+    Slow(u8),
+}
+
+/// What a vCPU shares with those who want something of it. It outlives the vCPU.
+#[derive(Debug)]
+pub struct Seat {
+    id: u8,
+    /// A vCPU's thread runs, or is to run from the start.
+    taken: AtomicBool,
+    /// That thread is to end.
+    leave: AtomicBool,
+    mailbox: Mailbox,
+    stats: VcpuStats,
+    parked: Mutex<Option<KvmVcpu>>,
+}
+
+impl Seat {
+    fn new(id: u8) -> Self {
+        Self {
+            id,
+            taken: AtomicBool::new(false),
+            leave: AtomicBool::new(false),
+            mailbox: Mailbox::default(),
+            stats: VcpuStats::default(),
+            parked: Mutex::default(),
+        }
+    }
+
+    /// The vCPU's number.
+    pub fn id(&self) -> u8 {
+        self.id
+    }
+
+    /// Where requests for its thread are put.
+    pub fn mailbox(&self) -> &Mailbox {
+        &self.mailbox
+    }
+
+    /// What its loop counted, over all the times that it was there.
+    pub fn stats(&self) -> &VcpuStats {
+        &self.stats
+    }
+
+    /// Whether the vCPU's thread is to end; one relaxed load.
+    #[inline]
+    pub fn is_to_leave(&self) -> bool {
+        self.leave.load(Ordering::Relaxed)
+    }
+
+    /// The thread has nothing more to do with the vCPU: the seat is free.
+    pub(super) fn park(&self, vcpu: KvmVcpu) {
+        *self.lock() = Some(vcpu);
+        self.taken.store(false, Ordering::Release);
+    }
+
+    fn is_taken(&self) -> bool {
+        self.taken.load(Ordering::Acquire)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<KvmVcpu>> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The vCPUs of a VM.
+#[derive(Debug)]
+pub struct Roster {
+    seats: Vec<Arc<Seat>>,
+    maker: VcpuMaker,
+    kicker: Kicker,
+    control: Arc<RunControl>,
+    /// `None`: nobody comes or goes.
+    plug: Option<Arc<CpuPlug>>,
+    reminded: Mutex<Option<Instant>>,
+}
+
+impl Roster {
+    /// Seats for `vcpus`, KVM's vCPUs in the order of their numbers. Nobody has taken one.
+    pub fn new(
+        vcpus: Vec<KvmVcpu>,
+        maker: VcpuMaker,
+        control: Arc<RunControl>,
+        plug: Option<Arc<CpuPlug>>,
+    ) -> Self {
+        let seat = |vcpu: KvmVcpu| {
+            let seat = Seat::new(vcpu.id());
+            *seat.lock() = Some(vcpu);
+            Arc::new(seat)
+        };
+        Self {
+            seats: vcpus.into_iter().map(seat).collect(),
+            maker,
+            kicker: Kicker::default(),
+            control,
+            plug,
+            reminded: Mutex::default(),
+        }
+    }
+
+    /// A seat for each number that a vCPU can have.
+    pub fn seats(&self) -> &[Arc<Seat>] {
+        &self.seats
+    }
+
+    /// Most vCPUs there can be.
+    pub fn max(&self) -> u8 {
+        u8::try_from(self.seats.len()).unwrap_or(u8::MAX)
+    }
+
+    /// The vCPUs there are.
+    pub fn present(&self) -> VcpuSet {
+        let taken = self.taken().map(|seat| VcpuSet::of(seat.id));
+        taken.fold(VcpuSet::default(), VcpuSet::with)
+    }
+
+    /// The seats of the vCPUs there are.
+    pub fn taken(&self) -> impl Iterator<Item = &Arc<Seat>> {
+        self.seats.iter().filter(|seat| seat.is_taken())
+    }
+
+    /// Makes every vCPU look at what is asked of it.
+    pub fn kicker(&self) -> &Kicker {
+        &self.kicker
+    }
+
+    /// The registers of vCPUs that come and go.
+    pub fn plug(&self) -> Option<&Arc<CpuPlug>> {
+        self.plug.as_ref()
+    }
+
+    /// What the guest says of its vCPUs; `None` where nobody comes or goes. A guest that has not looked at a change for a while is
+    /// interrupted again.
+    pub fn plug_state(&self) -> Option<PlugState> {
+        let plug = self.plug.as_ref()?;
+        let mut reminded = self.reminded.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if reminded.is_none_or(|last| now.duration_since(last) >= REMINDER) {
+            *reminded = Some(now);
+            plug.remind();
+        }
+        Some(plug.state())
+    }
+
+    /// Starts the threads of the first `vcpus`. `first_entry` is called right before the first guest instruction.
+    ///
+    /// # Errors
+    /// [`RosterError`]; the threads that were started run on.
+    pub fn start(&self, vcpus: u8, first_entry: Option<Box<dyn FnOnce() + Send>>) -> Result<(), RosterError> {
+        let mut first_entry = first_entry;
+        for seat in self.seats.iter().take(vcpus.into()) {
+            let mut vcpu = self.make(seat)?;
+            if let Some(f) = first_entry.take() {
+                vcpu.on_first_entry(f);
+            }
+            seat.taken.store(true, Ordering::Release);
+            let thread = vcpu.spawn(None).map_err(|e| RosterError::Make(seat.id, e))?;
+            self.kicker.add(thread);
+        }
+        Ok(())
+    }
+
+    /// Begins to make it `count` vCPUs. If there are fewer, those that are missing are started and returned, for
+    /// [`Roster::show`]; the guest has not been told of them. If there are more, the guest is asked for those with the highest numbers. What it was
+    /// asked for before and has not given is not asked for any more.
+    ///
+    /// # Errors
+    /// [`RosterError`]; there are as many vCPUs as before.
+    pub fn begin(&self, count: u32) -> Result<VcpuSet, RosterError> {
+        let max = self.max();
+        let Some(plug) = &self.plug else {
+            return Err(RosterError::Fixed(max));
+        };
+        let wanted = match u8::try_from(count) {
+            Ok(n) if (1..=max).contains(&n) => n,
+            _ => return Err(RosterError::OutOfRange { asked: count, max }),
+        };
+        match self.control.state() {
+            RunState::Running => {}
+            RunState::Paused => return Err(RosterError::NotRunning("paused")),
+            RunState::Stopped => return Err(RosterError::NotRunning("ending")),
+        }
+        let leaving = set(self.taken().filter(|seat| seat.is_to_leave()).map(|seat| seat.id));
+        let present = self.present().without(leaving);
+        let missing = usize::from(wanted).saturating_sub(present.len() as usize);
+        let spare = (present.len() as usize).saturating_sub(wanted.into());
+        if missing > 0
+            && let Some(vcpu) = leaving.numbers().next()
+        {
+            return Err(RosterError::Leaving(vcpu));
+        }
+        plug.ask_for(set(present.numbers().rev().take(spare)));
+        self.remembers_to_remind();
+        let coming = VcpuSet::below(max).without(present).numbers().take(missing);
+        let mut started = VcpuSet::default();
+        for vcpu in coming {
+            if let Err(e) = self.start_one(vcpu) {
+                self.dismiss(started);
+                return Err(e);
+            }
+            started = started.with(VcpuSet::of(vcpu));
+        }
+        Ok(started)
+    }
+
+    /// Tells the guest that `vcpus` have come.
+    pub fn show(&self, vcpus: VcpuSet) {
+        if let Some(plug) = &self.plug
+            && !vcpus.is_empty()
+        {
+            plug.show(vcpus);
+            self.remembers_to_remind();
+        }
+    }
+
+    /// The guest is not asked for vCPUs any more that it has not given up.
+    pub fn withdraw(&self) {
+        if let Some(plug) = &self.plug {
+            plug.ask_for(VcpuSet::default());
+        }
+    }
+
+    /// Has the vCPUs that the guest ejected leave.
+    pub fn let_go(&self) {
+        let Some(plug) = &self.plug else { return };
+        let ejected = plug.take_ejected();
+        if ejected.is_empty() {
+            return;
+        }
+        log::info!("the guest has ejected {}", named(ejected));
+        self.dismiss(ejected);
+    }
+
+    fn remembers_to_remind(&self) {
+        *self.reminded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Has the threads of `vcpus` end.
+    fn dismiss(&self, vcpus: VcpuSet) {
+        for seat in self.seats.iter().filter(|seat| vcpus.has(seat.id)) {
+            seat.leave.store(true, Ordering::SeqCst);
+        }
+        self.control.wake_parked();
+        self.kicker.kick();
+    }
+
+    /// A vCPU from what is parked in its seat.
+    fn make(&self, seat: &Arc<Seat>) -> Result<Vcpu, RosterError> {
+        let Some(parked) = seat.lock().take() else {
+            return Err(RosterError::Leaving(seat.id));
+        };
+        // What was asked of one that has left is not for this one.
+        let _ = seat.mailbox.take();
+        seat.leave.store(false, Ordering::SeqCst);
+        self.maker.make(parked, seat).map_err(|(parked, e)| {
+            *seat.lock() = Some(parked);
+            RosterError::Make(seat.id, e)
+        })
+    }
+
+    /// Starts a vCPU and waits until it is in the perf core.
+    fn start_one(&self, vcpu: u8) -> Result<(), RosterError> {
+        let seat = &self.seats[usize::from(vcpu)];
+        if let Some(parked) = &*seat.lock() {
+            parked.restore().map_err(|e| RosterError::State(vcpu, e))?;
+        }
+        let made = self.make(seat)?;
+        let (began, begins) = sync_channel(1);
+        // Taken before it runs: its thread frees the seat.
+        seat.taken.store(true, Ordering::Release);
+        match made.spawn(Some(began)) {
+            Ok(thread) => self.kicker.add(thread),
+            Err(e) => return Err(RosterError::Make(vcpu, e)),
+        }
+        match begins.recv_timeout(START_PATIENCE) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(why)) => Err(RosterError::Start(vcpu, why)),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                self.dismiss(VcpuSet::of(vcpu));
+                Err(RosterError::Slow(vcpu))
+            }
+        }
+    }
+}
+
+fn set(vcpus: impl Iterator<Item = u8>) -> VcpuSet {
+    vcpus.map(VcpuSet::of).fold(VcpuSet::default(), VcpuSet::with)
+}
+
+/// Numbers as people write them: vCPU 1; vCPUs 1 to 3; vCPUs 0, 2.
+pub fn named(vcpus: VcpuSet) -> String {
+    let numbers: Vec<u8> = vcpus.numbers().collect();
+    match numbers.as_slice() {
+        [] => "no vCPU".into(),
+        [one] => format!("vCPU {one}"),
+        [first, .., last] if usize::from(last - first) + 1 == numbers.len() && numbers.len() > 2 => {
+            format!("vCPUs {first} to {last}")
+        }
+        [first, rest @ ..] => {
+            let mut text = format!("vCPUs {first}");
+            for vcpu in rest {
+                // Writing to a string does not fail.
+                let _ = write!(text, ", {vcpu}");
+            }
+            text
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vcpus_are_named_as_people_do() {
+        let named = |vcpus: &[u8]| super::named(set(vcpus.iter().copied()));
+        assert_eq!(named(&[]), "no vCPU");
+        assert_eq!(named(&[63]), "vCPU 63");
+        assert_eq!(named(&[1, 2]), "vCPUs 1, 2");
+        assert_eq!(named(&[1, 2, 3]), "vCPUs 1 to 3");
+        assert_eq!(named(&[0, 2, 3]), "vCPUs 0, 2, 3");
+    }
+}
