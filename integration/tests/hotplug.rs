@@ -65,21 +65,29 @@ fn said(output: &Output) -> (String, String) {
     (output.stdout_text(), output.stderr_text())
 }
 
+/// Waits until the guest has come that far.
 #[track_caller]
-fn reaches(guest: &Process, marker: &str) {
-    assert!(
-        guest.wait_for(marker, LIMIT),
-        "no {marker}: {}",
-        guest.stdout_so_far()
-    );
+fn reaches(guest: Process, marker: &str) -> Process {
+    if guest.wait_for(marker, LIMIT) {
+        return guest;
+    }
+    match guest.wait(LIMIT) {
+        Ok(output) => panic!(
+            "no {marker}: {:?}\n{}\n{}",
+            output.ended,
+            output.stdout_text(),
+            output.stderr_text()
+        ),
+        Err(error) => panic!("no {marker}: {error}"),
+    }
 }
 
 /// Counts of `perfvisor stat -j`, by event and vCPU.
-fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), u64> {
+fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     let count = |line: &str| {
         let object: serde_json::Value = serde_json::from_str(line).unwrap();
         let text = object["counter-value"].as_str().unwrap();
-        let value = text.parse().unwrap_or_else(|_| panic!("{line}"));
+        let value = text.parse::<f64>().unwrap_or_else(|_| panic!("{line}"));
         let share = object["pcnt-running"].as_f64();
         assert_eq!(share, Some(100.0), "it counted all the time: {line}");
         (
@@ -116,11 +124,12 @@ fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
 fn linux_takes_vcpus_in_and_gives_them_up() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("hotplug", "intel-v2")
+        .max_cpus(3)
         .script(SCRIPT)
         .limit(LIMIT)
-        .args(["--cpus", "1,max=3", "--name", "hotplug", "--stats"]);
+        .args(["--name", "hotplug", "--stats"]);
     let running = place.start(&guest.command(&place).unwrap()).unwrap();
-    reaches(&running, "marker-ready");
+    let mut running = reaches(running, "marker-ready");
     let perfvisor = place.perfvisor().unwrap();
     let ours = |args: &[&str]| Command::new(perfvisor.clone()).args(args.iter().copied());
     let data = place.scratch("hotplug.data");
@@ -147,11 +156,11 @@ fn linux_takes_vcpus_in_and_gives_them_up() {
         let (state, stderr) = run(&place, &ours(&["-v", "ctl", "hotplug", "vcpus", "3"]));
         assert_eq!(state, "hotplug: running, 3 vCPUs\n", "{stderr}");
         eprintln!("round {round}: 1 to 3 vCPUs: {}", answered(&stderr));
-        reaches(&running, &format!("marker-measured-{round}"));
+        running = reaches(running, &format!("marker-measured-{round}"));
         let (state, stderr) = run(&place, &ours(&["-v", "ctl", "hotplug", "vcpus", "1"]));
         assert_eq!(state, "hotplug: running, 1 of 3 vCPUs\n", "{stderr}");
         eprintln!("round {round}: 3 to 1 vCPUs: {}", answered(&stderr));
-        reaches(&running, &format!("marker-alone-{round}"));
+        running = reaches(running, &format!("marker-alone-{round}"));
     }
     let mut out = Vec::new();
     for mut process in [whole, each, recording] {

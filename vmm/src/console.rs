@@ -634,7 +634,7 @@ mod tests {
     }
 
     fn rig(source: OwnedFd) -> Rig {
-        let bus = Bus::new(Box::new(io::sink()), 16 << 20, 1).unwrap();
+        let bus = Bus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
         let quit = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         let input = ConsoleInput::on(
             source.as_raw_fd(),

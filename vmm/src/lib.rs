@@ -30,6 +30,7 @@ pub mod devices;
 pub mod kvm;
 pub mod memory;
 pub mod metrics;
+pub mod numbers;
 pub mod pmu;
 pub mod rdpmc;
 pub mod turns;

@@ -21,6 +21,7 @@ use crate::kvm::signature::CpuSignature;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::{GuestRam, MemoryError};
+use crate::numbers::VcpuNumbers;
 use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::RdpmcMode;
@@ -29,7 +30,6 @@ use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::Sites;
 use crate::vcpu::control::RunControl;
 use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
-use crate::vcpu::numbers::VcpuNumbers;
 use crate::vcpu::roster::{Roster, RosterError};
 use crate::vcpu::{FirstState, Kicker, StateError};
 

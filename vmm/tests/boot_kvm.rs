@@ -69,7 +69,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
     .unwrap();
     ram.register(&vm).unwrap();
     let console = Captured::default();
-    let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), 1).unwrap();
+    let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
     vm.register_irqfd(bus.serial_irq(), ports::COM1_IRQ).unwrap();
     let mut vcpu = vm.create_vcpu(0).unwrap();
     vcpu.set_cpuid2(&kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap())

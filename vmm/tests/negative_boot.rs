@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use common::{EM_386, EM_X86_64, LINUX_CODE, Seg};
 use perfvisor_vmm::boot::{self, BootError, BootRequest, KernelSource, layout};
 use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::vcpu::numbers::VcpuNumbers;
+use perfvisor_vmm::numbers::VcpuNumbers;
 use proptest::prelude::*;
 
 const RAM_BYTES: u64 = 32 << 20;

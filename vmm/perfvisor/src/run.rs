@@ -283,7 +283,7 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
 }
 
 /// An error and its sources in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
+fn chain(error: &dyn Error) -> String {
     let mut line = error.to_string();
     let mut source = error.source();
     while let Some(e) = source {

@@ -13,7 +13,7 @@ use acpi_tables::{Aml, AmlSink};
 
 use super::{layout, processors};
 use crate::devices::ports;
-use crate::vcpu::numbers::VcpuNumbers;
+use crate::numbers::VcpuNumbers;
 
 const OEM_ID: [u8; 6] = *b"PERFVI";
 const OEM_TABLE: [u8; 8] = *b"PERFVISR";

@@ -46,5 +46,4 @@ pub const KVM_TSS: u64 = 0xFFFB_D000;
 /// One page KVM needs for the identity map (KVM_SET_IDENTITY_MAP_ADDR).
 pub const KVM_IDENTITY_MAP: u64 = 0xFFFB_C000;
 
-/// Most vCPUs a guest may have.
-pub const MAX_CPUS: u8 = 64;
+pub use crate::numbers::MAX_CPUS;

@@ -27,8 +27,8 @@ pub use error::BootError;
 pub use regs::{Entry, configure_local_apic};
 
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
+use crate::numbers::VcpuNumbers;
 use crate::rdpmc;
-use crate::vcpu::numbers::VcpuNumbers;
 use kernel_images::elf::{self, ElfImage, Segment};
 use kernel_images::rdpmc::{CodeBits, PatchedSite, TRAP_PORT, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;

@@ -3,7 +3,7 @@
 
 use super::acpi::IO_APIC_ID;
 use super::layout;
-use crate::vcpu::numbers::VcpuNumbers;
+use crate::numbers::VcpuNumbers;
 
 /// Local APIC version reported; KVM's is 0x14.
 const APIC_VERSION: u8 = 0x14;

@@ -25,7 +25,7 @@ use acpi_tables::madt::{EnabledStatus, ProcessorLocalApic};
 
 use super::acpi::bytes_of;
 use crate::devices::ports;
-use crate::vcpu::numbers::VcpuNumbers;
+use crate::numbers::VcpuNumbers;
 
 /// _STA: present, enabled, shown, working (6.3.7).
 const STA_PRESENT: u8 = 0xF;

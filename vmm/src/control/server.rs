@@ -23,8 +23,8 @@ use vpmu::EventFilter;
 use super::session::{EventSession, On, fail, role};
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
-use crate::run::chain;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
+use crate::vcpu::in_one_line;
 use crate::vcpu::roster::{Roster, RosterError};
 use control_api::peer;
 use control_api::place::Socket;
@@ -430,7 +430,10 @@ impl ControlServer {
                 value(vm.info(role(connection.uid)))
             }
             Call::Vcpus { count } => {
-                let come = vm.roster.begin(count).or_else(|e| fail(kind_of(&e), chain(&e)))?;
+                let come = vm
+                    .roster
+                    .begin(count)
+                    .or_else(|e| fail(kind_of(&e), in_one_line(&e)))?;
                 // Who counts all vCPUs is there before the guest knows of them.
                 for vcpu in come.numbers() {
                     let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());

@@ -2,7 +2,7 @@
 //! data port that gives the selected item byte by byte.
 
 use super::ports::FW_CFG_SELECT;
-use crate::vcpu::numbers::VcpuNumbers;
+use crate::numbers::VcpuNumbers;
 
 const SIGNATURE: u16 = 0x00;
 const INTERFACE: u16 = 0x01;

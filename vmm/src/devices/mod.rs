@@ -26,7 +26,7 @@ use cpu_plug::CpuPlug;
 use fw_cfg::FwCfg;
 use i8042::I8042;
 
-use crate::vcpu::numbers::VcpuNumbers;
+use crate::numbers::VcpuNumbers;
 
 /// System control port A: a one here resets the processor.
 const CONTROL_A_RESET: u8 = 1 << 0;

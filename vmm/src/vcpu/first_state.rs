@@ -217,7 +217,7 @@ mod tests {
         kvm_regs,
         kvm_sregs,
         [u64; 4],
-        Vec<i8>,
+        Vec<std::ffi::c_char>,
         [u8; 2],
         Vec<(u32, u64)>,
     );
@@ -228,7 +228,7 @@ mod tests {
             state.regs,
             state.sregs,
             state.debug.db,
-            state.lapic.regs.iter().map(|byte| *byte as i8).collect(),
+            state.lapic.regs.to_vec(),
             [state.events.nmi.injected, state.events.nmi.pending],
             state.msrs.iter().map(|msr| (msr.index, msr.data)).collect(),
         )

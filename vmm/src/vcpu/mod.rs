@@ -16,7 +16,6 @@ pub mod gate;
 pub mod kick;
 pub mod mailbox;
 pub mod maker;
-pub mod numbers;
 pub mod pmi;
 mod rdpmc;
 pub mod roster;
@@ -734,7 +733,7 @@ fn take(from: &Mutex<Option<Vcpu>>) -> Option<Vcpu> {
 }
 
 /// An error and its sources in one line.
-fn in_one_line(error: &dyn Error) -> String {
+pub(crate) fn in_one_line(error: &dyn Error) -> String {
     let mut line = error.to_string();
     let mut source = error.source();
     while let Some(e) = source {

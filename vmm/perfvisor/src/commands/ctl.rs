@@ -9,13 +9,13 @@ use clap::{Args, Subcommand};
 
 use super::ps::of_most;
 use super::{DONE, parse_seconds, print};
-use crate::devices::cpu_plug::VcpuSet;
 use crate::exit::ExitStatus;
-use crate::vcpu::roster;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
 use control_api::request;
 use perf_core::SharePolicy;
+use perfvisor_vmm::devices::cpu_plug::VcpuSet;
+use perfvisor_vmm::vcpu::roster;
 
 /// How long vCPUs may take to leave the guest, and a VM to end.
 const PATIENCE: Duration = Duration::from_secs(10);
