@@ -3,6 +3,7 @@
 //! Nothing else is tried again: a guest that dies, a count that is not there and a kernel that complains fail
 //! at once.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -55,6 +56,53 @@ fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) ->
     panic!("{name}: off in {TRIES} of {TRIES} tries:{offs}");
 }
 
+/// How often a measurement of several parts is taken. What spoils one part of it seldom spoils the same again.
+const TRIES_OF_PARTS: usize = 15;
+
+/// Takes a measurement of several times until each of them could be told once, at most fifteen times. `once` gets
+/// the number of its try, from 0, and returns the name of each part and whether it could be told; what is wrong
+/// with a part it asserts itself. Further tries are part of the result, as with [`measured`].
+///
+/// # Panics
+/// When a part was never told, with its name.
+#[track_caller]
+pub fn measured_in_parts(name: &str, once: impl FnMut(usize) -> Vec<(String, bool)>) {
+    measured_in_parts_into(tries_file().as_deref(), name, once);
+}
+
+#[track_caller]
+fn measured_in_parts_into(
+    file: Option<&Path>,
+    name: &str,
+    mut once: impl FnMut(usize) -> Vec<(String, bool)>,
+) {
+    let mut parts = BTreeMap::new();
+    let mut offs = String::new();
+    for n in 0..TRIES_OF_PARTS {
+        for (part, told) in once(n) {
+            *parts.entry(part).or_insert(false) |= told;
+        }
+        let untold: Vec<&str> = parts
+            .iter()
+            .filter(|(_, told)| !**told)
+            .map(|(part, _)| part.as_str())
+            .collect();
+        if untold.is_empty() && !parts.is_empty() {
+            if n > 0 {
+                let result = format!(
+                    "{name}: each part told after try {} of {TRIES_OF_PARTS}; before:{offs}",
+                    n + 1
+                );
+                eprintln!("{result}");
+                keep(file, &result);
+            }
+            return;
+        }
+        _ = write!(offs, " [{}] not told: {untold:?};", n + 1);
+    }
+    panic!("{name}: not all told in {TRIES_OF_PARTS} tries:{offs}");
+}
+
 /// Where results of more than one try are added.
 fn tries_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("tries.txt"))
@@ -100,5 +148,27 @@ mod tests {
             std::panic::catch_unwind(|| measured_into(None, "unit test", |n| Err(Off(format!("try {n}")))));
         let message = *failed.unwrap_err().downcast::<String>().unwrap();
         assert!(message.contains("[1] try 0; [2] try 1; [3] try 2;"), "{message}");
+    }
+
+    #[test]
+    fn each_part_is_told_once_and_one_that_never_is_fails() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("tries.txt");
+        let part = |name: &str, told| (name.to_owned(), told);
+        let mut asked = 0;
+        measured_in_parts_into(Some(&file), "x", |n| {
+            asked += 1;
+            vec![part("a", n == 0), part("b", n == 2)]
+        });
+        assert_eq!(asked, 3, "told as soon as each part was");
+        assert!(
+            std::fs::read_to_string(&file)
+                .unwrap()
+                .contains("[2] not told: [\"b\"]")
+        );
+        for never in [vec![part("a", true), part("b", false)], vec![]] {
+            let told = std::panic::catch_unwind(|| measured_in_parts_into(None, "x", |_| never.clone()));
+            assert!(told.is_err(), "{never:?}");
+        }
     }
 }

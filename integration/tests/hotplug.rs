@@ -192,11 +192,9 @@ fn answered(stderr: &str) -> &str {
 fn the_host_counts_the_whole(whole: &str, each: &str) {
     let (whole, each) = (counts(whole), counts(each));
     for event in ["cycles", "kvm:exits", "task-clock"] {
-        let parts: Vec<f64> = (0..3)
-            .map(|vcpu| each[&(event.to_owned(), Some(vcpu))] as f64)
-            .collect();
+        let parts: Vec<f64> = (0..3).map(|vcpu| each[&(event.to_owned(), Some(vcpu))]).collect();
         let sum: f64 = parts.iter().sum();
-        let ratio = whole[&(event.to_owned(), None)] as f64 / sum;
+        let ratio = whole[&(event.to_owned(), None)] / sum;
         eprintln!("host: {event}: {parts:?}, the whole VM over their sum {ratio:.4}");
         assert!(parts.iter().all(|part| *part > 0.0), "{event}: {parts:?}");
         // They began and ended some hundred milliseconds apart, while the guest had little to do.
@@ -209,7 +207,7 @@ fn the_recording_is_whole(each: &str, script: &str) {
     let (each, samples) = (counts(each), samples(script));
     for vcpu in 0..3 {
         let (n, periods) = samples.get(&vcpu).copied().unwrap_or_default();
-        let counted = each[&("cycles".to_owned(), Some(vcpu))] as f64;
+        let counted = each[&("cycles".to_owned(), Some(vcpu))];
         let ratio = periods as f64 / counted;
         eprintln!("host: vCPU {vcpu}: {n} samples for {periods} cycles, {ratio:.4} of what was counted");
         assert!(
@@ -247,7 +245,7 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
             );
             sum += counted + sampled;
         }
-        let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))] as f64;
+        let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))];
         eprintln!("guest: CPU {vcpu}: {share:.3} of what the host counted");
         assert!((0.6..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
     }

@@ -726,7 +726,8 @@ mod tests {
             core.inner.vm.lock(),
         );
         let cell = other.cell.load_full();
-        let neighbour = cell.lock();
+        // Tried for, as the order of contexts is that of their addresses.
+        let neighbour = cell.try_lock().unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut overflows = 0;

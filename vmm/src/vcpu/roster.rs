@@ -2,7 +2,7 @@
 //!
 //! Each number that a vCPU can have is a *seat*. A seat is taken by a vCPU whose thread runs; else KVM's vCPU is parked in it, because
 //! KVM cannot delete one. A vCPU that comes gets everything of ours anew: its thread, its PMU with reset values, what serves its
-//! RDPMC. KVM's is put into the state in which it was made ([`super::first_state`]). Counters of its loop and its
+//! RDPMC. KVM's is put into the state in which it was made (see `first_state`). Counters of its loop and its
 //! mailbox stay with the seat.
 //!
 //! A vCPU comes in two steps: first it is started and enters the perf core, waiting for the guest's INIT and SIPI; only then is it
