@@ -39,8 +39,8 @@ section possible cat /sys/devices/system/cpu/possible
 echo marker-ready
 for r in 1 2; do
     has 0-2
-    section stat-$r perf stat -a -A -x, -e cpu-clock,cycles threads 3 2
-    section record-$r perf record -q -a -B -N -c 20000000 -e cycles -o /tmp/r$r threads 3 2
+    section stat-$r perf stat -a -A -x, -e cpu-clock,cycles \
+        perf record -q -a -B -N -c 20000000 -e cycles -o /tmp/r$r threads 3 3
     section samples-$r taskset 1 sh -c "perf script -i /tmp/r$r -F cpu | sort | uniq -c"
     echo marker-measured-$r
     has 0
@@ -235,19 +235,20 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
                 .find_map(|line| line.trim().strip_suffix(&of_vcpu)?.trim().parse::<f64>().ok());
             let samples = samples.unwrap_or_else(|| panic!("no samples on CPU {vcpu} in {lines:?}\n{run}"));
             let sampled = samples * PERIOD as f64;
+            let ratio = sampled / counted;
             eprintln!(
-                "guest: CPU {vcpu}, round {round}: {counted} cycles counted, {samples} samples for {sampled}"
+                "guest: CPU {vcpu}, round {round}: {counted} cycles counted, {samples} samples for {ratio:.3} of them"
             );
-            // Both of two seconds of the same load.
+            // Of the same time, but that perf record's own start and end are counted and not sampled.
             assert!(
-                (0.5..2.0).contains(&(sampled / counted)),
+                (0.3..1.02).contains(&ratio),
                 "CPU {vcpu}: {sampled} of {counted}\n{run}"
             );
-            sum += counted + sampled;
+            sum += counted;
         }
         let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))];
         eprintln!("guest: CPU {vcpu}: {share:.3} of what the host counted");
-        // What it runs beside the measured seconds (coming, going, perf's own starts) is hardly more than as much again.
-        assert!((0.3..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
+        // It also runs what is not measured: coming, going, perf's own start and what it prints.
+        assert!((0.2..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
     }
 }
