@@ -471,6 +471,31 @@ fn a_hostile_client_harms_nobody_else() {
     });
 }
 
+/// A client learns why it loses its connection, even if it reads only after the socket was full of replies.
+#[test]
+fn a_refusal_reaches_a_client_that_reads_late() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let mut stream = vm.raw();
+    let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
+    let flood = format!("{hello}{}", "{\"id\":2,\"call\":\"status\"}\n".repeat(2000));
+    stream.set_nonblocking(true).unwrap();
+    // As much as the VM takes while nobody reads.
+    let _ = stream.write_all(flood.as_bytes());
+    std::thread::sleep(Duration::from_millis(500));
+    stream.set_nonblocking(false).unwrap();
+    let mut replies = Vec::new();
+    let mut chunk = [0; 4096];
+    while let Ok(n @ 1..) = stream.read(&mut chunk) {
+        replies.extend_from_slice(&chunk[..n]);
+    }
+    let replies = String::from_utf8(replies).unwrap();
+    let last = replies.lines().last().unwrap_or_default();
+    assert!(last.contains("\"kind\":\"rate\""), "{last}");
+    eventually("new clients are served", || {
+        Client::connect_in(&vm.sockets(), Some("test")).is_ok()
+    });
+}
+
 /// What a client opened goes with it, whatever it was doing, and nothing else does.
 #[test]
 fn a_client_s_events_end_with_it() {

@@ -169,6 +169,8 @@ struct Connection {
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     waits_for_room: bool,
+    /// Nothing more is read: what waits is sent, and then the connection ends.
+    ending: bool,
     tokens: f64,
     refilled: Instant,
     events: Option<EventSession>,
@@ -299,6 +301,7 @@ impl ControlServer {
                 incoming: Vec::new(),
                 outgoing: Vec::new(),
                 waits_for_room: false,
+                ending: false,
                 tokens: REQUEST_BURST,
                 refilled: Instant::now(),
                 events: None,
@@ -311,6 +314,15 @@ impl ControlServer {
         let Some(mut connection) = self.connections.remove(&id) else {
             return;
         };
+        if connection.ending {
+            let gone = set.intersects(EventSet::HANG_UP | EventSet::ERROR);
+            if connection.flush() == Fate::Stays && !connection.outgoing.is_empty() && !gone {
+                self.connections.insert(id, connection);
+            } else {
+                self.end(connection, ops);
+            }
+            return;
+        }
         let mut fate = Fate::Stays;
         if set.contains(EventSet::OUT) {
             fate = connection.flush();
@@ -335,14 +347,26 @@ impl ControlServer {
                 self.connections.insert(id, connection);
             }
             Fate::Ends => {
-                let _ = ops.remove(Events::empty(&connection.stream));
-                drop(connection);
-                if std::mem::take(&mut self.deaf)
-                    && let Err(e) = ops.add(Events::with_data(&self.socket.listener, LISTENER, EventSet::IN))
+                if connection.begin_to_end()
+                    && ops
+                        .modify(Events::with_data(&connection.stream, id, EventSet::OUT))
+                        .is_ok()
                 {
-                    log::error!("control socket: {e}");
+                    self.connections.insert(id, connection);
+                } else {
+                    self.end(connection, ops);
                 }
             }
+        }
+    }
+
+    fn end(&mut self, connection: Connection, ops: &mut EventOps) {
+        let _ = ops.remove(Events::empty(&connection.stream));
+        drop(connection);
+        if std::mem::take(&mut self.deaf)
+            && let Err(e) = ops.add(Events::with_data(&self.socket.listener, LISTENER, EventSet::IN))
+        {
+            log::error!("control socket: {e}");
         }
     }
 
@@ -639,6 +663,15 @@ fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
 }
 
 impl Connection {
+    /// Whether the connection stays until its client has read why it ends. Its events end now, and it makes room for
+    /// others like one that has not said hello.
+    fn begin_to_end(&mut self) -> bool {
+        self.ending = true;
+        self.events = None;
+        self.greeted = false;
+        (1..=MAX_UNSENT).contains(&self.outgoing.len())
+    }
+
     /// Takes one request out of the rate.
     fn may_ask(&mut self) -> bool {
         let now = Instant::now();
