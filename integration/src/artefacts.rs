@@ -24,6 +24,25 @@ pub fn workspace() -> &'static Path {
         .unwrap_or(Path::new("."))
 }
 
+/// What `cargo metadata` says of the workspace with these arguments besides, without a network.
+///
+/// # Panics
+/// When cargo fails, with what it printed.
+pub fn cargo_metadata(arguments: &[&str]) -> serde_json::Value {
+    let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
+        .current_dir(workspace())
+        .args(["metadata", "--format-version", "1", "--offline"])
+        .args(arguments)
+        .output()
+        .unwrap_or_else(|error| panic!("cargo metadata: {error}"));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("cargo metadata: {error}"))
+}
+
 /// Cargo's target directory, where everything built is kept.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {

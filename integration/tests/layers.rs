@@ -3,9 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use integration::artefacts::workspace;
+use integration::artefacts::{cargo_metadata, workspace};
 
 /// Each crate of the product and the crates of ours that it may depend on. A crate stands below all that may
 /// depend on it.
@@ -72,17 +71,7 @@ struct Package {
 }
 
 fn packages() -> BTreeMap<String, Package> {
-    let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
-        .current_dir(workspace())
-        .args(["metadata", "--format-version", "1", "--offline", "--no-deps"])
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let metadata = cargo_metadata(&["--no-deps"]);
     let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
     let packages = metadata["packages"].as_array().unwrap().iter();
     packages

@@ -2,9 +2,8 @@
 //! come in one version each. Works without network and without cargo-deny.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::process::Command;
 
-use integration::artefacts::workspace;
+use integration::artefacts::{cargo_metadata, workspace};
 
 /// What deny.toml allows: for all crates, and more for single ones.
 struct Allowed {
@@ -49,18 +48,7 @@ impl Allowed {
 
 /// (name, version, licence) of every crate that is built on this platform.
 fn packages() -> Vec<(String, String, String)> {
-    let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
-        .current_dir(workspace())
-        .args(["metadata", "--format-version", "1", "--offline"])
-        .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let metadata = cargo_metadata(&["--filter-platform", "x86_64-unknown-linux-gnu"]);
     let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
     metadata["packages"]
         .as_array()

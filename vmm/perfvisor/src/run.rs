@@ -1,7 +1,6 @@
 //! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
 #![allow(unsafe_code)]
 
-use std::error::Error;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::AtomicU64;
@@ -23,6 +22,7 @@ use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::console::{ConsoleInput, ConsoleOutput, RawTerminal};
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
+use perfvisor_vmm::error_line::error_line;
 use perfvisor_vmm::kvm::host;
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
 use perfvisor_vmm::metrics::address::Listener;
@@ -90,7 +90,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     let mut model =
         Model::resolve(args.pmu, args.pmu_counters, width, &mut read_cpuid).map_err(|e| e.to_string())?;
     let filter = match &args.pmu_filter {
-        Some(path) => EventFilter::from_file(path).map_err(|e| chain(&e))?,
+        Some(path) => EventFilter::from_file(path).map_err(|e| error_line(&e))?,
         None => EventFilter::allow_all(),
     };
     let has_pmu = !matches!(model.generation(), Generation::Off(_));
@@ -202,7 +202,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     let metrics = metrics.map_err(|e| e.to_string())?;
     let (name, socket) = control_socket(args.name.as_deref())?;
     let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
-    let mut vm = Vm::new(&kvm, &config, &probe, output.writer()).map_err(|e| chain(&e))?;
+    let mut vm = Vm::new(&kvm, &config, &probe, output.writer()).map_err(|e| error_line(&e))?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {
         log::info!(
@@ -212,7 +212,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
         );
     }));
     let terminal = RawTerminal::enter().map_err(|e| format!("the terminal cannot be made raw: {e}"))?;
-    let mut running = vm.start().map_err(|e| chain(&e))?;
+    let mut running = vm.start().map_err(|e| error_line(&e))?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = Arc::new(controlled(name, pmu_name, args, &running));
     let mut servers: Vec<Subscriber> = Vec::new();
@@ -280,21 +280,6 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
         symbols: loaded.symbols.clone(),
         flat: loaded.kind == KernelKind::Multiboot,
     }
-}
-
-/// An error and its sources in one line.
-fn chain(error: &dyn Error) -> String {
-    let mut line = error.to_string();
-    let mut source = error.source();
-    while let Some(e) = source {
-        let text = e.to_string();
-        if !line.contains(&text) {
-            line.push_str(": ");
-            line.push_str(&text);
-        }
-        source = e.source();
-    }
-    line
 }
 
 fn report_loaded(vm: &Vm, config: &VmConfig) {

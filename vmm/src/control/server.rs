@@ -22,9 +22,9 @@ use vpmu::EventFilter;
 
 use super::session::{EventSession, On, fail, role};
 use crate::devices::cpu_plug::VcpuSet;
+use crate::error_line::error_line;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
-use crate::vcpu::in_one_line;
 use crate::vcpu::roster::{Roster, RosterError};
 use control_api::peer;
 use control_api::place::Socket;
@@ -457,7 +457,7 @@ impl ControlServer {
                 let come = vm
                     .roster
                     .begin(count)
-                    .or_else(|e| fail(kind_of(&e), in_one_line(&e)))?;
+                    .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
                 // Who counts all vCPUs is there before the guest knows of them.
                 for vcpu in come.numbers() {
                     let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());

@@ -22,7 +22,6 @@ pub mod roster;
 pub mod stats;
 pub mod step;
 
-use std::error::Error;
 use std::io;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,6 +35,7 @@ use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{ParavirtualEvent, PmiReady};
 
 use crate::devices::{Bus, BusOutcome};
+use crate::error_line::error_line;
 use crate::pmu::{PmuSetupError, Synced, VcpuPmu};
 use control::{RunControl, RunState, StopReason};
 use control_api::protocol::VcpuView;
@@ -286,7 +286,7 @@ impl Vcpu {
     /// The loop, until the VM ends or the vCPU is to leave. An error says why it could not begin.
     fn run(&mut self, began: Option<&SyncSender<Result<(), String>>>) -> Result<(), String> {
         let armed = kick::Armed::new(&mut self.fd);
-        let timer = self.begin().map_err(|e| in_one_line(&e))?;
+        let timer = self.begin().map_err(|e| error_line(&e))?;
         if let Some(began) = began
             && began.send(Ok(())).is_err()
         {
@@ -730,18 +730,6 @@ impl Vcpu {
 /// The vCPU that waits for a thread to run it.
 fn take(from: &Mutex<Option<Vcpu>>) -> Option<Vcpu> {
     from.lock().unwrap_or_else(PoisonError::into_inner).take()
-}
-
-/// An error and its sources in one line.
-pub(crate) fn in_one_line(error: &dyn Error) -> String {
-    let mut line = error.to_string();
-    let mut source = error.source();
-    while let Some(e) = source {
-        line.push_str(": ");
-        line.push_str(&e.to_string());
-        source = e.source();
-    }
-    line
 }
 
 /// Counts an exit for the guest's paravirtual events.

@@ -1,0 +1,43 @@
+//! An error as one line, for a log, a reply or a user.
+
+use std::error::Error;
+
+/// `error` and its sources, joined by colons. A source that the line already holds is not said again.
+pub fn error_line(error: &dyn Error) -> String {
+    let mut line = error.to_string();
+    let mut source = error.source();
+    while let Some(e) = source {
+        let text = e.to_string();
+        if !line.contains(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        source = e.source();
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{what}")]
+    struct Outer {
+        what: &'static str,
+        #[source]
+        source: io::Error,
+    }
+
+    #[test]
+    fn each_source_is_said_once() {
+        let line = |what| {
+            let source = io::Error::other("no such thing");
+            error_line(&Outer { what, source })
+        };
+        assert_eq!(line("opening x"), "opening x: no such thing");
+        assert_eq!(line("opening x: no such thing"), "opening x: no such thing");
+    }
+}
