@@ -150,7 +150,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Unpacks another initrd first, for what is in it besides; the guest's own files replace those of equal names.
+    /// Unpacks another initrd first, for what is in it besides; the guest's own files replace those of equal
+    /// names.
     pub fn laid_over(mut self, archive: Vec<u8>) -> Self {
         self.below = archive;
         self
@@ -168,8 +169,8 @@ impl LinuxGuest {
         self
     }
 
-    /// The command that runs this guest. Files, and a script too long for the command line, are put into an initrd of its
-    /// own there.
+    /// The command that runs this guest. Files, and a script too long for the command line, are put into an
+    /// initrd of its own there.
     ///
     /// # Errors
     /// When the files it needs cannot be built or moved.
@@ -278,8 +279,8 @@ impl LinuxGuest {
         self.limit
     }
 
-    /// Takes the console of a guest apart that was started with [`LinuxGuest::command`], and reads its kernel's messages: all of them,
-    /// after the last of its script has run.
+    /// Takes the console of a guest apart that was started with [`LinuxGuest::command`], and reads its
+    /// kernel's messages: all of them, after the last of its script has run.
     ///
     /// # Errors
     /// When the console cannot be kept, or the guest's kernel complained.
@@ -300,8 +301,8 @@ impl LinuxGuest {
     /// Runs the guest to its end, takes its console apart and reads its kernel's messages.
     ///
     /// # Errors
-    /// When it cannot be started or passes its limit, and when its kernel complained. That the guest's script failed
-    /// is no error here.
+    /// When it cannot be started or passes its limit, and when its kernel complained. That the guest's script
+    /// failed is no error here.
     pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
         let process = place.start(&self.command(place)?)?;
         let result = process.wait_or_look(self.limit, || place.look_at_a_hang());

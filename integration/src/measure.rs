@@ -56,12 +56,13 @@ fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) ->
     panic!("{name}: off in {TRIES} of {TRIES} tries:{offs}");
 }
 
-/// How often a measurement of several parts is taken. What spoils one part of it seldom spoils the same again.
+/// How often a measurement of several parts is taken. What spoils one part of it seldom spoils the same
+/// again.
 const TRIES_OF_PARTS: usize = 15;
 
-/// Takes a measurement of several times until each of them could be told once, at most fifteen times. `once` gets
-/// the number of its try, from 0, and returns the name of each part and whether it could be told; what is wrong
-/// with a part it asserts itself. Further tries are part of the result, as with [`measured`].
+/// Takes a measurement of several times until each of them could be told once, at most fifteen times. `once`
+/// gets the number of its try, from 0, and returns the name of each part and whether it could be told; what
+/// is wrong with a part it asserts itself. Further tries are part of the result, as with [`measured`].
 ///
 /// # Panics
 /// When a part was never told, with its name.

@@ -1,8 +1,8 @@
-//! vCPUs that come and go under an unmodified Debian kernel: it takes them in and gives them up, its own perf counts and samples on them, and
-//! the host's counts and recordings are whole.
+//! vCPUs that come and go under an unmodified Debian kernel: it takes them in and gives them up, its own perf
+//! counts and samples on them, and the host's counts and recordings are whole.
 //!
-//! One guest, 1 vCPU of 3, twice through: 3 vCPUs, perf in the guest, 1 vCPU. Meanwhile the host counts the whole VM, counts each vCPU, and
-//! records, from before the first vCPU comes until after the last has gone.
+//! One guest, 1 vCPU of 3, twice through: 3 vCPUs, perf in the guest, 1 vCPU. Meanwhile the host counts the
+//! whole VM, counts each vCPU, and records, from before the first vCPU comes until after the last has gone.
 
 use std::collections::BTreeMap;
 
@@ -17,11 +17,12 @@ const LIMIT: Limit = Limit::GENEROUS;
 /// How often the vCPUs come and go.
 const ROUNDS: u32 = 2;
 
-/// Period of the host's recording and of the guest's: some hundred samples in each of the guest's measurements.
+/// Period of the host's recording and of the guest's: some hundred samples in each of the guest's
+/// measurements.
 const PERIOD: u64 = 20_000_000;
 
-/// Linux takes a new CPU in and leaves it offline; whoever runs the machine brings it online, as udev rules do. `begun` waits until the host says
-/// that it looks on: by a vCPU that comes.
+/// Linux takes a new CPU in and leaves it offline; whoever runs the machine brings it online, as udev rules
+/// do. `begun` waits until the host says that it looks on: by a vCPU that comes.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do
@@ -101,7 +102,8 @@ fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     lines.lines().map(count).collect()
 }
 
-/// Samples by vCPU, of lines that `perfvisor script` begins samples with: `comm pid [vcpu] time: period event:`.
+/// Samples by vCPU, of lines that `perfvisor script` begins samples with: `comm pid [vcpu] time: period
+/// event:`.
 fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
     let mut by_vcpu: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
     for line in script.lines() {
@@ -149,7 +151,8 @@ fn linux_takes_vcpus_in_and_gives_them_up() {
         "-o",
         &data,
     ]);
-    // They have opened their events when the VM has so many connections; a moment is enough, and what is compared is of the time after it.
+    // They have opened their events when the VM has so many connections; a moment is enough, and what is
+    // compared is of the time after it.
     std::thread::sleep(std::time::Duration::from_secs(3));
 
     for round in 1..=ROUNDS {
@@ -217,8 +220,8 @@ fn the_recording_is_whole(each: &str, script: &str) {
     }
 }
 
-/// The guest's own counts on its second and third CPU, in both lives of them, are never more than what the host counted there, which
-/// includes what runs besides the measured seconds.
+/// The guest's own counts on its second and third CPU, in both lives of them, are never more than what the
+/// host counted there, which includes what runs besides the measured seconds.
 fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
     let host = counts(each);
     for vcpu in 1..3u32 {

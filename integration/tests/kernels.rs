@@ -1,5 +1,6 @@
-//! Other stock kernels than the usual one: Debian's general kernel and the newest it offers, as bzImage and as ELF, with
-//! and without KASLR, on one, two and four vCPUs. Each must find its PMU, count with it on every CPU, and sample.
+//! Other stock kernels than the usual one: Debian's general kernel and the newest it offers, as bzImage and
+//! as ELF, with and without KASLR, on one, two and four vCPUs. Each must find its PMU, count with it on every
+//! CPU, and sample.
 //!
 //! A few combinations are tested by default; `PERFVISOR_KERNELS=all` (`make kernels`) takes all of them.
 
@@ -71,8 +72,8 @@ const FEW: [Case; 3] = [
     },
 ];
 
-/// Debian 13's kernels and the newest of its backports, by the names of [`KernelChoice::parse`]: each as packaged, the way distributions
-/// boot it, with one vCPU and with two.
+/// Debian 13's kernels and the newest of its backports, by the names of [`KernelChoice::parse`]: each as
+/// packaged, the way distributions boot it, with one vCPU and with two.
 const DEBIAN_13: [&str; 4] = [
     "debian13-cloud",
     "debian13-generic",
@@ -169,7 +170,8 @@ impl Case {
         self.check(&run).map_err(|what| format!("{what}\n{run}"))
     }
 
-    /// What depends on time is measured several times, always, so that a guest that is off once need not be run again.
+    /// What depends on time is measured several times, always, so that a guest that is off once need not be
+    /// run again.
     fn script(&self) -> String {
         let mut script = format!(
             "section release uname -r\n\

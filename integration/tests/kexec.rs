@@ -1,5 +1,5 @@
-//! A guest starts another kernel by itself, or leaves itself to one when it panics. The VMM has loaded nothing of it; its `perf` counts and
-//! samples as the first one's.
+//! A guest starts another kernel by itself, or leaves itself to one when it panics. The VMM has loaded
+//! nothing of it; its `perf` counts and samples as the first one's.
 
 use guest_images::kexec;
 use integration::artefacts;
@@ -12,8 +12,10 @@ const LIMIT: Limit = Limit::GENEROUS;
 /// The kernels.
 const STAGES: [u32; 4] = [1, 2, 3, 4];
 
-/// The script of all four kernels: the first starts the second where it runs itself, the second a third at an address of its choice. That one
-/// panics, and the fourth, loaded for that and with one CPU, runs in the memory that was kept for it (kdump). A kernel says which it is by its command line. Its initrd is what the first one has unpacked, this script with it.
+/// The script of all four kernels: the first starts the second where it runs itself, the second a third at an
+/// address of its choice. That one panics, and the fourth, loaded for that and with one CPU, runs in the
+/// memory that was kept for it (kdump). A kernel says which it is by its command line. Its initrd is what the
+/// first one has unpacked, this script with it.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do
@@ -71,7 +73,8 @@ fn symbol_address(run: &GuestRun, stage: u32) -> String {
     text.split_whitespace().next().unwrap_or_default().to_owned()
 }
 
-/// Each kernel of a chain counts and samples what the first one does: one at the same address as before, one elsewhere, and one after a panic.
+/// Each kernel of a chain counts and samples what the first one does: one at the same address as before, one
+/// elsewhere, and one after a panic.
 #[test]
 fn kernels_that_the_guest_starts_count_and_sample() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -106,8 +109,8 @@ fn kernels_that_the_guest_starts_count_and_sample() {
         STAGES.map(|stage| symbol_address(&run, stage)),
     );
     for stage in 0..STAGES.len() {
-        // 300,000,000 iterations of two instructions take at least half as many cycles, and a count that is off by a lost
-        // or doubled period, or by 2^48, is far away.
+        // 300,000,000 iterations of two instructions take at least half as many cycles, and a count that is
+        // off by a lost or doubled period, or by 2^48, is far away.
         assert!(
             user[stage] > 150_000_000 && user[stage] < 100 * user[0],
             "{user:?}\n{run}"

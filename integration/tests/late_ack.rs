@@ -1,5 +1,6 @@
-//! PMIs in front of Linux's late acknowledge: on models from Haswell on its handler of the PMI unmasks LVTPC at its end, after it
-//! has served what overflowed meanwhile. A PMI that was kept behind the mask all the same would be an NMI that nobody knows.
+//! PMIs in front of Linux's late acknowledge: on models from Haswell on its handler of the PMI unmasks LVTPC
+//! at its end, after it has served what overflowed meanwhile. A PMI that was kept behind the mask all the
+//! same would be an NMI that nobody knows.
 
 use std::time::Duration;
 
@@ -7,7 +8,8 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::place::Place;
 
-/// Two events that overflow at rates of their own (by the clock both count alike, so their periods differ) while `$WORK` is done, beside the watchdog's, which is the third.
+/// Two events that overflow at rates of their own (by the clock both count alike, so their periods differ)
+/// while `$WORK` is done, beside the watchdog's, which is the third.
 const SCRIPT: &str = r#"
 section cpu grep -E -m 3 "^(cpu family|model|stepping)" /proc/cpuinfo
 section flags sh -c 'grep -o -w -m 1 x2apic /proc/cpuinfo || echo none'
@@ -116,7 +118,8 @@ fn nor_one_in_many_minutes() {
         Err(_) => 600,
     };
     let part = f64::from(seconds) / LONG_PARTS as f64;
-    // The guest's time may pass faster or slower than that outside, by how much nobody knows: what is silent too long is hung.
+    // The guest's time may pass faster or slower than that outside, by how much nobody knows: what is silent
+    // too long is hung.
     let limit = Limit {
         overall: Duration::from_secs(u64::from(seconds) * 20 + 600),
         ..Limit::GENEROUS

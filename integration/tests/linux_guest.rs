@@ -10,9 +10,9 @@ use integration::measure::{Off, in_time, measured};
 use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::place::Place;
 
-/// Period of `perf record -c`: some forty samples a second on the clock backing. A sample costs a guest in the lab a
-/// millisecond and more, which is its CPU time but not its cycles (docs/measurements/accuracy.md); with half of this period that was
-/// more than a tenth.
+/// Period of `perf record -c`: some forty samples a second on the clock backing. A sample costs a guest in
+/// the lab a millisecond and more, which is its CPU time but not its cycles (docs/measurements/accuracy.md);
+/// with half of this period that was more than a tenth.
 const PERIOD: f64 = 50_000_000.0;
 
 /// For one guest; it takes about half a minute in the lab on an idle machine.
@@ -43,8 +43,8 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// In the lab a guest shares its emulated processor with whatever else the machine does, so a measurement of time that is off is
-/// taken again in a new guest. Nothing else is.
+/// In the lab a guest shares its emulated processor with whatever else the machine does, so a measurement of
+/// time that is off is taken again in a new guest. Nothing else is.
 const TRIES: usize = 3;
 
 /// The runs of one kind of guest, shared by the tests and made when first looked at.
@@ -152,8 +152,9 @@ impl Model {
             share * 100.0
         );
         assert!(seconds > 2.9, "measured for only {seconds} s\n{run}");
-        // perf itself and the timer tick run now and then: 1.6 % of the time where this was measured. What they take is a matter of
-        // the machine's speed; that something counts that is not there is not.
+        // perf itself and the timer tick run now and then: 1.6 % of the time where this was measured. What
+        // they take is a matter of the machine's speed; that something counts that is not there is
+        // not.
         assert!(
             share > 0.0 && share < 0.50,
             "{:.1} % of the TSC\n{run}",
@@ -181,8 +182,9 @@ impl Model {
         let report = parse_report(run.section("report-rate"));
         let user = ["heavy", "middle", "light"].map(|name| report.percent(name));
         eprintln!("{} -F: {} samples, {user:?}", self.pmu, report.samples);
-        // 5 s and more at 1 kHz; perf takes a moment to find the period. Most samples are of the kernel: in the lab a PMI costs
-        // the guest most of a millisecond, so it takes seconds to have some hundreds in the three functions.
+        // 5 s and more at 1 kHz; perf takes a moment to find the period. Most samples are of the kernel: in
+        // the lab a PMI costs the guest most of a millisecond, so it takes seconds to have some
+        // hundreds in the three functions.
         in_time(report.samples >= 500.0, || format!("{} samples", report.samples))?;
         assert!(report.has_symbols(true), "no kernel symbol\n{run}");
         assert!(report.has_symbols(false), "no user symbol\n{run}");
@@ -252,7 +254,8 @@ fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// Whether some sample in `from`, or in what interrupted it, has `to` among its callers. Samples are paragraphs.
+/// Whether some sample in `from`, or in what interrupted it, has `to` among its callers. Samples are
+/// paragraphs.
 fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
     script.split("\n\n").any(|sample| {
         let mut symbols = sample.lines().filter_map(|line| {

@@ -1,6 +1,6 @@
-//! The hardware backing, proven although no machine here has a PMU: to whatever runs inside our Linux guest, the virtual PMU
-//! is one. perf-core's driver tests run there, and then a second Perfvisor, whose guest's counters are events of the
-//! first guest's kernel.
+//! The hardware backing, proven although no machine here has a PMU: to whatever runs inside our Linux guest,
+//! the virtual PMU is one. perf-core's driver tests run there, and then a second Perfvisor, whose guest's
+//! counters are events of the first guest's kernel.
 
 use std::fs;
 use std::path::Path;
@@ -116,7 +116,8 @@ fn the_driver_tests_pass_in_an_amd_guest() {
     the_driver_tests_pass_in_the_guest("amd");
 }
 
-/// Parts of the vPMU's test kernel that a second-level guest runs with each counter an event of the first level's kernel.
+/// Parts of the vPMU's test kernel that a second-level guest runs with each counter an event of the first
+/// level's kernel.
 const SECOND_LEVEL_TESTS: [&str; 5] = [
     "counting:-cycles",
     "counting:-a-counter-without-EN",
@@ -125,7 +126,8 @@ const SECOND_LEVEL_TESTS: [&str; 5] = [
     "rdpmc:-an-index",
 ];
 
-/// Those that a second-level guest runs with KVM's own vPMU, each counter an event of the first level's kernel too.
+/// Those that a second-level guest runs with KVM's own vPMU, each counter an event of the first level's
+/// kernel too.
 const OWN_VPMU_TESTS: [&str; 3] = [
     "counting:-cycles",
     "overflow:-the-counter-goes-on",
@@ -173,9 +175,9 @@ fn figure(run: &GuestRun, line: &str, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("no {key} in {line:?}\n{run}"))
 }
 
-/// The guest of `perfvisor validate` at the second level, on the first level's PMU, and what takes all counters of that PMU away while
-/// it counts: perf with pinned events of the whole CPU, which the kernel gives a counter before any event of a task. First a
-/// measurement without that.
+/// The guest of `perfvisor validate` at the second level, on the first level's PMU, and what takes all
+/// counters of that PMU away while it counts: perf with pinned events of the whole CPU, which the kernel
+/// gives a counter before any event of a task. First a measurement without that.
 const TAKEN: &str = r#"
 mkfifo /tmp/in
 perfvisor run --name taken --builtin validate --pmu amd --backing hardware --memory 128M </tmp/in >/tmp/out 2>/tmp/err &
@@ -229,8 +231,8 @@ section ended echo $?
 section told cat /tmp/err
 "#;
 
-/// While a guest of a guest counts, its host's kernel takes all counters away and gives them back. Nothing of that is silent: what the
-/// guest's cycles lack is the time that uncounted-ns tells it.
+/// While a guest of a guest counts, its host's kernel takes all counters away and gives them back. Nothing of
+/// that is silent: what the guest's cycles lack is the time that uncounted-ns tells it.
 #[test]
 fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     /// How far the time may be off, of what it truly was.
@@ -248,7 +250,8 @@ fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
     };
     // The guest finds its TSC's frequency by a timer, which is late here; it has the first level's.
     let hz = tsc_hz(run.section("dmesg")).unwrap_or_else(|| panic!("{run}"));
-    // What passed, what was counted of it, for how long the guest was told that it was not, and that it did not run; in ns.
+    // What passed, what was counted of it, for how long the guest was told that it was not, and that it did
+    // not run; in ns.
     let guest = |section: &str| {
         let result = parsed(section);
         let cpu = &result["cpus"][0];
@@ -324,7 +327,8 @@ const LINUX: &str = "perfvisor run --backing hardware --pmu amd --kernel /inner/
      section inner sed 's/@@pv/@@inner/' /tmp/linux-out\n\
      section inner-err cat /tmp/linux-err\n";
 
-/// The first command a user types, in a Linux guest of a guest: what its host's PMU does not count is not supported.
+/// The first command a user types, in a Linux guest of a guest: what its host's PMU does not count is not
+/// supported.
 #[test]
 fn perf_in_a_linux_guest_of_a_guest_shows_no_number_that_nobody_counted() {
     let Some(run) = second_levels() else { return };
@@ -358,7 +362,8 @@ fn lab() -> Option<MutexGuard<'static, Place>> {
     None
 }
 
-/// A Linux guest that can run guests with the same Perfvisor: the lab's initrd has KVM's modules for the same kernel.
+/// A Linux guest that can run guests with the same Perfvisor: the lab's initrd has KVM's modules for the same
+/// kernel.
 fn second_level(name: &str) -> LinuxGuest {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let binaries = artefacts::binaries().unwrap_or_else(|error| panic!("{error}"));
@@ -480,7 +485,8 @@ fn validate_runs_with_kvms_own_vpmu() {
     let text = run.section("validate");
     eprintln!("{text}{:.1?}; console: {}", run.elapsed, run.log().display());
     assert!(text.contains(" passed, ") && text.contains("status "), "{run}");
-    // Other rows are off for what the levels below do (docs/measurements/accuracy.md); what a busy guest counts is not.
+    // Other rows are off for what the levels below do (docs/measurements/accuracy.md); what a busy guest
+    // counts is not.
     let passed = |workload: &str| {
         text.lines().any(|line| {
             let row: Vec<_> = line.split_whitespace().collect();

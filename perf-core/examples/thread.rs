@@ -1,5 +1,5 @@
-//! Counts and samples this thread with a software clock event of the host's kernel, and reads the ring. Runs on any Linux on which
-//! this user may call `perf_event_open(2)`.
+//! Counts and samples this thread with a software clock event of the host's kernel, and reads the ring. Runs
+//! on any Linux on which this user may call `perf_event_open(2)`.
 //!
 //! `cargo run -p perf-core --example thread`
 

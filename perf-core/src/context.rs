@@ -1,8 +1,8 @@
 //! A context: the events of one vCPU, or of the VM as a whole.
 //!
-//! Everything here runs under the context's own lock and takes the time as a parameter. An event's times follow from stamps,
-//! so what waits is not touched. The states of events, the queues and the readings are in this file; events come and go in
-//! `members`, go on and off in `pass`, and the lock is in `cell`.
+//! Everything here runs under the context's own lock and takes the time as a parameter. An event's times
+//! follow from stamps, so what waits is not touched. The states of events, the queues and the readings are in
+//! this file; events come and go in `members`, go on and off in `pass`, and the lock is in `cell`.
 
 mod cell;
 mod lists;
@@ -66,8 +66,8 @@ pub(crate) struct Context {
     software: Queue,
     /// Those of them whose driver refused when they were last put on.
     refused: VecDeque<usize>,
-    /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the capacity reserved when events
-    /// are added.
+    /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the capacity
+    /// reserved when events are added.
     pub lists: Lists,
     /// Ticks so far.
     pub ticks: u64,
@@ -75,8 +75,8 @@ pub(crate) struct Context {
     pub next_frequency: usize,
     /// Events with overflows that passed while they were taken off.
     pub pending: Vec<usize>,
-    /// Overflows passed, or may pass at any time in a driver. Read without the lock, so that a vCPU need not take the VM
-    /// context's to find nothing.
+    /// Overflows passed, or may pass at any time in a driver. Read without the lock, so that a vCPU need not
+    /// take the VM context's to find nothing.
     pub to_serve: Arc<AtomicBool>,
     /// Events the VMM raises, by id.
     pub raised: [Vec<usize>; IDS],
@@ -178,7 +178,8 @@ impl Context {
 
     // States.
 
-    /// Marks an event enabled that is off or in error, and puts it on if it may. Nothing if it is enabled already.
+    /// Marks an event enabled that is off or in error, and puts it on if it may. Nothing if it is enabled
+    /// already.
     pub fn enable(&mut self, key: usize, now_ns: u64) {
         if self.events[key].state >= State::Inactive {
             return;
@@ -215,8 +216,8 @@ impl Context {
         self.go(group, now_ns);
     }
 
-    /// Disables an event. A leader takes its whole group off the PMU but only it becomes off; an event in error stays
-    /// in error.
+    /// Disables an event. A leader takes its whole group off the PMU but only it becomes off; an event in
+    /// error stays in error.
     pub fn disable(&mut self, key: usize, now_ns: u64) {
         if self.events[key].state < State::Inactive {
             return;
@@ -237,7 +238,8 @@ impl Context {
         }
     }
 
-    /// A pinned group that is off goes to the error state: it does not count since `since_ns` of the context's time.
+    /// A pinned group that is off goes to the error state: it does not count since `since_ns` of the
+    /// context's time.
     pub fn fail(&mut self, group: usize, cause: FailureCause, since_ns: u64, now_ns: u64) {
         let leader = self.groups[group].leader();
         self.settle_group_times(group, now_ns);
@@ -396,7 +398,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// What the event has counted until now, with the slices it did that in. The last one ends here if it is on.
+    /// What the event has counted until now, with the slices it did that in. The last one ends here if it is
+    /// on.
     pub fn leave_off(&mut self, key: usize, now_ns: u64) -> Past {
         let totals = self.totals(key, now_ns);
         let event = &mut self.events[key];
@@ -424,8 +427,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// Brings the control page of an event that owns a ring up to date. A family's is written when it is read: its
-    /// children have locks of their own.
+    /// Brings the control page of an event that owns a ring up to date. A family's is written when it is
+    /// read: its children have locks of their own.
     pub fn update_page(&mut self, key: usize, now_ns: u64) {
         let event = &self.events[key];
         if matches!(event.source, Source::Family) {

@@ -21,7 +21,8 @@ use crate::schedule::SharePolicy;
 use crate::sideband::Wanted;
 use crate::software::{Gates, SoftwareId};
 
-/// Everything by id: drivers, the VM context and the vCPU contexts. Cheap to clone; all clones are the same core.
+/// Everything by id: drivers, the VM context and the vCPU contexts. Cheap to clone; all clones are the same
+/// core.
 #[derive(Clone)]
 pub struct Core {
     pub(crate) inner: Arc<CoreInner>,
@@ -35,8 +36,9 @@ pub(crate) struct CoreInner {
     pub vm: Arc<ContextCell>,
     /// Read by every tick without a lock.
     pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
-    /// Held while events are opened and closed and vCPUs come and go, so that a VM-wide event and a new vCPU cannot
-    /// miss each other. Never taken on a hot path. First in the lock order: topology, family, context.
+    /// Held while events are opened and closed and vCPUs come and go, so that a VM-wide event and a new vCPU
+    /// cannot miss each other. Never taken on a hot path. First in the lock order: topology, family,
+    /// context.
     topology: Lock<Topology>,
     /// Which raised events anybody counts.
     pub gates: Arc<Gates>,
@@ -137,8 +139,8 @@ impl Core {
         self.inner.config.clock.now_ns()
     }
 
-    /// Whether `session` may sample what `attr` asks for at its rate: what [`Core::open`] checks of it first. For
-    /// samples that the host's kernel takes without an event of the core.
+    /// Whether `session` may sample what `attr` asks for at its rate: what [`Core::open`] checks of it first.
+    /// For samples that the host's kernel takes without an event of the core.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -160,8 +162,8 @@ impl Core {
         }
     }
 
-    /// Adds a vCPU that host thread `tid` runs. It inherits the VM-wide events marked so; if one of them cannot be
-    /// opened the vCPU is not added and nothing is left behind.
+    /// Adds a vCPU that host thread `tid` runs. It inherits the VM-wide events marked so; if one of them
+    /// cannot be opened the vCPU is not added and nothing is left behind.
     ///
     /// # Errors
     /// [`OpenError::VcpuExists`], or why an inherited event could not be opened.
@@ -203,9 +205,10 @@ impl Core {
         Ok(context)
     }
 
-    /// Adds a context for host thread `tid` (0: the calling one), which need not run a vCPU: its events count that thread between
-    /// [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`]. It has the first free number from [`Core::FIRST_THREAD`] on, by
-    /// which events are opened on it and samples name it, and is removed like a vCPU.
+    /// Adds a context for host thread `tid` (0: the calling one), which need not run a vCPU: its events count
+    /// that thread between [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`]. It has the first
+    /// free number from [`Core::FIRST_THREAD`] on, by which events are opened on it and samples name it,
+    /// and is removed like a vCPU.
     ///
     /// # Errors
     /// As [`Core::add_vcpu`].
@@ -220,8 +223,8 @@ impl Core {
         }
     }
 
-    /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened on the
-    /// vCPU itself keep their last value for their handles.
+    /// Removes a vCPU: everything is taken off, inherited events fold into their parents, and events opened
+    /// on the vCPU itself keep their last value for their handles.
     ///
     /// # Errors
     /// [`OpenError::NoSuchVcpu`].
@@ -245,8 +248,9 @@ impl Core {
         self.inner.vcpus.load().iter().find(|v| v.id() == vcpu).cloned()
     }
 
-    /// To be called by the VM's timer, [`CoreConfig::tick_hz`] times a second while [`Core::needs_tick`]: rotates
-    /// waiting groups, adjusts frequencies, lifts throttles, and looks now and then whether what is on counts. Takes each context's lock in turn and no other.
+    /// To be called by the VM's timer, [`CoreConfig::tick_hz`] times a second while [`Core::needs_tick`]:
+    /// rotates waiting groups, adjusts frequencies, lifts throttles, and looks now and then whether what
+    /// is on counts. Takes each context's lock in turn and no other.
     pub fn tick(&self) {
         self.inner.tick(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {
@@ -254,8 +258,8 @@ impl Core {
         }
     }
 
-    /// Whether an event of some vCPU went to the error state and its thread has not seen that yet: it may be in the guest for
-    /// long, and wants to be interrupted.
+    /// Whether an event of some vCPU went to the error state and its thread has not seen that yet: it may be
+    /// in the guest for long, and wants to be interrupted.
     #[must_use]
     pub fn has_unseen_errors(&self) -> bool {
         let vcpus = self.inner.vcpus.load();
@@ -264,8 +268,8 @@ impl Core {
             .any(|v| v.errors() != v.seen_errors.load(Ordering::Relaxed))
     }
 
-    /// Whether [`Core::tick`] has anything to do. While not, the VMM may stop its timer and ask again after each
-    /// call that opens or enables.
+    /// Whether [`Core::tick`] has anything to do. While not, the VMM may stop its timer and ask again after
+    /// each call that opens or enables.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         // Each lock is let go before the next is taken.
@@ -301,8 +305,8 @@ impl Core {
         self.inner.vm.lock().rotate(now_ns);
     }
 
-    /// Changes who gets slots, at once and for vCPUs added later. Under [`crate::SharePolicy::Strict`] what is open stays
-    /// open; only new events are refused.
+    /// Changes who gets slots, at once and for vCPUs added later. Under [`crate::SharePolicy::Strict`] what
+    /// is open stays open; only new events are refused.
     pub fn set_share(&self, share: SharePolicy) {
         let _topology = self.inner.topology();
         self.inner.limits.set_share(share);
@@ -395,7 +399,8 @@ impl CoreInner {
         context.rotate(now_ns);
     }
 
-    /// The groups a new vCPU inherits: each a leader, which is marked so, and its siblings whatever their own mark.
+    /// The groups a new vCPU inherits: each a leader, which is marked so, and its siblings whatever their own
+    /// mark.
     fn inherited_groups(&self) -> Vec<Vec<(usize, Arc<EventShared>)>> {
         let vm = self.vm.lock();
         let mut groups: Vec<Vec<(usize, Arc<EventShared>)>> = vm
@@ -465,7 +470,8 @@ impl CoreInner {
         if rate.freq != 0
             && let Some(sibling) = family.live().first()
         {
-            // The family counts nothing itself. What its children have found is better than the 1 it began with.
+            // The family counts nothing itself. What its children have found is better than the 1 it began
+            // with.
             rate.period = sibling.cell.lock().events[sibling.key].sampling.period;
         }
         let now_ns = cell.now_ns();
@@ -486,7 +492,8 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Where the counts of `attr` in `cell`, in the group of `leader`, come from, and what it needs of the hardware if that is a hardware driver.
+    /// Where the counts of `attr` in `cell`, in the group of `leader`, come from, and what it needs of the
+    /// hardware if that is a hardware driver.
     pub fn source(
         &self,
         attr: &crate::attr::Attr,
@@ -566,14 +573,15 @@ impl CoreInner {
 
 /// The context of one vCPU.
 ///
-/// Its thread brackets guest execution with [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`] (around the run
-/// loop, not around each entry) and calls [`VcpuContext::service_overflows`] when an overflow's signal interrupted
-/// it. All methods may be called from any thread.
+/// Its thread brackets guest execution with [`VcpuContext::sched_in`] and [`VcpuContext::sched_out`] (around
+/// the run loop, not around each entry) and calls [`VcpuContext::service_overflows`] when an overflow's
+/// signal interrupted it. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct VcpuContext {
     vcpu: VcpuId,
     tid: i32,
-    /// Its context. Threads that run several vCPUs may exchange those of two: see [`VcpuContext::switch_to`].
+    /// Its context. Threads that run several vCPUs may exchange those of two: see
+    /// [`VcpuContext::switch_to`].
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<Gates>,
@@ -596,7 +604,8 @@ impl VcpuContext {
         self.tid
     }
 
-    /// The vCPU starts or resumes: its time goes on and its events go on the PMU. Nothing if it is in already.
+    /// The vCPU starts or resumes: its time goes on and its events go on the PMU. Nothing if it is in
+    /// already.
     pub fn sched_in(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
@@ -630,15 +639,15 @@ impl VcpuContext {
         self.cell.load().lock().stats()
     }
 
-    /// Counts up whenever an event of this context goes to the error state. The VMM compares it at entry to learn
-    /// that a guest counter has lost its place ([`VcpuContext::see_errors`]); one load.
+    /// Counts up whenever an event of this context goes to the error state. The VMM compares it at entry to
+    /// learn that a guest counter has lost its place ([`VcpuContext::see_errors`]); one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.cell.load().errors.load(Ordering::Acquire)
     }
 
-    /// Whether an event went to the error state since the last call. For the vCPU's thread, at each entry and after it enabled
-    /// something itself.
+    /// Whether an event went to the error state since the last call. For the vCPU's thread, at each entry and
+    /// after it enabled something itself.
     pub fn see_errors(&self) -> bool {
         let errors = self.errors();
         let unseen = self.seen_errors.load(Ordering::Relaxed) != errors;
@@ -656,21 +665,23 @@ impl VcpuContext {
         cell.lock().clock.advance(now_ns)
     }
 
-    /// Asks the drivers whether the events that are on have their counters still: a system call for each hardware event at
-    /// most. Those that have not go to the error state, or wait for their next turn. [`Core::tick`] does it now and then.
+    /// Asks the drivers whether the events that are on have their counters still: a system call for each
+    /// hardware event at most. Those that have not go to the error state, or wait for their next turn.
+    /// [`Core::tick`] does it now and then.
     pub fn look(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
         cell.lock().look(now_ns);
     }
 
-    /// Serves the overflows of this context: accounts them, writes SAMPLE records, and reports those of events that
-    /// were opened with a cookie. To be called when an overflow's signal was seen; calling it without one costs one
-    /// driver call per armed event. Allocates nothing.
+    /// Serves the overflows of this context: accounts them, writes SAMPLE records, and reports those of
+    /// events that were opened with a cookie. To be called when an overflow's signal was seen; calling it
+    /// without one costs one driver call per armed event. Allocates nothing.
     ///
     /// `sink` is called with no lock held and may use handles.
     ///
-    /// Returns how many events had overflowed. 0 says that the signal was not for us, and someone else may want it.
+    /// Returns how many events had overflowed. 0 says that the signal was not for us, and someone else may
+    /// want it.
     pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(Overflowed)) -> u32 {
         let Some(core) = self.core.upgrade() else { return 0 };
         crate::overflow::service(&core, &self.cell.load(), regs, sink)
@@ -698,8 +709,8 @@ mod tests {
         }
     }
 
-    /// Tick, read, overflow, ring write and switching of one vCPU go on while somebody else holds every lock that
-    /// vCPUs share, and those of all other contexts.
+    /// Tick, read, overflow, ring write and switching of one vCPU go on while somebody else holds every lock
+    /// that vCPUs share, and those of all other contexts.
     #[test]
     fn hot_paths_take_no_shared_lock() {
         let core = Core::new(CoreConfig::default());

@@ -1,21 +1,22 @@
 //! What an event would have counted had it been on all the time.
 //!
-//! An event that shares its slot was on for some slices of the time it was enabled. Two estimators turn what it
-//! counted in them into an estimate for the whole:
+//! An event that shares its slot was on for some slices of the time it was enabled. Two estimators turn what
+//! it counted in them into an estimate for the whole:
 //!
 //! - [`linear`]: `count × enabled / running`. Right when the slices are a fair sample of the whole.
-//! - [`Estimator`]: keeps what was counted as it is, and fills each gap between two slices from the rates on its two
-//!   sides, the area of a trapezoid. It also says how sure it is, as a standard error.
+//! - [`Estimator`]: keeps what was counted as it is, and fills each gap between two slices from the rates on
+//!   its two sides, the area of a trapezoid. It also says how sure it is, as a standard error.
 //!
 //! Both are exact when the event was on all the time, and both say "not counted" when it never was. Neither
 //! allocates; an [`Estimator`] is four dozen numbers, whatever the number of slices.
 //!
 //! # The standard error
 //!
-//! Slices are not independent: a phase of the guest is longer than a turn. What gaps hide follows from the rate's correlation over time,
-//! and slices show three things of it: the mean square of steps from slice to slice, ⟨d²⟩; the mean product of two steps in a row, ⟨dd'⟩;
-//! and, for slices that were looked into halfway ([`Estimator::amid`]), the mean square of the difference between halves, ⟨h²⟩. With
-//! slices of length l and gaps of length g, l + g = 1:
+//! Slices are not independent: a phase of the guest is longer than a turn. What gaps hide follows from the
+//! rate's correlation over time, and slices show three things of it: the mean square of steps from slice to
+//! slice, ⟨d²⟩; the mean product of two steps in a row, ⟨dd'⟩; and, for slices that were looked into halfway
+//! ([`Estimator::amid`]), the mean square of the difference between halves, ⟨h²⟩. With slices of length l and
+//! gaps of length g, l + g = 1:
 //!
 //! | the rate | ⟨d²⟩ | ⟨dd'⟩ | ⟨h²⟩ | what a gap hides |
 //! |---|---|---|---|---|
@@ -23,20 +24,25 @@
 //! | walks at random | σ²(1 − l/3) | σ²l/6 | σ²l/3 | σ²g²/12 |
 //! | keeps its course | d² | d² | d²l²/4 | nothing |
 //!
-//! All four are sums over the rate's correlation. So one weighted sum of the first three gives the fourth for the first two rates and for one
-//! whose correlation falls exponentially, in a given time. For all other such times it is right within a quarter, and so it is for any mixture
-//! of such rates. What keeps its course is known from the products of steps further apart, and left out.
+//! All four are sums over the rate's correlation. So one weighted sum of the first three gives the fourth for
+//! the first two rates and for one whose correlation falls exponentially, in a given time. For all other such
+//! times it is right within a quarter, and so it is for any mixture of such rates. What keeps its course is
+//! known from the products of steps further apart, and left out.
 //!
 //! # When there is none
 //!
-//! - *A rhythm in step with the slices* looks like calm. No rate whose correlation only falls with time varies more within a slice than new
-//!   noise would: ⟨h²⟩ ≤ 4/3(⟨d²⟩ − ⟨dd'⟩). None has ⟨dd'⟩ below −⟨d²⟩/2. And the steps of none go together at all distances. Where one of these
-//!   does not hold, neither error nor bound is given. Nor is it while a rhythm in step is seen in another event that takes turns with this one,
-//!   and where slices are not looked into.
-//! - *Long tails*: where a few steps make most of the sum of squares, the next may be larger than all before. There is a bound and no error.
-//! - *A rhythm that is seen from all sides*: its errors cancel from beat to beat, which steps do not tell. There is a bound.
+//! - *A rhythm in step with the slices* looks like calm. No rate whose correlation only falls with time
+//!   varies more within a slice than new noise would: ⟨h²⟩ ≤ 4/3(⟨d²⟩ − ⟨dd'⟩). None has ⟨dd'⟩ below −⟨d²⟩/2.
+//!   And the steps of none go together at all distances. Where one of these does not hold, neither error nor
+//!   bound is given. Nor is it while a rhythm in step is seen in another event that takes turns with this
+//!   one, and where slices are not looked into.
+//! - *Long tails*: where a few steps make most of the sum of squares, the next may be larger than all before.
+//!   There is a bound and no error.
+//! - *A rhythm that is seen from all sides*: its errors cancel from beat to beat, which steps do not tell.
+//!   There is a bound.
 
-/// `count × enabled_ns / running_ns`; `None` if the event never was on: it was not counted, and no number may be shown.
+/// `count × enabled_ns / running_ns`; `None` if the event never was on: it was not counted, and no number may
+/// be shown.
 ///
 /// Exactly `count` when the two times are equal. Saturates at `u64::MAX`.
 #[must_use]
@@ -58,7 +64,8 @@ pub struct Estimate {
     pub value: u64,
     /// Standard error of `value`, in counts; 0 when `exact`. `None` when slices cannot tell it.
     pub standard_error: Option<f64>,
-    /// The error is hardly more than this, in counts: four standard errors, or what is known without one. `None` when nothing is.
+    /// The error is hardly more than this, in counts: four standard errors, or what is known without one.
+    /// `None` when nothing is.
     pub bound: Option<f64>,
     /// The event was on all the time: `value` was counted, not estimated.
     pub exact: bool,
@@ -78,7 +85,8 @@ impl Estimate {
     }
 }
 
-/// Mean and variance of a series, updated one value at a time (Welford's method: no sum of large squares that cancel).
+/// Mean and variance of a series, updated one value at a time (Welford's method: no sum of large squares that
+/// cancel).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Welford {
     n: u64,
@@ -124,7 +132,8 @@ const ENOUGH: u64 = 4;
 const LAGS: usize = 8;
 /// The correlation time of the middle one of the three rates the standard error is exact for, in periods.
 const MIDDLE: f64 = 0.27;
-/// Rates whose variance is known no better than that of so few independent values have long tails: there is a bound and no error.
+/// Rates whose variance is known no better than that of so few independent values have long tails: there is a
+/// bound and no error.
 const FEW: f64 = 20.0;
 /// Of squared steps, this part in later ones makes a rhythm.
 const RHYTHM: f64 = 0.3;
@@ -138,7 +147,8 @@ const CALM: f64 = 1e-3;
 struct Steps {
     n: u64,
     last_gap: f64,
-    /// Squares of steps, and products of each with the one before, weighted with the gaps they span; and the weights.
+    /// Squares of steps, and products of each with the one before, weighted with the gaps they span; and the
+    /// weights.
     squares: f64,
     products: f64,
     gap_squares: f64,
@@ -173,8 +183,9 @@ enum Doubt {
     },
 }
 
-/// What a rate with an exponential correlation makes of slices of the part `on` of a period: the mean square of steps, the mean
-/// product of two in a row, the mean square of differences between halves, and the variance of what gaps hide in a period.
+/// What a rate with an exponential correlation makes of slices of the part `on` of a period: the mean square
+/// of steps, the mean product of two in a row, the mean square of differences between halves, and the
+/// variance of what gaps hide in a period.
 fn exponential(on: f64, time: f64) -> [f64; 4] {
     let mean = |length: f64| {
         let x = length / time;
@@ -194,8 +205,9 @@ fn exponential(on: f64, time: f64) -> [f64; 4] {
     ]
 }
 
-/// The weights of the mean square of steps, of the product of two, and of the halves' differences with which they make up what gaps
-/// hide: right for a rate that is new at every moment, one that walks at random, and one in between.
+/// The weights of the mean square of steps, of the product of two, and of the halves' differences with which
+/// they make up what gaps hide: right for a rate that is new at every moment, one that walks at random, and
+/// one in between.
 fn weights(on: f64) -> [f64; 3] {
     let gap = 1.0 - on;
     let rows = [
@@ -279,7 +291,8 @@ impl Steps {
             return false;
         }
         let (squares, products) = self.moments();
-        // No rate whose correlation only falls with time, or that keeps its course, varies more within slices.
+        // No rate whose correlation only falls with time, or that keeps its course, varies more within
+        // slices.
         let most = 4.0 / 3.0 * (squares - products) + squares / 4.0;
         self.halves / self.halved as f64 > times * most + (CALM * mean).powi(2)
     }
@@ -337,8 +350,8 @@ impl Steps {
 
 /// The running estimate of one event.
 ///
-/// Times are nanoseconds of the event's *time enabled*: they stand still while the event is disabled. Rates are counts
-/// per nanosecond.
+/// Times are nanoseconds of the event's *time enabled*: they stand still while the event is disabled. Rates
+/// are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimator {
     /// Counted in slices.
@@ -392,15 +405,15 @@ impl Estimator {
         }
     }
 
-    /// A rhythm keeps step with the slices, without doubt: more goes on within them than from one to the next. It may hide from other
-    /// events that take turns with this one, where it is of their vCPU too.
+    /// A rhythm keeps step with the slices, without doubt: more goes on within them than from one to the
+    /// next. It may hide from other events that take turns with this one, where it is of their vCPU too.
     #[must_use]
     pub fn keeps_step(&self) -> bool {
         self.steps.keeps_step(self.rates.mean(), IN_STEP)
     }
 
-    /// The event that is on had counted `count` of its slice at `at_ns`, somewhere in the middle. What goes on within slices is
-    /// how a rhythm shows that keeps step with them.
+    /// The event that is on had counted `count` of its slice at `at_ns`, somewhere in the middle. What goes
+    /// on within slices is how a rhythm shows that keeps step with them.
     pub fn amid(&mut self, at_ns: u64, count: u64) {
         self.amid = Some((at_ns, count));
     }
@@ -411,8 +424,8 @@ impl Estimator {
         self.counted
     }
 
-    /// The event was on from `from_ns` to `to_ns` and counted `count`. Slices come in order; a part that lies before
-    /// the end of the last one is ignored.
+    /// The event was on from `from_ns` to `to_ns` and counted `count`. Slices come in order; a part that lies
+    /// before the end of the last one is ignored.
     pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
         self.counted = self.counted.wrapping_add(count);
         if let Some((at_ns, first)) = self.amid.take()
@@ -451,8 +464,8 @@ impl Estimator {
         self.rates.add(rate);
     }
 
-    /// The rate a slice stands for at its ends. A slice much shorter than usual says little: it is completed to half the
-    /// usual length with what was known before.
+    /// The rate a slice stands for at its ends. A slice much shorter than usual says little: it is completed
+    /// to half the usual length with what was known before.
     fn edge_rate(&self, count: f64, length: f64) -> f64 {
         let n = self.rates.count();
         if n == 0 {
@@ -479,16 +492,17 @@ impl Estimator {
         self.rates.add(completed);
     }
 
-    /// By how much the rate of the last slice is higher than the one before, relative to the mean rate: 1 means by as much
-    /// as the mean, a negative number that it is lower. `None` with fewer than two slices or nothing counted.
+    /// By how much the rate of the last slice is higher than the one before, relative to the mean rate: 1
+    /// means by as much as the mean, a negative number that it is lower. `None` with fewer than two
+    /// slices or nothing counted.
     #[must_use]
     pub fn last_step(&self) -> Option<f64> {
         let mean = self.rates.mean();
         (self.steps.n > 0 && mean > 0.0).then(|| self.last_step / mean)
     }
 
-    /// The estimate at `now_ns` of the event's time enabled. `open` is the slice it is in, if it is on: since when,
-    /// and what it counted in it. `None` if it never was on.
+    /// The estimate at `now_ns` of the event's time enabled. `open` is the slice it is in, if it is on: since
+    /// when, and what it counted in it. `None` if it never was on.
     #[must_use]
     pub fn estimate(&self, now_ns: u64, open: Option<(u64, u64)>) -> Option<Estimate> {
         let mut all = *self;
@@ -541,7 +555,8 @@ impl Estimator {
         for end in [first, tail] {
             variance += end * (end + length) * (end / period * walk / 3.0 + fresh);
         }
-        // Counts are whole: both ends of a slice round, which makes a variance of 1/6, and each gap repeats that.
+        // Counts are whole: both ends of a slice round, which makes a variance of 1/6, and each gap repeats
+        // that.
         let unseen = (gaps + first + tail) / running;
         variance += slices * unseen * (1.0 + unseen) / 6.0;
         let error = variance.sqrt();
@@ -609,8 +624,9 @@ mod tests {
         assert_eq!(estimate.standard_error, None);
     }
 
-    /// Errors and standard errors of `runs` estimates of a rate that `rates` draws, one per unit of time, seen 2 units of 8. Returns
-    /// the part within two standard errors, and the mean standard error in deviations of the error.
+    /// Errors and standard errors of `runs` estimates of a rate that `rates` draws, one per unit of time,
+    /// seen 2 units of 8. Returns the part within two standard errors, and the mean standard error in
+    /// deviations of the error.
     fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f64) {
         const UNIT_NS: u64 = 1_000;
         let (mut covered, mut squares, mut errors) = (0.0, 0.0, 0.0);
@@ -674,7 +690,8 @@ mod tests {
         (0..UNITS).map(|_| draw()).collect()
     }
 
-    /// The standard error is that of the estimates, whether what a gap hides is new, a walk, or noise between rare jumps.
+    /// The standard error is that of the estimates, whether what a gap hides is new, a walk, or noise between
+    /// rare jumps.
     #[test]
     fn the_standard_error_is_the_deviation_of_the_error() {
         for (name, (covered, ratio)) in [
@@ -756,7 +773,8 @@ mod tests {
         assert!(estimate.value.abs_diff(truth) as f64 <= estimate.bound.unwrap());
     }
 
-    /// The weights give what gaps hide exactly for the three rates they are made of, and within a quarter for those between.
+    /// The weights give what gaps hide exactly for the three rates they are made of, and within a quarter for
+    /// those between.
     #[test]
     fn what_gaps_hide_follows_from_steps_and_halves() {
         for on in [0.1, 0.25, 0.5] {

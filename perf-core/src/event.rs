@@ -1,4 +1,5 @@
-//! One event: the identity that its handle and its children share, and its working half, which lives in a context.
+//! One event: the identity that its handle and its children share, and its working half, which lives in a
+//! context.
 
 use std::fmt;
 use std::sync::Arc;
@@ -51,8 +52,8 @@ pub(crate) struct EventShared {
     pub cookie: Option<u64>,
     /// Present when the event fans out over vCPUs.
     pub family: Option<Lock<Family>>,
-    /// Totals of exited children. Written under the family's lock only; atomics, so that a record or a control page
-    /// can add them without it.
+    /// Totals of exited children. Written under the family's lock only; atomics, so that a record or a
+    /// control page can add them without it.
     pub folded: Folded,
     pub notify: Notify,
     /// Where records of this event and its children go; cold side.
@@ -214,7 +215,8 @@ impl Event {
         self.parent.as_ref().unwrap_or(&self.shared)
     }
 
-    /// The driver's count, which no reset changes. At most one driver read, none when it is stopped and known.
+    /// The driver's count, which no reset changes. At most one driver read, none when it is stopped and
+    /// known.
     pub fn raw(&mut self) -> u64 {
         match &mut self.source {
             Source::Raised(count) => self.raw = *count,
@@ -312,8 +314,8 @@ impl Event {
         self.state = State::Inactive;
     }
 
-    /// Stops the driver's half of an event that is on and starts it again, armed as its sampling says now. After an error
-    /// it is stopped, and the event on in name only.
+    /// Stops the driver's half of an event that is on and starts it again, armed as its sampling says now.
+    /// After an error it is stopped, and the event on in name only.
     pub fn restart(&mut self) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         let Source::Driver(driver) = &mut self.source else {
@@ -355,8 +357,8 @@ impl Event {
         }
     }
 
-    /// It went off for another event, and is read here, once for each turn. Returns whether what it counted in its last slice
-    /// is known now.
+    /// It went off for another event, and is read here, once for each turn. Returns whether what it counted
+    /// in its last slice is known now.
     pub fn end_slice(&mut self) -> bool {
         if self.slices.is_none() || self.state == State::Active {
             return false;
@@ -379,8 +381,8 @@ impl Event {
         Ok(())
     }
 
-    /// Changes the period, or the frequency. A new period begins at once; of the old one nothing is lost: an overflow that
-    /// passed is still served, and what was counted since is the next one's.
+    /// Changes the period, or the frequency. A new period begins at once; of the old one nothing is lost: an
+    /// overflow that passed is still served, and what was counted since is the next one's.
     pub fn set_period(&mut self, value: u64) -> Result<(), PmuError> {
         let raw = self.raw();
         let mut changed = self.sampling;

@@ -12,8 +12,8 @@ use crate::inherit::Family;
 use crate::limits::SessionInner;
 use crate::lock::LockGuard;
 
-/// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become leaders of
-/// groups of their own.
+/// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become
+/// leaders of groups of their own.
 #[derive(Debug)]
 pub struct Handle {
     pub(crate) inner: Arc<HandleInner>,
@@ -96,7 +96,8 @@ impl EventRef {
             .map(|c| c.key)
     }
 
-    /// Runs `op` on the event and then on each child, each under its context's lock; `None` if the event is closed.
+    /// Runs `op` on the event and then on each child, each under its context's lock; `None` if the event is
+    /// closed.
     pub fn for_each<R>(&self, mut op: impl FnMut(&mut Context, usize, u64) -> R) -> Option<R> {
         let family = self.family();
         let result = {
@@ -191,8 +192,8 @@ impl Handle {
         &self.inner.event.shared.attr
     }
 
-    /// What the event is doing; [`State::Off`] once it is closed. A family that is enabled is inactive itself, its
-    /// children may be on.
+    /// What the event is doing; [`State::Off`] once it is closed. A family that is enabled is inactive
+    /// itself, its children may be on.
     #[must_use]
     pub fn state(&self) -> State {
         let event = &self.inner.event;

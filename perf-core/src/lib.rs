@@ -1,24 +1,28 @@
 //! A perf event core in user space.
 //!
-//! What the Linux kernel's perf core does for tasks and CPUs this crate does for the vCPUs of a virtual machine, in
-//! the process that runs them: events, groups, contexts, multiplexing over the hardware's counters, time accounting,
-//! inheritance and sampling. Where counts come from is a driver's affair ([`Pmu`]); the crate itself needs no KVM.
+//! What the Linux kernel's perf core does for tasks and CPUs this crate does for the vCPUs of a virtual
+//! machine, in the process that runs them: events, groups, contexts, multiplexing over the hardware's
+//! counters, time accounting, inheritance and sampling. Where counts come from is a driver's affair
+//! ([`Pmu`]); the crate itself needs no KVM.
 //!
 //! # Glossary
 //!
 //! - **event**: something that is counted, opened with [`Core::open`] and used through its [`Handle`].
 //! - **vCPU context**, **VM context**: the events of one vCPU, and of the machine as a whole.
 //! - **group**: a leader and its siblings, on the PMU all together or not at all.
-//! - **slot**: one hardware counter. Drivers with [`pmu::Capacity::Counters`] have these for each vCPU, and say of each event
-//!   which of them can hold it ([`Pmu::constraint`]); events of the other drivers are *software* events and need none.
-//! - **pinned**: always on, or in the error state. **flexible**: takes turns. **exclusive**: alone on the PMU.
+//! - **slot**: one hardware counter. Drivers with [`pmu::Capacity::Counters`] have these for each vCPU, and
+//!   say of each event which of them can hold it ([`Pmu::constraint`]); events of the other drivers are
+//!   *software* events and need none.
+//! - **pinned**: always on, or in the error state. **flexible**: takes turns. **exclusive**: alone on the
+//!   PMU.
 //! - **family**: a VM-wide event and its children, one in each vCPU context.
 //! - **session**: an operator, or the guest; it owns the events it opens.
 //!
 //! # A first example
 //!
-//! Counts and samples the calling thread by a software clock event of the host's kernel. It runs on any Linux on which this user may
-//! call `perf_event_open(2)`; `cargo run -p perf-core --example thread` is a longer one.
+//! Counts and samples the calling thread by a software clock event of the host's kernel. It runs on any Linux
+//! on which this user may call `perf_event_open(2)`; `cargo run -p perf-core --example thread` is a longer
+//! one.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -125,15 +129,15 @@
 //!
 //! # Features
 //!
-//! Each driver of the host's is a feature; all are on by default: `host`, `clock` (which needs `host`), `kvm`, `sim`. The drivers `fed`
-//! and `sched` are always there.
+//! Each driver of the host's is a feature; all are on by default: `host`, `clock` (which needs `host`),
+//! `kvm`, `sim`. The drivers `fed` and `sched` are always there.
 //!
 //! # Threads and locks
 //!
-//! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free on the
-//! hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is: topology (opening,
-//! closing, hot-add), where records go, family, context, the list of drivers, ring memory. Builds with debug assertions panic
-//! where it is broken. Rings have no locks.
+//! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free
+//! on the hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is:
+//! topology (opening, closing, hot-add), where records go, family, context, the list of drivers, ring memory.
+//! Builds with debug assertions panic where it is broken. Rings have no locks.
 
 mod builder;
 mod context;

@@ -22,13 +22,13 @@ pub struct CoreConfig {
     pub share: SharePolicy,
     /// How events that wait for slots take turns.
     pub mux: MuxPolicy,
-    /// How long turns are at first under [`MuxPolicy::Adaptive`], in ns of its clock; they may become longer. `None`: 0.146 of a tick. What
-    /// a turn costs differs from host to host by a factor of 20.
+    /// How long turns are at first under [`MuxPolicy::Adaptive`], in ns of its clock; they may become
+    /// longer. `None`: 0.146 of a tick. What a turn costs differs from host to host by a factor of 20.
     pub turn_ns: Option<u64>,
     /// How many ticks per second the VMM's timer makes; the unit of throttling.
     pub tick_hz: u64,
-    /// -1: anyone may do anything; 0: raw samples need the admin role; 1: VM-wide events too; 2: counting the host
-    /// kernel too.
+    /// -1: anyone may do anything; 0: raw samples need the admin role; 1: VM-wide events too; 2: counting
+    /// the host kernel too.
     pub paranoid: i32,
     /// Most overflows per second of one event, and the highest sampling frequency.
     pub sample_rate_hz: u64,
@@ -165,7 +165,8 @@ impl Limits {
         Ok(())
     }
 
-    /// Pages of rings, control pages included, that a user without the admin role may have; `None`: any number.
+    /// Pages of rings, control pages included, that a user without the admin role may have; `None`: any
+    /// number.
     pub fn ring_pages_limit(&self, config: &CoreConfig) -> Option<u64> {
         if self.paranoid() <= -1 {
             return None;
@@ -271,8 +272,8 @@ pub enum Role {
     Operator,
     /// May do everything.
     Admin,
-    /// The VMM on behalf of its guest: as admin, its pinned events are the guest's counters, and they are never
-    /// throttled.
+    /// The VMM on behalf of its guest: as admin, its pinned events are the guest's counters, and they are
+    /// never throttled.
     Guest,
 }
 

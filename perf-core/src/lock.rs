@@ -1,7 +1,9 @@
-//! Locks with ranks. A thread takes them in the order of [`Rank`] only, so threads cannot wait for each other in a circle.
+//! Locks with ranks. A thread takes them in the order of [`Rank`] only, so threads cannot wait for each other
+//! in a circle.
 //!
-//! Builds with debug assertions check that at each lock a thread waits for, and panic with both names where the order is
-//! broken. So every test of the crate, and of what uses it, tests the order too. Release builds check nothing.
+//! Builds with debug assertions check that at each lock a thread waits for, and panic with both names where
+//! the order is broken. So every test of the crate, and of what uses it, tests the order too. Release builds
+//! check nothing.
 //!
 //! The rings have no locks: see [`crate::ring`].
 
@@ -13,7 +15,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 pub(crate) enum Rank {
     /// Which events and vCPUs there are: held while they come and go.
     Topology,
-    /// Where an event's records go. Two of them, of an event and of the one it writes to, are taken under the topology lock only.
+    /// Where an event's records go. Two of them, of an event and of the one it writes to, are taken under the
+    /// topology lock only.
     Output,
     /// The children of a VM-wide event.
     Family,
@@ -27,7 +30,8 @@ pub(crate) enum Rank {
     Session,
 }
 
-/// A mutex with its rank. A panic of another thread under the lock must not take this one with it, so poison is ignored.
+/// A mutex with its rank. A panic of another thread under the lock must not take this one with it, so poison
+/// is ignored.
 #[derive(Debug)]
 pub(crate) struct Lock<T> {
     rank: Rank,
@@ -232,7 +236,8 @@ mod tests {
         assert!(!is_noticed(&outputs[1], &outputs[0]), "nobody else has two");
     }
 
-    /// What is not waited for may be tried for in any order, and what was given back is forgotten, in any order too.
+    /// What is not waited for may be tried for in any order, and what was given back is forgotten, in any
+    /// order too.
     #[test]
     fn only_waiting_is_checked_and_only_for_what_is_held() {
         let (topology, context) = (Lock::new(Rank::Topology, ()), Lock::new(Rank::Context, ()));

@@ -19,8 +19,8 @@ use crate::software::SoftwareId;
 pub enum OpenTarget {
     /// One vCPU.
     Vcpu(VcpuId),
-    /// The VM as a whole. Where the driver counts per vCPU the event fans out over the vCPUs there are, and with
-    /// [`Attr::inherit`] over those added later.
+    /// The VM as a whole. Where the driver counts per vCPU the event fans out over the vCPUs there are, and
+    /// with [`Attr::inherit`] over those added later.
     Vm,
 }
 
@@ -189,8 +189,9 @@ struct Place {
 impl Core {
     /// Opens an event for `session`.
     ///
-    /// With `group` it joins the group of that handle, which must be a leader in the same context. The event counts
-    /// from now on, unless [`Attr::disabled`]; that it cannot be put on now is no error (see [`crate::State`]).
+    /// With `group` it joins the group of that handle, which must be a leader in the same context. The event
+    /// counts from now on, unless [`Attr::disabled`]; that it cannot be put on now is no error (see
+    /// [`crate::State`]).
     ///
     /// # Errors
     /// [`OpenError`], each variant with the error number of `perf_event_open(2)`. Nothing is left behind.
@@ -273,8 +274,9 @@ impl CoreInner {
         Ok(())
     }
 
-    /// Finds the source of the counts. A VM-wide event whose driver counts per vCPU becomes a family; one whose driver
-    /// counts for the package is one event whatever `inherit` says, or its count would be multiplied.
+    /// Finds the source of the counts. A VM-wide event whose driver counts per vCPU becomes a family; one
+    /// whose driver counts for the package is one event whatever `inherit` says, or its count would be
+    /// multiplied.
     fn place(
         &self,
         attr: &Attr,
@@ -321,8 +323,9 @@ impl CoreInner {
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
             }
             Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
-                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word. A member goes where its
-                // leader goes, so the leader's mark says whether there are vCPUs to come.
+                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word. A member
+                // goes where its leader goes, so the leader's mark says whether there are
+                // vCPUs to come.
                 let none = self.vcpus.load().is_empty();
                 let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
                 if leads_family == Some(false) || (none && !inherits) {
@@ -428,8 +431,9 @@ impl CoreInner {
         self.check_slots(cell, hardware, leader)
     }
 
-    /// Whether a VM-wide event could be on, with its group, on a vCPU that is added later: one on which nothing is open but what
-    /// it inherits. Without this a vCPU would be refused for events that were let in while there was none.
+    /// Whether a VM-wide event could be on, with its group, on a vCPU that is added later: one on which
+    /// nothing is open but what it inherits. Without this a vCPU would be refused for events that were
+    /// let in while there was none.
     fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), OpenError> {
         let leads = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
         let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
@@ -481,7 +485,8 @@ impl CoreInner {
         self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed)
     }
 
-    /// Whether one more hardware event has a place: in its group ever, and under strict sharing with all others.
+    /// Whether one more hardware event has a place: in its group ever, and under strict sharing with all
+    /// others.
     fn check_slots(
         &self,
         cell: &ContextCell,

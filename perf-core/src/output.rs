@@ -1,7 +1,8 @@
 //! Where an event's records go: its ring, or another event's.
 //!
-//! All of this is the cold side and runs under the topology lock. The hot side is one pointer in the event's working
-//! half, [`crate::event::Event::output`], kept right here whenever a ring comes or an output is redirected.
+//! All of this is the cold side and runs under the topology lock. The hot side is one pointer in the event's
+//! working half, [`crate::event::Event::output`], kept right here whenever a ring comes or an output is
+//! redirected.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -292,8 +293,8 @@ impl Core {
 
 /// Brings the control page of an event that owns a ring up to date: count and times.
 ///
-/// The index is always 0 (not directly readable): who maps the ring runs on another CPU than the vCPU, and a counter
-/// read there would be another's.
+/// The index is always 0 (not directly readable): who maps the ring runs on another CPU than the vCPU, and a
+/// counter read there would be another's.
 pub(crate) fn write_page(output: &Output, totals: Totals) {
     let counter = Counter {
         index: 0,
@@ -306,11 +307,13 @@ pub(crate) fn write_page(output: &Output, totals: Totals) {
 }
 
 impl Handle {
-    /// Attaches a ring of one control page and `data_pages` (0 or a power of two) data pages, and returns it; mapping
-    /// again with the same size gives the same ring. `writable` says whether the reader moves `data_tail`: then what
-    /// finds no room is lost and reported, otherwise the oldest records are overwritten. The first mapping decides.
+    /// Attaches a ring of one control page and `data_pages` (0 or a power of two) data pages, and returns it;
+    /// mapping again with the same size gives the same ring. `writable` says whether the reader moves
+    /// `data_tail`: then what finds no room is lost and reported, otherwise the oldest records are
+    /// overwritten. The first mapping decides.
     ///
-    /// The ring's memory is charged to the session's user for as long as anybody has it, a client with its memfd included.
+    /// The ring's memory is charged to the session's user for as long as anybody has it, a client with its
+    /// memfd included.
     ///
     /// # Errors
     /// [`MapError`]; nothing has changed then.
@@ -373,8 +376,8 @@ impl Handle {
         Ok(ring)
     }
 
-    /// Undoes one [`Handle::map`]; the last one detaches the ring. Readers that still hold it see no more records.
-    /// Whether there was one to undo.
+    /// Undoes one [`Handle::map`]; the last one detaches the ring. Readers that still hold it see no more
+    /// records. Whether there was one to undo.
     pub fn unmap(&self) -> bool {
         let event = &self.inner.event;
         let _topology = self.inner.core.topology();
@@ -393,9 +396,9 @@ impl Handle {
         true
     }
 
-    /// Sends this event's records to the ring of `target`, or with `None` nowhere but to its own again. There are no
-    /// chains: neither may the target be redirected itself, nor may others write to this event. An event with a ring
-    /// of its own cannot be redirected.
+    /// Sends this event's records to the ring of `target`, or with `None` nowhere but to its own again. There
+    /// are no chains: neither may the target be redirected itself, nor may others write to this event. An
+    /// event with a ring of its own cannot be redirected.
     ///
     /// # Errors
     /// [`ControlError::Invalid`], [`ControlError::Closed`].
@@ -410,8 +413,9 @@ impl Handle {
         self.inner.core.set_output(event, target.map(|t| &t.inner.event))
     }
 
-    /// Stops writing to the ring the event writes to, or goes on (`PERF_EVENT_IOC_PAUSE_OUTPUT`). It counts on meanwhile; its
-    /// records are counted as lost, and so are those of every other event that writes there.
+    /// Stops writing to the ring the event writes to, or goes on (`PERF_EVENT_IOC_PAUSE_OUTPUT`). It counts
+    /// on meanwhile; its records are counted as lost, and so are those of every other event that writes
+    /// there.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -446,8 +450,8 @@ impl Handle {
         event.cell.lock().get(event.key, &event.shared)?.output.clone()
     }
 
-    /// Takes what there is to look at; to be called after [`Handle::poll_fd`] became readable. [`Poll::HUP`] when the
-    /// event has no ring to write to, or has disabled itself at its limit.
+    /// Takes what there is to look at; to be called after [`Handle::poll_fd`] became readable. [`Poll::HUP`]
+    /// when the event has no ring to write to, or has disabled itself at its limit.
     #[must_use]
     pub fn poll(&self) -> Poll {
         let mut poll = self.inner.event.shared.notify.take();
@@ -462,9 +466,10 @@ impl Handle {
         poll
     }
 
-    /// A descriptor that becomes readable when there is something to look at: the ring's, or without one the event's
-    /// own, which is signalled at every overflow. Ask again after mapping or redirecting: the descriptor is the caller's and
-    /// stays open, but a ring that the event writes to no more makes it readable no more.
+    /// A descriptor that becomes readable when there is something to look at: the ring's, or without one the
+    /// event's own, which is signalled at every overflow. Ask again after mapping or redirecting: the
+    /// descriptor is the caller's and stays open, but a ring that the event writes to no more makes it
+    /// readable no more.
     ///
     /// # Errors
     /// The host's, when it has no more descriptors.

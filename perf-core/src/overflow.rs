@@ -25,8 +25,8 @@ pub trait SampleRegs {
     fn mode(&mut self) -> CpuMode;
     /// The instruction pointer.
     fn ip(&mut self) -> u64;
-    /// The call chain, innermost first, with the context markers of the kernel's ABI; fills `out` from its start and
-    /// returns how many entries there are.
+    /// The call chain, innermost first, with the context markers of the kernel's ABI; fills `out` from its
+    /// start and returns how many entries there are.
     fn callchain(&mut self, _out: &mut [u64]) -> usize {
         0
     }
@@ -75,8 +75,8 @@ fn serve(
     loop {
         let mut batch = Batch::new();
         let more = {
-            // What the registers raise while the lock is held is dropped, as it is while a raised event is served: it would
-            // wait for the lock of this very thread.
+            // What the registers raise while the lock is held is dropped, as it is while a raised event is
+            // served: it would wait for the lock of this very thread.
             let Some(_level) = LevelGuard::enter(Level::Thread) else {
                 return served;
             };
@@ -92,11 +92,11 @@ fn serve(
 }
 
 impl Context {
-    /// Serves pending events and those of the first `unseen` armed ones that overflowed, until `batch` is full. Returns whether
-    /// there may be more.
+    /// Serves pending events and those of the first `unseen` armed ones that overflowed, until `batch` is
+    /// full. Returns whether there may be more.
     ///
-    /// Armed events are gone through from the last to the first: whoever leaves the list is replaced by its last, which has
-    /// been looked at by then, so none is missed when a group goes off meanwhile.
+    /// Armed events are gone through from the last to the first: whoever leaves the list is replaced by its
+    /// last, which has been looked at by then, so none is missed when a group goes off meanwhile.
     #[allow(clippy::too_many_arguments)]
     fn take_overflows(
         &mut self,
@@ -145,9 +145,10 @@ impl Context {
         }
     }
 
-    /// Accounts `times` overflows of a driver's event that were noticed together: one interrupt, one sample that
-    /// stands for all of them by its period. A sample's period is what the event counted since the one before, and not
-    /// what was set: the two differ after a change, a throttle, or where several overflows are noticed at once.
+    /// Accounts `times` overflows of a driver's event that were noticed together: one interrupt, one sample
+    /// that stands for all of them by its period. A sample's period is what the event counted since the
+    /// one before, and not what was set: the two differ after a change, a throttle, or where several
+    /// overflows are noticed at once.
     #[allow(clippy::too_many_arguments)]
     fn overflow(
         &mut self,
@@ -190,9 +191,9 @@ impl Context {
         }
     }
 
-    /// Accounts `times` overflows of a raised event: each an overflow of its own, until a throttle or its limit breaks
-    /// the burst. The samples of what remains are lost, as the interrupts of a throttled counter are; the next sample
-    /// stands for their counts.
+    /// Accounts `times` overflows of a raised event: each an overflow of its own, until a throttle or its
+    /// limit breaks the burst. The samples of what remains are lost, as the interrupts of a throttled
+    /// counter are; the next sample stands for their counts.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn raised_overflow(
         &mut self,
@@ -250,7 +251,8 @@ impl Context {
         self.report(key, reported, batch);
     }
 
-    /// Overflows that passed and were not served never will be: with their vCPU gone there is nothing to sample.
+    /// Overflows that passed and were not served never will be: with their vCPU gone there is nothing to
+    /// sample.
     pub fn forget_pending(&mut self) {
         while let Some(key) = self.pending.pop() {
             self.events[key].sampling.pending = 0;
@@ -265,8 +267,8 @@ impl Context {
         }
     }
 
-    /// One interrupt for `times` overflows: its accounts and its records, of which the sample may be left in `due` to be
-    /// written with others. Whether the event is to be throttled now.
+    /// One interrupt for `times` overflows: its accounts and its records, of which the sample may be left in
+    /// `due` to be written with others. Whether the event is to be throttled now.
     #[allow(clippy::too_many_arguments)]
     fn one_overflow(
         &mut self,
@@ -328,7 +330,8 @@ impl Context {
         self.disable(key, now_ns);
     }
 
-    /// Writes the samples that are due: one for each period, of the same moment and therefore equal in all else.
+    /// Writes the samples that are due: one for each period, of the same moment and therefore equal in all
+    /// else.
     fn write_samples(
         &mut self,
         core: &CoreInner,
@@ -400,8 +403,8 @@ impl Context {
         self.entries = entries;
     }
 
-    /// The reading a record carries: own and exited children's totals, not those of live ones, whose contexts have
-    /// locks of their own.
+    /// The reading a record carries: own and exited children's totals, not those of live ones, whose contexts
+    /// have locks of their own.
     pub(crate) fn read_values<'a>(
         &mut self,
         key: usize,
@@ -477,9 +480,9 @@ impl Context {
         }
     }
 
-    /// The sampling half of a tick: lifts throttles, and adjusts frequencies of what is on. The work has a bound: lifting a
-    /// throttle costs less than the overflows that led to it, and where many events follow frequencies each tick looks at
-    /// some of them.
+    /// The sampling half of a tick: lifts throttles, and adjusts frequencies of what is on. The work has a
+    /// bound: lifting a throttle costs less than the overflows that led to it, and where many events
+    /// follow frequencies each tick looks at some of them.
     pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) {
         self.ticks += 1;
         let tick = self.ticks;

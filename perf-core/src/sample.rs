@@ -54,8 +54,8 @@ pub(crate) struct Sampling {
     pub pending: u32,
     /// Interrupts since `window_ns`: one for all overflows that were noticed together. What throttles.
     interrupts: u64,
-    /// When the time began for which `interrupts` counts: with the first one after a tick, or, where ticks do
-    /// not come, a tick's length ago at most.
+    /// When the time began for which `interrupts` counts: with the first one after a tick, or, where ticks
+    /// do not come, a tick's length ago at most.
     window_ns: u64,
     /// The tick after which that was.
     window_tick: u64,

@@ -1,8 +1,9 @@
 //! Who gets the slots: a plain function from what waits and what there is to the next set.
 //!
-//! The plan is made by walking the queues in the share policy's order and stops as soon as a group finds no room, so
-//! its cost follows the number of slots, not of groups. Whether there is room is a question of which event may sit on
-//! which counter: [`seats`] answers it. [`crate::context`] then tells the drivers the difference to what is on.
+//! The plan is made by walking the queues in the share policy's order and stops as soon as a group finds no
+//! room, so its cost follows the number of slots, not of groups. Whether there is room is a question of which
+//! event may sit on which counter: [`seats`] answers it. [`crate::context`] then tells the drivers the
+//! difference to what is on.
 
 mod seats;
 
@@ -23,7 +24,8 @@ pub enum SharePolicy {
     GuestFirst,
     /// The operator's events first; a guest counter that finds no slot goes to the error state.
     OperatorFirst,
-    /// As guest first, and an event is refused when opened if all those open on the vCPU could not be on together.
+    /// As guest first, and an event is refused when opened if all those open on the vCPU could not be on
+    /// together.
     Strict,
 }
 
@@ -78,8 +80,8 @@ pub(crate) struct Pool {
     pub used: usize,
     pinned: [Queue; Class::PINNED],
     flexible: [MuxQueue; Class::FLEXIBLE],
-    /// Groups that can not go on while the pinned ones are on that are: they wait apart, or they would hold up those
-    /// behind them for ever.
+    /// Groups that can not go on while the pinned ones are on that are: they wait apart, or they would hold
+    /// up those behind them for ever.
     pub parked: Vec<usize>,
     /// What was left for each flexible queue at the last plan.
     left: [Left; Class::FLEXIBLE],
@@ -160,7 +162,8 @@ impl Pool {
         self.flexible.iter().filter_map(MuxQueue::next_turn_ns).min()
     }
 
-    /// Ends the turn of one group of each queue, if that is due. Returns groups that stay on and are to be read amid their slice.
+    /// Ends the turn of one group of each queue, if that is due. Returns groups that stay on and are to be
+    /// read amid their slice.
     pub fn turn(&mut self, now_ns: u64) -> [Option<usize>; Class::FLEXIBLE] {
         let mut amid = [None; Class::FLEXIBLE];
         for (queue, amid) in self.flexible.iter_mut().zip(&mut amid) {
@@ -259,8 +262,8 @@ impl Room {
     }
 
     fn offer(&mut self, key: usize, group: &Group) -> Turn {
-        // An exclusive group that is first in line lets nobody overtake it: otherwise those that share the PMU in turns
-        // would never leave it to one.
+        // An exclusive group that is first in line lets nobody overtake it: otherwise those that share the
+        // PMU in turns would never leave it to one.
         if self.exclusive || (group.exclusive && self.seats.len() > 0) {
             return Turn::NoRoom;
         }

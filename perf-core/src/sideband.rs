@@ -1,8 +1,10 @@
-//! Side-band records: what happens to the VM beside the samples. FORK and EXIT for vCPUs that come and go, COMM for
-//! their names, MMAP for what is where in guest memory, READ for the final values of inherited events.
+//! Side-band records: what happens to the VM beside the samples. FORK and EXIT for vCPUs that come and go,
+//! COMM for their names, MMAP for what is where in guest memory, READ for the final values of inherited
+//! events.
 //!
-//! They go to events that asked for them and are enabled: those of the VM context, and those opened on the vCPU in
-//! question. Children write none of their own: their parent's ring would get each record many times over.
+//! They go to events that asked for them and are enabled: those of the VM context, and those opened on the
+//! vCPU in question. Children write none of their own: their parent's ring would get each record many times
+//! over.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -199,16 +201,17 @@ impl Core {
 }
 
 impl VcpuContext {
-    /// This vCPU was reset: its events opened with [`Attr::enable_on_exec`] that are off or in error are enabled, once.
-    /// Members of groups too, not only leaders. [`Core::vm_reset`] is the same for all of the machine.
+    /// This vCPU was reset: its events opened with [`Attr::enable_on_exec`] that are off or in error are
+    /// enabled, once. Members of groups too, not only leaders. [`Core::vm_reset`] is the same for all of
+    /// the machine.
     pub fn exec(&self) {
         exec(&self.cell.load());
     }
 }
 
 impl Core {
-    /// The machine was reset: what waits for that ([`Attr::enable_on_exec`]) is enabled, once, in the VM context and on every
-    /// vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
+    /// The machine was reset: what waits for that ([`Attr::enable_on_exec`]) is enabled, once, in the VM
+    /// context and on every vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
     ///
     /// ```
     /// # use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! The slices an event was on, fed to its [`Estimator`], and sums of estimates over a family.
 //!
-//! A slice lasts from when the event goes on until it goes off for another event. The axis is the event's time enabled: when
-//! its vCPU pauses and nothing else had its slot meanwhile, that time stands still and the slice simply goes on.
+//! A slice lasts from when the event goes on until it goes off for another event. The axis is the event's
+//! time enabled: when its vCPU pauses and nothing else had its slot meanwhile, that time stands still and the
+//! slice simply goes on.
 
 use crate::estimate::{Estimate, Estimator};
 use crate::event::{State, Totals};
@@ -19,7 +20,8 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// The event goes on with `enabled_ns` on its clock and `count` counted so far. Returns whether that closed a slice.
+    /// The event goes on with `enabled_ns` on its clock and `count` counted so far. Returns whether that
+    /// closed a slice.
     pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {

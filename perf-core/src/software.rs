@@ -1,14 +1,14 @@
 //! Software events: what the VMM itself sees happen to a vCPU.
 //!
-//! The VMM raises them with [`VcpuContext::software_event`]. An event nobody counts costs one atomic load. They are
-//! delivered to the VM context first, then to the vCPU's.
+//! The VMM raises them with [`VcpuContext::software_event`]. An event nobody counts costs one atomic load.
+//! They are delivered to the VM context first, then to the vCPU's.
 //!
 //! # Levels
-//! Raising can nest: serving one event may raise another, and a signal handler may raise one at any time. There are
-//! four levels, as the kernel has task, softirq, interrupt and NMI. An event raised while its own level is being
-//! served on the same thread is dropped, or a handler could call itself for ever. One of another level is delivered
-//! if the context's lock is free; otherwise it is added to a counter without any lock, and whoever locks the context
-//! next takes it in.
+//! Raising can nest: serving one event may raise another, and a signal handler may raise one at any time.
+//! There are four levels, as the kernel has task, softirq, interrupt and NMI. An event raised while its own
+//! level is being served on the same thread is dropped, or a handler could call itself for ever. One of
+//! another level is delivered if the context's lock is free; otherwise it is added to a counter without any
+//! lock, and whoever locks the context next takes it in.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -201,8 +201,8 @@ impl VcpuContext {
         self.software_event_at(Level::Thread, id, n, regs, sink);
     }
 
-    /// [`VcpuContext::software_event`] raised at `level`. `false` when it was dropped because this thread is serving
-    /// that level.
+    /// [`VcpuContext::software_event`] raised at `level`. `false` when it was dropped because this thread is
+    /// serving that level.
     pub fn software_event_at(
         &self,
         level: Level,
@@ -236,8 +236,8 @@ impl VcpuContext {
                 target.try_lock()
             };
             match context {
-                // Looked at again: the vCPU may have gone while the lock was waited for, and its EXIT record, which is written
-                // under this lock, is the last that is said of it.
+                // Looked at again: the vCPU may have gone while the lock was waited for, and its EXIT record,
+                // which is written under this lock, is the last that is said of it.
                 Some(_) if self.gone.load(Ordering::Relaxed) => {}
                 Some(mut context) => {
                     let regs = regs.as_deref_mut().map(|r| r as &mut dyn SampleRegs);
@@ -256,8 +256,9 @@ impl VcpuContext {
 }
 
 impl Event {
-    /// Whether a raised event is counted. Off and in error: no. Waiting counts only while the whole context waits, which
-    /// is what happens to a vCPU that is off its CPU, and only if the group would be on with it.
+    /// Whether a raised event is counted. Off and in error: no. Waiting counts only while the whole context
+    /// waits, which is what happens to a vCPU that is off its CPU, and only if the group would be on with
+    /// it.
     fn takes(&self, leader: State, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             State::Active => true,
@@ -318,7 +319,8 @@ impl Context {
         }
     }
 
-    /// Counts what was raised while the lock was taken. The registers of that moment are gone, so nothing is sampled.
+    /// Counts what was raised while the lock was taken. The registers of that moment are gone, so nothing is
+    /// sampled.
     pub fn take_deferred(&mut self, deferred: &Deferred) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();
@@ -371,8 +373,8 @@ mod tests {
         }
     }
 
-    /// A signal handler raises an event while somebody has the VM context's lock. What overflowed there is reported by the
-    /// vCPU that next serves overflows: the VM context has no thread of its own.
+    /// A signal handler raises an event while somebody has the VM context's lock. What overflowed there is
+    /// reported by the vCPU that next serves overflows: the VM context has no thread of its own.
     #[test]
     fn what_waits_in_the_vm_context_is_served_by_a_vcpu() {
         let core = Core::new(CoreConfig::default());
@@ -396,8 +398,8 @@ mod tests {
         assert_eq!(halts.read().unwrap().value, 10);
     }
 
-    /// An event that is inherited is open once, however many children it has; and when it is closed nothing is left of it:
-    /// not in the gates, not in the drivers.
+    /// An event that is inherited is open once, however many children it has; and when it is closed nothing
+    /// is left of it: not in the gates, not in the drivers.
     #[test]
     fn gates_count_what_is_open_and_close_with_it() {
         let core = Core::new(CoreConfig::default());

@@ -1,9 +1,10 @@
 //! Handing a host thread from one vCPU to another without touching the PMU.
 //!
-//! A VMM may run several vCPUs on one host thread. Their events count that thread, so when it goes from one vCPU to
-//! the next and both have nothing but the same inherited events, it is enough to exchange the two contexts: what is on
-//! stays on and now counts for the other vCPU. The sums of the families do not change. Events opened with
-//! [`crate::Attr::inherit_stat`] exchange their counts and times too, so that those stay with their vCPU.
+//! A VMM may run several vCPUs on one host thread. Their events count that thread, so when it goes from one
+//! vCPU to the next and both have nothing but the same inherited events, it is enough to exchange the two
+//! contexts: what is on stays on and now counts for the other vCPU. The sums of the families do not change.
+//! Events opened with [`crate::Attr::inherit_stat`] exchange their counts and times too, so that those stay
+//! with their vCPU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,8 +27,8 @@ impl Drop for Pin {
 
 impl VcpuContext {
     /// The thread that runs this vCPU goes over to `next`: as [`VcpuContext::sched_out`] here and
-    /// [`VcpuContext::sched_in`] there. Where both run on the same thread and hold the same inherited events nothing is
-    /// stopped or started. Whether that was so.
+    /// [`VcpuContext::sched_in`] there. Where both run on the same thread and hold the same inherited events
+    /// nothing is stopped or started. Whether that was so.
     pub fn switch_to(&self, next: &VcpuContext) -> bool {
         self.software_event(SoftwareId::ContextSwitches, 1, None, &mut |_| {});
         if self.exchange(next) {
@@ -54,7 +55,8 @@ impl VcpuContext {
             return false;
         }
         let now_ns = mine.now_ns();
-        // Two contexts are locked nowhere else at once; by address, in case two threads exchange the same two.
+        // Two contexts are locked nowhere else at once; by address, in case two threads exchange the same
+        // two.
         let (mut a, mut b) = if mine.is_before(&theirs) {
             let a = mine.lock();
             (a, theirs.lock())
@@ -91,8 +93,8 @@ impl VcpuContext {
     }
 }
 
-/// Whether two contexts hold children of the same events and nothing else: both were made from the same generation of
-/// VM-wide events, and neither has had anything of its own since.
+/// Whether two contexts hold children of the same events and nothing else: both were made from the same
+/// generation of VM-wide events, and neither has had anything of its own since.
 fn equivalent(a: &Context, b: &Context) -> bool {
     a.clone_of.is_some() && a.clone_of == b.clone_of && a.pins == 0 && b.pins == 0 && !a.dead && !b.dead
 }

@@ -1,5 +1,5 @@
-//! Groups with the `host` driver are groups of the kernel: on and off by one system call, counted by ptrace, and right whatever
-//! becomes of their members.
+//! Groups with the `host` driver are groups of the kernel: on and off by one system call, counted by ptrace,
+//! and right whatever becomes of their members.
 #![allow(unsafe_code)]
 
 mod common;
@@ -16,7 +16,8 @@ const PAGE_FAULTS: u64 = 2;
 const PAGE: usize = 4096;
 const PAGES: usize = 20_000;
 
-/// This thread as a vCPU, with a group of `events` that count its page faults, and memory whose pages were never touched.
+/// This thread as a vCPU, with a group of `events` that count its page faults, and memory whose pages were
+/// never touched.
 struct Scene {
     core: Core,
     session: Session,

@@ -128,7 +128,8 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     );
 }
 
-/// A member goes where its leader goes. So it opens on a machine without vCPUs if its leader does, whatever its own mark.
+/// A member goes where its leader goes. So it opens on a machine without vCPUs if its leader does, whatever
+/// its own mark.
 #[test]
 fn members_of_an_inherited_group_open_before_there_are_vcpus() {
     let m = Machine::new(4);
@@ -439,7 +440,8 @@ fn a_family_has_failed_if_a_child_has() {
     );
 }
 
-/// What opening refuses hot-add refuses: groups that could never be on, and more than there is room for where sharing is off.
+/// What opening refuses hot-add refuses: groups that could never be on, and more than there is room for where
+/// sharing is off.
 #[test]
 fn a_hot_add_checks_what_opening_checks() {
     let errno = |m: &Machine, leader: Option<&Handle>| {
@@ -475,7 +477,8 @@ fn a_hot_add_checks_what_opening_checks() {
     assert_eq!(m.vcpu(0).stats().active, 2);
 }
 
-/// Opening for the VM as a whole is for all vCPUs or for none: where the second refuses, the first keeps nothing.
+/// Opening for the VM as a whole is for all vCPUs or for none: where the second refuses, the first keeps
+/// nothing.
 #[test]
 fn a_fan_out_that_fails_at_the_second_vcpu_leaves_nothing_at_the_first() {
     let m = Machine::with(1, |c| c.share = SharePolicy::Strict);

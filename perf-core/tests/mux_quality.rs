@@ -1,5 +1,6 @@
-//! The promise of the adaptive policy and the interpolating estimator, on the traces and seeds of the `mux_quality` example: a
-//! third of the error of linear scaling under round robin, and no worse on any trace.
+//! The promise of the adaptive policy and the interpolating estimator, on the traces and seeds of the
+//! `mux_quality` example: a third of the error of linear scaling under round robin, and no worse on any
+//! trace.
 
 #[allow(dead_code)]
 #[path = "../examples/mux_quality/family.rs"]
@@ -15,8 +16,8 @@ use measure::{Bars, Comparison, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
-/// Compares on `traces`; `grid_ns` is the resolution of the adaptive policy's timer. No trace may be worse by more than the
-/// noise of repeated seeds and `tolerance`.
+/// Compares on `traces`; `grid_ns` is the resolution of the adaptive policy's timer. No trace may be worse by
+/// more than the noise of repeated seeds and `tolerance`.
 fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tolerance: f64) {
     let (mut reference, mut ours) = (0.0, 0.0);
     for trace in traces {
@@ -42,8 +43,8 @@ fn a_third_of_the_error_and_never_worse() {
     compare(traces::all().into_iter(), 1, SEEDS.len(), 0.0);
 }
 
-/// The same with a timer that only rings on whole milliseconds: rounding makes turns irregular, which costs up to half a
-/// percent of a count.
+/// The same with a timer that only rings on whole milliseconds: rounding makes turns irregular, which costs
+/// up to half a percent of a count.
 #[test]
 fn a_coarse_timer_is_enough() {
     compare(traces::all().into_iter(), 1_000_000, SEEDS.len(), 0.005);
@@ -69,8 +70,9 @@ fn said(kind: &str, policy: MuxPolicy, traces: usize) -> Bars {
 
 const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
 
-/// Where there is a standard error the truth lies within two of them 19 times in 20, neither much less often nor always: on every kind of
-/// trace whose slices tell, under both policies. The share on one kind is known to some three percent.
+/// Where there is a standard error the truth lies within two of them 19 times in 20, neither much less often
+/// nor always: on every kind of trace whose slices tell, under both policies. The share on one kind is known
+/// to some three percent.
 #[test]
 fn two_standard_errors_cover_what_they_should() {
     for policy in POLICIES {
@@ -100,8 +102,8 @@ fn two_standard_errors_cover_what_they_should() {
     }
 }
 
-/// A rhythm in step with the turns looks like calm. Few of them get a standard error, and those that do deserve it: either the policy
-/// saw through it, or the bar is unknown.
+/// A rhythm in step with the turns looks like calm. Few of them get a standard error, and those that do
+/// deserve it: either the policy saw through it, or the bar is unknown.
 #[test]
 fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
     for policy in POLICIES {
@@ -158,8 +160,8 @@ fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
     }
 }
 
-/// What users get goes through a core, and is as good as the queue and the estimator alone: the policy learns of a slice when it
-/// ends, not a rotation later, when its test of calm has gone on.
+/// What users get goes through a core, and is as good as the queue and the estimator alone: the policy learns
+/// of a slice when it ends, not a rotation later, when its test of calm has gone on.
 #[test]
 fn through_a_core_estimates_are_as_good() {
     let (mut alone, mut through) = (0.0, 0.0);

@@ -1,8 +1,8 @@
 //! The oracle: random histories of the whole core against a model that shares nothing with it.
 //!
-//! The model (`oracle/model.rs`) is one flat list of parts, each an event in one context, and plain loops over it: states,
-//! counts, times, overflows and their samples, throttles, limits, families and their folds, exchanges of contexts. After
-//! each step everything the core shows is compared with it.
+//! The model (`oracle/model.rs`) is one flat list of parts, each an event in one context, and plain loops
+//! over it: states, counts, times, overflows and their samples, throttles, limits, families and their folds,
+//! exchanges of contexts. After each step everything the core shows is compared with it.
 //!
 //! `PERF_CORE_ORACLE_CASES` sets how many histories are tried.
 

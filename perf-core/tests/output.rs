@@ -449,7 +449,8 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
     assert_eq!(e.poll(), Poll::empty(), "taken once");
 }
 
-/// While its ring is paused an event counts on, what is in the ring stays, and what would have come is told as lost.
+/// While its ring is paused an event counts on, what is in the ring stays, and what would have come is told
+/// as lost.
 #[test]
 fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
     for writable in [true, false] {

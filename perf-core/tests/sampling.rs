@@ -77,7 +77,8 @@ fn an_overflow_survives_being_taken_off_before_it_is_served() {
     assert_eq!(c.read().unwrap().value, 300);
 }
 
-/// The limit of a leader takes its whole group off while others wait to be served: none of them waits for the next signal.
+/// The limit of a leader takes its whole group off while others wait to be served: none of them waits for the
+/// next signal.
 #[test]
 fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
     let m = Machine::new(8);
@@ -110,8 +111,8 @@ fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
     }
 }
 
-/// Overflows that passed before an event went off count against its limit, and end it: those of its next time on the PMU are
-/// beyond what was asked for.
+/// Overflows that passed before an event went off count against its limit, and end it: those of its next time
+/// on the PMU are beyond what was asked for.
 #[test]
 fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     let m = Machine::new(1);
@@ -339,7 +340,8 @@ fn the_last_sample_before_the_limit_is_written() {
     assert_eq!(ring.published(), 2 * 16);
 }
 
-/// A frequency below the tick's: several ticks make one window, or each without an overflow would shorten the period.
+/// A frequency below the tick's: several ticks make one window, or each without an overflow would shorten the
+/// period.
 #[test]
 fn a_frequency_below_the_tick_finds_its_period() {
     let m = Machine::with(4, |c| c.tick_hz = 100);
@@ -377,7 +379,8 @@ fn a_frequency_below_the_tick_finds_its_period() {
     }
 }
 
-/// A guest that becomes a thousand times slower: the period it had would take minutes, so it is not waited for.
+/// A guest that becomes a thousand times slower: the period it had would take minutes, so it is not waited
+/// for.
 #[test]
 fn a_period_that_became_too_long_is_not_waited_for() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
@@ -411,8 +414,8 @@ fn a_period_that_became_too_long_is_not_waited_for() {
     }
 }
 
-/// A host that takes as long to notice an overflow as the frequency asks for: the period grows until there is one overflow
-/// each time, and does not stay so short that there are many.
+/// A host that takes as long to notice an overflow as the frequency asks for: the period grows until there is
+/// one overflow each time, and does not stay so short that there are many.
 #[test]
 fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
     let m = Machine::with(4, |c| c.tick_hz = 250);
@@ -445,7 +448,8 @@ fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
 }
 
-/// A throttle limits samples per tick's time. Where the VMM rings no ticks, old interrupts must not count for ever.
+/// A throttle limits samples per tick's time. Where the VMM rings no ticks, old interrupts must not count for
+/// ever.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     let m = Machine::with(4, |c| {
@@ -462,8 +466,8 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
 }
 
-/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning: a VMM that looks rarely
-/// otherwise would leave it throttled for as long.
+/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning: a VMM that
+/// looks rarely otherwise would leave it throttled for as long.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     let m = Machine::new(4);
@@ -478,8 +482,8 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     drop(v);
 }
 
-/// A tick that finds no overflow served begins a new period, so that one that became huge does not stall the event. What
-/// has passed and waits to be served is not to be forgotten thereby.
+/// A tick that finds no overflow served begins a new period, so that one that became huge does not stall the
+/// event. What has passed and waits to be served is not to be forgotten thereby.
 #[test]
 fn a_tick_keeps_an_overflow_that_passed_and_was_not_served() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
@@ -518,8 +522,8 @@ impl SampleRegs for Raising<'_> {
     }
 }
 
-/// Serving overflows is work of the thread's level: what its registers raise is dropped as documented, and does not wait
-/// for the lock that the service holds.
+/// Serving overflows is work of the thread's level: what its registers raise is dropped as documented, and
+/// does not wait for the lock that the service holds.
 #[test]
 fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_their_own_lock() {
     let m = Machine::new(4);

@@ -143,7 +143,8 @@ fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
     }
 }
 
-/// The policy can change while the core runs: the plan follows at once, and strict sharing concerns new events only.
+/// The policy can change while the core runs: the plan follows at once, and strict sharing concerns new
+/// events only.
 #[test]
 fn the_policy_can_change_while_events_are_open() {
     let m = Machine::new(1);
@@ -383,7 +384,8 @@ impl Simulated {
     }
 }
 
-/// Events that a fixed counter holds take none of the general ones, whichever come first; what was on is not stopped for it.
+/// Events that a fixed counter holds take none of the general ones, whichever come first; what was on is not
+/// stopped for it.
 #[test]
 fn fixed_counters_leave_the_general_ones_to_others() {
     use perf_core::pmu::sim::SimHost;
@@ -440,8 +442,8 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
     }
 }
 
-/// A group that could never be on is refused when it is opened, and so is an event for which no counter is left where sharing
-/// is off. What is named is the number of counters that could hold it.
+/// A group that could never be on is refused when it is opened, and so is an event for which no counter is
+/// left where sharing is off. What is named is the number of counters that could hold it.
 #[test]
 fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
     use perf_core::pmu::sim::SimHost;
@@ -472,8 +474,8 @@ fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
         .unwrap();
 }
 
-/// Flexible groups of different kinds do not wait for each other's counters longer than they must: an event of a fixed counter
-/// beside many general ones that take turns is on all the time.
+/// Flexible groups of different kinds do not wait for each other's counters longer than they must: an event
+/// of a fixed counter beside many general ones that take turns is on all the time.
 #[test]
 fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
     use perf_core::pmu::sim::SimHost;
@@ -695,7 +697,8 @@ proptest! {
     }
 }
 
-/// P10: after as many turns as there are groups everyone has been on once, and it begins anew in the same order.
+/// P10: after as many turns as there are groups everyone has been on once, and it begins anew in the same
+/// order.
 #[test]
 fn p10_a_round_of_turns_is_the_identity() {
     for n in 2..9 {
@@ -773,8 +776,8 @@ fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
         m.run(0, due - now);
         m.core.rotate();
     }
-    // Turns of one length, and a few longer ones that shift the rhythm once the steady rates are known. (The first is due at
-    // once: it only sets the time of the next.)
+    // Turns of one length, and a few longer ones that shift the rhythm once the steady rates are known. (The
+    // first is due at once: it only sets the time of the next.)
     gaps.remove(&0);
     let [(short, often), (long, seldom)] = gaps.into_iter().collect::<Vec<_>>()[..] else {
         panic!("two lengths of turns");

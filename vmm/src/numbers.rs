@@ -5,8 +5,8 @@ use std::str::FromStr;
 /// Most vCPUs a guest may have.
 pub const MAX_CPUS: u8 = 64;
 
-/// vCPUs at the start and at most: `--cpus N` or `--cpus N,max=M`. vCPU numbers are 0 to `max` - 1, and those from `present` on are
-/// absent at the start.
+/// vCPUs at the start and at most: `--cpus N` or `--cpus N,max=M`. vCPU numbers are 0 to `max` - 1, and those
+/// from `present` on are absent at the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuNumbers {
     present: u8,

@@ -1,7 +1,7 @@
 //! The main loop's timers for the perf core: ticks, and turns where they are shorter than a tick.
 //!
-//! Under [`MuxPolicy::Rotate`] every tick is a turn. Under [`MuxPolicy::Adaptive`] the core says when the next turn is due, and
-//! a timer of its own rings then.
+//! Under [`MuxPolicy::Rotate`] every tick is a turn. Under [`MuxPolicy::Adaptive`] the core says when the
+//! next turn is due, and a timer of its own rings then.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -27,8 +27,9 @@ pub enum MuxChoice {
 }
 
 impl MuxChoice {
-    /// How events take turns on this host, and how long the first turns of the adaptive policy are if that was measured. `shared`: guests
-    /// and operators may share counters; where there are none nothing is measured.
+    /// How events take turns on this host, and how long the first turns of the adaptive policy are if that
+    /// was measured. `shared`: guests and operators may share counters; where there are none nothing is
+    /// measured.
     pub fn settle(self, kvm: &Kvm, probe: &HostProbe, shared: bool) -> (MuxPolicy, Option<Duration>) {
         match self {
             Self::Fixed(policy) => (policy, None),
@@ -63,8 +64,8 @@ impl FromStr for MuxChoice {
     }
 }
 
-/// Least time between two rings. vCPUs whose turns are due within it take them together, so that many vCPUs do not
-/// ring more often than a few.
+/// Least time between two rings. vCPUs whose turns are due within it take them together, so that many vCPUs
+/// do not ring more often than a few.
 const LEAST: Duration = Duration::from_micros(150);
 
 /// Time between ticks while events take turns or sample.
@@ -100,8 +101,9 @@ impl Ticks {
         self.keep(if core.needs_tick() { TICK } else { IDLE_TICK });
     }
 
-    /// After whatever may have opened or enabled events: if ticks are needed now, the next one does not wait for the
-    /// rare look. It never slows down, or who opens and closes all the time would keep ticks away.
+    /// After whatever may have opened or enabled events: if ticks are needed now, the next one does not wait
+    /// for the rare look. It never slows down, or who opens and closes all the time would keep ticks
+    /// away.
     pub fn hurry(&mut self, core: &Core) {
         if self.pace == IDLE_TICK && core.needs_tick() {
             self.keep(TICK);
@@ -146,7 +148,8 @@ impl Turns {
         })
     }
 
-    /// Sets the timer, if events share counters and it is not set: after each tick, because who shares changes.
+    /// Sets the timer, if events share counters and it is not set: after each tick, because who shares
+    /// changes.
     pub fn follow(&mut self, core: &Core) {
         if self.policy == MuxPolicy::Rotate || self.armed {
             return;

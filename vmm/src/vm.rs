@@ -134,8 +134,8 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Builds the machine and loads the guest. `probe` says what the host's perf events can do; `console` takes the
-    /// serial port's output.
+    /// Builds the machine and loads the guest. `probe` says what the host's perf events can do; `console`
+    /// takes the serial port's output.
     ///
     /// # Errors
     /// [`VmError`], one line that names what is wrong and what to do.
@@ -241,7 +241,8 @@ impl Vm {
         let stepped = has_pmu && config.pmu.policy == BackingPolicy::Exact;
         let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;
         let linux = needs_full_kvm(&loaded.kind);
-        // A breakpoint on the handler of #GP needs one that is left over. What is not Linux is left as it is unless the user asks.
+        // A breakpoint on the handler of #GP needs one that is left over. What is not Linux is left as it is
+        // unless the user asks.
         let gate = rdpmc_faults
             && !stepped
             && breakpoints.len() < BREAKPOINTS
@@ -444,8 +445,8 @@ impl Drop for RunningVm {
     }
 }
 
-/// Takes what cannot be counted out of a Linux kernel's tables of events, if that is asked for, and says in one line
-/// what the guest will not count.
+/// Takes what cannot be counted out of a Linux kernel's tables of events, if that is asked for, and says in
+/// one line what the guest will not count.
 fn tell_uncounted(
     config: &VmConfig,
     probe: &HostProbe,
@@ -493,8 +494,8 @@ fn tell_uncounted(
     Ok(())
 }
 
-/// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses instructions that
-/// KVM's emulator lacks. Multiboot kernels may do without.
+/// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses
+/// instructions that KVM's emulator lacks. Multiboot kernels may do without.
 fn needs_full_kvm(kind: &KernelKind) -> bool {
     match kind {
         KernelKind::Vmlinux | KernelKind::BzImage { .. } => true,
@@ -502,15 +503,16 @@ fn needs_full_kvm(kind: &KernelKind) -> bool {
     }
 }
 
-/// KVM's binary statistics of a VM or vCPU; kernels before 5.14 have none, and the events they back are not supported.
+/// KVM's binary statistics of a VM or vCPU; kernels before 5.14 have none, and the events they back are not
+/// supported.
 fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
     stats_fd(of)
         .inspect_err(|e| log::info!("KVM_GET_STATS_FD: {e}"))
         .ok()
 }
 
-/// Whether RDPMC outside the kernel's text faults, so that it can be served. Else programs get numbers that nobody counted, and the user is
-/// told.
+/// Whether RDPMC outside the kernel's text faults, so that it can be served. Else programs get numbers that
+/// nobody counted, and the user is told.
 fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
     let faults = host::rdpmc_faults(kvm)?;
     if !faults && needs_full_kvm(kind) {
@@ -522,8 +524,8 @@ fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
     Ok(faults)
 }
 
-/// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU time, which the
-/// clock backing would count as guest cycles.
+/// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU time,
+/// which the clock backing would count as guest cycles.
 fn stop_halt_polling(vm: &VmFd) {
     let cap = kvm_enable_cap {
         cap: KVM_CAP_HALT_POLL,

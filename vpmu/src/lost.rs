@@ -46,7 +46,8 @@ pub(crate) struct Lost {
     entries: [Entry; MAX_COUNTERS],
     /// Time in which at least one counter was uncounted.
     total_ns: u64,
-    /// When the present stretch of that began, up to where it is in the total, and when the one before ended.
+    /// When the present stretch of that began, up to where it is in the total, and when the one before
+    /// ended.
     began_ns: u64,
     upto_ns: u64,
     ended_ns: u64,

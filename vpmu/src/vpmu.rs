@@ -112,7 +112,8 @@ pub(crate) struct Counter {
     counted: u64,
     /// The event's request and who counts it.
     programmed: Option<(EventRequest, Backing)>,
-    /// Counts to the overflow when the host's event was last armed for it, and how many came otherwise since.
+    /// Counts to the overflow when the host's event was last armed for it, and how many came otherwise
+    /// since.
     armed: u64,
     outside: u64,
     pub(crate) overflows: u64,

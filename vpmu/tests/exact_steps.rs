@@ -65,8 +65,8 @@ global_asm!(
     "nop dword ptr [rax]",
     "prefetcht0 [rdx]",
     "ret",
-    // Every condition, of flags that a comparison sets: each jump goes to the next instruction, so whether it
-    // was taken shows in the counts alone. cmp 1, 2: CF, SF, no ZF, no OF, PF (0xff has eight ones).
+    // Every condition, of flags that a comparison sets: each jump goes to the next instruction, so whether
+    // it was taken shows in the counts alone. cmp 1, 2: CF, SF, no ZF, no OF, PF (0xff has eight ones).
     "exact_conditions: mov eax, 1",
     "cmp eax, 2",
     "jo 2f", // not taken

@@ -1,8 +1,9 @@
 //! `make compare`: Perfvisor's vPMU beside KVM's own, in the same place, by turns.
 //!
-//! KVM's own vPMU needs a host PMU, and a Perfvisor guest has one: ours. So a Linux guest runs in the lab, and in it, with
-//! `--nested`, a second Linux guest: in one turn with `--backing hardware`, in the next with `--backing kvm`. What is measured
-//! there are exits, which are what a vPMU costs, and how right the guest's perf is. `docs/measurements/compare.md` has the table.
+//! KVM's own vPMU needs a host PMU, and a Perfvisor guest has one: ours. So a Linux guest runs in the lab,
+//! and in it, with `--nested`, a second Linux guest: in one turn with `--backing hardware`, in the next with
+//! `--backing kvm`. What is measured there are exits, which are what a vPMU costs, and how right the guest's
+//! perf is. `docs/measurements/compare.md` has the table.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -35,8 +36,8 @@ const TURN_MS: f64 = 250.0;
 const KERNEL_TURN_MS: f64 = 4.0;
 /// The two ways.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
-/// What the inner guest runs. Each phase is announced, and `sleep` lets the host read KVM's statistics before it begins. The work is
-/// the same in all.
+/// What the inner guest runs. Each phase is announced, and `sleep` lets the host read KVM's statistics before
+/// it begins. The work is the same in all.
 const INNER: &str = r#"
 phase() {
 	echo "@@phase $1 pmi=$(awk '/PMI:/ {print $2}' /proc/interrupts) ctxt=$(awk '/^ctxt/ {print $2}' /proc/stat)"
@@ -90,8 +91,9 @@ struct Options {
     rounds: u32,
     work: u64,
     switches: u32,
-    /// Cycles between two samples of perf record. A PMI takes tens of milliseconds in a guest's guest, and what the first level does for
-    /// it is counted with it: with a shorter period than that the guest would do nothing else.
+    /// Cycles between two samples of perf record. A PMI takes tens of milliseconds in a guest's guest, and
+    /// what the first level does for it is counted with it: with a shorter period than that the guest
+    /// would do nothing else.
     period: u64,
 }
 
@@ -183,8 +185,8 @@ fn compare(options: &Options) -> Result<bool, PlaceError> {
 /// What one turn of one way came to.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
-    /// With one event, and with ten that take turns; less those of the same events with a period that is never reached, in as much
-    /// time. Not a number where there is no figure, as in the two that follow.
+    /// With one event, and with ten that take turns; less those of the same events with a period that is
+    /// never reached, in as much time. Not a number where there is no figure, as in the two that follow.
     exits_per_pmi: [f64; 2],
     /// By ten events that take turns, for each turn.
     exits_per_turn: f64,
@@ -208,7 +210,8 @@ struct Mark {
     up_seconds: f64,
 }
 
-/// A cost, if that is what it is: where the rest of the guest took more than what was looked for, there is no figure.
+/// A cost, if that is what it is: where the rest of the guest took more than what was looked for, there is no
+/// figure.
 fn cost(value: f64) -> f64 {
     if value.is_finite() && value > 0.0 {
         value
@@ -293,7 +296,8 @@ fn figures(text: &str) -> Option<Figures> {
     all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
-/// A row of the table: its words, what it takes of a turn, its unit, and what it would be at the price of an exit on silicon.
+/// A row of the table: its words, what it takes of a turn, its unit, and what it would be at the price of an
+/// exit on silicon.
 type Measure = (
     &'static str,
     fn(&Figures) -> f64,
@@ -374,8 +378,8 @@ fn at_price(exits: f64) -> String {
     shown(exits * EXIT_US, " µs")
 }
 
-/// What the exits of `events` that are sampled a thousand times a second cost, and of turns in the kernel's interval, each at its price on
-/// silicon.
+/// What the exits of `events` that are sampled a thousand times a second cost, and of turns in the kernel's
+/// interval, each at its price on silicon.
 fn slowed(exits_per_pmi: f64, events: f64, exits_per_turn: f64) -> String {
     let a_second = exits_per_pmi * events * HZ + exits_per_turn * 1e3 / KERNEL_TURN_MS;
     shown(a_second * EXIT_US / 1e6 * 100.0, " %")
@@ -520,7 +524,8 @@ mod tests {
                 @@result tsc_mhz 1000.0 exits=1 up=1\n"
     }
 
-    /// Exits are those of a phase less those of the same without samples, and each figure is divided by its own.
+    /// Exits are those of a phase less those of the same without samples, and each figure is divided by its
+    /// own.
     #[test]
     fn figures_are_differences_of_phases() {
         let f = figures(&text()).unwrap();
@@ -542,7 +547,8 @@ mod tests {
         );
     }
 
-    /// What the rest of the guest takes in a longer phase is no cost of what is measured, and never a negative one.
+    /// What the rest of the guest takes in a longer phase is no cost of what is measured, and never a
+    /// negative one.
     #[test]
     fn phases_without_the_measured_are_scaled_to_the_time_of_those_with_it() {
         let longer = text().replace("exits=200 up=10", "exits=200 up=-10");

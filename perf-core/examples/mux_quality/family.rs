@@ -1,5 +1,5 @@
-//! A family of random traces: any number of them, each drawn from its own seed. The policy was tuned on the seeds 0 to
-//! 119 and the standard error on 0 to 19; those of [`HOLD_OUT`] were drawn after both were done.
+//! A family of random traces: any number of them, each drawn from its own seed. The policy was tuned on the
+//! seeds 0 to 119 and the standard error on 0 to 19; those of [`HOLD_OUT`] were drawn after both were done.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -17,8 +17,8 @@ pub const PACE: f64 = 0.146;
 pub const IN_STEP: &str = "in-step";
 /// What [`of_kind`] makes against plain rotation.
 pub const IN_STEP_ROTATE: &str = "in-step-rotate";
-/// All that [`of_kind`] makes: those of [`trace`], rhythms made against either policy, and three that no policy or estimator was chosen
-/// on.
+/// All that [`of_kind`] makes: those of [`trace`], rhythms made against either policy, and three that no
+/// policy or estimator was chosen on.
 pub const ALL_KINDS: [&str; 15] = [
     "steady",
     "bursts",
@@ -61,8 +61,8 @@ pub fn of_kind(kind: &str, seed: u64) -> Trace {
     drawn(kind, seed)
 }
 
-/// The trace of `seed` whose rhythm keeps step with the adaptive policy's own first rotation for seconds: within 0.1 % of a
-/// simple ratio to it.
+/// The trace of `seed` whose rhythm keeps step with the adaptive policy's own first rotation for seconds:
+/// within 0.1 % of a simple ratio to it.
 pub fn in_step(seed: u64) -> Trace {
     drawn(IN_STEP, seed)
 }
@@ -74,7 +74,8 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     let length_ns = rng.u64(4_000..12_000) * MS;
     let steps = (length_ns / STEP_NS) as usize;
     let tick_ms = TICK_NS as f64 / MS as f64;
-    // A turn sends one group off, so the reference's rotation is a turn per group, and a slice a turn per slot.
+    // A turn sends one group off, so the reference's rotation is a turn per group, and a slice a turn per
+    // slot.
     let near = |rng: &mut Rng, ms: f64| {
         let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
         let pace = [1.0, 1.0, 0.618, 0.382, 0.25, 0.236][rng.usize(0..6)];

@@ -1,10 +1,12 @@
-//! What can be had at all at a given number of turns: a bound for every estimator, and two ideas that were tried.
+//! What can be had at all at a given number of turns: a bound for every estimator, and two ideas that were
+//! tried.
 //!
 //! # The bound
-//! For a rate whose correlation falls exponentially with time, three things are computed and not simulated: the error of linear scaling; the
-//! error of whoever knows the rate at every moment of every slice, its mean, its variance and its correlation time, and that it
-//! is Gaussian; and the error of whoever knows the same of a rate that jumps between two values. What gaps hide from these two
-//! is the variance of the integral given both ends: nobody who sees no more than slices can do better.
+//! For a rate whose correlation falls exponentially with time, three things are computed and not simulated:
+//! the error of linear scaling; the error of whoever knows the rate at every moment of every slice, its mean,
+//! its variance and its correlation time, and that it is Gaussian; and the error of whoever knows the same of
+//! a rate that jumps between two values. What gaps hide from these two is the variance of the integral given
+//! both ends: nobody who sees no more than slices can do better.
 
 use fastrand::Rng;
 
@@ -38,7 +40,8 @@ pub fn limit(on: f64, time: f64) -> Limit {
     }
 }
 
-/// Mean over both ends of the variance of a telegraph's integral over a gap, between 1 and -1 with equal chances.
+/// Mean over both ends of the variance of a telegraph's integral over a gap, between 1 and -1 with equal
+/// chances.
 fn telegraph(gap: f64, time: f64) -> f64 {
     const STEPS: usize = 400;
     let dt = gap / STEPS as f64;
@@ -76,7 +79,8 @@ pub struct Ideas {
     pub rotate: f64,
     /// In another order in each rotation, linear.
     pub shuffled: f64,
-    /// Everyone in turn; gaps are filled with what those who were on meanwhile say, as far as they used to go together.
+    /// Everyone in turn; gaps are filled with what those who were on meanwhile say, as far as they used to
+    /// go together.
     pub together: f64,
 }
 
@@ -162,8 +166,8 @@ fn scaled(run: &[Segment], event: usize) -> f64 {
     mean_rate(run, event) * run.iter().map(|s| s.length).sum::<f64>()
 }
 
-/// The event's rate is taken for its mean and a part of what the others on at the time were above theirs. How large a part: a
-/// regression over the turns in which it was on itself.
+/// The event's rate is taken for its mean and a part of what the others on at the time were above theirs. How
+/// large a part: a regression over the turns in which it was on itself.
 fn with_others(run: &[Segment], event: usize) -> f64 {
     let events = 1 + run.iter().flat_map(|s| &s.counts).map(|c| c.0).max().unwrap_or(0);
     let means: Vec<f64> = (0..events).map(|e| mean_rate(run, e)).collect();

@@ -1,5 +1,5 @@
-//! How good the estimates of multiplexed events are: the adaptive policy with the interpolating estimator beside linear
-//! scaling under round robin, on fixed traces and on a family of random ones.
+//! How good the estimates of multiplexed events are: the adaptive policy with the interpolating estimator
+//! beside linear scaling under round robin, on fixed traces and on a family of random ones.
 //!
 //! `cargo run --release --example mux_quality`
 

@@ -1,4 +1,5 @@
-//! Runs a policy over a trace, as a context with a few slots would, and compares the estimates with the truth.
+//! Runs a policy over a trace, as a context with a few slots would, and compares the estimates with the
+//! truth.
 
 use std::sync::Arc;
 
@@ -35,7 +36,8 @@ pub struct Bars {
     /// Those with no more than a bound, and of them those with the truth within it.
     pub bounded: f64,
     pub held: f64,
-    /// Sums over those with a standard error: of its square, relative to the truth, and of the square of the error.
+    /// Sums over those with a standard error: of its square, relative to the truth, and of the square of the
+    /// error.
     variance: f64,
     square_error: f64,
 }
@@ -91,7 +93,8 @@ struct Event {
     estimator: Estimator,
 }
 
-/// Measures `policy`, with turns of `turn_ns`, on `trace`. The timer that gives turns rings on a grid of `grid_ns`.
+/// Measures `policy`, with turns of `turn_ns`, on `trace`. The timer that gives turns rings on a grid of
+/// `grid_ns`.
 pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u64) -> Run {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -194,8 +197,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     result
 }
 
-/// The same run through a [`Core`] with a simulated PMU: estimates of the events as handles give them, in the order of the trace,
-/// and how often groups were put on.
+/// The same run through a [`Core`] with a simulated PMU: estimates of the events as handles give them, in the
+/// order of the trace, and how often groups were put on.
 pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (Vec<CoreEstimate>, u64) {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -330,8 +333,8 @@ impl Comparison {
         }
     }
 
-    /// By how much ours is worse than one may expect of two runs that are equally good: what is beyond two standard
-    /// deviations, over the seeds, of their difference.
+    /// By how much ours is worse than one may expect of two runs that are equally good: what is beyond two
+    /// standard deviations, over the seeds, of their difference.
     pub fn excess(&self) -> f64 {
         let noise = 2.0 * self.base.deviation.hypot(self.ours.deviation);
         (self.ours.mean - self.base.mean - noise).max(0.0)

@@ -15,8 +15,8 @@ const VM: u64 = u64::MAX;
 
 /// A context with its lock, its clock and whom it belongs to.
 ///
-/// There is no message to an owning thread: whoever wants something of a context takes its lock. A vCPU's thread finds
-/// it free on its hot path; readers and the timer hold it for as long as a driver call takes.
+/// There is no message to an owning thread: whoever wants something of a context takes its lock. A vCPU's
+/// thread finds it free on its hot path; readers and the timer hold it for as long as a driver call takes.
 pub(crate) struct ContextCell {
     inner: Lock<Context>,
     clock: Arc<dyn Clock>,

@@ -1,5 +1,5 @@
-//! Lists of events that are on, by what there is to look at: overflows whenever a signal was seen, throttles and frequencies
-//! at each tick. Entering and leaving a list costs the same however long it is.
+//! Lists of events that are on, by what there is to look at: overflows whenever a signal was seen, throttles
+//! and frequencies at each tick. Entering and leaving a list costs the same however long it is.
 
 use std::sync::atomic::Ordering;
 

@@ -1,12 +1,13 @@
-//! Events and groups come and go: who joins which group, and what becomes of siblings when their leader leaves.
+//! Events and groups come and go: who joins which group, and what becomes of siblings when their leader
+//! leaves.
 
 use super::Context;
 use crate::event::{Event, Owner, Source, State};
 use crate::group::{Class, Group};
 
 impl Context {
-    /// Adds an event: to the group of event `leader`, or as the leader of a group of its own. It goes on at once if
-    /// it may and there is room.
+    /// Adds an event: to the group of event `leader`, or as the leader of a group of its own. It goes on at
+    /// once if it may and there is room.
     pub fn add(&mut self, mut event: Event, leader: Option<usize>, now_ns: u64) -> usize {
         let pool = event.pool;
         let time = self.clock.advance(now_ns);
@@ -57,8 +58,8 @@ impl Context {
         key
     }
 
-    /// Removes an event, off. The siblings of a removed leader become leaders of groups of their own, in the states
-    /// they are in.
+    /// Removes an event, off. The siblings of a removed leader become leaders of groups of their own, in the
+    /// states they are in.
     pub fn remove(&mut self, key: usize, now_ns: u64) -> Event {
         let group = self.events[key].group;
         let pool = self.groups[group].pool;

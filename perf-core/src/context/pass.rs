@@ -1,5 +1,6 @@
-//! Passes over a context: what goes on and what goes off. A pass works in two steps: [`crate::schedule::plan`] says what should
-//! be on, then only the difference to what is on is told to the drivers.
+//! Passes over a context: what goes on and what goes off. A pass works in two steps:
+//! [`crate::schedule::plan`] says what should be on, then only the difference to what is on is told to the
+//! drivers.
 
 use smallvec::SmallVec;
 
@@ -132,8 +133,9 @@ impl Context {
         self.pools.iter().filter_map(Pool::next_turn_ns).min()
     }
 
-    /// Whether a periodic tick has anything to do here. Whatever an operator samples may come to be throttled, and a tick lifts
-    /// that; a guest's counters, which are armed one overflow at a time, are not.
+    /// Whether a periodic tick has anything to do here. Whatever an operator samples may come to be
+    /// throttled, and a tick lifts that; a guest's counters, which are armed one overflow at a time, are
+    /// not.
     pub fn needs_tick(&self) -> bool {
         self.clock.is_active()
             && (self.pools.iter().any(Pool::is_contended)
@@ -164,8 +166,8 @@ impl Context {
         }
     }
 
-    /// A group that is off could not be on: a pinned one fails, the others try again. Those that want a slot do so at each
-    /// turn; the rest is kept in mind for the next ticks.
+    /// A group that is off could not be on: a pinned one fails, the others try again. Those that want a slot
+    /// do so at each turn; the rest is kept in mind for the next ticks.
     pub fn cannot_be_on(&mut self, group: usize, cause: FailureCause, since_ns: u64, now_ns: u64) {
         if self.groups[group].class.is_pinned() {
             self.fail(group, cause, since_ns, now_ns);
@@ -175,7 +177,8 @@ impl Context {
         }
     }
 
-    /// Puts groups on that need no slot and that their driver refused. A few of them, so that a tick's work has a bound.
+    /// Puts groups on that need no slot and that their driver refused. A few of them, so that a tick's work
+    /// has a bound.
     pub fn try_refused_again(&mut self, now_ns: u64) {
         for _ in 0..self.refused.len().min(REFUSED_PER_TICK) {
             if let Some(group) = self.refused.pop_front() {
@@ -237,8 +240,8 @@ impl Context {
         }
     }
 
-    /// A group was taken off for another. How its rates went is told at once: a rotation later the policy would take it for
-    /// what a later slice said.
+    /// A group was taken off for another. How its rates went is told at once: a rotation later the policy
+    /// would take it for what a later slice said.
     fn end_turn(&mut self, group: usize) {
         let mut closed = false;
         for i in 0..self.groups[group].members.len() {
@@ -249,7 +252,8 @@ impl Context {
         }
     }
 
-    /// Tells the queue by how much the rates of a group's members last changed, and of a rhythm in step with their slices.
+    /// Tells the queue by how much the rates of a group's members last changed, and of a rhythm in step with
+    /// their slices.
     fn tell_step(&mut self, group: usize) {
         let g = &self.groups[group];
         if g.class.is_pinned() {
@@ -291,7 +295,8 @@ impl Context {
         }
     }
 
-    /// The driver's half of an event that was on is stopped and could not be started again: its group goes off.
+    /// The driver's half of an event that was on is stopped and could not be started again: its group goes
+    /// off.
     pub fn fell_off(&mut self, key: usize, error: &PmuError, now_ns: u64) {
         log::warn!(
             "event {} could not go on after its overflow was switched: {error}",

@@ -1,17 +1,18 @@
 //! Multiplexing: whose turn it is when more groups want slots than there are.
 //!
-//! A [`MuxQueue`] holds the flexible groups of one context. At each turn one group that is on goes back to wait, and the
-//! queue says which waiting group comes next and how long until the next turn. Two policies:
+//! A [`MuxQueue`] holds the flexible groups of one context. At each turn one group that is on goes back to
+//! wait, and the queue says which waiting group comes next and how long until the next turn. Two policies:
 //!
 //! - [`MuxPolicy::Rotate`]: first come, first served, turns of equal length. What Linux does.
-//! - [`MuxPolicy::Adaptive`]: turns are shorter, groups whose rate varies have their turn more often, and a rhythm of the guest
-//!   that keeps step with the turns is found out and avoided. Nobody starves: a steady group is passed over every other time.
+//! - [`MuxPolicy::Adaptive`]: turns are shorter, groups whose rate varies have their turn more often, and a
+//!   rhythm of the guest that keeps step with the turns is found out and avoided. Nobody starves: a steady
+//!   group is passed over every other time.
 //!
-//! Turns stay regular on purpose. Irregular ones see every rhythm about equally badly; regular ones see all but a few
-//! exactly, and those few can be told: to them a group looks calm until the turns shift.
+//! Turns stay regular on purpose. Irregular ones see every rhythm about equally badly; regular ones see all
+//! but a few exactly, and those few can be told: to them a group looks calm until the turns shift.
 //!
-//! Every call does the same small work whether ten groups wait or a hundred thousand: groups are linked through their own
-//! entries, by age. Nothing is allocated after [`MuxQueue::insert`].
+//! Every call does the same small work whether ten groups wait or a hundred thousand: groups are linked
+//! through their own entries, by age. Nothing is allocated after [`MuxQueue::insert`].
 //!
 //! # Use
 //! ```

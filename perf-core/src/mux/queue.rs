@@ -3,20 +3,21 @@
 use super::MuxPolicy;
 use super::list::{Link, List};
 
-/// Groups that cannot go on now although there is room (exclusive ones) are stepped over, this many at most. And as many
-/// steady ones are passed over at most to find one whose turn it is.
+/// Groups that cannot go on now although there is room (exclusive ones) are stepped over, this many at most.
+/// And as many steady ones are passed over at most to find one whose turn it is.
 const STEP_OVER: usize = 8;
 
-/// Lengths of turns to choose from, in turns of [`MuxPolicy::Rotate`]: powers of the golden ratio (1/φ⁴, 1/φ³, 1/φ²), because
-/// rotations of such lengths have the fewest rhythms in common. Short turns see more; the next length is taken when a rhythm
-/// of the guest keeps step with one.
+/// Lengths of turns to choose from, in turns of [`MuxPolicy::Rotate`]: powers of the golden ratio (1/φ⁴,
+/// 1/φ³, 1/φ²), because rotations of such lengths have the fewest rhythms in common. Short turns see more;
+/// the next length is taken when a rhythm of the guest keeps step with one.
 const PACES: [f64; 3] = [0.146, 0.236, 0.382];
 /// The turn of [`MuxPolicy::Rotate`] for which those of [`MuxPolicy::Adaptive`] are `first_ns` long at first.
 pub(crate) fn measure_of(first_ns: u64) -> u64 {
     (first_ns as f64 / PACES[0]) as u64
 }
 
-/// How much longer the turns of a shifting rotation are: φ, so that what follows is 0.618 of a rotation off the beat.
+/// How much longer the turns of a shifting rotation are: φ, so that what follows is 0.618 of a rotation off
+/// the beat.
 const STRETCH: f64 = 1.618;
 
 /// Weight of the newest step in what is remembered of a group, once there are enough.
@@ -29,13 +30,14 @@ const ENOUGH_STEPS: u16 = 8;
 const STEADY: f32 = 1e-3;
 /// Below this mean square step (rates within 25 %) a group either is that calm or keeps step with the turns.
 const CALM: f32 = 0.06;
-/// A shift shows a rhythm when the rate then changes by this many times the mean square step and a tenth of the rate.
+/// A shift shows a rhythm when the rate then changes by this many times the mean square step and a tenth of
+/// the rate.
 const TELLING: f64 = 8.0;
 const NOTICEABLE: f64 = 0.01;
 /// Shifts in a row that must tell on the same group, if they do not tell on most.
 const TELLING_SHIFTS: u8 = 2;
-/// Rotations before the first shift, and by how much longer each wait is than the one before: a shift costs a little of the
-/// precision that regular turns have.
+/// Rotations before the first shift, and by how much longer each wait is than the one before: a shift costs a
+/// little of the precision that regular turns have.
 const FIRST_SHIFT: u64 = 8;
 const NEXT_SHIFT: u64 = 4;
 
@@ -125,7 +127,8 @@ enum Phase {
 
 /// The flexible groups of one context.
 ///
-/// Groups are known by small numbers of the caller's choosing (a slab's keys): memory is proportional to the largest.
+/// Groups are known by small numbers of the caller's choosing (a slab's keys): memory is proportional to the
+/// largest.
 #[derive(Debug)]
 pub struct MuxQueue {
     policy: MuxPolicy,
@@ -163,7 +166,8 @@ pub struct MuxQueue {
 }
 
 impl MuxQueue {
-    /// A queue without groups. `turn_ns` is the length of a turn under `Rotate` and the measure for `Adaptive`.
+    /// A queue without groups. `turn_ns` is the length of a turn under `Rotate` and the measure for
+    /// `Adaptive`.
     #[must_use]
     pub fn new(policy: MuxPolicy, turn_ns: u64) -> Self {
         Self {
@@ -258,8 +262,9 @@ impl MuxQueue {
         entry.trust = trust;
     }
 
-    /// What the last slice of group `key` counted is known, and its rate was higher or lower than in the slice before by `step`, relative to its
-    /// mean rate ([`crate::estimate::Estimator::last_step`]; of several members the largest). `None`: not known yet.
+    /// What the last slice of group `key` counted is known, and its rate was higher or lower than in the
+    /// slice before by `step`, relative to its mean rate ([`crate::estimate::Estimator::last_step`]; of
+    /// several members the largest). `None`: not known yet.
     pub fn slice_ended(&mut self, key: usize, step: Option<f64>) {
         let Some(entry) = self.entries.get_mut(key) else {
             return;
@@ -280,7 +285,8 @@ impl MuxQueue {
         }
         match (entry.phase, entry.into_shift) {
             (Phase::Stretched, _) => entry.into_shift = Some(step as f32),
-            // These two steps together lead from one regular slice to another, 0.618 of a rotation off the beat.
+            // These two steps together lead from one regular slice to another, 0.618 of a rotation off the
+            // beat.
             (Phase::Shifted, Some(before)) => {
                 entry.into_shift = None;
                 entry.skip = false;
@@ -308,7 +314,8 @@ impl MuxQueue {
         }
     }
 
-    /// The step across a shift. A rate that goes its own way hardly notices; one in step with the turns shows another side.
+    /// The step across a shift. A rate that goes its own way hardly notices; one in step with the turns shows
+    /// another side.
     fn shifted(&mut self, key: usize, step: f64) {
         let entry = &mut self.entries[key];
         if entry.trust != Trust::Suspect {
@@ -321,7 +328,8 @@ impl MuxQueue {
             self.told_again |= entry.told >= TELLING_SHIFTS;
         } else {
             entry.told = 0;
-            // Half of the steady ones are passed over in each rotation, so that all rotations are equally long.
+            // Half of the steady ones are passed over in each rotation, so that all rotations are equally
+            // long.
             entry.passed = key.is_multiple_of(2);
             self.trust(key, Trust::Cleared);
         }
@@ -333,8 +341,8 @@ impl MuxQueue {
         (self.waiting.len() > 0).then_some(self.next_turn_ns)
     }
 
-    /// If a turn is due at `now_ns`, sends the group that is on longest back to wait and sets the time of the next turn.
-    /// The caller then fills the slots anew. `None` if no turn is due or nobody waits.
+    /// If a turn is due at `now_ns`, sends the group that is on longest back to wait and sets the time of the
+    /// next turn. The caller then fills the slots anew. `None` if no turn is due or nobody waits.
     pub fn turn(&mut self, now_ns: u64) -> Option<usize> {
         if self.waiting.len() == 0 || now_ns < self.next_turn_ns {
             return None;
@@ -353,9 +361,9 @@ impl MuxQueue {
         Some(at as usize)
     }
 
-    /// To be called when a group has left and the slots are not filled anew yet: in one turn of four a group that is on and about
-    /// halfway through its slice, for [`crate::estimate::Estimator::amid`]. All groups are drawn equally often. `None` where slices
-    /// are one turn long: there is no middle.
+    /// To be called when a group has left and the slots are not filled anew yet: in one turn of four a group
+    /// that is on and about halfway through its slice, for [`crate::estimate::Estimator::amid`]. All
+    /// groups are drawn equally often. `None` where slices are one turn long: there is no middle.
     pub fn amid(&mut self) -> Option<usize> {
         // Steps of the golden ratio keep step with no number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
@@ -369,8 +377,8 @@ impl MuxQueue {
         Some(at as usize)
     }
 
-    /// A rhythm keeps step with the slices of some group ([`crate::estimate::Estimator::keeps_step`]): others may have it and see one side of it
-    /// only, which looks like calm. To be told when a slice ends.
+    /// A rhythm keeps step with the slices of some group ([`crate::estimate::Estimator::keeps_step`]): others
+    /// may have it and see one side of it only, which looks like calm. To be told when a slice ends.
     pub fn rhythm_seen(&mut self) {
         self.rhythm_at = Some(self.turns);
     }
@@ -398,8 +406,9 @@ impl MuxQueue {
         ((self.turn_ns as f64 * PACES[self.pace] * stretch) as u64).max(1)
     }
 
-    /// Regular turns are the most precise there are, unless a rhythm of the guest keeps step with them: then every slice sees
-    /// the same side of it, and that looks like calm. So calm is put to the test by a shift.
+    /// Regular turns are the most precise there are, unless a rhythm of the guest keeps step with them: then
+    /// every slice sees the same side of it, and that looks like calm. So calm is put to the test by a
+    /// shift.
     fn next_phase(&mut self) {
         let rotation = self.len() as u64;
         self.left = rotation;
@@ -484,7 +493,8 @@ impl MuxQueue {
         self.waiting.front()
     }
 
-    /// Sends steady groups at the head of the line to its end, each every other time. Those that vary get the time.
+    /// Sends steady groups at the head of the line to its end, each every other time. Those that vary get the
+    /// time.
     fn pass_over_steady(&mut self) {
         for _ in 0..STEP_OVER.min(self.waiting.len()) {
             let Some(at) = self.waiting.front() else { return };
@@ -540,7 +550,8 @@ mod tests {
     }
 
     /// P8: equal groups get equal shares under rotation, within one turn.
-    /// Whatever the number of groups, each is looked into amid about one in four of its slices, where slices have a middle.
+    /// Whatever the number of groups, each is looked into amid about one in four of its slices, where slices
+    /// have a middle.
     #[test]
     fn all_groups_are_looked_into_equally_often() {
         for groups in 3..20 {
@@ -602,8 +613,9 @@ mod tests {
         }
     }
 
-    /// Plays `turns` turns on two slots and tells the queue how rates go: `rate(key, from, to)` is the mean rate of a group
-    /// over a slice. Returns how often each group was on, and all lengths of turns there were.
+    /// Plays `turns` turns on two slots and tells the queue how rates go: `rate(key, from, to)` is the mean
+    /// rate of a group over a slice. Returns how often each group was on, and all lengths of turns there
+    /// were.
     fn live(
         queue: &mut MuxQueue,
         turns: usize,
@@ -663,7 +675,8 @@ mod tests {
         assert_eq!((queue.pace, queue.suspects), (0, 0));
     }
 
-    /// Every slice would see the same side of a rhythm as long as a rotation. Nobody could tell from the slices alone.
+    /// Every slice would see the same side of a rhythm as long as a rotation. Nobody could tell from the
+    /// slices alone.
     #[test]
     fn a_rhythm_that_keeps_step_is_noticed_and_left() {
         let mut queue = queue(MuxPolicy::Adaptive, 8);

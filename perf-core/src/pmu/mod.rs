@@ -110,8 +110,9 @@ pub trait Pmu: Send + Sync + Debug {
     /// [`PmuError`] when the event cannot be counted here.
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError>;
 
-    /// [`Pmu::open`] of an event that will be on only together with the one that gave `group` ([`PmuEvent::group`]), perhaps of another driver.
-    /// Where the driver's host has groups of its own this spares calls and puts all on at one moment; by default it changes nothing.
+    /// [`Pmu::open`] of an event that will be on only together with the one that gave `group`
+    /// ([`PmuEvent::group`]), perhaps of another driver. Where the driver's host has groups of its own
+    /// this spares calls and puts all on at one moment; by default it changes nothing.
     ///
     /// # Errors
     /// As [`Pmu::open`].
@@ -143,16 +144,18 @@ pub trait PmuEvent: Send {
     /// Stops counting; the count is kept.
     fn stop(&mut self);
 
-    /// For [`Pmu::open_in_group`] of others that will be on only together with this event. `None` for drivers without groups of their own.
+    /// For [`Pmu::open_in_group`] of others that will be on only together with this event. `None` for drivers
+    /// without groups of their own.
     fn group(&mut self) -> Option<Group> {
         None
     }
 
-    /// The event, which is stopped, is no longer of the group it was opened in: from now on it goes on by itself.
+    /// The event, which is stopped, is no longer of the group it was opened in: from now on it goes on by
+    /// itself.
     fn leave_group(&mut self) {}
 
-    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the vCPU's
-    /// own thread: at most one system call.
+    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the
+    /// vCPU's own thread: at most one system call.
     fn read(&mut self) -> u64;
 
     /// Asks the host whether a started event still has its counter, for [`PmuEvent::lost_ns`]. At most one

@@ -82,7 +82,8 @@ pub struct Sample<'a> {
     pub read: ReadValues<'a>,
     /// Call chain, the innermost address first.
     pub callchain: Words<'a>,
-    /// Raw data. When written it is padded with zeros so that it and its 4 bytes of size are a multiple of 8.
+    /// Raw data. When written it is padded with zeros so that it and its 4 bytes of size are a multiple of
+    /// 8.
     pub raw: &'a [u8],
 }
 

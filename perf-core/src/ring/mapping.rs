@@ -68,8 +68,8 @@ pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     let fd = check(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
     // SAFETY: fd was just opened and is owned by nobody else.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // Who opens the file while `is_open_elsewhere` holds its lease makes the kernel send a signal: by default SIGIO, which
-    // ends a process that does not expect it. SIGURG is ignored by default.
+    // Who opens the file while `is_open_elsewhere` holds its lease makes the kernel send a signal: by default
+    // SIGIO, which ends a process that does not expect it. SIGURG is ignored by default.
     // SAFETY: F_SETSIG takes the signal by value.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, libc::SIGURG) })?;
     Ok(fd)
@@ -241,8 +241,8 @@ mod tests {
 
     const F_GETSIG: libc::c_int = 11;
 
-    /// A client may open the memory at the very moment it is looked for. That must not end the process, which may know
-    /// nothing of SIGIO.
+    /// A client may open the memory at the very moment it is looked for. That must not end the process, which
+    /// may know nothing of SIGIO.
     #[test]
     fn a_client_that_opens_a_ring_while_it_is_looked_for_harms_nobody() {
         let memory = sealed_memfd(PAGE_SIZE).unwrap();

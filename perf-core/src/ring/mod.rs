@@ -357,8 +357,8 @@ impl Ring {
         }
     }
 
-    /// Takes no more records, or takes them again. What comes meanwhile is counted as lost. So a reader can go
-    /// through a ring that is overwritten without being overtaken.
+    /// Takes no more records, or takes them again. What comes meanwhile is counted as lost. So a reader can
+    /// go through a ring that is overwritten without being overtaken.
     pub fn pause(&self, on: bool) {
         // Relaxed: a writer that is between its look and its reservation is as one that came before.
         self.paused.store(on, Relaxed);

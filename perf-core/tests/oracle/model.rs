@@ -148,8 +148,8 @@ pub struct Ctx {
     ticks: u64,
     turned_ns: u64,
     clone_of: Option<u64>,
-    /// A flexible group lost its slots to a pinned one. Nobody takes what is left of them before the next turn: the first group
-    /// without room ends a pass.
+    /// A flexible group lost its slots to a pinned one. Nobody takes what is left of them before the next
+    /// turn: the first group without room ends a pass.
     stalled: bool,
 }
 
@@ -1032,8 +1032,8 @@ impl Model {
         hopeless
     }
 
-    /// The rules of sharing: what is on fits; nobody waits who could be on, and nobody is overtaken; who was on longest goes
-    /// when a turn is over.
+    /// The rules of sharing: what is on fits; nobody waits who could be on, and nobody is overtaken; who was
+    /// on longest goes when a turn is over.
     fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
         let name = |l: usize| self.parts[l].event;
         let hopeless = self.hopeless(ctx);

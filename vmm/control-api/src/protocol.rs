@@ -1,4 +1,5 @@
-//! What is said over a control socket: JSON, one object in a line. `docs/reference/control.md` describes it for other programs.
+//! What is said over a control socket: JSON, one object in a line. `docs/reference/control.md` describes it
+//! for other programs.
 
 use serde::{Deserialize, Serialize};
 
@@ -38,8 +39,9 @@ pub enum Call {
     Resume,
     /// Ends the VM.
     Stop,
-    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those with the highest
-    /// numbers it is asked if there are too many. Reply: [`VcpuPlug`]; ask [`Call::VcpuPlug`] what has come of it.
+    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those
+    /// with the highest numbers it is asked if there are too many. Reply: [`VcpuPlug`]; ask
+    /// [`Call::VcpuPlug`] what has come of it.
     Vcpus {
         /// How many, up to what the VM was started for.
         count: u32,
@@ -65,8 +67,9 @@ pub enum Call {
         /// On which vCPUs; all when left out.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         vcpus: Option<Vec<u32>>,
-        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are and on those
-        /// that come later, from their first instruction. Neither `vcpus` nor `sampling` goes with it.
+        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are
+        /// and on those that come later, from their first instruction. Neither `vcpus` nor
+        /// `sampling` goes with it.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         whole: bool,
         /// To sample; counting only when left out.
@@ -77,27 +80,31 @@ pub enum Call {
     Enable,
     /// Disables them.
     Disable,
-    /// The events of this connection that were opened on vCPUs which came since it asked last: those that were asked for without naming
-    /// vCPUs. They are enabled if the connection's last word was so. Reply: a list of [`Joined`].
+    /// The events of this connection that were opened on vCPUs which came since it asked last: those that
+    /// were asked for without naming vCPUs. They are enabled if the connection's last word was so. Reply:
+    /// a list of [`Joined`].
     Joined,
     /// Reads them all. Reply: a list of [`EventReading`].
     Read,
     /// Closes them all.
     Close,
-    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with it.
+    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with
+    /// it.
     Ring {
         /// The vCPU.
         vcpu: u32,
         /// Data pages, a power of two.
         pages: u32,
     },
-    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction pointers, taken without
-    /// leaving the guest. Reply: [`HostRingInfo`], and the perf event's descriptor with it, which the client maps.
+    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction
+    /// pointers, taken without leaving the guest. Reply: [`HostRingInfo`], and the perf event's
+    /// descriptor with it, which the client maps.
     HostRing {
         /// The event.
         handle: u32,
     },
-    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
+    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and
+    /// call chain.
     Chains {
         /// The event.
         handle: u32,
@@ -106,10 +113,11 @@ pub enum Call {
     },
     /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
     RingLosses,
-    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again while it is
-    /// looked for.
+    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again
+    /// while it is looked for.
     Kernel,
-    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
+    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
+    /// `/proc/kallsyms`.
     Symbols,
     /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
     GuestView,
@@ -129,8 +137,9 @@ pub struct Sampling {
     pub frequency: bool,
     /// With the guest's call chain.
     pub callchain: bool,
-    /// Take the vCPU out of the guest for every so-many-th sample only, and have the host's kernel sample the instruction
-    /// pointer, where it can ([`Opened::ring`]). 1, which is what it means to leave it out: for every sample.
+    /// Take the vCPU out of the guest for every so-many-th sample only, and have the host's kernel sample
+    /// the instruction pointer, where it can ([`Opened::ring`]). 1, which is what it means to leave it
+    /// out: for every sample.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub chain_every: u32,
 }
@@ -349,7 +358,8 @@ pub struct EventReading {
     /// Its vCPU has left: this is the last it counted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gone: bool,
-    /// Of an event that was opened for the whole VM: what each vCPU counted of it, those that have gone included.
+    /// Of an event that was opened for the whole VM: what each vCPU counted of it, those that have gone
+    /// included.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vcpus: Vec<VcpuPart>,
 }
@@ -389,10 +399,10 @@ pub struct Growth {
 impl EventReading {
     /// What came since `before`, or since the event was opened; `None` if it was not counted then.
     ///
-    /// What it would have counted while it was off is the estimator's to say for an interval too: the growth of its estimate. An
-    /// interval's own share of the time does not do, because under the adaptive policy an event is seen less where it is
-    /// steady. So the intervals add up to the estimate of the whole, but for those in which all was counted: they are
-    /// exact.
+    /// What it would have counted while it was off is the estimator's to say for an interval too: the growth
+    /// of its estimate. An interval's own share of the time does not do, because under the adaptive
+    /// policy an event is seen less where it is steady. So the intervals add up to the estimate of the
+    /// whole, but for those in which all was counted: they are exact.
     pub fn since(&self, before: Option<&Self>) -> Option<Growth> {
         if self.failed {
             return None;
@@ -468,7 +478,8 @@ pub struct RingInfo {
 pub struct HostRingInfo {
     /// Events that each sample stands for; `None`: as the sample says.
     pub period: Option<u64>,
-    /// What to take off the samples' time, `CLOCK_MONOTONIC`, for the time that the VM's own samples carry, in ns.
+    /// What to take off the samples' time, `CLOCK_MONOTONIC`, for the time that the VM's own samples carry,
+    /// in ns.
     pub clock_offset_ns: u64,
     /// KVM interprets the guest's kernel here. The ring shows such time as the host kernel's.
     pub interpreted: bool,
@@ -630,8 +641,9 @@ mod tests {
         }
     }
 
-    /// An event that was on in half of an interval is estimated as the estimator says, and not by the interval's share of the
-    /// time: it may have been off in the lively half. The intervals add up to the whole.
+    /// An event that was on in half of an interval is estimated as the estimator says, and not by the
+    /// interval's share of the time: it may have been off in the lively half. The intervals add up to the
+    /// whole.
     #[test]
     fn intervals_are_the_growth_of_the_estimate() {
         let readings = [

@@ -1,5 +1,6 @@
-//! Version 1 of the control protocol, line by line. These lines are what other programs send and expect: a change of one is a
-//! change of the protocol and needs a new version, unless it only adds what may be left out.
+//! Version 1 of the control protocol, line by line. These lines are what other programs send and expect: a
+//! change of one is a change of the protocol and needs a new version, unless it only adds what may be left
+//! out.
 
 use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine};
 use control_api::request::{self, Request};

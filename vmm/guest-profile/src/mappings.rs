@@ -27,7 +27,8 @@ const READS: u32 = 1500;
 /// Time for them.
 const TIME: Duration = Duration::from_micros(500);
 
-/// A mapping before its path, which is padded to a multiple of 8. The layout is the protocol's: docs/reference/control.md.
+/// A mapping before its path, which is padded to a multiple of 8. The layout is the protocol's:
+/// docs/reference/control.md.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Head {
@@ -102,8 +103,8 @@ impl TellOnce {
         }
     }
 
-    /// Writes to `out` the mappings of the process `whose` that hold `addresses`, except those told lately. Returns
-    /// the number of bytes. Allocates nothing.
+    /// Writes to `out` the mappings of the process `whose` that hold `addresses`, except those told lately.
+    /// Returns the number of bytes. Allocates nothing.
     pub fn tell<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,

@@ -2,13 +2,13 @@
 //! (operand and address size, REP, segments, REX) belong to the instruction and change nothing about it.
 //!
 //! Evidence, strongest first:
-//! 1. An instruction boundary the kernel itself names: its ORC unwind table has one for each place
-//!    where the stack layout changes. Decoding from the nearest boundary before the pair either lands on
-//!    it or not, and that decides.
+//! 1. An instruction boundary the kernel itself names: its ORC unwind table has one for each place where the
+//!    stack layout changes. Decoding from the nearest boundary before the pair either lands on it or not, and
+//!    that decides.
 //! 2. A symbol's start, likewise.
-//! 3. Without either, decoding from each of many starts before the pair. x86 decoding falls in step
-//!    within a few instructions, so nearly all starts must land on the pair, and the neighbourhood
-//!    must make sense: ECX set before, EAX or EDX used after.
+//! 3. Without either, decoding from each of many starts before the pair. x86 decoding falls in step within a
+//!    few instructions, so nearly all starts must land on the pair, and the neighbourhood must make sense:
+//!    ECX set before, EAX or EDX used after.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,

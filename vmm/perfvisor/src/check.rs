@@ -46,7 +46,8 @@ struct Report {
     own_pmu_asked: Option<Result<String, String>>,
     /// How counters of that model compete for the host's, in one line.
     own_pmu_competition: Option<String>,
-    /// What a turn costs a guest where events share counters; `None` where there are no counters, else why it is not known.
+    /// What a turn costs a guest where events share counters; `None` where there are no counters, else why
+    /// it is not known.
     turns: Option<Result<TurnCost, String>>,
     /// What counts each event of a guest under `--backing auto`.
     events: Vec<EventBacking>,

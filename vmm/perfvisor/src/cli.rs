@@ -140,8 +140,9 @@ pub struct RunArgs {
     /// What counts for the guest's counters: auto, hardware, clock, exact, kvm (KVM's own vPMU) or none.
     #[arg(long, value_name = "BACKING", default_value = "auto", value_parser = parse_backing)]
     pub backing: BackingPolicy,
-    /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file only), trap (replaced where it is
-    /// found, by exits elsewhere), off, or hwbp (hardware breakpoints).
+    /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file
+    /// only), trap (replaced where it is found, by exits elsewhere), off, or hwbp (hardware
+    /// breakpoints).
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub rdpmc: RdpmcMode,
     /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
@@ -151,15 +152,17 @@ pub struct RunArgs {
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first")]
     pub share: SharePolicy,
-    /// How events take turns when there are more than counters: auto (adaptive, with turns as short as one hundredth of the guest's time allows
-    /// here), adaptive (short turns whatever they cost), or rotate (as Linux does).
+    /// How events take turns when there are more than counters: auto (adaptive, with turns as short as one
+    /// hundredth of the guest's time allows here), adaptive (short turns whatever they cost), or rotate
+    /// (as Linux does).
     #[arg(long, value_name = "POLICY", default_value = "auto")]
     pub mux: MuxChoice,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
-    /// Family, model and stepping the guest's CPUID shows: host, FAMILY/MODEL/STEPPING, or EAX in hexadecimal [default: the host's, or
-    /// with a --pmu of another vendor one that guests have no special treatment for]
+    /// Family, model and stepping the guest's CPUID shows: host, FAMILY/MODEL/STEPPING, or EAX in
+    /// hexadecimal [default: the host's, or with a --pmu of another vendor one that guests have no
+    /// special treatment for]
     #[arg(long, value_name = "SIGNATURE", value_parser = parse_signature)]
     pub cpu_signature: Option<CpuSignature>,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.

@@ -36,7 +36,8 @@ use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
 
-/// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware needs.
+/// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
+/// needs.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
@@ -80,7 +81,8 @@ impl StartTime {
 /// # Errors
 /// One line for the user; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
-    // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these signals.
+    // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
+    // signals.
     let stop_signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
     kick::install_handlers().map_err(|e| format!("sigaction failed: {e}"))?;
     ignore_sigio().map_err(|e| format!("sigaction failed: {e}"))?;
@@ -244,7 +246,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     Ok(exit_status(running.control()))
 }
 
-/// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need be.
+/// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need
+/// be.
 fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), String> {
     let dir = place::directory();
     match name {

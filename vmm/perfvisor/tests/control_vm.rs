@@ -149,8 +149,8 @@ fn an_operator_controls_a_vm() {
     assert!(vm.ps().is_empty());
 }
 
-/// A guest that knows nothing of CPU hot-plug: what is added runs and is counted from the start, is shown to be there, and stays
-/// when the guest does not give it up.
+/// A guest that knows nothing of CPU hot-plug: what is added runs and is counted from the start, is shown to
+/// be there, and stays when the guest does not give it up.
 #[test]
 fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
     let Some(mut vm) = TestVm::spinning_with_room(&[]) else {

@@ -26,8 +26,8 @@ pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
 
 /// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
 const MADT_PCAT_COMPAT: u32 = 1;
-/// MADT revisions: that of the tables of a machine whose processors are all there, and the first whose local APICs may be
-/// marked as online capable (5.2.12.2), of those that come later.
+/// MADT revisions: that of the tables of a machine whose processors are all there, and the first whose local
+/// APICs may be marked as online capable (5.2.12.2), of those that come later.
 const MADT_REVISION: u8 = 4;
 const MADT_REVISION_ONLINE_CAPABLE: u8 = 5;
 /// MADT interrupt source override: polarity and trigger flags (table 5.26).
@@ -81,7 +81,8 @@ pub(crate) fn tables(cpus: VcpuNumbers) -> Vec<(u64, Vec<u8>)> {
     placed
 }
 
-/// The differentiated description: how to power off, the serial port, and the processors where they come and go.
+/// The differentiated description: how to power off, the serial port, and the processors where they come and
+/// go.
 fn dsdt(cpus: VcpuNumbers) -> Vec<u8> {
     let s5 = Name::new(
         "_S5_".into(),
@@ -229,7 +230,8 @@ mod tests {
                     let dsdt = find(u64::from(u32::from_le_bytes(table[40..44].try_into().unwrap())));
                     assert_eq!(&dsdt[..4], b"DSDT");
                     assert_eq!(sum(dsdt), 0);
-                    // A device for each processor, an ejection for each but the first; nothing where none can come.
+                    // A device for each processor, an ejection for each but the first; nothing where none can
+                    // come.
                     let count = |what: &[u8]| dsdt.windows(what.len()).filter(|w| *w == what).count();
                     let devices = if numbers.can_change() {
                         usize::from(numbers.max())

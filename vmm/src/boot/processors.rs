@@ -1,7 +1,8 @@
 //! The ACPI processor devices of a machine whose processors come and go, and what tells the guest of it.
 //!
-//! A guest learns of a change from a generic event device (ACPI 6.5, 5.6.9): an interrupt of its own, whose method looks through
-//! all processors and notifies their devices. Registers and their meaning are in [`crate::devices::cpu_plug`].
+//! A guest learns of a change from a generic event device (ACPI 6.5, 5.6.9): an interrupt of its own, whose
+//! method looks through all processors and notifies their devices. Registers and their meaning are in
+//! [`crate::devices::cpu_plug`].
 //!
 //! ```text
 //! Scope (\_SB)

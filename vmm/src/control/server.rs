@@ -1,8 +1,8 @@
 //! The VM's side of its control socket, a subscriber of the main loop.
 //!
-//! Nothing here waits for a client: sockets are nonblocking, a request is at most [`MAX_REQUEST`] bytes, a connection
-//! makes at most `REQUESTS_PER_SECOND` of them, and replies a client does not fetch are kept up to `MAX_UNSENT`
-//! bytes. Who goes beyond a bound loses the connection, and with it its events.
+//! Nothing here waits for a client: sockets are nonblocking, a request is at most [`MAX_REQUEST`] bytes, a
+//! connection makes at most `REQUESTS_PER_SECOND` of them, and replies a client does not fetch are kept up to
+//! `MAX_UNSENT` bytes. Who goes beyond a bound loses the connection, and with it its events.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -103,7 +103,8 @@ impl Controlled {
         self.roster.kicker().kick();
     }
 
-    /// Asks every vCPU what its guest has programmed. The mailboxes get the answers, under the number returned.
+    /// Asks every vCPU what its guest has programmed. The mailboxes get the answers, under the number
+    /// returned.
     pub fn ask_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
         for seat in self.roster.taken() {
@@ -216,7 +217,8 @@ pub struct ControlServer {
     deaf: bool,
     /// A descriptor to give up when there is none left for a connection that is to be refused.
     spare: Option<File>,
-    /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the running kernel's.
+    /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the
+    /// running kernel's.
     symbols: Option<(bool, SymbolsInfo, File)>,
 }
 
@@ -663,8 +665,8 @@ fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
 }
 
 impl Connection {
-    /// Whether the connection stays until its client has read why it ends. Its events end now, and it makes room for
-    /// others like one that has not said hello.
+    /// Whether the connection stays until its client has read why it ends. Its events end now, and it makes
+    /// room for others like one that has not said hello.
     fn begin_to_end(&mut self) -> bool {
         self.ending = true;
         self.events = None;

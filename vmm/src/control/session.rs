@@ -184,8 +184,8 @@ impl EventSession {
         self.events.iter().map(weight).sum()
     }
 
-    /// A vCPU has entered the perf core and the guest does not know of it yet: what was asked for on each vCPU is opened on it, with its
-    /// ring, and enabled if the others are.
+    /// A vCPU has entered the perf core and the guest does not know of it yet: what was asked for on each
+    /// vCPU is opened on it, with its ring, and enabled if the others are.
     pub fn vcpu_came(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;

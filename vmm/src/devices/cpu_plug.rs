@@ -1,5 +1,5 @@
-//! The registers through which a guest learns that processors come and are asked for, and gives them up: what the methods of
-//! the ACPI processor devices read and write (`boot/processors.rs`).
+//! The registers through which a guest learns that processors come and are asked for, and gives them up: what
+//! the methods of the ACPI processor devices read and write (`boot/processors.rs`).
 //!
 //! | port | width | read | write |
 //! |---|---|---|---|
@@ -8,9 +8,9 @@
 //! | +4 | 32 | 0 | the event that _OST reports on |
 //! | +8 | 32 | 0 | the status that _OST reports, and the report with it |
 //!
-//! The guest is hostile. All of it is a few bitmaps: a number that no processor has selects none, which reads as absent and
-//! takes no writes; ejecting processor 0, or one that is absent, does nothing and is counted. Ejecting another that nobody
-//! asked for is the guest's own affair, and it cannot have it back by itself.
+//! The guest is hostile. All of it is a few bitmaps: a number that no processor has selects none, which reads
+//! as absent and takes no writes; ejecting processor 0, or one that is absent, does nothing and is counted.
+//! Ejecting another that nobody asked for is the guest's own affair, and it cannot have it back by itself.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,8 +23,8 @@ const COME: u8 = 1 << 1;
 const ASKED_FOR: u8 = 1 << 2;
 const EJECT: u8 = 1 << 3;
 
-/// Events that _OST reports on (ACPI 6.5, table 6.73): a device was checked, its ejection was requested, and the
-/// guest ejects it on its own.
+/// Events that _OST reports on (ACPI 6.5, table 6.73): a device was checked, its ejection was requested, and
+/// the guest ejects it on its own.
 const DEVICE_CHECK: u32 = 1;
 const EJECT_REQUEST: u32 = 3;
 const OWN_EJECTION: u32 = 0x103;
@@ -201,8 +201,8 @@ impl CpuPlug {
         }
     }
 
-    /// Interrupts the guest again if there is something that it has not looked at. An edge may be lost before its driver is
-    /// there.
+    /// Interrupts the guest again if there is something that it has not looked at. An edge may be lost before
+    /// its driver is there.
     pub fn remind(&self) {
         let registers = self.lock();
         let pending = !registers.come.with(registers.called).is_empty();
@@ -424,7 +424,8 @@ mod tests {
         assert_eq!(plug.state().refused, vec![(3, 1)]);
     }
 
-    /// Requests that are withdrawn are not shown any more; a guest that gives the processor up all the same is believed.
+    /// Requests that are withdrawn are not shown any more; a guest that gives the processor up all the same
+    /// is believed.
     #[test]
     fn a_request_can_be_withdrawn() {
         let plug = CpuPlug::new(2, 3).unwrap();

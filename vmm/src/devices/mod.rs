@@ -354,7 +354,8 @@ mod tests {
         assert_eq!(read(0x7777, 2), [0, 0]);
     }
 
-    /// Without processors that can come and go nothing is there; with them fw_cfg tells how many there are and can be.
+    /// Without processors that can come and go nothing is there; with them fw_cfg tells how many there are
+    /// and can be.
     #[test]
     fn processors_that_come_and_go_have_registers_only_where_they_can() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);

@@ -1,4 +1,5 @@
-//! What /dev/kvm is on this host: hardware virtualisation or software only, and the capabilities the vPMU needs.
+//! What /dev/kvm is on this host: hardware virtualisation or software only, and the capabilities the vPMU
+//! needs.
 
 use std::fmt;
 use std::io;
@@ -91,15 +92,15 @@ pub fn open() -> Result<Kvm, HostError> {
 pub struct KvmFacts {
     /// How guest code is run.
     pub flavour: Flavour,
-    /// Whether an unmodified Linux kernel can run, found out by running an instruction that every kernel uses and
-    /// that KVM's emulator lacks.
+    /// Whether an unmodified Linux kernel can run, found out by running an instruction that every kernel
+    /// uses and that KVM's emulator lacks.
     pub runs_linux: bool,
     /// MSR accesses can be handed to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the filter).
     pub traps_msrs: bool,
     /// KVM's own vPMU can be switched off per VM (`KVM_CAP_PMU_CAPABILITY`).
     pub can_disable_own_pmu: bool,
-    /// RDPMC that nothing stands in for raises #GP while KVM's own vPMU is off, found out by executing it. Else KVM answers it with a count
-    /// of its own, which is no guest's.
+    /// RDPMC that nothing stands in for raises #GP while KVM's own vPMU is off, found out by executing it.
+    /// Else KVM answers it with a count of its own, which is no guest's.
     pub rdpmc_faults: bool,
     /// Binary statistics (`KVM_CAP_BINARY_STATS_FD`).
     pub binary_stats: bool,
@@ -141,8 +142,9 @@ pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
     kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE as i32 != 0
 }
 
-/// Switches KVM's own vPMU off for `vm`. False: that is not offered, as before Linux 5.18 or with kvm.enable_pmu=0. What our CPUID does not
-/// announce KVM does not enable then, and the MSR filter catches every register.
+/// Switches KVM's own vPMU off for `vm`. False: that is not offered, as before Linux 5.18 or with
+/// kvm.enable_pmu=0. What our CPUID does not announce KVM does not enable then, and the MSR filter catches
+/// every register.
 ///
 /// # Errors
 /// KVM's.
@@ -158,8 +160,8 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, kvm_ioctls::Error> 
     vm.enable_cap(&cap).map(|()| true)
 }
 
-/// Whether RDPMC raises #GP while KVM's own vPMU is off. KVM on AMD-V answered it with the counters of a vPMU that counts nothing, in
-/// Linux 6.1 for one; in 6.12 it does not.
+/// Whether RDPMC raises #GP while KVM's own vPMU is off. KVM on AMD-V answered it with the counters of a vPMU
+/// that counts nothing, in Linux 6.1 for one; in 6.12 it does not.
 ///
 /// # Errors
 /// [`HostError::Probe`] when KVM refuses what every VM needs.
@@ -189,7 +191,8 @@ fn runs_x87(kvm: &Kvm) -> Result<bool, HostError> {
     halts_behind(kvm, [0xd9, 0xe8, 0xf4])
 }
 
-/// Runs an instruction and `hlt` in real mode, without a table of interrupts. Whether it halts; a fault is the end.
+/// Runs an instruction and `hlt` in real mode, without a table of interrupts. Whether it halts; a fault is
+/// the end.
 fn halts_behind(kvm: &Kvm, code: [u8; 3]) -> Result<bool, HostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;

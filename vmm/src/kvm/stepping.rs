@@ -1,7 +1,7 @@
 //! What this host's KVM can do for single-stepping a guest, found out by doing it.
 //!
-//! Two instructions of a tiny 64-bit guest are run at either privilege level. No module's name is looked at: a KVM that
-//! runs code natively at one level and emulates it at the other steps at one of them only.
+//! Two instructions of a tiny 64-bit guest are run at either privilege level. No module's name is looked at:
+//! a KVM that runs code natively at one level and emulates it at the other steps at one of them only.
 
 use kvm_bindings::{
     KVM_CAP_SET_GUEST_DEBUG2, KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP,

@@ -1,7 +1,9 @@
-//! What a turn costs a guest: its vCPU's counters are reprogrammed from another thread, for which the host's kernel interrupts the guest.
+//! What a turn costs a guest: its vCPU's counters are reprogrammed from another thread, for which the host's
+//! kernel interrupts the guest.
 //!
-//! Measured and not assumed: a guest of three instructions counts how often it goes round, for a while undisturbed and for a while with
-//! an event on its thread that goes off and on again, as at a turn. What it did not get done in that time is the cost.
+//! Measured and not assumed: a guest of three instructions counts how often it goes round, for a while
+//! undisturbed and for a while with an event on its thread that goes off and on again, as at a turn. What it
+//! did not get done in that time is the cost.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
@@ -24,7 +26,8 @@ pub const SHORTEST: Duration = Duration::from_micros(584);
 /// The longest: a guest whose turns are so dear sees a rotation of eight events in less than a second.
 pub const LONGEST: Duration = Duration::from_millis(100);
 
-/// How long a while is, and how many of each kind there are. The best of them count: what else goes on only makes them worse.
+/// How long a while is, and how many of each kind there are. The best of them count: what else goes on only
+/// makes them worse.
 const WHILE: Duration = Duration::from_millis(2);
 const WHILES: usize = 6;
 /// Between two turns of a while.
@@ -69,11 +72,12 @@ impl TurnCost {
     }
 }
 
-/// Measures it with an event of the host's PMU, or of its kernel where `perf` says that there is none. Takes some 30 ms.
+/// Measures it with an event of the host's PMU, or of its kernel where `perf` says that there is none. Takes
+/// some 30 ms.
 ///
 /// # Errors
-/// [`HostError::Probe`] when KVM refuses what every VM needs, [`HostError::Event`] when the host refuses the event, [`HostError::Silent`]
-/// when the guest does not run.
+/// [`HostError::Probe`] when KVM refuses what every VM needs, [`HostError::Event`] when the host refuses the
+/// event, [`HostError::Silent`] when the guest does not run.
 pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<TurnCost, HostError> {
     let mut guest = TinyGuest::new(kvm, 3, &COUNT)?;
     let TinyGuest { vcpu, memory, .. } = &mut guest;

@@ -16,8 +16,8 @@ const FIXED: [(&str, u64); 3] = [("instructions", 1), ("cycles", 0), ("ref-cycle
 pub struct Fitted {
     /// The model the guest gets.
     pub model: Model,
-    /// Which of its counters compete for the host's and what comes of it, in one line; `None` if the host has
-    /// one for each.
+    /// Which of its counters compete for the host's and what comes of it, in one line; `None` if the host
+    /// has one for each.
     pub competition: Option<String>,
 }
 

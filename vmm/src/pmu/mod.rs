@@ -1,5 +1,5 @@
-//! The virtual PMU in the machine: one [`VmPmu`] per VM that owns the perf core and its drivers, one [`VcpuPmu`] per
-//! vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
+//! The virtual PMU in the machine: one [`VmPmu`] per VM that owns the perf core and its drivers, one
+//! [`VcpuPmu`] per vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
 
 pub mod backing;
 pub mod countable;
@@ -105,8 +105,8 @@ pub struct VmPmu {
 }
 
 impl VmPmu {
-    /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it keeps any;
-    /// `guest`: what samples look into.
+    /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it
+    /// keeps any; `guest`: what samples look into.
     pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>, guest: GuestProbe) -> Self {
         let core = Core::new(CoreConfig {
             share: config.share,
@@ -174,7 +174,8 @@ impl VmPmu {
         &self.core
     }
 
-    /// Takes KVM's statistics of vCPU `id`. They are there as long as the VM, whether the vCPU is or not: KVM's vCPU stays.
+    /// Takes KVM's statistics of vCPU `id`. They are there as long as the VM, whether the vCPU is or not:
+    /// KVM's vCPU stays.
     pub fn add_statistics(&self, id: u8, stats: OwnedFd) {
         if let Some(stats) = stats_file("a vCPU", stats) {
             self.kvm.add_vcpu(VcpuId(id.into()), stats);
@@ -260,7 +261,8 @@ pub struct VcpuPmu {
 }
 
 impl VcpuPmu {
-    /// Makes the calling thread the one whose time and events count for this vCPU, and starts the vCPU's event time.
+    /// Makes the calling thread the one whose time and events count for this vCPU, and starts the vCPU's
+    /// event time.
     ///
     /// # Errors
     /// [`PmuSetupError`].
@@ -393,8 +395,8 @@ impl VcpuPmu {
         }
     }
 
-    /// The guest's last instruction left guest mode and is complete with the next entry; call it after [`VcpuPmu::reconcile`]. `cpl` is
-    /// asked only if some counter wants to know the level.
+    /// The guest's last instruction left guest mode and is complete with the next entry; call it after
+    /// [`VcpuPmu::reconcile`]. `cpl` is asked only if some counter wants to know the level.
     #[inline]
     pub fn retired_outside(&mut self, cpl: impl FnOnce() -> u8) {
         let (wanted, level) = self.vpmu.wants_retired_outside();
@@ -419,15 +421,16 @@ impl VcpuPmu {
             })
     }
 
-    /// What a step retired. Overflows are due before the next instruction: see [`VcpuPmu::take_fed_overflow`].
+    /// What a step retired. Overflows are due before the next instruction: see
+    /// [`VcpuPmu::take_fed_overflow`].
     pub fn feed_step(&mut self, step: &Step) {
         if let Some(attached) = &self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
         }
     }
 
-    /// Serves overflow signals. Says how many counters overflowed, and whether segment and control registers were looked at, so that they had
-    /// better come with the next exit.
+    /// Serves overflow signals. Says how many counters overflowed, and whether segment and control registers
+    /// were looked at, so that they had better come with the next exit.
     pub fn service_overflows(&mut self, fd: &VcpuFd, synced: Synced) -> Serviced {
         let Some(attached) = self.attached.as_mut() else {
             return Serviced::default();
@@ -461,7 +464,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Something the guest's paravirtual events count has happened once. It has no privilege level of its own.
+    /// Something the guest's paravirtual events count has happened once. It has no privilege level of its
+    /// own.
     #[inline]
     pub fn count_event(&mut self, event: ParavirtualEvent) {
         if let Some(attached) = &self.attached {
@@ -500,7 +504,8 @@ impl VcpuPmu {
         }
     }
 
-    /// How soon the vCPU is to leave the guest, because a counter that has no place waits for one; `None` while none does.
+    /// How soon the vCPU is to leave the guest, because a counter that has no place waits for one; `None`
+    /// while none does.
     #[inline]
     pub fn retry_in(&mut self) -> Option<Duration> {
         let attached = self.attached.as_mut()?;
@@ -508,8 +513,8 @@ impl VcpuPmu {
         Some(Duration::from_nanos(ns))
     }
 
-    /// Nanoseconds in which at least one enabled counter was not counted, and how often one lost its place or found none.
-    /// `None` where KVM's own vPMU counts.
+    /// Nanoseconds in which at least one enabled counter was not counted, and how often one lost its place or
+    /// found none. `None` where KVM's own vPMU counts.
     pub fn uncounted(&mut self) -> Option<(u64, u64)> {
         if self.is_kvms() {
             return None;
@@ -557,7 +562,8 @@ impl VcpuPmu {
         self.vpmu.pmi_ready(now_ns)
     }
 
-    /// The due PMI cannot be delivered now. Returns whether it still waits: what the guest has served is forgotten.
+    /// The due PMI cannot be delivered now. Returns whether it still waits: what the guest has served is
+    /// forgotten.
     pub fn pmi_must_wait(&mut self) -> bool {
         self.vpmu.pmi_must_wait()
     }
@@ -677,8 +683,8 @@ mod tests {
         pmu.detach();
     }
 
-    /// A guest that counts what nobody here can count reads for how long: never less than passed between two reads of
-    /// its, never more than passed around them, and nothing when that counter is off.
+    /// A guest that counts what nobody here can count reads for how long: never less than passed between two
+    /// reads of its, never more than passed around them, and nothing when that counter is off.
     #[test]
     fn a_guest_reads_how_long_its_counters_were_not_counted() {
         let mut pmu = pmu();
@@ -711,8 +717,8 @@ mod tests {
         pmu.detach();
     }
 
-    /// A thread that shares one CPU with a busy one waits; the guest's counter of that must not stand still, and must
-    /// stop when the guest asks for something else.
+    /// A thread that shares one CPU with a busy one waits; the guest's counter of that must not stand still,
+    /// and must stop when the guest asks for something else.
     #[test]
     fn a_guest_that_programs_stolen_time_by_wrmsr_has_it_counted() {
         let mut pmu = pmu();

@@ -1,8 +1,9 @@
 //! The state of a new vCPU, kept to give it back to one that was removed and comes again.
 //!
-//! KVM cannot delete a vCPU, and has no call that resets one. So what a vCPU that may come later holds when it was made is read
-//! once, and written before each time it comes: also before the first, because the INIT, SIPI and NMI of a guest
-//! reach vCPUs that no thread runs. The time stamp counter goes on, as it does over an INIT.
+//! KVM cannot delete a vCPU, and has no call that resets one. So what a vCPU that may come later holds when
+//! it was made is read once, and written before each time it comes: also before the first, because the INIT,
+//! SIPI and NMI of a guest reach vCPUs that no thread runs. The time stamp counter goes on, as it does over
+//! an INIT.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
@@ -10,8 +11,9 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer, VcpuFd};
 
-/// Registers that are not written: the time stamp counter, its offset and its timer (which the local APIC's state stops), the
-/// local APIC's base (which the special registers hold), and what is the VM's and not the vCPU's: kvmclock's wall clock.
+/// Registers that are not written: the time stamp counter, its offset and its timer (which the local APIC's
+/// state stops), the local APIC's base (which the special registers hold), and what is the VM's and not the
+/// vCPU's: kvmclock's wall clock.
 const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
 /// Hyper-V's, some of which are the VM's. No guest is offered them.
 const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;

@@ -1,15 +1,17 @@
 //! Making a vCPU leave KVM_RUN: the signals, and why none of them can be lost.
 //!
 //! Two signals reach a vCPU thread. The *kick* asks it to look at its run state (pause, stop, a PMI that
-//! waits). The *overflow* signal is sent by the host kernel when a perf event of this vCPU overflows. Both handlers
-//! set `kvm_run.immediate_exit` of the thread they run on. The run loop clears that byte *before* it looks at what the
-//! signals announce, so a signal that arrives after the look makes the next KVM_RUN return at once.
+//! waits). The *overflow* signal is sent by the host kernel when a perf event of this vCPU overflows. Both
+//! handlers set `kvm_run.immediate_exit` of the thread they run on. The run loop clears that byte *before* it
+//! looks at what the signals announce, so a signal that arrives after the look makes the next KVM_RUN return
+//! at once.
 //!
-//! Both are standard signals, not real-time ones: those queue, and the queue, one for all processes of a user, can be
-//! full, which would lose a kick. Standard signals of a kind merge while one is pending, which loses nothing, because
-//! what they announce is looked up and not counted.
+//! Both are standard signals, not real-time ones: those queue, and the queue, one for all processes of a
+//! user, can be full, which would lose a kick. Standard signals of a kind merge while one is pending, which
+//! loses nothing, because what they announce is looked up and not counted.
 //!
-//! Overflow signals that come often are not handled but held and fetched, which costs less: [`OverflowSignals`].
+//! Overflow signals that come often are not handled but held and fetched, which costs less:
+//! [`OverflowSignals`].
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -47,12 +49,14 @@ extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
     request_exit();
 }
 
-/// Async-signal-safe: only touches const-initialised thread-locals without destructors and one byte of shared memory.
+/// Async-signal-safe: only touches const-initialised thread-locals without destructors and one byte of shared
+/// memory.
 fn request_exit() {
     let byte = IMMEDIATE_EXIT.get();
     if !byte.is_null() {
-        // SAFETY: a non-null pointer was stored by `Armed::new` from the mapping of the vCPU this very thread runs and is
-        // cleared when that `Armed` is dropped, before the mapping goes. Volatile, because the kernel reads it.
+        // SAFETY: a non-null pointer was stored by `Armed::new` from the mapping of the vCPU this very thread
+        // runs and is cleared when that `Armed` is dropped, before the mapping goes. Volatile,
+        // because the kernel reads it.
         unsafe { byte.write_volatile(1) };
     }
 }
@@ -97,11 +101,12 @@ impl Armed {
         unsafe { (&raw mut (*self.0).immediate_exit).write_volatile(1) };
     }
 
-    /// Bytes of one access of the port I/O exit that is being handled; string instructions exit with several accesses in
-    /// one buffer.
+    /// Bytes of one access of the port I/O exit that is being handled; string instructions exit with several
+    /// accesses in one buffer.
     pub fn io_width(&self) -> usize {
-        // SAFETY: `self.0` is the kvm_run mapping of the vCPU this thread runs, which outlives `self`. Every bit pattern
-        // of the union is a valid `io` (plain integers); the field is only written by KVM_RUN on this thread.
+        // SAFETY: `self.0` is the kvm_run mapping of the vCPU this thread runs, which outlives `self`. Every
+        // bit pattern of the union is a valid `io` (plain integers); the field is only written by
+        // KVM_RUN on this thread.
         usize::from(unsafe { (&raw const (*self.0).__bindgen_anon_1.io.size).read() })
     }
 }
@@ -112,8 +117,8 @@ impl Drop for Armed {
     }
 }
 
-/// A timer that kicks the thread that made it: for what must be looked at again although the guest may not exit, such as
-/// a PMI that waits for the guest to unmask LVTPC.
+/// A timer that kicks the thread that made it: for what must be looked at again although the guest may not
+/// exit, such as a PMI that waits for the guest to unmask LVTPC.
 #[derive(Debug)]
 pub struct KickTimer(libc::timer_t);
 
@@ -169,7 +174,8 @@ const FEW_EXITS: u32 = 8;
 /// After more exits than this without an overflow signal they are handled again.
 const MANY_EXITS: u32 = 32;
 
-/// `struct kvm_signal_mask` with the kernel's own set of signals behind it, as `KVM_SET_SIGNAL_MASK` takes it.
+/// `struct kvm_signal_mask` with the kernel's own set of signals behind it, as `KVM_SET_SIGNAL_MASK` takes
+/// it.
 #[repr(C)]
 struct KvmSignalMask {
     len: u32,
@@ -188,11 +194,12 @@ mod ioctl {
 
 /// How the overflow signals of one vCPU end KVM_RUN.
 ///
-/// *Handled*: by their handler, as above. To run a handler costs the kernel more than a system call does, and several times that on an
-/// emulated host. *Held*: blocked in the thread, let through by `KVM_SET_SIGNAL_MASK` while it is in KVM_RUN, which then ends with EINTR and
-/// leaves them pending; they are fetched by one system call. A signal that comes earlier ends the next KVM_RUN at once, so this loses none
-/// either. But KVM then changes the thread's mask twice in each KVM_RUN, under a lock of the whole process. So they are held only while they
-/// are a good part of what ends it, as they are for a vCPU that is sampled.
+/// *Handled*: by their handler, as above. To run a handler costs the kernel more than a system call does, and
+/// several times that on an emulated host. *Held*: blocked in the thread, let through by
+/// `KVM_SET_SIGNAL_MASK` while it is in KVM_RUN, which then ends with EINTR and leaves them pending; they are
+/// fetched by one system call. A signal that comes earlier ends the next KVM_RUN at once, so this loses none
+/// either. But KVM then changes the thread's mask twice in each KVM_RUN, under a lock of the whole process.
+/// So they are held only while they are a good part of what ends it, as they are for a vCPU that is sampled.
 #[derive(Debug)]
 pub struct OverflowSignals {
     held: bool,
@@ -213,8 +220,8 @@ impl Default for OverflowSignals {
 }
 
 impl OverflowSignals {
-    /// KVM_RUN has ended, `by_signal` or otherwise. Afterwards [`take_overflow`] knows of every overflow signal that ended it. At most one
-    /// system call.
+    /// KVM_RUN has ended, `by_signal` or otherwise. Afterwards [`take_overflow`] knows of every overflow
+    /// signal that ended it. At most one system call.
     pub fn after_exit(&mut self, by_signal: bool) {
         self.exits = self.exits.saturating_add(1);
         if self.held && by_signal {
@@ -222,7 +229,8 @@ impl OverflowSignals {
         }
     }
 
-    /// To be called before the next entry, with what [`take_overflow`] has said. Rarely two system calls, otherwise none.
+    /// To be called before the next entry, with what [`take_overflow`] has said. Rarely two system calls,
+    /// otherwise none.
     pub fn before_entry(&mut self, vcpu: &VcpuFd, signalled: bool) {
         let hold = if signalled {
             self.held || self.exits <= FEW_EXITS
@@ -280,7 +288,8 @@ fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
             KERNEL_SIGSET_BYTES,
         )
     };
-    // SAFETY: the ioctl reads a struct kvm_signal_mask and `len` bytes behind it, which `mask` is; it is the right one for a vCPU.
+    // SAFETY: the ioctl reads a struct kvm_signal_mask and `len` bytes behind it, which `mask` is; it is the
+    // right one for a vCPU.
     if unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } != 0 {
         let refused = io::Error::last_os_error();
         // SAFETY: `overflow` is a live set; what was set before is not asked for.

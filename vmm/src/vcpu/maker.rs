@@ -1,4 +1,5 @@
-//! Making a vCPU: from KVM's, which is made once with the VM, to one that can run, which is made each time it comes.
+//! Making a vCPU: from KVM's, which is made once with the VM, to one that can run, which is made each time it
+//! comes.
 
 use std::fmt;
 use std::io;

@@ -98,7 +98,8 @@ struct Fresh {
     system: bool,
 }
 
-/// Whether the instruction that left the guest completes with the next entry, without having retired in guest mode.
+/// Whether the instruction that left the guest completes with the next entry, without having retired in guest
+/// mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Completed {
     #[default]
@@ -149,7 +150,8 @@ pub struct Vcpu {
     reads_again: u32,
     /// Registers come and go with KVM_RUN.
     syncs_registers: bool,
-    /// Segment and control registers come, too: the last sample needed them, and nothing but samples left the guest since.
+    /// Segment and control registers come, too: the last sample needed them, and nothing but samples left
+    /// the guest since.
     syncs_system: bool,
     /// What came with the last exit is still the vCPU's state.
     synced: Fresh,
@@ -227,8 +229,9 @@ impl Vcpu {
         self.rdpmc = Some(rdpmc);
     }
 
-    /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. `began` is told whether the vCPU has
-    /// entered the perf core; without it the VM cannot do without this vCPU, and ends if it has not.
+    /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. `began`
+    /// is told whether the vCPU has entered the perf core; without it the VM cannot do without this vCPU,
+    /// and ends if it has not.
     ///
     /// # Errors
     /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
@@ -242,7 +245,8 @@ impl Vcpu {
             .spawn(move || {
                 let Some(mut vcpu) = take(&there) else { return };
                 let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
-                // A panic here would be a bug of ours; it must end the VM and not leave the others running headless.
+                // A panic here would be a bug of ours; it must end the VM and not leave the others running
+                // headless.
                 let run = std::panic::AssertUnwindSafe(|| vcpu.run(began.as_ref()));
                 let Ok(ran) = std::panic::catch_unwind(run) else {
                     control.stop(StopReason::Failed);
@@ -296,7 +300,8 @@ impl Vcpu {
         self.seat.stats().go_on();
         // What another thread of this vCPU asked KVM for.
         self.fd.clear_sync_valid_reg(SyncReg::SystemRegister);
-        // The stepper reads and writes registers between two entries; both ways at once would undo each other.
+        // The stepper reads and writes registers between two entries; both ways at once would undo each
+        // other.
         self.syncs_registers =
             self.pmu.is_some() && self.stepper.is_none() && self.vm.check_extension(Cap::SyncRegs);
         if self.syncs_registers {
@@ -365,8 +370,8 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Leaves nothing of this thread in KVM's vCPU: an access to a port whose outcome the guest has not seen yet, and which signals it lets
-    /// through.
+    /// Leaves nothing of this thread in KVM's vCPU: an access to a port whose outcome the guest has not seen
+    /// yet, and which signals it lets through.
     fn settle(&mut self, armed: &kick::Armed) {
         armed.request_exit();
         match self.fd.run() {
@@ -437,7 +442,8 @@ impl Vcpu {
         }
     }
 
-    /// Handles a write to the trap port: the stepper's breakpoint, a replaced RDPMC, or the guest's own write.
+    /// Handles a write to the trap port: the stepper's breakpoint, a replaced RDPMC, or the guest's own
+    /// write.
     fn trap_port_exit(&mut self, byte: u8) -> Result<Next, EntryError> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?
@@ -534,7 +540,8 @@ impl Vcpu {
             }
         }
         let Some(open) = self.lvtpc.look(&mut self.fd)? else {
-            // The guest unmasks LVTPC without telling us; look again at every exit, and now and then without one.
+            // The guest unmasks LVTPC without telling us; look again at every exit, and now and then without
+            // one.
             self.pmi_waits = pmu.pmi_must_wait();
             if self.pmi_waits {
                 self.seat.stats().pmi_masked_waits.inc();

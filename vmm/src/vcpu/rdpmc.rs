@@ -1,4 +1,5 @@
-//! RDPMC while the guest runs: what stands for it exits here, and a PMI must not come at a bad moment behind it.
+//! RDPMC while the guest runs: what stands for it exits here, and a PMI must not come at a bad moment behind
+//! it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,10 +20,11 @@ use crate::rdpmc::sites::{Hit, SitesOfVcpu};
 use guest_profile::GuestRegs;
 use kernel_images::rdpmc::{LONGEST, TRAP_PORT, is_out};
 
-/// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of instructions, and the way
-/// back into it.
+/// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of
+/// instructions, and the way back into it.
 const READ_SETTLES: Duration = Duration::from_micros(50);
-/// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must get on.
+/// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must
+/// get on.
 const MOST_READS_AGAIN: u32 = 16;
 /// How long a PMI waits then.
 const ONE_READ: Duration = Duration::from_millis(1);
@@ -72,7 +74,8 @@ pub struct Rdpmc {
 }
 
 impl Rdpmc {
-    /// Of a vCPU that has yet to run. `linux`: the kernel is one, and nothing in the upper half of the address space is a program's.
+    /// Of a vCPU that has yet to run. `linux`: the kernel is one, and nothing in the upper half of the
+    /// address space is a program's.
     pub fn new(memory: GuestMemoryMmap, linux: bool, sites: SitesOfVcpu) -> Self {
         Self {
             memory,
@@ -84,7 +87,8 @@ impl Rdpmc {
         }
     }
 
-    /// Serves what was not replaced at the guest's handler of #GP. Not together with stepping, which has exits of its own there.
+    /// Serves what was not replaced at the guest's handler of #GP. Not together with stepping, which has
+    /// exits of its own there.
     #[must_use]
     pub fn with_gate(mut self, gate: Gate) -> Self {
         self.gate = Some(gate);
@@ -183,8 +187,8 @@ impl Looks {
 }
 
 impl Vcpu {
-    /// The guest wrote `byte` to the port that stands for RDPMC: it is one where one was replaced, the exit in the handler of #GP, or the
-    /// guest's own, which the bus gets.
+    /// The guest wrote `byte` to the port that stands for RDPMC: it is one where one was replaced, the exit
+    /// in the handler of #GP, or the guest's own, which the bus gets.
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
@@ -214,7 +218,8 @@ impl Vcpu {
             Some(rdpmc) => rdpmc.site_at(&regs, &self.fd)?,
             None => None,
         };
-        // The stepper takes the end of a step for the end of the instruction: it must not be lost in finding out.
+        // The stepper takes the end of a step for the end of the instruction: it must not be lost in finding
+        // out.
         let site = site.map(|(hit, level)| {
             let ambiguous = hit.ambiguous && self.stepper.is_none();
             (Hit { ambiguous, ..hit }, level)
@@ -245,7 +250,8 @@ impl Vcpu {
         }))
     }
 
-    /// Whether a port write with the vCPU at `rip` is of the instruction at `hit` and not of its neighbour: KVM completes it.
+    /// Whether a port write with the vCPU at `rip` is of the instruction at `hit` and not of its neighbour:
+    /// KVM completes it.
     fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, kvm_ioctls::Error> {
         self.synced = Fresh::default();
         complete_port_write(&mut self.fd)?;
@@ -290,7 +296,8 @@ impl Vcpu {
         self.fd.set_regs(&regs)
     }
 
-    /// After a write of a PMU register, now and then: looks which kernel runs, and where its handler of #GP is.
+    /// After a write of a PMU register, now and then: looks which kernel runs, and where its handler of #GP
+    /// is.
     pub(super) fn look_at_kernel(&mut self) -> Result<(), kvm_ioctls::Error> {
         let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
             return Ok(());
@@ -317,7 +324,8 @@ impl Vcpu {
         Ok(())
     }
 
-    /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything else the handler goes on.
+    /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything
+    /// else the handler goes on.
     fn at_gate(&mut self, at: u64) -> Result<Next, kvm_ioctls::Error> {
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
             return Ok(Next::Continue);
@@ -429,20 +437,22 @@ impl Vcpu {
         self.fd.set_vcpu_events(&events)
     }
 
-    /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI comes before
-    /// it: it is executed again after the handler. Returns how long the PMI must wait instead.
+    /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI
+    /// comes before it: it is executed again after the handler. Returns how long the PMI must wait
+    /// instead.
     ///
-    /// Linux brings an event up to date by reading its last value, RDPMC, and a compare-and-exchange of that last
-    /// value. A handler in between restarts the period, after which the last value can be what it was
-    /// before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and the exchange that is a
-    /// matter of nanoseconds; here the exit for RDPMC is where overflows are found, and timers ring on the way back from it, so
-    /// PMIs would come behind it as a rule.
+    /// Linux brings an event up to date by reading its last value, RDPMC, and a compare-and-exchange of that
+    /// last value. A handler in between restarts the period, after which the last value can be what it
+    /// was before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and
+    /// the exchange that is a matter of nanoseconds; here the exit for RDPMC is where overflows are
+    /// found, and timers ring on the way back from it, so PMIs would come behind it as a rule.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, kvm_ioctls::Error> {
         let in_a_row = std::mem::take(&mut self.reads_again);
         let Some(Read { at, behind, when }) = self.just_read else {
             return Ok(None);
         };
-        // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its end.
+        // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its
+        // end.
         if self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
             return Ok(None);
         }
@@ -458,7 +468,8 @@ impl Vcpu {
         }
         self.synced = Fresh::default();
         if regs.rip == at {
-            // KVM has yet to step over the OUT that stands for RDPMC. The request to leave stays: the next entry is made twice.
+            // KVM has yet to step over the OUT that stands for RDPMC. The request to leave stays: the next
+            // entry is made twice.
             complete_port_write(&mut self.fd)?;
             regs = self.fd.get_regs()?;
         }

@@ -1,13 +1,15 @@
-//! Which vCPUs a VM has: the one place that knows. It starts those that are added and takes in those that leave.
+//! Which vCPUs a VM has: the one place that knows. It starts those that are added and takes in those that
+//! leave.
 //!
-//! Each number that a vCPU can have is a *seat*. A seat is taken by a vCPU whose thread runs; else KVM's vCPU is parked in it, because
-//! KVM cannot delete one. A vCPU that comes gets everything of ours anew: its thread, its PMU with reset values, what serves its
-//! RDPMC. KVM's is put into the state in which it was made (see `first_state`). Counters of its loop and its
-//! mailbox stay with the seat.
+//! Each number that a vCPU can have is a *seat*. A seat is taken by a vCPU whose thread runs; else KVM's vCPU
+//! is parked in it, because KVM cannot delete one. A vCPU that comes gets everything of ours anew: its
+//! thread, its PMU with reset values, what serves its RDPMC. KVM's is put into the state in which it was made
+//! (see `first_state`). Counters of its loop and its mailbox stay with the seat.
 //!
-//! A vCPU comes in two steps: first it is started and enters the perf core, waiting for the guest's INIT and SIPI; only then is it
-//! shown to the guest. So who counts is there before its first instruction, and a start that fails leaves nothing behind.
-//! It leaves when the guest has ejected it: its thread ends, which folds its counts, and parks what is KVM's.
+//! A vCPU comes in two steps: first it is started and enters the perf core, waiting for the guest's INIT and
+//! SIPI; only then is it shown to the guest. So who counts is there before its first instruction, and a start
+//! that fails leaves nothing behind. It leaves when the guest has ejected it: its thread ends, which folds
+//! its counts, and parks what is KVM's.
 
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -189,8 +191,8 @@ impl Roster {
         self.plug.as_ref()
     }
 
-    /// What the guest says of its vCPUs; `None` where nobody comes or goes. A guest that has not looked at a change for a while is
-    /// interrupted again.
+    /// What the guest says of its vCPUs; `None` where nobody comes or goes. A guest that has not looked at a
+    /// change for a while is interrupted again.
     pub fn plug_state(&self) -> Option<PlugState> {
         let plug = self.plug.as_ref()?;
         let mut reminded = self.reminded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -202,7 +204,8 @@ impl Roster {
         Some(plug.state())
     }
 
-    /// Starts the threads of the first `vcpus`. `first_entry` is called right before the first guest instruction.
+    /// Starts the threads of the first `vcpus`. `first_entry` is called right before the first guest
+    /// instruction.
     ///
     /// # Errors
     /// [`RosterError`]; the threads that were started run on.
@@ -220,9 +223,10 @@ impl Roster {
         Ok(())
     }
 
-    /// Begins to make it `count` vCPUs. If there are fewer, those that are missing are started and returned, for
-    /// [`Roster::show`]; the guest has not been told of them. If there are more, the guest is asked for those with the highest numbers. What it was
-    /// asked for before and has not given is not asked for any more.
+    /// Begins to make it `count` vCPUs. If there are fewer, those that are missing are started and returned,
+    /// for [`Roster::show`]; the guest has not been told of them. If there are more, the guest is asked
+    /// for those with the highest numbers. What it was asked for before and has not given is not asked
+    /// for any more.
     ///
     /// # Errors
     /// [`RosterError`]; there are as many vCPUs as before.

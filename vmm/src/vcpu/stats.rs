@@ -107,7 +107,8 @@ impl Counter {
     }
 }
 
-/// A table of the counters of all vCPUs, one column each and a total; rows that are zero everywhere are left out.
+/// A table of the counters of all vCPUs, one column each and a total; rows that are zero everywhere are left
+/// out.
 pub fn table(vcpus: &[&VcpuStats]) -> String {
     let columns: Vec<_> = vcpus.iter().map(|s| s.all()).collect();
     let Some(first) = columns.first() else {

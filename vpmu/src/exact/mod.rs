@@ -207,8 +207,8 @@ pub struct Step {
     pub kernel: Counts,
     /// An interrupt, NMI or exception came in between.
     pub event: bool,
-    /// The meter could not tell what happened: the code could not be read, or the vCPU is where nothing known
-    /// leads. Nothing is counted for what it could not tell.
+    /// The meter could not tell what happened: the code could not be read, or the vCPU is where nothing
+    /// known leads. Nothing is counted for what it could not tell.
     pub lost: bool,
 }
 

@@ -349,7 +349,8 @@ fn a_repeated_instruction_counts_at_its_end_with_any_interrupts_between() {
         step(count(NMI_HANDLER, 1), count(NMI_HANDLER + 3, 1)).kernel,
         kernel(1)
     );
-    // Resumed with one iteration left, which leaves RIP at the instruction; the last step only finds RCX at 0.
+    // Resumed with one iteration left, which leaves RIP at the instruction; the last step only finds RCX at
+    // 0.
     assert_eq!(step(count(CODE, 1), count(CODE, 0)), Step::default());
     let end = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(

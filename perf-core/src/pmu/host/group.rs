@@ -1,11 +1,12 @@
 //! Groups of the host's kernel: members are on and off together, by one system call on their leader.
 //!
-//! A member is enabled in the kernel all the time and counts while its leader is on, so a group goes on and off at one moment and for one
-//! interrupt of the vCPU, whatever its size. What its members counted is read in one go too, through the first that was opened for that:
-//! the kernel answers a reading of any member with all of them.
+//! A member is enabled in the kernel all the time and counts while its leader is on, so a group goes on and
+//! off at one moment and for one interrupt of the vCPU, whatever its size. What its members counted is read
+//! in one go too, through the first that was opened for that: the kernel answers a reading of any member with
+//! all of them.
 //!
-//! A member that the kernel refuses in the group, because it is of another PMU, or too many for the counters there are, is opened alone and
-//! goes on and off by itself.
+//! A member that the kernel refuses in the group, because it is of another PMU, or too many for the counters
+//! there are, is opened alone and goes on and off by itself.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -258,7 +258,8 @@ impl Opener {
         Ok((Arc::new(fd), map))
     }
 
-    /// Opens it in `group`, unless the kernel will not have it there or it would count differently. `counts`: it is no sampling event.
+    /// Opens it in `group`, unless the kernel will not have it there or it would count differently. `counts`:
+    /// it is no sampling event.
     fn join(&self, group: Arc<KernelGroup>, counts: bool) -> Option<(Place, Arc<PerfFd>, Option<PerfMap>)> {
         // Under a leader that is not pinned the kernel could take a counter away and tell nobody.
         if group.tid != self.tid || self.hardware && !group.pinned || group.is_full() {
@@ -288,8 +289,9 @@ impl Opener {
         }
     }
 
-    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the control page, with
-    /// which the counter is read where the host offers it. Without either it works too.
+    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the
+    /// control page, with which the counter is read where the host offers it. Without either it works
+    /// too.
     fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))
@@ -534,7 +536,8 @@ impl PmuEvent for HostEvent {
                 enabled_ns: self.map.as_ref().map_or(0, PerfMap::enabled_ns),
             };
         }
-        // A pinned event that finds no counter is in the error state at once, and reads as end of file. In a group that is its leader.
+        // A pinned event that finds no counter is in the error state at once, and reads as end of file. In a
+        // group that is its leader.
         if self.hardware && self.member.is_none() && matches!(self.count_now(), Ok(None)) {
             self.stop();
             return Err(PmuError::Busy);

@@ -80,8 +80,8 @@ impl Doubt {
 /// One line of a table, without indentation of its own beyond perf's:
 /// value, unit, event, then what is said behind `#`, the error, and the share of time counted.
 ///
-/// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx% )` or `( +- unknown )`; the share only
-/// when the event was not on all the time.
+/// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx% )` or `( +-
+/// unknown )`; the share only when the event was not on all the time.
 pub fn stat_line(event: &str, counted: &Counted, unit: Unit, note: Option<&str>, doubt: Doubt) -> String {
     let value = match counted {
         Counted::NotSupported => "<not supported>".to_owned(),
@@ -125,9 +125,9 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
     (running_ns < enabled_ns).then(|| 100.0 * running_ns as f64 / enabled_ns as f64)
 }
 
-/// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (of repeated runs), time running,
-/// share running, and what is derived with its unit. `separator` stands within no field: where it would, the field
-/// is quoted.
+/// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (of repeated runs), time
+/// running, share running, and what is derived with its unit. `separator` stands within no field: where it
+/// would, the field is quoted.
 pub fn csv_line(
     event: &str,
     counted: &Counted,

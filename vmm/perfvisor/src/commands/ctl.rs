@@ -47,7 +47,8 @@ pub enum Action {
     Stop,
     /// Say whether it runs, and how many vCPUs it has.
     Status,
-    /// Add vCPUs, or have the guest give some up, until there are N; the VM must have been started with --cpus N,max=M.
+    /// Add vCPUs, or have the guest give some up, until there are N; the VM must have been started with
+    /// --cpus N,max=M.
     Vcpus {
         /// How many, 1 to M.
         #[arg(value_name = "N")]

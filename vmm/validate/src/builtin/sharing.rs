@@ -11,8 +11,8 @@ use crate::judge::{Evidence, Expected, Tolerance};
 use crate::report::{Check, Row};
 use control_api::request;
 
-/// CPU time of a turn, and of a contended measurement, in ms. What programming all counters takes beside the operator's
-/// events is in the measurement, and many times less.
+/// CPU time of a turn, and of a contended measurement, in ms. What programming all counters takes beside the
+/// operator's events is in the measurement, and many times less.
 const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
 /// More events than counters by so many.
@@ -79,7 +79,8 @@ impl Builtin<'_> {
             .zip(&running)
             .filter_map(|(estimator, running)| {
                 let estimate = estimator.estimate(now_ns, None)?;
-                // So few slices have no standard error. What was not seen lies between the least and the most that a turn counted.
+                // So few slices have no standard error. What was not seen lies between the least and the most
+                // that a turn counted.
                 let unseen = TURNS as f64 * now_ns.saturating_sub(*running) as f64 / now_ns.max(1) as f64;
                 let slack = unseen * most.saturating_sub(least) as f64
                     + all as f64 * self.options.tolerance_percent / 100.0;

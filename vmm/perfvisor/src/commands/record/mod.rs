@@ -69,9 +69,9 @@ pub struct RecordArgs {
     #[arg(long, value_name = "HOW", default_value = "fp", value_parser = ["fp", "none"])]
     pub call_graph: String,
     /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken
-    /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50 chains
-    /// a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every 20th sample
-    /// with -c]
+    /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50
+    /// chains a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every
+    /// 20th sample with -c]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub chain_every: Option<u32>,
     /// Where names come from; without, from the guest's memory.
@@ -330,7 +330,8 @@ impl Streams {
         Ok(streams)
     }
 
-    /// Takes in a vCPU that came. Its events have counted since before its first instruction, into a ring that was made for them.
+    /// Takes in a vCPU that came. Its events have counted since before its first instruction, into a ring
+    /// that was made for them.
     fn join(
         &mut self,
         client: &mut Client,

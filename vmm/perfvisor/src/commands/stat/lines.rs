@@ -1,4 +1,5 @@
-//! What `perfvisor stat` prints of its totals: perf's lines, CSV and JSON, and what perf derives from two counts.
+//! What `perfvisor stat` prints of its totals: perf's lines, CSV and JSON, and what perf derives from two
+//! counts.
 
 use std::fmt::Write as _;
 use std::time::Duration;

@@ -289,7 +289,8 @@ mod tests {
         assert_eq!(totals(&events, &now, &now, false)[0].counted, Counted::NotCounted);
     }
 
-    /// A vCPU that left counts nothing more, and what it counted before is not lost when it comes again under its number.
+    /// A vCPU that left counts nothing more, and what it counted before is not lost when it comes again under
+    /// its number.
     #[test]
     fn a_vcpu_that_comes_and_goes_is_one_row() {
         let events = [
