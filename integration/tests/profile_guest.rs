@@ -10,7 +10,7 @@ use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::place::Place;
-use integration::process::Command;
+use integration::process::{Command, Process};
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -380,7 +380,7 @@ recorded() {
 }
 section alone perf stat -x, -e instructions:u,branches:u busybox true
 section recorded-alone recorded
-echo together-begins; sleep 8
+echo together-begins; read go </dev/console
 section together perf stat -x, -e instructions:u,branches:u busybox true
 section recorded-together recorded
 kernel_log
@@ -406,35 +406,44 @@ fn guest_and_host_do_not_disturb_each_other() {
         .cmdline("nowatchdog norandmaps")
         .limit(LIMIT)
         .args(["--name", "counted", "--backing", "exact"]);
-    let running = place.start(&guest.command(&place).unwrap()).unwrap();
-    let wait = |text: &str| {
+    let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
+    let reaches = |running: &Process, text: &str| {
         assert!(
             running.wait_for(text, LIMIT),
             "{text}: {}",
             running.stdout_so_far()
         );
     };
-    wait("together-begins");
+    reaches(&running, "together-begins");
     let perfvisor = place.perfvisor().unwrap();
     let data = place.scratch("counted.data");
-    // Both begin and end while the guest sleeps, however long it takes, and so see the same work.
+    // Both begin and end while the guest waits, however long that takes, and so see the same work: counting
+    // has begun when there is a first interval, recording when it says so.
     let stop = place.scratch("counted.stop");
     let looking = place
         .start(&Command::shell(format!(
-            "'{perfvisor}' stat counted -x, -e cycles & stat=$!
-             '{perfvisor}' record counted -F 500 -o '{data}' & record=$!
+            "rm -f '{stop}'.*; mkfifo '{stop}'.ctl '{stop}'.ack
+             '{perfvisor}' stat counted -x, -e cycles -I 500 >'{stop}'.counts & stat=$!
+             until [ -s '{stop}'.counts ]; do sleep 0.2; done
+             '{perfvisor}' record counted -F 500 -o '{data}' -D -1 --control 'fifo:{stop}.ctl,{stop}.ack' & record=$!
+             echo enable >'{stop}'.ctl; head -n 1 '{stop}'.ack; echo looking-begun
              until [ -e '{stop}' ]; do sleep 0.2; done
-             rm '{stop}'; kill -TERM $record; wait $record; kill -TERM $stat; wait $stat"
+             rm '{stop}'; kill -TERM $record; wait $record; kill -TERM $stat; wait $stat
+             cat '{stop}'.counts"
         )))
         .unwrap();
-    wait("both-done");
+    reaches(&looking, "looking-begun");
+    running.write(b"\n").unwrap();
+    reaches(&running, "both-done");
     place.put(&stop, 0o644, b"").unwrap();
     let looked = looking.wait(LIMIT).unwrap();
     let (said, counted) = (looked.stderr_text(), looked.stdout_text());
-    let counted = counted
+    // Seconds, count, unit, event, …: an interval each.
+    let cycles: f64 = counted
         .lines()
-        .find(|line| line.contains("cycles"))
-        .unwrap_or_else(|| panic!("{said}"));
+        .filter(|line| line.contains(",cycles"))
+        .map(|line| line.split(',').nth(1).unwrap().parse::<f64>().unwrap())
+        .sum();
     run(
         &place,
         &Command::new(perfvisor.clone()).args(["ctl", "counted", "stop"]),
@@ -474,7 +483,6 @@ fn guest_and_host_do_not_disturb_each_other() {
         samples_together.abs_diff(samples) * 100 <= samples && sum_together.abs_diff(sum) * 100 <= sum,
         "{alone}\n{together}"
     );
-    let cycles: f64 = counted.split(',').next().unwrap().parse().unwrap();
     let (text, _) = run(&place, &Command::new(perfvisor).args(["report", "-i", &data]));
     let sampled: f64 = text
         .lines()

@@ -314,6 +314,63 @@ mod tests {
         );
     }
 
+    /// A gate with the counters' values before and after.
+    fn gate(before: &[u64], after: &[u64]) -> Gate {
+        let views = |values: &[u64]| {
+            let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {
+                counter: format!("gp{n}"),
+                enabled: false,
+                event: None,
+                allowed: true,
+                backing: None,
+                value: *value,
+                counted: None,
+                enabled_ns: None,
+                running_ns: None,
+                overflows: None,
+                pmi_requests: None,
+                counting: None,
+                fallback: false,
+                uncounted_ns: None,
+            };
+            vec![VcpuView {
+                vcpu: 0,
+                pmis: None,
+                uncounted_ns: None,
+                places_lost: None,
+                counters: values.iter().enumerate().map(counter).collect(),
+            }]
+        };
+        Gate {
+            cpu_ns: 0,
+            before: views(before),
+            after: views(after),
+            facts: Vec::new(),
+            operator: None,
+        }
+    }
+
+    /// The host's number is that of the one counter that moved, from where Linux arms it. With two of them,
+    /// nobody knows which is meant.
+    #[test]
+    fn the_counter_that_moved_is_the_hosts_number() {
+        let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);
+        assert_eq!(moved.host(0), Some(70));
+        assert_eq!(moved.host_exactly(0).unwrap().value, 70);
+        assert_eq!(gate(&[5, 6], &[5, 6]).host(0), None, "none moved");
+        let two = gate(&[LINUX_START; 2], &[LINUX_START + 1, LINUX_START + 2]);
+        assert_eq!(two.host(0), None);
+        assert_eq!(gate(&[0], &[3]).host(0), None, "not armed by Linux");
+        assert_eq!(moved.host(1), None, "no such vCPU");
+    }
+
+    #[test]
+    fn words_of_the_gate_are_read() {
+        assert_eq!(field("wall_ns=9 cpu_ns=17", "cpu_ns="), Some(17));
+        assert_eq!(field("cpu_ns=x", "cpu_ns="), None);
+        assert_eq!(field("", "cpu_ns="), None);
+    }
+
     proptest! {
         #[test]
         fn no_line_of_a_guest_makes_it_panic(line in ".{0,120}", commas in "[,0-9CPU.a-z<> ]{0,80}") {

@@ -319,7 +319,11 @@ fn selector(event: ArchEvent, amd: bool) -> Option<u64> {
 }
 
 #[cfg(test)]
+mod fixture;
+
+#[cfg(test)]
 mod tests {
+    use super::fixture::{counter, outcome};
     use super::*;
     use vpmu::Vendor;
     use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
@@ -376,5 +380,62 @@ mod tests {
         assert_eq!(known(ArchEvent::Instructions, "busy", 1000), Some(2010));
         assert_eq!(known(ArchEvent::Loads, "chase", 1000), Some(1003));
         assert_eq!(known(ArchEvent::CoreCycles, "busy", 1000), None);
+    }
+
+    /// The guest's count and the host's of the same counter are one number; both are held against what must
+    /// be.
+    #[test]
+    fn guest_and_host_have_one_number() {
+        let exactly = |value| Expected {
+            value,
+            tolerance: Tolerance::Exact,
+        };
+        let verdict = |guest: u64, host: u64, expected: u64| {
+            let mut seen = outcome(&[guest]);
+            seen.after[0].counters = vec![counter("gp0", host)];
+            let row = Row::new(Check::Counting, "instructions", "exact", "busy");
+            let index = Counter::General(0);
+            judged(row, &seen, 0, index, exactly(expected), "counted by hand")
+        };
+        assert_eq!(verdict(7, 7, 7).verdict, Verdict::Pass);
+        assert_eq!(verdict(7, 8, 7).reason.as_deref(), Some("guest and host differ"));
+        assert_eq!(verdict(8, 8, 7).reason.as_deref(), Some("off the expectation"));
+        // Half of the time enabled, as the host has it.
+        assert_eq!(verdict(7, 7, 7).running_percent, Some(50.0));
+    }
+
+    /// A CPU or a counter that the guest did not answer for is no pass.
+    #[test]
+    fn what_was_not_answered_is_not_counted() {
+        let expected = Some(Expected {
+            value: 0,
+            tolerance: Tolerance::AtLeast,
+        });
+        let seen = outcome(&[1]);
+        for (cpu, counter) in [
+            (0, Counter::General(1)),
+            (0, Counter::Fixed(0)),
+            (1, Counter::General(0)),
+        ] {
+            let seen = evidence(&seen, cpu, counter, expected);
+            assert_eq!(seen.guest, None, "{counter:?} of CPU {cpu}");
+            assert_eq!(super::super::judge::judge(&seen).0, Verdict::Fail);
+        }
+    }
+
+    /// What the host's counter had before does not count as an overflow of the measurement.
+    #[test]
+    fn overflows_are_those_of_the_measurement() {
+        let mut seen = outcome(&[1]);
+        let with = |overflows| control_api::protocol::GuestCounter {
+            overflows,
+            ..counter("gp0", 1)
+        };
+        seen.before[0].counters = vec![with(Some(5))];
+        seen.after[0].counters = vec![with(Some(8))];
+        assert_eq!(seen.overflows(0, "gp0"), Some(3));
+        seen.after[0].counters = vec![with(None)];
+        assert_eq!(seen.overflows(0, "gp0"), None, "KVM's own vPMU does not tell");
+        assert_eq!(seen.overflows(0, "gp1"), None);
     }
 }

@@ -173,3 +173,79 @@ fn one(guest: &mut MeasuringGuest, event: ParavirtualEvent, job: &Job, row: Row)
     }
     Ok(row)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::outcome;
+    use super::*;
+    use crate::procfs::ThreadFacts;
+
+    fn allows(event: ParavirtualEvent, n: u64, facts: ThreadFacts, counted: u64) -> bool {
+        let mut seen = outcome(&[counted]);
+        seen.facts = vec![facts];
+        let (expected, _) = expectation(event, n, &seen);
+        expected.tolerance.allows(counted, expected.value)
+    }
+
+    /// What the guest does itself is counted as often as it did it, not once more or less.
+    #[test]
+    fn what_the_guest_does_is_counted_as_often() {
+        use ParavirtualEvent::*;
+        let facts = ThreadFacts::default();
+        for event in [IoExits, MmioExits, Halts] {
+            let right = |counted| allows(event, 200, facts, counted);
+            assert_eq!([199, 200, 201].map(right), [false, true, false], "{event:?}");
+        }
+        // The write that stops the counter is a write of an MSR too.
+        assert_eq!(
+            [200, 201, 202].map(|counted| allows(MsrExits, 200, facts, counted)),
+            [false, true, false]
+        );
+        // Other exits come on top; an injection that an exit has held up is made again.
+        assert!(!allows(VmExits, 200, facts, 199) && allows(VmExits, 200, facts, 5000));
+        assert!(!allows(IrqInjections, 200, facts, 199) && !allows(IrqInjections, 200, facts, 211));
+        assert!(allows(NmiInjections, 200, facts, 210));
+        assert!(allows(UncountedNs, 0, facts, 0) && !allows(UncountedNs, 0, facts, 1));
+    }
+
+    /// What the host does to the vCPU is what its kernel says of the thread.
+    #[test]
+    fn what_the_host_does_is_what_its_kernel_says() {
+        use ParavirtualEvent::*;
+        let facts = ThreadFacts {
+            cpu_ns: 0,
+            wait_ns: 100_000_000,
+            page_faults: 200,
+            context_switches: 45,
+            migrations: Some(4),
+        };
+        let right = |event, counted: &[u64]| {
+            let allowed: Vec<bool> = counted.iter().map(|c| allows(event, 20, facts, *c)).collect();
+            allowed
+        };
+        assert_eq!(
+            right(HostPageFaults, &[197, 198, 202, 203]),
+            [false, true, true, false]
+        );
+        assert_eq!(
+            right(HostContextSwitches, &[19, 20, 45, 46]),
+            [false, true, true, false]
+        );
+        assert_eq!(right(HostMigrations, &[0, 1, 4, 5]), [false, true, true, false]);
+        // 5 % and 3 ms.
+        assert_eq!(
+            right(StealNs, &[91_000_000, 93_000_000, 107_000_000, 109_000_000]),
+            [false, true, true, false]
+        );
+    }
+
+    /// Each event has work that provokes it, and of a kind that the guest knows.
+    #[test]
+    fn each_event_has_its_work() {
+        for event in ParavirtualEvent::ALL {
+            let (kind, n, name) = work(event);
+            assert!(!name.is_empty());
+            assert!(n > 0 || kind == "busy", "{event:?}: how much is measured first");
+        }
+    }
+}

@@ -217,8 +217,34 @@ impl Symbols {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixture::{counter, outcome};
     use super::*;
     use crate::judge::Verdict;
+
+    /// As many PMIs as periods passed and as the host saw overflows: one of the two is not enough.
+    #[test]
+    fn pmis_are_as_many_as_periods_and_overflows() {
+        let row = |pmis: u64, overflows: u64| {
+            let mut seen = outcome(&[0, 150_000]);
+            seen.cpus[0].pmis = pmis;
+            seen.before[0].counters = vec![counter("gp0", 0)];
+            seen.after[0].counters = vec![control_api::protocol::GuestCounter {
+                overflows: Some(overflows),
+                ..counter("gp0", 0)
+            }];
+            let row = Row::new(Check::Sampling, "cycles", "clock", "PMIs");
+            interrupts(row, &seen, 1000)
+        };
+        assert_eq!(row(150, 150).verdict, Verdict::Pass);
+        assert_eq!(row(143, 143).verdict, Verdict::Pass, "5 % are allowed");
+        assert_eq!(row(130, 130).verdict, Verdict::Fail, "lost");
+        assert_eq!(row(170, 170).verdict, Verdict::Fail, "too many");
+        assert_eq!(
+            row(150, 100).verdict,
+            Verdict::Fail,
+            "the host saw fewer overflows"
+        );
+    }
 
     /// A profile that is off by more than chance allows is found.
     #[test]

@@ -16,9 +16,86 @@ use control_api::request;
 const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
 /// More events than counters by so many.
-const EXTRA: u64 = 3;
+const EXTRA: usize = 3;
 /// Turns in all.
 const TURNS: u64 = 14;
+
+/// Events that all count the same and take turns on fewer counters, each in the order of the list.
+struct Turns {
+    counters: usize,
+    estimators: Vec<Estimator>,
+    running_ns: Vec<u64>,
+    /// Turns so far.
+    taken: usize,
+    /// How long they took.
+    now_ns: u64,
+    /// What was counted in all of them: any of the counters was on for the whole turn, so together they are
+    /// the count without turns.
+    all: u64,
+    least: u64,
+    most: u64,
+}
+
+/// The event whose estimate is farthest from the truth, for what it may be off by.
+#[derive(Debug, PartialEq)]
+struct Worst {
+    estimate: u64,
+    /// How far it may be off.
+    slack: u64,
+    running_ns: u64,
+}
+
+impl Turns {
+    fn new(counters: usize, events: usize) -> Self {
+        Self {
+            counters,
+            estimators: vec![Estimator::new(); events],
+            running_ns: vec![0; events],
+            taken: 0,
+            now_ns: 0,
+            all: 0,
+            least: u64::MAX,
+            most: 0,
+        }
+    }
+
+    /// One more turn: how long it took, and what each counter counted.
+    fn take(&mut self, length_ns: u64, counts: &[u64]) {
+        let events = self.estimators.len();
+        for (counter, count) in counts.iter().take(self.counters).enumerate() {
+            let event = (self.taken * self.counters + counter) % events;
+            self.estimators[event].slice(self.now_ns, self.now_ns + length_ns, *count);
+            self.running_ns[event] += length_ns;
+        }
+        self.taken += 1;
+        self.now_ns += length_ns;
+        let counted = counts.first().copied().unwrap_or(0);
+        self.all += counted;
+        (self.least, self.most) = (self.least.min(counted), self.most.max(counted));
+    }
+
+    /// The worst of them stands for all; `None` where no event had two turns.
+    fn worst(&self, tolerance_percent: f64) -> Option<Worst> {
+        let events = self.estimators.iter().zip(&self.running_ns);
+        let told = events.filter_map(|(estimator, running_ns)| {
+            let estimate = estimator.estimate(self.now_ns, None)?;
+            // So few slices have no standard error. What was not seen lies between the least and the most
+            // that a turn counted.
+            let unseen = self.taken as f64 * self.now_ns.saturating_sub(*running_ns) as f64
+                / self.now_ns.max(1) as f64;
+            let slack = unseen * self.most.saturating_sub(self.least) as f64
+                + self.all as f64 * tolerance_percent / 100.0;
+            let off = estimate.value.abs_diff(self.all) as f64 / slack.max(1.0);
+            let worst = Worst {
+                estimate: estimate.value,
+                slack: slack as u64,
+                running_ns: *running_ns,
+            };
+            Some((off, worst))
+        });
+        told.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, worst)| worst)
+    }
+}
 
 impl Builtin<'_> {
     /// The guest takes turns as a kernel does: each event is on for a part of the time, and scaled.
@@ -42,18 +119,13 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
     ) -> Result<Row, ChildError> {
-        let counters = u64::from(guest.hello.gp.min(8));
-        let events = counters + EXTRA;
-        let mut estimators = vec![Estimator::new(); events as usize];
-        let mut running = vec![0u64; events as usize];
-        let (mut now_ns, mut all) = (0, 0);
-        let (mut least, mut most) = (u64::MAX, 0);
+        let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
+        let mut turns = Turns::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
             // Alternating kinds of work, or every turn would be like every other.
             let work = if turn % 2 == 0 { "busy" } else { "chase" };
             let mut job = Job::new(work, n).at(3);
-            let on: Vec<u64> = (0..counters).map(|i| (turn * counters + i) % events).collect();
-            for _ in &on {
+            for _ in 0..counters {
                 job = job.counter(select | BOTH);
             }
             let outcome = guest.measure(&job, None)?;
@@ -61,52 +133,24 @@ impl Builtin<'_> {
                 return Ok(Row::new(Check::Multiplexing, "cycles", backing, "turns")
                     .failed("the guest did not count it"));
             };
-            let length_ns =
-                (u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1))) as u64;
-            for (event, count) in on.iter().zip(&cpu.c) {
-                estimators[*event as usize].slice(now_ns, now_ns + length_ns, *count);
-                running[*event as usize] += length_ns;
-            }
-            now_ns += length_ns;
-            // Any of the counters was on for the whole turn: together they are the count without turns.
-            let counted = cpu.c.first().copied().unwrap_or(0);
-            all += counted;
-            (least, most) = (least.min(counted), most.max(counted));
+            let length_ns = u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1));
+            turns.take(u64::try_from(length_ns).unwrap_or(u64::MAX), &cpu.c);
         }
-        // The worst of them stands for all.
-        let worst = estimators
-            .iter()
-            .zip(&running)
-            .filter_map(|(estimator, running)| {
-                let estimate = estimator.estimate(now_ns, None)?;
-                // So few slices have no standard error. What was not seen lies between the least and the most
-                // that a turn counted.
-                let unseen = TURNS as f64 * now_ns.saturating_sub(*running) as f64 / now_ns.max(1) as f64;
-                let slack = unseen * most.saturating_sub(least) as f64
-                    + all as f64 * self.options.tolerance_percent / 100.0;
-                Some((
-                    estimate.value.abs_diff(all) as f64 / slack.max(1.0),
-                    estimate,
-                    slack,
-                    *running,
-                ))
-            })
-            .max_by(|a, b| a.0.total_cmp(&b.0));
-        let name = format!("{events} events, {counters} counters, worst");
+        let name = format!("{} events, {counters} counters, worst", counters + EXTRA);
         let row = Row::new(Check::Multiplexing, "cycles", backing, name);
-        let Some((_, estimate, slack, running)) = worst else {
+        let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
         let seen = Evidence {
-            guest: Some(estimate.value),
+            guest: Some(worst.estimate),
             host: None,
             expected: Some(Expected {
-                value: all,
-                tolerance: Tolerance::PercentAnd(0.0, slack as u64),
+                value: turns.all,
+                tolerance: Tolerance::PercentAnd(0.0, worst.slack),
             }),
         };
         let basis = "the sum over all turns; tolerance: what turns differ by, for each that was not seen, and that of counting";
-        Ok(row.judged(&seen, basis).running(running, now_ns))
+        Ok(row.judged(&seen, basis).running(worst.running_ns, turns.now_ns))
     }
 
     /// The operator counts the same vCPU, under each policy.
@@ -185,5 +229,69 @@ impl Builtin<'_> {
         }
         let row = row.judged(&seen, CPU_TIME);
         Ok(row.running(reading.running_ns, reading.enabled_ns))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TURN_NS: u64 = 20_000_000;
+
+    fn within(turns: &Turns, percent: f64) -> bool {
+        let worst = turns.worst(percent).unwrap();
+        worst.estimate.abs_diff(turns.all) <= worst.slack
+    }
+
+    /// Each event is on for its share of the time, and a steady count is estimated as it is.
+    #[test]
+    fn steady_turns_are_estimated_exactly() {
+        let mut turns = Turns::new(4, 7);
+        (0..14).for_each(|_| turns.take(TURN_NS, &[1000; 4]));
+        assert_eq!(turns.all, 14_000);
+        assert_eq!(turns.running_ns, [8 * TURN_NS; 7]);
+        let worst = turns.worst(2.0).unwrap();
+        assert_eq!((worst.estimate, worst.slack), (14_000, 280));
+    }
+
+    /// A counter that counts half of what it should is found, although the others are right.
+    #[test]
+    fn one_counter_that_counts_half_is_found() {
+        let mut turns = Turns::new(4, 7);
+        (0..14).for_each(|_| turns.take(TURN_NS, &[1000, 1000, 1000, 1000]));
+        assert!(within(&turns, 2.0));
+        let mut turns = Turns::new(4, 7);
+        (0..14).for_each(|_| turns.take(TURN_NS, &[1000, 1000, 1000, 500]));
+        assert!(!within(&turns, 2.0), "{:?}", turns.worst(2.0));
+    }
+
+    #[test]
+    fn without_a_turn_there_is_no_estimate() {
+        assert_eq!(Turns::new(4, 7).worst(2.0), None);
+    }
+
+    proptest! {
+        /// However long turns take and whatever they count: there is a worst event, and no event was on for
+        /// longer than there were turns.
+        #[test]
+        fn no_event_is_on_for_longer_than_all_turns(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
+            let mut taken = Turns::new(4, 7);
+            for (ms, count) in turns {
+                taken.take(ms * 1_000_000, &[count; 4]);
+            }
+            let worst = taken.worst(2.0).unwrap();
+            prop_assert!(worst.running_ns <= taken.now_ns);
+        }
+
+        /// With turns of one length, what an event did not see decides what it may be off by.
+        #[test]
+        fn equal_turns_are_within_their_slack(counts in prop::collection::vec(0u64..1_000_000, 14..40)) {
+            let mut taken = Turns::new(4, 7);
+            for count in counts {
+                taken.take(TURN_NS, &[count; 4]);
+            }
+            prop_assert!(within(&taken, 2.0), "{:?} of {}", taken.worst(2.0), taken.all);
+        }
     }
 }

@@ -501,3 +501,56 @@ impl Linux<'_> {
         Ok(rows)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(of_time: bool, verdict: Verdict) -> Row {
+        Row {
+            of_time,
+            verdict,
+            ..Row::new(Check::Counting, "cycles", "clock", "busy")
+        }
+    }
+
+    /// A measurement is taken again for time only, and not when something else in it is wrong.
+    #[test]
+    fn only_a_measurement_that_is_off_in_time_is_taken_again() {
+        use Verdict::{Fail, Pass};
+        let again = |first, second| may_be_measured_again(&[first, second]);
+        assert!(again(row(true, Fail), row(true, Pass)));
+        assert!(!again(row(true, Pass), row(true, Pass)));
+        assert!(!again(row(true, Fail), row(false, Fail)));
+        assert!(!again(row(false, Fail), row(false, Pass)));
+    }
+
+    /// The number of tries is in the row, and the last of them decides.
+    #[test]
+    fn tries_are_told_and_bounded() {
+        let mut measured = 0;
+        let shown = settled(|| {
+            measured += 1;
+            Ok(row(true, Verdict::Fail))
+        })
+        .unwrap();
+        assert_eq!(
+            (measured, shown.tries, shown.verdict),
+            (TRIES, TRIES, Verdict::Fail)
+        );
+        let mut verdicts = [Verdict::Fail, Verdict::Pass].into_iter();
+        let shown = settled(|| Ok(row(true, verdicts.next().unwrap()))).unwrap();
+        assert_eq!((shown.tries, shown.verdict), (2, Verdict::Pass));
+    }
+
+    /// The first line of an event is taken, and its share of the time shown.
+    #[test]
+    fn an_event_is_found_by_its_name() {
+        let counted = super::super::counts("5,,cycles,10,50.00,,\n6,,cycles:u,10,100.00,,\n");
+        assert_eq!(of(&counted, "cycles").unwrap().value, Some(5));
+        assert_eq!(of(&counted, "cycles:u").unwrap().value, Some(6));
+        assert!(of(&counted, "cycles:k").is_none());
+        let shown = with_share(row(true, Verdict::Pass), of(&counted, "cycles"));
+        assert_eq!(shown.running_percent, Some(50.0));
+    }
+}

@@ -1,0 +1,58 @@
+//! Measurements that nobody made, for tests of what is said of them.
+
+use control_api::protocol::{GuestCounter, VcpuView};
+
+use crate::guest::{CpuResult, Outcome};
+use crate::procfs::ThreadFacts;
+
+/// A counter at rest that reads `value` and was on for half of its time.
+pub(super) fn counter(name: &str, value: u64) -> GuestCounter {
+    GuestCounter {
+        counter: name.into(),
+        enabled: false,
+        event: Some("cycles".into()),
+        allowed: true,
+        backing: Some("clock".into()),
+        value,
+        counted: Some(value),
+        enabled_ns: Some(2_000_000),
+        running_ns: Some(1_000_000),
+        overflows: Some(0),
+        pmi_requests: Some(0),
+        counting: Some(false),
+        fallback: false,
+        uncounted_ns: Some(0),
+    }
+}
+
+fn view(counters: Vec<GuestCounter>) -> VcpuView {
+    VcpuView {
+        vcpu: 0,
+        pmis: Some(0),
+        uncounted_ns: Some(0),
+        places_lost: Some(0),
+        counters,
+    }
+}
+
+/// One CPU whose general counters read these, and a host that reads the same.
+pub(super) fn outcome(counts: &[u64]) -> Outcome {
+    let names = (0..counts.len()).map(|n| format!("gp{n}"));
+    let after = names.zip(counts).map(|(name, count)| counter(&name, *count));
+    Outcome {
+        cpus: vec![CpuResult {
+            tsc: 3_000_000,
+            c: counts.to_vec(),
+            f: Vec::new(),
+            pmis: 0,
+            late: 0,
+            spurious: 0,
+            struck: Vec::new(),
+        }],
+        before: vec![view(Vec::new())],
+        after: vec![view(after.collect())],
+        facts: vec![ThreadFacts::default()],
+        overhead_ns: 0,
+        operator: None,
+    }
+}
