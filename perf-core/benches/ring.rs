@@ -34,6 +34,7 @@ const FORMAT: Format = Format {
         .union(SampleType::TIME)
         .union(SampleType::PERIOD),
     read_format: ReadFormat::empty(),
+    sample_id_all: false,
 };
 
 fn sample(n: u64) -> Sample<'static> {

@@ -74,10 +74,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     print("all have gone, nothing is lost")?;
 
     println!("what the page-faults ring tells of each:");
-    let format = Format {
-        sample_type: faults.attr().sample_type,
-        read_format: faults.attr().read_format,
-    };
+    let format = Format::from(faults.attr());
     let mut reader = RingReader::map(ring.memfd())?;
     while let Some(raw) = reader.next_record()? {
         match Record::decode(raw, format)? {

@@ -28,6 +28,7 @@ const FORMAT: Format = Format {
         .union(SampleType::TIME)
         .union(SampleType::PERIOD),
     read_format: ReadFormat::empty(),
+    sample_id_all: false,
 };
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
@@ -68,6 +69,7 @@ fn write() -> Result<(), Error> {
         pid: std::process::id(),
         tid: 1,
         name: b"example",
+        ..Comm::default()
     }
     .write(FORMAT, &ring)?;
     let refused = AtomicBool::new(false);

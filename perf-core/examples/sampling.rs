@@ -51,10 +51,7 @@ impl Sampled {
     /// Reads what is in the ring; throttles are told.
     fn drain(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         let attr = self.handle.attr();
-        let format = Format {
-            sample_type: attr.sample_type,
-            read_format: attr.read_format,
-        };
+        let format = Format::from(attr);
         while let Some(raw) = self.reader.next_record()? {
             match Record::decode(raw, format)? {
                 Record::Sample(sample) => {

@@ -62,6 +62,10 @@ bitflags! {
         const STREAM_ID = 1 << 9;
         /// Raw data supplied by the source of the event.
         const RAW = 1 << 10;
+        /// The id of the event that was opened once more, at a place that does not depend on the other
+        /// fields: first in samples, last in the trailer of what is no sample. So a reader finds the event
+        /// of each record of a ring that events of several formats share.
+        const IDENTIFIER = 1 << 16;
     }
 }
 
@@ -77,6 +81,8 @@ bitflags! {
         const ID = 1 << 2;
         /// All members of its group at once.
         const GROUP = 1 << 3;
+        /// How many of its records found no room in their ring.
+        const LOST = 1 << 4;
     }
 }
 
@@ -147,6 +153,9 @@ pub struct Attr {
     pub task: bool,
     /// Enabled once, at the next guest reset (`VcpuContext::exec`).
     pub enable_on_exec: bool,
+    /// Records that are no samples say at their end what of TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER the
+    /// samples say.
+    pub sample_id_all: bool,
 }
 
 /// Why bytes are no [`Attr`].
@@ -210,9 +219,10 @@ const INHERIT_STAT: u32 = 11;
 const ENABLE_ON_EXEC: u32 = 12;
 const TASK: u32 = 13;
 const WATERMARK: u32 = 14;
+const SAMPLE_ID_ALL: u32 = 18;
 const EXCLUDE_HOST: u32 = 19;
 const EXCLUDE_GUEST: u32 = 20;
-const KNOWN_FLAGS: u64 = 0x7fff | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
+const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
 
 fn u32_at(b: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
@@ -329,6 +339,7 @@ impl Attr {
             comm: flag(COMM),
             task: flag(TASK),
             enable_on_exec: flag(ENABLE_ON_EXEC),
+            sample_id_all: flag(SAMPLE_ID_ALL),
         })
     }
 
@@ -364,6 +375,7 @@ impl Attr {
             (ENABLE_ON_EXEC, self.enable_on_exec),
             (TASK, self.task),
             (WATERMARK, watermark),
+            (SAMPLE_ID_ALL, self.sample_id_all),
             (EXCLUDE_HOST, self.exclude_host),
             (EXCLUDE_GUEST, self.exclude_guest),
         ]

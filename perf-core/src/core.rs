@@ -393,7 +393,8 @@ impl CoreInner {
     fn tick(&self, cell: &ContextCell) {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
-        context.tick_sampling(now_ns, self.config.tick_hz, self.limits.sample_rate_hz());
+        let (tick_hz, limit_hz) = (self.config.tick_hz, self.limits.sample_rate_hz());
+        context.tick_sampling(now_ns, tick_hz, limit_hz, self.written_by(cell, now_ns));
         context.look_now_and_then(now_ns);
         context.try_refused_again(now_ns);
         context.rotate(now_ns);

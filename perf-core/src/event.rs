@@ -55,6 +55,8 @@ pub(crate) struct EventShared {
     /// Totals of exited children. Written under the family's lock only; atomics, so that a record or a
     /// control page can add them without it.
     pub folded: Folded,
+    /// Records of it and its children that found no room in their ring.
+    pub lost: AtomicU64,
     pub notify: Notify,
     /// Where records of this event and its children go; cold side.
     pub output: Lock<OutputState>,
@@ -78,6 +80,7 @@ impl EventShared {
             cookie,
             family: family.then(|| Lock::new(Rank::Family, Family::default())),
             folded: Folded::default(),
+            lost: AtomicU64::new(0),
             notify: Notify::default(),
             output: Lock::new(Rank::Output, OutputState::default()),
         }

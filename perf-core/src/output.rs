@@ -7,13 +7,15 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use crate::control::ControlError;
 use crate::core::{Core, CoreInner};
-use crate::event::Totals;
+use crate::event::{Event, Totals};
 use crate::handle::{EventRef, Handle};
 use crate::lock::{Lock, LockGuard, Rank};
 use crate::notify::Poll;
+use crate::record::{Encode, Format, Written};
 use crate::ring::{Counter, MemoryWatch, PAGE_SIZE, Ring, RingError, RingMode};
 
 /// A ring in use by events.
@@ -253,6 +255,24 @@ impl EventRef {
     }
 }
 
+impl Event {
+    /// Writes a record that is no sample to the ring the event writes to, if it has one. Without room it is
+    /// lost: the ring counts that, and so does the event that was opened.
+    pub fn write_record(&self, record: &impl Encode) {
+        if let Some(output) = &self.output {
+            let format = Format::from(&self.shared.attr);
+            self.count_lost(record.write(format, &output.ring).into());
+        }
+    }
+
+    /// Accounts what became of records of this event.
+    pub fn count_lost(&self, written: Written) {
+        if written.lost > 0 {
+            self.top().lost.fetch_add(written.lost, Relaxed);
+        }
+    }
+}
+
 impl CoreInner {
     /// Redirects `source`'s output to `target`'s ring, or back. Under the topology lock.
     pub fn set_output(&self, source: &EventRef, target: Option<&EventRef>) -> Result<(), ControlError> {
@@ -443,6 +463,13 @@ impl Handle {
             .ok_or(ControlError::Invalid("the event has no ring"))?;
         output.ring.pause(on);
         Ok(())
+    }
+
+    /// How many records of the event and its children found no room in their ring, those included that came
+    /// while it was paused (`PERF_FORMAT_LOST`). No call takes it back to 0.
+    #[must_use]
+    pub fn lost_records(&self) -> u64 {
+        self.inner.event.shared.lost.load(Relaxed)
     }
 
     fn output(&self) -> Option<Arc<Output>> {

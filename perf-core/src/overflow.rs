@@ -10,8 +10,9 @@ use crate::core::CoreInner;
 use crate::event::{Event, Owner, Source, State};
 use crate::notify::Poll;
 use crate::pmu::VcpuId;
-use crate::record::{CpuMode, Encode, Entries, Format, ReadEntry, ReadValues, Sample, Throttle, Words};
-use crate::ring::Ring;
+use crate::record::{
+    CpuMode, Encode, Entries, Format, ReadEntry, ReadValues, Sample, SampleId, Throttle, Words,
+};
 use crate::sample::{Moment, Overflowed};
 use crate::software::{Level, LevelGuard};
 use crate::time::Times;
@@ -307,8 +308,8 @@ impl Context {
             self.write_samples(core, origin, key, due, now_ns, regs);
         }
         let event = &self.events[key];
-        if begins && let Some(output) = &event.output {
-            write_throttle(event, &output.ring, true, now_ns);
+        if begins {
+            write_throttle(event, true, core.written_by(origin, now_ns));
         }
         if samples {
             due.push(period);
@@ -346,10 +347,7 @@ impl Context {
             return;
         };
         let attr = &self.events[key].shared.attr;
-        let format = Format {
-            sample_type: attr.sample_type,
-            read_format: attr.read_format,
-        };
+        let format = Format::from(attr);
         let wants = |field| format.sample_type.contains(field);
         let (vcpu, tid) = origin.vcpu().unwrap_or((VcpuId(0), 0));
         let mut sample = Sample {
@@ -391,6 +389,7 @@ impl Context {
         };
         self.samples += written.written;
         self.lost_samples += written.lost;
+        self.events[key].count_lost(written);
         if written.unfit > 0 {
             log::debug!(
                 "{} samples of event {} do not fit its ring, which takes records of up to {} bytes",
@@ -440,6 +439,7 @@ impl Context {
             entries.push(ReadEntry {
                 value: totals.count,
                 id: event.top().id,
+                lost: event.top().lost.load(Ordering::Relaxed),
             });
         }
         ReadValues {
@@ -465,12 +465,10 @@ impl Context {
         }
     }
 
-    fn unthrottle(&mut self, key: usize, now_ns: u64) {
+    fn unthrottle(&mut self, key: usize, now_ns: u64, by: SampleId) {
         let event = &mut self.events[key];
         event.sampling.throttled = false;
-        if let Some(output) = &event.output {
-            write_throttle(event, &output.ring, false, now_ns);
-        }
+        write_throttle(event, false, by);
         let raw = event.raw();
         if matches!(event.source, Source::Driver(_)) {
             event.sampling.arm_at(raw);
@@ -483,13 +481,15 @@ impl Context {
     /// The sampling half of a tick: lifts throttles, and adjusts frequencies of what is on. The work has a
     /// bound: lifting a throttle costs less than the overflows that led to it, and where many events
     /// follow frequencies each tick looks at some of them.
-    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64) {
+    ///
+    /// `by` is whose tick it is, for records that it writes.
+    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64, by: SampleId) {
         self.ticks += 1;
         let tick = self.ticks;
         while let Some(&key) = self.lists.of(List::Throttled).last() {
             self.unlist(List::Throttled, key);
             let _ = self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz);
-            self.unthrottle(key, now_ns);
+            self.unthrottle(key, now_ns, by);
         }
         let many = self.lists.of(List::Frequency).len();
         for _ in 0..many.min(FREQUENCIES_PER_TICK) {
@@ -530,13 +530,13 @@ impl Context {
     }
 }
 
-fn write_throttle(event: &Event, ring: &Ring, throttled: bool, time_ns: u64) {
-    let record = Throttle {
+/// THROTTLE or UNTHROTTLE.
+fn write_throttle(event: &Event, throttled: bool, by: SampleId) {
+    event.write_record(&Throttle {
         throttled,
-        time_ns,
+        time_ns: by.time_ns,
         id: event.top().id,
         stream_id: event.shared.id,
-    };
-    // No room: the ring counts it as lost.
-    let _ = record.write(Format::default(), ring);
+        sample_id: event.sample_id(by),
+    });
 }

@@ -1,5 +1,7 @@
 //! Reading counts: what `read(2)` on a kernel event gives.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use smallvec::SmallVec;
 
 use crate::attr::ReadFormat;
@@ -9,6 +11,7 @@ use crate::event::{State, Totals};
 use crate::handle::{EventRef, Handle};
 use crate::output::write_page;
 use crate::pmu::VcpuId;
+use crate::record::{Entries, ReadEntry, ReadValues, read_size_of};
 use crate::slices::EstimateSum;
 use crate::time::Times;
 
@@ -201,6 +204,15 @@ impl Handle {
     /// # Errors
     /// [`ControlError::Closed`].
     pub fn read_group(&self) -> Result<GroupReading, ControlError> {
+        Ok(self
+            .read_members()?
+            .into_iter()
+            .map(|(reading, _)| reading)
+            .collect())
+    }
+
+    /// The members of the event's group, each with how many of its records were lost.
+    fn read_members(&self) -> Result<SmallVec<[(Reading, u64); 8]>, ControlError> {
         let event = &self.inner.event;
         if !self.is_family() {
             let now_ns = event.cell.now_ns();
@@ -209,23 +221,29 @@ impl Handle {
                 .get(event.key, &event.shared)
                 .ok_or(ControlError::Closed)?
                 .group;
-            let mut out = GroupReading::new();
+            let mut out = SmallVec::new();
             for i in 0..context.groups[group].members.len() {
                 let key = context.groups[group].members[i];
                 let totals = context.totals(key, now_ns);
-                out.push(Reading::new(totals, context.events[key].shared.id));
+                let shared = &context.events[key].shared;
+                out.push((Reading::new(totals, shared.id), shared.lost.load(Relaxed)));
             }
             return Ok(out);
         }
         let members = event.group().ok_or(ControlError::Closed)?;
         Ok(members
             .iter()
-            .filter_map(|m| Some(Reading::new(m.totals()?, m.shared.id)))
+            .filter_map(|m| {
+                Some((
+                    Reading::new(m.totals()?, m.shared.id),
+                    m.shared.lost.load(Relaxed),
+                ))
+            })
             .collect())
     }
 
     /// How many bytes [`Handle::read_bytes`] gives: 8 for each time, 8 for the number of members of a group,
-    /// and 8 for each value, 16 with ids.
+    /// and for each member 8, and 8 more for its id and for what it lost, if asked for.
     ///
     /// # Errors
     /// [`ControlError::Closed`].
@@ -242,7 +260,7 @@ impl Handle {
         } else {
             1
         };
-        Ok(read_size(format, members))
+        Ok(read_size_of(format, members))
     }
 
     /// Reads the event as `read(2)` does, in its read format: native-endian 64-bit words. 0 bytes for an
@@ -271,65 +289,33 @@ impl Handle {
         }
         let format = self.attr().read_format;
         let readings = if format.contains(ReadFormat::GROUP) {
-            self.read_group()?
+            self.read_members()?
         } else {
-            GroupReading::from_elem(self.read()?, 1)
+            SmallVec::from_elem((self.read()?, self.lost_records()), 1)
         };
         // The group may have grown since.
-        let needed = read_size(format, readings.len());
+        let needed = read_size_of(format, readings.len());
         if buf.len() < needed {
             return Err(ControlError::NoSpace {
                 needed,
                 available: buf.len(),
             });
         }
-        let mut at = 0;
-        encode_readings(format, &readings, &mut |word| {
-            buf[at..at + 8].copy_from_slice(&word.to_ne_bytes());
-            at += 8;
-        });
-        Ok(at)
-    }
-}
-
-/// Bytes of a reading of `members` events.
-pub(crate) fn read_size(format: ReadFormat, members: usize) -> usize {
-    let word = |flag| 8 * usize::from(format.contains(flag));
-    let entry = 8 + word(ReadFormat::ID);
-    word(ReadFormat::TOTAL_TIME_ENABLED)
-        + word(ReadFormat::TOTAL_TIME_RUNNING)
-        + word(ReadFormat::GROUP)
-        + entry * members
-}
-
-/// The words of a reading, in the order of the kernel's ABI.
-pub(crate) fn encode_readings(format: ReadFormat, readings: &[Reading], put: &mut dyn FnMut(u64)) {
-    let Some(first) = readings.first() else { return };
-    let times = |put: &mut dyn FnMut(u64)| {
-        if format.contains(ReadFormat::TOTAL_TIME_ENABLED) {
-            put(first.time_enabled_ns);
-        }
-        if format.contains(ReadFormat::TOTAL_TIME_RUNNING) {
-            put(first.time_running_ns);
-        }
-    };
-    let entry = |reading: &Reading, put: &mut dyn FnMut(u64)| {
-        put(reading.value);
-        if format.contains(ReadFormat::ID) {
-            put(reading.id);
-        }
-    };
-    if format.contains(ReadFormat::GROUP) {
-        put(readings.len() as u64);
-        times(put);
-        for reading in readings {
-            entry(reading, put);
-        }
-    } else {
-        put(first.value);
-        times(put);
-        if format.contains(ReadFormat::ID) {
-            put(first.id);
-        }
+        let (leader, _) = readings.first().ok_or(ControlError::Closed)?;
+        let entries: SmallVec<[ReadEntry; 8]> = readings
+            .iter()
+            .map(|(reading, lost)| ReadEntry {
+                value: reading.value,
+                id: reading.id,
+                lost: *lost,
+            })
+            .collect();
+        let values = ReadValues {
+            time_enabled_ns: leader.time_enabled_ns,
+            time_running_ns: leader.time_running_ns,
+            entries: Entries::List(&entries),
+        };
+        values.encode(format, &mut &mut buf[..needed]);
+        Ok(needed)
     }
 }

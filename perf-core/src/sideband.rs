@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::attr::Attr;
 use crate::context::ContextCell;
 use crate::core::{Core, CoreInner, VcpuContext};
-use crate::event::State;
+use crate::event::{Event, State};
 use crate::pmu::VcpuId;
-use crate::record::{Comm, Encode, Format, MapName, Misc, Mmap, Read, Task};
+use crate::record::{Comm, Encode, MapName, Misc, Mmap, Read, SampleId, Task};
 
 /// How many open events ask for which records: nobody asks, nothing is done.
 #[derive(Debug, Default)]
@@ -76,25 +76,57 @@ pub struct GuestMapping<'a> {
     pub kernel: bool,
 }
 
-/// Writes `record` to each event of `cell` that `wants` it.
-fn write_to(cell: &ContextCell, record: &impl Encode, wants: impl Fn(&Attr) -> bool) {
+/// Writes what `record` makes of a trailer to each event of `cell` that `wants` it. `by`: who does what the
+/// record tells.
+fn write_to<R: Encode>(
+    cell: &ContextCell,
+    by: SampleId,
+    record: impl Fn(SampleId) -> R,
+    wants: impl Fn(&Attr) -> bool,
+) {
     let context = cell.lock();
     for (_, event) in &context.events {
-        if event.parent.is_none()
-            && event.state >= State::Inactive
-            && wants(&event.shared.attr)
-            && let Some(output) = &event.output
-        {
-            // Without room the ring counts it as lost.
-            let _ = record.write(Format::default(), &output.ring);
+        if event.parent.is_none() && event.state >= State::Inactive && wants(&event.shared.attr) {
+            event.write_record(&record(event.sample_id(by)));
+        }
+    }
+}
+
+impl Event {
+    /// The trailer of what is written for this event `by` somebody.
+    pub fn sample_id(&self, by: SampleId) -> SampleId {
+        SampleId {
+            id: self.top().id,
+            stream_id: self.shared.id,
+            ..by
         }
     }
 }
 
 impl CoreInner {
-    fn write_all(&self, cell: &ContextCell, record: &impl Encode, wants: impl Fn(&Attr) -> bool + Copy) {
-        write_to(&self.vm, record, wants);
-        write_to(cell, record, wants);
+    /// The vCPU of `origin` and the time, as trailers of records say them.
+    pub fn written_by(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
+        let (cpu, tid) = origin
+            .vcpu()
+            .map_or((u32::MAX, 0), |(vcpu, tid)| (vcpu.0, tid as u32));
+        SampleId {
+            pid: self.config.pid,
+            tid,
+            cpu,
+            time_ns,
+            ..SampleId::default()
+        }
+    }
+
+    fn write_all<R: Encode>(
+        &self,
+        cell: &ContextCell,
+        by: SampleId,
+        record: impl Fn(SampleId) -> R + Copy,
+        wants: impl Fn(&Attr) -> bool + Copy,
+    ) {
+        write_to(&self.vm, by, record, wants);
+        write_to(cell, by, record, wants);
     }
 
     /// A vCPU has come (FORK) or gone (EXIT).
@@ -103,16 +135,17 @@ impl CoreInner {
             return;
         }
         let pid = self.config.pid;
-        let tid = cell.vcpu().map_or(0, |(_, tid)| tid) as u32;
-        let record = Task {
+        let by = self.written_by(cell, cell.now_ns());
+        let record = |sample_id| Task {
             fork,
             pid,
             ppid: pid,
-            tid,
+            tid: by.tid,
             ptid: pid,
-            time_ns: cell.now_ns(),
+            time_ns: by.time_ns,
+            sample_id,
         };
-        self.write_all(cell, &record, |attr| attr.task || attr.comm || attr.mmap);
+        self.write_all(cell, by, record, |attr| attr.task || attr.comm || attr.mmap);
     }
 
     /// A vCPU has a name.
@@ -120,18 +153,16 @@ impl CoreInner {
         if !self.wanted.comm() {
             return;
         }
-        let tid = cell.vcpu().map_or(0, |(_, tid)| tid) as u32;
+        let by = self.written_by(cell, cell.now_ns());
         // As the kernel: at most 15 bytes and their terminator.
         let name = &name[..name.len().min(15)];
-        self.write_all(
-            cell,
-            &Comm {
-                pid: self.config.pid,
-                tid,
-                name,
-            },
-            |attr| attr.comm,
-        );
+        let record = |sample_id| Comm {
+            pid: by.pid,
+            tid: by.tid,
+            name,
+            sample_id,
+        };
+        self.write_all(cell, by, record, |attr| attr.comm);
     }
 
     /// The final reading of a child whose vCPU has gone, for its parent's reader.
@@ -141,24 +172,20 @@ impl CoreInner {
         let Some(event) = context.events.get(key) else {
             return;
         };
-        let attr = &event.shared.attr;
-        let format = Format {
-            sample_type: attr.sample_type,
-            read_format: attr.read_format,
-        };
-        let Some(output) = event.output.clone().filter(|_| attr.inherit_stat) else {
+        if event.output.is_none() || !event.shared.attr.inherit_stat {
             return;
-        };
+        }
         let mut entries = std::mem::take(&mut context.entries);
         entries.clear();
         let values = context.read_values(key, now_ns, &mut entries);
-        let tid = cell.vcpu().map_or(0, |(_, tid)| tid) as u32;
-        let _ = Read {
-            pid: self.config.pid,
-            tid,
+        let by = self.written_by(cell, now_ns);
+        let event = &context.events[key];
+        event.write_record(&Read {
+            pid: by.pid,
+            tid: by.tid,
             values,
-        }
-        .write(format, &output.ring);
+            sample_id: event.sample_id(by),
+        });
         context.entries = entries;
     }
 }
@@ -175,7 +202,11 @@ impl Core {
         } else {
             crate::record::CpuMode::GuestUser
         };
-        let record = Mmap {
+        let by = SampleId {
+            tid: core.config.pid,
+            ..core.written_by(&core.vm, core.vm.now_ns())
+        };
+        let record = |sample_id| Mmap {
             misc: Misc::from(mode),
             pid: core.config.pid,
             tid: core.config.pid,
@@ -183,10 +214,11 @@ impl Core {
             len: mapping.len,
             pgoff: mapping.pgoff,
             name: mapping.name,
+            sample_id,
         };
-        write_to(&core.vm, &record, |attr| attr.mmap);
+        write_to(&core.vm, by, record, |attr| attr.mmap);
         for vcpu in core.vcpus.load().iter() {
-            write_to(&vcpu.cell.load(), &record, |attr| attr.mmap);
+            write_to(&vcpu.cell.load(), by, record, |attr| attr.mmap);
         }
     }
 

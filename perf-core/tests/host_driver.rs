@@ -172,6 +172,7 @@ fn periods_of_real_samples_add_up_to_the_count() {
     let format = Format {
         sample_type: SampleType::PERIOD,
         read_format: ReadFormat::empty(),
+        ..Format::default()
     };
     let (mut reader, mut stood_for, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0, 0);
     while let Some(raw) = reader.next_record().unwrap() {

@@ -47,7 +47,7 @@ proptest! {
         let mut reader = RingReader::map(ring.memfd()).unwrap();
         let mut throttled = false;
         while let Some(raw) = reader.next_record().unwrap() {
-            let format = Format { sample_type: SampleType::IP, read_format: ReadFormat::empty() };
+            let format = Format { sample_type: SampleType::IP, read_format: ReadFormat::empty(), ..Format::default() };
             match Record::decode(raw, format).unwrap() {
                 Record::Throttle(_) => { prop_assert!(!throttled); throttled = true; }
                 Record::Unthrottle(_) => { prop_assert!(throttled); throttled = false; }

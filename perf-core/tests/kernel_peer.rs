@@ -12,6 +12,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use common::{catch_signals, this_tid};
+use perf_core::attr::ATTR_SIZE_VER1;
 use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 use proptest::prelude::*;
@@ -224,6 +225,39 @@ fn attributes_are_refused_as_the_kernel_refuses_them() {
     }
 }
 
+/// The attribute of a perf of today is longer than what we know of it. What nobody has asked for there is zero.
+#[test]
+fn the_attribute_of_a_current_perf_is_understood() {
+    let Some(ours) = ours() else { return };
+    let mut attr = perf_event_open_sys::bindings::perf_event_attr {
+        type_: EventType::SOFTWARE.0,
+        size: size_of::<perf_event_open_sys::bindings::perf_event_attr>() as u32,
+        config: DUMMY,
+        sample_type: (SampleType::TIME | SampleType::IDENTIFIER).bits(),
+        read_format: (ReadFormat::ID | ReadFormat::GROUP).bits(),
+        ..Default::default()
+    };
+    attr.set_sample_id_all(1);
+    attr.set_disabled(1);
+    attr.set_exclude_kernel(1);
+    assert!(attr.size > ATTR_SIZE_VER1);
+    let bytes = |attr: &perf_event_open_sys::bindings::perf_event_attr| {
+        // SAFETY: the attribute is plain numbers without padding, and is read for its length.
+        unsafe { std::slice::from_raw_parts((&raw const *attr).cast::<u8>(), size_of_val(attr)) }.to_vec()
+    };
+    // A kernel older than the bindings must do the same.
+    assert_eq!(no(kernel_open_bytes(&mut bytes(&attr), -1, 0)), 0);
+    let handle = ours.open_bytes(&mut bytes(&attr)).unwrap();
+    assert_eq!(handle.attr().sample_type.bits(), attr.sample_type);
+    assert!(handle.attr().sample_id_all && handle.attr().disabled);
+
+    // What we do not know is refused, and what would do is told.
+    attr.sample_stack_user = 8;
+    let mut asked = bytes(&attr);
+    assert_eq!(no(ours.open_bytes(&mut asked)), libc::E2BIG);
+    assert_eq!(asked[4..8], ATTR_SIZE_VER1.to_ne_bytes());
+}
+
 #[test]
 fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
     let Some(ours) = ours() else { return };
@@ -325,7 +359,19 @@ fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
 #[test]
 fn readings_are_laid_out_as_the_kernels() {
     let Some(ours) = ours() else { return };
-    for bits in 0..16 {
+    // Linux 6.0 brought the last one.
+    let known = (0..5).rev().map(|bit| 1 << bit).find(|bit| {
+        let read_format = ReadFormat::from_bits_truncate(*bit);
+        kernel_open(
+            &Attr {
+                read_format,
+                ..counting(DUMMY)
+            },
+            None,
+        )
+        .is_ok()
+    });
+    for bits in 0..2 * known.unwrap() {
         for members in 1..4 {
             let attr = Attr {
                 read_format: ReadFormat::from_bits_truncate(bits),
@@ -339,7 +385,7 @@ fn readings_are_laid_out_as_the_kernels() {
             }
             let ids: Vec<_> = kernel.iter().map(kernel_id).collect();
             for (fd, handle) in kernel.iter().zip(&handles) {
-                let (mut a, mut b) = ([0u8; 128], [0u8; 128]);
+                let (mut a, mut b) = ([0u8; 256], [0u8; 256]);
                 let size = kernel_read(fd, &mut a).unwrap();
                 assert_eq!(handle.read_bytes(&mut b).unwrap(), size, "{bits:#x}");
                 let words = |bytes: &[u8]| -> Vec<u64> {

@@ -647,6 +647,7 @@ fn format() -> Format {
     Format {
         sample_type: SampleType::PERIOD,
         read_format: ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::TOTAL_TIME_RUNNING | ReadFormat::ID,
+        ..Format::default()
     }
 }
 

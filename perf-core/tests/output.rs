@@ -32,10 +32,7 @@ impl SampleRegs for Regs {
 
 /// The records of `ring` that were not read before, as text.
 fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
-    let format = Format {
-        sample_type: attr.sample_type,
-        read_format: attr.read_format,
-    };
+    let format = Format::from(attr);
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();
     while let Some(raw) = reader.next_record().unwrap() {
@@ -188,10 +185,7 @@ fn children_write_to_their_parents_ring() {
     overflow(&m, &v0, 5);
     overflow(&m, &v1, 5);
     let mut reader = RingReader::map(ring.memfd()).unwrap();
-    let format = Format {
-        sample_type: attr.sample_type,
-        read_format: attr.read_format,
-    };
+    let format = Format::from(&attr);
     let mut tids = Vec::new();
     while let Some(raw) = reader.next_record().unwrap() {
         let Record::Sample(s) = Record::decode(raw, format).unwrap() else {
@@ -496,10 +490,7 @@ fn what_the_registers_do_not_know_is_empty() {
     let mut reader = perf_core::ring::RingReader::of(event.map(1, true).unwrap());
     m.run(0, 10);
     v.service_overflows(&mut NoRegs, &mut |_| {});
-    let format = perf_core::record::Format {
-        sample_type: attr.sample_type,
-        read_format: attr.read_format,
-    };
+    let format = perf_core::record::Format::from(&attr);
     let raw = reader.next_record().unwrap().expect("a sample");
     let perf_core::record::Record::Sample(sample) = perf_core::record::Record::decode(raw, format).unwrap()
     else {

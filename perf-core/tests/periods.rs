@@ -45,6 +45,7 @@ fn samples(ring: &Ring) -> Vec<(u32, u64)> {
     let format = Format {
         sample_type: SampleType::CPU | SampleType::PERIOD,
         read_format: ReadFormat::empty(),
+        ..Format::default()
     };
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();

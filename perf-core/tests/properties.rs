@@ -71,6 +71,7 @@ fn records(ring: &Ring) -> Vec<(&'static str, u32)> {
     let format = Format {
         sample_type: SampleType::TID,
         read_format: ReadFormat::empty(),
+        ..Format::default()
     };
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();

@@ -23,10 +23,7 @@ fn raised(vm: bool) -> Attr {
 
 /// The records of a ring, as decoded by `each`.
 fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'_>)) {
-    let format = Format {
-        sample_type: attr.sample_type,
-        read_format: attr.read_format,
-    };
+    let format = Format::from(attr);
     while let Some(raw) = reader.next_record().unwrap() {
         each(&Record::decode(raw, format).unwrap());
     }

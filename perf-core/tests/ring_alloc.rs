@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use perf_core::attr::{ReadFormat, SampleType, Wakeup};
 use perf_core::record::{Comm, Encode, Entries, Format, Lost, MapName, Misc, Mmap, ReadEntry, ReadValues};
-use perf_core::record::{Record, Sample, Words};
+use perf_core::record::{Record, Sample, SampleId, Words};
 use perf_core::ring::{Counter, Ring, RingMode, RingReader};
 
 fn allocations(work: impl FnOnce()) -> u64 {
@@ -24,10 +24,12 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
         let ring = Arc::new(Ring::new(4, mode).expect("a ring"));
         ring.set_wakeup(Wakeup::Events(2));
         let mut own = RingReader::of(Arc::clone(&ring));
-        let entries = [ReadEntry { value: 1, id: 2 }, ReadEntry { value: 3, id: 4 }];
+        let entry = |value, id| ReadEntry { value, id, lost: 0 };
+        let entries = [entry(1, 2), entry(3, 4)];
         let format = Format {
             sample_type: SampleType::all(),
             read_format: ReadFormat::all(),
+            sample_id_all: true,
         };
         let sample = Sample {
             read: ReadValues {
@@ -52,10 +54,16 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                     pid: 1,
                     tid: 2,
                     name: b"vcpu0",
+                    sample_id: SampleId::default(),
                 }
                 .write(format, &ring);
-                let _ = Lost { id: 1, lost: 2 }.write(format, &ring);
-                let several = (0..3).map(|lost| Lost { id: 1, lost });
+                let lost = |lost| Lost {
+                    id: 1,
+                    lost,
+                    sample_id: SampleId::default(),
+                };
+                let _ = lost(2).write(format, &ring);
+                let several = (0..3).map(lost);
                 let _ = Lost::write_all(several, format, &ring);
                 let map = Mmap {
                     misc: Misc(4),
@@ -65,6 +73,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                     len: 1,
                     pgoff: 0,
                     name: MapName::Anonymous,
+                    sample_id: SampleId::default(),
                 };
                 let _ = map.write(format, &ring);
                 ring.control()

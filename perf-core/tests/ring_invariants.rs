@@ -219,7 +219,7 @@ proptest! {
         for number in 0..samples {
             write(&ring, 24, 0, number).expect("room");
             // Records that are no samples do not count.
-            Lost { id: 0, lost: 1 }.write(Format::default(), &ring).expect("room");
+            Lost { lost: 1, ..Lost::default() }.write(Format::default(), &ring).expect("room");
             wakeups += u64::from(ring.take_poll().readable);
         }
         prop_assert_eq!(wakeups, samples / u64::from(n));

@@ -46,6 +46,7 @@ fn samples_that_the_kernel_wrote_are_read_in_place_and_over_the_wrap() {
             | SampleType::ADDR
             | SampleType::PERIOD,
         read_format: ReadFormat::empty(),
+        ..Format::default()
     };
     let flags = SampleFlag::IP | SampleFlag::TID | SampleFlag::TIME | SampleFlag::ADDR | SampleFlag::PERIOD;
     let mut counter = match Builder::new(Software::PAGE_FAULTS)
@@ -122,9 +123,14 @@ fn rings_that_cannot_be_mapped_are_refused() {
 
 /// An event of the kernel with the attributes that ours would have. `None` where this user may not open it.
 fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
+    kernel_event_on(attr, -1, group)
+}
+
+/// [`kernel_event`] for this thread while it is on a CPU; -1: on any.
+fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
     let bytes = attr.to_bytes();
     // SAFETY: the attribute is readable for the size it says.
-    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, -1, group, 0) };
+    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, cpu, group, 0) };
     if fd < 0 {
         let error = std::io::Error::last_os_error();
         assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{error}");
@@ -149,6 +155,7 @@ fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u
             Record::Mmap(r) => r.write(format, &ring),
             Record::Lost(r) => r.write(format, &ring),
             Record::Throttle(r) | Record::Unthrottle(r) => r.write(format, &ring),
+            Record::Read(r) => r.write(format, &ring),
             other => panic!("{other:?}"),
         }
         .expect("there is room for one");
@@ -159,11 +166,29 @@ fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u
     types
 }
 
+const MMAP: u32 = 1;
 const LOST: u32 = 2;
 const COMM: u32 = 3;
-const MMAP: u32 = 1;
+const EXIT: u32 = 4;
 const FORK: u32 = 7;
 const SAMPLE: u32 = 9;
+
+/// Read formats that this host's kernel knows: before Linux 6.0 not LOST.
+fn read_formats() -> u64 {
+    let attr = Attr {
+        sample_period: 0,
+        ..faults(SampleType::empty(), ReadFormat::LOST)
+    };
+    let bytes = attr.to_bytes();
+    // SAFETY: the attribute is readable for the size it says.
+    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, -1, -1, 0) };
+    if fd < 0 {
+        return 16;
+    }
+    // SAFETY: a descriptor of our own.
+    drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+    32
+}
 
 /// Page faults of this thread in user mode, a sample for each.
 fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
@@ -188,10 +213,10 @@ fn enable(fd: &OwnedFd, on: bool) {
 fn samples_are_what_the_kernel_would_write() {
     let mut rng = fastrand::Rng::with_seed(7);
     let all = SampleType::all().bits();
-    let masks = (0..11).map(|bit| 1 << bit).chain([0, all]);
+    let masks = (0..11).chain([16]).map(|bit| 1 << bit).chain([0, all]);
     let drawn: Vec<u64> = (0..40).map(|_| rng.u64(..) & all).collect();
     for (n, mask) in masks.chain(drawn).enumerate() {
-        let read_format = ReadFormat::from_bits_truncate(n as u64 % 16);
+        let read_format = ReadFormat::from_bits_truncate(n as u64 * 3 % read_formats());
         let attr = faults(SampleType::from_bits_truncate(mask), read_format);
         let Some(leader) = kernel_event(&attr, -1) else {
             return;
@@ -211,6 +236,7 @@ fn samples_are_what_the_kernel_would_write() {
         let format = Format {
             sample_type: attr.sample_type,
             read_format,
+            ..Format::default()
         };
         let types = same_when_written_anew(&mut reader, format);
         assert!(types[&SAMPLE] >= 20, "{types:?}");
@@ -219,50 +245,108 @@ fn samples_are_what_the_kernel_would_write() {
 
 #[test]
 fn side_band_records_are_what_the_kernel_would_write() {
-    // Large samples: few fill the ring, fewer than the kernel would throttle.
-    let sample_type = SampleType::all() - SampleType::CALLCHAIN - SampleType::READ;
-    let attr = Attr {
-        task: true,
-        comm: true,
-        mmap: true,
-        ..faults(sample_type, ReadFormat::empty())
-    };
-    let Some(event) = kernel_event(&attr, -1) else {
-        return;
-    };
-    let mut reader = RingReader::map_perf(event.as_fd(), 1).expect("a ring");
-    let format = Format {
-        sample_type,
-        read_format: ReadFormat::empty(),
-    };
-    enable(&event, true);
-    std::thread::spawn(|| ()).join().unwrap();
-    for name in [c"a", c"seven b", c"eight by", c"fifteen letters"] {
-        // SAFETY: a name with its terminator, for this thread.
-        assert_eq!(unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) }, 0);
+    // Few samples fill the ring, fewer than the kernel would throttle.
+    let all = SampleType::all() - SampleType::CALLCHAIN - SampleType::READ;
+    for (sample_type, sample_id_all) in [
+        (all, false),
+        (all, true),
+        (all - SampleType::IDENTIFIER - SampleType::TIME, true),
+        (SampleType::ADDR | SampleType::RAW | SampleType::IDENTIFIER, true),
+        (SampleType::ADDR | SampleType::RAW, true),
+    ] {
+        let attr = Attr {
+            task: true,
+            comm: true,
+            mmap: true,
+            sample_id_all,
+            ..faults(sample_type, ReadFormat::empty())
+        };
+        let Some(event) = kernel_event(&attr, -1) else {
+            return;
+        };
+        let mut reader = RingReader::map_perf(event.as_fd(), 1).expect("a ring");
+        let format = Format::from(&attr);
+        enable(&event, true);
+        std::thread::spawn(|| ()).join().unwrap();
+        for name in [c"a", c"seven b", c"eight by", c"fifteen letters"] {
+            // SAFETY: a name with its terminator, for this thread.
+            assert_eq!(unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) }, 0);
+        }
+        // SAFETY: new memory that nobody uses, and that is unmapped at once.
+        unsafe {
+            let (prot, flags) = (
+                libc::PROT_READ | libc::PROT_EXEC,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            );
+            let memory = libc::mmap(std::ptr::null_mut(), PAGE, prot, flags, -1, 0);
+            assert_ne!(memory, libc::MAP_FAILED);
+            libc::munmap(memory, PAGE);
+        }
+        // More samples than the ring has room for: the next record there is room for says so.
+        fault(200);
+        let mut types = same_when_written_anew(&mut reader, format);
+        fault(4);
+        enable(&event, false);
+        for (ty, n) in same_when_written_anew(&mut reader, format) {
+            *types.entry(ty).or_insert(0) += n;
+        }
+        for (ty, least) in [(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 30)] {
+            assert!(
+                types.get(&ty).is_some_and(|n| *n >= least),
+                "type {ty}: {types:?}"
+            );
+        }
     }
-    // SAFETY: new memory that nobody uses, and that is unmapped at once.
-    unsafe {
-        let (prot, flags) = (
-            libc::PROT_READ | libc::PROT_EXEC,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-        );
-        let memory = libc::mmap(std::ptr::null_mut(), PAGE, prot, flags, -1, 0);
-        assert_ne!(memory, libc::MAP_FAILED);
-        libc::munmap(memory, PAGE);
-    }
-    // More samples than the ring has room for: the next record there is room for says so.
-    fault(70);
-    let mut types = same_when_written_anew(&mut reader, format);
-    fault(4);
-    enable(&event, false);
-    for (ty, n) in same_when_written_anew(&mut reader, format) {
-        *types.entry(ty).or_insert(0) += n;
-    }
-    for (ty, least) in [(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 40)] {
-        assert!(
-            types.get(&ty).is_some_and(|n| *n >= least),
-            "type {ty}: {types:?}"
-        );
+}
+
+/// An event that threads inherit, with what it writes when one of them ends. Linux writes no READ record any
+/// more: when it gets there, the thread has no context left.
+#[test]
+fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
+    // SAFETY: takes nothing.
+    let cpu = unsafe { libc::sched_getcpu() };
+    // SAFETY: an empty set is valid, and the CPU is one of this machine.
+    let result = unsafe {
+        let mut set = std::mem::zeroed();
+        libc::CPU_SET(cpu as usize, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &raw const set)
+    };
+    assert_eq!(result, 0);
+    for sample_type in [
+        SampleType::TID | SampleType::TIME | SampleType::ID,
+        SampleType::CPU | SampleType::STREAM_ID | SampleType::IDENTIFIER,
+        SampleType::all() - SampleType::CALLCHAIN - SampleType::READ,
+    ] {
+        let attr = Attr {
+            inherit: true,
+            task: true,
+            sample_id_all: true,
+            ..faults(sample_type, ReadFormat::empty())
+        };
+        let Some(event) = kernel_event_on(&attr, cpu, -1) else {
+            return;
+        };
+        let mut reader = RingReader::map_perf(event.as_fd(), 64).expect("a ring");
+        let format = Format::from(&attr);
+        enable(&event, true);
+        let task = std::thread::spawn(|| {
+            fault(3);
+            // SAFETY: takes nothing.
+            unsafe { libc::gettid() }
+        })
+        .join()
+        .unwrap();
+        // Its end is told a moment after who waits for it hears.
+        while std::path::Path::new(&format!("/proc/self/task/{task}")).exists() {
+            std::thread::yield_now();
+        }
+        enable(&event, false);
+        let types = same_when_written_anew(&mut reader, format);
+        for (ty, least) in [(FORK, 1), (EXIT, 1), (SAMPLE, 3)] {
+            assert!(
+                types.get(&ty).is_some_and(|n| *n >= least),
+                "type {ty}: {types:?}"
+            );
+        }
     }
 }

@@ -205,7 +205,7 @@ proptest! {
         }
         // What has no registers counts but never samples.
         v.software_event(SoftwareId::Exits, 1000, None, &mut |_| {});
-        let format = Format { sample_type: attr.sample_type, read_format: attr.read_format };
+        let format = Format::from(&attr);
         let (mut reader, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
             let sample = matches!(Record::decode(raw, format).unwrap(), Record::Sample(_));

@@ -164,7 +164,7 @@ proptest! {
             m.core.remove_vcpu(VcpuId(n)).unwrap();
         }
         let mut reader = perf_core::ring::RingReader::map(ring.memfd()).unwrap();
-        let format = Format { sample_type: attr.sample_type, read_format: attr.read_format };
+        let format = Format::from(&attr);
         let mut last = Vec::new();
         while let Some(raw) = reader.next_record().unwrap() {
             if let Record::Read(r) = Record::decode(raw, format).unwrap() {

@@ -55,6 +55,18 @@ impl<'a> Cursor<'a> {
         self.bytes(bytes.ok_or(DecodeError::Short { field })?, field)
     }
 
+    /// Takes the last `len` bytes off.
+    pub(super) fn split_end(&mut self, len: usize, field: &'static str) -> Result<Self, DecodeError> {
+        let at = self
+            .rest
+            .len()
+            .checked_sub(len)
+            .ok_or(DecodeError::Short { field })?;
+        let (rest, end) = self.rest.split_at(at);
+        self.rest = rest;
+        Ok(Self { rest: end })
+    }
+
     /// All that is left.
     pub(super) fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.rest)

@@ -5,16 +5,19 @@
 //! does not hold together is a [`DecodeError`].
 
 mod cursor;
+mod id;
 mod read;
 mod sample;
 mod side;
 #[cfg(test)]
 mod tests;
 
-use crate::attr::{ReadFormat, SampleType};
-use crate::ring::{RawRecord, Reservation, Ring, RingError};
+use crate::attr::{Attr, ReadFormat, SampleType};
+use crate::ring::{RawRecord, Reservation, Ring, RingError, Trailer};
 use cursor::Cursor;
 
+pub use id::SampleId;
+pub(crate) use read::read_size_of;
 pub use read::{Entries, ReadEntry, ReadValues};
 pub use sample::{Sample, Words};
 pub use side::{Comm, Lost, MapName, Mmap, Read, Task, Throttle};
@@ -106,6 +109,18 @@ pub struct Format {
     pub sample_type: SampleType,
     /// Fields of read values, in SAMPLE and READ records.
     pub read_format: ReadFormat,
+    /// Records that are no samples end with a [`SampleId`].
+    pub sample_id_all: bool,
+}
+
+impl From<&Attr> for Format {
+    fn from(attr: &Attr) -> Self {
+        Self {
+            sample_type: attr.sample_type,
+            read_format: attr.read_format,
+            sample_id_all: attr.sample_id_all,
+        }
+    }
 }
 
 /// Where bytes of records go.
@@ -129,6 +144,16 @@ impl Sink for Reservation<'_> {
     #[inline]
     fn put_u64(&mut self, value: u64) {
         Reservation::put_u64(self, value);
+    }
+}
+
+/// What exceeds the slice is dropped.
+impl Sink for &mut [u8] {
+    fn put(&mut self, bytes: &[u8]) {
+        let len = bytes.len().min(self.len());
+        let (now, later) = std::mem::take(self).split_at_mut(len);
+        now.copy_from_slice(&bytes[..len]);
+        *self = later;
     }
 }
 
@@ -171,6 +196,11 @@ pub trait Encode {
     /// Whether it counts as a sample for `wakeup_events`.
     const IS_SAMPLE: bool = false;
 
+    /// Who writes it and when: also what a LOST record says that the ring writes before it.
+    fn sample_id(&self) -> SampleId {
+        SampleId::default()
+    }
+
     /// Writes the record to a ring.
     ///
     /// # Errors
@@ -178,7 +208,8 @@ pub trait Encode {
     /// As [`Ring::begin`].
     #[inline]
     fn write(&self, format: Format, ring: &Ring) -> Result<(), RingError> {
-        let mut record = ring.begin(self.size(format), Self::IS_SAMPLE)?;
+        let trailer = self.sample_id().trailer(format);
+        let mut record = ring.begin_with(self.size(format), Self::IS_SAMPLE, &trailer)?;
         self.encode(format, &mut record);
         debug_assert_eq!(record.left(), 0, "size and encoding disagree");
         Ok(())
@@ -213,7 +244,9 @@ pub trait Encode {
             let run = if n == 1 {
                 None
             } else {
-                ring.begin_run(bytes, samples).ok()
+                let first = rest.clone().next();
+                let trailer = first.map_or(Trailer::NONE, |record| record.sample_id().trailer(format));
+                ring.begin_run_with(bytes, samples, &trailer).ok()
             };
             if let Some(mut run) = run {
                 for record in rest.by_ref().take(n as usize) {
@@ -320,16 +353,25 @@ impl<'a> Record<'a> {
     pub fn decode(raw: RawRecord<'a>, format: Format) -> Result<Self, DecodeError> {
         let mut body = Cursor::new(raw.body());
         let misc = Misc(raw.misc());
-        Ok(match RecordType(raw.ty()) {
-            RecordType::MMAP => Self::Mmap(Mmap::decode(&mut body, misc)?),
-            RecordType::LOST => Self::Lost(Lost::decode(&mut body)?),
-            RecordType::COMM => Self::Comm(Comm::decode(&mut body)?),
-            RecordType::EXIT => Self::Exit(Task::decode(&mut body, false)?),
-            RecordType::FORK => Self::Fork(Task::decode(&mut body, true)?),
-            RecordType::THROTTLE => Self::Throttle(Throttle::decode(&mut body, true)?),
-            RecordType::UNTHROTTLE => Self::Unthrottle(Throttle::decode(&mut body, false)?),
-            RecordType::READ => Self::Read(Read::decode(&mut body, format)?),
-            RecordType::SAMPLE => Self::Sample(Sample::decode(&mut body, misc, format)?),
+        let ty = RecordType(raw.ty());
+        if ty == RecordType::SAMPLE {
+            return Ok(Self::Sample(Sample::decode(&mut body, misc, format)?));
+        }
+        // The layouts before it have no length of their own, so it is found from the end. What is not known
+        // here need not have one.
+        let id = match ty.0 {
+            1..=9 => SampleId::decode(&mut body, format)?,
+            _ => return Ok(Self::Other(raw)),
+        };
+        Ok(match ty {
+            RecordType::MMAP => Self::Mmap(Mmap::decode(&mut body, misc, id)?),
+            RecordType::LOST => Self::Lost(Lost::decode(&mut body, id)?),
+            RecordType::COMM => Self::Comm(Comm::decode(&mut body, id)?),
+            RecordType::EXIT => Self::Exit(Task::decode(&mut body, false, id)?),
+            RecordType::FORK => Self::Fork(Task::decode(&mut body, true, id)?),
+            RecordType::THROTTLE => Self::Throttle(Throttle::decode(&mut body, true, id)?),
+            RecordType::UNTHROTTLE => Self::Unthrottle(Throttle::decode(&mut body, false, id)?),
+            RecordType::READ => Self::Read(Read::decode(&mut body, format, id)?),
             _ => Self::Other(raw),
         })
     }

@@ -11,6 +11,8 @@ pub struct ReadEntry {
     pub value: u64,
     /// Its id; 0 if the format has none.
     pub id: u64,
+    /// How many of its records found no room; 0 if the format has none.
+    pub lost: u64,
 }
 
 /// Values of an event or of the members of a group.
@@ -22,10 +24,10 @@ pub enum Entries<'a> {
     List(&'a [ReadEntry]),
     /// As found in a record.
     Encoded {
-        /// Whole entries, 8 bytes each, or 16 with an id.
+        /// Whole entries: a value, and what of id and lost the format has.
         bytes: &'a [u8],
-        /// Whether they have an id.
-        with_id: bool,
+        /// Of which ID and LOST matter.
+        format: ReadFormat,
     },
 }
 
@@ -41,7 +43,7 @@ impl<'a> Entries<'a> {
         match self {
             Self::One(_) => 1,
             Self::List(list) => list.len(),
-            Self::Encoded { bytes, with_id } => bytes.len() / if *with_id { 16 } else { 8 },
+            Self::Encoded { bytes, format } => bytes.len() / entry_size(*format),
         }
     }
 
@@ -52,18 +54,20 @@ impl<'a> Entries<'a> {
 
     /// The entries, the leader's first.
     pub fn iter(&self) -> impl Iterator<Item = ReadEntry> + 'a {
-        let (one, list, bytes, with_id) = match *self {
-            Self::One(entry) => (Some(entry), [].as_slice(), [].as_slice(), false),
-            Self::List(list) => (None, list, [].as_slice(), false),
-            Self::Encoded { bytes, with_id } => (None, [].as_slice(), bytes, with_id),
+        let (one, list, bytes, format) = match *self {
+            Self::One(entry) => (Some(entry), [].as_slice(), [].as_slice(), ReadFormat::empty()),
+            Self::List(list) => (None, list, [].as_slice(), ReadFormat::empty()),
+            Self::Encoded { bytes, format } => (None, [].as_slice(), bytes, format),
         };
-        let word = |bytes: &[u8]| bytes.first_chunk().map_or(0, |&word| u64::from_ne_bytes(word));
-        let encoded = bytes
-            .chunks_exact(if with_id { 16 } else { 8 })
-            .map(move |entry| ReadEntry {
-                value: word(entry),
-                id: if with_id { word(&entry[8..]) } else { 0 },
-            });
+        let encoded = bytes.chunks_exact(entry_size(format)).map(move |entry| {
+            let mut words = entry.as_chunks().0.iter().map(|&word| u64::from_ne_bytes(word));
+            let mut word = |is_there: bool| is_there.then(|| words.next()).flatten().unwrap_or(0);
+            ReadEntry {
+                value: word(true),
+                id: word(format.contains(ReadFormat::ID)),
+                lost: word(format.contains(ReadFormat::LOST)),
+            }
+        });
         one.into_iter().chain(list.iter().copied()).chain(encoded)
     }
 }
@@ -85,8 +89,13 @@ pub struct ReadValues<'a> {
     pub entries: Entries<'a>,
 }
 
-/// Bytes that `members` events have in `format`: 8·enabled + 8·running + 8·group + (8 + 8·id)·members.
-pub(crate) fn size_of(format: ReadFormat, members: usize) -> usize {
+/// Bytes of one entry: 8 + 8·id + 8·lost.
+fn entry_size(format: ReadFormat) -> usize {
+    8 + 8 * (format & (ReadFormat::ID | ReadFormat::LOST)).bits().count_ones() as usize
+}
+
+/// Bytes that `members` events have in `format`: 8·enabled + 8·running + 8·group + entry·members.
+pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
     let (members, group) = if format.contains(ReadFormat::GROUP) {
         (members, 8)
     } else {
@@ -95,21 +104,27 @@ pub(crate) fn size_of(format: ReadFormat, members: usize) -> usize {
     let times = (format & (ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::TOTAL_TIME_RUNNING))
         .bits()
         .count_ones();
-    let entry = if format.contains(ReadFormat::ID) { 16 } else { 8 };
-    8 * times as usize + group + entry * members
+    8 * times as usize + group + entry_size(format) * members
 }
 
 impl<'a> ReadValues<'a> {
     /// Bytes in `format`.
     #[inline]
     pub fn size(&self, format: ReadFormat) -> usize {
-        size_of(format, self.entries.len())
+        read_size_of(format, self.entries.len())
     }
 
-    /// Appends exactly [`size`](Self::size) bytes: without `GROUP` value, enabled, running, id; with it the
-    /// number of members, enabled, running, and value and id of each.
+    /// Appends exactly [`size`](Self::size) bytes: without `GROUP` value, enabled, running, id, lost; with it
+    /// the number of members, enabled, running, and value, id and lost of each.
     pub fn encode(&self, format: ReadFormat, out: &mut impl Sink) {
-        let with_id = format.contains(ReadFormat::ID);
+        let rest = |entry: ReadEntry, out: &mut _| {
+            if format.contains(ReadFormat::ID) {
+                put_u64(out, entry.id);
+            }
+            if format.contains(ReadFormat::LOST) {
+                put_u64(out, entry.lost);
+            }
+        };
         let times = |out: &mut _| {
             if format.contains(ReadFormat::TOTAL_TIME_ENABLED) {
                 put_u64(out, self.time_enabled_ns);
@@ -123,34 +138,37 @@ impl<'a> ReadValues<'a> {
             times(out);
             for entry in self.entries.iter() {
                 put_u64(out, entry.value);
-                if with_id {
-                    put_u64(out, entry.id);
-                }
+                rest(entry, out);
             }
         } else {
             let entry = self.entries.iter().next().unwrap_or_default();
             put_u64(out, entry.value);
             times(out);
-            if with_id {
-                put_u64(out, entry.id);
-            }
+            rest(entry, out);
         }
     }
 
     /// Decodes values from the front of `bytes`.
     pub(super) fn decode(bytes: &mut Cursor<'a>, format: ReadFormat) -> Result<Self, DecodeError> {
-        let with_id = format.contains(ReadFormat::ID);
         let mut values = Self::default();
         if format.contains(ReadFormat::GROUP) {
             let members = bytes.u64("number of members")?;
             values.decode_times(bytes, format)?;
-            let bytes = bytes.many(members, if with_id { 16 } else { 8 }, "group members")?;
-            values.entries = Entries::Encoded { bytes, with_id };
+            let bytes = bytes.many(members, entry_size(format), "group members")?;
+            values.entries = Entries::Encoded { bytes, format };
         } else {
             let value = bytes.u64("value")?;
             values.decode_times(bytes, format)?;
-            let id = if with_id { bytes.u64("id")? } else { 0 };
-            values.entries = Entries::One(ReadEntry { value, id });
+            let mut word = |flag, field| {
+                if format.contains(flag) {
+                    bytes.u64(field)
+                } else {
+                    Ok(0)
+                }
+            };
+            let id = word(ReadFormat::ID, "id")?;
+            let lost = word(ReadFormat::LOST, "number of records lost")?;
+            values.entries = Entries::One(ReadEntry { value, id, lost });
         }
         Ok(values)
     }

@@ -1,6 +1,7 @@
 //! SAMPLE records.
 
 use super::cursor::Cursor;
+use super::id::SampleId;
 use super::read::ReadValues;
 use super::{
     DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
@@ -70,7 +71,7 @@ pub struct Sample<'a> {
     pub time_ns: u64,
     /// Address the event is about.
     pub addr: u64,
-    /// Id of the event that was opened.
+    /// Id of the event that was opened; in both places of a sample that has ID and IDENTIFIER.
     pub id: u64,
     /// Id of the event itself, which differs for inherited ones.
     pub stream_id: u64,
@@ -95,7 +96,8 @@ const FIXED: SampleType = SampleType::IP
     .union(SampleType::ID)
     .union(SampleType::STREAM_ID)
     .union(SampleType::CPU)
-    .union(SampleType::PERIOD);
+    .union(SampleType::PERIOD)
+    .union(SampleType::IDENTIFIER);
 
 /// Bytes of the RAW part for `len` bytes of data.
 fn raw_size(len: usize) -> usize {
@@ -126,6 +128,9 @@ impl Encode for Sample<'_> {
         let fields = format.sample_type;
         put_header(out, RecordType::SAMPLE, self.misc, self.size(format));
         // The order is the ABI's, which is not that of the bits.
+        if fields.contains(SampleType::IDENTIFIER) {
+            put_u64(out, self.id);
+        }
         if fields.contains(SampleType::IP) {
             put_u64(out, self.ip);
         }
@@ -167,6 +172,18 @@ impl Encode for Sample<'_> {
             out.put(&[0; 8][..size - self.raw.len()]);
         }
     }
+
+    #[inline]
+    fn sample_id(&self) -> SampleId {
+        SampleId {
+            pid: self.pid,
+            tid: self.tid,
+            time_ns: self.time_ns,
+            id: self.id,
+            stream_id: self.stream_id,
+            cpu: self.cpu,
+        }
+    }
 }
 
 impl<'a> Sample<'a> {
@@ -177,6 +194,9 @@ impl<'a> Sample<'a> {
             misc,
             ..Self::default()
         };
+        if fields.contains(SampleType::IDENTIFIER) {
+            sample.id = body.u64("identifier")?;
+        }
         if fields.contains(SampleType::IP) {
             sample.ip = body.u64("ip")?;
         }

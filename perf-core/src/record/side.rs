@@ -1,6 +1,7 @@
 //! Side-band records: everything but samples.
 
 use super::cursor::{Cursor, until_nul};
+use super::id::{self, SampleId};
 use super::read::ReadValues;
 use super::{
     DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
@@ -29,25 +30,33 @@ pub struct Lost {
     pub id: u64,
     /// Number of records lost.
     pub lost: u64,
+    /// The trailer.
+    pub sample_id: SampleId,
 }
 
 impl Encode for Lost {
-    fn size(&self, _: Format) -> usize {
-        HEADER_SIZE + 16
+    fn size(&self, format: Format) -> usize {
+        HEADER_SIZE + 16 + id::size_of(format)
     }
 
     fn encode(&self, format: Format, out: &mut impl Sink) {
         put_header(out, RecordType::LOST, Misc::default(), self.size(format));
         put_u64(out, self.id);
         put_u64(out, self.lost);
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
     }
 }
 
 impl Lost {
-    pub(super) fn decode(body: &mut Cursor<'_>) -> Result<Self, DecodeError> {
+    pub(super) fn decode(body: &mut Cursor<'_>, sample_id: SampleId) -> Result<Self, DecodeError> {
         Ok(Self {
             id: body.u64("id")?,
             lost: body.u64("count")?,
+            sample_id,
         })
     }
 }
@@ -63,11 +72,13 @@ pub struct Throttle {
     pub id: u64,
     /// Id of the event itself.
     pub stream_id: u64,
+    /// The trailer.
+    pub sample_id: SampleId,
 }
 
 impl Encode for Throttle {
-    fn size(&self, _: Format) -> usize {
-        HEADER_SIZE + 24
+    fn size(&self, format: Format) -> usize {
+        HEADER_SIZE + 24 + id::size_of(format)
     }
 
     fn encode(&self, format: Format, out: &mut impl Sink) {
@@ -80,16 +91,26 @@ impl Encode for Throttle {
         put_u64(out, self.time_ns);
         put_u64(out, self.id);
         put_u64(out, self.stream_id);
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
     }
 }
 
 impl Throttle {
-    pub(super) fn decode(body: &mut Cursor<'_>, throttled: bool) -> Result<Self, DecodeError> {
+    pub(super) fn decode(
+        body: &mut Cursor<'_>,
+        throttled: bool,
+        sample_id: SampleId,
+    ) -> Result<Self, DecodeError> {
         Ok(Self {
             throttled,
             time_ns: body.u64("time")?,
             id: body.u64("id")?,
             stream_id: body.u64("stream id")?,
+            sample_id,
         })
     }
 }
@@ -109,11 +130,13 @@ pub struct Task {
     pub ptid: u32,
     /// When, in nanoseconds.
     pub time_ns: u64,
+    /// The trailer.
+    pub sample_id: SampleId,
 }
 
 impl Encode for Task {
-    fn size(&self, _: Format) -> usize {
-        HEADER_SIZE + 24
+    fn size(&self, format: Format) -> usize {
+        HEADER_SIZE + 24 + id::size_of(format)
     }
 
     fn encode(&self, format: Format, out: &mut impl Sink) {
@@ -126,11 +149,20 @@ impl Encode for Task {
         put_u32s(out, self.pid, self.ppid);
         put_u32s(out, self.tid, self.ptid);
         put_u64(out, self.time_ns);
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
     }
 }
 
 impl Task {
-    pub(super) fn decode(body: &mut Cursor<'_>, fork: bool) -> Result<Self, DecodeError> {
+    pub(super) fn decode(
+        body: &mut Cursor<'_>,
+        fork: bool,
+        sample_id: SampleId,
+    ) -> Result<Self, DecodeError> {
         Ok(Self {
             fork,
             pid: body.u32("pid")?,
@@ -138,6 +170,7 @@ impl Task {
             tid: body.u32("tid")?,
             ptid: body.u32("parent's tid")?,
             time_ns: body.u64("time")?,
+            sample_id,
         })
     }
 }
@@ -151,26 +184,38 @@ pub struct Read<'a> {
     pub tid: u32,
     /// The values.
     pub values: ReadValues<'a>,
+    /// The trailer.
+    pub sample_id: SampleId,
 }
 
 impl Encode for Read<'_> {
     fn size(&self, format: Format) -> usize {
-        HEADER_SIZE + 8 + self.values.size(format.read_format)
+        HEADER_SIZE + 8 + self.values.size(format.read_format) + id::size_of(format)
     }
 
     fn encode(&self, format: Format, out: &mut impl Sink) {
         put_header(out, RecordType::READ, Misc::default(), self.size(format));
         put_u32s(out, self.pid, self.tid);
         self.values.encode(format.read_format, out);
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
     }
 }
 
 impl<'a> Read<'a> {
-    pub(super) fn decode(body: &mut Cursor<'a>, format: Format) -> Result<Self, DecodeError> {
+    pub(super) fn decode(
+        body: &mut Cursor<'a>,
+        format: Format,
+        sample_id: SampleId,
+    ) -> Result<Self, DecodeError> {
         Ok(Self {
             pid: body.u32("pid")?,
             tid: body.u32("tid")?,
             values: ReadValues::decode(body, format.read_format)?,
+            sample_id,
         })
     }
 }
@@ -184,6 +229,8 @@ pub struct Comm<'a> {
     pub tid: u32,
     /// The name. At most 15 bytes up to the first NUL are written.
     pub name: &'a [u8],
+    /// The trailer.
+    pub sample_id: SampleId,
 }
 
 impl Comm<'_> {
@@ -193,23 +240,29 @@ impl Comm<'_> {
 }
 
 impl Encode for Comm<'_> {
-    fn size(&self, _: Format) -> usize {
-        HEADER_SIZE + 8 + text_size(self.cut())
+    fn size(&self, format: Format) -> usize {
+        HEADER_SIZE + 8 + text_size(self.cut()) + id::size_of(format)
     }
 
     fn encode(&self, format: Format, out: &mut impl Sink) {
         put_header(out, RecordType::COMM, Misc::default(), self.size(format));
         put_u32s(out, self.pid, self.tid);
         put_text(out, self.cut());
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
     }
 }
 
 impl<'a> Comm<'a> {
-    pub(super) fn decode(body: &mut Cursor<'a>) -> Result<Self, DecodeError> {
+    pub(super) fn decode(body: &mut Cursor<'a>, sample_id: SampleId) -> Result<Self, DecodeError> {
         Ok(Self {
             pid: body.u32("pid")?,
             tid: body.u32("tid")?,
             name: until_nul(body.rest()),
+            sample_id,
         })
     }
 }
@@ -271,11 +324,13 @@ pub struct Mmap<'a> {
     pub pgoff: u64,
     /// What is mapped.
     pub name: MapName<'a>,
+    /// The trailer.
+    pub sample_id: SampleId,
 }
 
 impl Encode for Mmap<'_> {
-    fn size(&self, _: Format) -> usize {
-        HEADER_SIZE + 32 + text_size(self.name.bytes())
+    fn size(&self, format: Format) -> usize {
+        HEADER_SIZE + 32 + text_size(self.name.bytes()) + id::size_of(format)
     }
 
     fn encode(&self, format: Format, out: &mut impl Sink) {
@@ -285,11 +340,20 @@ impl Encode for Mmap<'_> {
         put_u64(out, self.len);
         put_u64(out, self.pgoff);
         put_text(out, self.name.bytes());
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
     }
 }
 
 impl<'a> Mmap<'a> {
-    pub(super) fn decode(body: &mut Cursor<'a>, misc: Misc) -> Result<Self, DecodeError> {
+    pub(super) fn decode(
+        body: &mut Cursor<'a>,
+        misc: Misc,
+        sample_id: SampleId,
+    ) -> Result<Self, DecodeError> {
         Ok(Self {
             misc,
             pid: body.u32("pid")?,
@@ -298,6 +362,7 @@ impl<'a> Mmap<'a> {
             len: body.u64("length")?,
             pgoff: body.u64("offset")?,
             name: MapName::from(until_nul(body.rest())),
+            sample_id,
         })
     }
 }

@@ -3,6 +3,11 @@ use proptest::prelude::*;
 
 const ALL_TIMES: ReadFormat = ReadFormat::TOTAL_TIME_ENABLED.union(ReadFormat::TOTAL_TIME_RUNNING);
 
+/// Of 12 bits the eleven lowest, and IDENTIFIER for the last.
+fn sample_type(bits: u64) -> SampleType {
+    SampleType::from_bits(bits & 0x7ff | (bits >> 11) << 16).expect("all of these are defined")
+}
+
 fn encoded(record: &impl Encode, format: Format) -> Vec<u8> {
     let mut bytes = Vec::new();
     record.encode(format, &mut bytes);
@@ -55,7 +60,7 @@ fn projected<'a>(
     if has(SampleType::ADDR) {
         left.addr = full.addr;
     }
-    if has(SampleType::ID) {
+    if has(SampleType::ID) || has(SampleType::IDENTIFIER) {
         left.id = full.id;
     }
     if has(SampleType::STREAM_ID) {
@@ -99,7 +104,6 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: Format) {
 
     let mut padded = raw.to_vec();
     padded.resize((4 + raw.len()).next_multiple_of(8) - 4, 0);
-    let with_id = format.read_format.contains(ReadFormat::ID);
     let members = if format.read_format.contains(ReadFormat::GROUP) {
         entries.len()
     } else {
@@ -111,8 +115,11 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: Format) {
         .chain([ReadEntry::default()])
         .take(members)
         .collect();
-    if !with_id {
+    if !format.read_format.contains(ReadFormat::ID) {
         seen.iter_mut().for_each(|entry| entry.id = 0);
+    }
+    if !format.read_format.contains(ReadFormat::LOST) {
+        seen.iter_mut().for_each(|entry| entry.lost = 0);
     }
     let Ok(Record::Sample(decoded)) = Record::decode_bytes(&bytes, format) else {
         panic!(
@@ -126,13 +133,24 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: Format) {
 #[test]
 fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips() {
     let entries = [
-        ReadEntry { value: 100, id: 1 },
-        ReadEntry { value: 200, id: 2 },
-        ReadEntry { value: 300, id: 3 },
+        ReadEntry {
+            value: 100,
+            id: 1,
+            lost: 11,
+        },
+        ReadEntry {
+            value: 200,
+            id: 2,
+            lost: 12,
+        },
+        ReadEntry {
+            value: 300,
+            id: 3,
+            lost: 13,
+        },
     ];
-    for mask in 0..1 << 11 {
-        let sample_type = SampleType::from_bits(mask).expect("11 bits are defined");
-        for read_format in (0..1 << 4).map(|bits| ReadFormat::from_bits(bits).expect("4 bits are defined")) {
+    for sample_type in (0..1 << 12).map(sample_type) {
+        for read_format in (0..1 << 5).map(|bits| ReadFormat::from_bits(bits).expect("5 bits are defined")) {
             check(
                 &entries,
                 &[0xa, 0xb],
@@ -140,6 +158,7 @@ fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips()
                 Format {
                     sample_type,
                     read_format,
+                    ..Format::default()
                 },
             );
         }
@@ -149,16 +168,17 @@ fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips()
 proptest! {
     #[test]
     fn p33_samples_round_trip(
-        mask in 0u64..1 << 11,
-        read in 0u64..1 << 4,
-        values in prop::collection::vec(any::<(u64, u64)>(), 0..9),
+        mask in 0u64..1 << 12,
+        read in 0u64..1 << 5,
+        values in prop::collection::vec(any::<(u64, u64, u64)>(), 0..9),
         ips in prop::collection::vec(any::<u64>(), 0..40),
         raw in prop::collection::vec(any::<u8>(), 0..40),
     ) {
-        let entries: Vec<_> = values.into_iter().map(|(value, id)| ReadEntry { value, id }).collect();
+        let entries: Vec<_> = values.into_iter().map(|(value, id, lost)| ReadEntry { value, id, lost }).collect();
         let format = Format {
-            sample_type: SampleType::from_bits_truncate(mask),
+            sample_type: sample_type(mask),
             read_format: ReadFormat::from_bits_truncate(read),
+            ..Format::default()
         };
         check(&entries, &ips, &raw, format);
     }
@@ -167,13 +187,15 @@ proptest! {
     fn arbitrary_bytes_never_panic(
         ty in 0u32..12,
         body in prop::collection::vec(any::<u8>(), 0..300),
-        mask in 0u64..1 << 11,
-        read in 0u64..1 << 4,
+        mask in 0u64..1 << 12,
+        read in 0u64..1 << 5,
         lie in prop::option::of(any::<u16>()),
+        sample_id_all: bool,
     ) {
         let format = Format {
-            sample_type: SampleType::from_bits_truncate(mask),
+            sample_type: sample_type(mask),
             read_format: ReadFormat::from_bits_truncate(read),
+            sample_id_all,
         };
         let mut bytes = Vec::new();
         put_header(&mut bytes, RecordType(ty), Misc(3), lie.map_or(HEADER_SIZE + body.len(), usize::from));
@@ -193,22 +215,67 @@ proptest! {
     fn side_band_records_round_trip(
         pid: u32, tid: u32, start: u64, len: u64, pgoff: u64,
         name in prop::collection::vec(1u8.., 0..40),
+        mask in 0u64..1 << 12, sample_id_all: bool,
     ) {
-        let none = Format::default();
-        let comm = Comm { pid, tid, name: &name };
-        let bytes = encoded(&comm, none);
-        prop_assert_eq!(bytes.len(), comm.size(none));
+        let format = Format { sample_type: sample_type(mask), sample_id_all, ..Format::default() };
+        let sample_id = told(format);
+        let trailer = encoded_id(format).len();
+        let comm = Comm { pid, tid, name: &name, sample_id: ID };
+        let bytes = encoded(&comm, format);
+        prop_assert_eq!(bytes.len(), comm.size(format));
         prop_assert_eq!(bytes.len() % 8, 0);
-        prop_assert_eq!(bytes.last(), Some(&0), "the name is terminated");
-        let cut = Comm { name: &name[..name.len().min(15)], ..comm };
-        prop_assert_eq!(Record::decode_bytes(&bytes, none), Ok(Record::Comm(cut)));
+        prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the name is terminated");
+        prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
+        let cut = Comm { name: &name[..name.len().min(15)], sample_id, ..comm };
+        prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Comm(cut)));
 
-        let mmap = Mmap { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name: MapName::Path(&name) };
-        let bytes = encoded(&mmap, none);
-        prop_assert_eq!(bytes.len(), mmap.size(none));
+        let name = MapName::Path(&name);
+        let mmap = Mmap { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name, sample_id: ID };
+        let bytes = encoded(&mmap, format);
+        prop_assert_eq!(bytes.len(), mmap.size(format));
         prop_assert_eq!(bytes.len() % 8, 0);
-        prop_assert_eq!(bytes.last(), Some(&0), "the path is terminated");
-        prop_assert_eq!(Record::decode_bytes(&bytes, none), Ok(Record::Mmap(mmap)));
+        prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the path is terminated");
+        prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
+        prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Mmap(Mmap { sample_id, ..mmap })));
+    }
+}
+
+const ID: SampleId = SampleId {
+    pid: 21,
+    tid: 22,
+    time_ns: 23,
+    id: 24,
+    stream_id: 25,
+    cpu: 26,
+};
+
+/// The trailer of [`ID`], word by word from perf_event_open(2).
+fn encoded_id(format: Format) -> Vec<u8> {
+    let words = [
+        (SampleType::TID, 21 | 22 << 32),
+        (SampleType::TIME, 23),
+        (SampleType::ID, 24),
+        (SampleType::STREAM_ID, 25),
+        (SampleType::CPU, 26),
+        (SampleType::IDENTIFIER, 24u64),
+    ];
+    let there = words
+        .iter()
+        .filter(|(field, _)| format.sample_id_all && format.sample_type.contains(*field));
+    there.flat_map(|(_, word)| word.to_ne_bytes()).collect()
+}
+
+/// What is left of [`ID`] in `format`.
+fn told(format: Format) -> SampleId {
+    let has = |fields| format.sample_id_all && format.sample_type.intersects(fields);
+    let or_0 = |fields, value| if has(fields) { value } else { 0 };
+    SampleId {
+        pid: or_0(SampleType::TID, 21) as u32,
+        tid: or_0(SampleType::TID, 22) as u32,
+        time_ns: or_0(SampleType::TIME, 23),
+        id: or_0(SampleType::ID | SampleType::IDENTIFIER, 24),
+        stream_id: or_0(SampleType::STREAM_ID, 25),
+        cpu: or_0(SampleType::CPU, 26) as u32,
     }
 }
 
@@ -216,9 +283,15 @@ proptest! {
 fn sample_fields_come_in_the_order_of_the_abi() {
     let format = Format {
         sample_type: SampleType::all(),
-        read_format: ReadFormat::ID,
+        read_format: ReadFormat::ID | ReadFormat::LOST,
+        // A sample has no trailer.
+        sample_id_all: true,
     };
-    let entries = [ReadEntry { value: 100, id: 101 }];
+    let entries = [ReadEntry {
+        value: 100,
+        id: 101,
+        lost: 102,
+    }];
     let bytes = encoded(&sample(&entries, &[0xa, 0xb], b"raw!"), format);
     let words: Vec<u64> = bytes
         .as_chunks()
@@ -232,6 +305,7 @@ fn sample_fields_come_in_the_order_of_the_abi() {
         words,
         [
             header,
+            9,
             0x1111_2222_3333_4444,
             5 | 6 << 32,
             7,
@@ -242,12 +316,13 @@ fn sample_fields_come_in_the_order_of_the_abi() {
             12,
             100,
             101,
+            102,
             2,
             0xa,
             0xb,
             raw
         ],
-        "ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw"
+        "identifier, ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw"
     );
 }
 
@@ -256,6 +331,7 @@ fn absent_call_chain_and_raw_data_take_eight_bytes_each() {
     let format = |sample_type| Format {
         sample_type,
         read_format: ReadFormat::empty(),
+        ..Format::default()
     };
     let empty = Sample::default();
     assert_eq!(
@@ -270,8 +346,9 @@ fn absent_call_chain_and_raw_data_take_eight_bytes_each() {
 
 #[test]
 fn group_values_lead_with_the_number_of_members_and_the_leaders_times() {
-    let format = ALL_TIMES | ReadFormat::GROUP | ReadFormat::ID;
-    let entries = [ReadEntry { value: 1, id: 2 }, ReadEntry { value: 3, id: 4 }];
+    let format = ALL_TIMES | ReadFormat::GROUP | ReadFormat::ID | ReadFormat::LOST;
+    let entry = |value, id, lost| ReadEntry { value, id, lost };
+    let entries = [entry(1, 2, 5), entry(3, 4, 6)];
     let values = ReadValues {
         time_enabled_ns: 10,
         time_running_ns: 9,
@@ -285,7 +362,7 @@ fn group_values_lead_with_the_number_of_members_and_the_leaders_times() {
         .iter()
         .map(|&word| u64::from_ne_bytes(word))
         .collect();
-    assert_eq!(words, [2, 10, 9, 1, 2, 3, 4]);
+    assert_eq!(words, [2, 10, 9, 1, 2, 5, 3, 4, 6]);
     assert_eq!(values.size(format), bytes.len());
 }
 
@@ -294,6 +371,7 @@ fn a_claimed_number_of_members_beyond_the_record_is_refused() {
     let format = Format {
         sample_type: SampleType::READ,
         read_format: ReadFormat::GROUP | ReadFormat::ID,
+        ..Format::default()
     };
     for members in [2, u64::MAX, u64::MAX / 16 + 1, 1 << 60] {
         let mut bytes = Vec::new();
@@ -316,6 +394,7 @@ fn a_sample_longer_than_its_format_is_refused() {
     let format = Format {
         sample_type: SampleType::IP,
         read_format: ReadFormat::empty(),
+        ..Format::default()
     };
     let longer = Format {
         sample_type: SampleType::IP | SampleType::TIME,
@@ -330,77 +409,130 @@ fn a_sample_longer_than_its_format_is_refused() {
 
 #[test]
 fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_trip() {
-    let none = Format::default();
-    let lost = Lost { id: 1, lost: 2 };
-    assert_eq!(encoded(&lost, none).len(), 24);
-    assert_eq!(
-        Record::decode_bytes(&encoded(&lost, none), none),
-        Ok(Record::Lost(lost))
-    );
+    for bits in 0..1 << 13 {
+        let format = Format {
+            sample_type: sample_type(bits & 0xfff),
+            read_format: ALL_TIMES | ReadFormat::ID | ReadFormat::LOST,
+            sample_id_all: bits >> 12 == 1,
+        };
+        let trailer = encoded_id(format);
+        let sample_id = told(format);
+        // The body without the trailer.
+        let check = |bytes: &[u8], size: usize, len: usize| {
+            assert_eq!(
+                (bytes.len(), size),
+                (8 + len + trailer.len(), bytes.len()),
+                "{format:?}"
+            );
+            assert_eq!(usize::from(u16::from_ne_bytes([bytes[6], bytes[7]])), bytes.len());
+            assert_eq!(bytes[8 + len..], trailer, "{format:?}");
+        };
 
-    let fork = Task {
-        fork: true,
-        pid: 1,
-        ppid: 2,
-        tid: 3,
-        ptid: 4,
-        time_ns: 5,
-    };
-    assert_eq!(encoded(&fork, none).len(), 32);
-    assert_eq!(
-        Record::decode_bytes(&encoded(&fork, none), none),
-        Ok(Record::Fork(fork))
-    );
-    let exit = Task { fork: false, ..fork };
-    assert_eq!(
-        Record::decode_bytes(&encoded(&exit, none), none),
-        Ok(Record::Exit(exit))
-    );
-    let words: Vec<u32> = encoded(&exit, none)[8..24]
-        .as_chunks()
-        .0
-        .iter()
-        .map(|&w| u32::from_ne_bytes(w))
-        .collect();
-    assert_eq!(words, [1, 2, 3, 4], "pid, ppid, tid, ptid");
+        let lost = |sample_id| Lost {
+            id: 1,
+            lost: 2,
+            sample_id,
+        };
+        let bytes = encoded(&lost(ID), format);
+        check(&bytes, lost(ID).size(format), 16);
+        assert_eq!(
+            Record::decode_bytes(&bytes, format),
+            Ok(Record::Lost(lost(sample_id)))
+        );
 
-    let throttle = Throttle {
-        throttled: true,
-        time_ns: 1,
-        id: 2,
-        stream_id: 3,
-    };
-    assert_eq!(encoded(&throttle, none).len(), 32);
-    assert_eq!(
-        Record::decode_bytes(&encoded(&throttle, none), none),
-        Ok(Record::Throttle(throttle))
-    );
-    let unthrottle = Throttle {
-        throttled: false,
-        ..throttle
-    };
-    assert_eq!(
-        Record::decode_bytes(&encoded(&unthrottle, none), none),
-        Ok(Record::Unthrottle(unthrottle))
-    );
+        for fork in [true, false] {
+            let task = |sample_id| Task {
+                fork,
+                pid: 1,
+                ppid: 2,
+                tid: 3,
+                ptid: 4,
+                time_ns: 5,
+                sample_id,
+            };
+            let bytes = encoded(&task(ID), format);
+            check(&bytes, task(ID).size(format), 24);
+            let again = if fork {
+                Record::Fork(task(sample_id))
+            } else {
+                Record::Exit(task(sample_id))
+            };
+            assert_eq!(Record::decode_bytes(&bytes, format), Ok(again));
+            let words: Vec<u32> = bytes[8..24]
+                .as_chunks()
+                .0
+                .iter()
+                .map(|&w| u32::from_ne_bytes(w))
+                .collect();
+            assert_eq!(words, [1, 2, 3, 4], "pid, ppid, tid, ptid");
+        }
 
-    let format = Format {
-        read_format: ALL_TIMES | ReadFormat::ID,
-        ..none
-    };
-    let entries = Entries::One(ReadEntry { value: 3, id: 6 });
-    let read = Read {
-        pid: 1,
-        tid: 2,
-        values: ReadValues {
+        for throttled in [true, false] {
+            let record = |sample_id| Throttle {
+                throttled,
+                time_ns: 1,
+                id: 2,
+                stream_id: 3,
+                sample_id,
+            };
+            let bytes = encoded(&record(ID), format);
+            check(&bytes, record(ID).size(format), 24);
+            let record = record(sample_id);
+            let again = if throttled {
+                Record::Throttle(record)
+            } else {
+                Record::Unthrottle(record)
+            };
+            assert_eq!(Record::decode_bytes(&bytes, format), Ok(again));
+        }
+
+        let entries = Entries::One(ReadEntry {
+            value: 3,
+            id: 6,
+            lost: 7,
+        });
+        let values = ReadValues {
             time_enabled_ns: 4,
             time_running_ns: 5,
             entries,
-        },
+        };
+        let read = |sample_id| Read {
+            pid: 1,
+            tid: 2,
+            values,
+            sample_id,
+        };
+        let bytes = encoded(&read(ID), format);
+        check(&bytes, read(ID).size(format), 8 + 40);
+        assert_eq!(
+            Record::decode_bytes(&bytes, format),
+            Ok(Record::Read(read(sample_id)))
+        );
+    }
+}
+
+#[test]
+fn a_record_too_short_for_its_trailer_is_refused() {
+    let format = Format {
+        sample_type: SampleType::all(),
+        sample_id_all: true,
+        ..Format::default()
     };
-    let bytes = encoded(&read, format);
-    assert_eq!(bytes.len(), 8 + 8 + 32);
-    assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Read(read)));
+    // LOST with a trailer has 8 + 16 + 48 bytes.
+    for (body, field) in [(0, "trailer"), (40, "trailer"), (48, "id"), (56, "count")] {
+        let mut bytes = Vec::new();
+        put_header(&mut bytes, RecordType::LOST, Misc::default(), 8 + body);
+        bytes.resize(8 + body, 0);
+        let short = Err(DecodeError::Short { field });
+        assert_eq!(Record::decode_bytes(&bytes, format), short, "{body} bytes");
+    }
+    // What is not known here is passed on as it is, with a trailer or without.
+    let mut bytes = Vec::new();
+    put_header(&mut bytes, RecordType(10), Misc::default(), 8);
+    assert!(matches!(
+        Record::decode_bytes(&bytes, format),
+        Ok(Record::Other(_))
+    ));
 }
 
 #[test]
@@ -425,6 +557,7 @@ fn a_name_of_sixteen_bytes_or_more_is_still_terminated() {
         pid: 0,
         tid: 0,
         name: b"0123456789abcdefXYZ",
+        sample_id: SampleId::default(),
     };
     let bytes = encoded(&comm, Format::default());
     assert_eq!(&bytes[16..], b"0123456789abcde\0");

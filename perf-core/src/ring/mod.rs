@@ -62,8 +62,10 @@ pub(crate) use wake::borrowed;
 pub const DATA_PAGES_MAX: usize = 1 << 16;
 /// Most bytes of a record: its size is a `u16` and a multiple of 8.
 pub const RECORD_SIZE_MAX: usize = u16::MAX as usize & !7;
-/// Bytes of a LOST record: header, id, count.
+/// Bytes of a LOST record without a trailer: header, id, count.
 const LOST_SIZE: usize = 24;
+/// Most bytes of a LOST record's trailer: six words.
+const TRAILER_MAX: usize = 48;
 /// `PERF_RECORD_LOST`.
 const LOST_TYPE: u32 = 2;
 
@@ -76,6 +78,36 @@ pub enum RingMode {
     /// The memfd can be mapped read-only and no other way. The newest records overwrite the oldest. The
     /// reader may trust the last three quarters of the data area.
     Overwrite,
+}
+
+/// What a LOST record ends with if the event that finds room again wants all its records to have a trailer
+/// (`sample_id_all`). The ring writes LOST records itself, so their writer hands it over with each record.
+#[derive(Clone, Copy, Debug)]
+pub struct Trailer {
+    bytes: [u8; TRAILER_MAX],
+    len: usize,
+}
+
+impl Trailer {
+    /// No trailer.
+    pub const NONE: Self = Self {
+        bytes: [0; TRAILER_MAX],
+        len: 0,
+    };
+
+    /// Appends a word. What exceeds six is dropped.
+    #[inline]
+    pub fn put_u64(&mut self, value: u64) {
+        if let Some(room) = self.bytes.get_mut(self.len..self.len + 8) {
+            room.copy_from_slice(&value.to_ne_bytes());
+            self.len += 8;
+        }
+    }
+
+    /// The words so far.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
 }
 
 /// Why there is no ring, or no room in it.
@@ -378,10 +410,27 @@ impl Ring {
     /// written; these are not counted.
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
-        if size < 8 || !size.is_multiple_of(8) || size > self.record_max {
-            return Err(self.bad_size(size, self.record_max));
+        self.begin_with(size, is_sample, &Trailer::NONE)
+    }
+
+    /// [`begin`](Self::begin) for a writer whose LOST records end with `trailer`. It takes that much less of
+    /// a record.
+    ///
+    /// # Errors
+    ///
+    /// As [`begin`](Self::begin).
+    #[inline]
+    pub fn begin_with(
+        &self,
+        size: usize,
+        is_sample: bool,
+        trailer: &Trailer,
+    ) -> Result<Reservation<'_>, RingError> {
+        let limit = self.record_max.saturating_sub(trailer.len);
+        if size < 8 || !size.is_multiple_of(8) || size > limit {
+            return Err(self.bad_size(size, limit));
         }
-        let (claim, at) = self.claim(size, u64::from(is_sample), 1)?;
+        let (claim, at) = self.claim(size, u64::from(is_sample), 1, trailer)?;
         Ok(Reservation {
             ring: self,
             claim: Some(claim),
@@ -405,10 +454,24 @@ impl Ring {
     /// some may fit by themselves: try each with `begin`, which counts. [`RingError::Size`],
     /// [`RingError::TooLarge`] (above [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a record.
     pub fn begin_run(&self, bytes: usize, samples: u64) -> Result<Run<'_>, RingError> {
+        self.begin_run_with(bytes, samples, &Trailer::NONE)
+    }
+
+    /// [`begin_run`](Self::begin_run) for a writer whose LOST records end with `trailer`.
+    ///
+    /// # Errors
+    ///
+    /// As [`begin_run`](Self::begin_run).
+    pub fn begin_run_with(
+        &self,
+        bytes: usize,
+        samples: u64,
+        trailer: &Trailer,
+    ) -> Result<Run<'_>, RingError> {
         if bytes < 8 || !bytes.is_multiple_of(8) || bytes > self.run_max() {
             return Err(self.bad_size(bytes, self.run_max()));
         }
-        let (claim, at) = self.claim(bytes, samples, 0)?;
+        let (claim, at) = self.claim(bytes, samples, 0, trailer)?;
         Ok(Run {
             ring: self,
             claim: Some(claim),
@@ -427,12 +490,18 @@ impl Ring {
     /// Reserves `size` bytes and puts a LOST record before them if losses are pending. Returns where they
     /// are. A refusal counts `records` losses.
     #[inline]
-    fn claim(&self, size: usize, samples: u64, records: u64) -> Result<(Claim, *mut u8), RingError> {
+    fn claim(
+        &self,
+        size: usize,
+        samples: u64,
+        records: u64,
+        trailer: &Trailer,
+    ) -> Result<(Claim, *mut u8), RingError> {
         if self.paused.load(Relaxed) {
             return Err(self.refused(records));
         }
         let lost = self.protocol.take_lost();
-        let extra = if lost == 0 { 0 } else { LOST_SIZE };
+        let extra = if lost == 0 { 0 } else { LOST_SIZE + trailer.len };
         let Some(claim) = self
             .protocol
             .reserve(&self.shared(), (extra + size) as u64, samples)
@@ -443,16 +512,18 @@ impl Ring {
         // SAFETY: offset is below the size of the data area, which is mapped twice in a row.
         let mut at = unsafe { self.mapping.data().add(offset) };
         if lost != 0 {
-            let mut record = [0; LOST_SIZE];
+            let mut record = [0; LOST_SIZE + TRAILER_MAX];
             record[..4].copy_from_slice(&LOST_TYPE.to_ne_bytes());
-            record[6..8].copy_from_slice(&(LOST_SIZE as u16).to_ne_bytes());
+            record[6..8].copy_from_slice(&(extra as u16).to_ne_bytes());
             record[8..16].copy_from_slice(&self.lost_id.load(Relaxed).to_ne_bytes());
-            record[16..].copy_from_slice(&lost.to_ne_bytes());
+            record[16..24].copy_from_slice(&lost.to_ne_bytes());
+            record[24..].copy_from_slice(&trailer.bytes);
             // SAFETY: the claim gives this writer the bytes [start, start + extra + size), which are at most
-            // the size of the data area and therefore inside the doubled mapping.
+            // the size of the data area and therefore inside the doubled mapping. `extra` is at most
+            // `record`'s length, because a trailer has no more than `TRAILER_MAX` bytes.
             unsafe {
-                std::ptr::copy_nonoverlapping(record.as_ptr(), at, LOST_SIZE);
-                at = at.add(LOST_SIZE);
+                std::ptr::copy_nonoverlapping(record.as_ptr(), at, extra);
+                at = at.add(extra);
             }
         }
         Ok((claim, at))

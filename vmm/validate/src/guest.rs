@@ -388,6 +388,7 @@ impl Watch {
             let format = Format {
                 sample_type: SampleType::from_bits_truncate(info.sample_type),
                 read_format: ReadFormat::empty(),
+                ..Format::default()
             };
             while let Ok(Some(raw)) = reader.next_record() {
                 match Record::decode(raw, format) {

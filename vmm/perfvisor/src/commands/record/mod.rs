@@ -440,6 +440,7 @@ impl Streams {
         let format = Format {
             sample_type: SampleType::from_bits_truncate(info.sample_type),
             read_format: ReadFormat::empty(),
+            ..Format::default()
         };
         // A vCPU that samples as fast as this reads must not hold up the others.
         for _ in 0..100_000 {

@@ -186,6 +186,7 @@ impl Collector {
             let format = Format {
                 sample_type: SampleType::from_bits_truncate(self.rings[at].1.sample_type),
                 read_format: ReadFormat::empty(),
+                ..Format::default()
             };
             for _ in 0..MOST_RECORDS {
                 let (reader, info) = &mut self.rings[at];

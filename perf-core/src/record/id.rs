@@ -1,0 +1,127 @@
+//! The trailer of records that are no samples (`struct sample_id` of `perf_event_open(2)`).
+
+use super::cursor::Cursor;
+use super::{DecodeError, Format, Sink, put_u32s, put_u64};
+use crate::attr::SampleType;
+use crate::ring::Trailer;
+
+/// Fields of a trailer, 8 bytes each.
+const FIELDS: SampleType = SampleType::TID
+    .union(SampleType::TIME)
+    .union(SampleType::ID)
+    .union(SampleType::STREAM_ID)
+    .union(SampleType::CPU)
+    .union(SampleType::IDENTIFIER);
+
+/// Whom a record that is no sample is about and when it was written: its trailer, if the event has
+/// `sample_id_all`. Of these fields those are written that the event's samples have; the others are 0 when
+/// decoded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SampleId {
+    /// Process (the VM) as the operator sees it.
+    pub pid: u32,
+    /// Thread (the vCPU).
+    pub tid: u32,
+    /// Time in nanoseconds.
+    pub time_ns: u64,
+    /// Id of the event that was opened; in both places of a trailer that has ID and IDENTIFIER.
+    pub id: u64,
+    /// Id of the event itself, which differs for inherited ones.
+    pub stream_id: u64,
+    /// CPU number (the vCPU); `u32::MAX` for what no vCPU did.
+    pub cpu: u32,
+}
+
+/// Bytes of a trailer in `format`.
+#[inline]
+pub(super) fn size_of(format: Format) -> usize {
+    if format.sample_id_all {
+        8 * (format.sample_type & FIELDS).bits().count_ones() as usize
+    } else {
+        0
+    }
+}
+
+impl SampleId {
+    /// The words of the trailer, in the order of the ABI. None without `sample_id_all`.
+    #[inline]
+    pub(super) fn encode(&self, format: Format, out: &mut impl Sink) {
+        if !format.sample_id_all {
+            return;
+        }
+        let fields = format.sample_type;
+        if fields.contains(SampleType::TID) {
+            put_u32s(out, self.pid, self.tid);
+        }
+        if fields.contains(SampleType::TIME) {
+            put_u64(out, self.time_ns);
+        }
+        if fields.contains(SampleType::ID) {
+            put_u64(out, self.id);
+        }
+        if fields.contains(SampleType::STREAM_ID) {
+            put_u64(out, self.stream_id);
+        }
+        if fields.contains(SampleType::CPU) {
+            put_u32s(out, self.cpu, 0);
+        }
+        if fields.contains(SampleType::IDENTIFIER) {
+            put_u64(out, self.id);
+        }
+    }
+
+    /// Takes the trailer off the end of a record's body.
+    pub(super) fn decode(body: &mut Cursor<'_>, format: Format) -> Result<Self, DecodeError> {
+        let mut id = Self::default();
+        let size = size_of(format);
+        if size == 0 {
+            return Ok(id);
+        }
+        let mut end = body.split_end(size, "trailer")?;
+        let fields = format.sample_type;
+        if fields.contains(SampleType::TID) {
+            id.pid = end.u32("pid")?;
+            id.tid = end.u32("tid")?;
+        }
+        if fields.contains(SampleType::TIME) {
+            id.time_ns = end.u64("time")?;
+        }
+        if fields.contains(SampleType::ID) {
+            id.id = end.u64("id")?;
+        }
+        if fields.contains(SampleType::STREAM_ID) {
+            id.stream_id = end.u64("stream id")?;
+        }
+        if fields.contains(SampleType::CPU) {
+            id.cpu = end.u32("cpu")?;
+            end.u32("cpu")?;
+        }
+        if fields.contains(SampleType::IDENTIFIER) {
+            id.id = end.u64("identifier")?;
+        }
+        Ok(id)
+    }
+
+    /// The trailer as a ring takes it, for a LOST record.
+    #[inline]
+    pub(super) fn trailer(&self, format: Format) -> Trailer {
+        let mut trailer = Trailer::NONE;
+        self.encode(format, &mut trailer);
+        trailer
+    }
+}
+
+impl Sink for Trailer {
+    /// Whole words, as a trailer has nothing else.
+    #[inline]
+    fn put(&mut self, bytes: &[u8]) {
+        for &word in bytes.as_chunks().0 {
+            self.put_u64(u64::from_ne_bytes(word));
+        }
+    }
+
+    #[inline]
+    fn put_u64(&mut self, value: u64) {
+        Trailer::put_u64(self, value);
+    }
+}
