@@ -224,14 +224,41 @@ mod tests {
     #[test]
     fn time_stands_still_while_the_context_is_out() {
         let mut clock = ContextClock::default();
+        assert!(!clock.is_active());
         clock.start(100);
+        assert!(clock.is_active());
         assert_eq!(clock.time_at(150), 50);
         clock.stop(150);
+        assert!(!clock.is_active());
         assert_eq!(clock.time_at(1000), 50);
         clock.start(1000);
         assert_eq!(clock.advance(1010), 60);
         assert_eq!(clock.advance(1005), 60, "a late reader never takes time back");
         assert_eq!(clock.advance(1011), 61);
+    }
+
+    #[test]
+    fn times_add_up() {
+        let times = |enabled_ns, running_ns| Times {
+            enabled_ns,
+            running_ns,
+        };
+        let mut sum = times(1, 2);
+        sum.add(times(10, 20));
+        assert_eq!(sum, times(11, 22));
+    }
+
+    #[test]
+    fn a_manual_clock_moves_when_told_to_and_the_hosts_by_itself() {
+        let clock = ManualClock::new();
+        assert_eq!(clock.now_ns(), 0);
+        clock.advance(5);
+        clock.advance(2);
+        assert_eq!(clock.now_ns(), 7);
+        let clock = MonotonicClock::new();
+        let first = clock.now_ns();
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(clock.now_ns() >= first + 1_000_000);
     }
 
     #[test]

@@ -8,11 +8,15 @@ mod steps;
 
 use std::sync::Arc;
 
-use common::this_tid;
+use common::{catch_signals, this_tid};
 use perf_core::pmu::host::HostPmu;
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
 use perf_core::*;
 
 const PAGE_FAULTS: u64 = 2;
+/// Those for which nothing is read from a disk, as for all of these tests.
+const MINOR_FAULTS: u64 = 5;
 const PAGE: usize = 4096;
 const PAGES: usize = 20_000;
 
@@ -28,8 +32,18 @@ struct Scene {
 
 impl Scene {
     fn new(events: usize) -> Self {
+        let mut scene = Self::empty(None);
+        for _ in 0..events {
+            scene.join();
+        }
+        scene.vcpu.sched_in();
+        scene
+    }
+
+    /// A vCPU that is out, without events. `signal` tells of overflows.
+    fn empty(signal: Option<i32>) -> Self {
         let core = Core::new(CoreConfig::default());
-        core.register(Arc::new(HostPmu::software(None)));
+        core.register(Arc::new(HostPmu::software(signal)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         let session = core.session(0, Role::Admin);
         // SAFETY: a fresh private mapping of our own.
@@ -46,23 +60,21 @@ impl Scene {
             libc::madvise(at, PAGES * PAGE, libc::MADV_NOHUGEPAGE);
             at.cast::<u8>()
         };
-        let mut scene = Self {
+        Self {
             core,
             session,
             vcpu,
             group: Vec::new(),
             fresh,
-        };
-        for _ in 0..events {
-            scene.join();
         }
-        scene.vcpu.sched_in();
-        scene
     }
 
     /// One member more; the first leads.
     fn join(&mut self) {
-        let attr = Attr::counting(EventType::SOFTWARE, PAGE_FAULTS);
+        self.join_as(Attr::counting(EventType::SOFTWARE, PAGE_FAULTS));
+    }
+
+    fn join_as(&mut self, attr: Attr) {
         let target = OpenTarget::Vcpu(VcpuId(0));
         let opened = self.core.open(
             &self.session,
@@ -164,6 +176,140 @@ fn members_count_alike() {
         counts[0] >= 300 && counts.iter().all(|c| *c == counts[0]),
         "{counts:?}"
     );
+}
+
+/// No member counts longer than another, whatever turns the group takes, and of whatever kind they are.
+#[test]
+fn members_do_not_drift_apart_over_random_turns() {
+    let mut rng = fastrand::Rng::with_seed(11);
+    let mut scene = Scene::empty(None);
+    for config in [PAGE_FAULTS, MINOR_FAULTS, PAGE_FAULTS, MINOR_FAULTS, MINOR_FAULTS] {
+        scene.join_as(Attr::counting(EventType::SOFTWARE, config));
+    }
+    let (mut inside, mut on, mut counted) = (false, true, 0);
+    for _ in 0..400 {
+        match rng.u8(..4) {
+            0 => {
+                if inside {
+                    scene.vcpu.sched_out();
+                } else {
+                    scene.vcpu.sched_in();
+                }
+                inside = !inside;
+            }
+            1 => {
+                let leader = &scene.group[0];
+                let done = if on {
+                    leader.disable(Scope::Event)
+                } else {
+                    leader.enable(Scope::Event)
+                };
+                done.unwrap();
+                on = !on;
+            }
+            2 => {
+                scene.group[rng.usize(..5)].read().unwrap();
+            }
+            _ => {
+                let faults = rng.usize(..40);
+                scene.fault(faults);
+                counted += if inside && on { faults as u64 } else { 0 };
+            }
+        }
+    }
+    scene.vcpu.sched_out();
+    let counts = scene.counts();
+    assert!(counted > 300, "{counted} faults");
+    assert!(counts.iter().all(|c| *c == counts[0]), "{counts:?}");
+    assert!(
+        (counted..counted + 500).contains(&counts[0]),
+        "{counts:?} of {counted}"
+    );
+}
+
+struct Nowhere;
+
+impl SampleRegs for Nowhere {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::Unknown
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// A member that samples is in the kernel's group like the others: it counts what they count, and its samples
+/// stand for all of that, over turns of the group and of the vCPU. The leader may be the one, too.
+#[test]
+fn a_sampling_member_samples_and_counts_with_its_group() {
+    for place in 0..3 {
+        let mut scene = Scene::empty(Some(catch_signals()));
+        let sampling = Attr {
+            sample_type: SampleType::PERIOD,
+            ..Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 7)
+        };
+        for n in 0..3 {
+            if n == place {
+                scene.join_as(sampling.clone());
+            } else {
+                scene.join();
+            }
+        }
+        let ring = scene.group[place].map(64, true).unwrap();
+        scene.vcpu.sched_in();
+        let serve = |scene: &Scene| scene.vcpu.service_overflows(&mut Nowhere, &mut |_| {});
+        let rounds = |scene: &mut Scene| {
+            for round in 0..12 {
+                for _ in 0..5 {
+                    scene.fault(10);
+                    serve(scene);
+                }
+                match round % 3 {
+                    0 => {
+                        scene.group[0].disable(Scope::Event).unwrap();
+                        scene.fault(30);
+                        scene.group[0].enable(Scope::Event).unwrap();
+                    }
+                    1 => {
+                        scene.vcpu.sched_out();
+                        scene.fault(30);
+                        scene.vcpu.sched_in();
+                    }
+                    _ => {}
+                }
+            }
+        };
+        // Once for what is touched the first time on the way.
+        rounds(&mut scene);
+        scene.vcpu.sched_out();
+        let before = scene.counts();
+        scene.vcpu.sched_in();
+        rounds(&mut scene);
+        scene.vcpu.sched_out();
+        serve(&scene);
+        let counts = scene.counts();
+        let grown: Vec<_> = counts.iter().zip(&before).map(|(a, b)| a - b).collect();
+        assert!(
+            grown[0] >= 600 && grown.iter().all(|g| *g == grown[0]),
+            "the event at {place} samples: {grown:?}"
+        );
+
+        let (mut reader, mut samples, mut stood_for) = (RingReader::of(ring), 0, 0);
+        while let Some(raw) = reader.next_record().unwrap() {
+            let Record::Sample(sample) = Record::decode(raw, Format::from(&sampling)).unwrap() else {
+                panic!("only samples are expected");
+            };
+            samples += 1;
+            stood_for += sample.period;
+        }
+        // Ten faults are one overflow or two, which are noticed together.
+        assert!(samples >= 100, "{samples} samples");
+        let counted = counts[place];
+        assert!(
+            stood_for <= counted && counted - stood_for < 7,
+            "{stood_for} of {counted} in {samples} samples"
+        );
+    }
 }
 
 #[test]

@@ -238,6 +238,28 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
 
+/// What overflowed and was not served when its vCPU went is not sampled after its EXIT: there is nothing left to
+/// sample. Its counts stay.
+#[test]
+fn p39_what_was_not_served_when_a_vcpu_went_is_not_sampled() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        task: true,
+        ..sampling(5)
+    };
+    let event = m.open_vcpu(attr.clone(), None);
+    let ring = event.map(4, true).unwrap();
+    overflow(&m, &v, 5);
+    m.run(0, 5);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    let served = v.service_overflows(&mut Regs, &mut |_| {});
+    let seen = records(&ring, &attr);
+    let kinds: Vec<_> = seen.iter().map(|r| r.split(' ').next().unwrap()).collect();
+    assert_eq!((served, kinds), (0, vec!["sample", "exit"]));
+    assert_eq!(event.read().unwrap().value, 10);
+}
+
 #[test]
 fn p36_outputs_make_no_chains_and_can_be_taken_back() {
     let m = Machine::new(4);

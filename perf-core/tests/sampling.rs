@@ -559,3 +559,37 @@ fn a_vm_wide_event_without_a_ring_notifies_whoever_opened_it() {
     assert!(e.poll().contains(Poll::IN));
     assert!(!e.poll().contains(Poll::IN), "taken once");
 }
+
+/// An overflow that comes less than a tick after the one before it moves the period; after a longer time the
+/// ticks do, which know how long it was.
+#[test]
+fn overflows_move_a_frequencys_period_if_they_come_within_a_tick() {
+    // A tick is 10 ms.
+    let m = Machine::with(4, |c| c.tick_hz = 100);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, 1000)
+    };
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let _event = m.core.open(&m.guest, attr, target, None, flags).unwrap();
+    // How many counts there are to the next overflow, which comes `after_ns`.
+    let next = |after_ns: u64| {
+        m.clock.advance(after_ns);
+        (1..)
+            .find(|_| {
+                m.run(0, 1);
+                !serve(&v).is_empty()
+            })
+            .unwrap()
+    };
+    // A period that an overflow has found is in force after the next one. A million a second instead of a
+    // thousand: an eighth of the way from 1 to 1000. 111 a second: an eighth of the way from 126 to 13. What
+    // comes after three ticks changes nothing.
+    let seen = [999, 30_000_000, 9_000_000, 30_000_000, 0].map(next);
+    assert_eq!(seen, [1, 1, 126, 126, 113]);
+}

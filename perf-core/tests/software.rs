@@ -238,3 +238,58 @@ fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
     v.software_event(SoftwareId::Exits, 7, None, &mut |_| {});
     assert_eq!(member.read().unwrap().value, 7);
 }
+
+/// Kinds of the records in `ring` that were not read before.
+fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<&'static str> {
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut kinds = Vec::new();
+    while let Some(raw) = reader.next_record().unwrap() {
+        kinds.push(match Record::decode(raw, Format::from(attr)).unwrap() {
+            Record::Sample(_) => "sample",
+            Record::Throttle(_) => "throttle",
+            Record::Unthrottle(_) => "unthrottle",
+            other => panic!("{other:?}"),
+        });
+    }
+    kinds
+}
+
+/// As in the kernel, the first overflow of what is raised at once does not throttle: only a burst does, from
+/// its second overflow on. The burst's samples end there, and its counts do not.
+#[test]
+fn a_burst_throttles_and_single_overflows_do_not() {
+    let limited = || {
+        Machine::with(1, |c| {
+            c.sample_rate_hz = 20;
+            c.tick_hz = 10;
+        })
+    };
+    let attr = Attr {
+        sample_period: 10,
+        sample_type: SampleType::IP,
+        ..exits()
+    };
+    let m = limited();
+    let v = m.vcpu(0);
+    let event = m.open_vcpu(attr.clone(), None);
+    let ring = event.map(8, true).unwrap();
+    for _ in 0..5 {
+        raise(&v, 10);
+    }
+    assert_eq!(kinds(&ring, &attr), ["sample"; 5], "two in a tick are the limit");
+    assert_eq!(v.stats().throttles, 0);
+
+    let m = limited();
+    let v = m.vcpu(0);
+    let event = m.open_vcpu(attr.clone(), None);
+    let ring = event.map(8, true).unwrap();
+    raise(&v, 50);
+    raise(&v, 50);
+    let burst = ["sample", "sample", "throttle", "sample"];
+    assert_eq!(kinds(&ring, &attr), burst);
+    assert_eq!((event.read().unwrap().value, v.stats().throttles), (100, 1));
+    m.core.tick();
+    raise(&v, 50);
+    assert_eq!(kinds(&ring, &attr), [&["unthrottle"][..], &burst].concat());
+    assert_eq!((event.read().unwrap().value, v.stats().throttles), (150, 2));
+}

@@ -523,6 +523,60 @@ mod tests {
         }
     }
 
+    /// With one writer in flight others begin and end. From an eighth of the area on that is unpublished the
+    /// one that ends closes their generation, so that the first, when it ends, publishes what they wrote,
+    /// although yet another has come. Below that it is left to who is alone, which costs less.
+    #[test]
+    fn a_generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
+        for (len, published) in [(SIZE / 8 - 64 - 8, 0), (SIZE / 8 - 64, SIZE / 8)] {
+            let (protocol, page) = (
+                Protocol::new(
+                    Shape {
+                        size: SIZE,
+                        overwrite: false,
+                    },
+                    0,
+                ),
+                Page::new(),
+            );
+            let first = protocol.reserve(&page.shared(), 64, 0).expect("room");
+            let second = protocol.reserve(&page.shared(), len, 0).expect("room");
+            protocol.end(&page.shared(), second);
+            assert_eq!(page.head.load(Acquire), 0, "the first is not written");
+            let third = protocol.reserve(&page.shared(), 64, 0).expect("room");
+            protocol.end(&page.shared(), first);
+            assert_eq!(page.head.load(Acquire), published, "{len} bytes");
+            let end = third.end;
+            protocol.end(&page.shared(), third);
+            assert_eq!(page.head.load(Acquire), end);
+        }
+    }
+
+    #[test]
+    fn p29_a_tail_that_runs_ahead_does_not_free_what_an_old_generation_writes() {
+        let (protocol, page) = (
+            Protocol::new(
+                Shape {
+                    size: SIZE,
+                    overwrite: false,
+                },
+                0,
+            ),
+            Page::new(),
+        );
+        let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
+        let second = protocol.reserve(&page.shared(), 512, 0).expect("room");
+        // It closes the generation; only the first is in flight, in the old one.
+        protocol.end(&page.shared(), second);
+        page.tail.store(2560, Release);
+        assert!(
+            protocol.reserve(&page.shared(), 2048, 0).is_none(),
+            "it would run into the first"
+        );
+        protocol.end(&page.shared(), first);
+        assert_eq!(page.head.load(Acquire), 2560);
+    }
+
     #[test]
     fn p29_a_tail_that_runs_ahead_does_not_free_what_is_in_flight() {
         let (protocol, page) = (
