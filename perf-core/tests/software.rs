@@ -239,15 +239,15 @@ fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
     assert_eq!(member.read().unwrap().value, 7);
 }
 
-/// Kinds of the records in `ring` that were not read before.
-fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<&'static str> {
+/// The records in `ring` that were not read before: kinds, and what samples stand for.
+fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<String> {
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut kinds = Vec::new();
     while let Some(raw) = reader.next_record().unwrap() {
         kinds.push(match Record::decode(raw, Format::from(attr)).unwrap() {
-            Record::Sample(_) => "sample",
-            Record::Throttle(_) => "throttle",
-            Record::Unthrottle(_) => "unthrottle",
+            Record::Sample(sample) => format!("sample of {}", sample.period),
+            Record::Throttle(_) => "throttle".into(),
+            Record::Unthrottle(_) => "unthrottle".into(),
             other => panic!("{other:?}"),
         });
     }
@@ -266,7 +266,7 @@ fn a_burst_throttles_and_single_overflows_do_not() {
     };
     let attr = Attr {
         sample_period: 10,
-        sample_type: SampleType::IP,
+        sample_type: SampleType::PERIOD,
         ..exits()
     };
     let m = limited();
@@ -276,7 +276,11 @@ fn a_burst_throttles_and_single_overflows_do_not() {
     for _ in 0..5 {
         raise(&v, 10);
     }
-    assert_eq!(kinds(&ring, &attr), ["sample"; 5], "two in a tick are the limit");
+    assert_eq!(
+        kinds(&ring, &attr),
+        ["sample of 10"; 5],
+        "two in a tick are the limit"
+    );
     assert_eq!(v.stats().throttles, 0);
 
     let m = limited();
@@ -285,11 +289,23 @@ fn a_burst_throttles_and_single_overflows_do_not() {
     let ring = event.map(8, true).unwrap();
     raise(&v, 50);
     raise(&v, 50);
-    let burst = ["sample", "sample", "throttle", "sample"];
-    assert_eq!(kinds(&ring, &attr), burst);
+    assert_eq!(
+        kinds(&ring, &attr),
+        ["sample of 10", "sample of 10", "throttle", "sample of 10"]
+    );
     assert_eq!((event.read().unwrap().value, v.stats().throttles), (100, 1));
     m.core.tick();
     raise(&v, 50);
-    assert_eq!(kinds(&ring, &attr), [&["unthrottle"][..], &burst].concat());
+    // The first stands for what was not sampled, too.
+    assert_eq!(
+        kinds(&ring, &attr),
+        [
+            "unthrottle",
+            "sample of 80",
+            "sample of 10",
+            "throttle",
+            "sample of 10"
+        ]
+    );
     assert_eq!((event.read().unwrap().value, v.stats().throttles), (150, 2));
 }

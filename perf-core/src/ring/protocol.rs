@@ -528,7 +528,7 @@ mod tests {
     /// although yet another has come. Below that it is left to who is alone, which costs less.
     #[test]
     fn a_generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
-        for (len, published) in [(SIZE / 8 - 64 - 8, 0), (SIZE / 8 - 64, SIZE / 8)] {
+        for (len, published) in [(SIZE / 8 - 64 - 8, 96), (SIZE / 8 - 64, 96 + SIZE / 8)] {
             let (protocol, page) = (
                 Protocol::new(
                     Shape {
@@ -539,10 +539,11 @@ mod tests {
                 ),
                 Page::new(),
             );
+            page.pass(&protocol, 96);
             let first = protocol.reserve(&page.shared(), 64, 0).expect("room");
             let second = protocol.reserve(&page.shared(), len, 0).expect("room");
             protocol.end(&page.shared(), second);
-            assert_eq!(page.head.load(Acquire), 0, "the first is not written");
+            assert_eq!(page.head.load(Acquire), 96, "the first is not written");
             let third = protocol.reserve(&page.shared(), 64, 0).expect("room");
             protocol.end(&page.shared(), first);
             assert_eq!(page.head.load(Acquire), published, "{len} bytes");

@@ -1,0 +1,188 @@
+//! The model's time and counts: what passes, what happens, what overflows, and the samples of that.
+
+use super::{Kind, Model, Part, Passed, Reports, Seen, State, VM};
+
+impl Model {
+    /// `ns` pass, in which thread `tid` does `ns` units of work.
+    pub fn run(&mut self, tid: i32, ns: u64) {
+        self.now += ns;
+        for p in 0..self.parts.len() {
+            let leader = self.parts[self.leader(p)].state;
+            let rate = self.spec(p).rate;
+            let ctx = &self.contexts[self.parts[p].ctx];
+            let part = &mut self.parts[p];
+            if ctx.inside && part.state >= State::Waiting && leader >= State::Waiting {
+                part.totals.enabled += ns;
+                if part.state == State::On {
+                    part.totals.running += ns;
+                }
+            }
+            if part.counter.is_some() && part.state == State::On && ctx.tid == tid {
+                part.count(ns * rate);
+            }
+        }
+    }
+
+    /// `n` events `id` happened to vCPU `vcpu`.
+    pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> Reports {
+        let mut reports = Reports::default();
+        let own = self.at[&vcpu];
+        for p in 0..self.parts.len() {
+            let (ctx, state) = (self.parts[p].ctx, self.parts[p].state);
+            let spec = self.spec(p).clone();
+            if spec.kind != Kind::Raised(id) || (ctx != VM && ctx != own) || (with_regs && spec.not_kernel) {
+                continue;
+            }
+            let leader = self.parts[self.leader(p)].state;
+            let waits_with_its_vcpu =
+                state == State::Waiting && !self.contexts[ctx].inside && leader >= State::Waiting;
+            if state != State::On && !waits_with_its_vcpu {
+                continue;
+            }
+            let part = &mut self.parts[p];
+            part.totals.value += n;
+            if part.period == 0 {
+                continue;
+            }
+            if !with_regs && !spec.cookie {
+                part.position += n;
+                continue;
+            }
+            // One at a time.
+            let mut points = Vec::new();
+            for _ in 0..n {
+                part.position += 1;
+                part.to_go -= 1;
+                if part.to_go == 0 {
+                    points.push(part.position);
+                    part.to_go = part.period;
+                }
+            }
+            if spec.cookie && !points.is_empty() {
+                *reports.0.entry(part.event).or_default() += points.len() as u64;
+            }
+            if !with_regs || part.throttled {
+                continue;
+            }
+            for (i, at) in points.into_iter().enumerate() {
+                if self.one_overflow(p, at, 1, i > 0).ends() {
+                    break;
+                }
+            }
+        }
+        reports
+    }
+
+    /// The vCPU serves its overflows.
+    pub fn service(&mut self, n: u32) -> Reports {
+        let ctx = self.at[&n];
+        let mut reports = Reports::default();
+        loop {
+            let here = |p: &usize| self.parts[*p].ctx == ctx;
+            let parts = || (0..self.parts.len()).filter(here);
+            let apart = parts().find(|p| self.parts[*p].apart);
+            let due = parts().find(|p| {
+                let part = &self.parts[*p];
+                part.state == State::On && part.kept.times + part.fresh.times > 0
+            });
+            let Some(p) = apart.or(due) else {
+                return reports;
+            };
+            let part = &mut self.parts[p];
+            if !part.apart {
+                part.keep();
+            }
+            part.apart = false;
+            let Passed { times, at } = std::mem::take(&mut part.kept);
+            let counted = match part.limit {
+                0 => times,
+                limit => times.min(limit),
+            };
+            let name = part.event;
+            let _ = self.one_overflow(p, at, times, true);
+            if self.spec(p).cookie {
+                *reports.0.entry(name).or_default() += counted;
+            }
+        }
+    }
+
+    /// One sample for `times` overflows, the last of them at `at`.
+    fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> After {
+        let tick = self.contexts[self.parts[p].ctx].ticks;
+        let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
+        let part = &mut self.parts[p];
+        let period = at - part.covered;
+        part.covered = at;
+        let last = part.limit > 0 && part.limit <= times;
+        part.limit = part.limit.saturating_sub(times);
+        let mut over = part.throttled;
+        if !over {
+            if now - part.window_ns >= setup.tick_ns || part.window_tick != tick {
+                (part.window_ns, part.window_tick, part.interrupts) = (now, tick, 0);
+            }
+            part.interrupts += 1;
+            over = part.interrupts > setup.per_tick;
+        }
+        let throttle = over && may_throttle && !guest;
+        let begins = throttle && !part.throttled;
+        let name = part.event;
+        let records = &mut self.events.get_mut(&name).expect("it is open").records;
+        if begins {
+            records.push(Seen::Throttle);
+        }
+        records.push(Seen::Sample { period });
+        if last {
+            self.disable(p);
+            // Exactly as many as were asked for: what passed beyond the last is dropped.
+            let part = &mut self.parts[p];
+            (part.kept, part.fresh, part.apart) = (Passed::default(), Passed::default(), false);
+            part.throttled |= throttle;
+            return After::Last;
+        }
+        if throttle {
+            self.parts[p].keep();
+            self.parts[p].throttled = true;
+            return After::Throttled;
+        }
+        After::GoesOn
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum After {
+    GoesOn,
+    Throttled,
+    Last,
+}
+
+impl After {
+    fn ends(self) -> bool {
+        self != Self::GoesOn
+    }
+}
+
+impl Part {
+    fn count(&mut self, n: u64) {
+        self.totals.value += n;
+        let end = self.position + n;
+        if self.period > 0 && !self.throttled {
+            while self.position + self.to_go <= end {
+                self.position += self.to_go;
+                self.to_go = self.period;
+                self.fresh.times += 1;
+                self.fresh.at = self.position;
+            }
+            self.to_go -= end - self.position;
+        }
+        self.position = end;
+    }
+
+    /// What passed is put by.
+    pub(super) fn keep(&mut self) {
+        let fresh = std::mem::take(&mut self.fresh);
+        if fresh.times > 0 {
+            self.kept.times += fresh.times;
+            self.kept.at = fresh.at;
+        }
+    }
+}

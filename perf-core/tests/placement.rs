@@ -1,0 +1,211 @@
+//! Which events can be on together where counters are not alike: simulated hosts with general and fixed
+//! counters, and a driver that places by itself.
+
+use std::sync::Arc;
+
+use perf_core::pmu::sim::{SimConfig, SimPmu};
+use perf_core::*;
+use proptest::prelude::*;
+
+/// A core on a simulated host, with one vCPU that is in.
+struct Simulated {
+    core: Core,
+    pmu: SimPmu,
+    vcpu: Arc<VcpuContext>,
+    session: Session,
+}
+
+impl Simulated {
+    fn new(config: SimConfig) -> Self {
+        let core = Core::new(CoreConfig::default());
+        let pmu = SimPmu::new(config);
+        core.register(Arc::new(pmu.clone()));
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        Self {
+            core,
+            pmu,
+            vcpu,
+            session,
+        }
+    }
+
+    fn open(&self, attr: Attr, leader: Option<&Handle>) -> Result<Handle, OpenError> {
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        self.core
+            .open(&self.session, attr, target, leader, OpenFlags::default())
+    }
+
+    fn pinned(&self, config: u64) -> Handle {
+        let attr = Attr {
+            pinned: true,
+            ..Attr::counting(EventType::SIM, config)
+        };
+        self.open(attr, None).unwrap()
+    }
+}
+
+/// Events that a fixed counter holds take none of the general ones, whichever come first; what was on is not
+/// stopped for it.
+#[test]
+fn fixed_counters_leave_the_general_ones_to_others() {
+    use perf_core::pmu::sim::SimHost;
+    for (host, general) in [
+        (SimHost::intel(4), 4),
+        (SimHost::intel(4).taking(1), 3),
+        (SimHost::intel(8), 8),
+    ] {
+        let m = Simulated::new(host.config());
+        let branches = || m.pinned(SimHost::BRANCHES);
+        let mut on: Vec<Handle> = (0..2).map(|_| branches()).collect();
+        on.extend(
+            [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES].map(|config| m.pinned(config)),
+        );
+        on.extend((2..general).map(|_| branches()));
+        assert!(on.iter().all(|e| e.state() == State::Active), "{host:?}");
+        assert_eq!(branches().state(), State::Error);
+        assert_eq!(
+            m.pinned(SimHost::REF_CYCLES).state(),
+            State::Error,
+            "on none but its own"
+        );
+        assert_eq!(m.pmu.calls().stops, 0);
+    }
+}
+
+/// The watchdog has the fixed counter of cycles: cycles take a general one then.
+#[test]
+fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
+    use perf_core::pmu::sim::SimHost;
+    let m = Simulated::new(SimHost::intel(4).with_watchdog().config());
+    let cycles = m.pinned(SimHost::CYCLES);
+    let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHost::BRANCHES)).collect();
+    let on = |e: &&Handle| e.state() == State::Active;
+    assert_eq!(
+        (cycles.state(), branches.iter().filter(on).count()),
+        (State::Active, 3)
+    );
+}
+
+#[test]
+fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
+    use perf_core::pmu::sim::SimHost;
+    for (host, slots) in [
+        (SimHost::amd(6), 6),
+        (SimHost::amd(6).with_watchdog(), 5),
+        (SimHost::amd(15), 15),
+    ] {
+        let m = Simulated::new(host.config());
+        let events: Vec<_> = (0..=slots).map(|n| m.pinned(n)).collect();
+        let on = events.iter().filter(|e| e.state() == State::Active);
+        assert_eq!(on.count() as u64, slots);
+        assert_eq!(m.pmu.on(VcpuId(0)) as u64, slots);
+    }
+}
+
+/// A group that could never be on is refused when it is opened, and so is an event for which no counter is
+/// left where sharing is off. What is named is the number of counters that could hold it.
+#[test]
+fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
+    use perf_core::pmu::sim::SimHost;
+    let m = Simulated::new(SimHost::intel(2).config());
+    let branches = || Attr::counting(EventType::SIM, SimHost::BRANCHES);
+    let leader = m.open(branches(), None).unwrap();
+    let _second = m.open(branches(), Some(&leader)).unwrap();
+    let third = m.open(branches(), Some(&leader)).unwrap_err();
+    assert!(
+        matches!(third, OpenError::GroupTooLarge { needed: 3, slots: 2 }),
+        "{third}"
+    );
+    let cycles = || Attr::counting(EventType::SIM, SimHost::CYCLES);
+    let _cycles = m.open(cycles(), Some(&leader)).unwrap();
+    let more = m.open(cycles(), Some(&leader)).unwrap_err();
+    assert!(
+        matches!(more, OpenError::GroupTooLarge { needed: 4, slots: 3 }),
+        "{more}"
+    );
+    m.core.set_share(SharePolicy::Strict);
+    let refused = m.open(branches(), None).unwrap_err();
+    assert!(
+        matches!(refused, OpenError::Overcommitted { slots: 2, .. }),
+        "{refused}"
+    );
+    let _instructions = m
+        .open(Attr::counting(EventType::SIM, SimHost::INSTRUCTIONS), None)
+        .unwrap();
+}
+
+/// Flexible groups of different kinds do not wait for each other's counters longer than they must: an event
+/// of a fixed counter beside many general ones that take turns is on all the time.
+#[test]
+fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
+    use perf_core::pmu::sim::SimHost;
+    let m = Simulated::new(SimHost::intel(2).config());
+    let pinned = m.pinned(SimHost::REF_CYCLES);
+    let general: Vec<_> = (0..5)
+        .map(|_| {
+            m.open(Attr::counting(EventType::SIM, SimHost::BRANCHES), None)
+                .unwrap()
+        })
+        .collect();
+    for _ in 0..20 {
+        m.pmu.advance(VcpuId(0), |_| 1);
+        m.vcpu.tick();
+        assert_eq!(m.pmu.on(VcpuId(0)), 3);
+    }
+    assert_eq!(pinned.read().unwrap().value, 20);
+    let sum: u64 = general.iter().map(|e| e.read().unwrap().value).sum();
+    assert_eq!(sum, 40);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// On any host, with events of any constraints: the driver, which places by itself, never refuses what the
+    /// core planned, and who stays on is not stopped.
+    #[test]
+    fn the_driver_takes_what_the_core_plans(
+        slots in 1usize..7,
+        masks in prop::collection::vec(1u64..64, 1..10),
+        pinned in prop::collection::vec(prop::bool::weighted(0.3), 10),
+        taken in 0u64..4,
+        ticks in 1usize..20,
+    ) {
+        let m = Simulated::new(SimConfig {
+            slots: Some(slots),
+            allowed_slots: masks.iter().enumerate().map(|(n, mask)| (n as u64, *mask)).collect(),
+            taken,
+            ..SimConfig::default()
+        });
+        let room = ((1u64 << slots) - 1) & !taken;
+        let mut events = Vec::new();
+        for (n, mask) in masks.iter().enumerate() {
+            let attr = Attr { pinned: pinned[n], ..Attr::counting(EventType::SIM, n as u64) };
+            match m.open(attr, None) {
+                Ok(event) => {
+                    prop_assert!(mask & room != 0);
+                    events.push(event);
+                }
+                Err(e) => {
+                    prop_assert!(matches!(e, OpenError::GroupTooLarge { needed: 1, slots: 0 }), "{e}");
+                    prop_assert_eq!(mask & room, 0);
+                }
+            }
+        }
+        let states = || events.iter().map(Handle::state).collect::<Vec<_>>();
+        for _ in 0..ticks {
+            let (before, calls) = (states(), m.pmu.calls());
+            m.vcpu.tick();
+            let after = states();
+            let left = before.iter().zip(&after).filter(|(b, a)| **b == State::Active && **a != State::Active).count();
+            prop_assert_eq!(m.pmu.calls().stops - calls.stops, left as u64);
+            let on = after.iter().filter(|s| **s == State::Active).count();
+            prop_assert_eq!(m.pmu.on(VcpuId(0)), on);
+            prop_assert_eq!(m.vcpu.stats().active_hardware, on);
+            // Whoever is flexible and waits does so because somebody is on.
+            let flexible = events.iter().zip(&after).filter(|(e, _)| !e.attr().pinned);
+            prop_assert!(on > 0 || flexible.count() == 0);
+        }
+    }
+}
