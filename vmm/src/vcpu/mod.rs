@@ -148,6 +148,8 @@ pub struct Vcpu {
     just_read: Option<Read>,
     /// How many PMIs in a row had an RDPMC done again.
     reads_again: u32,
+    /// An NMI was sent for a PMI, and the guest may not have taken it yet.
+    nmi_sent: bool,
     /// Registers come and go with KVM_RUN.
     syncs_registers: bool,
     /// Segment and control registers come, too: the last sample needed them, and nothing but samples left
@@ -194,6 +196,7 @@ impl Vcpu {
             stepper: None,
             just_read: None,
             reads_again: 0,
+            nmi_sent: false,
             syncs_registers: false,
             syncs_system: false,
             synced: Fresh::default(),
@@ -561,7 +564,10 @@ impl Vcpu {
             return Ok(());
         }
         match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
-            Delivery::Nmi => self.seat.stats().pmi_nmi.inc(),
+            Delivery::Nmi => {
+                self.nmi_sent = true;
+                self.seat.stats().pmi_nmi.inc();
+            }
             Delivery::Fixed => self.seat.stats().pmi_fixed.inc(),
             Delivery::Dropped => self.seat.stats().pmi_dropped.inc(),
         }

@@ -261,6 +261,10 @@ impl Vcpu {
 
     /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
     fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), kvm_ioctls::Error> {
+        if self.nmi_comes_first()? {
+            complete_port_write(&mut self.fd)?;
+            return self.go_to(hit.start);
+        }
         self.seat.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
@@ -327,6 +331,7 @@ impl Vcpu {
     /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything
     /// else the handler goes on.
     fn at_gate(&mut self, at: u64) -> Result<Next, kvm_ioctls::Error> {
+        let nmi_comes_first = self.nmi_comes_first()?;
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
             return Ok(Next::Continue);
         };
@@ -337,6 +342,14 @@ impl Vcpu {
         self.synced = Fresh::default();
         let mut state = State::read(&self.fd)?;
         if let Stopped::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
+            if nmi_comes_first {
+                read.execute_again(&mut state);
+                if read.cpl != 0 {
+                    self.fd.set_sregs(&state.sregs)?;
+                }
+                self.fd.set_regs(&state.regs)?;
+                return Ok(Next::Continue);
+            }
             let pce = state.sregs.cr4 & CR4_PCE != 0;
             if let Some(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
                 self.seat.stats().rdpmc.inc();
@@ -371,12 +384,17 @@ impl Vcpu {
     /// Executes the RDPMC that a breakpoint stopped at.
     pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Next, kvm_ioctls::Error> {
         let regs = self.fd.get_regs()?;
+        let gate = self.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());
+        if gate.is_some_and(|gate| gate.breaks_at(regs.rip)) {
+            return self.at_gate(regs.rip);
+        }
+        // The breakpoint stops here again.
+        if self.nmi_comes_first()? {
+            return Ok(Next::Continue);
+        }
         let Some(rdpmc) = &mut self.rdpmc else {
             return Ok(Next::Continue);
         };
-        if rdpmc.gate.as_ref().is_some_and(|gate| gate.breaks_at(regs.rip)) {
-            return self.at_gate(regs.rip);
-        }
         self.synced = Fresh::default();
         let mut state = State {
             regs,
@@ -437,6 +455,18 @@ impl Vcpu {
         self.fd.set_vcpu_events(&events)
     }
 
+    /// Whether the guest has executed RDPMC while an NMI that a PMI is waits for it. KVM has let the guest
+    /// execute something first, as the fault of this RDPMC or what an interrupt begins with. The NMI would come
+    /// right behind it; so the RDPMC is to be executed again behind the NMI. See [`Self::interrupt_before_read`].
+    /// Once for an NMI, so that the guest gets on.
+    fn nmi_comes_first(&mut self) -> Result<bool, kvm_ioctls::Error> {
+        if !std::mem::take(&mut self.nmi_sent) || self.stepper.is_some() {
+            return Ok(false);
+        }
+        let nmi = self.fd.get_vcpu_events()?.nmi;
+        Ok(nmi.masked == 0 && nmi.pending | nmi.injected != 0)
+    }
+
     /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI
     /// comes before it: it is executed again after the handler. Returns how long the PMI must wait
     /// instead.
@@ -475,6 +505,8 @@ impl Vcpu {
         }
         if regs.rip == behind {
             regs.rip = at;
+            // Some KVMs have stepped over the OUT before its answer was taken, which must not come behind this.
+            self.fd.clear_sync_dirty_reg(SyncReg::Register);
             self.fd.set_regs(&regs)?;
             self.reads_again = in_a_row + 1;
         }

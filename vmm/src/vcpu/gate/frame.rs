@@ -95,11 +95,17 @@ impl Frame {
 
     /// Goes on behind the RDPMC, which gave `value`.
     pub fn resume(&self, value: u64, state: &mut State) {
+        self.execute_again(state);
         state.regs.rip = self.behind();
-        state.regs.rflags = self.rflags & RFLAGS_RETURNED | RFLAGS_ONE;
-        state.regs.rsp = self.rsp;
         state.regs.rax = value & 0xffff_ffff;
         state.regs.rdx = value >> 32;
+    }
+
+    /// Goes back to the RDPMC as if it had not faulted.
+    pub fn execute_again(&self, state: &mut State) {
+        state.regs.rip = self.rip;
+        state.regs.rflags = self.rflags & RFLAGS_RETURNED | RFLAGS_ONE;
+        state.regs.rsp = self.rsp;
         state.sregs.cs = self.cs;
         state.sregs.ss = self.ss;
     }

@@ -65,6 +65,11 @@ impl Answer {
         self.frame.resume(value, state);
     }
 
+    /// Goes back to it.
+    pub fn execute_again(&self, state: &mut State) {
+        self.frame.execute_again(state);
+    }
+
     /// RIP at it and behind it.
     pub fn place(&self) -> (u64, u64) {
         (self.frame.rip, self.frame.behind())
@@ -708,6 +713,29 @@ mod tests {
         assert_eq!((state.cpl(), state.is_64bit()), (3, true));
         assert_eq!((state.sregs.cs.type_, state.sregs.ss.type_), (11, 3));
         assert_eq!((state.sregs.ss.limit, state.sregs.ss.db), (u32::MAX, 1));
+    }
+
+    /// Back at its RDPMC it has its own segments, flags and stack, and ECX and the rest as it had them.
+    #[test]
+    fn a_program_goes_back_to_its_rdpmc() {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+        fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+        (state.regs.rax, state.regs.rcx, state.regs.rdx) = (11, 1, 22);
+        let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+            panic!("not seen")
+        };
+        answer.execute_again(&mut state);
+        assert_eq!((state.regs.rip, state.regs.rsp), (USER_CODE, 0x7ff0));
+        assert_eq!(state.regs.rflags, 0x246);
+        assert_eq!((state.regs.rax, state.regs.rcx, state.regs.rdx), (11, 1, 22));
+        assert_eq!((state.cpl(), state.is_64bit()), (3, true));
+        assert_eq!(
+            (state.sregs.cs.selector, state.sregs.ss.selector),
+            (USER_CS, USER_SS)
+        );
     }
 
     /// A module's RDPMC is the kernel's: its segments stay.
