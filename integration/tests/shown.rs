@@ -1,0 +1,109 @@
+//! docs/reference/vpmu-tests.md names a test for each behaviour of the virtual PMU. Every test that it names
+//! exists, and each register of docs/reference/vpmu.md has a row.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use integration::artefacts::workspace;
+
+const PAGE: &str = "docs/reference/vpmu-tests.md";
+
+fn read(path: &str) -> String {
+    fs::read_to_string(workspace().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// The columns of each row of the tables of `page`, headings and rules left out.
+fn rows(page: &str) -> Vec<Vec<&str>> {
+    let mut found = Vec::new();
+    let mut lines = page.lines().peekable();
+    while let Some(line) = lines.next() {
+        let is_heading = lines.peek().is_some_and(|next| next.starts_with("|--"));
+        if line.starts_with("| ") && !is_heading {
+            found.push(line.trim_matches('|').split(" | ").map(str::trim).collect());
+        }
+    }
+    found
+}
+
+/// The part of `page` below a heading, up to the next one of its rank.
+fn section<'a>(page: &'a str, heading: &str) -> &'a str {
+    let (_, rest) = page
+        .split_once(&format!("\n{heading}\n"))
+        .unwrap_or_else(|| panic!("no {heading}"));
+    let rank = heading.split(' ').next().unwrap_or_default();
+    rest.split(&format!("\n{rank} ")).next().unwrap_or_default()
+}
+
+/// Whether `source` has a test of this name: Rust's or that of a guest.
+fn has_test(source: &str, name: &str, is_rust: bool) -> bool {
+    if !is_rust {
+        return source.contains(&format!("\nTEST({name}, "));
+    }
+    let lines: Vec<&str> = source.lines().map(str::trim).collect();
+    lines.iter().enumerate().any(|(n, line)| {
+        // Attributes stand between.
+        let attributes = lines[..n]
+            .iter()
+            .rev()
+            .take_while(|before| before.starts_with('#'));
+        line.starts_with(&format!("fn {name}(")) && attributes.clone().any(|line| *line == "#[test]")
+    })
+}
+
+/// What is wrong with what a page names in backticks: FILE::TEST, or FILE with all its tests.
+fn missing(page: &str) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let tables = rows(page);
+    let names = tables.iter().filter_map(|row| row.get(1)).flat_map(|column| {
+        let code = column.split('`').skip(1).step_by(2);
+        code.collect::<Vec<_>>()
+    });
+    for name in names {
+        let (file, test) = name.split_once("::").unwrap_or((name, ""));
+        let is_rust = file.ends_with(".rs");
+        if !is_rust && !file.ends_with(".c") {
+            continue;
+        }
+        match fs::read_to_string(workspace().join(file)) {
+            Err(error) => wrong.push(format!("{file}: {error}")),
+            Ok(source) if !test.is_empty() && !has_test(&source, test, is_rust) => {
+                wrong.push(format!("{file} has no test {test}"));
+            }
+            Ok(_) => {}
+        }
+    }
+    wrong
+}
+
+#[test]
+fn every_test_that_is_named_exists() {
+    let page = read(PAGE);
+    assert!(rows(&page).len() > 60, "the tables are read");
+    assert_eq!(missing(&page), Vec::<String>::new());
+}
+
+#[test]
+fn each_register_has_a_row() {
+    let page = read("docs/reference/vpmu.md");
+    let registers = section(&page, "## Registers");
+    let registers: BTreeSet<&str> = rows(registers).iter().map(|row| row[0]).collect();
+    assert!(registers.len() >= 18, "{registers:?}");
+    let shown = read(PAGE);
+    let shown = section(&shown, "## Registers");
+    let shown: BTreeSet<&str> = rows(shown).iter().map(|row| row[0]).collect();
+    let without: Vec<_> = registers.difference(&shown).collect();
+    assert!(without.is_empty(), "{PAGE} has no row of {without:?}");
+}
+
+#[test]
+fn a_name_that_nothing_has_is_noticed() {
+    let page = "| a | tests |\n|---|---|\n| b | `integration/tests/shown.rs::each_register_has_a_row`, \
+                `integration/tests/shown.rs::rows`, `no/such.c::x`, `guest-images/bare-metal/vpmu/pmi.c::pmi_nm` |\n";
+    let wrong = missing(page);
+    assert_eq!(wrong.len(), 3, "{wrong:?}");
+    assert!(
+        wrong[0].ends_with("has no test rows"),
+        "a function that is no test"
+    );
+    assert!(wrong[2].ends_with("has no test pmi_nm"));
+}
