@@ -132,7 +132,7 @@ pub enum OpenError {
     #[error("the VMM raises no event {0}")]
     NoSuchSoftwareEvent(u64),
     /// Records cannot be redirected to the given handle.
-    #[error("cannot redirect the output: {0}")]
+    #[error("cannot redirect the output")]
     Output(#[source] ControlError),
     /// No driver serves the type.
     #[error("no driver serves event type {:#x}", .0.0)]

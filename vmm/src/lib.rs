@@ -27,7 +27,6 @@ pub mod boot;
 pub mod console;
 pub mod control;
 pub mod devices;
-pub mod error_line;
 pub mod kvm;
 pub mod memory;
 pub mod metrics;

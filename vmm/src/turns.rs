@@ -9,9 +9,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use kvm_ioctls::Kvm;
-use perf_core::Core;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
+use perf_core::{Core, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::turn_cost;
@@ -40,7 +40,10 @@ impl MuxChoice {
                     (MuxPolicy::Adaptive, Some(cost.turn()))
                 }
                 Err(e) => {
-                    log::warn!("events that share counters take turns of a tick: {e}");
+                    log::warn!(
+                        "events that share counters take turns of a tick: {}",
+                        error_line(&e)
+                    );
                     (MuxPolicy::Rotate, None)
                 }
             },

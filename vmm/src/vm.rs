@@ -78,7 +78,7 @@ pub enum VmError {
         limit: usize,
     },
     /// A KVM call failed.
-    #[error("{what} failed: {source}")]
+    #[error("{what} failed")]
     Kvm {
         /// The call.
         what: &'static str,
@@ -86,7 +86,7 @@ pub enum VmError {
         source: kvm_ioctls::Error,
     },
     /// Another system call failed.
-    #[error("{0} failed: {1}")]
+    #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }
 

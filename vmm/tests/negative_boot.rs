@@ -31,7 +31,7 @@ fn attempt(kernel: &Path, initrd: Option<&Path>, cmdline: &str, cpus: u8) -> Res
 
 /// The error's line, checked to be one.
 fn line(error: BootError) -> String {
-    let text = error.to_string();
+    let text = perf_core::error_line(&error);
     assert!(!text.contains('\n') && !text.is_empty(), "{text:?}");
     text
 }

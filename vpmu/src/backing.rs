@@ -12,7 +12,8 @@ use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, Core, EventType, Handle, OpenError, OpenFlags, OpenTarget, Role, Scope, Session, State, VcpuContext,
+    Attr, Core, EventType, Handle, OpenError, OpenFlags, OpenTarget, Role, Scope, Session, State,
+    VcpuContext, error_line,
 };
 
 use crate::events::{ArchEvent, Backing, BackingPolicy, EventRequest, GuestEvent, ParavirtualEvent};
@@ -420,7 +421,11 @@ impl PerfCoreEvents {
         if let Some((backing, error)) = refusal {
             self.slots[counter.slot()].warn(
                 counter,
-                format_args!("the {backing} backing refuses {}: {error}", request.event),
+                format_args!(
+                    "the {backing} backing refuses {}: {}",
+                    request.event,
+                    error_line(&error)
+                ),
             );
         }
         Open {
@@ -554,7 +559,10 @@ impl CounterEvents for PerfCoreEvents {
         {
             slot.warn(
                 counter,
-                format_args!("its overflow cannot be armed and will be found late: {error}"),
+                format_args!(
+                    "its overflow cannot be armed and will be found late: {}",
+                    error_line(&error)
+                ),
             );
         }
     }

@@ -38,10 +38,10 @@ pub enum ClientError {
     #[error("{}", which(.0))]
     Which(Vec<String>),
     /// The VM refused.
-    #[error("{0}")]
+    #[error(transparent)]
     Refused(#[from] Failure),
     /// The connection broke, or the VM took too long.
-    #[error("the VM's control socket: {0}")]
+    #[error("the VM's control socket")]
     Io(#[from] io::Error),
     /// What came is no reply.
     #[error("the VM's reply is not understood ({0}); use the Perfvisor that runs it")]

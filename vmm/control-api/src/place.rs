@@ -33,7 +33,7 @@ pub enum PlaceError {
     #[error("a VM named '{0}' is running; choose another --name")]
     Taken(String),
     /// A system call failed.
-    #[error("{what} {}: {source}", .path.display())]
+    #[error("{what} {}", .path.display())]
     Os {
         /// What was done.
         what: &'static str,

@@ -32,7 +32,7 @@ pub struct Place {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LocateError {
     /// No walk knows the vCPU's paging mode.
-    #[error("the guest's page tables are not walked: {0}")]
+    #[error("the guest's page tables are not walked")]
     Mode(#[from] Unsupported),
     /// No register points into a kernel yet.
     #[error("the guest has not set up its kernel yet, or it is no 64-bit Linux")]
@@ -44,7 +44,7 @@ pub enum LocateError {
     #[error("the guest runs another kernel than the image given")]
     OtherKernel,
     /// The kernel's symbol table was not found in its memory.
-    #[error("no kernel symbols in guest memory: {0}")]
+    #[error("no kernel symbols in guest memory")]
     Kallsyms(#[from] KallsymsError),
 }
 

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
+use perf_core::error_line;
 
 /// A name for a user address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -162,10 +163,7 @@ impl GuestMount {
             let object = match self.load(guest_path) {
                 Ok(object) => Some(object),
                 Err(e) => {
-                    let why = std::error::Error::source(&e)
-                        .map(|s| format!(": {s}"))
-                        .unwrap_or_default();
-                    self.problems.push(format!("{e}{why}"));
+                    self.problems.push(error_line(&e));
                     None
                 }
             };

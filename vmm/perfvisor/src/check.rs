@@ -1,17 +1,19 @@
 //! `perfvisor check`: what this host can do, in words or as JSON.
 
+use std::error::Error;
 use std::fmt::Write as _;
 
 use perf_core::pmu::host::HostProbe;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName, Vendor};
 
 use crate::cli::CheckArgs;
-use crate::commands::print;
+use crate::commands::{OutputError, print};
 use crate::exit::ExitStatus;
+use perf_core::error_line;
 use perfvisor_vmm::kvm::cpuid;
-use perfvisor_vmm::kvm::host::{self, KvmFacts};
-use perfvisor_vmm::kvm::own_pmu::{self, OwnPmu};
+use perfvisor_vmm::kvm::host::{self, HostError, KvmFacts};
+use perfvisor_vmm::kvm::own_pmu::{self, NoOwnPmu, NotThisModel, OwnPmu};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
 use perfvisor_vmm::kvm::turn_cost::{self, TurnCost};
 use perfvisor_vmm::pmu::backing;
@@ -25,9 +27,11 @@ struct Report {
     /// The host's kernel release.
     kernel: String,
     /// KVM, or why there is none.
-    kvm: Result<KvmFacts, String>,
+    #[serde(serialize_with = "or_line")]
+    kvm: Result<KvmFacts, HostError>,
     /// KVM's own vPMU, or why there is none.
-    own_pmu: Result<OwnPmu, String>,
+    #[serde(serialize_with = "or_line")]
+    own_pmu: Result<OwnPmu, CheckError>,
     /// What the exact backing can step.
     stepping: Option<Stepping>,
     /// perf events.
@@ -43,12 +47,14 @@ struct Report {
     /// What `--pmu auto` gives with `--backing kvm`; `None` where there is no such backing.
     own_pmu_auto: Option<String>,
     /// What the model that was asked about gives with it, or why it cannot be.
-    own_pmu_asked: Option<Result<String, String>>,
+    #[serde(serialize_with = "or_line_if_asked")]
+    own_pmu_asked: Option<Result<String, NotThisModel>>,
     /// How counters of that model compete for the host's, in one line.
     own_pmu_competition: Option<String>,
     /// What a turn costs a guest where events share counters; `None` where there are no counters, else why
     /// it is not known.
-    turns: Option<Result<TurnCost, String>>,
+    #[serde(serialize_with = "or_line_if_asked")]
+    turns: Option<Result<TurnCost, HostError>>,
     /// What counts each event of a guest under `--backing auto`.
     events: Vec<EventBacking>,
 }
@@ -62,57 +68,91 @@ struct EventBacking {
     note: &'static str,
 }
 
+/// Why the host cannot run any guest, or cannot be looked at.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckError {
+    /// KVM cannot be used.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// No KVM, and so no vPMU of its own.
+    #[error("there is no KVM to ask")]
+    NoKvm,
+    /// KVM has no vPMU of its own.
+    #[error(transparent)]
+    NoOwnPmu(#[from] NoOwnPmu),
+    /// No such model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// What was printed is not complete.
+    #[error(transparent)]
+    Output(#[from] OutputError),
+}
+
+/// A result as JSON: the error as one line.
+fn or_line<T: Serialize, E: Error, S: Serializer>(result: &Result<T, E>, to: S) -> Result<S::Ok, S::Error> {
+    result.as_ref().map_err(|e| error_line(e)).serialize(to)
+}
+
+/// The same where there may be none.
+fn or_line_if_asked<T: Serialize, E: Error, S: Serializer>(
+    result: &Option<Result<T, E>>,
+    to: S,
+) -> Result<S::Ok, S::Error> {
+    result
+        .as_ref()
+        .map(|result| result.as_ref().map_err(|e| error_line(e)))
+        .serialize(to)
+}
+
 /// Prints the report.
 ///
 /// # Errors
-/// One line for the user when the host cannot run any guest.
-pub fn check(args: &CheckArgs) -> Result<ExitStatus, String> {
+/// [`CheckError`], when the host cannot run any guest.
+pub fn check(args: &CheckArgs) -> Result<ExitStatus, CheckError> {
     let report = Report::collect(args)?;
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?;
+        let text = serde_json::to_string_pretty(&report).map_err(OutputError::from)?;
         print(&(text + "\n"))?;
     } else {
         print(&report.text())?;
     }
     match report.kvm {
         Ok(_) => Ok(ExitStatus::PoweredOff),
-        Err(line) => Err(line),
+        Err(error) => Err(error.into()),
     }
 }
 
 impl Report {
-    fn collect(args: &CheckArgs) -> Result<Self, String> {
+    fn collect(args: &CheckArgs) -> Result<Self, ModelError> {
         let perf = HostProbe::run();
         let opened = host::open();
         let own_pmu = match &opened {
-            Ok(kvm) => own_pmu::probe(kvm, &perf).map_err(|e| e.to_string()),
-            Err(e) => Err(e.to_string()),
+            Ok(kvm) => own_pmu::probe(kvm, &perf).map_err(CheckError::from),
+            Err(_) => Err(CheckError::NoKvm),
         };
         let stepping = opened.as_ref().ok().and_then(|kvm| stepping::probe(kvm).ok());
         let turns = opened
             .as_ref()
             .ok()
             .filter(|_| perf.slots() > 0)
-            .map(|kvm| turn_cost::probe(kvm, &perf).map_err(|e| e.to_string()));
-        let kvm = opened
-            .and_then(|kvm| host::facts(&kvm))
-            .map_err(|e| e.to_string());
+            .map(|kvm| turn_cost::probe(kvm, &perf));
+        let kvm = opened.and_then(|kvm| host::facts(&kvm));
         let resolve = |name, numbers: Option<CounterNumbers>| {
             let model = Model::resolve(name, numbers, None, &mut cpuid::read_host)?;
             Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, None, &perf))
         };
         let pmu_auto =
-            resolve(ModelName::Auto, None).map_or_else(|e| e.to_string(), |fitted| fitted.model.to_string());
+            resolve(ModelName::Auto, None).map_or_else(|e| error_line(&e), |fitted| fitted.model.to_string());
         let is_asked = args.pmu != ModelName::Auto || args.pmu_counters.is_some();
         let asked = is_asked
-            .then(|| resolve(args.pmu, args.pmu_counters).map_err(|e| e.to_string()))
+            .then(|| resolve(args.pmu, args.pmu_counters))
             .transpose()?;
         let of_own = |name, numbers: Option<CounterNumbers>| {
             let own = own_pmu.as_ref().ok()?;
             let fitted = own
                 .model(name, numbers, None)
                 .map(|model| fit(model, numbers.is_some(), BackingPolicy::Kvm, Some(own), &perf));
-            Some(fitted.map_err(|e| e.to_string()))
+            Some(fitted)
         };
         let own_auto = of_own(ModelName::Auto, None);
         let own_asked = is_asked.then(|| of_own(args.pmu, args.pmu_counters)).flatten();
@@ -128,7 +168,8 @@ impl Report {
             pmu_auto,
             pmu_asked: asked.as_ref().map(|fitted| fitted.model.to_string()),
             pmu_competition: asked.and_then(|fitted| fitted.competition),
-            own_pmu_auto: own_auto.map(|model| model.map_or_else(|e| e, |fitted| fitted.model.to_string())),
+            own_pmu_auto: own_auto
+                .map(|model| model.map_or_else(|e| error_line(&e), |fitted| fitted.model.to_string())),
             own_pmu_competition: match &own_asked {
                 Some(Ok(fitted)) => fitted.competition.clone(),
                 _ => None,
@@ -162,14 +203,20 @@ impl Report {
                     "  --backing kvm",
                     &match &self.own_pmu {
                         Ok(own) => format!("KVM's own vPMU: {own}"),
-                        Err(why) => format!("no: {}", why.split("; ").next().unwrap_or(why)),
+                        Err(why) => {
+                            let why = error_line(why);
+                            format!("no: {}", why.split("; ").next().unwrap_or(&why))
+                        }
                     },
                 );
                 if let Some(auto) = &self.own_pmu_auto {
                     line("    --pmu auto", auto);
                 }
                 if let Some(asked) = &self.own_pmu_asked {
-                    line("    --pmu as asked", asked.as_ref().unwrap_or_else(|why| why));
+                    line(
+                        "    --pmu as asked",
+                        &asked.as_ref().map_or_else(|e| error_line(e), String::clone),
+                    );
                 }
                 if let Some(competition) = &self.own_pmu_competition {
                     line("      counters", competition);
@@ -194,7 +241,7 @@ impl Report {
                 );
                 line("  vCPUs per VM", &kvm.max_vcpus.to_string());
             }
-            Err(e) => line("KVM", &format!("unusable: {e}")),
+            Err(e) => line("KVM", &format!("unusable: {}", error_line(e))),
         }
         let perf = &self.perf;
         match &perf.no_slots_because {
@@ -214,7 +261,7 @@ impl Report {
             &match &self.turns {
                 None => "no turns: there are no counters to share".to_owned(),
                 Some(Ok(cost)) => cost.in_words(),
-                Some(Err(why)) => format!("turns of a tick, as --mux rotate: {why}"),
+                Some(Err(why)) => format!("turns of a tick, as --mux rotate: {}", error_line(why)),
             },
         );
         line(

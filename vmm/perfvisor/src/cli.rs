@@ -1,7 +1,7 @@
 //! The command line: what can be asked for, checked before anything is started.
 //!
 //! Every mistake is one line on standard error that names the value and what is allowed, and exit
-//! status 2. Adding an option: a field here with its doc comment, and a parser with its test.
+//! status 2. Adding an option: a field here with its doc comment, and a parser with its test (`values`).
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,8 +12,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::commands::one_line;
 use perf_core::SharePolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
-use vpmu::events::UnknownPolicy;
-use vpmu::{BackingPolicy, CounterNumbers, ModelError, ModelName};
+use vpmu::{BackingPolicy, CounterNumbers, ModelName};
 
 use crate::commands::ctl::CtlArgs;
 use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
@@ -22,11 +21,12 @@ use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
-use perfvisor_vmm::kvm::signature::{CpuSignature, SignatureError};
-use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+use crate::values::{parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_width};
+use perf_core::error_line;
+use perfvisor_vmm::kvm::signature::CpuSignature;
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::metrics::address::MetricsAddress;
-use perfvisor_vmm::numbers::{VcpuNumbers, VcpuNumbersError};
+use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
 
 const EXIT_STATUS_HELP: &str = "\
@@ -93,10 +93,10 @@ pub struct CheckArgs {
     #[arg(long)]
     pub json: bool,
     /// Say what this virtual PMU of `perfvisor run` gives on this host too.
-    #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
+    #[arg(long, value_name = "MODEL", default_value = "auto")]
     pub pmu: ModelName,
     /// The same with these counters.
-    #[arg(long, value_name = "GP[+FIXED]", value_parser = parse_counters)]
+    #[arg(long, value_name = "GP[+FIXED]")]
     pub pmu_counters: Option<CounterNumbers>,
 }
 
@@ -117,16 +117,16 @@ pub struct RunArgs {
     #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
     /// Number of vCPUs, 1 to 64; N,max=M for more that `perfvisor ctl NAME vcpus` can add later.
-    #[arg(long, value_name = "N[,max=M]", default_value = "1", value_parser = parse_cpus)]
+    #[arg(long, value_name = "N[,max=M]", default_value = "1")]
     pub cpus: VcpuNumbers,
     /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
     pub memory: u64,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
-    #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
+    #[arg(long, value_name = "MODEL", default_value = "auto")]
     pub pmu: ModelName,
     /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
-    #[arg(long, value_name = "GP[+FIXED]", value_parser = parse_counters)]
+    #[arg(long, value_name = "GP[+FIXED]")]
     pub pmu_counters: Option<CounterNumbers>,
     /// Counter width in bits, 32 to 48 (Intel models).
     #[arg(long, value_name = "BITS", value_parser = parse_width)]
@@ -138,7 +138,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
     pub pmi_limit: Option<u32>,
     /// What counts for the guest's counters: auto, hardware, clock, exact, kvm (KVM's own vPMU) or none.
-    #[arg(long, value_name = "BACKING", default_value = "auto", value_parser = parse_backing)]
+    #[arg(long, value_name = "BACKING", default_value = "auto")]
     pub backing: BackingPolicy,
     /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file
     /// only), trap (replaced where it is found, by exits elsewhere), off, or hwbp (hardware
@@ -163,7 +163,7 @@ pub struct RunArgs {
     /// Family, model and stepping the guest's CPUID shows: host, FAMILY/MODEL/STEPPING, or EAX in
     /// hexadecimal [default: the host's, or with a --pmu of another vendor one that guests have no
     /// special treatment for]
-    #[arg(long, value_name = "SIGNATURE", value_parser = parse_signature)]
+    #[arg(long, value_name = "SIGNATURE")]
     pub cpu_signature: Option<CpuSignature>,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
@@ -230,7 +230,7 @@ fn explain(error: &clap::Error) -> CliExit {
         }
         ErrorKind::ValueValidation => {
             use std::error::Error;
-            let reason = error.source().map(ToString::to_string).unwrap_or_default();
+            let reason = error.source().map(error_line).unwrap_or_default();
             let (value, option) = (
                 context(ContextKind::InvalidValue),
                 context(ContextKind::InvalidArg),
@@ -278,83 +278,6 @@ fn command_of(error: &clap::Error) -> String {
         .take_while(|word| word.bytes().all(|b| b.is_ascii_lowercase()))
         .collect();
     command.join(" ")
-}
-
-fn parse_builtin(text: &str) -> Result<&'static guest_images::bare_metal::Guest, String> {
-    use guest_images::bare_metal::GUESTS;
-    let names = || GUESTS.map(|guest| guest.name).join(", ");
-    GUESTS
-        .iter()
-        .find(|guest| guest.name == text)
-        .ok_or_else(|| format!("must be one of {}", names()))
-}
-
-fn parse_cpus(text: &str) -> Result<VcpuNumbers, String> {
-    text.parse().map_err(|e: VcpuNumbersError| e.to_string())
-}
-
-fn parse_memory(text: &str) -> Result<u64, String> {
-    let shape = "must be a number of bytes, or a number followed by K, M, G or T, as in 512M";
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" => 0,
-        "K" | "KB" | "KIB" => 10,
-        "M" | "MB" | "MIB" => 20,
-        "G" | "GB" | "GIB" => 30,
-        "T" | "TB" | "TIB" => 40,
-        _ => return Err(shape.into()),
-    };
-    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(shape.into());
-    }
-    let bytes = digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(1u64 << shift))
-        .ok_or_else(|| "does not fit into 64 bits".to_owned())?;
-    if bytes < MIN_RAM_BYTES {
-        return Err(format!("the least is {}M", MIN_RAM_BYTES >> 20));
-    }
-    if !bytes.is_multiple_of(RAM_GRANULE_BYTES) {
-        return Err(format!("must be a multiple of {RAM_GRANULE_BYTES} bytes"));
-    }
-    Ok(bytes)
-}
-
-fn parse_pmu(text: &str) -> Result<ModelName, String> {
-    text.parse().map_err(|e: ModelError| e.to_string())
-}
-
-fn parse_counters(text: &str) -> Result<CounterNumbers, String> {
-    text.parse().map_err(|e: ModelError| e.to_string())
-}
-
-fn parse_width(text: &str) -> Result<u8, String> {
-    match text.parse::<u8>() {
-        Ok(n) if (32..=48).contains(&n) => Ok(n),
-        _ => Err("the counter width must be 32 to 48 bits".into()),
-    }
-}
-
-fn parse_pmi_limit(text: &str) -> Result<u32, String> {
-    text.parse()
-        .map_err(|_| format!("must be a number of PMIs per second, 0 to {}", u32::MAX))
-}
-
-fn parse_signature(text: &str) -> Result<CpuSignature, String> {
-    text.parse().map_err(|e: SignatureError| e.to_string())
-}
-
-fn parse_backing(text: &str) -> Result<BackingPolicy, String> {
-    text.parse().map_err(|e: UnknownPolicy| e.to_string())
-}
-
-fn parse_on_off(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("must be on or off".into()),
-    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! | `check` | `perfvisor check`: what this host can do |
 //! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
 //! | `signals` | the signals that end a command or a VM |
+//! | `values` | the values of options, and what is said of wrong ones |
 //! | `exit` | exit statuses |
 //!
 //! Start with `main` below. Everything that is worth using from another program is in the crates under this
@@ -22,12 +23,15 @@ mod commands;
 mod exit;
 mod run;
 mod signals;
+mod values;
 
+use std::error::Error;
 use std::process::ExitCode;
 
 use cli::{CliExit, Command};
 use commands::{ctl, files, ps, record, stat, top, validate};
 use exit::ExitStatus;
+use perf_core::error_line;
 
 fn main() -> ExitCode {
     let start = run::StartTime::now();
@@ -36,30 +40,34 @@ fn main() -> ExitCode {
         Err(CliExit::Text(text)) => {
             return match commands::print(&text) {
                 Ok(()) => ExitCode::SUCCESS,
-                Err(line) => bad_input(&line),
+                Err(error) => bad_input(&error_line(&error)),
             };
         }
         Err(CliExit::Error(line)) => return bad_input(&line),
     };
     init_log(cli.verbose);
-    let result = match cli.command {
-        Command::Run(args) => run::run(&args, start),
-        Command::Check(args) => check::check(&args),
-        Command::Validate(args) => validate::validate(&args),
-        Command::Ps(args) => ps::ps(&args),
-        Command::Ctl(args) => ctl::ctl(&args),
-        Command::Stat(args) => stat::stat(&args),
-        Command::Record(args) => record::record(&args),
-        Command::Top(args) => top::top(&args),
-        Command::Report(args) => files::report(&args),
-        Command::Script(args) => files::script(&args),
-        Command::Flamegraph(args) => files::flamegraph(&args),
-        Command::Pprof(args) => files::pprof(&args),
-    };
-    match result {
+    match obey(cli.command, start) {
         Ok(status) => ExitCode::from(status.code()),
-        Err(line) => bad_input(&line),
+        Err(error) => bad_input(&error_line(error.as_ref())),
     }
+}
+
+/// Does what was asked for. Each command has an error type of its own; here they end.
+fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn Error>> {
+    Ok(match command {
+        Command::Run(args) => run::run(&args, start)?,
+        Command::Check(args) => check::check(&args)?,
+        Command::Validate(args) => validate::validate(&args)?,
+        Command::Ps(args) => ps::ps(&args)?,
+        Command::Ctl(args) => ctl::ctl(&args)?,
+        Command::Stat(args) => stat::stat(&args)?,
+        Command::Record(args) => record::record(&args)?,
+        Command::Top(args) => top::top(&args)?,
+        Command::Report(args) => files::report(&args)?,
+        Command::Script(args) => files::script(&args)?,
+        Command::Flamegraph(args) => files::flamegraph(&args)?,
+        Command::Pprof(args) => files::pprof(&args)?,
+    })
 }
 
 fn bad_input(line: &str) -> ExitCode {

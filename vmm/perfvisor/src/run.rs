@@ -11,22 +11,25 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, Vendor};
+use vpmu::filter::FilterError;
+use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, ModelError, Vendor};
 
 use crate::cli::RunArgs;
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
-use control_api::events::list;
-use control_api::place::{self, Socket};
+use control_api::events::list::{self, ListError};
+use control_api::place::{self, PlaceError, Socket};
+use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::console::{ConsoleInput, ConsoleOutput, RawTerminal};
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
-use perfvisor_vmm::error_line::error_line;
-use perfvisor_vmm::kvm::host;
+use perfvisor_vmm::kvm::host::{self, HostError};
+use perfvisor_vmm::kvm::own_pmu::NotThisModel;
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::metrics::address::Listener;
+use perfvisor_vmm::metrics::address::{ListenError, Listener};
 use perfvisor_vmm::metrics::server::MetricsServer;
+use perfvisor_vmm::pmu::backing::BackingError;
 use perfvisor_vmm::pmu::fit::{Fitted, fit};
 use perfvisor_vmm::pmu::{PmuConfig, VmPmu, backing};
 use perfvisor_vmm::rdpmc::RdpmcMode;
@@ -34,7 +37,7 @@ use perfvisor_vmm::turns::{Ticks, Turns};
 use perfvisor_vmm::vcpu::control::{RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
-use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
+use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig, VmError};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
 /// needs.
@@ -76,37 +79,72 @@ impl StartTime {
     }
 }
 
+/// Why a guest does not run, or the VM did not end as it should.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// Something that is needed before anything of the guest's is there.
+    #[error("{0}")]
+    Start(&'static str, #[source] io::Error),
+    /// No such virtual PMU.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// No event filter.
+    #[error(transparent)]
+    Filter(#[from] FilterError),
+    /// KVM cannot be used.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// Nothing counts as it was asked for.
+    #[error(transparent)]
+    Backing(#[from] BackingError),
+    /// KVM's own vPMU is another.
+    #[error(transparent)]
+    OwnModel(#[from] NotThisModel),
+    /// No list of events.
+    #[error("--metrics-events")]
+    MetricsEvents(#[source] ListError),
+    /// Metrics cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] ListenError),
+    /// The VM cannot be controlled by that name.
+    #[error(transparent)]
+    Name(#[from] PlaceError),
+    /// No machine, or it does not start.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The main loop ended.
+    #[error("the event loop failed")]
+    Loop(#[source] event_manager::Error),
+}
+
 /// Runs a guest to its end.
 ///
 /// # Errors
-/// One line for the user; the exit status is that of bad input.
-pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
+/// [`RunError`]; the exit status is that of bad input.
+pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
-    let stop_signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
-    kick::install_handlers().map_err(|e| format!("sigaction failed: {e}"))?;
-    ignore_sigio().map_err(|e| format!("sigaction failed: {e}"))?;
+    let stop_signals = StopSignals::block().map_err(|e| RunError::Start("the signals that end it", e))?;
+    kick::install_handlers().map_err(|e| RunError::Start("sigaction failed", e))?;
+    ignore_sigio().map_err(|e| RunError::Start("sigaction failed", e))?;
 
     let mut read_cpuid = perfvisor_vmm::kvm::cpuid::read_host;
     let width = args.pmu_width.map(u32::from);
-    let mut model =
-        Model::resolve(args.pmu, args.pmu_counters, width, &mut read_cpuid).map_err(|e| e.to_string())?;
+    let mut model = Model::resolve(args.pmu, args.pmu_counters, width, &mut read_cpuid)?;
     let filter = match &args.pmu_filter {
-        Some(path) => EventFilter::from_file(path).map_err(|e| error_line(&e))?,
+        Some(path) => EventFilter::from_file(path)?,
         None => EventFilter::allow_all(),
     };
     let has_pmu = !matches!(model.generation(), Generation::Off(_));
-    let kvm = host::open().map_err(|e| e.to_string())?;
+    let kvm = host::open()?;
     let probe = HostProbe::run();
     let policy = args.backing;
     if has_pmu {
-        backing::check_policy(policy, &probe).map_err(|e| e.to_string())?;
+        backing::check_policy(policy, &probe)?;
     }
     let own_pmu = if has_pmu && policy == BackingPolicy::Kvm {
-        let own = backing::check_own(&kvm, &probe, args.rdpmc, args.pmi_limit).map_err(|e| e.to_string())?;
-        model = own
-            .model(args.pmu, args.pmu_counters, width)
-            .map_err(|e| e.to_string())?;
+        let own = backing::check_own(&kvm, &probe, args.rdpmc, args.pmi_limit)?;
+        model = own.model(args.pmu, args.pmu_counters, width)?;
         Some(own)
     } else {
         None
@@ -133,12 +171,12 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     }
     let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
     let stepping = if has_pmu && needs_debug {
-        stepping::probe(&kvm).map_err(|e| e.to_string())?
+        stepping::probe(&kvm)?
     } else {
         Stepping::default()
     };
     if has_pmu && policy == BackingPolicy::Exact {
-        backing::check_stepping(stepping, args.cpus.max()).map_err(|e| e.to_string())?;
+        backing::check_stepping(stepping, args.cpus.max())?;
     }
     let backability = match own_pmu {
         Some(own) if model.vendor() == Vendor::Intel => own.events,
@@ -199,12 +237,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     };
 
     // Mistakes in what is asked for end it before anything runs.
-    list::parse(&args.metrics_events).map_err(|e| format!("--metrics-events: {e}"))?;
-    let metrics = args.metrics.as_ref().map(Listener::bind).transpose();
-    let metrics = metrics.map_err(|e| e.to_string())?;
+    list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
+    let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
-    let output = ConsoleOutput::stdout().map_err(|e| format!("starting the console failed: {e}"))?;
-    let mut vm = Vm::new(&kvm, &config, &probe, output.writer()).map_err(|e| error_line(&e))?;
+    let output = ConsoleOutput::stdout().map_err(|e| RunError::Start("starting the console failed", e))?;
+    let mut vm = Vm::new(&kvm, &config, &probe, output.writer())?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {
         log::info!(
@@ -213,8 +250,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
             start.before_main.as_secs_f64() * 1e3
         );
     }));
-    let terminal = RawTerminal::enter().map_err(|e| format!("the terminal cannot be made raw: {e}"))?;
-    let mut running = vm.start().map_err(|e| error_line(&e))?;
+    let terminal = RawTerminal::enter().map_err(|e| RunError::Start("the terminal cannot be made raw", e))?;
+    let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = Arc::new(controlled(name, pmu_name, args, &running));
     let mut servers: Vec<Subscriber> = Vec::new();
@@ -226,7 +263,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     }
     if let Some(listener) = metrics {
         let server = MetricsServer::new(controlled, listener, args.metrics_events.clone())
-            .map_err(|e| format!("timerfd_create failed: {e}"))?;
+            .map_err(|e| RunError::Start("timerfd_create failed", e))?;
         log::info!("metrics at {}", server.address());
         servers.push(Arc::new(Mutex::new(server)));
     }
@@ -242,23 +279,26 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, String> {
     if args.stats {
         report_stats(&running, args.cpus.present());
     }
-    served.map_err(|e| format!("the event loop failed: {e}"))?;
+    served.map_err(RunError::Loop)?;
     Ok(exit_status(running.control()))
 }
 
 /// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need
 /// be.
-fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), String> {
+fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), PlaceError> {
     let dir = place::directory();
     match name {
         Some(name) => {
-            let socket = Socket::bind(&dir, name).map_err(|e| e.to_string())?;
+            let socket = Socket::bind(&dir, name)?;
             Ok((name.to_owned(), Some(socket)))
         }
         None => {
             let name = format!("vm-{}", std::process::id());
             let socket = Socket::bind(&dir, &name)
-                .inspect_err(|e| log::info!("no control socket, so no ctl, stat and record for this VM: {e}"))
+                .inspect_err(|e| {
+                    let why = error_line(e);
+                    log::info!("no control socket, so no ctl, stat and record for this VM: {why}");
+                })
                 .ok();
             Ok((name, socket))
         }
@@ -438,7 +478,7 @@ impl MutEventSubscriber for Housekeeping {
     fn init(&mut self, ops: &mut EventOps) {
         for fd in self.fds() {
             if let Err(e) = ops.add(Events::new_raw(fd, EventSet::IN)) {
-                log::error!("event loop: {e}");
+                log::error!("event loop: {}", error_line(&e));
                 self.control.stop(StopReason::Failed);
             }
         }

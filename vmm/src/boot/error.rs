@@ -15,7 +15,7 @@ pub enum BootError {
     #[error(transparent)]
     Rdpmc(#[from] crate::rdpmc::PatchError),
     /// A file cannot be opened.
-    #[error("cannot open {what} {}: {source}", path.display())]
+    #[error("cannot open {what} {}", path.display())]
     Open {
         /// `kernel` or `initrd`.
         what: &'static str,
@@ -25,7 +25,7 @@ pub enum BootError {
         source: std::io::Error,
     },
     /// A file cannot be read.
-    #[error("cannot read {what} {}: {source}", path.display())]
+    #[error("cannot read {what} {}", path.display())]
     Read {
         /// `kernel` or `initrd`.
         what: &'static str,
@@ -168,7 +168,7 @@ pub enum BootError {
         reason: String,
     },
     /// KVM refused a vCPU's initial state.
-    #[error("KVM refused the boot processor's {what}: {source}")]
+    #[error("KVM refused the boot processor's {what}")]
     VcpuState {
         /// Which registers.
         what: &'static str,

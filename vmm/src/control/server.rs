@@ -22,7 +22,6 @@ use vpmu::EventFilter;
 
 use super::session::{EventSession, On, fail, role};
 use crate::devices::cpu_plug::VcpuSet;
-use crate::error_line::error_line;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
 use crate::vcpu::roster::{Roster, RosterError};
@@ -33,6 +32,7 @@ use control_api::protocol::{
     RequestLine, SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
 };
 use kernel_images::symbols::KernelSymbols;
+use perf_core::error_line;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -490,10 +490,10 @@ impl ControlServer {
             Call::Filter { toml } => {
                 self.pmu()?;
                 let filter =
-                    EventFilter::from_toml(&toml).or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
+                    EventFilter::from_toml(&toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
                 self.pmu()?
                     .set_kvms_filter(&filter)
-                    .or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
+                    .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
                 let filter = Arc::new(filter);
                 self.pmu()?.set_filter(filter.clone());
                 for seat in vm.roster.taken() {
@@ -652,7 +652,7 @@ fn kind_of(error: &RosterError) -> FailureKind {
 }
 
 fn to_value(of: impl Serialize) -> Result<Value, Failure> {
-    serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, e.to_string()))
+    serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, error_line(&e)))
 }
 
 fn value(of: impl Serialize) -> Result<Done, Failure> {

@@ -8,10 +8,11 @@ use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
     Attr, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Scope, Session, VcpuReading,
+    error_line,
 };
 
 use crate::devices::cpu_plug::VcpuSet;
-use crate::pmu::{HostSampling, OperatorEvent, VmPmu};
+use crate::pmu::{HostSampling, NoHostSamples, OperatorEvent, VmPmu};
 use crate::vcpu::roster::{self, Roster};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
@@ -93,6 +94,23 @@ struct HostRing {
     rate: u64,
 }
 
+/// Why the host's kernel takes no samples for an event.
+#[derive(Debug, thiserror::Error)]
+enum NoHostRing {
+    #[error(transparent)]
+    Sampling(#[from] NoHostSamples),
+    /// The samples would show the host, which this user may not see.
+    #[error(transparent)]
+    Denied(#[from] OpenError),
+}
+
+/// A count of the whole VM among those of vCPUs.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error(
+    "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
+)]
+struct MixedGroup;
+
 /// Why an event is not open: it is not possible here, or it was refused.
 enum NotOpened {
     Unsupported(String),
@@ -128,7 +146,7 @@ impl EventSession {
         on: On<'_>,
         sampling: Option<Sampling>,
     ) -> Result<Vec<Opened>, Failure> {
-        let groups = list::parse(text).or_else(|e| fail(FailureKind::Invalid, e.to_string()))?;
+        let groups = list::parse(text).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         let vcpus = match on {
             On::Each => self.chosen(None)?,
             On::These(vcpus) => self.chosen(Some(vcpus))?,
@@ -158,7 +176,7 @@ impl EventSession {
         for (nth, place) in places.into_iter().enumerate() {
             let mut index = 0;
             for group in &groups {
-                let whole = is_whole(group).or_else(|why| fail(FailureKind::Invalid, why))?;
+                let whole = is_whole(group).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
                 // A count of the VM is one count, however many vCPUs are asked for.
                 let place = if whole { None } else { place };
                 if whole && nth > 0 {
@@ -249,7 +267,7 @@ impl EventSession {
                 event
                     .handle
                     .enable(Scope::Event)
-                    .or_else(|e| fail(FailureKind::Internal, e.to_string()))?;
+                    .or_else(|e| fail(FailureKind::Internal, error_line(&e)))?;
                 if let Some(ring) = &event.ring
                     && let Err(e) = ring.sampling.sampler.set_enabled(true)
                 {
@@ -342,7 +360,10 @@ impl EventSession {
         sampling: Option<Sampling>,
         leader: Option<usize>,
     ) -> Result<(usize, OperatorEvent, Option<String>), NotOpened> {
-        let mut event = self.pmu.operator_event(spec).map_err(NotOpened::Unsupported)?;
+        let mut event = self
+            .pmu
+            .operator_event(spec)
+            .map_err(|e| NotOpened::Unsupported(error_line(&e)))?;
         let (mut ring, mut no_ring) = (None, None);
         if let (Some(_), None) = (sampling, vcpu) {
             let why = "a count of the whole VM has no samples".to_owned();
@@ -359,7 +380,7 @@ impl EventSession {
                         event.attr.sample_period = rate_for(&event.attr, found.rate, sampling.chain_every);
                         ring = Some(found);
                     }
-                    Err(why) => no_ring = Some(why),
+                    Err(e) => no_ring = Some(error_line(&e)),
                 }
             }
         }
@@ -392,7 +413,7 @@ impl EventSession {
     }
 
     /// Lets the host's kernel sample what `attr` describes, if it can and the user may.
-    fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, String> {
+    fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, NoHostRing> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {
             let host = Attr {
@@ -400,10 +421,7 @@ impl EventSession {
                 exclude_kernel: false,
                 ..attr.clone()
             };
-            self.pmu
-                .core()
-                .may_sample(&self.session, &host)
-                .map_err(|e| e.to_string())?;
+            self.pmu.core().may_sample(&self.session, &host)?;
         }
         Ok(HostRing {
             sampling,
@@ -454,7 +472,7 @@ impl EventSession {
         event
             .handle
             .set_period(rate)
-            .or_else(|e| fail(FailureKind::Invalid, e.to_string()))
+            .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))
     }
 
     /// Enables or disables all events.
@@ -560,12 +578,12 @@ impl EventSession {
                 MapError::MemoryLimit { .. } => FailureKind::Limit,
                 _ => FailureKind::Internal,
             },
-            message: e.to_string(),
+            message: error_line(&e),
         })?;
         let sample_type = first.attr().sample_type.bits();
         for other in of_vcpu {
             if let Err(e) = other.set_output(Some(first)) {
-                return fail(FailureKind::Internal, e.to_string());
+                return fail(FailureKind::Internal, error_line(&e));
             }
         }
         self.rings.insert(vcpu, ring.clone());
@@ -593,14 +611,11 @@ fn part(of: &VcpuReading) -> VcpuPart {
 }
 
 /// Whether the events of a group count for the whole VM, wherever they are opened.
-fn is_whole(group: &EventGroup) -> Result<bool, String> {
+fn is_whole(group: &EventGroup) -> Result<bool, MixedGroup> {
     let mut whole = group.events.iter().map(EventSpec::is_of_vm);
     let first = whole.next().unwrap_or(false);
     if whole.any(|other| other != first) {
-        return Err(
-            "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
-                .into(),
-        );
+        return Err(MixedGroup);
     }
     Ok(first)
 }
@@ -635,7 +650,7 @@ fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
 }
 
 fn not_opened(error: OpenError) -> NotOpened {
-    let message = error.to_string();
+    let message = error_line(&error);
     let kind = match &error {
         OpenError::NoDriver(_)
         | OpenError::NoSuchSoftwareEvent(_)

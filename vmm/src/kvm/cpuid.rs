@@ -15,7 +15,7 @@ use super::signature::CpuSignature;
 #[derive(Debug, thiserror::Error)]
 pub enum CpuidError {
     /// KVM did not tell what it supports.
-    #[error("KVM_GET_SUPPORTED_CPUID failed: {0}")]
+    #[error("KVM_GET_SUPPORTED_CPUID failed")]
     Supported(#[source] kvm_ioctls::Error),
     /// The table grew beyond what KVM takes.
     #[error("the guest's CPUID needs {0} entries, more than KVM takes")]

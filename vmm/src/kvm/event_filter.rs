@@ -39,7 +39,7 @@ pub enum KvmFilterError {
         written_out: bool,
     },
     /// KVM refused it.
-    #[error("KVM_SET_PMU_EVENT_FILTER failed: {0}")]
+    #[error("KVM_SET_PMU_EVENT_FILTER failed")]
     Kvm(#[source] kvm_ioctls::Error),
 }
 

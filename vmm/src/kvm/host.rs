@@ -25,13 +25,13 @@ pub enum HostError {
     #[error("no permission to open /dev/kvm: join its group (usually `kvm`) or run as root")]
     Permission,
     /// /dev/kvm could not be opened for another reason.
-    #[error("/dev/kvm cannot be opened: {0}")]
+    #[error("/dev/kvm cannot be opened")]
     Open(#[source] io::Error),
     /// KVM speaks another API.
     #[error("/dev/kvm speaks API version {0}, but version 12 is needed")]
     ApiVersion(i32),
     /// A probe failed.
-    #[error("probing KVM failed in {what}: {source}")]
+    #[error("probing KVM failed in {what}")]
     Probe {
         /// The call.
         what: &'static str,
@@ -132,8 +132,15 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
 ///
 /// # Errors
 /// KVM's.
-pub fn tsc_hz(kvm: &Kvm) -> Result<u64, kvm_ioctls::Error> {
-    let khz = kvm.create_vm()?.create_vcpu(0)?.get_tsc_khz()?;
+pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
+    let khz = kvm
+        .create_vm()
+        .and_then(|vm| vm.create_vcpu(0))
+        .and_then(|vcpu| vcpu.get_tsc_khz());
+    let khz = khz.map_err(|source| HostError::Probe {
+        what: "KVM_GET_TSC_KHZ",
+        source,
+    })?;
     Ok(u64::from(khz) * 1000)
 }
 

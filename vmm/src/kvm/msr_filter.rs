@@ -27,7 +27,7 @@ pub enum MsrFilterError {
     #[error("{0} MSR ranges are to be trapped but KVM takes at most {MAX_RANGES}")]
     TooManyRanges(usize),
     /// A KVM call failed.
-    #[error("{what} failed: {source}")]
+    #[error("{what} failed")]
     Kvm {
         /// The call.
         what: &'static str,

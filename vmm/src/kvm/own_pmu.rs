@@ -48,8 +48,8 @@ pub enum NoOwnPmu {
     #[error("this host's KVM supports no vPMU in its guests' CPUID; use --backing auto")]
     NotInCpuid,
     /// KVM does not say what it supports.
-    #[error("KVM_GET_SUPPORTED_CPUID failed: {0}; use --backing auto")]
-    Cpuid(kvm_ioctls::Error),
+    #[error("KVM_GET_SUPPORTED_CPUID failed; use --backing auto")]
+    Cpuid(#[source] kvm_ioctls::Error),
 }
 
 /// Why KVM's own vPMU cannot be the model that was asked for.
@@ -98,7 +98,7 @@ pub enum NotThisModel {
         offered: u32,
     },
     /// No model at all.
-    #[error("{0}")]
+    #[error(transparent)]
     Model(#[from] ModelError),
 }
 
@@ -354,11 +354,15 @@ mod tests {
         }
     }
 
-    fn asked(own: &OwnPmu, name: &str, counters: Option<&str>, width: Option<u32>) -> Result<String, String> {
+    fn asked(
+        own: &OwnPmu,
+        name: &str,
+        counters: Option<&str>,
+        width: Option<u32>,
+    ) -> Result<String, NotThisModel> {
         let counters = counters.map(|text| text.parse().unwrap());
         own.model(name.parse().unwrap(), counters, width)
             .map(|model| model.to_string())
-            .map_err(|e| e.to_string())
     }
 
     /// A leaf with subleaves is read at the subleaf that is asked for, wherever subleaf 0 stands in the
@@ -440,7 +444,7 @@ mod tests {
                 &["48 bits", "--pmu-width 40"],
             ),
         ] {
-            let line = asked(own, name, counters, width).unwrap_err();
+            let line = asked(own, name, counters, width).unwrap_err().to_string();
             assert!(!line.contains('\n'), "{line}");
             for word in words {
                 assert!(line.contains(word), "{name}: no {word:?} in {line}");

@@ -22,25 +22,37 @@ pub enum MetricsAddress {
     Unix(PathBuf),
 }
 
-impl FromStr for MetricsAddress {
-    type Err = String;
+/// No address that metrics may be served at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AddressError {
+    /// Neither form.
+    #[error("must be 127.0.0.1:PORT or unix:PATH")]
+    Shape,
+    /// Nothing behind `unix:`.
+    #[error("a path is missing behind unix:")]
+    NoPath,
+    /// The kernel takes no such path.
+    #[error("the path of a Unix socket has at most {MAX_PATH} bytes")]
+    Path,
+    /// Whoever can connect can read, and there is no encryption.
+    #[error("must be a loopback address, because anybody who reaches it can read it; put a proxy before it")]
+    NotLoopback,
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
+impl FromStr for MetricsAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
         if let Some(path) = text.strip_prefix("unix:") {
             return match path.len() {
-                0 => Err("a path is missing behind unix:".into()),
+                0 => Err(AddressError::NoPath),
                 1..=MAX_PATH if !path.contains('\0') => Ok(Self::Unix(path.into())),
-                _ => Err(format!("the path of a Unix socket has at most {MAX_PATH} bytes")),
+                _ => Err(AddressError::Path),
             };
         }
-        let address: SocketAddr = text
-            .parse()
-            .map_err(|_| "must be 127.0.0.1:PORT or unix:PATH".to_owned())?;
+        let address: SocketAddr = text.parse().map_err(|_| AddressError::Shape)?;
         if !address.ip().is_loopback() {
-            // Whoever can connect can read, and there is no encryption.
-            return Err(
-                "must be a loopback address, because anybody who reaches it can read it; put a proxy before it".into(),
-            );
+            return Err(AddressError::NotLoopback);
         }
         Ok(Self::Tcp(address))
     }
@@ -57,7 +69,7 @@ impl fmt::Display for MetricsAddress {
 
 /// Why nothing can be served there.
 #[derive(Debug, thiserror::Error)]
-#[error("--metrics {address}: {source}{}", remedy(.source))]
+#[error("--metrics {address}: nothing can be served there{}", remedy(.source))]
 pub struct ListenError {
     address: MetricsAddress,
     #[source]
@@ -221,6 +233,8 @@ impl AsRawFd for Stream {
 
 #[cfg(test)]
 mod tests {
+    use perf_core::error_line;
+
     use super::*;
 
     #[test]
@@ -246,11 +260,12 @@ mod tests {
             ("192.0.2.1:80", "loopback"),
             ("unix:", "path"),
         ] {
-            assert!(parse(bad).unwrap_err().contains(why), "{bad}");
+            assert!(parse(bad).unwrap_err().to_string().contains(why), "{bad}");
         }
         assert!(
             parse(&format!("unix:/{}", "x".repeat(200)))
                 .unwrap_err()
+                .to_string()
                 .contains("107")
         );
     }
@@ -258,7 +273,7 @@ mod tests {
     #[test]
     fn an_address_in_use_is_said_in_one_line() {
         let first = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
-        let line = Listener::bind(&first.address()).unwrap_err().to_string();
+        let line = error_line(&Listener::bind(&first.address()).unwrap_err());
         assert!(
             line.starts_with(&format!("--metrics {}: ", first.address())) && line.contains("choose another"),
             "{line}"
@@ -277,6 +292,7 @@ mod tests {
         assert!(
             Listener::bind(&address)
                 .unwrap_err()
+                .to_string()
                 .to_string()
                 .contains("choose another")
         );

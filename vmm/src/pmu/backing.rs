@@ -29,7 +29,7 @@ pub enum BackingError {
     )]
     NoBlocking,
     /// No vPMU of KVM's own.
-    #[error("--backing kvm: {0}")]
+    #[error("--backing kvm")]
     NoOwn(#[source] NoOwnPmu),
     /// Breakpoints where KVM answers RDPMC.
     #[error("--rdpmc hwbp with --backing kvm: KVM answers RDPMC itself there; leave --rdpmc out")]

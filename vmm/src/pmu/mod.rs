@@ -24,7 +24,7 @@ use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::SchedPmu;
-use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext};
+use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::Step;
 use vpmu::{
@@ -38,7 +38,7 @@ use crate::kvm::stepping::Stepping;
 use control_api::protocol::GuestCounter;
 use steal::StealClock;
 
-pub use operator::{HostSampling, OperatorEvent};
+pub use operator::{HostSampling, NoHostSamples, NotCountable, OperatorEvent};
 pub use own::OwnVmPmu;
 pub use regs::{GuestProbe, SampleMemory, Synced, VcpuRegs};
 
@@ -215,7 +215,7 @@ impl VmPmu {
 /// KVM's statistics behind `fd`; without them the events they back are not supported, which is said once.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
-        .inspect_err(|e| log::warn!("KVM's statistics of {whose} cannot be used: {e}"))
+        .inspect_err(|e| log::warn!("KVM's statistics of {whose} cannot be used: {}", error_line(e)))
         .ok()
 }
 
@@ -307,7 +307,7 @@ impl VcpuPmu {
             drop(attached.events);
             let vcpu = VcpuId(u32::from(self.id));
             if let Err(e) = self.vm.core.remove_vcpu(vcpu) {
-                log::warn!("vcpu{}: leaving the perf core: {e}", self.id);
+                log::warn!("vcpu{}: leaving the perf core: {}", self.id, error_line(&e));
             }
             self.forget();
         }

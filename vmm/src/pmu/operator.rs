@@ -2,10 +2,10 @@
 
 use perf_core::Attr;
 use perf_core::EventType;
-use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{self, ClockPmu, LevelSource};
 use perf_core::pmu::host::GuestSampler;
 use perf_core::pmu::sched;
+use perf_core::pmu::{PmuError, VcpuId};
 use vpmu::{CounterView, EventRequest, GuestEvent, ParavirtualEvent};
 
 use super::VmPmu;
@@ -38,6 +38,46 @@ pub struct HostSampling {
     pub interpreted: bool,
 }
 
+/// Why the host's kernel does not sample an event.
+#[derive(Debug, thiserror::Error)]
+pub enum NoHostSamples {
+    /// There is no thread to sample.
+    #[error("vCPU {0} does not run yet")]
+    NotRunning(u32),
+    /// The host's clock knows no privilege levels of the guest.
+    #[error("the vCPU's clock is of one privilege level only")]
+    OneLevel,
+    /// No hardware event can be opened.
+    #[error("no hardware PMU of this host can be used; perfvisor check says why")]
+    NoPmu,
+    /// A driver that is not the host kernel's.
+    #[error("only the host's PMU and the vCPU's clock are sampled in the host's kernel")]
+    OtherDriver,
+    /// The host refused.
+    #[error(transparent)]
+    Refused(#[from] PmuError),
+}
+
+/// Why nothing counts an operator's event here.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotCountable {
+    /// Modifier `h` without `G`.
+    #[error("events count the guest; for the host's side use perf on the VMM's threads")]
+    HostOnly,
+    /// Modifiers `p` and `P`.
+    #[error("there is no precise sampling of a guest")]
+    Precise,
+    /// Nothing but the host's PMU could count it.
+    #[error("this host has no hardware PMU")]
+    NoPmu,
+    /// No such statistic.
+    #[error("this host's KVM keeps no statistic '{0}'")]
+    NoStatistic(String),
+    /// A paravirtual event for which this host has no source.
+    #[error("this host cannot count '{0}' for an operator")]
+    NoParavirtual(String),
+}
+
 impl VmPmu {
     /// The vCPU clock runs at a known rate: a frequency becomes the period it means, as it does in Linux.
     pub fn clock_period(&self, vcpu: VcpuId, attr: &mut Attr) {
@@ -55,20 +95,20 @@ impl VmPmu {
     ///
     /// # Errors
     /// Why it cannot.
-    pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, String> {
+    pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, NoHostSamples> {
         let clock = self
             .clock
             .clock_of(vcpu)
-            .ok_or_else(|| format!("vCPU {} does not run yet", vcpu.0))?;
+            .ok_or(NoHostSamples::NotRunning(vcpu.0))?;
         if attr.ty == EventType::CLOCK {
             if attr.exclude_user || attr.exclude_kernel {
-                return Err("the vCPU's clock is of one privilege level only".into());
+                return Err(NoHostSamples::OneLevel);
             }
             let cycles = u128::from(attr.sample_period);
             let period_ns = cycles * 1_000_000 / u128::from(clock.tsc_khz().max(1));
             let period_ns = u64::try_from(period_ns).unwrap_or(u64::MAX);
             return Ok(HostSampling {
-                sampler: GuestSampler::clock(clock.tid(), period_ns).map_err(with_source)?,
+                sampler: GuestSampler::clock(clock.tid(), period_ns)?,
                 period: Some(attr.sample_period),
                 sees_host: true,
                 interpreted: LevelSource::of_host() == LevelSource::KernelRingInterpreted,
@@ -76,29 +116,29 @@ impl VmPmu {
         }
         if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
             if !self.hardware {
-                return Err("no hardware PMU of this host can be used; perfvisor check says why".into());
+                return Err(NoHostSamples::NoPmu);
             }
             return Ok(HostSampling {
-                sampler: GuestSampler::hardware(clock.tid(), attr).map_err(with_source)?,
+                sampler: GuestSampler::hardware(clock.tid(), attr)?,
                 period: None,
                 sees_host: !attr.exclude_host,
                 interpreted: false,
             });
         }
-        Err("only the host's PMU and the vCPU's clock are sampled in the host's kernel".into())
+        Err(NoHostSamples::OtherDriver)
     }
 
     /// What counts `spec` here.
     ///
     /// # Errors
     /// Why nothing does.
-    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, String> {
+    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, NotCountable> {
         let m = &spec.modifiers;
         if m.host && !m.guest {
-            return Err("events count the guest; for the host's side use perf on the VMM's threads".into());
+            return Err(NotCountable::HostOnly);
         }
         if m.precise > 0 || m.precise_max {
-            return Err("there is no precise sampling of a guest".into());
+            return Err(NotCountable::Precise);
         }
         let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
             EventKind::Hardware(event) if self.hardware => {
@@ -119,7 +159,7 @@ impl VmPmu {
                 config2,
             } if self.hardware => (EventType::RAW, *config, *config1, *config2, "hardware", false),
             EventKind::Hardware(_) | EventKind::Cache(_) | EventKind::Raw { .. } => {
-                return Err("this host has no hardware PMU".into());
+                return Err(NotCountable::NoPmu);
             }
             EventKind::Software(event) => {
                 let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
@@ -129,13 +169,13 @@ impl VmPmu {
                 let config = self
                     .kvm
                     .config(name)
-                    .ok_or_else(|| format!("this host's KVM keeps no statistic '{name}'"))?;
+                    .ok_or_else(|| NotCountable::NoStatistic(name.clone()))?;
                 (EventType::KVM, config, 0, 0, "kvm-stat", false)
             }
             EventKind::Paravirtual(name) => {
                 let (ty, config, backing) = self
                     .paravirtual(name)
-                    .ok_or_else(|| format!("this host cannot count '{name}' for an operator"))?;
+                    .ok_or_else(|| NotCountable::NoParavirtual((*name).to_owned()))?;
                 (ty, config, 0, 0, backing, name.ends_with("-ns"))
             }
         };
@@ -185,13 +225,6 @@ impl VmPmu {
             // The guest's is fed in steps; an operator asks the host directly.
             ParavirtualEvent::StealNs => Some((EventType::SCHED, sched::WAIT_NS, "software")),
         }
-    }
-}
-
-fn with_source(e: perf_core::pmu::PmuError) -> String {
-    match std::error::Error::source(&e) {
-        Some(source) => format!("{e}: {source}"),
-        None => e.to_string(),
     }
 }
 

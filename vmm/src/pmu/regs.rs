@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
-use perf_core::{CpuMode, SampleRegs};
+use perf_core::{CpuMode, SampleRegs, error_line};
 use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
 use crate::kvm::registers;
 use control_api::protocol::{KernelInfo, KernelState};
-use guest_profile::locate::{self, Anchors};
+use guest_profile::locate::{self, Anchors, LocateError};
 use guest_profile::mappings::{self, Listeners, TellOnce};
 use guest_profile::sample::{RAW_BYTES, RawSample};
 use guest_profile::task::{Task, TaskLayout, TaskReader};
@@ -120,23 +120,23 @@ impl GuestProbe {
             .spawn(move || {
                 let found = match regs {
                     Some((regs, anchors)) => {
-                        locate::read_kernel(&probe.memory, &regs, &anchors).map_err(|e| e.to_string())
+                        locate::read_kernel(&probe.memory, &regs, &anchors).map_err(SearchError::from)
                     }
-                    None => Err("KVM does not give the vCPU's registers".to_owned()),
+                    None => Err(SearchError::NoRegisters),
                 };
                 probe.end_search(found);
             });
         if let Err(e) = spawned {
-            self.end_search(Err(format!("no thread to look for it: {e}")));
+            self.end_search(Err(SearchError::NoThread(e)));
         }
     }
 
-    fn end_search(&self, found: Result<KernelImage, String>) {
+    fn end_search(&self, found: Result<KernelImage, SearchError>) {
         let result = match found {
             Ok(image) => {
                 // Read at its running addresses.
                 let tasks = TaskLayout::new(&image, 0)
-                    .inspect_err(|e| log::info!("guest tasks have no names: {e}"))
+                    .inspect_err(|e| log::info!("guest tasks have no names: {}", error_line(e)))
                     .ok();
                 let what = format!(
                     "Linux {}, {} symbols, kernel stacks by {}, tasks {}",
@@ -158,7 +158,7 @@ impl GuestProbe {
                 self.kernel.store(Some(Arc::new(kernel)));
                 Search::Found(what)
             }
-            Err(why) => Search::Failed(why, Instant::now()),
+            Err(e) => Search::Failed(error_line(&e), Instant::now()),
         };
         *self.search() = result;
     }
@@ -166,6 +166,17 @@ impl GuestProbe {
     fn search(&self) -> MutexGuard<'_, Search> {
         self.search.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Why the guest's kernel is not known.
+#[derive(Debug, thiserror::Error)]
+enum SearchError {
+    #[error(transparent)]
+    Locate(#[from] LocateError),
+    #[error("KVM does not give the vCPU's registers")]
+    NoRegisters,
+    #[error("no thread to look for it")]
+    NoThread(#[source] std::io::Error),
 }
 
 /// User addresses of a sample whose mappings are told.

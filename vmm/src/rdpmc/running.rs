@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use perf_core::error_line;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::sites::Sites;
@@ -179,7 +180,8 @@ impl RunningKernels {
             Ok(_) => log::warn!("the guest has started another kernel; no RDPMC is found in it: {otherwise}"),
             Err(e) => {
                 log::warn!(
-                    "the guest has started another kernel; RDPMC is not looked for in it ({e}): {otherwise}"
+                    "the guest has started another kernel; RDPMC is not looked for in it ({}): {otherwise}",
+                    error_line(&e)
                 );
             }
         }

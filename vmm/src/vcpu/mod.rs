@@ -35,7 +35,6 @@ use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{ParavirtualEvent, PmiReady};
 
 use crate::devices::{Bus, BusOutcome};
-use crate::error_line::error_line;
 use crate::pmu::{PmuSetupError, Synced, VcpuPmu};
 use control::{RunControl, RunState, StopReason};
 use control_api::protocol::VcpuView;
@@ -43,6 +42,7 @@ use debugctl::DebugControl;
 pub use first_state::{FirstState, StateError};
 use kernel_images::rdpmc::TRAP_PORT;
 use maker::KvmVcpu;
+use perf_core::error_line;
 use pmi::{Delivery, Lvtpc, Recheck};
 pub use rdpmc::Rdpmc;
 use rdpmc::Read;
@@ -54,7 +54,7 @@ use step::{Prepared, StepError, Stepper};
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuError {
     /// The thread was not made.
-    #[error("cannot start the thread of vCPU {0}: {1}")]
+    #[error("cannot start the thread of vCPU {0}")]
     Spawn(u8, #[source] io::Error),
     /// The LVTPC access could not be prepared.
     #[error(transparent)]
@@ -66,9 +66,11 @@ pub enum VcpuError {
 
 /// Why a vCPU's thread cannot begin.
 #[derive(Debug, thiserror::Error)]
-enum BeginError {
+pub enum BeginError {
+    /// It did not enter the perf core.
     #[error(transparent)]
     Pmu(#[from] PmuSetupError),
+    /// Nothing would wake it.
     #[error("timer_create failed")]
     Timer(#[source] io::Error),
 }
@@ -80,11 +82,11 @@ enum EntryError {
     Pmi(#[from] pmi::PmiError),
     #[error(transparent)]
     Step(#[from] StepError),
-    #[error("serving a breakpoint failed: {0}")]
+    #[error("serving a breakpoint failed")]
     Debug(#[source] kvm_ioctls::Error),
-    #[error("serving RDPMC failed: {0}")]
+    #[error("serving RDPMC failed")]
     Read(#[source] kvm_ioctls::Error),
-    #[error("looking which kernel the guest runs failed: {0}")]
+    #[error("looking which kernel the guest runs failed")]
     Gate(#[source] kvm_ioctls::Error),
 }
 
@@ -238,7 +240,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
-    pub fn spawn(self, began: Option<SyncSender<Result<(), String>>>) -> Result<VcpuThread, VcpuError> {
+    pub fn spawn(self, began: Option<SyncSender<Result<(), BeginError>>>) -> Result<VcpuThread, VcpuError> {
         let (id, seat) = (self.id, self.seat.clone());
         // If there is no thread it is to be had back.
         let here = Arc::new(Mutex::new(Some(self)));
@@ -261,7 +263,7 @@ impl Vcpu {
                     // Its seat is free when this is heard.
                     (Err(why), Some(began)) => drop(began.send(Err(why))),
                     (Err(why), None) => {
-                        log::error!("vcpu{id}: {why}");
+                        log::error!("vcpu{id}: {}", error_line(&why));
                         control.stop(StopReason::Failed);
                     }
                 }
@@ -291,9 +293,9 @@ impl Vcpu {
     }
 
     /// The loop, until the VM ends or the vCPU is to leave. An error says why it could not begin.
-    fn run(&mut self, began: Option<&SyncSender<Result<(), String>>>) -> Result<(), String> {
+    fn run(&mut self, began: Option<&SyncSender<Result<(), BeginError>>>) -> Result<(), BeginError> {
         let armed = kick::Armed::new(&mut self.fd);
-        let timer = self.begin().map_err(|e| error_line(&e))?;
+        let timer = self.begin()?;
         if let Some(began) = began
             && began.send(Ok(())).is_err()
         {
@@ -341,7 +343,7 @@ impl Vcpu {
                 Ok(true) => {}
                 Ok(false) => continue,
                 Err(e) => {
-                    log::error!("vcpu{}: {e}", self.id);
+                    log::error!("vcpu{}: {}", self.id, error_line(&e));
                     self.control.stop(StopReason::Failed);
                     break;
                 }
@@ -358,7 +360,7 @@ impl Vcpu {
                 }
                 Ok(_) => {}
                 Err(e) => {
-                    log::error!("vcpu{}: {e}", self.id);
+                    log::error!("vcpu{}: {}", self.id, error_line(&e));
                     self.control.stop(StopReason::Failed);
                     break;
                 }

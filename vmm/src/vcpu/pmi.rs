@@ -51,7 +51,7 @@ pub enum Delivery {
 
 /// Why LVTPC could not be read or the PMI not be sent: a KVM call failed, which no guest can cause.
 #[derive(Debug, thiserror::Error)]
-#[error("delivering a PMI failed in {what}: {source}")]
+#[error("delivering a PMI failed in {what}")]
 pub struct PmiError {
     what: &'static str,
     source: kvm_ioctls::Error,

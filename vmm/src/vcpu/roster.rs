@@ -22,7 +22,7 @@ use super::first_state::StateError;
 use super::mailbox::Mailbox;
 use super::maker::{KvmVcpu, VcpuMaker};
 use super::stats::VcpuStats;
-use super::{Kicker, Vcpu, VcpuError};
+use super::{BeginError, Kicker, Vcpu, VcpuError};
 use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
 
 /// How long a vCPU's thread may take to open its events.
@@ -57,8 +57,8 @@ pub enum RosterError {
     #[error("vCPU {0} cannot be added")]
     Make(u8, #[source] VcpuError),
     /// It could not enter the perf core, for instance because an event of all vCPUs finds no counter there.
-    #[error("vCPU {0} cannot be added: {1}")]
-    Start(u8, String),
+    #[error("vCPU {0} cannot be added")]
+    Start(u8, #[source] BeginError),
     /// Its thread does not answer.
     #[error("vCPU {0} cannot be added: its thread has not begun after {n} s", n = START_PATIENCE.as_secs())]
     Slow(u8),

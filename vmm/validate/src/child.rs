@@ -39,7 +39,7 @@ const END_PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
     /// It could not be started, or was spoken to in vain.
-    #[error("{0}: {1}")]
+    #[error("{0}")]
     Io(&'static str, #[source] std::io::Error),
     /// Its control socket.
     #[error(transparent)]
@@ -62,6 +62,9 @@ pub enum ChildError {
     /// Ctrl-C, or another signal to end.
     #[error("interrupted")]
     Interrupted,
+    /// The operator's ring.
+    #[error("the ring of vCPU 0")]
+    Ring(#[source] perf_core::ring::ReadError),
     /// Something else came.
     #[error("the guest's answer is not understood: {0}")]
     Answer(String),

@@ -18,7 +18,7 @@ use serde::Deserialize;
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
 use crate::host::Stop;
-use control_api::protocol::{EventReading, Opened, RingInfo, Sampling, VcpuView};
+use control_api::protocol::{EventReading, Failure, Opened, RingInfo, Sampling, VcpuView};
 use control_api::request;
 
 /// How long the guest may take to start.
@@ -159,7 +159,7 @@ pub struct Operator<'a> {
 #[derive(Debug)]
 pub struct OperatorSaw {
     /// The events, or why they were refused.
-    pub opened: Result<Vec<Opened>, String>,
+    pub opened: Result<Vec<Opened>, Failure>,
     /// Their counts.
     pub readings: Vec<EventReading>,
     /// Addresses of the samples.
@@ -325,7 +325,7 @@ fn parse(line: &str) -> Option<Said> {
 
 /// The operator's events while they are open.
 pub(super) struct Watch {
-    opened: Result<Vec<Opened>, String>,
+    opened: Result<Vec<Opened>, Failure>,
     ring: Option<(RingReader, RingInfo)>,
 }
 
@@ -348,7 +348,7 @@ impl Watch {
             // Refusing is what a strict policy is for.
             Err(control_api::client::ClientError::Refused(failure)) => {
                 return Ok(Self {
-                    opened: Err(failure.message),
+                    opened: Err(failure),
                     ring: None,
                 });
             }
@@ -361,7 +361,7 @@ impl Watch {
                 pages: RING_PAGES,
             };
             let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
-            let reader = RingReader::map(memfd.as_fd()).map_err(|e| ChildError::Answer(e.to_string()))?;
+            let reader = RingReader::map(memfd.as_fd()).map_err(ChildError::Ring)?;
             ring = Some((reader, info));
         }
         let () = client.call(request::Enable)?;

@@ -242,8 +242,17 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full
 }
 
+/// Whose a sample is.
+#[derive(PartialEq, Eq, Hash)]
+enum Owner {
+    /// The process of this number.
+    Process(u32),
+    /// Any process of this name.
+    Named(String),
+}
+
 /// Where chains are looked for: event, task, object, function.
-type Place = (u64, Result<u32, String>, Rc<str>, Option<String>);
+type Place = (u64, Owner, Rc<str>, Option<String>);
 
 /// The function a sample is in: of its process, and in the kernel of any process of that name.
 fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sample<'_>) -> [Option<Place>; 2] {
@@ -255,8 +264,11 @@ fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sampl
     let task = frame
         .kernel
         .then(|| task_label(profile, sample.tid, sample.cr3, sample.time_ns));
-    let place = |task| (sample.event_id, task, named.object.clone(), function.clone());
-    [Some(place(Ok(sample.pid))), task.map(|task| place(Err(task)))]
+    let place = |owner| (sample.event_id, owner, named.object.clone(), function.clone());
+    [
+        Some(place(Owner::Process(sample.pid))),
+        task.map(|task| place(Owner::Named(task))),
+    ]
 }
 
 /// What a task is called where its name is not known: by its address space.

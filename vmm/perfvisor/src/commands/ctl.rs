@@ -8,14 +8,16 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::ps::of_most;
-use super::{DONE, parse_seconds, print};
+use super::{CommandError, DONE, OutputError, print};
 use crate::exit::ExitStatus;
+use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
 use control_api::request;
-use perf_core::SharePolicy;
+use perf_core::{SharePolicy, UnknownSharePolicy};
 use perfvisor_vmm::devices::cpu_plug::VcpuSet;
 use perfvisor_vmm::vcpu::roster;
+use vpmu::filter::FilterError;
 
 /// How long vCPUs may take to leave the guest, and a VM to end.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -69,11 +71,90 @@ pub enum Action {
     },
 }
 
+/// Why it was not done.
+#[derive(Debug, thiserror::Error)]
+pub enum CtlError {
+    /// As with any command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// A policy of another name.
+    #[error("invalid value '{value}' for share")]
+    Share {
+        /// What was asked for.
+        value: String,
+        /// What is wrong with it.
+        #[source]
+        source: UnknownSharePolicy,
+    },
+    /// A filter's file that is larger than a request.
+    #[error("{}: a filter for a running VM has at most {MAX_FILTER} bytes", .0.display())]
+    FilterTooLarge(PathBuf),
+    /// No filter.
+    #[error("{}", path.display())]
+    Filter {
+        /// Its file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: FilterError,
+    },
+    /// Somebody else lets the vCPUs go on.
+    #[error("the VM is {0} again: somebody else controls it too")]
+    NotPaused(VmState),
+    /// vCPUs take long to leave the guest.
+    #[error("only {parked} of {vcpus} vCPUs have left the guest; the VM is pausing")]
+    Pausing {
+        /// How many have.
+        parked: u32,
+        /// How many there are.
+        vcpus: u32,
+    },
+    /// The guest said no.
+    #[error("the guest does not give up vCPU {vcpu} ({why}); it stays", why = ost_status(*.status))]
+    Kept {
+        /// What it keeps.
+        vcpu: u32,
+        /// What it said (_OST).
+        status: u32,
+    },
+    /// The guest said nothing.
+    #[error(
+        "the guest has not given up {vcpus} in {} s; there are {present} vCPUs (does its kernel know ACPI CPU hot-plug?)",
+        wait.as_secs_f64()
+    )]
+    NoAnswer {
+        /// What it was to give up.
+        vcpus: String,
+        /// How long it had.
+        wait: Duration,
+        /// How many it has.
+        present: usize,
+    },
+    /// vCPUs take long to leave the machine.
+    #[error("{0} is still leaving")]
+    Leaving(String),
+    /// The VM takes long to end.
+    #[error("the VM has not ended yet")]
+    NotEnded,
+}
+
+impl From<ClientError> for CtlError {
+    fn from(error: ClientError) -> Self {
+        Self::Command(error.into())
+    }
+}
+
+impl From<OutputError> for CtlError {
+    fn from(error: OutputError) -> Self {
+        Self::Command(error.into())
+    }
+}
+
 /// Does it.
 ///
 /// # Errors
-/// One line for the user.
-pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
+/// [`CtlError`].
+pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     // Bad input is found before the VM is spoken to.
     let (call, done) = match &args.action {
         Action::Pause => (Call::Pause, "paused"),
@@ -82,9 +163,9 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
         Action::Status => (Call::Status, ""),
         Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         Action::Share { policy } => {
-            policy
-                .parse::<SharePolicy>()
-                .map_err(|why| format!("invalid value '{policy}' for share: {why}"))?;
+            let parsed: Result<SharePolicy, _> = policy.parse();
+            let value = policy.clone();
+            parsed.map_err(|source| CtlError::Share { value, source })?;
             let policy = policy.clone();
             (Call::Share { policy }, "sharing policy changed")
         }
@@ -93,67 +174,64 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, String> {
             (Call::Filter { toml }, "event filter changed")
         }
     };
-    let mut client = Client::connect(Some(&args.name)).map_err(|e| e.to_string())?;
+    let mut client = Client::connect(Some(&args.name))?;
     match args.action {
         Action::Pause => pause(&mut client)?,
         Action::Stop => stop(&mut client)?,
         Action::Status => {
-            let info: VmInfo = client.call(request::Status).map_err(|e| e.to_string())?;
+            let info: VmInfo = client.call(request::Status)?;
             return say_status(&info);
         }
         Action::Vcpus { count, wait } => {
             vcpus(&mut client, count, wait)?;
-            let info: VmInfo = client.call(request::Status).map_err(|e| e.to_string())?;
+            let info: VmInfo = client.call(request::Status)?;
             return say_status(&info);
         }
         Action::Resume | Action::Share { .. } | Action::Filter { .. } => {
-            client.call(call).map_err(|e| e.to_string())?;
+            client.call(call)?;
         }
     }
     print(&format!("{}: {done}\n", args.name))?;
     Ok(DONE)
 }
 
-fn filter_text(file: &Path) -> Result<String, String> {
-    let name = file.display();
+fn filter_text(path: &Path) -> Result<String, CtlError> {
     let mut text = String::new();
     // Read once, and within bounds: it may be a pipe, or have no end.
-    File::open(file)
+    File::open(path)
         .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
-        .map_err(|e| format!("{name}: {e}"))?;
+        .map_err(CommandError::file(path))?;
     if text.len() as u64 > MAX_FILTER {
-        return Err(format!(
-            "{name}: a filter for a running VM has at most {MAX_FILTER} bytes"
-        ));
+        return Err(CtlError::FilterTooLarge(path.to_owned()));
     }
-    vpmu::EventFilter::from_toml(&text).map_err(|e| e.to_string())?;
+    vpmu::EventFilter::from_toml(&text).map_err(|source| CtlError::Filter {
+        path: path.to_owned(),
+        source,
+    })?;
     Ok(text)
 }
 
 /// Pauses, and waits until no vCPU is in the guest.
-fn pause(client: &mut Client) -> Result<(), String> {
+fn pause(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + PATIENCE;
-    let mut info: VmInfo = client.call(request::Pause).map_err(|e| e.to_string())?;
+    let mut info: VmInfo = client.call(request::Pause)?;
     while info.parked < info.vcpus {
         if info.state != VmState::Paused {
-            return Err(format!(
-                "the VM is {} again: somebody else controls it too",
-                info.state
-            ));
+            return Err(CtlError::NotPaused(info.state));
         }
         if Instant::now() > until {
-            return Err(format!(
-                "only {} of {} vCPUs have left the guest; the VM is pausing",
-                info.parked, info.vcpus
-            ));
+            return Err(CtlError::Pausing {
+                parked: info.parked,
+                vcpus: info.vcpus,
+            });
         }
         std::thread::sleep(LOOK);
-        info = client.call(request::Status).map_err(|e| e.to_string())?;
+        info = client.call(request::Status)?;
     }
     Ok(())
 }
 
-fn say_status(info: &VmInfo) -> Result<ExitStatus, String> {
+fn say_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
     let plural = if info.vcpus.max(info.max_vcpus) == 1 {
         ""
     } else {
@@ -169,11 +247,10 @@ fn say_status(info: &VmInfo) -> Result<ExitStatus, String> {
 }
 
 /// Has vCPUs come or go, and waits until the guest has answered.
-fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), String> {
-    let said = |e: ClientError| e.to_string();
+fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError> {
     let start = Instant::now();
-    let before: VcpuPlug = client.call(request::VcpuPlug).map_err(said)?;
-    let mut plug: VcpuPlug = client.call(request::Vcpus { count }).map_err(said)?;
+    let before: VcpuPlug = client.call(request::VcpuPlug)?;
+    let mut plug: VcpuPlug = client.call(request::Vcpus { count })?;
     // What is refused of what was just asked for.
     let ours = plug.asked_for.clone();
     let came: Vec<u32> = plug
@@ -185,12 +262,11 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), String> 
     loop {
         let refused = plug.refused.iter().find(|refusal| ours.contains(&refusal.vcpu));
         if let Some(refusal) = refused {
-            let _: VcpuPlug = client.call(request::VcpusWithdraw).map_err(said)?;
-            return Err(format!(
-                "the guest does not give up vCPU {} ({}); it stays",
-                refusal.vcpu,
-                ost_status(refusal.status)
-            ));
+            let _: VcpuPlug = client.call(request::VcpusWithdraw)?;
+            return Err(CtlError::Kept {
+                vcpu: refusal.vcpu,
+                status: refusal.status,
+            });
         }
         let waits = !plug.asked_for.is_empty() || !plug.leaving.is_empty();
         let unnoticed: Vec<u32> = came
@@ -207,21 +283,20 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), String> 
         }
         if start.elapsed() > wait {
             if !plug.asked_for.is_empty() {
-                let plug: VcpuPlug = client.call(request::VcpusWithdraw).map_err(said)?;
+                let plug: VcpuPlug = client.call(request::VcpusWithdraw)?;
                 let stay: Vec<u32> = ours
                     .iter()
                     .copied()
                     .filter(|v| plug.present.contains(v))
                     .collect();
-                return Err(format!(
-                    "the guest has not given up {} in {} s; there are {} vCPUs (does its kernel know ACPI CPU hot-plug?)",
-                    named(&stay),
-                    wait.as_secs_f64(),
-                    plug.present.len()
-                ));
+                return Err(CtlError::NoAnswer {
+                    vcpus: named(&stay),
+                    wait,
+                    present: plug.present.len(),
+                });
             }
             if !plug.leaving.is_empty() {
-                return Err(format!("{} is still leaving", named(&plug.leaving)));
+                return Err(CtlError::Leaving(named(&plug.leaving)));
             }
             log::warn!(
                 "the guest has taken no note of {} in {} s (does its kernel know ACPI CPU hot-plug?)",
@@ -231,7 +306,7 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), String> 
             return Ok(());
         }
         std::thread::sleep(LOOK);
-        plug = client.call(request::VcpuPlug).map_err(said)?;
+        plug = client.call(request::VcpuPlug)?;
     }
 }
 
@@ -255,14 +330,14 @@ fn ost_status(status: u32) -> String {
 }
 
 /// Stops, and waits until the VM's process has let go of the socket.
-fn stop(client: &mut Client) -> Result<(), String> {
+fn stop(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + PATIENCE;
     let mut result: Result<VmInfo, ClientError> = client.call(request::Stop);
     loop {
         match result {
             Err(e) if e.is_gone() => return Ok(()),
-            Err(e) => return Err(e.to_string()),
-            Ok(_) if Instant::now() > until => return Err("the VM has not ended yet".into()),
+            Err(e) => return Err(e.into()),
+            Ok(_) if Instant::now() > until => return Err(CtlError::NotEnded),
             Ok(_) => {}
         }
         std::thread::sleep(LOOK);

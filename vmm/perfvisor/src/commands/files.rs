@@ -6,14 +6,16 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{DONE, print, say, written};
+use super::{DONE, OutputError, print, say, written};
 use crate::exit::ExitStatus;
-use guest_profile::export::report::{ReportOptions, SortKey};
+use crate::values::{SortKeys, parse_percent, parse_sort};
+use guest_profile::export::report::ReportOptions;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader, report, script};
 use guest_profile::programs::GuestMount;
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
+use perf_core::error_line;
 
 /// Largest kernel image with symbols that is read.
 const MAX_VMLINUX: u64 = 2 << 30;
@@ -90,40 +92,104 @@ pub struct PprofArgs {
     pub output: PathBuf,
 }
 
-/// Columns of a report.
-#[derive(Clone, Debug)]
-pub struct SortKeys(pub Vec<SortKey>);
-
-fn parse_sort(text: &str) -> Result<SortKeys, String> {
-    text.split(',')
-        .map(|key| {
-            SortKey::from_name(key.trim())
-                .ok_or_else(|| format!("'{key}' is no column; known are {}", SortKey::NAMES))
-        })
-        .collect::<Result<_, _>>()
-        .map(SortKeys)
+/// Why symbols cannot be had from the files that were named.
+#[derive(Debug, thiserror::Error)]
+pub enum SymbolsError {
+    /// The guest's root directory is none.
+    #[error("--guestmount {}: it is no directory", .0.display())]
+    NoDirectory(PathBuf),
+    /// It cannot be read.
+    #[error("{}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It is larger than any such file is.
+    #[error("{}: such a file of symbols has at most {} MiB", path.display(), limit >> 20)]
+    TooLarge {
+        /// Which.
+        path: PathBuf,
+        /// Most bytes.
+        limit: u64,
+    },
+    /// Its text is no list of symbols.
+    #[error("{}", path.display())]
+    Kallsyms {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: kernel_images::symbols::KallsymsTextError,
+    },
+    /// It is no kernel.
+    #[error(transparent)]
+    Image(#[from] kernel_images::ImageError),
+    /// A kernel that was stripped.
+    #[error("{}: it has no symbols", .0.display())]
+    Stripped(PathBuf),
 }
 
-fn parse_percent(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
-        _ => Err("must be a share from 0 to 100".into()),
+/// Why what was recorded is not shown.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// It is no recording.
+    #[error("{}", path.display())]
+    Recording {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: reader::ReadError,
+    },
+    /// No symbols from the files that were named.
+    #[error(transparent)]
+    Symbols(#[from] SymbolsError),
+    /// What was printed is not complete.
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    /// What was written is not complete.
+    #[error("{}", path.display())]
+    Write {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The flame graph was not drawn.
+    #[error(transparent)]
+    Draw(#[from] folded::FlameError),
+}
+
+impl FileError {
+    /// For `map_err`: writing to `path`.
+    fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Write {
+            path: path.to_owned(),
+            source,
+        }
     }
 }
 
 /// Reads the file and runs `show` on it. An empty file is said to be so, and is no failure.
 fn with_profile(
     args: &FileArgs,
-    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), String>,
-) -> Result<ExitStatus, String> {
-    let name = args.input.display();
+    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), FileError>,
+) -> Result<ExitStatus, FileError> {
+    let path = &args.input;
     let profile = match reader::read_file(&args.input) {
         Ok(profile) => profile,
         Err(e) if e.is_empty() => {
-            say(&format!("perfvisor: {name}: {e}\n"));
+            say(&format!("perfvisor: {}: {}\n", path.display(), error_line(&e)));
             return Ok(DONE);
         }
-        Err(e) => return Err(format!("{name}: {}", with_source(&e))),
+        Err(source) => {
+            let path = path.clone();
+            return Err(FileError::Recording { path, source });
+        }
     };
     let reference = profile.kernel.as_ref();
     let reference = reference.map(|k| (k.reference_symbol.as_str(), k.reference_address));
@@ -140,21 +206,14 @@ fn with_profile(
     Ok(DONE)
 }
 
-fn with_source(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error} ({source})"),
-        None => error.to_string(),
-    }
-}
-
 /// The guest's files, if the user told where they are.
 ///
 /// # Errors
-/// One line for the user.
-pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, String> {
+/// [`SymbolsError`].
+pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, SymbolsError> {
     match &args.guestmount {
         Some(dir) if dir.is_dir() => Ok(Some(GuestMount::new(dir))),
-        Some(dir) => Err(format!("--guestmount {}: it is no directory", dir.display())),
+        Some(dir) => Err(SymbolsError::NoDirectory(dir.clone())),
         None => Ok(None),
     }
 }
@@ -163,25 +222,26 @@ pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, Strin
 /// kernel and its address.
 ///
 /// # Errors
-/// One line for the user.
+/// [`SymbolsError`].
 pub(super) fn kernel_symbols(
     args: &SymbolArgs,
     reference: Option<(&str, u64)>,
-) -> Result<Option<KernelSymbols>, String> {
+) -> Result<Option<KernelSymbols>, SymbolsError> {
     if let Some(path) = &args.kallsyms {
-        let symbols = KernelSymbols::parse_text(&read(path, MAX_KALLSYMS)?)
-            .map_err(|e| format!("{}: {e}", path.display()))?;
+        let parsed = KernelSymbols::parse_text(&read(path, MAX_KALLSYMS)?);
+        let symbols = parsed.map_err(|source| SymbolsError::Kallsyms {
+            path: path.clone(),
+            source,
+        })?;
         return Ok(Some(symbols));
     }
     let Some(path) = &args.vmlinux else {
         return Ok(None);
     };
-    let name = path.display();
-    let image =
-        KernelImage::parse(&name.to_string(), &read(path, MAX_VMLINUX)?).map_err(|e| e.to_string())?;
+    let image = KernelImage::parse(&path.display().to_string(), &read(path, MAX_VMLINUX)?)?;
     let symbols = image
         .symbols()
-        .ok_or_else(|| format!("{name}: it has no symbols"))?;
+        .ok_or_else(|| SymbolsError::Stripped(path.clone()))?;
     // The recording, or the VM, says where a symbol of the kernel is when it runs.
     let slide = reference.and_then(|(name, running)| {
         let linked = symbols.by_name(name)?.address;
@@ -190,33 +250,31 @@ pub(super) fn kernel_symbols(
     Ok(Some(symbols.slid(slide.unwrap_or(0))))
 }
 
-fn read(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
-    let name = path.display();
+fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
     let mut bytes = Vec::new();
     // What a file says of its size need not be true: devices say 0.
-    File::open(path)
-        .and_then(|file| file.take(limit + 1).read_to_end(&mut bytes))
-        .map_err(|e| format!("{name}: {e}"))?;
-    if bytes.len() as u64 > limit {
-        return Err(format!(
-            "{name}: such a file of symbols has at most {} MiB",
-            limit >> 20
-        ));
+    let result = File::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
+    let path = path.to_owned();
+    match result {
+        Err(source) => Err(SymbolsError::Read { path, source }),
+        Ok(_) if bytes.len() as u64 > limit => Err(SymbolsError::TooLarge { path, limit }),
+        Ok(_) => Ok(bytes),
     }
-    Ok(bytes)
 }
 
 /// Writes to a file that is complete or not there, or to standard output.
-fn write_to(output: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), String>) -> Result<(), String> {
+fn write_to(
+    output: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<(), FileError>,
+) -> Result<(), FileError> {
     if output == Path::new("-") {
         let mut out = BufWriter::new(io::stdout().lock());
         write(&mut out)?;
-        return written(out.flush());
+        return Ok(written(out.flush())?);
     }
-    let name = output.display();
-    let file = File::create(output).map_err(|e| format!("{name}: {e}"))?;
+    let file = File::create(output).map_err(FileError::write(output))?;
     let mut out = BufWriter::new(file);
-    let result = write(&mut out).and_then(|()| out.flush().map_err(|e| format!("{name}: {e}")));
+    let result = write(&mut out).and_then(|()| out.flush().map_err(FileError::write(output)));
     // Half a file is of no use. A device, or a link to one, is not ours to remove.
     if result.is_err() && std::fs::symlink_metadata(output).is_ok_and(|meta| meta.is_file()) {
         let _ = std::fs::remove_file(output);
@@ -227,42 +285,47 @@ fn write_to(output: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), Stri
 /// Shows where the samples fell.
 ///
 /// # Errors
-/// One line for the user.
-pub fn report(args: &ReportArgs) -> Result<ExitStatus, String> {
+/// [`FileError`].
+pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
     let options = ReportOptions {
         sort: args.sort.0.clone(),
         min_percent: args.percent_limit,
     };
     with_profile(&args.file, |profile, symbols| {
-        print(&report::render(profile, symbols, &options))
+        Ok(print(&report::render(profile, symbols, &options))?)
     })
 }
 
 /// Prints every sample.
 ///
 /// # Errors
-/// One line for the user.
-pub fn script(args: &FileArgs) -> Result<ExitStatus, String> {
+/// [`FileError`].
+pub fn script(args: &FileArgs) -> Result<ExitStatus, FileError> {
     with_profile(args, |profile, symbols| {
         let mut out = BufWriter::new(io::stdout().lock());
-        written(script::write(profile, symbols, &mut out).and_then(|()| out.flush()))
+        Ok(written(
+            script::write(profile, symbols, &mut out).and_then(|()| out.flush()),
+        )?)
     })
 }
 
 /// Draws a flame graph, or prints folded stacks.
 ///
 /// # Errors
-/// One line for the user.
-pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, String> {
+/// [`FileError`].
+pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
     with_profile(&args.file, |profile, symbols| {
         let stacks = folded::stacks(&complete_chains(profile, symbols), symbols, None);
         if args.folded {
             let mut out = BufWriter::new(io::stdout().lock());
-            return written(folded::write(&stacks, &mut out).and_then(|()| out.flush()));
+            return Ok(written(
+                folded::write(&stacks, &mut out).and_then(|()| out.flush()),
+            )?);
         }
         let unit = profile.events.first().map_or("samples", |e| e.name.as_str());
         write_to(&args.output, |out| {
-            folded::flamegraph(&stacks, &args.title, unit, args.min_width, out).map_err(|e| with_source(&e))
+            folded::flamegraph(&stacks, &args.title, unit, args.min_width, out)?;
+            Ok(())
         })
     })
 }
@@ -270,12 +333,12 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, String> {
 /// Writes a pprof profile.
 ///
 /// # Errors
-/// One line for the user.
-pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, String> {
+/// [`FileError`].
+pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, FileError> {
     with_profile(&args.file, |profile, symbols| {
         write_to(&args.output, |out| {
             pprof::write(&complete_chains(profile, symbols), symbols, out)
-                .map_err(|e| format!("{}: {e}", args.output.display()))
+                .map_err(FileError::write(&args.output))
         })
     })
 }
@@ -290,11 +353,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (file, link) = (dir.path().join("file"), dir.path().join("full"));
         std::os::unix::fs::symlink("/dev/full", &link).unwrap();
-        let fail = |_: &mut dyn Write| Err("no".to_owned());
-        assert_eq!(write_to(&file, fail).unwrap_err(), "no");
+        let fail = |_: &mut dyn Write| Err(FileError::write(Path::new("there"))(io::Error::other("no")));
+        assert_eq!(error_line(&write_to(&file, fail).unwrap_err()), "there: no");
         assert!(!file.exists());
-        let write = |out: &mut dyn Write| out.write_all(b"x").map_err(|e| e.to_string());
-        let why = write_to(&link, write).unwrap_err();
+        let write = |out: &mut dyn Write| out.write_all(b"x").map_err(FileError::write(&link));
+        let why = error_line(&write_to(&link, write).unwrap_err());
         assert!(why.contains("No space left"), "{why}");
         assert!(link.is_symlink());
     }
@@ -303,7 +366,10 @@ mod tests {
     #[test]
     fn files_of_symbols_are_read_within_their_bound() {
         let why = read(Path::new("/dev/zero"), 1 << 20).unwrap_err();
-        assert_eq!(why, "/dev/zero: such a file of symbols has at most 1 MiB");
+        assert_eq!(
+            why.to_string(),
+            "/dev/zero: such a file of symbols has at most 1 MiB"
+        );
         assert!(read(Path::new("/dev/null"), 1 << 20).unwrap().is_empty());
     }
 }

@@ -9,10 +9,97 @@ pub mod top;
 pub mod validate;
 
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
+
+use control_api::client::ClientError;
+use control_api::events::list::ListError;
+use control_api::protocol::Opened;
+use perf_core::ring::ReadError;
 
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+
+/// Why an operator's command did not do what it was asked, whichever command it is.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// The VM refused, or could not be spoken to.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// No list of events.
+    #[error(transparent)]
+    Events(#[from] ListError),
+    /// No symbols from the files that were named.
+    #[error(transparent)]
+    Symbols(#[from] files::SymbolsError),
+    /// What was printed is not complete.
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    /// Signals cannot be waited for.
+    #[error("the signals that end it")]
+    Signals(#[source] io::Error),
+    /// A file that was named.
+    #[error("{}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: io::Error,
+    },
+    /// An event has no samples here.
+    #[error("'{event}' cannot be sampled here: {why}")]
+    NotSampled {
+        /// The event.
+        event: String,
+        /// Why, in the VM's words.
+        why: String,
+    },
+    /// Samples cannot be read.
+    #[error("the ring of vCPU {vcpu}")]
+    Ring {
+        /// Whose.
+        vcpu: u32,
+        /// Why.
+        #[source]
+        source: ReadError,
+    },
+    /// Ctrl-C while the guest's kernel was looked for.
+    #[error("interrupted before the first sample")]
+    Interrupted,
+}
+
+impl CommandError {
+    /// For `map_err`: the file at `path`.
+    fn file(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::File {
+            path: path.to_owned(),
+            source,
+        }
+    }
+}
+
+/// What was printed is not complete.
+#[derive(Debug, thiserror::Error)]
+pub enum OutputError {
+    /// It was not written.
+    #[error("standard output")]
+    Write(#[source] io::Error),
+    /// It was not made.
+    #[error("standard output: no JSON can be made of it")]
+    Json(#[from] serde_json::Error),
+}
+
+/// That all events of a list have samples here.
+fn all_sampled(opened: &[Opened]) -> Result<(), CommandError> {
+    match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
+        None => Ok(()),
+        Some((event, why)) => Err(CommandError::NotSampled {
+            event: event.name.clone(),
+            why: why.clone(),
+        }),
+    }
+}
 
 /// How long a command sleeps before it looks for Ctrl-C again.
 const NAP: Duration = Duration::from_millis(20);
@@ -43,8 +130,8 @@ pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> Woken {
 /// Prints to standard output. A reader that has gone away is no error.
 ///
 /// # Errors
-/// One line for the user: what was printed is not complete.
-pub fn print(text: &str) -> Result<(), String> {
+/// [`OutputError`].
+pub fn print(text: &str) -> Result<(), OutputError> {
     written(
         io::stdout()
             .write_all(text.as_bytes())
@@ -66,65 +153,12 @@ pub fn one_line(text: &str) -> String {
 }
 
 /// The result of writing to standard output.
-pub(crate) fn written(result: io::Result<()>) -> Result<(), String> {
+pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
     match result {
-        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(format!("standard output: {e}")),
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(OutputError::Write(e)),
         _ => Ok(()),
     }
 }
 
 /// The end of a command that did what it was asked.
 pub(crate) const DONE: ExitStatus = ExitStatus::PoweredOff;
-
-/// A list of vCPUs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VcpuList(pub Vec<u32>);
-
-/// A list of vCPUs: numbers and ranges, as in 0,2-3.
-pub(crate) fn parse_vcpus(text: &str) -> Result<VcpuList, String> {
-    let shape = || "must be vCPU numbers and ranges, as in 0,2-3".to_owned();
-    let mut list = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let number = |t: &str| t.trim().parse::<u32>().ok().filter(|n| *n < 1024);
-        let (Some(first), Some(last)) = (number(first), number(last)) else {
-            return Err(shape());
-        };
-        if first > last {
-            return Err(shape());
-        }
-        list.extend(first..=last);
-    }
-    list.sort_unstable();
-    list.dedup();
-    Ok(VcpuList(list))
-}
-
-/// A duration in seconds.
-pub(crate) fn parse_seconds(text: &str) -> Result<Duration, String> {
-    match text.parse::<f64>() {
-        Ok(s) if s > 0.0 && s <= 1e8 => Ok(Duration::from_secs_f64(s)),
-        _ => Err("must be a number of seconds above 0, as in 2.5".into()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn vcpu_lists_are_numbers_and_ranges() {
-        assert_eq!(parse_vcpus("2-3,0,2").unwrap().0, [0, 2, 3]);
-        for bad in ["", "a", "3-1", "1,", "-", "99999999999", "0-4294967295"] {
-            assert!(parse_vcpus(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn durations_are_positive_and_finite() {
-        assert_eq!(parse_seconds("0.5").unwrap(), Duration::from_millis(500));
-        for bad in ["", "0", "-1", "inf", "NaN", "1e300", "x"] {
-            assert!(parse_seconds(bad).is_err(), "{bad}");
-        }
-    }
-}

@@ -4,11 +4,12 @@ use std::fmt::Write as _;
 
 use clap::Args;
 
-use super::{DONE, print};
+use super::{CommandError, DONE, OutputError, print};
 use crate::exit::ExitStatus;
-use control_api::client::Client;
+use control_api::client::{Client, ClientError};
 use control_api::place;
 use control_api::protocol::VmInfo;
+use perf_core::error_line;
 
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]
@@ -21,22 +22,22 @@ pub struct PsArgs {
 /// Lists the VMs of this user. Sockets of VMs that were killed are removed.
 ///
 /// # Errors
-/// One line for the user.
-pub fn ps(args: &PsArgs) -> Result<ExitStatus, String> {
+/// [`CommandError`].
+pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     let dir = place::directory();
-    let names = place::names(&dir).map_err(|e| e.to_string())?;
+    let names = place::names(&dir).map_err(ClientError::from)?;
     let mut vms = Vec::new();
     for name in names {
         match Client::connect_in(&dir, Some(&name)) {
             Ok(client) => vms.push(client.info().clone()),
             // It ended meanwhile, or another version of Perfvisor runs it.
-            Err(e) => log::warn!("{name}: {e}"),
+            Err(e) => log::warn!("{name}: {}", error_line(&e)),
         }
     }
     if args.json {
         let mut out = String::new();
         for vm in &vms {
-            let line = serde_json::to_string(vm).map_err(|e| e.to_string())?;
+            let line = serde_json::to_string(vm).map_err(OutputError::from)?;
             let _ = writeln!(out, "{line}");
         }
         print(&out)?;

@@ -1,21 +1,25 @@
 //! `perfvisor validate`: the command around the crate `validate`.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, Model, ModelName};
+use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, Model, ModelError, ModelName};
 
-use super::print;
+use super::{OutputError, print};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
 use ::validate::{Host, KvmSeen, LinuxFiles, Options, Stop};
-use perfvisor_vmm::kvm::own_pmu::OwnPmu;
+use perf_core::error_line;
+use perfvisor_vmm::kvm::host::HostError;
+use perfvisor_vmm::kvm::own_pmu::{NotThisModel, OwnPmu};
 use perfvisor_vmm::kvm::stepping;
 use perfvisor_vmm::kvm::{cpuid, host};
-use perfvisor_vmm::pmu::backing;
+use perfvisor_vmm::pmu::backing::{self, BackingError};
 use perfvisor_vmm::pmu::fit::{self, fit};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 
@@ -44,7 +48,7 @@ pub struct ValidateArgs {
     pub pmu: String,
     /// What is to count for the guests' counters: all (each that this host has, but for KVM's own vPMU), or
     /// kvm (KVM's own vPMU).
-    #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_backing)]
+    #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_validated)]
     pub backing: ValidatedBacking,
     /// How far counts of time may be off.
     #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
@@ -54,48 +58,83 @@ pub struct ValidateArgs {
     pub json: bool,
 }
 
-fn parse_pmu(text: &str) -> Result<String, String> {
-    let name: ModelName = text.parse().map_err(|e: vpmu::ModelError| e.to_string())?;
-    let model = Model::resolve(name, None, None, &mut cpuid::read_host).map_err(|e| e.to_string())?;
+/// A virtual PMU that cannot be validated.
+#[derive(Debug, thiserror::Error)]
+pub enum PmuError {
+    /// No such model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// None.
+    #[error("there is nothing to validate without a PMU; choose intel or amd")]
+    Off,
+}
+
+fn parse_pmu(text: &str) -> Result<String, PmuError> {
+    let model = Model::resolve(text.parse()?, None, None, &mut cpuid::read_host)?;
     match model.generation() {
-        Generation::Off(_) => Err("there is nothing to validate without a PMU; choose intel or amd".into()),
+        Generation::Off(_) => Err(PmuError::Off),
         _ => Ok(text.to_owned()),
     }
 }
 
-/// What is validated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ValidatedBacking {
-    /// All that Perfvisor counts with on this host.
-    All,
-    /// KVM's own vPMU.
-    Kvm,
-}
-
-fn parse_backing(text: &str) -> Result<ValidatedBacking, String> {
-    match text {
-        "all" => Ok(ValidatedBacking::All),
-        "kvm" => Ok(ValidatedBacking::Kvm),
-        _ => Err("must be all or kvm".into()),
-    }
-}
-
-fn parse_tolerance(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(percent) if (0.0..=50.0).contains(&percent) => Ok(percent),
-        _ => Err("must be a number of percent, 0 to 50".into()),
-    }
+/// Why nothing was validated, or not all.
+#[derive(Debug, thiserror::Error)]
+pub enum ValidateError {
+    /// Signals cannot be waited for.
+    #[error("the signals that end it")]
+    Signals(#[source] io::Error),
+    /// A file that was named.
+    #[error("{}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: io::Error,
+    },
+    /// KVM cannot be used.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// KVM's own vPMU cannot be had.
+    #[error(transparent)]
+    Backing(#[from] BackingError),
+    /// No such model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// KVM's own vPMU is another.
+    #[error(transparent)]
+    OwnModel(#[from] NotThisModel),
+    /// The host's own counts are refused beside it.
+    #[error(
+        "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused \
+         beside it; load the module with enable_mediated_pmu=0"
+    )]
+    Mediated,
+    /// No Linux on this KVM.
+    #[error(
+        "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
+    )]
+    NoLinux,
+    /// A guest could not be measured.
+    #[error(transparent)]
+    Child(#[from] ChildError),
+    /// What was printed is not complete.
+    #[error(transparent)]
+    Output(#[from] OutputError),
 }
 
 /// Validates.
 ///
 /// # Errors
-/// One line for the user: bad input, or a guest that could not be measured.
-pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
-    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
+/// [`ValidateError`]: bad input, or a guest that could not be measured.
+pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
+    let signals = StopSignals::block().map_err(ValidateError::Signals)?;
     let stop: Stop = Arc::new(move || signals.take().is_some());
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
-        std::fs::File::open(file).map_err(|e| format!("{}: {e}", file.display()))?;
+        std::fs::File::open(file).map_err(|source| ValidateError::File {
+            path: file.clone(),
+            source,
+        })?;
     }
     // A refusal comes alone, before what the other backings are warned about.
     let own_pmu = match args.backing {
@@ -114,10 +153,10 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
     let report = match ::validate::run(&options, &host, &stop) {
         Ok(report) => report,
         Err(ChildError::Interrupted) => return Ok(ExitStatus::Terminated),
-        Err(e) => return Err(e.to_string()),
+        Err(e) => return Err(e.into()),
     };
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?;
+        let text = serde_json::to_string_pretty(&report).map_err(OutputError::from)?;
         print(&(text + "\n"))?;
     } else {
         print(&report.text())?;
@@ -130,26 +169,30 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, String> {
 }
 
 /// What this host has, found out by trying, and whether it runs Linux.
-fn probe_host(pmu: &str, own: Option<&OwnPmu>) -> Result<(Host, bool), String> {
-    let kvm = host::open().map_err(|e| e.to_string())?;
-    let facts = host::facts(&kvm).map_err(|e| e.to_string())?;
-    let tsc_hz = host::tsc_hz(&kvm).map_err(|e| format!("KVM does not tell the TSC's frequency: {e}"))?;
+fn probe_host(pmu: &str, own: Option<&OwnPmu>) -> Result<(Host, bool), ValidateError> {
+    let kvm = host::open()?;
+    let facts = host::facts(&kvm)?;
+    let tsc_hz = host::tsc_hz(&kvm)?;
     let probe = HostProbe::run();
-    let stepping = stepping::probe(&kvm).map_err(|e| e.to_string())?;
-    let refused = |policy| backing::check_policy(policy, &probe).err().map(|e| e.to_string());
+    let stepping = stepping::probe(&kvm)?;
+    let refused = |policy| {
+        backing::check_policy(policy, &probe)
+            .err()
+            .map(|e| error_line(&e))
+    };
     let vendor = HostPmu::vendor(&mut cpuid::read_host);
     let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
     let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
     let host = Host {
         kvm: KvmSeen {
-            facts: serde_json::to_value(facts).map_err(|e| e.to_string())?,
+            facts: serde_json::to_value(facts).map_err(OutputError::from)?,
             flavour: facts.flavour.to_string(),
         },
         guest_pmu: model,
         slots: fit::slots(&probe.counters),
         no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),
         no_clock: refused(BackingPolicy::Clock),
-        no_exact: backing::check_stepping(stepping, 1).err().map(|e| e.to_string()),
+        no_exact: backing::check_stepping(stepping, 1).err().map(|e| error_line(&e)),
         tsc_hz,
         steps_user: stepping.user,
         hardware_events: ArchEvent::ALL.into_iter().filter(|e| hardware.has(*e)).collect(),
@@ -178,18 +221,14 @@ fn guest_pmu(pmu: &str, own: Option<&OwnPmu>, probe: &HostProbe) -> Option<Strin
 }
 
 /// KVM's own vPMU, if this host has it and it can be what is asked for.
-fn own_pmu(args: &ValidateArgs) -> Result<OwnPmu, String> {
-    let kvm = host::open().map_err(|e| e.to_string())?;
+fn own_pmu(args: &ValidateArgs) -> Result<OwnPmu, ValidateError> {
+    let kvm = host::open()?;
     let probe = HostProbe::run();
-    let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None).map_err(|e| e.to_string())?;
-    let name: ModelName = args.pmu.parse().map_err(|e: vpmu::ModelError| e.to_string())?;
-    own.model(name, None, None).map_err(|e| e.to_string())?;
+    let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None)?;
+    let name: ModelName = args.pmu.parse()?;
+    own.model(name, None, None)?;
     if own.mediated {
-        return Err(
-            "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused beside it; \
-             load the module with enable_mediated_pmu=0"
-                .into(),
-        );
+        return Err(ValidateError::Mediated);
     }
     Ok(own)
 }
@@ -198,16 +237,13 @@ fn own_pmu(args: &ValidateArgs) -> Result<OwnPmu, String> {
 fn linux_guest(
     args: &ValidateArgs,
     runs_linux: bool,
-) -> Result<(Option<LinuxFiles>, Option<String>), String> {
+) -> Result<(Option<LinuxFiles>, Option<String>), ValidateError> {
     if args.no_linux {
         return Ok((None, Some("--no-linux".into())));
     }
     if let (Some(kernel), Some(initrd)) = (&args.kernel, &args.initrd) {
         if !runs_linux {
-            return Err(
-                "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
-                    .into(),
-            );
+            return Err(ValidateError::NoLinux);
         }
         let (kernel, initrd) = (kernel.clone(), initrd.clone());
         return Ok((Some(LinuxFiles { kernel, initrd }), None));
@@ -245,17 +281,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tolerance_is_a_percentage() {
-        assert_eq!(parse_tolerance("0.5"), Ok(0.5));
-        for bad in ["", "-1", "51", "x", "NaN", "inf"] {
-            assert!(parse_tolerance(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
     fn a_pmu_that_is_none_cannot_be_validated() {
         assert!(parse_pmu("intel").is_ok() && parse_pmu("amd-v2").is_ok());
-        assert!(parse_pmu("off").unwrap_err().contains("intel or amd"));
+        assert!(parse_pmu("off").unwrap_err().to_string().contains("intel or amd"));
         assert!(parse_pmu("sparc").is_err());
     }
 }

@@ -53,7 +53,7 @@ const MOST_WALKED: u32 = 200_000;
 
 /// A KVM call failed, which no guest can cause.
 #[derive(Debug, thiserror::Error)]
-#[error("stepping failed in {what}: {source}")]
+#[error("stepping failed in {what}")]
 pub struct StepError {
     what: &'static str,
     source: kvm_ioctls::Error,

@@ -6,7 +6,7 @@ mod remote;
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -19,10 +19,11 @@ use perf_core::record::{Format, Record, Sample as RingSample};
 use perf_core::ring::RingReader;
 
 use super::files::SymbolArgs;
-use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, say, wait_until};
+use super::{CommandError, DONE, Woken, all_sampled, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
-use control_api::client::Client;
+use crate::values::{VcpuList, parse_output, parse_seconds, parse_vcpus};
+use control_api::client::{Client, ClientError};
 use control_api::events::list;
 use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opened, RingInfo, Sampling};
 use control_api::request::{self, Request};
@@ -30,8 +31,9 @@ use guest_profile::export::NO_PID;
 use guest_profile::merge::{Merge, RingTerms, Totals, Whose};
 use guest_profile::sample::RawSample;
 use names::Names;
+use perf_core::error_line;
 use recording::Recording;
-use remote::{Pipes, Remote, Word};
+use remote::{Pipes, Remote, RemoteError, Word};
 
 /// Samples a second when nothing is asked for.
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
@@ -106,13 +108,6 @@ pub struct RecordArgs {
     pub quiet: bool,
 }
 
-fn parse_output(text: &str) -> Result<PathBuf, String> {
-    match text {
-        "-" => Err("a recording is not written in order, so not to standard output; name a file".into()),
-        _ => Ok(text.into()),
-    }
-}
-
 impl RecordArgs {
     fn sampling(&self) -> Sampling {
         let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
@@ -129,33 +124,49 @@ impl RecordArgs {
     }
 }
 
+/// Why nothing is recorded, or not to the end.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    /// As with any command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// The pipes of `--control`.
+    #[error(transparent)]
+    Remote(#[from] RemoteError),
+    /// Nobody could say that it is to begin.
+    #[error("--delay -1 waits for a word, so it needs --control; or give a delay in milliseconds")]
+    NeverBegins,
+    /// The file has not got everything.
+    #[error("writing the samples")]
+    Write(#[source] io::Error),
+}
+
+impl From<ClientError> for RecordError {
+    fn from(error: ClientError) -> Self {
+        Self::Command(error.into())
+    }
+}
+
 /// Records.
 ///
 /// # Errors
-/// One line for the user.
-pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
-    list::parse(&args.events).map_err(|e| e.to_string())?;
+/// [`RecordError`].
+pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
+    list::parse(&args.events).map_err(CommandError::from)?;
     let mut remote = args.control.as_ref().map(Remote::open).transpose()?;
     if args.delay < 0 && remote.is_none() {
-        return Err(
-            "--delay -1 waits for a word, so it needs --control; or give a delay in milliseconds".into(),
-        );
+        return Err(RecordError::NeverBegins);
     }
-    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
-    let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
-    let said = |e: control_api::client::ClientError| e.to_string();
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let mut client = Client::connect(args.name.as_deref())?;
     let sampling = args.sampling();
-    let opened: Vec<Opened> = client
-        .call(request::Open {
-            events: args.events.clone(),
-            vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
-            whole: false,
-            sampling: Some(sampling),
-        })
-        .map_err(said)?;
-    if let Some((event, why)) = opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
-        return Err(format!("'{}' cannot be sampled here: {why}", event.name));
-    }
+    let opened: Vec<Opened> = client.call(request::Open {
+        events: args.events.clone(),
+        vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+        whole: false,
+        sampling: Some(sampling),
+    })?;
+    all_sampled(&opened)?;
     find_kernel(&mut client, args, &signals)?;
     let names = Names::of(&mut client, args)?;
     let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
@@ -201,7 +212,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, String> {
         };
         if let Err(e) = steered {
             if !e.is_gone() {
-                return Err(e.to_string());
+                return Err(e.into());
             }
             gone = true;
             streams.drain(&mut recording)?;
@@ -261,15 +272,15 @@ impl Clock {
 }
 
 /// Switches sampling on or off. True: the VM has gone.
-fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, String> {
+fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
     match client.call(request) {
         Err(e) if e.is_gone() => Ok(true),
-        result => result.map(|()| false).map_err(|e| e.to_string()),
+        result => Ok(result.map(|()| false)?),
     }
 }
 
 /// Does what was said through the pipes. True: recording is to end.
-fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<bool, String> {
+fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<bool, ClientError> {
     for word in remote.words() {
         match word {
             Word::Enable => *gone |= switch(client, request::Enable)?,
@@ -311,7 +322,7 @@ impl Streams {
         args: &RecordArgs,
         opened: &[Opened],
         sampling: Sampling,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, CommandError> {
         let mut streams = Self {
             rings: Vec::new(),
             lanes: Vec::new(),
@@ -339,7 +350,7 @@ impl Streams {
         joined: &Joined,
         sampling: Sampling,
         recording: &mut Recording,
-    ) -> Result<(), String> {
+    ) -> Result<(), RecordError> {
         let vcpu = joined.vcpu;
         if let Some(why) = &joined.refused {
             log::warn!("vCPU {vcpu} came and is not recorded: {why}");
@@ -368,8 +379,7 @@ impl Streams {
         args: &RecordArgs,
         opened: &[Opened],
         sampling: Sampling,
-    ) -> Result<Option<String>, String> {
-        let said = |e: control_api::client::ClientError| e.to_string();
+    ) -> Result<Option<String>, CommandError> {
         let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
         vcpus.sort_unstable();
         vcpus.dedup();
@@ -378,9 +388,9 @@ impl Streams {
                 vcpu,
                 pages: args.mmap_pages,
             };
-            let (info, memfd): (RingInfo, File) = client.call_with_file(call).map_err(said)?;
+            let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
             let reader =
-                RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
+                RingReader::map(memfd.as_fd()).map_err(|source| CommandError::Ring { vcpu, source })?;
             self.rings.push((reader, info));
         }
         let mut why_not: Option<String> = None;
@@ -389,14 +399,12 @@ impl Streams {
                 why_not = why_not.or_else(|| o.no_ring.clone());
                 continue;
             };
-            let (info, fd): (HostRingInfo, File) = client
-                .call_with_file(request::HostRing { handle })
-                .map_err(said)?;
+            let (info, fd): (HostRingInfo, File) = client.call_with_file(request::HostRing { handle })?;
             let ring = match GuestSamples::map(fd.into(), HOST_RING_LOG2_PAGES) {
                 Ok(ring) => ring,
                 Err(e) => {
-                    why_not = Some(format!("mapping its ring: {e}"));
-                    let () = client.call(request::Chains { handle, every: 1 }).map_err(said)?;
+                    why_not = Some(format!("mapping its ring: {}", error_line(&e)));
+                    let () = client.call(request::Chains { handle, every: 1 })?;
                     continue;
                 }
             };
@@ -422,7 +430,7 @@ impl Streams {
     }
 
     /// Takes what is in the rings.
-    fn drain(&mut self, recording: &mut Recording) -> Result<(), String> {
+    fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
         // The light samples first: full ones take the place of some.
         for lane in &mut self.lanes {
             let drained = lane.ring.drain(|sample| lane.merge.light(sample));
@@ -435,7 +443,7 @@ impl Streams {
         self.settle(monotonic_ns(), recording)
     }
 
-    fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), String> {
+    fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), RecordError> {
         let (reader, info) = &mut self.rings[at];
         let format = Format {
             sample_type: SampleType::from_bits_truncate(info.sample_type),
@@ -448,7 +456,7 @@ impl Streams {
                 Ok(Some(raw)) => Record::decode(raw, format),
                 Ok(None) => break,
                 Err(e) => {
-                    log::warn!("the ring of vCPU {}: {e}", info.vcpu);
+                    log::warn!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
                     recording.add_damaged();
                     break;
                 }
@@ -463,7 +471,7 @@ impl Streams {
                 Ok(Record::Throttle(_)) => recording.add_throttled(1),
                 Ok(_) => {}
                 Err(e) => {
-                    log::debug!("a record of vCPU {}: {e}", info.vcpu);
+                    log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e));
                     recording.add_damaged();
                 }
             }
@@ -472,7 +480,7 @@ impl Streams {
     }
 
     /// Writes the light samples that wait no longer at `now_ns` of the host's monotonic clock.
-    fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), String> {
+    fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), RecordError> {
         for lane in &mut self.lanes {
             let mut written = Ok(());
             let now_ns = now_ns.saturating_sub(lane.clock_offset_ns);
@@ -488,7 +496,7 @@ impl Streams {
 
     /// Asks the VM to take more or fewer full samples, as the light ones show enough of the guest or not.
     /// Fails when the VM has gone.
-    fn steer(&mut self, client: &mut Client) -> Result<(), control_api::client::ClientError> {
+    fn steer(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
             if let Some(every) = lane.merge.decide(now_ns) {
@@ -519,7 +527,11 @@ impl Streams {
 }
 
 /// Writes a sample of the VM.
-fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Recording) -> Result<(), String> {
+fn full(
+    sample: &RingSample<'_>,
+    merge: Option<&mut Merge>,
+    recording: &mut Recording,
+) -> Result<(), RecordError> {
     let raw = RawSample::decode(sample.raw).unwrap_or_default();
     let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
     let whose = Whose {
@@ -538,10 +550,10 @@ fn full(sample: &RingSample<'_>, merge: Option<&mut Merge>, recording: &mut Reco
 
 /// Asks the VM to look for the guest's kernel, and waits until it has: the first samples are to have chains
 /// too.
-fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), String> {
+fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), CommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
-        let info: KernelInfo = client.call(request::Kernel).map_err(|e| e.to_string())?;
+        let info: KernelInfo = client.call(request::Kernel)?;
         match info.state {
             KernelState::Looking if Instant::now() < until => {}
             KernelState::Looking => {
@@ -559,7 +571,7 @@ fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) ->
             KernelState::Found | KernelState::Unknown => return Ok(()),
         }
         if wait_until(Instant::now() + LOOK, signals) == Woken::Signal {
-            return Err("interrupted before the first sample".into());
+            return Err(CommandError::Interrupted);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::RecordArgs;
-use crate::commands::files;
+use crate::commands::{CommandError, files};
 use control_api::client::Client;
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
@@ -24,10 +24,10 @@ pub(super) struct Names {
 }
 
 impl Names {
-    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, String> {
-        let (info, text) = client.symbols().map_err(|e| e.to_string())?;
+    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, CommandError> {
+        let (info, text) = client.symbols()?;
         if let Some(path) = &args.save_kallsyms {
-            std::fs::write(path, &text).map_err(|e| format!("{}: {e}", path.display()))?;
+            std::fs::write(path, &text).map_err(CommandError::file(path))?;
         }
         let args = &args.symbols;
         // A VM may have none to give.

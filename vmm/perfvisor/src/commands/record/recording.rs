@@ -10,7 +10,7 @@ use perf_core::record::Sample as RingSample;
 
 use super::RecordArgs;
 use super::names::Names;
-use super::say;
+use super::{CommandError, RecordError, say};
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
 use guest_profile::export::perfdata::PerfDataWriter;
@@ -60,7 +60,7 @@ impl Recording {
         opened: &[Opened],
         sampling: Sampling,
         names: Names,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, CommandError> {
         let mut events: Vec<(u32, EventInfo)> = Vec::new();
         let mut ids = HashMap::new();
         for o in opened {
@@ -93,15 +93,14 @@ impl Recording {
             command: std::env::args().collect(),
         };
         keep_old(&args.output)?;
-        let name = args.output.display();
-        let file = File::create(&args.output).map_err(|e| format!("{name}: {e}"))?;
+        let of_file = || CommandError::file(&args.output);
+        let file = File::create(&args.output).map_err(of_file())?;
         let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
         let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
-        let mut writer =
-            PerfDataWriter::new(BufWriter::new(file), meta, events).map_err(|e| format!("{name}: {e}"))?;
+        let mut writer = PerfDataWriter::new(BufWriter::new(file), meta, events).map_err(of_file())?;
         if let Some(kernel) = names.kernel_map() {
-            writer.kernel(&kernel).map_err(|e| format!("{name}: {e}"))?;
+            writer.kernel(&kernel).map_err(of_file())?;
         }
         Ok(Self {
             writer,
@@ -143,7 +142,7 @@ impl Recording {
         sample: &RingSample<'_>,
         raw: &RawSample,
         period: u64,
-    ) -> Result<(), String> {
+    ) -> Result<(), RecordError> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
         // Light samples are this task's from halfway between the full sample before and this one, and so are
         // its names.
@@ -161,7 +160,7 @@ impl Recording {
                 tid,
                 comm: printable(&comm),
             };
-            self.writer.task(&task).map_err(failed)?;
+            self.writer.task(&task).map_err(RecordError::Write)?;
         }
         for mapping in RawSample::mappings(sample.raw) {
             self.mapping(FileMapping {
@@ -201,7 +200,7 @@ impl Recording {
                 ends: raw.ends,
                 chain: &self.chain,
             })
-            .map_err(failed)
+            .map_err(RecordError::Write)
     }
 
     /// A sample of the host's kernel, and whose it was.
@@ -211,7 +210,7 @@ impl Recording {
         stream_id: u64,
         light: Light,
         whose: Option<Whose>,
-    ) -> Result<(), String> {
+    ) -> Result<(), RecordError> {
         let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
         let user = self.names.is_user(light.ip, light.user);
         self.names.note(user.then_some(pid), light.ip);
@@ -231,15 +230,15 @@ impl Recording {
                 ends: Ends::default(),
                 chain: &[],
             })
-            .map_err(failed)
+            .map_err(RecordError::Write)
     }
 
-    fn mapping(&mut self, mapping: FileMapping) -> Result<(), String> {
+    fn mapping(&mut self, mapping: FileMapping) -> Result<(), RecordError> {
         let key = (mapping.pid, mapping.start, mapping.len, mapping.file_offset);
         if self.known.len() >= MAX_MAPPINGS || !self.known.insert(key) {
             return Ok(());
         }
-        self.writer.mapping(&mapping).map_err(failed)?;
+        self.writer.mapping(&mapping).map_err(RecordError::Write)?;
         self.mapped.mappings.push(mapping);
         Ok(())
     }
@@ -261,14 +260,14 @@ impl Recording {
         }
     }
 
-    pub(super) fn add_losses(&mut self, lost: u64) -> Result<(), String> {
+    pub(super) fn add_losses(&mut self, lost: u64) -> Result<(), RecordError> {
         if lost == 0 {
             return Ok(());
         }
         self.lost += lost;
         self.writer
             .lost(self.first_id, lost, self.last_ns)
-            .map_err(failed)
+            .map_err(RecordError::Write)
     }
 
     pub(super) fn add_throttled(&mut self, times: u64) {
@@ -290,10 +289,15 @@ impl Recording {
     }
 
     /// Ends the file. `totals`: of the samples that the host's kernel took a part in, if any was.
-    pub(super) fn finish(self, args: &RecordArgs, gone: bool, totals: Option<Totals>) -> Result<(), String> {
+    pub(super) fn finish(
+        self,
+        args: &RecordArgs,
+        gone: bool,
+        totals: Option<Totals>,
+    ) -> Result<(), RecordError> {
         let symbols = self.names.saved(&self.mapped);
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
-        self.writer.finish(&symbols).map_err(failed)?;
+        self.writer.finish(&symbols).map_err(RecordError::Write)?;
         let name = args.output.display();
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
@@ -366,10 +370,6 @@ fn say_totals(args: &RecordArgs, totals: &Totals) {
     say(&format!("[ {line} ]\n"));
 }
 
-fn failed(e: std::io::Error) -> String {
-    format!("writing the samples: {e}")
-}
-
 fn printable(comm: &[u8; 16]) -> String {
     comm.iter()
         .take_while(|&&b| b != 0)
@@ -384,11 +384,11 @@ fn printable(comm: &[u8; 16]) -> String {
 }
 
 /// A file that is there becomes `FILE.old`, as with perf.
-fn keep_old(path: &Path) -> Result<(), String> {
+fn keep_old(path: &Path) -> Result<(), CommandError> {
     if !std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() > 0) {
         return Ok(());
     }
     let mut old = path.as_os_str().to_owned();
     old.push(".old");
-    std::fs::rename(path, &old).map_err(|e| format!("{}: {e}", path.display()))
+    std::fs::rename(path, &old).map_err(CommandError::file(path))
 }

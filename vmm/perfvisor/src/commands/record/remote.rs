@@ -2,7 +2,7 @@
 //! knows.
 
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -21,18 +21,29 @@ pub struct Pipes {
     ack: Option<PathBuf>,
 }
 
-impl FromStr for Pipes {
-    type Err = String;
+/// No pipes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PipesError {
+    /// Something else.
+    #[error("must be fifo:CTL or fifo:CTL,ACK, with the paths of two pipes (mkfifo)")]
+    Shape,
+    /// Nothing beside the comma.
+    #[error("a path is empty")]
+    EmptyPath,
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
+impl FromStr for Pipes {
+    type Err = PipesError;
+
+    fn from_str(text: &str) -> Result<Self, PipesError> {
         let paths = text.strip_prefix("fifo:").filter(|paths| !paths.is_empty());
-        let paths = paths.ok_or("must be fifo:CTL or fifo:CTL,ACK, with the paths of two pipes (mkfifo)")?;
+        let paths = paths.ok_or(PipesError::Shape)?;
         let (ctl, ack) = match paths.split_once(',') {
             Some((ctl, ack)) => (ctl, Some(ack)),
             None => (paths, None),
         };
         if ctl.is_empty() || ack == Some("") {
-            return Err("a path is empty".into());
+            return Err(PipesError::EmptyPath);
         }
         Ok(Self {
             ctl: ctl.into(),
@@ -54,6 +65,23 @@ pub enum Word {
     Ping,
 }
 
+/// Pipes that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RemoteError {
+    /// It cannot be opened.
+    #[error("--control: {}", path.display())]
+    Open {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another kind of file.
+    #[error("--control: {} is no pipe; make one with mkfifo", .0.display())]
+    NoPipe(PathBuf),
+}
+
 /// The pipes, open.
 #[derive(Debug)]
 pub struct Remote {
@@ -68,20 +96,22 @@ impl Remote {
     /// Opens the pipes. Both ways, so that neither this nor its reads wait for somebody at the other end.
     ///
     /// # Errors
-    /// One line for the user.
-    pub fn open(pipes: &Pipes) -> Result<Self, String> {
+    /// [`RemoteError`].
+    pub fn open(pipes: &Pipes) -> Result<Self, RemoteError> {
         let open = |path: &PathBuf| {
-            let name = path.display();
             let file = OpenOptions::new()
                 .read(true)
                 .write(true)
                 .custom_flags(libc::O_NONBLOCK)
                 .open(path)
-                .map_err(|e| format!("--control: {name}: {e}"))?;
+                .map_err(|source| RemoteError::Open {
+                    path: path.clone(),
+                    source,
+                })?;
             let is_pipe = file.metadata().is_ok_and(|m| m.file_type().is_fifo());
             is_pipe
                 .then_some(file)
-                .ok_or_else(|| format!("--control: {name} is no pipe; make one with mkfifo"))
+                .ok_or_else(|| RemoteError::NoPipe(path.clone()))
         };
         Ok(Self {
             ctl: open(&pipes.ctl)?,
@@ -195,8 +225,13 @@ mod tests {
     fn what_is_no_pipe_is_refused() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let pipes: Pipes = format!("fifo:{}", file.path().display()).parse().unwrap();
-        assert!(Remote::open(&pipes).unwrap_err().contains("mkfifo"));
+        assert!(Remote::open(&pipes).unwrap_err().to_string().contains("mkfifo"));
         let pipes: Pipes = "fifo:/nowhere/x".parse().unwrap();
-        assert!(Remote::open(&pipes).unwrap_err().contains("/nowhere/x"));
+        assert!(
+            Remote::open(&pipes)
+                .unwrap_err()
+                .to_string()
+                .contains("/nowhere/x")
+        );
     }
 }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use super::StatArgs;
-use crate::commands::{DONE, print};
+use crate::commands::{CommandError, DONE, OutputError, print};
 use crate::exit::ExitStatus;
 use control_api::client::Client;
 use control_api::events::format::thousands;
@@ -15,14 +15,14 @@ use control_api::request;
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
 /// `--guest-view`.
-pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, String> {
-    let asked: Generation = client.call(request::GuestView).map_err(|e| e.to_string())?;
+pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, CommandError> {
+    let asked: Generation = client.call(request::GuestView)?;
     let until = Instant::now() + VIEW_PATIENCE;
     let views = loop {
         let call = request::GuestViewResult {
             generation: asked.generation,
         };
-        let views: GuestViews = client.call(call).map_err(|e| e.to_string())?;
+        let views: GuestViews = client.call(call)?;
         if views.complete || Instant::now() > until {
             break views;
         }
@@ -36,7 +36,7 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, S
     let mut out = String::new();
     for view in views.vcpus.iter().filter(wanted) {
         if args.json {
-            let line = serde_json::to_string(view).map_err(|e| e.to_string())?;
+            let line = serde_json::to_string(view).map_err(OutputError::from)?;
             let _ = writeln!(out, "{line}");
         } else {
             out.push_str(&view_table(view));

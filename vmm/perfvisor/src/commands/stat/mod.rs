@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
+use super::{CommandError, DONE, Woken, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::values::{VcpuList, parse_interval, parse_seconds, parse_separator, parse_vcpus};
 use control_api::client::Client;
 use control_api::events::list;
 use control_api::protocol::{EventReading, Joined, Opened};
@@ -60,33 +61,32 @@ pub struct StatArgs {
     pub guest_view: bool,
 }
 
-fn parse_interval(text: &str) -> Result<Duration, String> {
-    match text.parse::<u64>() {
-        Ok(ms) if (10..=86_400_000).contains(&ms) => Ok(Duration::from_millis(ms)),
-        _ => Err("must be a number of milliseconds, at least 10".into()),
-    }
-}
-
-/// As in perf, a backslash and a t are a tab.
-fn parse_separator(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("must not be empty".into()),
-        "\\t" => Ok("\t".into()),
-        _ => Ok(text.into()),
-    }
+/// Why nothing is counted, or not to the end.
+#[derive(Debug, thiserror::Error)]
+pub enum StatError {
+    /// As with any command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// Nothing ends a measurement that is to be repeated.
+    #[error("--repeat needs --duration, and goes with no --interval")]
+    Repeat,
 }
 
 /// Counts.
 ///
 /// # Errors
-/// One line for the user.
-pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
-    list::parse(&args.events).map_err(|e| e.to_string())?;
+/// [`StatError`].
+pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
+    list::parse(&args.events).map_err(CommandError::from)?;
     if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
-        return Err("--repeat needs --duration, and goes with no --interval".into());
+        return Err(StatError::Repeat);
     }
-    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
-    let mut client = Client::connect(args.name.as_deref()).map_err(|e| e.to_string())?;
+    Ok(count(args)?)
+}
+
+fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let mut client = Client::connect(args.name.as_deref())?;
     if args.guest_view {
         return guest::view(&mut client, args);
     }
@@ -95,15 +95,13 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
     let mut gone = false;
     let mut unsupported = BTreeMap::new();
     for _ in 0..args.repeat {
-        let mut opened: Vec<Opened> = client
-            .call(request::Open {
-                events: args.events.clone(),
-                vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
-                // A vCPU that comes later counts from its first instruction.
-                whole: args.vcpu.is_none() && !args.per_vcpu,
-                sampling: None,
-            })
-            .map_err(|e| e.to_string())?;
+        let mut opened: Vec<Opened> = client.call(request::Open {
+            events: args.events.clone(),
+            vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+            // A vCPU that comes later counts from its first instruction.
+            whole: args.vcpu.is_none() && !args.per_vcpu,
+            sampling: None,
+        })?;
         for o in &opened {
             if let Some(why) = &o.unsupported {
                 unsupported.insert(o.name.clone(), why.clone());
@@ -116,7 +114,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
         if gone || run.woken == Woken::Signal {
             break;
         }
-        let () = client.call(request::Close).map_err(|e| e.to_string())?;
+        let () = client.call(request::Close)?;
     }
     if args.interval.is_none() {
         print(&final_table(client.info().name.as_str(), &runs, &elapsed, args))?;
@@ -134,10 +132,10 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, String> {
 }
 
 /// Takes in the events of vCPUs that came: they count since before the vCPU's first instruction.
-fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), String> {
+fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), CommandError> {
     let joined: Vec<Joined> = match client.call(request::Joined) {
         Err(e) if e.is_gone() => return Ok(()),
-        joined => joined.map_err(|e| e.to_string())?,
+        joined => joined?,
     };
     for of_vcpu in joined {
         match of_vcpu.refused {
@@ -161,8 +159,8 @@ fn one_run(
     args: &StatArgs,
     opened: &mut Vec<Opened>,
     signals: &StopSignals,
-) -> Result<Run, String> {
-    let () = client.call(request::Enable).map_err(|e| e.to_string())?;
+) -> Result<Run, CommandError> {
+    let () = client.call(request::Enable)?;
     let start = Instant::now();
     let end = args.duration.map(|d| start + d);
     let mut next_interval = args.interval.map(|i| start + i);
@@ -186,7 +184,7 @@ fn one_run(
         if over {
             // So that no event counts on while others are read.
             match client.call(request::Disable) {
-                Err(e) if !e.is_gone() => return Err(e.to_string()),
+                Err(e) if !e.is_gone() => return Err(e.into()),
                 _ => {}
             }
         }
@@ -199,7 +197,7 @@ fn one_run(
                 false
             }
             Err(e) if e.is_gone() => true,
-            Err(e) => return Err(e.to_string()),
+            Err(e) => return Err(e.into()),
         };
         let at = now.duration_since(start);
         if let (Some(due), Some(interval)) = (next_interval, args.interval)

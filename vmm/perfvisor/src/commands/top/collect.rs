@@ -7,12 +7,11 @@ use std::time::{Duration, Instant};
 
 use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
-use perf_core::{ReadFormat, SampleType};
+use perf_core::{ReadFormat, SampleType, error_line};
 
 use super::TopArgs;
 use super::screen::{Cell, Screen, SymbolRow, VcpuRow};
-use crate::commands::one_line;
-use crate::commands::{Woken, files, wait_until};
+use crate::commands::{CommandError, Woken, all_sampled, files, one_line, wait_until};
 use crate::signals::StopSignals;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -80,9 +79,8 @@ pub(super) struct Collector {
 
 impl Collector {
     /// Connects, opens and enables everything.
-    pub(super) fn open(args: &TopArgs, signals: &StopSignals) -> Result<Self, String> {
-        let said = |e: ClientError| e.to_string();
-        let mut client = Client::connect(args.name.as_deref()).map_err(said)?;
+    pub(super) fn open(args: &TopArgs, signals: &StopSignals) -> Result<Self, CommandError> {
+        let mut client = Client::connect(args.name.as_deref())?;
         let vcpus = args.vcpu.as_ref().map(|list| list.0.clone());
         let sampling = Sampling {
             rate: args.frequency,
@@ -90,26 +88,20 @@ impl Collector {
             callchain: false,
             chain_every: 1,
         };
-        let sampled: Vec<Opened> = client
-            .call(request::Open {
-                events: args.event.clone(),
-                vcpus: vcpus.clone(),
-                whole: false,
-                sampling: Some(sampling),
-            })
-            .map_err(said)?;
-        if let Some((event, why)) = sampled.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
-            return Err(format!("'{}' cannot be sampled here: {why}", event.name));
-        }
-        let counted: Vec<Opened> = client
-            .call(request::Open {
-                events: COUNTED.into(),
-                // A vCPU that comes later counts from its first instruction.
-                whole: vcpus.is_none(),
-                vcpus,
-                sampling: None,
-            })
-            .map_err(said)?;
+        let sampled: Vec<Opened> = client.call(request::Open {
+            events: args.event.clone(),
+            vcpus: vcpus.clone(),
+            whole: false,
+            sampling: Some(sampling),
+        })?;
+        all_sampled(&sampled)?;
+        let counted: Vec<Opened> = client.call(request::Open {
+            events: COUNTED.into(),
+            // A vCPU that comes later counts from its first instruction.
+            whole: vcpus.is_none(),
+            vcpus,
+            sampling: None,
+        })?;
         wait_for_kernel(&mut client, signals)?;
         let names = Names::of(&mut client, args)?;
         let mut sampled_vcpus: Vec<u32> = sampled.iter().filter_map(|o| o.vcpu).collect();
@@ -119,8 +111,8 @@ impl Collector {
         for vcpu in sampled_vcpus {
             rings.push(ring_of(&mut client, vcpu)?);
         }
-        let () = client.call(request::Enable).map_err(said)?;
-        let before = client.call(request::Read).map_err(said)?;
+        let () = client.call(request::Enable)?;
+        let before = client.call(request::Read)?;
         Ok(Self {
             client,
             event: args.event.clone(),
@@ -150,7 +142,7 @@ impl Collector {
     }
 
     /// Takes what came since the last time.
-    pub(super) fn take(&mut self, now: Instant) -> Result<Took, String> {
+    pub(super) fn take(&mut self, now: Instant) -> Result<Took, CommandError> {
         for (weight, _) in self.places.values_mut() {
             *weight *= DECAY;
         }
@@ -160,17 +152,17 @@ impl Collector {
         match self.client.call(request::Joined) {
             Ok(joined) => self.join(&joined)?,
             Err(e) if e.is_gone() => return Ok(Took::Gone),
-            Err(e) => return Err(e.to_string()),
+            Err(e) => return Err(e.into()),
         }
         match self.ask(now) {
             Ok(screen) => Ok(Took::Screen(screen)),
             Err(e) if e.is_gone() => Ok(Took::Gone),
-            Err(e) => Err(e.to_string()),
+            Err(e) => Err(e.into()),
         }
     }
 
     /// Takes in the rings of vCPUs that came. What was in that of one of the same number has just been read.
-    fn join(&mut self, joined: &[Joined]) -> Result<(), String> {
+    fn join(&mut self, joined: &[Joined]) -> Result<(), CommandError> {
         for of_vcpu in joined {
             self.rings.retain(|(_, info)| info.vcpu != of_vcpu.vcpu);
             match &of_vcpu.refused {
@@ -194,7 +186,7 @@ impl Collector {
                     Ok(Some(raw)) => Record::decode(raw, format),
                     Ok(None) => break,
                     Err(e) => {
-                        log::debug!("the ring of vCPU {}: {e}", info.vcpu);
+                        log::debug!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
                         break;
                     }
                 };
@@ -227,7 +219,7 @@ impl Collector {
                     }
                     Ok(Record::Lost(lost)) => self.lost += lost.lost,
                     Ok(_) => {}
-                    Err(e) => log::debug!("a record of vCPU {}: {e}", info.vcpu),
+                    Err(e) => log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e)),
                 }
             }
         }
@@ -327,13 +319,13 @@ impl Collector {
 }
 
 /// The ring of the sampling event on `vcpu`.
-fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), String> {
+fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), CommandError> {
     let call = request::Ring {
         vcpu,
         pages: RING_PAGES,
     };
-    let (info, memfd): (RingInfo, File) = client.call_with_file(call).map_err(|e| e.to_string())?;
-    let reader = RingReader::map(memfd.as_fd()).map_err(|e| format!("the ring of vCPU {vcpu}: {e}"))?;
+    let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
+    let reader = RingReader::map(memfd.as_fd()).map_err(|source| CommandError::Ring { vcpu, source })?;
     Ok((reader, info))
 }
 
@@ -350,10 +342,10 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell
 }
 
 /// Asks the VM to look for its guest's kernel, and waits for it a while.
-fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), String> {
+fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), CommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
-        let info: KernelInfo = client.call(request::Kernel).map_err(|e| e.to_string())?;
+        let info: KernelInfo = client.call(request::Kernel)?;
         match info.state {
             KernelState::Looking if Instant::now() < until => {}
             KernelState::NotFound => {
@@ -363,7 +355,7 @@ fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), Str
             _ => return Ok(()),
         }
         if wait_until(Instant::now() + Duration::from_millis(50), signals) == Woken::Signal {
-            return Err("interrupted before the first sample".into());
+            return Err(CommandError::Interrupted);
         }
     }
 }
@@ -379,8 +371,8 @@ struct Names {
 }
 
 impl Names {
-    fn of(client: &mut Client, args: &TopArgs) -> Result<Self, String> {
-        let (info, text) = client.symbols().map_err(|e| e.to_string())?;
+    fn of(client: &mut Client, args: &TopArgs) -> Result<Self, CommandError> {
+        let (info, text) = client.symbols()?;
         // A VM may have none to give.
         let running = KernelSymbols::parse_text(&text).ok();
         let reference = running.as_ref().and_then(|symbols| {

@@ -8,7 +8,7 @@
 mod collect;
 pub mod screen;
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -16,9 +16,10 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use super::files::SymbolArgs;
-use super::{DONE, VcpuList, Woken, parse_seconds, parse_vcpus, print, wait_until};
+use super::{CommandError, DONE, OutputError, Woken, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::values::{VcpuList, parse_seconds, parse_vcpus};
 use collect::{Collector, Took};
 use control_api::events::list;
 use screen::{Screen, Ui};
@@ -52,13 +53,36 @@ pub struct TopArgs {
     pub symbols: SymbolArgs,
 }
 
+/// Why nothing is shown, or no more.
+#[derive(Debug, thiserror::Error)]
+pub enum TopError {
+    /// As with any command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// No screen of its own on this terminal.
+    #[error("the terminal cannot be used ({0}); try --once")]
+    NoScreen(io::Error),
+    /// The terminal failed later.
+    #[error("the terminal")]
+    Terminal(#[source] io::Error),
+    /// There was nothing to show before it ended.
+    #[error("the VM ended")]
+    VmEnded,
+}
+
+impl From<OutputError> for TopError {
+    fn from(error: OutputError) -> Self {
+        Self::Command(error.into())
+    }
+}
+
 /// Shows.
 ///
 /// # Errors
-/// One line for the user. The terminal is as it was before.
-pub fn top(args: &TopArgs) -> Result<ExitStatus, String> {
-    list::parse(&args.event).map_err(|e| e.to_string())?;
-    let signals = StopSignals::block().map_err(|e| format!("the signals that end it: {e}"))?;
+/// [`TopError`]. The terminal is as it was before.
+pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
+    list::parse(&args.event).map_err(CommandError::from)?;
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut collector = Collector::open(args, &signals)?;
     let live = !args.once && std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
     if !live {
@@ -66,8 +90,11 @@ pub fn top(args: &TopArgs) -> Result<ExitStatus, String> {
             return Ok(DONE);
         }
         return match collector.take(Instant::now())? {
-            Took::Screen(screen) => print(&screen.text()).map(|()| DONE),
-            Took::Gone => Err("the VM ended".into()),
+            Took::Screen(screen) => {
+                print(&screen.text())?;
+                Ok(DONE)
+            }
+            Took::Gone => Err(TopError::VmEnded),
         };
     }
     let mut terminal = Terminal::enter()?;
@@ -91,10 +118,10 @@ enum End {
 struct Terminal(DefaultTerminal);
 
 impl Terminal {
-    fn enter() -> Result<Self, String> {
+    fn enter() -> Result<Self, TopError> {
         ratatui::try_init().map(Self).map_err(|e| {
             ratatui::restore();
-            format!("the terminal cannot be used ({e}); try --once")
+            TopError::NoScreen(e)
         })
     }
 }
@@ -110,8 +137,7 @@ fn watch(
     collector: &mut Collector,
     args: &TopArgs,
     signals: &StopSignals,
-) -> Result<End, String> {
-    let failed = |e: std::io::Error| format!("the terminal: {e}");
+) -> Result<End, TopError> {
     let mut ui = Ui::default();
     let mut screen = Screen::waiting(collector.vm(), &args.event);
     let mut next = Instant::now() + args.delay;
@@ -120,7 +146,7 @@ fn watch(
         if std::mem::take(&mut changed) {
             terminal
                 .draw(|frame| screen.draw(frame, &mut ui))
-                .map_err(failed)?;
+                .map_err(TopError::Terminal)?;
         }
         if signals.take().is_some() {
             return Ok(End::Asked);
@@ -133,8 +159,8 @@ fn watch(
             }
             changed = true;
             next = now + args.delay;
-        } else if event::poll(KEY_WAIT.min(next - now)).map_err(failed)? {
-            match event::read().map_err(failed)? {
+        } else if event::poll(KEY_WAIT.min(next - now)).map_err(TopError::Terminal)? {
+            match event::read().map_err(TopError::Terminal)? {
                 Event::Key(key) if key.kind != KeyEventKind::Release => match act(key, &mut ui) {
                     Act::Quit => return Ok(End::Asked),
                     Act::Reset => collector.reset(),

@@ -1,0 +1,255 @@
+//! The values of options: their parsers, and what is said of a value that is wrong.
+//!
+//! A type that is parsed where it is defined (`SharePolicy`, `ModelName`, `VcpuNumbers`) needs nothing here.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use guest_images::bare_metal::{GUESTS, Guest};
+use guest_profile::export::report::SortKey;
+use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+
+/// Shortest interval of `stat -I`, in milliseconds.
+const MIN_INTERVAL_MS: u64 = 10;
+/// Longest interval of `stat -I`, in milliseconds: a day.
+const MAX_INTERVAL_MS: u64 = 86_400_000;
+/// Numbers of vCPUs in a list stay below this.
+const MAX_VCPU: u32 = 1024;
+
+/// What is wrong with a value. Who prints it names the option and the value before it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ValueError {
+    /// No built-in guest of that name.
+    #[error("must be one of {}", GUESTS.map(|guest| guest.name).join(", "))]
+    Builtin,
+    /// No size.
+    #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
+    Size,
+    /// A size of 16 EiB or more.
+    #[error("does not fit into 64 bits")]
+    SizeTooLarge,
+    /// Less memory than a guest can have.
+    #[error("the least is {}M", MIN_RAM_BYTES >> 20)]
+    MemoryTooSmall,
+    /// Memory that is no whole number of pages.
+    #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]
+    MemoryGranule,
+    /// A width that no counter has.
+    #[error("the counter width must be 32 to 48 bits")]
+    Width,
+    /// No limit of PMIs.
+    #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
+    PmiLimit,
+    /// Neither on nor off.
+    #[error("must be on or off")]
+    OnOff,
+    /// No list of vCPUs.
+    #[error("must be vCPU numbers and ranges, as in 0,2-3")]
+    Vcpus,
+    /// No time.
+    #[error("must be a number of seconds above 0, as in 2.5")]
+    Seconds,
+    /// An interval that is none, too short or too long.
+    #[error("must be a number of milliseconds, {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")]
+    Interval,
+    /// Nothing between fields.
+    #[error("must not be empty")]
+    Empty,
+    /// A share that is none.
+    #[error("must be a share from 0 to 100")]
+    Percent,
+    /// No tolerance.
+    #[error("must be a number of percent, 0 to 50")]
+    Tolerance,
+    /// A column that a report does not have.
+    #[error("'{0}' is no column; known are {known}", known = SortKey::NAMES)]
+    SortKey(String),
+    /// A recording on standard output.
+    #[error("a recording is not written in order, so not to standard output; name a file")]
+    RecordingOnStdout,
+    /// Nothing that `perfvisor validate` can be asked to validate.
+    #[error("must be all or kvm")]
+    ValidatedBacking,
+}
+
+/// The built-in guest of this name.
+pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
+    let guest = GUESTS.iter().find(|guest| guest.name == text);
+    guest.ok_or(ValueError::Builtin)
+}
+
+/// A size in bytes: a number, or one followed by K, M, G or T.
+fn parse_bytes(text: &str) -> Result<u64, ValueError> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
+        _ => return Err(ValueError::Size),
+    };
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(ValueError::Size);
+    }
+    let number = digits.parse::<u64>().ok();
+    let bytes = number.and_then(|n| n.checked_mul(1u64 << shift));
+    bytes.ok_or(ValueError::SizeTooLarge)
+}
+
+/// The memory of a guest.
+pub fn parse_memory(text: &str) -> Result<u64, ValueError> {
+    let bytes = parse_bytes(text)?;
+    if bytes < MIN_RAM_BYTES {
+        return Err(ValueError::MemoryTooSmall);
+    }
+    if !bytes.is_multiple_of(RAM_GRANULE_BYTES) {
+        return Err(ValueError::MemoryGranule);
+    }
+    Ok(bytes)
+}
+
+/// The width of counters.
+pub fn parse_width(text: &str) -> Result<u8, ValueError> {
+    let width = text.parse().ok().filter(|n| (32..=48).contains(n));
+    width.ok_or(ValueError::Width)
+}
+
+/// A limit of PMIs a second.
+pub fn parse_pmi_limit(text: &str) -> Result<u32, ValueError> {
+    text.parse().map_err(|_| ValueError::PmiLimit)
+}
+
+/// On or off.
+pub fn parse_on_off(text: &str) -> Result<bool, ValueError> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(ValueError::OnOff),
+    }
+}
+
+/// A list of vCPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VcpuList(pub Vec<u32>);
+
+/// A list of vCPUs: numbers and ranges, as in 0,2-3.
+pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
+    let number = |t: &str| t.trim().parse::<u32>().ok().filter(|n| *n < MAX_VCPU);
+    let mut list = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        match (number(first), number(last)) {
+            (Some(first), Some(last)) if first <= last => list.extend(first..=last),
+            _ => return Err(ValueError::Vcpus),
+        }
+    }
+    list.sort_unstable();
+    list.dedup();
+    Ok(VcpuList(list))
+}
+
+/// A duration in seconds.
+pub fn parse_seconds(text: &str) -> Result<Duration, ValueError> {
+    match text.parse::<f64>() {
+        Ok(s) if s > 0.0 && s <= 1e8 => Ok(Duration::from_secs_f64(s)),
+        _ => Err(ValueError::Seconds),
+    }
+}
+
+/// An interval in milliseconds.
+pub fn parse_interval(text: &str) -> Result<Duration, ValueError> {
+    match text.parse::<u64>() {
+        Ok(ms) if (MIN_INTERVAL_MS..=MAX_INTERVAL_MS).contains(&ms) => Ok(Duration::from_millis(ms)),
+        _ => Err(ValueError::Interval),
+    }
+}
+
+/// What stands between fields. As in perf, a backslash and a t are a tab.
+pub fn parse_separator(text: &str) -> Result<String, ValueError> {
+    match text {
+        "" => Err(ValueError::Empty),
+        "\\t" => Ok("\t".into()),
+        _ => Ok(text.into()),
+    }
+}
+
+/// A number within `range`.
+fn parse_number(text: &str, range: std::ops::RangeInclusive<f64>) -> Option<f64> {
+    text.parse().ok().filter(|number| range.contains(number))
+}
+
+/// A share in percent.
+pub fn parse_percent(text: &str) -> Result<f64, ValueError> {
+    parse_number(text, 0.0..=100.0).ok_or(ValueError::Percent)
+}
+
+/// How far counts of time may be off, in percent.
+pub fn parse_tolerance(text: &str) -> Result<f64, ValueError> {
+    parse_number(text, 0.0..=50.0).ok_or(ValueError::Tolerance)
+}
+
+/// Columns of a report.
+#[derive(Clone, Debug)]
+pub struct SortKeys(pub Vec<SortKey>);
+
+/// Columns of a report, as in comm,dso.
+pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
+    let key = |key: &str| SortKey::from_name(key.trim()).ok_or_else(|| ValueError::SortKey(key.to_owned()));
+    text.split(',').map(key).collect::<Result<_, _>>().map(SortKeys)
+}
+
+/// The file of a recording.
+pub fn parse_output(text: &str) -> Result<PathBuf, ValueError> {
+    match text {
+        "-" => Err(ValueError::RecordingOnStdout),
+        _ => Ok(text.into()),
+    }
+}
+
+/// What is validated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ValidatedBacking {
+    /// All that Perfvisor counts with on this host.
+    All,
+    /// KVM's own vPMU.
+    Kvm,
+}
+
+/// What is validated, by its name.
+pub fn parse_validated(text: &str) -> Result<ValidatedBacking, ValueError> {
+    match text {
+        "all" => Ok(ValidatedBacking::All),
+        "kvm" => Ok(ValidatedBacking::Kvm),
+        _ => Err(ValueError::ValidatedBacking),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vcpu_lists_are_numbers_and_ranges() {
+        assert_eq!(parse_vcpus("2-3,0,2").unwrap().0, [0, 2, 3]);
+        for bad in ["", "a", "3-1", "1,", "-", "99999999999", "0-4294967295"] {
+            assert!(parse_vcpus(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn durations_are_positive_and_finite() {
+        assert_eq!(parse_seconds("0.5").unwrap(), Duration::from_millis(500));
+        for bad in ["", "0", "-1", "inf", "NaN", "1e300", "x"] {
+            assert!(parse_seconds(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_tolerance_is_a_percentage() {
+        assert_eq!(parse_tolerance("0.5"), Ok(0.5));
+        for bad in ["", "-1", "51", "x", "NaN", "inf"] {
+            assert!(parse_tolerance(bad).is_err(), "{bad}");
+        }
+    }
+}
