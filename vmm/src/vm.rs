@@ -455,12 +455,7 @@ fn tell_uncounted(
 ) -> Result<(), VmError> {
     let vendor = config.pmu.model.vendor();
     let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
-    let policy = match config.pmu.policy {
-        // KVM's own vPMU opens the same events on the host.
-        BackingPolicy::Kvm => BackingPolicy::Hardware,
-        policy => policy,
-    };
-    let countable = Countable::new(vendor, host, policy, config.backability, probe);
+    let countable = Countable::new(vendor, host, config.pmu.policy, config.backability, probe);
     let mut known = false;
     if config.hide_uncounted {
         let tables = &loaded.event_tables;

@@ -387,6 +387,8 @@ pub struct Backability(u16);
 impl Backability {
     /// Nothing can be counted.
     pub const NONE: Self = Self(0);
+    /// Everything can be counted.
+    pub const ALL: Self = Self((1 << ArchEvent::ALL.len()) - 1);
     /// What the clock backing counts.
     pub const CLOCK: Self = Self::NONE
         .with(ArchEvent::CoreCycles)

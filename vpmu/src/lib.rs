@@ -45,13 +45,14 @@ mod lost;
 pub mod model;
 pub mod sim;
 mod source;
+pub mod sources;
 mod state;
 mod vendor;
 #[allow(clippy::module_inception)]
 mod vpmu;
 mod width;
 
-pub use backing::{PerfCoreEvents, Sources, SteppedLevels};
+pub use backing::{PerfCoreEvents, SteppedLevels};
 pub use cpuid::{CpuidReader, CpuidRegs, HostPmu};
 pub use events::{
     ArchEvent, Backability, Backing, BackingPolicy, EventRequest, EventSelect, GuestEvent, ParavirtualEvent,
@@ -62,6 +63,7 @@ pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, 
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::{CounterNumbers, Generation, Model, ModelError, ModelName, Vendor};
 pub use source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
+pub use sources::{Sources, Way};
 pub use state::{StateError, fix_checksum};
 pub use vpmu::{CounterView, Cpl, MsrRead, MsrWrite, PmiCounts, PmiReady, Vpmu};
 pub use width::{Advanced, CounterWidth};

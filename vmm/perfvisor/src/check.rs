@@ -5,7 +5,9 @@ use std::fmt::Write as _;
 
 use perf_core::pmu::host::HostProbe;
 use serde::{Serialize, Serializer};
-use vpmu::{ArchEvent, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName, Vendor};
+use vpmu::{
+    ArchEvent, Backing, BackingPolicy, CounterNumbers, HostPmu, Model, ModelError, ModelName, Vendor,
+};
 
 use crate::cli::CheckArgs;
 use crate::commands::{OutputError, print};
@@ -335,24 +337,22 @@ fn backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
             "models of the host's vendor only: with --pmu intel it is not supported, as it counts another thing there",
         ),
     };
-    let hardware = backing::backability(BackingPolicy::Hardware, perf, vendor, vendor);
-    let foreign = backing::backability(BackingPolicy::Auto, perf, other, vendor);
-    let auto = backing::backability(BackingPolicy::Auto, perf, vendor, vendor);
+    let auto = backing::sources(BackingPolicy::Auto, perf, vendor, |_| None);
     ArchEvent::ALL
         .into_iter()
         .map(|event| {
-            let (backing, note) = if hardware.has(event) {
-                // Generic cache events are the last level's on one vendor and the second's on the other.
-                ("hardware", if foreign.has(event) { "" } else { refused })
-            } else if !auto.has(event) {
-                ("none", "not supported in the guest")
-            } else if perf.software_clock {
-                (
+            let (backing, note) = match auto.known(event, vendor).map(|way| way.backing) {
+                None => ("none", "not supported in the guest"),
+                Some(Backing::Clock) if !perf.software_clock => {
+                    ("none", "the host refuses software clock events")
+                }
+                Some(Backing::Clock) => (
                     "clock",
                     "vCPU run time x TSC frequency; :u or :k alone is an estimate",
-                )
-            } else {
-                ("none", "the host refuses software clock events")
+                ),
+                // Generic cache events are the last level's on one vendor and the second's on the other.
+                Some(backing) if auto.known(event, other).is_none() => (backing.name(), refused),
+                Some(backing) => (backing.name(), ""),
             };
             EventBacking {
                 event: event.name(),

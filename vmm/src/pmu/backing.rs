@@ -6,7 +6,7 @@ use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
 use crate::kvm::stepping::Stepping;
 use crate::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, Backability, BackingPolicy, Vendor};
+use vpmu::{ArchEvent, Backability, BackingPolicy, ParavirtualEvent, Sources, Vendor};
 
 /// A backing that this host cannot give.
 #[derive(Debug, thiserror::Error)]
@@ -115,33 +115,56 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
+/// Who can count what under `policy` on this host, whose processor is `host`'s. `statistic` gives the kvm
+/// driver's number of one of KVM's statistics.
+pub fn sources(
+    policy: BackingPolicy,
+    probe: &HostProbe,
+    host: Vendor,
+    statistic: impl FnMut(&'static str) -> Option<u64>,
+) -> Sources {
+    sources_of(
+        policy,
+        probe.hardware_pmu.then_some(host),
+        opened(probe),
+        statistic,
+    )
+}
+
+/// The same of what was found of the host: the vendor of its PMU, if it can be used, and what it opens.
+pub(super) fn sources_of(
+    policy: BackingPolicy,
+    hardware: Option<Vendor>,
+    opens: Backability,
+    mut statistic: impl FnMut(&'static str) -> Option<u64>,
+) -> Sources {
+    Sources::new(policy, hardware, |event| statistic(statistic_of(event)?)).opening(opens)
+}
+
+/// The architectural events that the host's kernel opens by its generic numbers.
+pub(super) fn opened(probe: &HostProbe) -> Backability {
+    let opens = |event: &ArchEvent| {
+        let generic = probe.generic.iter().find(|generic| generic.name == event.name());
+        probe.hardware_pmu && generic.is_some_and(|generic| generic.opens)
+    };
+    ArchEvent::ALL.into_iter().filter(opens).collect()
+}
+
+/// KVM's name of the statistic that counts a paravirtual event.
+fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
+    match event {
+        ParavirtualEvent::VmExits => Some("exits"),
+        ParavirtualEvent::Halts => Some("halt_exits"),
+        ParavirtualEvent::IrqInjections => Some("irq_injections"),
+        ParavirtualEvent::NmiInjections => Some("nmi_injections"),
+        _ => None,
+    }
+}
+
 /// The architectural events of a `model` vendor's PMU that can be counted under `policy` on this host, whose
 /// processor is `host`'s.
 pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> Backability {
-    let hardware = || {
-        probe
-            .generic
-            .iter()
-            .filter(|event| event.opens && probe.hardware_pmu)
-            .filter_map(|event| ArchEvent::ALL.into_iter().find(|arch| arch.name() == event.name))
-            .filter(|event| model == host || event.means_the_same_everywhere())
-            .collect::<Backability>()
-    };
-    match policy {
-        // What the host's PMU lacks of the clock's events, the clock counts.
-        BackingPolicy::Auto => {
-            let own_bus_clock = probe.hardware_pmu && model == host;
-            [ArchEvent::CoreCycles, ArchEvent::RefCycles, ArchEvent::BusCycles]
-                .into_iter()
-                .filter(|&event| !(own_bus_clock && event == ArchEvent::BusCycles))
-                .fold(hardware(), Backability::with)
-        }
-        // KVM's vPMU opens the same events on the host. What of them Intel's CPUID shows is KVM's to say.
-        BackingPolicy::Hardware | BackingPolicy::Kvm => hardware(),
-        BackingPolicy::Clock => Backability::CLOCK,
-        BackingPolicy::Exact => Backability::EXACT,
-        BackingPolicy::None => Backability::NONE,
-    }
+    sources(policy, probe, host, |_| None).backability(model)
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! Which of perf's generic events can be counted for a guest, by the numbers its kernel has for them.
 
 use perf_core::pmu::host::{self, HostProbe};
-use vpmu::{ArchEvent, Backability, Backing, BackingPolicy, EventRequest, GuestEvent, Sources, Vendor};
+use vpmu::{ArchEvent, Backability, BackingPolicy, EventRequest, Sources, Vendor};
 
+use super::backing;
 use crate::boot::event_tables::TableEvent;
 
 /// The generic events a plain `perf stat` asks for. What is not among them is no loss to say once.
@@ -37,7 +38,7 @@ impl<'a> Countable<'a> {
         Self {
             vendor,
             // The statistics of KVM back no generic event.
-            sources: Sources::new(policy, probe.hardware_pmu.then_some(host), |_| None),
+            sources: backing::sources(policy, probe, host, |_| None),
             backability,
             probe,
         }
@@ -46,20 +47,19 @@ impl<'a> Countable<'a> {
     /// Whether `event`, for which the guest's kernel has the numbers `config`, is counted by anybody.
     pub fn can_count(&self, event: TableEvent, config: u64) -> bool {
         let request = EventRequest::from_raw_config(self.vendor, config);
-        let mut ways = self.sources.choose(&request);
-        ways.any(|(backing, _)| backing != Backing::Hardware || self.host_knows(event, &request))
+        let mut ways = self.sources.of_request(&request);
+        ways.any(|way| way.known || self.host_knows(event))
     }
 
     /// Whether the host's kernel knows the event. A host that is itself a guest takes any raw numbers, and
     /// its own virtual PMU may count none of them; but its tables of generic events are true.
-    fn host_knows(&self, event: TableEvent, request: &EventRequest) -> bool {
-        let generic = |config: u64| self.probe.generic.iter().any(|g| g.config == config && g.opens);
-        match (request.event, event) {
-            (GuestEvent::Architectural(arch), _) if ASKED_FIRST.contains(&arch) && !request.is_modified() => {
-                self.backability.has(arch)
+    fn host_knows(&self, event: TableEvent) -> bool {
+        match event {
+            TableEvent::Hardware(config) => {
+                let mut generic = self.probe.generic.iter();
+                generic.any(|g| g.config == config && g.opens)
             }
-            (_, TableEvent::Hardware(config)) => generic(config),
-            (_, TableEvent::Cache(config)) => host::cache_event_opens(config),
+            TableEvent::Cache(config) => host::cache_event_opens(config),
         }
     }
 

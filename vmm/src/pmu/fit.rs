@@ -4,12 +4,16 @@
 //! chose is made small enough for that. Where the user chose them, one line says which counters compete.
 
 use perf_core::pmu::host::{HostCounters, HostProbe};
-use vpmu::{BackingPolicy, Model};
+use vpmu::{ArchEvent, BackingPolicy, Model};
 
 use crate::kvm::own_pmu::OwnPmu;
 
-/// The generic events that Intel's fixed counters hold, by their numbers, with perf's names and numbers.
-const FIXED: [(&str, u64); 3] = [("instructions", 1), ("cycles", 0), ("ref-cycles", 9)];
+/// The generic events that Intel's fixed counters hold, by the counters' numbers.
+const FIXED: [ArchEvent; 3] = [
+    ArchEvent::Instructions,
+    ArchEvent::CoreCycles,
+    ArchEvent::RefCycles,
+];
 
 /// A model, and how it goes with the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,8 +67,8 @@ fn fixed_events(model: &Model, probe: &HostProbe) -> Vec<u64> {
     FIXED
         .iter()
         .enumerate()
-        .filter(|&(n, &(_, config))| model.fixed_bitmap() & (1 << n) != 0 && counted(config))
-        .map(|(_, &(_, config))| config)
+        .filter(|(n, _)| model.fixed_bitmap() & (1 << n) != 0)
+        .filter_map(|(_, event)| event.generic_number().filter(|&config| counted(config)))
         .collect()
 }
 
@@ -74,7 +78,8 @@ fn competition(model: &Model, lowered: &Model, enough: bool, probe: &HostProbe) 
     let fixed: Vec<&str> = fixed_events(model, probe)
         .into_iter()
         .filter(|&config| !counters.fixed.iter().any(|f| f.config == config && f.free))
-        .filter_map(|config| FIXED.iter().find(|f| f.1 == config).map(|f| f.0))
+        .filter_map(|config| FIXED.iter().find(|event| event.generic_number() == Some(config)))
+        .map(|event| event.name())
         .collect();
     let also = match fixed.as_slice() {
         [] => String::new(),
@@ -127,16 +132,17 @@ mod tests {
 
     /// A host with `general` free counters and fixed ones for these events, which are free or not.
     fn host(general: usize, fixed: &[(&str, bool)]) -> HostProbe {
-        let config = |name: &str| FIXED.iter().find(|f| f.0 == name).unwrap().1;
+        let number = |event: &ArchEvent| event.generic_number().unwrap();
+        let config = |name: &str| number(FIXED.iter().find(|f| f.name() == name).unwrap());
         let fixed = fixed.iter().map(|&(event, free)| FixedCounter {
             event: event.to_owned(),
             config: config(event),
             free,
             general_too: event != "ref-cycles",
         });
-        let generic = FIXED.iter().map(|&(name, config)| GenericEvent {
-            name: name.to_owned(),
-            config,
+        let generic = FIXED.iter().map(|event| GenericEvent {
+            name: event.name().to_owned(),
+            config: number(event),
             opens: true,
         });
         HostProbe {

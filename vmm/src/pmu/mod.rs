@@ -28,8 +28,8 @@ use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext, error_li
 use smallvec::SmallVec;
 use vpmu::exact::Step;
 use vpmu::{
-    BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
-    PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vpmu,
+    Backability, BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite,
+    ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
@@ -96,7 +96,10 @@ pub struct VmPmu {
     clock: Arc<ClockPmu>,
     fed: Arc<FedPmu>,
     kvm: Arc<KvmPmu>,
-    hardware: bool,
+    /// The vendor of the host's PMU, if it can be used.
+    hardware: Option<Vendor>,
+    /// What the host's kernel opens of its generic events.
+    opens: Backability,
     started: Instant,
     /// What samples of the operator look into.
     probe: GuestProbe,
@@ -129,7 +132,9 @@ impl VmPmu {
         core.register(fed.clone());
         let kvm = Arc::new(KvmPmu::new(vm_stats.and_then(|fd| stats_file("the VM", fd))));
         core.register(kvm.clone());
-        let hardware = probe.hardware_pmu;
+        let hardware = probe
+            .hardware_pmu
+            .then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
         Self {
             filter: ArcSwap::new(config.filter.clone()),
             config,
@@ -138,6 +143,7 @@ impl VmPmu {
             fed,
             kvm,
             hardware,
+            opens: backing::opened(probe),
             started: Instant::now(),
             probe: guest,
             own: None,
@@ -157,6 +163,12 @@ impl VmPmu {
     /// [`KvmFilterError`]; nothing has changed.
     pub fn set_kvms_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
         self.own.as_ref().map_or(Ok(()), |own| own.set_filter(filter))
+    }
+
+    /// Who counts what for the guest, for operators, and as CPUID says it.
+    fn sources(&self) -> Sources {
+        let statistic = |name| self.kvm.config(name);
+        backing::sources_of(self.config.policy, self.hardware, self.opens, statistic)
     }
 
     /// What samples look into.
@@ -282,8 +294,7 @@ impl VcpuPmu {
                 return Err(PmuSetupError::Context(e));
             }
         };
-        let hardware = vm.hardware.then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
-        let mut sources = Sources::new(vm.config.policy, hardware, |name| vm.kvm.config(name));
+        let mut sources = vm.sources();
         if !vm.config.stepping.user {
             sources = sources.stepping_kernel_only();
         }

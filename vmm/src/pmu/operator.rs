@@ -2,11 +2,10 @@
 
 use perf_core::Attr;
 use perf_core::EventType;
-use perf_core::pmu::clock::{self, ClockPmu, LevelSource};
+use perf_core::pmu::clock::{ClockPmu, LevelSource};
 use perf_core::pmu::host::GuestSampler;
-use perf_core::pmu::sched;
 use perf_core::pmu::{PmuError, VcpuId};
-use vpmu::{CounterView, EventRequest, GuestEvent, ParavirtualEvent};
+use vpmu::{ArchEvent, Backing, CounterView, EventRequest, GuestEvent, ParavirtualEvent, Way};
 
 use super::VmPmu;
 use control_api::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
@@ -70,6 +69,9 @@ pub enum NotCountable {
     /// Nothing but the host's PMU could count it.
     #[error("this host has no hardware PMU")]
     NoPmu,
+    /// The host's PMU has no such event, and nothing else could count it.
+    #[error("this host's PMU does not count '{0}'")]
+    NotOnHost(String),
     /// No such statistic.
     #[error("this host's KVM keeps no statistic '{0}'")]
     NoStatistic(String),
@@ -115,7 +117,7 @@ impl VmPmu {
             });
         }
         if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
-            if !self.hardware {
+            if self.hardware.is_none() {
                 return Err(NoHostSamples::NoPmu);
             }
             return Ok(HostSampling {
@@ -141,24 +143,22 @@ impl VmPmu {
             return Err(NotCountable::Precise);
         }
         let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
-            EventKind::Hardware(event) if self.hardware => {
-                (EventType::HARDWARE, *event as u64, 0, 0, "hardware", false)
+            EventKind::Hardware(event) => {
+                let way = self.generic(*event).ok_or_else(|| match self.hardware {
+                    Some(_) => NotCountable::NotOnHost(spec.name.clone()),
+                    None => NotCountable::NoPmu,
+                })?;
+                (way.ty, way.config, 0, 0, way.backing.name(), false)
             }
-            EventKind::Hardware(HardwareEvent::Cycles) => {
-                (EventType::CLOCK, clock::CYCLES, 0, 0, "clock", false)
-            }
-            EventKind::Hardware(HardwareEvent::RefCycles) => {
-                (EventType::CLOCK, clock::REF_CYCLES, 0, 0, "clock", false)
-            }
-            EventKind::Cache(config) if self.hardware => {
+            EventKind::Cache(config) if self.hardware.is_some() => {
                 (EventType::HW_CACHE, *config, 0, 0, "hardware", false)
             }
             EventKind::Raw {
                 config,
                 config1,
                 config2,
-            } if self.hardware => (EventType::RAW, *config, *config1, *config2, "hardware", false),
-            EventKind::Hardware(_) | EventKind::Cache(_) | EventKind::Raw { .. } => {
+            } if self.hardware.is_some() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
+            EventKind::Cache(_) | EventKind::Raw { .. } => {
                 return Err(NotCountable::NoPmu);
             }
             EventKind::Software(event) => {
@@ -173,10 +173,14 @@ impl VmPmu {
                 (EventType::KVM, config, 0, 0, "kvm-stat", false)
             }
             EventKind::Paravirtual(name) => {
-                let (ty, config, backing) = self
-                    .paravirtual(name)
-                    .ok_or_else(|| NotCountable::NoParavirtual((*name).to_owned()))?;
-                (ty, config, 0, 0, backing, name.ends_with("-ns"))
+                let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
+                let way = event.and_then(|event| self.sources().paravirtual_for_operator(event));
+                let way = way.ok_or_else(|| NotCountable::NoParavirtual((*name).to_owned()))?;
+                let backing = match way.ty {
+                    EventType::FED => "vmm",
+                    _ => way.backing.name(),
+                };
+                (way.ty, way.config, 0, 0, backing, name.ends_with("-ns"))
             }
         };
         let attr = Attr {
@@ -203,27 +207,21 @@ impl VmPmu {
         })
     }
 
-    /// What counts a paravirtual event on behalf of an operator: the same that does so for the guest.
-    fn paravirtual(&self, name: &str) -> Option<(EventType, u64, &'static str)> {
-        let kvm = |statistic| Some((EventType::KVM, self.kvm.config(statistic)?, "kvm-stat"));
-        let software = |event: SoftwareEvent| Some((EventType::SOFTWARE, event as u64, "software"));
-        match ParavirtualEvent::ALL.into_iter().find(|e| e.name() == name)? {
-            ParavirtualEvent::VmExits => kvm("exits"),
-            ParavirtualEvent::Halts => kvm("halt_exits"),
-            ParavirtualEvent::IrqInjections => kvm("irq_injections"),
-            ParavirtualEvent::NmiInjections => kvm("nmi_injections"),
-            ParavirtualEvent::HostPageFaults => software(SoftwareEvent::PageFaults),
-            ParavirtualEvent::HostContextSwitches => software(SoftwareEvent::ContextSwitches),
-            ParavirtualEvent::HostMigrations => software(SoftwareEvent::CpuMigrations),
-            // KVM's own io_exits and mmio_exits miss the accesses of emulated code.
-            event @ (ParavirtualEvent::IoExits
-            | ParavirtualEvent::MmioExits
-            | ParavirtualEvent::MsrExits
-            | ParavirtualEvent::UncountedNs) => {
-                Some((EventType::FED, vpmu::fed::paravirtual(event) as u64, "vmm"))
-            }
-            // The guest's is fed in steps; an operator asks the host directly.
-            ParavirtualEvent::StealNs => Some((EventType::SCHED, sched::WAIT_NS, "software")),
+    /// Who counts one of perf's generic events.
+    fn generic(&self, event: HardwareEvent) -> Option<Way> {
+        let number = event as u64;
+        match ArchEvent::ALL
+            .into_iter()
+            .find(|arch| arch.generic_number() == Some(number))
+        {
+            Some(arch) => self.sources().for_operator(arch),
+            // perf has numbers for events that differ from one processor to the next.
+            None => self.hardware.map(|_| Way {
+                backing: Backing::Hardware,
+                ty: EventType::HARDWARE,
+                config: number,
+                known: false,
+            }),
         }
     }
 }

@@ -1,0 +1,557 @@
+//! Who counts what: one table, which answers the guest's request, the operator's event and the availability
+//! bits of the guest's CPUID alike.
+//!
+//! For an architectural event the table ([`row`]) says by which number the host's kernel, the vCPU's clock
+//! and the single-stepper count it. [`Sources::ways`] is the only reader of that table. What is particular to
+//! who asks comes after it: a guest's request has a threshold or an edge, an operator's event follows no
+//! policy of the guest's, and CPUID promises only what is known to count.
+
+use perf_core::pmu::{clock, sched};
+use perf_core::{Attr, EventType};
+
+use crate::events::{
+    ArchEvent, Backability, Backing, BackingPolicy, EventRequest, GuestEvent, ParavirtualEvent,
+};
+use crate::fed;
+use crate::model::Vendor;
+
+/// `PERF_COUNT_SW_*` of the host's software events that serve paravirtual events.
+mod software {
+    pub const PAGE_FAULTS: u64 = 2;
+    pub const CONTEXT_SWITCHES: u64 = 3;
+    pub const CPU_MIGRATIONS: u64 = 4;
+}
+
+/// A row of the table: the numbers by which an architectural event can be counted.
+struct Row {
+    /// The host's kernel: `PERF_COUNT_HW_*`.
+    generic: Option<u64>,
+    /// The clock driver.
+    clock: Option<u64>,
+    /// The single-stepper.
+    exact: Option<usize>,
+}
+
+fn row(event: ArchEvent) -> Row {
+    let (generic, clock) = match event {
+        ArchEvent::CoreCycles => (Some(0), Some(clock::CYCLES)),
+        ArchEvent::Instructions => (Some(1), None),
+        ArchEvent::CacheReferences => (Some(2), None),
+        ArchEvent::CacheMisses => (Some(3), None),
+        ArchEvent::Branches => (Some(4), None),
+        ArchEvent::BranchMisses => (Some(5), None),
+        // The SDM leaves the clock of the bus cycles open and names the TSC's among those in use.
+        ArchEvent::BusCycles => (Some(6), Some(clock::REF_CYCLES)),
+        ArchEvent::RefCycles => (Some(9), Some(clock::REF_CYCLES)),
+        ArchEvent::TakenBranches | ArchEvent::Loads | ArchEvent::Stores | ArchEvent::TopdownSlots => {
+            (None, None)
+        }
+    };
+    Row {
+        generic,
+        clock,
+        exact: fed::exact(event),
+    }
+}
+
+impl ArchEvent {
+    /// The number that perf has for it on every host (`PERF_COUNT_HW_*`); `None` where it has none.
+    pub fn generic_number(self) -> Option<u64> {
+        row(self).generic
+    }
+}
+
+/// A way to count something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// Who counts.
+    pub backing: Backing,
+    /// The driver.
+    pub ty: EventType,
+    /// The driver's number for it.
+    pub config: u64,
+    /// It is known to count. Otherwise it is a try: raw numbers of which the host's kernel cannot tell what
+    /// they are.
+    pub known: bool,
+}
+
+/// The number of ways there can be, best first.
+type Ways = [Option<Way>; 2];
+
+/// Who can count what on this host.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    policy: BackingPolicy,
+    /// The single-stepper cannot step CPL 3.
+    kernel_only: bool,
+    /// Vendor of the host's PMU, `None` when it has none that we may use.
+    hardware: Option<Vendor>,
+    /// What the host's kernel opens of its generic events.
+    opens: Backability,
+    /// Number of the KVM statistic that counts each paravirtual event, in the order of their unit masks.
+    statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
+}
+
+impl Sources {
+    /// What `policy` allows on a host whose PMU, if it has one, is `hardware`'s, and opens all generic
+    /// events. `statistic` gives the kvm driver's number of the KVM statistic that counts an event.
+    pub fn new(
+        policy: BackingPolicy,
+        hardware: Option<Vendor>,
+        statistic: impl FnMut(ParavirtualEvent) -> Option<u64>,
+    ) -> Self {
+        Self {
+            policy,
+            kernel_only: false,
+            hardware,
+            opens: Backability::ALL,
+            statistics: ParavirtualEvent::ALL.map(statistic),
+        }
+    }
+
+    /// The host's kernel opens these of its generic events, and no others.
+    #[must_use]
+    pub fn opening(self, opens: Backability) -> Self {
+        Self { opens, ..self }
+    }
+
+    /// The single-stepper steps CPL 0 only: what counts user mode alone is not counted.
+    #[must_use]
+    pub fn stepping_kernel_only(self) -> Self {
+        Self {
+            kernel_only: true,
+            ..self
+        }
+    }
+
+    /// The ways to count an event of a model of `vendor` under `policy`, best first. `raw`: the numbers that
+    /// vendor's processors have for it.
+    fn ways(
+        &self,
+        policy: BackingPolicy,
+        vendor: Vendor,
+        event: Option<ArchEvent>,
+        raw: Option<u64>,
+    ) -> Ways {
+        let row = event.map(row);
+        let own = self.hardware == Some(vendor);
+        // Another vendor's generic event may be another thing.
+        let generic =
+            event.filter(|event| own || self.hardware.is_some() && event.means_the_same_everywhere());
+        let backing = match policy {
+            // KVM's vPMU opens the same events on the host.
+            BackingPolicy::Kvm => Backing::Kvm,
+            _ => Backing::Hardware,
+        };
+        let hardware = match row.as_ref().and_then(|row| row.generic) {
+            Some(number) => generic.filter(|event| self.opens.has(*event)).map(|_| Way {
+                backing,
+                ty: EventType::HARDWARE,
+                config: number,
+                known: true,
+            }),
+            None => raw.filter(|_| own).map(|config| Way {
+                backing,
+                ty: EventType::RAW,
+                config,
+                known: false,
+            }),
+        };
+        let by_clock = row.as_ref().and_then(|row| row.clock).map(|config| Way {
+            backing: Backing::Clock,
+            ty: EventType::CLOCK,
+            config,
+            known: true,
+        });
+        let stepped = row.and_then(|row| row.exact).map(|selector| Way {
+            backing: Backing::Exact,
+            ty: EventType::FED,
+            config: selector as u64,
+            known: true,
+        });
+        match policy {
+            // A clock of another frequency must not go on with what the host's own event counts.
+            BackingPolicy::Auto if own && event == Some(ArchEvent::BusCycles) => [hardware, None],
+            BackingPolicy::Auto => [hardware, by_clock],
+            BackingPolicy::Hardware | BackingPolicy::Kvm => [hardware, None],
+            BackingPolicy::Clock => [by_clock, None],
+            BackingPolicy::Exact => [stepped, None],
+            BackingPolicy::None => [None, None],
+        }
+    }
+
+    /// Who counts a paravirtual event for the guest: these work with every policy.
+    fn paravirtual(&self, event: ParavirtualEvent) -> Option<Way> {
+        let (backing, ty, config) = match event {
+            ParavirtualEvent::VmExits
+            | ParavirtualEvent::Halts
+            | ParavirtualEvent::IrqInjections
+            | ParavirtualEvent::NmiInjections => {
+                let number = self.statistics[usize::from(event.umask().0) - 1]?;
+                (Backing::KvmStat, EventType::KVM, number)
+            }
+            ParavirtualEvent::HostPageFaults => {
+                (Backing::Software, EventType::SOFTWARE, software::PAGE_FAULTS)
+            }
+            ParavirtualEvent::HostContextSwitches => {
+                (Backing::Software, EventType::SOFTWARE, software::CONTEXT_SWITCHES)
+            }
+            ParavirtualEvent::HostMigrations => {
+                (Backing::Software, EventType::SOFTWARE, software::CPU_MIGRATIONS)
+            }
+            // KVM's own io_exits and mmio_exits miss the accesses of emulated code.
+            ParavirtualEvent::IoExits
+            | ParavirtualEvent::MmioExits
+            | ParavirtualEvent::MsrExits
+            | ParavirtualEvent::StealNs
+            | ParavirtualEvent::UncountedNs => {
+                (Backing::Exact, EventType::FED, fed::paravirtual(event) as u64)
+            }
+        };
+        Some(Way {
+            backing,
+            ty,
+            config,
+            known: true,
+        })
+    }
+
+    /// The ways to count what a guest asks for, best first.
+    pub fn of_request(&self, request: &EventRequest) -> impl Iterator<Item = Way> + use<> {
+        let plain = !request.is_modified();
+        let ways = match request.event {
+            // What the host does to a vCPU has no privilege level and no cycles to compare with a threshold.
+            GuestEvent::Paravirtual(event) => [self.paravirtual(event).filter(|_| plain), None],
+            // Thresholds, edges and transactions only hardware knows, by its own numbers.
+            GuestEvent::Architectural(event) if plain => {
+                self.ways(self.policy, request.vendor, Some(event), request.raw_config())
+            }
+            GuestEvent::Architectural(_) | GuestEvent::Raw => {
+                self.ways(self.policy, request.vendor, None, request.raw_config())
+            }
+        };
+        let steps = request.kernel || !self.kernel_only;
+        let steppable = move |way: &Way| way.ty != EventType::FED || steps;
+        let paravirtual = matches!(request.event, GuestEvent::Paravirtual(_));
+        ways.into_iter()
+            .flatten()
+            .filter(move |way| paravirtual || steppable(way))
+    }
+
+    /// The same as events of perf-core: the guest's, pinned and stopped.
+    pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (Backing, Attr)> + use<> {
+        let has_levels = !matches!(request.event, GuestEvent::Paravirtual(_));
+        let base = Attr {
+            pinned: true,
+            disabled: true,
+            exclude_host: true,
+            exclude_user: has_levels && !request.user,
+            exclude_kernel: has_levels && !request.kernel,
+            ..Attr::default()
+        };
+        // KVM opens its own.
+        let ours = self.of_request(request).filter(|way| way.backing != Backing::Kvm);
+        ours.map(move |way| {
+            let attr = Attr {
+                ty: way.ty,
+                config: way.config,
+                ..base.clone()
+            };
+            (way.backing, attr)
+        })
+    }
+
+    /// Who counts an architectural event for a model of `vendor`, if it is known that anybody does.
+    pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<Way> {
+        let ways = self.ways(self.policy, vendor, Some(event), None);
+        ways.into_iter().flatten().find(|way| way.known)
+    }
+
+    /// What the CPUID of a model of `vendor` may promise.
+    pub fn backability(&self, vendor: Vendor) -> Backability {
+        let counted = |event: &ArchEvent| self.known(*event, vendor).is_some();
+        ArchEvent::ALL.into_iter().filter(counted).collect()
+    }
+
+    /// Who counts one of perf's generic events for an operator, whatever counts for the guest. The events are
+    /// those of the host's own vendor.
+    pub fn for_operator(&self, event: ArchEvent) -> Option<Way> {
+        let vendor = self.hardware.unwrap_or(Vendor::Intel);
+        let ways = self.ways(BackingPolicy::Auto, vendor, Some(event), None);
+        ways.into_iter().flatten().next()
+    }
+
+    /// Who counts a paravirtual event for an operator.
+    pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<Way> {
+        match event {
+            // The guest's is fed in steps; an operator asks the host directly.
+            ParavirtualEvent::StealNs => Some(Way {
+                backing: Backing::Software,
+                ty: EventType::SCHED,
+                config: sched::WAIT_NS,
+                known: true,
+            }),
+            _ => self.paravirtual(event),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::{EventSelect, Selection, UnitMask, decode};
+
+    fn request(vendor: Vendor, select: u16, umask: u8) -> EventRequest {
+        let (select, umask) = (EventSelect(select), UnitMask(umask));
+        EventRequest {
+            vendor,
+            selection: Selection::General(select, umask),
+            event: decode(vendor, select, umask),
+            user: true,
+            kernel: false,
+            edge: false,
+            invert: false,
+            cmask: 0,
+            in_transaction: false,
+            checkpointed: false,
+        }
+    }
+
+    fn chosen(
+        policy: BackingPolicy,
+        hardware: Option<Vendor>,
+        request: &EventRequest,
+    ) -> Vec<(Backing, u32, u64)> {
+        let statistic = |event| (event == ParavirtualEvent::VmExits).then_some(42);
+        Sources::new(policy, hardware, statistic)
+            .choose(request)
+            .map(|(backing, attr)| (backing, attr.ty.0, attr.config))
+            .collect()
+    }
+
+    /// Each architectural event, under each policy, on hosts with and without a PMU, of the model's vendor or
+    /// the other, whose kernel opens all generic events, some or none: CPUID promises an event exactly if the
+    /// guest's request for it is known to be counted, and an operator's event is counted by the same.
+    #[test]
+    fn the_three_answers_agree() {
+        let some = Backability::NONE
+            .with(ArchEvent::CoreCycles)
+            .with(ArchEvent::Instructions);
+        let vendors = [Vendor::Intel, Vendor::Amd];
+        for policy in [
+            BackingPolicy::Auto,
+            BackingPolicy::Hardware,
+            BackingPolicy::Clock,
+            BackingPolicy::Exact,
+            BackingPolicy::Kvm,
+            BackingPolicy::None,
+        ] {
+            for hardware in [None, Some(Vendor::Intel), Some(Vendor::Amd)] {
+                for opens in [Backability::ALL, some, Backability::NONE] {
+                    let sources = Sources::new(policy, hardware, |_| None).opening(opens);
+                    for vendor in vendors {
+                        for event in ArchEvent::ALL {
+                            agree(&sources, vendor, event);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn agree(sources: &Sources, vendor: Vendor, event: ArchEvent) {
+        let case = format!("{event:?} of a model of {vendor:?} with {sources:?}");
+        let promised = sources.backability(vendor).has(event);
+        for selection in [
+            Selection::General(EventSelect(0x12), UnitMask(0x34)),
+            Selection::Fixed(0),
+        ] {
+            let asked = EventRequest {
+                selection,
+                event: GuestEvent::Architectural(event),
+                kernel: true,
+                ..request(vendor, 0, 0)
+            };
+            let ways: Vec<Way> = sources.of_request(&asked).collect();
+            let counted = ways.iter().find(|way| way.known);
+            assert_eq!(promised, counted.is_some(), "{case}");
+            assert_eq!(sources.known(event, vendor), counted.copied(), "{case}");
+            // What is not promised is at most tried, by the numbers of the host's own processor.
+            let tried = |way: &Way| way.known || way.ty == EventType::RAW && sources.hardware == Some(vendor);
+            assert!(ways.iter().all(tried), "{case}");
+            let ours = sources
+                .choose(&asked)
+                .map(|(backing, attr)| (backing, attr.ty, attr.config));
+            let kvms = ways.iter().filter(|way| way.backing == Backing::Kvm).count();
+            assert_eq!(ours.count() + kvms, ways.len(), "{case}");
+            let own = sources.hardware.is_none_or(|host| host == vendor);
+            if sources.policy == BackingPolicy::Auto && own {
+                assert_eq!(sources.for_operator(event), counted.copied(), "{case}");
+            }
+        }
+        // An operator's event does not change with the guest's policy.
+        let auto = Sources {
+            policy: BackingPolicy::Auto,
+            ..sources.clone()
+        };
+        assert_eq!(sources.for_operator(event), auto.for_operator(event), "{case}");
+    }
+
+    /// A number means one event.
+    #[test]
+    fn generic_numbers_are_told_apart() {
+        let mut numbers: Vec<u64> = ArchEvent::ALL
+            .into_iter()
+            .filter_map(ArchEvent::generic_number)
+            .collect();
+        numbers.sort_unstable();
+        assert_eq!(numbers, [0, 1, 2, 3, 4, 5, 6, 9]);
+    }
+
+    /// What the host's kernel does not open is not tried in vain, and the clock counts what it can of it.
+    #[test]
+    fn events_that_the_host_does_not_open_are_left_to_the_clock() {
+        let cycles_only = Backability::NONE.with(ArchEvent::CoreCycles);
+        let sources = Sources::new(BackingPolicy::Auto, Some(Vendor::Amd), |_| None).opening(cycles_only);
+        let ways = |select, umask| -> Vec<Backing> {
+            let request = request(Vendor::Amd, select, umask);
+            sources.choose(&request).map(|(backing, _)| backing).collect()
+        };
+        assert_eq!(ways(0x76, 0), [Backing::Hardware, Backing::Clock]);
+        assert_eq!(ways(0x120, 1), [Backing::Clock]);
+        assert_eq!(ways(0xC0, 0), []);
+    }
+
+    /// The guest's steal time is fed in steps; an operator asks the host.
+    #[test]
+    fn operators_ask_the_host_for_stolen_time() {
+        let sources = Sources::new(BackingPolicy::None, None, |_| Some(7));
+        let way = |event| {
+            sources
+                .paravirtual_for_operator(event)
+                .map(|way| (way.ty, way.config))
+        };
+        assert_eq!(
+            way(ParavirtualEvent::StealNs),
+            Some((EventType::SCHED, sched::WAIT_NS))
+        );
+        assert_eq!(way(ParavirtualEvent::VmExits), Some((EventType::KVM, 7)));
+    }
+
+    #[test]
+    fn auto_prefers_the_hosts_pmu_and_falls_back_to_the_clock() {
+        let cycles = request(Vendor::Intel, 0x3C, 0);
+        let hardware = (Backing::Hardware, EventType::HARDWARE.0, 0);
+        let clock = (Backing::Clock, EventType::CLOCK.0, 0);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cycles),
+            [hardware, clock]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, None, &cycles), [clock]);
+        assert_eq!(
+            chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &cycles),
+            [hardware]
+        );
+        assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Amd), &cycles), [clock]);
+        assert_eq!(chosen(BackingPolicy::None, Some(Vendor::Amd), &cycles), []);
+    }
+
+    #[test]
+    fn raw_numbers_go_to_a_host_of_the_same_vendor_only() {
+        let raw = request(Vendor::Intel, 0xD1, 0x20);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &raw),
+            [(Backing::Hardware, EventType::RAW.0, 0x20D1)]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &raw), []);
+        let modified = EventRequest {
+            cmask: 16,
+            invert: true,
+            ..request(Vendor::Intel, 0xC0, 0)
+        };
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &modified),
+            [(Backing::Hardware, EventType::RAW.0, 0x1080_00C0)]
+        );
+        assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
+    }
+
+    /// The bus cycles of a host of the same vendor run at that host's clock, which is not the TSC's; with
+    /// anything else they are the TSC's.
+    #[test]
+    fn bus_cycles_have_one_clock_for_all_their_time() {
+        let bus = request(Vendor::Intel, 0x3C, 1);
+        let clock = (Backing::Clock, EventType::CLOCK.0, clock::REF_CYCLES);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &bus),
+            [(Backing::Hardware, EventType::HARDWARE.0, 6)]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &bus), [clock]);
+        assert_eq!(chosen(BackingPolicy::Auto, None, &bus), [clock]);
+        assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Intel), &bus), [clock]);
+        assert_eq!(chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &bus), []);
+    }
+
+    /// Linux's generic cache events are the second level's on AMD.
+    #[test]
+    fn the_last_level_cache_is_not_counted_by_another_vendors_events() {
+        for umask in [0x4F, 0x41] {
+            let cache = request(Vendor::Intel, 0x2E, umask);
+            assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cache), []);
+            assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Intel), &cache).len(), 1);
+        }
+        let misses = request(Vendor::Intel, 0xC5, 0);
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Amd), &misses),
+            [(Backing::Hardware, EventType::HARDWARE.0, 5)]
+        );
+    }
+
+    #[test]
+    fn transactions_are_counted_by_the_hosts_own_numbers_or_not_at_all() {
+        let in_transaction = EventRequest {
+            in_transaction: true,
+            checkpointed: true,
+            ..request(Vendor::Intel, 0x3C, 0)
+        };
+        assert_eq!(
+            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &in_transaction),
+            [(Backing::Hardware, EventType::RAW.0, 0x3_0000_003C)]
+        );
+        assert_eq!(chosen(BackingPolicy::Auto, None, &in_transaction), []);
+    }
+
+    #[test]
+    fn a_guests_own_events_never_count_the_host_and_keep_to_its_levels() {
+        for policy in [BackingPolicy::Auto, BackingPolicy::Clock, BackingPolicy::Exact] {
+            for (_, attr) in
+                Sources::new(policy, Some(Vendor::Intel), |_| None).choose(&request(Vendor::Intel, 0x3C, 0))
+            {
+                assert!(attr.exclude_host && attr.pinned && attr.disabled);
+                assert!(attr.exclude_kernel && !attr.exclude_user);
+            }
+        }
+    }
+
+    #[test]
+    fn paravirtual_events_need_no_pmu_and_take_no_threshold() {
+        let exits = request(Vendor::Amd, 0xFFF, 1);
+        assert_eq!(
+            chosen(BackingPolicy::None, None, &exits),
+            [(Backing::KvmStat, EventType::KVM.0, 42)]
+        );
+        assert_eq!(
+            chosen(
+                BackingPolicy::Auto,
+                Some(Vendor::Amd),
+                &EventRequest { cmask: 1, ..exits }
+            ),
+            []
+        );
+        // This host's KVM has no such statistic.
+        assert_eq!(
+            chosen(BackingPolicy::Auto, None, &request(Vendor::Amd, 0xFFF, 4)),
+            []
+        );
+    }
+}
