@@ -345,6 +345,46 @@ mod tests {
         assert_eq!(waits, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256, 256]);
     }
 
+    /// A counter is warned of once for each time that it has no place, and a second has one line.
+    #[test]
+    fn a_warning_comes_once_a_second_and_once_for_each_time() {
+        let mut lost = Lost::default();
+        let mut logged = |n: u32, now_ns: u64, anew: bool| {
+            if anew {
+                lost.forget(counter(n), || now_ns);
+            }
+            lost.warn(counter(n), &"cycles", Lack::NoSlot, false, now_ns);
+            (lost.logged_ns, lost.unlogged)
+        };
+        assert_eq!(logged(0, 5, false), (Some(5), 0));
+        assert_eq!(logged(0, LOG_EVERY_NS * 2, false), (Some(5), 0), "it was told");
+        assert_eq!(logged(1, LOG_EVERY_NS + 4, false), (Some(5), 1));
+        assert_eq!(logged(0, LOG_EVERY_NS + 4, true), (Some(5), 2));
+        assert_eq!(
+            logged(2, LOG_EVERY_NS + 5, false),
+            (Some(LOG_EVERY_NS + 5), 0),
+            "those left out are in this line"
+        );
+    }
+
+    /// What the host says is told with what helps.
+    #[test]
+    fn a_refusal_comes_with_its_meaning() {
+        for (lack, word) in [
+            (Lack::NoSlot, "guest-first"),
+            (Lack::Busy, "nmi_watchdog"),
+            (Lack::Taken, "nmi_watchdog"),
+            (Lack::Refused(libc::EMFILE), "ulimit -n"),
+            (Lack::Refused(libc::EACCES), "perf_event_paranoid"),
+            (Lack::Refused(libc::EOPNOTSUPP), "mediated"),
+            (Lack::Refused(libc::ENODEV), "no such event"),
+        ] {
+            assert!(remedy(lack).contains(word), "{lack:?}: {}", remedy(lack));
+        }
+        let said = Lack::Refused(libc::EMFILE).to_string();
+        assert!(said.contains("open files"), "{said}");
+    }
+
     proptest! {
         /// The time with any counter uncounted is what a clock with a tick for each nanosecond would say.
         #[test]
