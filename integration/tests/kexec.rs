@@ -51,7 +51,7 @@ case $stage in
 2) section kexec2 next 3 crashkernel=400M ;;
 3)
 	section crash-loaded last
-	echo c >/proc/sysrq-trigger
+	/kexec -c
 	;;
 esac
 "#;
