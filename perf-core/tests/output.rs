@@ -186,16 +186,20 @@ fn children_write_to_their_parents_ring() {
     overflow(&m, &v1, 5);
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let format = Format::from(&attr);
-    let mut tids = Vec::new();
+    let (mut tids, mut own_ids) = (Vec::new(), Vec::new());
     while let Some(raw) = reader.next_record().unwrap() {
         let Record::Sample(s) = Record::decode(raw, format).unwrap() else {
             panic!()
         };
         assert_eq!(s.id, e.id());
-        assert_ne!(s.stream_id, s.id, "a child has an id of its own");
         tids.push(s.tid);
+        own_ids.push(s.stream_id);
     }
     assert_eq!(tids, [1000, 1001]);
+    own_ids.extend([0, e.id()]);
+    own_ids.sort_unstable();
+    own_ids.dedup();
+    assert_eq!(own_ids.len(), 4, "each child has an id of its own");
 }
 
 #[test]
@@ -463,6 +467,31 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
     overflow(&m, &v, 5);
     assert_eq!(e.poll(), Poll::IN);
     assert_eq!(e.poll(), Poll::empty(), "taken once");
+}
+
+/// Nothing more comes of an event that its limit has ended. If others write to the ring, too, more may come there.
+#[test]
+fn an_event_at_its_limit_hangs_its_own_ring_up_and_no_others() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let limited = Attr {
+        disabled: true,
+        ..sampling(5)
+    };
+    let target = m.open_vcpu(sampling(1000), None);
+    let shared = target.map(1, true).unwrap();
+    let source = m.open_vcpu(limited.clone(), None);
+    source.set_output(Some(&target)).unwrap();
+    source.refresh(1).unwrap();
+    overflow(&m, &v, 5);
+    let state = shared.take_poll();
+    assert!(state.readable && !state.hang_up);
+
+    let alone = m.open_vcpu(limited, None);
+    let ring = alone.map(1, true).unwrap();
+    alone.refresh(1).unwrap();
+    overflow(&m, &v, 5);
+    assert!(ring.take_poll().hang_up);
 }
 
 /// While its ring is paused an event counts on, what is in the ring stays, and what would have come is told

@@ -429,7 +429,8 @@ fn is_ahead(a: u64, b: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicU64;
+    use std::cell::RefCell;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     const SIZE: u64 = 4096;
 
@@ -604,5 +605,167 @@ mod tests {
         protocol.end(&page.shared(), first);
         protocol.end(&page.shared(), second);
         assert_eq!(page.head.load(Acquire), 4088);
+    }
+
+    /// What another thread does, at a step of this one.
+    type Meanwhile = (Step, Box<dyn FnOnce()>);
+
+    thread_local! {
+        static MEANWHILE: RefCell<Option<Meanwhile>> = const { RefCell::new(None) };
+    }
+
+    #[derive(Clone, Copy, PartialEq)]
+    enum Step {
+        /// Before a compare-and-swap.
+        Swap,
+        /// After so many loads.
+        Loads(u32),
+    }
+
+    impl Step {
+        fn comes(self) {
+            let due = MEANWHILE.with_borrow_mut(|meanwhile| {
+                let (at, _) = meanwhile.as_mut()?;
+                match (&mut *at, self) {
+                    (Self::Loads(n @ 2..), Self::Loads(_)) => *n -= 1,
+                    (Self::Loads(_), Self::Loads(_)) | (Self::Swap, Self::Swap) => return meanwhile.take(),
+                    _ => {}
+                }
+                None
+            });
+            if let Some((_, act)) = due {
+                act();
+            }
+        }
+    }
+
+    /// A word whose steps another thread comes between, where a test wants that.
+    struct Stepped(AtomicU64);
+
+    impl Word for Stepped {
+        fn new(value: u64) -> Self {
+            Self(AtomicU64::new(value))
+        }
+        fn load(&self, order: Ordering) -> u64 {
+            let value = self.0.load(order);
+            Step::Loads(1).comes();
+            value
+        }
+        fn store(&self, value: u64, order: Ordering) {
+            self.0.store(value, order);
+        }
+        fn swap_if(&self, current: u64, new: u64) -> Result<u64, u64> {
+            Step::Swap.comes();
+            Word::swap_if(&self.0, current, new)
+        }
+        fn fetch_add(&self, value: u64, order: Ordering) -> u64 {
+            self.0.fetch_add(value, order)
+        }
+        fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
+            self.0.fetch_max(value, order)
+        }
+        fn swap(&self, value: u64, order: Ordering) -> u64 {
+            self.0.swap(value, order)
+        }
+    }
+
+    /// A ring that lasts as long as the process.
+    struct Steps {
+        protocol: Protocol<Stepped>,
+        head: Stepped,
+        tail: Stepped,
+    }
+
+    impl Steps {
+        fn new(overwrite: bool) -> &'static Self {
+            let shape = Shape {
+                size: SIZE,
+                overwrite,
+            };
+            Box::leak(Box::new(Self {
+                protocol: Protocol::new(shape, 0),
+                head: Stepped::new(0),
+                tail: Stepped::new(0),
+            }))
+        }
+
+        fn begin(&self, len: u64) -> Option<Claim> {
+            let shared = Shared {
+                data_head: &self.head,
+                data_tail: &self.tail,
+            };
+            self.protocol.reserve(&shared, len, 0)
+        }
+
+        fn end(&self, claim: Claim) {
+            let shared = Shared {
+                data_head: &self.head,
+                data_tail: &self.tail,
+            };
+            self.protocol.end(&shared, claim);
+        }
+
+        fn published(&self) -> u64 {
+            self.head.0.load(Acquire)
+        }
+    }
+
+    fn meanwhile(at: Step, act: impl FnOnce() + 'static) {
+        MEANWHILE.set(Some((at, Box::new(act))));
+    }
+
+    #[test]
+    fn p28_who_joins_and_ends_before_the_publisher_counts_out_is_published_by_it() {
+        let ring = Steps::new(false);
+        let first = ring.begin(64).expect("room");
+        meanwhile(Step::Swap, || {
+            assert_eq!(ring.published(), 64);
+            let second = ring.begin(64).expect("room");
+            ring.end(second);
+            assert_eq!(ring.published(), 64, "it is not alone");
+        });
+        ring.end(first);
+        assert_eq!(ring.published(), 128);
+    }
+
+    /// The last of an old generation has published all there is, and somebody joins before it counts out. Then
+    /// it is to publish the boundary of its generation, which is behind.
+    #[test]
+    fn p29_a_boundary_that_is_behind_is_not_published() {
+        for others in [0, 64] {
+            let ring = Steps::new(false);
+            let first = ring.begin(64).expect("room");
+            let second = ring.begin(512).expect("room");
+            ring.end(second);
+            if others > 0 {
+                let third = ring.begin(others).expect("room");
+                ring.end(third);
+            }
+            let all = 576 + others;
+            meanwhile(Step::Swap, move || {
+                assert_eq!(ring.published(), all);
+                let joiner = ring.begin(64).expect("room");
+                // It ends at last.
+                meanwhile(Step::Swap, move || {
+                    assert_eq!(ring.published(), all, "data_head is never taken back");
+                    ring.end(joiner);
+                });
+            });
+            ring.end(first);
+            assert_eq!(ring.published(), all + 64);
+        }
+    }
+
+    /// A refusal rests on what was true at one moment: not on a published position from before and a head from
+    /// after somebody has published.
+    #[test]
+    fn room_that_comes_between_two_looks_is_seen() {
+        let ring = Steps::new(true);
+        let first = ring.begin(SIZE / 4).expect("as much as may be in flight");
+        assert!(ring.begin(8).is_none());
+        // Its looks are at the tail, at what is published, and at the state.
+        meanwhile(Step::Loads(2), move || ring.end(first));
+        assert!(ring.begin(8).is_some());
+        assert_eq!(ring.published(), SIZE / 4);
     }
 }

@@ -210,3 +210,53 @@ fn the_largest_record_fits_an_empty_ring_after_a_loss_too() {
         }
     }
 }
+
+/// A LOST record has the trailer of the writer that finds room again, of up to six words, and leaves that much
+/// less for the largest record.
+#[test]
+fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
+    for words in 0..=7 {
+        let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
+        let mut reader = RingReader::of(Arc::clone(&ring));
+        let mut trailer = Trailer::NONE;
+        for word in 0..words {
+            trailer.put_u64(100 + word);
+        }
+        let said: Vec<u64> = (0..words.min(6)).map(|word| 100 + word).collect();
+        let bytes: Vec<u8> = said.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        assert_eq!(trailer.bytes(), bytes);
+        ring.set_lost_id(7);
+        ring.pause(true);
+        assert!(ring.begin_with(16, true, &trailer).is_err());
+        assert!(matches!(
+            ring.begin_run_with(16, 2, &trailer),
+            Err(RingError::Full)
+        ));
+        ring.pause(false);
+        let largest = 4096 - 8 - 24 - bytes.len();
+        assert!(matches!(
+            ring.begin_with(largest + 8, true, &trailer),
+            Err(RingError::TooLarge { limit, .. }) if limit == largest
+        ));
+        drop(ring.begin_with(largest, true, &trailer).expect("room for both"));
+        let lost = reader.next_record().expect("sound").expect("LOST");
+        assert_eq!((lost.ty(), lost.bytes().len()), (LOST_TYPE, 24 + bytes.len()));
+        let (fixed, end) = lost.body().split_at(16);
+        assert_eq!(
+            fixed,
+            [[7, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]].concat()
+        );
+        assert_eq!(end, bytes);
+        let record = reader.next_record().expect("sound").expect("the record");
+        assert_eq!(record.bytes().len(), largest);
+
+        // And so has one before a run. Who looks on gives back what was read.
+        assert!(reader.next_record().expect("sound").is_none());
+        ring.pause(true);
+        assert!(ring.begin(16, true).is_err());
+        ring.pause(false);
+        drop(ring.begin_run_with(64, 2, &trailer).expect("room for both"));
+        let lost = reader.next_record().expect("sound").expect("LOST");
+        assert_eq!(lost.body()[16..], bytes);
+    }
+}
