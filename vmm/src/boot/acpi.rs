@@ -163,8 +163,8 @@ fn madt(cpus: VcpuNumbers) -> Vec<u8> {
         madt.append_slice(&bytes_of(&ProcessorLocalApic::new(id, id, status)));
     }
     madt.append_slice(&bytes_of(&IoApic::new(IO_APIC_ID, layout::IO_APIC, 0)));
-    // KVM's timer interrupt, ISA IRQ 0, arrives at I/O APIC input 2.
-    madt.append_slice(&source_override(0, 2, 0));
+    // None for IRQ 0: KVM's default routing leads its timer's interrupt to I/O APIC input 0, where ACPI has it
+    // unless it is told otherwise.
     madt.append_slice(&source_override(SCI_IRQ, u32::from(SCI_IRQ), LEVEL | ACTIVE_HIGH));
     // LINT1 of every local APIC is the NMI (type 4; processor 0xFF is all).
     madt.append_slice(&[4, 6, 0xFF, 0, 0, 1]);
@@ -184,6 +184,21 @@ mod tests {
 
     fn sum(bytes: &[u8]) -> u8 {
         bytes.iter().fold(0, |a, b| a.wrapping_add(*b))
+    }
+
+    /// KVM's timer raises I/O APIC input 0, which is where Linux looks for it without an override.
+    #[test]
+    fn the_timers_interrupt_is_where_kvm_leads_it() {
+        let madt = madt("1".parse().unwrap());
+        let mut at = 44;
+        let mut overridden = Vec::new();
+        while at < madt.len() {
+            if madt[at] == 2 {
+                overridden.push(madt[at + 3]);
+            }
+            at += usize::from(madt[at + 1]);
+        }
+        assert_eq!(overridden, [SCI_IRQ]);
     }
 
     #[test]

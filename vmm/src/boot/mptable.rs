@@ -54,13 +54,11 @@ pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
         .concat(),
     );
     for irq in 0..16u8 {
-        // IRQ 0 arrives at input 2; IRQ 2 is the cascade and has no input of its own.
-        let pin = match irq {
-            0 => 2,
-            2 => continue,
-            n => n,
-        };
-        push(&[IO_INTERRUPT, INT, 0, 0, 0, irq, IO_APIC_ID, pin]);
+        // IRQ 2 is the cascade and has no input of its own. KVM's default routing leads each of the others,
+        // its timer's IRQ 0 too, to the input of its number.
+        if irq != 2 {
+            push(&[IO_INTERRUPT, INT, 0, 0, 0, irq, IO_APIC_ID, irq]);
+        }
     }
     push(&[LOCAL_INTERRUPT, EXTINT, 0, 0, 0, 0, 0, 0]);
     push(&[LOCAL_INTERRUPT, NMI, 0, 0, 0, 0, 0xFF, 1]);
