@@ -98,7 +98,7 @@ check:
 loom:
 	CARGO_TARGET_DIR=$(TARGET_DIR)/loom RUSTFLAGS="--cfg loom" \
 		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_DEBUG=false \
-		$(CARGO) test -p perf-core --release --lib model
+		$(CARGO) test -p perf-core --release --lib ::model::
 
 # Where the sanitizers' own builds go, and what both run: rings and their control pages, in threads, signals, processes.
 SANITIZE = CARGO_TARGET_DIR=$(TARGET_DIR)/sanitize-$(1) \

@@ -512,6 +512,11 @@ impl Estimator {
         all.close(now_ns)
     }
 
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "an estimate is rounded and saturates"
+    )]
     fn close(&self, now_ns: u64) -> Option<Estimate> {
         if self.running_ns == 0 {
             return None;

@@ -136,32 +136,30 @@
 //!
 //! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free
 //! on the hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is:
-//! topology (opening, closing, hot-add), where records go, family, context, the list of drivers, ring memory.
-//! Builds with debug assertions panic where it is broken. Rings have no locks.
+//! topology (opening, closing, hot-add), where records go, family, context, the list of drivers, the list of open events,
+//! ring memory. Builds with debug assertions panic where it is broken. Rings have no locks.
 
-mod builder;
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+        clippy::allow_attributes_without_reason,
+        clippy::allow_attributes
+    )
+)]
+
+mod api;
 mod context;
-mod control;
-mod core;
 mod error_line;
-mod event;
-mod group;
-mod handle;
-mod inherit;
-mod limits;
 mod lock;
-mod lost;
+mod model;
 mod notify;
-mod open;
-mod output;
-mod overflow;
-mod read;
 mod sample;
 mod schedule;
-mod sideband;
-mod slices;
-mod software;
-mod switch;
+mod service;
 
 pub mod attr;
 pub mod estimate;
@@ -171,25 +169,22 @@ pub mod record;
 pub mod ring;
 pub mod time;
 
+pub use crate::api::{
+    ConfigError, CoreBuilder, GroupReading, GuestMapping, Handle, Knob, KnobError, OpenFlags, OpenTarget,
+    Pin, Reading, Scope, Session, VcpuReading,
+};
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
-pub use crate::builder::{ConfigError, CoreBuilder};
 pub use crate::context::ContextStats;
-pub use crate::control::{ControlError, Scope};
-pub use crate::core::{Core, VcpuContext};
 pub use crate::error_line::error_line;
-pub use crate::event::State;
-pub use crate::handle::Handle;
-pub use crate::limits::{CoreConfig, Knob, KnobError, Role, Session};
-pub use crate::lost::{Failure, FailureCause};
+pub use crate::model::failure::{Failure, FailureCause};
+pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs};
+pub use crate::model::software::{Level, SoftwareId};
+pub use crate::model::state::State;
 pub use crate::notify::Poll;
-pub use crate::open::{OpenError, OpenFlags, OpenTarget};
-pub use crate::output::MapError;
-pub use crate::overflow::{CALLCHAIN_MAX, SampleRegs};
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
-pub use crate::read::{GroupReading, Reading, VcpuReading};
 pub use crate::record::CpuMode;
 pub use crate::sample::Overflowed;
 pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
-pub use crate::sideband::GuestMapping;
-pub use crate::software::{Level, SoftwareId};
-pub use crate::switch::Pin;
+pub use crate::service::config::{CoreConfig, Role};
+pub use crate::service::core::{Core, VcpuContext};
+pub use crate::service::error::{ControlError, MapError, OpenError};

@@ -24,6 +24,8 @@ pub(crate) enum Rank {
     Context,
     /// The registered drivers.
     Drivers,
+    /// What the open events hang together with, by id.
+    Opened,
     /// Who has how much ring memory.
     Memory,
     /// The events a session has opened.
@@ -105,7 +107,7 @@ pub(crate) use unchecked::Held;
 mod checked {
     use std::cell::Cell;
 
-    use super::Rank;
+    use crate::lock::Rank;
 
     /// Most locks a thread may hold at once.
     const MOST: usize = 8;
@@ -168,7 +170,7 @@ mod checked {
 
 #[cfg(not(debug_assertions))]
 mod unchecked {
-    use super::Rank;
+    use crate::lock::Rank;
 
     /// Nothing: release builds do not check the order.
     #[derive(Debug)]
@@ -208,6 +210,7 @@ mod tests {
             Rank::Family,
             Rank::Context,
             Rank::Drivers,
+            Rank::Opened,
             Rank::Memory,
             Rank::Session,
         ];

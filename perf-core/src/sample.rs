@@ -137,7 +137,7 @@ impl Sampling {
     /// The count decides, not the number of notifications: those may be merged, late or doubled.
     pub fn passed(&mut self, raw: u64) -> u32 {
         let over = raw.wrapping_sub(self.next_at);
-        if !self.is_on() || (over as i64) < 0 {
+        if !self.is_on() || over.cast_signed() < 0 {
             return 0;
         }
         if self.period == 0 {
@@ -149,6 +149,11 @@ impl Sampling {
         self.due = self.next_at.wrapping_add(more * self.period);
         self.next_at = self.due.wrapping_add(self.period);
         u32::try_from(more + 1).unwrap_or(u32::MAX)
+    }
+
+    /// Whether [`Sampling::passed`] would find an overflow point at or below `raw`.
+    pub fn is_due(&self, raw: u64) -> bool {
+        self.is_on() && raw.wrapping_sub(self.next_at).cast_signed() >= 0
     }
 
     /// `n` of its counts cannot be sampled: they bring the next overflow no nearer.
@@ -275,6 +280,11 @@ impl Sampling {
 ///
 /// Rounding is towards longer periods: an increase of 1 is made at once, and a period within 14 above the
 /// ideal stays.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "it was clamped to 1 and 2^63 - 1"
+)]
 pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
     let ideal = u128::from(events) * u128::from(period) / u128::from(freq.max(1));
     let ideal = i128::try_from(ideal).unwrap_or(i128::MAX / 2);

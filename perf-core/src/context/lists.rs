@@ -4,64 +4,35 @@
 use std::sync::atomic::Ordering;
 
 use super::Context;
-use crate::event::{Source, State};
-
-/// Which list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum List {
-    /// It overflows.
-    Armed,
-    /// It is throttled until the next tick.
-    Throttled,
-    /// Its period follows a frequency.
-    Frequency,
-}
-
-/// The lists of a context: keys of events, in no order that means anything.
-#[derive(Debug, Default)]
-pub(crate) struct Lists([Vec<usize>; 3]);
-
-/// Where an event stands in each list.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Places([Option<usize>; 3]);
-
-impl Lists {
-    pub fn of(&self, list: List) -> &[usize] {
-        &self.0[list as usize]
-    }
-
-    /// Makes room for `events` events in each list, so that none has to grow on a hot path.
-    pub fn reserve(&mut self, events: usize) {
-        for list in &mut self.0 {
-            list.reserve(events.saturating_sub(list.len()));
-        }
-    }
-}
+use crate::model::event::Source;
+use crate::model::keys::EventKey;
+use crate::model::lists::List;
+use crate::model::state::State;
 
 impl Context {
     /// Puts an event into a list, once.
-    pub fn enlist(&mut self, list: List, key: usize) {
-        let keys = &mut self.lists.0[list as usize];
-        self.events[key].places.0[list as usize].get_or_insert_with(|| {
+    pub fn enlist(&mut self, list: List, key: EventKey) {
+        let keys = self.lists.keys(list);
+        self.events[key].places.of(list).get_or_insert_with(|| {
             keys.push(key);
             keys.len() - 1
         });
     }
 
     /// Takes an event out of a list, if it is there. The last one takes its place.
-    pub fn unlist(&mut self, list: List, key: usize) {
-        let Some(at) = self.events[key].places.0[list as usize].take() else {
+    pub fn unlist(&mut self, list: List, key: EventKey) {
+        let Some(at) = self.events[key].places.of(list).take() else {
             return;
         };
-        let keys = &mut self.lists.0[list as usize];
+        let keys = self.lists.keys(list);
         keys.swap_remove(at);
         if let Some(&moved) = keys.get(at) {
-            self.events[moved].places.0[list as usize] = Some(at);
+            *self.events[moved].places.of(list) = Some(at);
         }
     }
 
     /// Puts an event that is on into the lists it belongs to.
-    pub fn enlist_active(&mut self, key: usize) {
+    pub fn enlist_active(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         if event.state != State::Active || !event.sampling.is_on() {
             return;
@@ -82,7 +53,7 @@ impl Context {
     }
 
     /// Puts an event by whose overflows passed and were not served.
-    pub fn put_by(&mut self, key: usize) {
+    pub fn put_by(&mut self, key: EventKey) {
         if !self.pending.contains(&key) {
             self.pending.push(key);
         }
@@ -101,14 +72,14 @@ impl Context {
     }
 
     /// Takes an event that goes off out of all lists.
-    pub fn unlist_all(&mut self, key: usize) {
+    pub fn unlist_all(&mut self, key: EventKey) {
         for list in [List::Armed, List::Throttled, List::Frequency] {
             self.unlist(list, key);
         }
     }
 
     /// The event's overflows are switched off until the next tick that finds it on.
-    pub fn mark_throttled(&mut self, key: usize) {
+    pub fn mark_throttled(&mut self, key: EventKey) {
         self.events[key].sampling.throttled = true;
         if self.events[key].state == State::Active {
             self.enlist(List::Throttled, key);

@@ -2,16 +2,19 @@
 //! leaves.
 
 use super::Context;
-use crate::event::{Event, Owner, Source, State};
-use crate::group::{Class, Group};
+use crate::model::event::{Event, Source};
+use crate::model::keys::EventKey;
+use crate::model::state::{Owner, State};
+use crate::model::times::EventTimes;
+use crate::schedule::group::{Class, Group};
 
 impl Context {
     /// Adds an event: to the group of event `leader`, or as the leader of a group of its own. It goes on at
     /// once if it may and there is room.
-    pub fn add(&mut self, mut event: Event, leader: Option<usize>, now_ns: u64) -> usize {
+    pub fn add(&mut self, mut event: Event, leader: Option<EventKey>, now_ns: u64) -> EventKey {
         let pool = event.pool;
         let time = self.clock.advance(now_ns);
-        event.times = crate::time::EventTimes::attach(time);
+        event.times = EventTimes::attach(time);
         let (pinned, exclusive) = (event.shared.attr.pinned, event.shared.attr.exclusive);
         let owner = event.top().owner;
         let enabled = event.state >= State::Inactive;
@@ -41,7 +44,7 @@ impl Context {
             wants.reserve(members.len().saturating_sub(wants.len()));
         }
         if matches!(self.events[key].source, Source::Raised(_)) {
-            self.raised[self.events[key].shared.attr.config as usize].push(key);
+            self.raised[raised_id(&self.events[key])].push(key);
         }
 
         let mut requeue = false;
@@ -60,7 +63,7 @@ impl Context {
 
     /// Removes an event, off. The siblings of a removed leader become leaders of groups of their own, in the
     /// states they are in.
-    pub fn remove(&mut self, key: usize, now_ns: u64) -> Event {
+    pub fn remove(&mut self, key: EventKey, now_ns: u64) -> Event {
         let group = self.events[key].group;
         let pool = self.groups[group].pool;
         let was_leader = self.is_leader(key);
@@ -102,7 +105,7 @@ impl Context {
         }
         self.pending.retain(|p| *p != key);
         if matches!(self.events[key].source, Source::Raised(_)) {
-            self.raised[self.events[key].shared.attr.config as usize].retain(|r| *r != key);
+            self.raised[raised_id(&self.events[key])].retain(|r| *r != key);
         }
         let event = self.events.remove(key);
         if let Some(pool) = pool {
@@ -111,7 +114,7 @@ impl Context {
         event
     }
 
-    fn make_singleton(&mut self, key: usize, leader_was_off: bool, now_ns: u64) {
+    fn make_singleton(&mut self, key: EventKey, leader_was_off: bool, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let event = &mut self.events[key];
         if let Source::Driver(driver) = &mut event.source {
@@ -145,4 +148,13 @@ fn class_of(owner: Owner, pinned: bool) -> Class {
         (Owner::OperatorVcpu, true) => Class::PinnedVcpu,
         (Owner::Guest | Owner::OperatorVcpu, false) => Class::FlexibleVcpu,
     }
+}
+
+/// Which raised event it counts.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the number was checked when the event was opened"
+)]
+fn raised_id(event: &Event) -> usize {
+    event.shared.attr.config as usize
 }

@@ -4,13 +4,16 @@
 
 use smallvec::SmallVec;
 
-use super::{Context, List};
-use crate::event::{Event, Owner, State};
-use crate::lost::FailureCause;
+use super::Context;
+use crate::model::event::Event;
+use crate::model::failure::FailureCause;
+use crate::model::keys::{EventKey, GroupKey, Key, PoolId};
+use crate::model::lists::List;
+use crate::model::slices::Slices;
+use crate::model::state::{Owner, State};
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, Pool, SharePolicy, plan};
-use crate::slices::Slices;
 
 /// Groups without a slot that a tick tries to put on again after their driver refused.
 const REFUSED_PER_TICK: usize = 8;
@@ -19,12 +22,12 @@ impl Context {
     // Passes.
 
     /// Plans a pool anew and tells the drivers the difference. Nothing while the context is out.
-    pub fn reschedule(&mut self, pool: usize, now_ns: u64) {
+    pub fn reschedule(&mut self, pool: PoolId, now_ns: u64) {
         if !self.clock.is_active() {
             return;
         }
         let plan = plan(&mut self.pools[pool], &mut self.groups, self.policy);
-        let leaving: SmallVec<[usize; 16]> = self.pools[pool]
+        let leaving: SmallVec<[GroupKey; 16]> = self.pools[pool]
             .on
             .iter()
             .copied()
@@ -60,7 +63,7 @@ impl Context {
             return;
         }
         self.clock.start(now_ns);
-        for pool in 0..self.pools.len() {
+        for pool in self.pools.ids() {
             self.reschedule(pool, now_ns);
         }
         let mut next = self.software.first();
@@ -75,7 +78,7 @@ impl Context {
         if !self.clock.is_active() {
             return;
         }
-        for pool in 0..self.pools.len() {
+        for pool in self.pools.ids() {
             while let Some(&group) = self.pools[pool].on.last() {
                 self.take_off(group, now_ns);
             }
@@ -97,7 +100,7 @@ impl Context {
         if !self.clock.is_active() {
             return;
         }
-        for pool in 0..self.pools.len() {
+        for pool in self.pools.ids() {
             if !self.pools[pool].is_contended() {
                 continue;
             }
@@ -111,7 +114,7 @@ impl Context {
 
     /// Keeps `reserved` slots of each pool for VM-wide events from now on.
     pub fn reserve(&mut self, reserved: usize, now_ns: u64) {
-        for pool in 0..self.pools.len() {
+        for pool in self.pools.ids() {
             self.pools[pool].reserve(reserved);
             self.reschedule(pool, now_ns);
         }
@@ -120,7 +123,7 @@ impl Context {
     /// Who gets slots from now on.
     pub fn set_policy(&mut self, policy: SharePolicy, now_ns: u64) {
         self.policy = policy;
-        for pool in 0..self.pools.len() {
+        for pool in self.pools.ids() {
             self.reschedule(pool, now_ns);
         }
     }
@@ -150,14 +153,14 @@ impl Context {
     // Groups and events, on and off.
 
     /// Lets a queued group go on if it may: at once when it needs no slot, else by planning its pool anew.
-    pub(super) fn go(&mut self, group: usize, now_ns: u64) {
+    pub(super) fn go(&mut self, group: GroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
             None => self.go_software(group, now_ns),
         }
     }
 
-    pub(super) fn go_software(&mut self, group: usize, now_ns: u64) {
+    pub(super) fn go_software(&mut self, group: GroupKey, now_ns: u64) {
         if self.clock.is_active()
             && let Err(error) = self.put_on(group, now_ns)
         {
@@ -168,7 +171,7 @@ impl Context {
 
     /// A group that is off could not be on: a pinned one fails, the others try again. Those that want a slot
     /// do so at each turn; the rest is kept in mind for the next ticks.
-    pub fn cannot_be_on(&mut self, group: usize, cause: FailureCause, since_ns: u64, now_ns: u64) {
+    pub fn cannot_be_on(&mut self, group: GroupKey, cause: FailureCause, since_ns: u64, now_ns: u64) {
         if self.groups[group].class.is_pinned() {
             self.fail(group, cause, since_ns, now_ns);
         } else if self.groups[group].pool.is_none() && !self.groups[group].refused {
@@ -189,7 +192,7 @@ impl Context {
     }
 
     /// Puts the members of a group on that are not on yet, all or none.
-    pub(super) fn put_on(&mut self, group: usize, now_ns: u64) -> Result<(), PmuError> {
+    pub(super) fn put_on(&mut self, group: GroupKey, now_ns: u64) -> Result<(), PmuError> {
         let time = self.clock.advance(now_ns);
         let mut closed = false;
         // The leader last: where the host has groups of its own, that puts all on at one moment.
@@ -220,7 +223,7 @@ impl Context {
     }
 
     /// Takes a group off.
-    pub fn take_off(&mut self, group: usize, now_ns: u64) {
+    pub fn take_off(&mut self, group: GroupKey, now_ns: u64) {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
@@ -232,7 +235,7 @@ impl Context {
     }
 
     /// Reads a group that is on, about halfway through its slice.
-    fn read_amid(&mut self, group: usize, now_ns: u64) {
+    fn read_amid(&mut self, group: GroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.events[self.groups[group].leader()].state;
         for i in 0..self.groups[group].members.len() {
@@ -242,7 +245,7 @@ impl Context {
 
     /// A group was taken off for another. How its rates went is told at once: a rotation later the policy
     /// would take it for what a later slice said.
-    fn end_turn(&mut self, group: usize) {
+    fn end_turn(&mut self, group: GroupKey) {
         let mut closed = false;
         for i in 0..self.groups[group].members.len() {
             closed |= self.events[self.groups[group].members[i]].end_slice();
@@ -254,7 +257,7 @@ impl Context {
 
     /// Tells the queue by how much the rates of a group's members last changed, and of a rhythm in step with
     /// their slices.
-    fn tell_step(&mut self, group: usize) {
+    fn tell_step(&mut self, group: GroupKey) {
         let g = &self.groups[group];
         if g.class.is_pinned() {
             return;
@@ -267,7 +270,7 @@ impl Context {
         let rhythm = slices().any(Slices::keeps_step);
         if let ClassQueue::Flexible(queue) = self.pools[pool].queue(g.class) {
             if self.mux.policy == MuxPolicy::Adaptive {
-                queue.slice_ended(group, most);
+                queue.slice_ended(group.index(), most);
             }
             if rhythm {
                 queue.rhythm_seen();
@@ -276,7 +279,7 @@ impl Context {
     }
 
     /// Returns whether what the event counted in its last slice is known now.
-    fn start_event(&mut self, key: usize, time: u64) -> Result<bool, PmuError> {
+    fn start_event(&mut self, key: EventKey, time: u64) -> Result<bool, PmuError> {
         let leader = self.leader_state(key);
         let event = &mut self.events[key];
         event.start(time)?;
@@ -289,7 +292,7 @@ impl Context {
         Ok(closed)
     }
 
-    pub(super) fn stop_event(&mut self, key: usize, now_ns: u64) {
+    pub(super) fn stop_event(&mut self, key: EventKey, now_ns: u64) {
         if self.events[key].state == State::Active {
             self.goes_off(key, Event::stop, now_ns);
         }
@@ -297,7 +300,7 @@ impl Context {
 
     /// The driver's half of an event that was on is stopped and could not be started again: its group goes
     /// off.
-    pub fn fell_off(&mut self, key: usize, error: &PmuError, now_ns: u64) {
+    pub fn fell_off(&mut self, key: EventKey, error: &PmuError, now_ns: u64) {
         log::warn!(
             "event {} could not go on after its overflow was switched: {error}",
             self.events[key].shared.id
@@ -310,7 +313,7 @@ impl Context {
     }
 
     /// An event that is on goes off by `stop`.
-    fn goes_off(&mut self, key: usize, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
+    fn goes_off(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);
         let event = &mut self.events[key];

@@ -12,6 +12,11 @@ const STEP_OVER: usize = 8;
 /// the next length is taken when a rhythm of the guest keeps step with one.
 const PACES: [f64; 3] = [0.146, 0.236, 0.382];
 /// The turn of [`MuxPolicy::Rotate`] for which those of [`MuxPolicy::Adaptive`] are `first_ns` long at first.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "lengths of turns are rounded and saturate"
+)]
 pub(crate) fn measure_of(first_ns: u64) -> u64 {
     (first_ns as f64 / PACES[0]) as u64
 }
@@ -228,6 +233,10 @@ impl MuxQueue {
     }
 
     /// Removes group `key`, on or waiting. One that is not there is left alone.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "keys are inserted as numbers of 32 bits"
+    )]
     pub fn remove(&mut self, key: usize) {
         let Some(place) = self.entries.get(key).map(|e| e.place) else {
             return;
@@ -265,6 +274,10 @@ impl MuxQueue {
     /// What the last slice of group `key` counted is known, and its rate was higher or lower than in the
     /// slice before by `step`, relative to its mean rate ([`crate::estimate::Estimator::last_step`]; of
     /// several members the largest). `None`: not known yet.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a step of a rate is a rough number"
+    )]
     pub fn slice_ended(&mut self, key: usize, step: Option<f64>) {
         let Some(entry) = self.entries.get_mut(key) else {
             return;
@@ -302,6 +315,10 @@ impl MuxQueue {
     }
 
     /// A step between two regular slices.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a step of a rate is a rough number"
+    )]
     fn regular(&mut self, key: usize, step: f64) {
         let square = (step * step).min(MOST_SQUARE) as f32;
         let entry = &mut self.entries[key];
@@ -390,6 +407,11 @@ impl MuxQueue {
         self.rhythm_at.is_some_and(|at| self.turns - at <= lately)
     }
 
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "lengths of turns are rounded and saturate"
+    )]
     fn turn_length_ns(&mut self) -> u64 {
         if self.policy == MuxPolicy::Rotate {
             return self.turn_ns;

@@ -187,6 +187,7 @@ fn parse(
     Ok(table)
 }
 
+#[expect(clippy::cast_possible_truncation, reason = "the field has four bits")]
 fn parse_descriptor(bytes: &[u8], data_at: u32) -> Result<StatDescriptor, StatsError> {
     let flags = u32_at(bytes, 0);
     let values = u16::from_ne_bytes([bytes[6], bytes[7]]);
@@ -319,6 +320,7 @@ impl Pmu for KvmPmu {
         Capacity::Unlimited
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "the upper half was masked away")]
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.exclude_user || attr.exclude_kernel {
             return Err(PmuError::Unsupported(
@@ -347,6 +349,11 @@ impl Pmu for KvmPmu {
                     // An event for each vCPU then, which counts from when its vCPU comes until it goes.
                     return Err(PmuError::Unsupported(
                         "an inherited KVM statistic is counted for each vCPU",
+                    ));
+                }
+                Target::Cpu { .. } => {
+                    return Err(PmuError::Unsupported(
+                        "KVM has statistics of vCPUs and VMs, not of CPUs",
                     ));
                 }
                 Target::Vm => {

@@ -40,6 +40,11 @@ pub enum Target {
     },
     /// The VM as a whole.
     Vm,
+    /// One CPU of the host, whatever runs there.
+    Cpu {
+        /// Its number, as the host has it.
+        cpu: u32,
+    },
 }
 
 /// How many events of a driver can be on at once.
@@ -84,6 +89,19 @@ pub enum PmuError {
         #[source]
         source: std::io::Error,
     },
+}
+
+impl PmuError {
+    /// The error number of the refusal.
+    #[must_use]
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::NoSuchEvent => libc::ENOENT,
+            Self::Unsupported(_) => libc::EINVAL,
+            Self::Busy => libc::EAGAIN,
+            Self::Mediated(source) | Self::Os { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
+        }
+    }
 }
 
 /// A source of counts.

@@ -261,6 +261,11 @@ impl Pmu for SimPmu {
         let vcpu = match target {
             Target::Vcpu { vcpu, .. } => Some(vcpu),
             Target::Vm => None,
+            Target::Cpu { .. } => {
+                return Err(PmuError::Unsupported(
+                    "simulated counters are vCPUs' and the VM's",
+                ));
+            }
         };
         let mut state = self.shared.lock();
         state.next_id += 1;
@@ -308,6 +313,7 @@ impl State {
 
     /// Places `id` on a free slot, or moves others as a real scheduler would, or says that they cannot all
     /// fit.
+    #[expect(clippy::cast_possible_truncation, reason = "a number of slots, 64 at most")]
     fn place(&mut self, id: u64, config: &SimConfig) -> bool {
         let Some(slots) = config.slots else {
             return true;
@@ -458,6 +464,7 @@ impl PmuEvent for SimEvent {
         state.package.get(&config).copied()
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "a number of slots, 64 at most")]
     fn user_index(&self) -> u32 {
         let slot = self.shared.lock().counter(self.id).slot;
         slot.map_or(0, |s| s as u32 + 1)

@@ -1,6 +1,25 @@
 //! Taking fields off the front of a record.
 
-use super::DecodeError;
+/// Why bytes are not a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// The record ends before the field.
+    #[error("the record ends before its {field}")]
+    Short {
+        /// The field that is missing or cut.
+        field: &'static str,
+    },
+    /// The sample goes on after the last field of its format.
+    #[error("{bytes} bytes after the last field")]
+    Trailing {
+        /// How many.
+        bytes: usize,
+    },
+    /// The header does not describe the bytes.
+    #[error("the size in the header is not that of the record")]
+    Header,
+}
 
 pub(super) struct Cursor<'a> {
     rest: &'a [u8],

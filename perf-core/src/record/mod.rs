@@ -16,6 +16,7 @@ use crate::attr::{Attr, ReadFormat, SampleType};
 use crate::ring::{RawRecord, Reservation, Ring, RingError, Trailer};
 use cursor::Cursor;
 
+pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{Entries, ReadEntry, ReadValues};
@@ -249,7 +250,7 @@ pub trait Encode {
                 ring.begin_run_with(bytes, samples, &trailer).ok()
             };
             if let Some(mut run) = run {
-                for record in rest.by_ref().take(n as usize) {
+                for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
                     // There is room, if a record says the same size twice.
                     match run.begin(record.size(format)) {
                         Ok(mut reservation) => {
@@ -261,7 +262,7 @@ pub trait Encode {
                     }
                 }
             } else {
-                for record in rest.by_ref().take(n as usize) {
+                for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
                     let one = Written::from(record.write(format, ring));
                     written.written += one.written;
                     written.lost += one.lost;
@@ -294,27 +295,6 @@ impl From<Result<(), RingError>> for Written {
         };
         Self { written, lost, unfit }
     }
-}
-
-/// Why bytes are not a record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum DecodeError {
-    /// The record ends before the field.
-    #[error("the record ends before its {field}")]
-    Short {
-        /// The field that is missing or cut.
-        field: &'static str,
-    },
-    /// The sample goes on after the last field of its format.
-    #[error("{bytes} bytes after the last field")]
-    Trailing {
-        /// How many.
-        bytes: usize,
-    },
-    /// The header does not describe the bytes.
-    #[error("the size in the header is not that of the record")]
-    Header,
 }
 
 /// A decoded record, borrowed from its bytes.

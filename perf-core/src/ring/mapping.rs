@@ -1,5 +1,5 @@
 //! Memory of a ring: the memfd and its mappings.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -176,6 +176,7 @@ impl Mapping {
         })
     }
 
+    #[expect(clippy::cast_possible_wrap, reason = "rings have at most 2^31 bytes")]
     fn place(&self, fd: BorrowedFd<'_>, at: usize, len: usize, offset: usize, writable: bool) -> Result<()> {
         debug_assert!(at + len <= self.len);
         let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };

@@ -27,7 +27,7 @@
 //!
 //! Units: sizes are bytes, positions are bytes since the ring was made; they grow for ever and are reduced
 //! modulo the size only to address memory.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "memory shared with other processes")]
 
 mod mapping;
 mod page;
@@ -206,6 +206,10 @@ impl Ring {
     }
 
     /// A ring whose first record has position `start`, to test what happens when positions wrap.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a number of records that fits the ring"
+    )]
     fn starting_at(data_pages: usize, mode: RingMode, start: u64) -> Result<Self, RingError> {
         if data_pages > DATA_PAGES_MAX || (data_pages != 0 && !data_pages.is_power_of_two()) {
             return Err(RingError::Pages { pages: data_pages });
@@ -420,6 +424,10 @@ impl Ring {
     ///
     /// As [`begin`](Self::begin).
     #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "records have at most 65,535 bytes, which was checked"
+    )]
     pub fn begin_with(
         &self,
         size: usize,
@@ -490,6 +498,10 @@ impl Ring {
     /// Reserves `size` bytes and puts a LOST record before them if losses are pending. Returns where they
     /// are. A refusal counts `records` losses.
     #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an offset is taken modulo the size of the ring"
+    )]
     fn claim(
         &self,
         size: usize,
@@ -660,6 +672,10 @@ impl Run<'_> {
     /// [`RingError::Size`] as for a record by itself, [`RingError::TooLarge`] if it is more than what is
     /// left.
     #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "records have at most 65,535 bytes, which was checked"
+    )]
     pub fn begin(&mut self, size: usize) -> Result<Reservation<'_>, RingError> {
         if size < 8 || !size.is_multiple_of(8) || size > self.left {
             return Err(self.ring.bad_size(size, self.left));

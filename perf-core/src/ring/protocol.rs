@@ -305,7 +305,7 @@ impl<W: Word> Protocol<W> {
             due = events == 1 || before % events + samples >= events;
         }
         let last = cold.last_crossing.load(Relaxed);
-        if (end.wrapping_sub(last) as i64) >= cold.watermark.load(Relaxed) as i64 {
+        if end.wrapping_sub(last).cast_signed() >= cold.watermark.load(Relaxed).cast_signed() {
             // Of several that cross together one wakes.
             due |= cold.last_crossing.swap_if(last, end).is_ok();
         }
@@ -423,7 +423,7 @@ impl<W: Word> Protocol<W> {
 /// Whether position `a` comes after `b`. Positions wrap; two that are compared are less than half the range
 /// apart.
 fn is_ahead(a: u64, b: u64) -> bool {
-    (a.wrapping_sub(b) as i64) > 0
+    a.wrapping_sub(b).cast_signed() > 0
 }
 
 #[cfg(test)]

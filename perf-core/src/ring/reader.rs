@@ -1,5 +1,5 @@
 //! The reader's side: our rings, here or in another process, and the kernel's own.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -310,6 +310,10 @@ impl RingReader {
     ///
     /// [`ReadError::Corrupt`] or [`ReadError::Overrun`]; both skip to the head, so that reading may go on.
     #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an offset is taken modulo the size of the ring"
+    )]
     pub fn next_record(&mut self) -> Result<Option<RawRecord<'_>>, ReadError> {
         if self.tail.wrapping_sub(self.released) >= self.release_at {
             self.release();
@@ -384,6 +388,10 @@ impl RingReader {
 
     /// Size of the record at `position`, which is below the head.
     #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an offset is taken modulo the size of the ring"
+    )]
     fn size_at(&mut self, position: u64) -> Result<usize, ReadError> {
         let offset = position as usize & self.mask;
         // SAFETY: positions are multiples of 8 (`new`, `refill`, and every size is), so the 8 bytes of the
@@ -416,6 +424,10 @@ impl RingReader {
         self.release();
     }
 
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "records have at most 65,535 bytes, which was checked"
+    )]
     fn copy_wrapped(&mut self, offset: usize, size: usize) {
         let first = self.mask + 1 - offset;
         // SAFETY: the record is [offset, end of the area) and [0, size - first), both inside the data area,
@@ -431,6 +443,10 @@ impl RingReader {
 
     /// The next record of an overwrite ring, copied, and checked afterwards not to have been overwritten
     /// meanwhile.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an offset is taken modulo the size of the ring"
+    )]
     fn next_copied(&mut self) -> Result<RawRecord<'_>, ReadError> {
         let position = self.tail;
         let size = match self.size_at(position) {
@@ -502,6 +518,10 @@ impl<'a> Iterator for Batch<'a> {
     type Item = RawRecord<'a>;
 
     #[inline]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an offset is taken modulo the size of the ring"
+    )]
     fn next(&mut self) -> Option<RawRecord<'a>> {
         let reader = &mut *self.reader;
         if reader.tail == reader.head || reader.mode == RingMode::Overwrite {

@@ -4,7 +4,7 @@
 //! reading the eventfd takes the state, atomically and once, and a notification after that makes it readable
 //! again. This also holds for a reader in another process that was handed nothing but the descriptor.
 
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::io::Result;
 use std::os::fd::{AsRawFd, BorrowedFd};

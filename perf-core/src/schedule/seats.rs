@@ -10,13 +10,14 @@
 
 use smallvec::SmallVec;
 
+use crate::model::keys::{EventKey, GroupKey, Key};
 use crate::pmu::CounterMask;
 
 /// An event of a group that wants a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Want {
     /// Its key in its context.
-    pub event: usize,
+    pub event: EventKey,
     /// The counters it may sit on.
     pub fits: CounterMask,
     /// Where the last plan that took its group put it.
@@ -28,7 +29,7 @@ pub(crate) struct Want {
 struct Seated {
     fits: CounterMask,
     seat: u8,
-    group: usize,
+    group: GroupKey,
     /// Which of the group's wants it is.
     want: usize,
 }
@@ -83,7 +84,7 @@ impl Seats {
     }
 
     /// Who sits where: group, number of the want in it, counter.
-    pub fn seated(&self) -> impl Iterator<Item = (usize, usize, u8)> + '_ {
+    pub fn seated(&self) -> impl Iterator<Item = (GroupKey, usize, u8)> + '_ {
         self.events.iter().map(|e| (e.group, e.want, e.seat))
     }
 
@@ -100,7 +101,7 @@ impl Seats {
     /// possible.
     pub fn take(
         &mut self,
-        group: usize,
+        group: GroupKey,
         wants: &[Want],
         allowed: CounterMask,
         on: bool,
@@ -135,13 +136,14 @@ impl Seats {
     /// Seats one event that may sit on `fits`.
     pub fn take_one(&mut self, fits: CounterMask) -> Result<(), Crowd> {
         let want = Want {
-            event: 0,
+            event: EventKey::new(0),
             fits,
             seat: None,
         };
-        self.take(0, &[want], CounterMask::ALL, false)
+        self.take(GroupKey::new(0), &[want], CounterMask::ALL, false)
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn push(&mut self, event: Seated) {
         self.free = self.free.without(CounterMask::one(event.seat.into()));
         self.sits[usize::from(event.seat)] = self.events.len() as u8;
@@ -149,6 +151,7 @@ impl Seats {
     }
 
     /// Takes all but the first events away and puts those back where they were.
+    #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn restore(&mut self, len: usize, seats: &[u8]) {
         self.events.truncate(len);
         self.free = self.counters;
@@ -172,12 +175,14 @@ impl Seats {
     }
 
     /// Of these free counters, the one whose loss matters least.
+    #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn best(&self, open: CounterMask) -> Option<u8> {
         let seat = open.without(self.kept).last().or(open.last())?;
         Some(seat as u8)
     }
 
     /// Moves others along the shortest chain that frees a counter of `fits`, all of which are taken.
+    #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn make_room(&mut self, fits: CounterMask) -> Result<u8, Crowd> {
         // For each counter reached but not in `fits`: the counter whose event may move there.
         let mut from = [0u8; CounterMask::MOST];
@@ -243,7 +248,7 @@ mod tests {
 
     fn want(bits: u64) -> Want {
         Want {
-            event: 0,
+            event: EventKey::new(0),
             fits: CounterMask::from_bits(bits),
             seat: None,
         }
@@ -268,7 +273,7 @@ mod tests {
         // Four general, three fixed: cycles may sit on any general one and on the second fixed one.
         let mut seats = Seats::new(CounterMask::first(7));
         seats
-            .take(0, &[want(0b010_1111)], CounterMask::ALL, false)
+            .take(GroupKey::new(0), &[want(0b010_1111)], CounterMask::ALL, false)
             .unwrap();
         assert_eq!(seats_of(&seats), [5]);
         for _ in 0..4 {
@@ -311,7 +316,7 @@ mod tests {
                 let wants: Vec<Want> = group.iter().map(|&bits| want(bits)).collect();
                 let with: Vec<u64> = taken.iter().chain(group).copied().collect();
                 let before = seats_of(&seats);
-                match seats.take(key, &wants, CounterMask::ALL, false) {
+                match seats.take(GroupKey::new(key), &wants, CounterMask::ALL, false) {
                     Ok(()) => {
                         prop_assert!(possible(&with, counters));
                         taken = with;
@@ -351,7 +356,7 @@ mod tests {
             let mut next = Seats::new(CounterMask::first(7));
             on.iter().for_each(|w| next.keep(w.seat));
             for w in &on {
-                prop_assert!(next.take(0, &[*w], CounterMask::ALL, true).is_ok());
+                prop_assert!(next.take(GroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());
             }
             prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.seat.unwrap()).collect::<Vec<_>>());
             // Newcomers that find a free counter move nobody.

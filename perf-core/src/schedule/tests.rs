@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 
+use super::seats::Want;
 use super::*;
+use crate::model::keys::EventKey;
 
 /// What a test asks of the host and of the groups.
 #[derive(Clone, Debug)]
@@ -64,9 +66,15 @@ fn asked() -> impl Strategy<Value = Asked> {
         })
 }
 
+/// A plan, by the numbers of groups.
+struct Planned {
+    on: Vec<usize>,
+    failed: Vec<usize>,
+}
+
 struct World {
     pool: Pool,
-    groups: Slab<Group>,
+    groups: Table<GroupKey, Group>,
     asked: Asked,
 }
 
@@ -88,14 +96,14 @@ impl World {
         };
         let counters = CounterMask::from_bits(asked.counters);
         let mut pool = Pool::new(0, counters, asked.reserved, mux);
-        let mut groups = Slab::new();
+        let mut groups = Table::default();
         for group in &asked.groups {
-            let mut new = Group::new(Some(0), group.class, group.exclusive);
+            let mut new = Group::new(Some(PoolId::new(0)), group.class, group.exclusive);
             new.wants = group
                 .fits
                 .iter()
                 .map(|&bits| Want {
-                    event: 0,
+                    event: EventKey::new(0),
                     fits: CounterMask::from_bits(bits),
                     seat: None,
                 })
@@ -104,7 +112,7 @@ impl World {
             let key = groups.insert(new);
             match pool.queue(group.class) {
                 ClassQueue::Pinned(queue) => queue.push_back(&mut groups, key),
-                ClassQueue::Flexible(queue) => queue.insert(key),
+                ClassQueue::Flexible(queue) => queue.insert(key.index()),
             }
         }
         Self { pool, groups, asked }
@@ -132,20 +140,24 @@ impl World {
     }
 
     /// Plans, and makes the plan what is on. Returns it with where everybody sat before.
-    fn plan(&mut self) -> Plan {
+    fn plan(&mut self) -> Planned {
         let plan = plan(&mut self.pool, &mut self.groups, self.asked.policy);
-        for (key, group) in &mut self.groups {
+        for (key, group) in self.groups.iter_mut() {
             group.on = plan.on.contains(&key);
         }
         self.pool.on = plan.on.iter().copied().collect();
-        plan
+        let numbers = |keys: &[GroupKey]| keys.iter().map(|key| key.index()).collect();
+        Planned {
+            on: numbers(&plan.on),
+            failed: numbers(&plan.failed),
+        }
     }
 
     fn seats(&self) -> Vec<(usize, usize, Option<u8>)> {
         let on = self.pool.on.iter();
         on.flat_map(|&key| {
             let wants = self.groups[key].wants.iter().enumerate();
-            wants.map(move |(n, want)| (key, n, want.seat))
+            wants.map(move |(n, want)| (key.index(), n, want.seat))
         })
         .collect()
     }
@@ -194,7 +206,7 @@ proptest! {
             // Nobody waits in vain: if nothing flexible is on, no flexible group fits beside the pinned ones.
             let flexible = |key: usize| !world.asked.groups[key].class.is_pinned();
             if !plan.on.iter().any(|&key| flexible(key)) {
-                let pinned: Vec<usize> = plan.on.to_vec();
+                let pinned: Vec<usize> = plan.on.clone();
                 let no_pinned_event = pinned.iter().all(|k| world.asked.groups[*k].fits.is_empty());
                 for (key, group) in world.asked.groups.iter().enumerate().filter(|(k, _)| flexible(*k)) {
                     let with: Vec<usize> = pinned.iter().copied().chain([key]).collect();
@@ -272,9 +284,9 @@ fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
         turns: vec![],
     });
     assert_eq!(world.plan().on[..], [0]);
-    assert!(world.groups[1].parked, "it can not go on");
+    assert!(world.groups[GroupKey::new(1)].parked, "it can not go on");
     // The pinned event goes, and another comes that fits elsewhere.
-    world.groups[0].wants[0].fits = CounterMask::from_bits(0b10);
+    world.groups[GroupKey::new(0)].wants[0].fits = CounterMask::from_bits(0b10);
     assert_eq!(world.plan().on[..], [0, 1]);
-    assert!(!world.groups[1].parked);
+    assert!(!world.groups[GroupKey::new(1)].parked);
 }

@@ -109,7 +109,7 @@ impl Pmu for TestPmu {
         let vcpu = match target {
             Target::Vcpu { vcpu, .. } => vcpu.0,
             Target::Vm if package => u32::MAX,
-            Target::Vm => return Err(PmuError::Unsupported("counts vCPUs")),
+            Target::Vm | Target::Cpu { .. } => return Err(PmuError::Unsupported("counts vCPUs")),
         };
         if attr.config == 0 {
             return Err(PmuError::NoSuchEvent);

@@ -27,8 +27,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
-use super::event::MIN_TIMER_NS;
-use super::timer::Timer;
+use super::timer::{MIN_TIMER_NS, Timer};
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
@@ -320,6 +319,7 @@ impl CplSplit {
     }
 
     /// Gives the pending time to the levels in the proportion they were seen.
+    #[expect(clippy::cast_possible_truncation, reason = "a part of a number of 64 bits")]
     fn settle(&mut self, user: u64, kernel: u64, now_ns: u64) {
         let looks = user + kernel;
         if looks == 0 {

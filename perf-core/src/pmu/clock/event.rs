@@ -3,12 +3,9 @@
 use std::sync::Arc;
 
 use super::cpl::Level;
-use super::timer::Timer;
+use super::timer::{MIN_TIMER_NS, Timer};
 use super::vcpu::VcpuClock;
 use crate::pmu::{PmuError, PmuEvent};
-
-/// The shortest time an overflow timer is set to, ns.
-pub const MIN_TIMER_NS: u64 = 10_000;
 
 /// The longest a timer is set to for the sake of a slow VMM, ns.
 const MOST_PATIENCE_NS: u64 = 10_000_000;

@@ -33,7 +33,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use cpl::LevelSource;
-pub use event::MIN_TIMER_NS;
+pub use timer::MIN_TIMER_NS;
 pub use vcpu::VcpuClock;
 
 use crate::attr::{Attr, EventType};

@@ -6,13 +6,14 @@
 //! periods is enough for the host kernel to see its timer interrupt hang. A POSIX timer signals from the
 //! timer's interrupt itself, rings once, and takes one system call to set; whether it has rung is told by the
 //! time on the wall, without one. Its time is the wall's, which passes at least as fast as the guest's.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
 
-use super::vcpu::wall_ns;
+/// The shortest time an overflow timer is set to, ns.
+pub const MIN_TIMER_NS: u64 = 10_000;
 
 /// A timer that would ring later than this from now, ns, is let ring in vain rather than stopped: the
 /// counters of a guest are stopped and started again at each of its interrupts, with an overflow that is out
@@ -94,9 +95,12 @@ impl Timer {
         let mut former: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
         self.settime(0, Some(&mut former))?;
         self.parked = true;
-        Ok((former.it_value.tv_sec as u64)
+        Ok(former
+            .it_value
+            .tv_sec
+            .cast_unsigned()
             .saturating_mul(1_000_000_000)
-            .saturating_add(former.it_value.tv_nsec as u64))
+            .saturating_add(former.it_value.tv_nsec.cast_unsigned()))
     }
 
     /// Sets it, or stops it with 0. To ask for what was left of the former time costs nearly half as much
@@ -109,8 +113,8 @@ impl Timer {
             },
             it_value: libc::timespec {
                 // At most 2^64 ns are 585 years: both parts fit.
-                tv_sec: (ns / 1_000_000_000) as libc::time_t,
-                tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+                tv_sec: (ns / 1_000_000_000).cast_signed(),
+                tv_nsec: (ns % 1_000_000_000).cast_signed(),
             },
         };
         let former = former.map_or(ptr::null_mut(), ptr::from_mut);
@@ -128,4 +132,22 @@ impl Drop for Timer {
         // SAFETY: the timer was made by `open` and is deleted only here.
         unsafe { libc::timer_delete(self.id) };
     }
+}
+
+/// Time on the wall, ns. No system call where the kernel's clock can be read without one (`vdso(7)`).
+pub(super) fn wall_ns() -> u64 {
+    clock_ns(libc::CLOCK_MONOTONIC)
+}
+
+/// What the clock `id` shows, ns; 0 if there is none.
+pub(super) fn clock_ns(id: libc::clockid_t) -> u64 {
+    let mut ts = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `ts` is a writable timespec; a clock id that names nothing fails with EINVAL.
+    if unsafe { libc::clock_gettime(id, &mut ts) } != 0 {
+        return 0;
+    }
+    ts.tv_sec.cast_unsigned() * 1_000_000_000 + ts.tv_nsec.cast_unsigned()
 }

@@ -10,12 +10,13 @@
 //! the guest runs: a sequence lock tells it when it must look again. The first user of a clock that was
 //! unused may come while the guest runs already, on another thread. It then supplies the missing start of
 //! that interval itself (`late`).
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Mutex, Once};
 
 use super::cpl::{CplSplit, Level};
+use super::timer::{clock_ns, wall_ns};
 use crate::pmu::host::fd::current_tid;
 
 /// How often a reader looks again before it settles for the closed intervals.
@@ -315,24 +316,6 @@ impl VcpuClock {
             self.cpl_split().tick(cpl, now);
         }
     }
-}
-
-/// Time on the wall, ns. No system call where the kernel's clock can be read without one (`vdso(7)`).
-pub(super) fn wall_ns() -> u64 {
-    clock_ns(libc::CLOCK_MONOTONIC)
-}
-
-/// What the clock `id` shows, ns; 0 if there is none.
-fn clock_ns(id: libc::clockid_t) -> u64 {
-    let mut ts = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: `ts` is a writable timespec; a clock id that names nothing fails with EINVAL.
-    if unsafe { libc::clock_gettime(id, &mut ts) } != 0 {
-        return 0;
-    }
-    ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
 }
 
 /// Makes every running thread of this process execute a full memory barrier (`membarrier(2)`).

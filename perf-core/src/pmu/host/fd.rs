@@ -1,7 +1,7 @@
 //! The one place that calls `perf_event_open(2)`: a safe handle on a host perf event.
 //!
 //! Everything here is mechanism. What to count, for whom and when is decided by the drivers above.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::cell::Cell;
 use std::io;
@@ -46,6 +46,10 @@ pub(crate) struct Timed {
 }
 
 /// The calling thread's id, asked from the kernel once per thread.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the kernel gives an id of 32 bits"
+)]
 pub(crate) fn current_tid() -> i32 {
     thread_local!(static TID: Cell<i32> = const { Cell::new(0) });
     TID.with(|cached| {
@@ -66,10 +70,14 @@ pub fn monotonic_ns() -> u64 {
     };
     // SAFETY: `ts` is a writable timespec; this clock always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut ts) };
-    ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+    ts.tv_sec.cast_unsigned() * 1_000_000_000 + ts.tv_nsec.cast_unsigned()
 }
 
 /// A zeroed attribute block with its size filled in.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the structure has some hundred bytes"
+)]
 pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
     perf_event_attr {
         size: size_of::<perf_event_attr>() as u32,
@@ -83,6 +91,22 @@ pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
 #[derive(Debug)]
 pub(crate) struct PerfFd {
     fd: OwnedFd,
+}
+
+/// How many CPUs the host is set up for, online or not.
+pub(crate) fn cpus() -> i32 {
+    // SAFETY: sysconf takes a number by value.
+    let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) };
+    i32::try_from(cpus).unwrap_or(i32::MAX)
+}
+
+/// What an event of the host's kernel counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Counted {
+    /// A thread, on whichever CPU it runs.
+    Thread(i32),
+    /// A CPU, whatever runs there.
+    Cpu(i32),
 }
 
 impl From<OwnedFd> for PerfFd {
@@ -100,19 +124,24 @@ impl AsFd for PerfFd {
 impl PerfFd {
     /// Opens `attr` on thread `tid` (0: the caller), on whichever CPU that thread runs.
     pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
-        Self::open_in_group(attr, tid, None)
+        Self::open_in_group(attr, Counted::Thread(tid), None)
     }
 
     /// As [`PerfFd::open`], as a member of `leader`'s group.
     pub(crate) fn open_in_group(
         attr: &mut perf_event_attr,
-        tid: i32,
+        counted: Counted,
         leader: Option<&PerfFd>,
     ) -> io::Result<Self> {
+        let (pid, cpu) = match counted {
+            Counted::Thread(tid) => (tid, -1),
+            Counted::Cpu(cpu) => (-1, cpu),
+        };
         let group: RawFd = leader.map_or(-1, |l| l.fd.as_raw_fd());
         // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is;
         // the kernel writes at most its `size` field.
-        let fd = unsafe { sys::perf_event_open(attr, tid, -1, group, PERF_FLAG_FD_CLOEXEC as libc::c_ulong) };
+        let fd =
+            unsafe { sys::perf_event_open(attr, pid, cpu, group, libc::c_ulong::from(PERF_FLAG_FD_CLOEXEC)) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -159,7 +188,13 @@ impl PerfFd {
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
         // The generated wrapper takes the value, but the kernel copies it from an address.
         // SAFETY: `period` lives until the call returns, and the kernel reads eight bytes from it.
-        let rc = unsafe { libc::ioctl(self.fd.as_raw_fd(), sys::bindings::PERIOD as _, &raw const period) };
+        let rc = unsafe {
+            libc::ioctl(
+                self.fd.as_raw_fd(),
+                sys::bindings::PERIOD.into(),
+                &raw const period,
+            )
+        };
         check(rc).map(drop)
     }
 
@@ -188,7 +223,7 @@ impl PerfFd {
             return Err(io::Error::last_os_error());
         }
         let [count, enabled_ns, running_ns] = words;
-        Ok((n as usize == len).then_some(Timed {
+        Ok((n.cast_unsigned() == len).then_some(Timed {
             count,
             enabled_ns,
             running_ns,
@@ -211,10 +246,15 @@ impl PerfFd {
         if n < 0 {
             return Err(io::Error::last_os_error());
         }
-        Ok(n as usize / 8)
+        Ok(n.cast_unsigned() / 8)
     }
 
     /// Maps the control page and `2^log2_pages` data pages (none for `None`).
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "the size of a page is a small positive number"
+    )]
     pub(crate) fn map(&self, log2_pages: Option<u32>) -> io::Result<PerfMap> {
         // SAFETY: sysconf has no preconditions.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
@@ -353,8 +393,8 @@ impl PerfMap {
             fence(Ordering::Acquire);
             if lock.load(Ordering::Relaxed) == seq {
                 let shift = 64 - u32::from(width.clamp(1, 64));
-                let delta = ((raw << shift) as i64) >> shift;
-                return Some(offset.wrapping_add(delta as u64));
+                let delta = (raw << shift).cast_signed() >> shift;
+                return Some(offset.wrapping_add(delta.cast_unsigned()));
             }
         }
         None
@@ -403,6 +443,10 @@ impl PerfMap {
     }
 
     /// As [`PerfMap::drain`], with the first words of each record's payload.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an offset is taken modulo the size of the ring"
+    )]
     pub(crate) fn drain_words(&mut self, mut each: impl FnMut(RecordHead, &[u64])) {
         if self.data_len == 0 {
             return;

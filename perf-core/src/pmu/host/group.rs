@@ -17,7 +17,7 @@ use perf_event_open_sys::bindings::{
 };
 use smallvec::SmallVec;
 
-use super::fd::{PerfFd, Timed};
+use super::fd::{Counted, PerfFd, Timed};
 
 /// The read format of a member through which the group is read.
 pub(super) const READ_GROUP: u64 =
@@ -31,7 +31,7 @@ pub(super) const MOST: usize = 15;
 #[derive(Debug)]
 pub(super) struct KernelGroup {
     /// The thread its events count.
-    pub(super) tid: i32,
+    pub(super) counted: Counted,
     /// The leader is pinned to a counter, and with it all others.
     pub(super) pinned: bool,
     leader: Arc<PerfFd>,
@@ -79,9 +79,9 @@ impl Reading {
 
 impl KernelGroup {
     /// The group of `leader`, without members as yet. One system call.
-    pub(super) fn new(leader: Arc<PerfFd>, tid: i32, pinned: bool, on: bool) -> io::Result<Self> {
+    pub(super) fn new(leader: Arc<PerfFd>, counted: Counted, pinned: bool, on: bool) -> io::Result<Self> {
         Ok(Self {
-            tid,
+            counted,
             pinned,
             leader_id: leader.id()?,
             leader,

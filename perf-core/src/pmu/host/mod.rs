@@ -1,4 +1,4 @@
-//! The `host` driver: perf events of the host's kernel on a vCPU's thread.
+//! The `host` driver: perf events of the host's kernel on a vCPU's thread, any other thread, or a CPU.
 //!
 //! Two drivers share this code, because they differ in what they need: [`HostPmu::hardware`] serves
 //! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has the slots that the host
@@ -40,7 +40,7 @@ use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ, perf_e
 
 pub use counters::{FixedCounter, HostCounters};
 pub use fd::monotonic_ns;
-use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
+use fd::{Counted, PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
 use group::{KernelGroup, Member, READ_GROUP};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, cache_event_opens, ignore_sigio};
@@ -154,10 +154,18 @@ impl HostPmu {
         target: Target,
         group: Option<Arc<KernelGroup>>,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
-        let Target::Vcpu { tid, .. } = target else {
-            return Err(PmuError::Unsupported(
-                "a host event counts one vCPU's thread, not a VM",
-            ));
+        let (counted, signal_tid) = match target {
+            Target::Vcpu { tid, .. } => (Counted::Thread(tid), tid),
+            Target::Cpu { cpu } => {
+                let cpu = i32::try_from(cpu).map_err(|_| no_cpu(libc::EINVAL))?;
+                // Nobody's overflow: whoever opens it hears of it.
+                (Counted::Cpu(cpu), current_tid())
+            }
+            Target::Vm => {
+                return Err(PmuError::Unsupported(
+                    "a host event counts one vCPU's thread, not a VM",
+                ));
+            }
         };
         if !self.serves(attr.ty) {
             return Err(PmuError::NoSuchEvent);
@@ -181,7 +189,8 @@ impl HostPmu {
         }
         let opener = Opener {
             raw,
-            tid,
+            counted,
+            signal_tid,
             signal: self.signal,
             hardware,
             guest: hardware && !attr.exclude_guest,
@@ -199,7 +208,6 @@ impl HostPmu {
         Ok(Box::new(HostEvent {
             fd,
             map,
-            tid,
             opener,
             member,
             group: None,
@@ -225,7 +233,9 @@ impl HostPmu {
 #[derive(Debug)]
 struct Opener {
     raw: perf_event_attr,
-    tid: i32,
+    counted: Counted,
+    /// Which thread an overflow's signal goes to.
+    signal_tid: i32,
     signal: Option<i32>,
     hardware: bool,
     /// It counts a guest on the hardware PMU.
@@ -240,15 +250,40 @@ struct Place {
     member: Arc<Member>,
 }
 
+/// Why a CPU that is not there cannot be counted.
+fn no_cpu(errno: i32) -> PmuError {
+    PmuError::Os {
+        what: "counting a CPU that the host does not have, or that is offline,",
+        source: io::Error::from_raw_os_error(errno),
+    }
+}
+
 impl Opener {
+    /// Why the host would not open it.
+    fn refused(&self, source: io::Error) -> PmuError {
+        let Counted::Cpu(cpu) = self.counted else {
+            return HostPmu::refused(source, self.guest);
+        };
+        match source.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM) => PmuError::Os {
+                what: "counting a whole CPU, which takes CAP_PERFMON or a kernel.perf_event_paranoid of 0 or less,",
+                source,
+            },
+            Some(libc::ENODEV) => no_cpu(libc::ENODEV),
+            // The kernel says no more when it has no such CPU.
+            Some(libc::EINVAL) if cpu >= fd::cpus() => no_cpu(libc::EINVAL),
+            _ => HostPmu::refused(source, self.guest),
+        }
+    }
+
     fn open(
         &self,
         raw: &mut perf_event_attr,
         leader: Option<&PerfFd>,
     ) -> Result<(Arc<PerfFd>, Option<PerfMap>), PmuError> {
-        let fd = PerfFd::open_in_group(raw, self.tid, leader).map_err(|e| HostPmu::refused(e, self.guest))?;
+        let fd = PerfFd::open_in_group(raw, self.counted, leader).map_err(|e| self.refused(e))?;
         if let Some(signal) = self.signal {
-            fd.signal_thread(self.tid, signal)
+            fd.signal_thread(self.signal_tid, signal)
                 .map_err(|source| PmuError::Os {
                     what: "directing the overflow signal to the vCPU",
                     source,
@@ -262,7 +297,7 @@ impl Opener {
     /// it is no sampling event.
     fn join(&self, group: Arc<KernelGroup>, counts: bool) -> Option<(Place, Arc<PerfFd>, Option<PerfMap>)> {
         // Under a leader that is not pinned the kernel could take a counter away and tell nobody.
-        if group.tid != self.tid || self.hardware && !group.pinned || group.is_full() {
+        if group.counted != self.counted || self.hardware && !group.pinned || group.is_full() {
             return None;
         }
         let mut raw = self.raw;
@@ -321,7 +356,6 @@ struct HostEvent {
     base: u64,
     /// The control page, and the ring if it can be armed.
     map: Option<PerfMap>,
-    tid: i32,
     can_arm: bool,
     hardware: bool,
     /// Reads in user space were tried and are right. The control page's offer alone does not prove that.
@@ -429,7 +463,7 @@ impl HostEvent {
     /// The count, or `None` when the kernel put the event into the error state.
     fn count_now(&mut self) -> io::Result<Option<u64>> {
         if self.on
-            && current_tid() == self.tid
+            && self.opener.counted == Counted::Thread(current_tid())
             && self.user_read
             && let Some(count) = self.map.as_ref().and_then(PerfMap::user_read)
         {
@@ -563,7 +597,7 @@ impl PmuEvent for HostEvent {
             return None;
         }
         if self.group.is_none() {
-            let made = KernelGroup::new(Arc::clone(&self.fd), self.tid, self.hardware, self.on)
+            let made = KernelGroup::new(Arc::clone(&self.fd), self.opener.counted, self.hardware, self.on)
                 .inspect_err(|e| log::debug!("the members of a group go on and off one by one: {e}"))
                 .ok()?;
             self.group = Some(Arc::new(made));

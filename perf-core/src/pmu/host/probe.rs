@@ -1,5 +1,5 @@
 //! What the host's PMU can do, found out by trying.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::fs;
 use std::io;
@@ -10,7 +10,7 @@ use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
 
 use super::counters::{HostCounters, Trial, Tried};
-use super::fd::{PerfFd, new_attr};
+use super::fd::{Counted, PerfFd, new_attr};
 use super::hybrid;
 
 /// The generic hardware events of `perf_event_open(2)`, with perf's names.
@@ -262,7 +262,7 @@ impl Trial for ThisThread {
         events.iter().all(|&event| {
             let mut attr = Self::attr(event);
             attr.set_disabled(group.is_empty().into());
-            match PerfFd::open_in_group(&mut attr, 0, group.first()) {
+            match PerfFd::open_in_group(&mut attr, Counted::Thread(0), group.first()) {
                 Ok(fd) => {
                     group.push(fd);
                     true

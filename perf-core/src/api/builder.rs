@@ -1,0 +1,156 @@
+//! Setting up a core step by step, with its settings checked.
+
+use std::sync::Arc;
+
+use crate::mux::MuxPolicy;
+use crate::pmu::Pmu;
+use crate::schedule::SharePolicy;
+use crate::service::config::CoreConfig;
+use crate::service::core::Core;
+use crate::time::Clock;
+
+/// Most ticks a second: a turn of a microsecond.
+const TICK_HZ_MAX: u64 = 1_000_000;
+/// Most samples a second of an event: one a nanosecond.
+const SAMPLE_RATE_MAX: u64 = 1_000_000_000;
+/// Most KiB of ring memory that a setting may name.
+const KB_MAX: u64 = u64::MAX >> 11;
+
+/// A setting that is out of its range.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{setting} of {value} is out of range: it takes {least} to {most}")]
+pub struct ConfigError {
+    /// The field of [`CoreConfig`].
+    pub setting: &'static str,
+    /// What was given.
+    pub value: i128,
+    /// The least it takes.
+    pub least: i128,
+    /// The most it takes.
+    pub most: i128,
+}
+
+impl CoreConfig {
+    /// Checks that each setting is in its range.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for the first that is not.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let in_range = |setting, value: i128, least: i128, most: i128| {
+            (least..=most).contains(&value).then_some(()).ok_or(ConfigError {
+                setting,
+                value,
+                least,
+                most,
+            })
+        };
+        in_range("tick_hz", self.tick_hz.into(), 1, TICK_HZ_MAX.into())?;
+        in_range("paranoid", self.paranoid.into(), -1, 2)?;
+        in_range(
+            "sample_rate_hz",
+            self.sample_rate_hz.into(),
+            1,
+            SAMPLE_RATE_MAX.into(),
+        )?;
+        in_range("mlock_kb", self.mlock_kb.into(), 0, KB_MAX.into())?;
+        in_range("memlock_kb", self.memlock_kb.into(), 0, KB_MAX.into())?;
+        in_range("host_cpus", self.host_cpus as i128, 1, u32::MAX.into())
+    }
+}
+
+/// Makes a [`Core`]: see [`Core::builder`].
+#[derive(Debug, Default)]
+pub struct CoreBuilder {
+    config: CoreConfig,
+    drivers: Vec<Arc<dyn Pmu>>,
+}
+
+impl Core {
+    /// Sets a core up step by step. What is not set is as in [`CoreConfig::default`].
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use perf_core::pmu::sim::SimPmu;
+    /// use perf_core::{Core, SharePolicy};
+    ///
+    /// let core = Core::builder()
+    ///     .share(SharePolicy::OperatorFirst)
+    ///     .tick_hz(1000)
+    ///     .sample_rate_hz(50_000)
+    ///     .driver(Arc::new(SimPmu::with_slots(4)))
+    ///     .build()?;
+    /// assert_eq!(core.share(), SharePolicy::OperatorFirst);
+    ///
+    /// let error = Core::builder().tick_hz(0).build().unwrap_err();
+    /// assert_eq!(error.to_string(), "tick_hz of 0 is out of range: it takes 1 to 1000000");
+    /// # Ok::<(), perf_core::ConfigError>(())
+    /// ```
+    #[must_use]
+    pub fn builder() -> CoreBuilder {
+        CoreBuilder::default()
+    }
+}
+
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $ty:ty;)*) => {
+        $(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $name(mut self, $name: $ty) -> Self {
+                self.config.$name = $name;
+                self
+            }
+        )*
+    };
+}
+
+impl CoreBuilder {
+    setters! {
+        /// [`CoreConfig::clock`].
+        clock: Arc<dyn Clock>;
+        /// [`CoreConfig::share`].
+        share: SharePolicy;
+        /// [`CoreConfig::mux`].
+        mux: MuxPolicy;
+        /// [`CoreConfig::tick_hz`].
+        tick_hz: u64;
+        /// [`CoreConfig::paranoid`].
+        paranoid: i32;
+        /// [`CoreConfig::sample_rate_hz`].
+        sample_rate_hz: u64;
+        /// [`CoreConfig::mlock_kb`].
+        mlock_kb: u64;
+        /// [`CoreConfig::memlock_kb`].
+        memlock_kb: u64;
+        /// [`CoreConfig::host_cpus`].
+        host_cpus: usize;
+        /// [`CoreConfig::reserved_slots`].
+        reserved_slots: usize;
+        /// [`CoreConfig::overcommit`].
+        overcommit: bool;
+        /// [`CoreConfig::owner_uid`].
+        owner_uid: u32;
+        /// [`CoreConfig::pid`].
+        pid: u32;
+    }
+
+    /// Adds a driver, as [`Core::register`].
+    #[must_use]
+    pub fn driver(mut self, driver: Arc<dyn Pmu>) -> Self {
+        self.drivers.push(driver);
+        self
+    }
+
+    /// Makes the core.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if a setting is out of its range.
+    pub fn build(self) -> Result<Core, ConfigError> {
+        self.config.check()?;
+        let core = Core::new(self.config);
+        for driver in self.drivers {
+            core.register(driver);
+        }
+        Ok(core)
+    }
+}

@@ -1,0 +1,125 @@
+//! Handles: how an opened event is used.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::attr::Attr;
+use crate::model::failure::Failure;
+use crate::model::state::State;
+use crate::service::config::User;
+use crate::service::core::CoreInner;
+use crate::service::opened::EventRef;
+
+/// An open event. Closes it when dropped; its children go with it, and the siblings of a leader become
+/// leaders of groups of their own.
+#[derive(Debug)]
+pub struct Handle {
+    pub(crate) inner: Arc<HandleInner>,
+}
+
+pub(crate) struct HandleInner {
+    pub core: Arc<CoreInner>,
+    pub user: User,
+    pub event: EventRef,
+    closed: AtomicBool,
+}
+
+impl std::fmt::Debug for HandleInner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HandleInner")
+            .field("event", &self.event)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for HandleInner {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl HandleInner {
+    pub fn new(core: Arc<CoreInner>, user: User, event: EventRef) -> Self {
+        core.gates.add(&event.shared.attr);
+        core.wanted.add(&event.shared.attr);
+        Self {
+            core,
+            user,
+            event,
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Closes the event, once.
+    pub fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            let _topology = self.core.topology();
+            self.release();
+        }
+    }
+
+    fn release(&self) {
+        self.event.release_output();
+        self.event.remove();
+        self.core.gates.remove(&self.event.shared.attr);
+        self.core.wanted.remove(&self.event.shared.attr);
+        self.core.opened.remove(self.event.shared.id);
+    }
+
+    /// As [`HandleInner::close`], for an open that fails half-way and holds the topology lock.
+    pub fn undo_open(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.release();
+    }
+}
+
+impl Handle {
+    /// The id readings and records carry.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.inner.event.shared.id
+    }
+
+    /// The attributes it was opened with.
+    #[must_use]
+    pub fn attr(&self) -> &Attr {
+        &self.inner.event.shared.attr
+    }
+
+    /// What the event is doing; [`State::Off`] once it is closed. A family that is enabled is inactive
+    /// itself, its children may be on.
+    #[must_use]
+    pub fn state(&self) -> State {
+        let event = &self.inner.event;
+        let mut context = event.cell.lock();
+        context
+            .get(event.key, &event.shared)
+            .map_or(State::Off, |e| e.state)
+    }
+
+    /// Closes the event before the handle goes away. Later calls give [`crate::ControlError::Closed`].
+    pub fn close(&self) {
+        self.inner.close();
+    }
+
+    /// How many live children the event has: one for each vCPU that a VM-wide event covers.
+    #[must_use]
+    pub fn children(&self) -> usize {
+        self.inner.event.family().map_or(0, |f| f.live().len())
+    }
+
+    pub(crate) fn is_family(&self) -> bool {
+        self.inner.event.shared.is_family
+    }
+}
+
+impl Handle {
+    /// Why the event is in the error state and since when; `None` while it is not.
+    #[must_use]
+    pub fn failure(&self) -> Option<Failure> {
+        let event = &self.inner.event;
+        let mut context = event.cell.lock();
+        let event = context.get(event.key, &event.shared)?;
+        event.failure.filter(|_| event.state == State::Error)
+    }
+}

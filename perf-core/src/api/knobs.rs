@@ -1,0 +1,89 @@
+//! Settings that can be changed while the core runs.
+
+use std::sync::atomic::Ordering;
+
+use crate::service::core::Core;
+
+/// A setting that can be read and changed as text while the core runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Knob {
+    /// [`crate::CoreConfig::paranoid`], -1 to 2.
+    Paranoid,
+    /// [`crate::CoreConfig::sample_rate_hz`], at least 1.
+    SampleRateHz,
+    /// [`crate::CoreConfig::mlock_kb`].
+    MlockKb,
+    /// [`crate::CoreConfig::reserved_slots`], up to the slots of the smallest PMU; takes effect at once.
+    ReservedSlots,
+    /// [`crate::CoreConfig::overcommit`], 0 or 1.
+    Overcommit,
+}
+
+/// A value that a knob does not take (`EINVAL`).
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is no value for this setting: it takes {expected}")]
+pub struct KnobError {
+    /// What was given.
+    pub text: String,
+    /// What it takes.
+    pub expected: String,
+}
+
+impl Core {
+    /// A setting as decimal text with a newline, as the kernel shows it.
+    #[must_use]
+    pub fn knob(&self, knob: Knob) -> String {
+        let limits = &self.inner.limits;
+        // Set by numbers that fit.
+        let value = match knob {
+            Knob::Paranoid => i64::from(limits.paranoid()),
+            Knob::SampleRateHz => limits.sample_rate_hz().cast_signed(),
+            Knob::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
+            Knob::ReservedSlots => limits.reserved_slots.load(Ordering::Relaxed).cast_signed() as i64,
+            Knob::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
+        };
+        format!("{value}\n")
+    }
+
+    /// Changes a setting. Surrounding blanks are ignored.
+    ///
+    /// # Errors
+    /// [`KnobError`] if `text` is no number or not in the knob's range; nothing has changed then.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "the value was checked to be in the range of its setting"
+    )]
+    pub fn set_knob(&self, knob: Knob, text: &str) -> Result<(), KnobError> {
+        let limits = &self.inner.limits;
+        let (least, most) = match knob {
+            Knob::Paranoid => (-1, 2),
+            Knob::SampleRateHz => (1, 1_000_000_000),
+            Knob::MlockKb => (0, i64::MAX >> 10),
+            Knob::ReservedSlots => (0, self.inner.fewest_slots().cast_signed() as i64),
+            Knob::Overcommit => (0, 1),
+        };
+        let value = text
+            .trim()
+            .parse::<i64>()
+            .ok()
+            .filter(|v| (least..=most).contains(v))
+            .ok_or_else(|| KnobError {
+                text: text.trim().into(),
+                expected: format!("{least} to {most}"),
+            })?;
+        match knob {
+            Knob::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
+            Knob::SampleRateHz => limits
+                .sample_rate_hz
+                .store(value.cast_unsigned(), Ordering::Relaxed),
+            Knob::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
+            Knob::ReservedSlots => {
+                limits.reserved_slots.store(value as usize, Ordering::Relaxed);
+                self.inner.reserve_slots(value as usize);
+            }
+            Knob::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,27 @@
+//! What callers see: a core's calls, handles and sessions. One file for each subject.
+
+mod builder;
+mod control;
+mod core;
+mod guest;
+mod handle;
+mod knobs;
+mod map;
+mod open;
+mod raise;
+mod read;
+mod reset;
+mod session;
+mod switch;
+mod vcpu;
+mod vcpus;
+
+pub use builder::{ConfigError, CoreBuilder};
+pub use control::Scope;
+pub use guest::GuestMapping;
+pub use handle::Handle;
+pub use knobs::{Knob, KnobError};
+pub use open::{OpenFlags, OpenTarget};
+pub use read::{GroupReading, Reading, VcpuReading};
+pub use session::Session;
+pub use switch::Pin;

@@ -1,0 +1,253 @@
+//! Opening an event: what is checked, in which order, and where the event ends up.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::api::handle::{Handle, HandleInner};
+use crate::api::session::Session;
+use crate::attr::{Attr, ReadFormat, SampleType};
+use crate::context::ContextCell;
+use crate::model::event::{Event, EventShared, Source};
+use crate::model::state::Owner;
+use crate::pmu::VcpuId;
+use crate::service::config::{Role, User};
+use crate::service::core::{Core, CoreInner};
+use crate::service::error::OpenError;
+use crate::service::opened::{EventRef, Links};
+use crate::service::place::Place;
+
+/// Whose counts to collect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenTarget {
+    /// One vCPU; or a thread or a CPU of the host, by the number of its context ([`Core::add_thread`],
+    /// [`Core::add_cpu`]).
+    Vcpu(VcpuId),
+    /// The VM as a whole. Where the driver counts per vCPU the event fans out over the vCPUs there are, and
+    /// with [`Attr::inherit`] over those added later.
+    Vm,
+}
+
+/// Further ways to open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpenFlags {
+    /// Do not join the group of the given handle (use it for output only).
+    pub no_group: bool,
+    /// Report overflows to the VMM under this number ([`crate::Overflowed::cookie`]).
+    pub cookie: Option<u64>,
+    /// Write records to the ring of the given handle, as [`Handle::set_output`] does.
+    pub output: bool,
+}
+
+impl OpenFlags {
+    /// `PERF_FLAG_FD_NO_GROUP`.
+    const NO_GROUP: u64 = 1;
+    /// `PERF_FLAG_FD_OUTPUT`.
+    const OUTPUT: u64 = 1 << 1;
+
+    /// The flags of `perf_event_open(2)`, for requests that come as numbers.
+    ///
+    /// # Errors
+    /// [`OpenError::Combination`] for flags that are not known here.
+    pub fn from_bits(bits: u64) -> Result<Self, OpenError> {
+        if bits & !(Self::NO_GROUP | Self::OUTPUT) != 0 {
+            return Err(OpenError::Combination(
+                "unknown open flags; NO_GROUP (1) and OUTPUT (2) are known",
+            ));
+        }
+        let has = |flag| bits & flag != 0;
+        Ok(Self {
+            no_group: has(Self::NO_GROUP),
+            output: has(Self::OUTPUT),
+            cookie: None,
+        })
+    }
+}
+
+impl Core {
+    /// Opens an event for `session`.
+    ///
+    /// With `group` it joins the group of that handle, which must be a leader in the same context. The event
+    /// counts from now on, unless [`Attr::disabled`]; that it cannot be put on now is no error (see
+    /// [`crate::State`]).
+    ///
+    /// # Errors
+    /// [`OpenError`], each variant with the error number of `perf_event_open(2)`. Nothing is left behind.
+    pub fn open(
+        &self,
+        session: &Session,
+        attr: Attr,
+        target: OpenTarget,
+        group: Option<&Handle>,
+        flags: OpenFlags,
+    ) -> Result<Handle, OpenError> {
+        let core = &self.inner;
+        let admin = session.inner.user.is_admin();
+        core.limits.check_attr(&attr, admin)?;
+        core.check_combinations(&attr)?;
+        if target == OpenTarget::Vm {
+            core.limits.check_vm(admin)?;
+        }
+        if !admin && session.inner.user.uid != core.config.owner_uid {
+            return Err(OpenError::NotOwner);
+        }
+        // From here until the event is linked no vCPU comes or goes.
+        let mut topology = core.topology();
+        let cell = match target {
+            OpenTarget::Vm => Arc::clone(&core.vm),
+            OpenTarget::Vcpu(vcpu) => {
+                let vcpus = core.vcpus.load();
+                let found = vcpus
+                    .iter()
+                    .find(|v| v.id() == vcpu)
+                    .ok_or(OpenError::NoSuchVcpu(vcpu))?;
+                found.cell.load_full()
+            }
+        };
+        if cell.cpu().is_some() && core.limits.check_vm(admin).is_err() {
+            return Err(OpenError::CpuDenied);
+        }
+        let leader = group.filter(|_| !flags.no_group).map(|h| &h.inner.event);
+        if let Some(leader) = leader {
+            check_leader(leader, &cell, &attr)?;
+        }
+        core.limits.check_raw(&attr, admin)?;
+        let owner = match (session.inner.user.role, target) {
+            (Role::Guest, _) => Owner::Guest,
+            (_, OpenTarget::Vm) => Owner::OperatorVm,
+            (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
+        };
+        let place = core.place(&attr, cell, owner, leader)?;
+        let output = if flags.output {
+            let target = group.ok_or(OpenError::Group("no handle to redirect the output to"))?;
+            target.inner.event.can_be_output().map_err(OpenError::Output)?;
+            Some(&target.inner.event)
+        } else {
+            None
+        };
+        let handle = core.install(session.inner.user, attr, place, leader, output, flags)?;
+        if handle.inner.event.shared.is_family {
+            topology.generation += 1;
+        }
+        drop(topology);
+        let mut owned = session.inner.owned.lock();
+        // Now and then, so that opening many costs no more for each.
+        if owned.len().is_power_of_two() {
+            owned.retain(|h| h.strong_count() > 0);
+        }
+        owned.push(Arc::downgrade(&handle.inner));
+        Ok(handle)
+    }
+}
+
+impl CoreInner {
+    fn check_combinations(&self, attr: &Attr) -> Result<(), OpenError> {
+        self.limits.check_rate(attr)?;
+        if !attr.freq && attr.sample_period >> 63 != 0 {
+            return Err(OpenError::Combination("a sample period must be below 2^63"));
+        }
+        let group_samples = attr.sample_type.contains(SampleType::READ);
+        if attr.inherit && group_samples && attr.read_format.contains(ReadFormat::GROUP) {
+            return Err(OpenError::Combination(
+                "samples of an inherited event cannot hold group readings",
+            ));
+        }
+        Ok(())
+    }
+
+    fn install(
+        self: &Arc<Self>,
+        user: User,
+        attr: Attr,
+        place: Place,
+        leader: Option<&EventRef>,
+        output: Option<&EventRef>,
+        flags: OpenFlags,
+    ) -> Result<Handle, OpenError> {
+        let Place {
+            cell,
+            source,
+            hardware,
+            owner,
+        } = place;
+        let is_family = matches!(source, Source::Family);
+        let enabled = !attr.disabled;
+        if is_family {
+            self.check_hot_add(&attr, leader)?;
+        } else {
+            self.check_slots(&cell, hardware, leader.map(|l| l.key))?;
+        }
+        let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
+        let links = Arc::new(Links::new(is_family));
+        // Before it is in a group, whose members are looked up there.
+        self.opened.add(shared.id, &links);
+        let now_ns = cell.now_ns();
+        let ring = output.and_then(EventRef::own_output);
+        let key = {
+            let mut context = cell.lock();
+            let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
+            let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
+            let mut event = Event::new(Arc::clone(&shared), None, place, source, enabled);
+            // Before it is there: its first record may come at once.
+            event.output = ring;
+            context.clone_of = None;
+            let key = context.add(event, leader.map(|l| l.key), now_ns);
+            cell.publish_raised(&context);
+            key
+        };
+        let event = EventRef {
+            cell,
+            key,
+            shared,
+            links,
+        };
+        if let Some(target) = output {
+            event.begin_redirected(target);
+        }
+        let handle = Handle {
+            inner: Arc::new(HandleInner::new(Arc::clone(self), user, event)),
+        };
+        if is_family && let Err(error) = self.fan_out(&handle.inner.event, leader) {
+            handle.inner.undo_open();
+            return Err(error);
+        }
+        Ok(handle)
+    }
+
+    /// Makes the children of a new VM-wide event in the vCPUs there are.
+    fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), OpenError> {
+        for vcpu in self.vcpus.load().iter() {
+            let cell = vcpu.cell.load_full();
+            if cell.cpu().is_some() {
+                continue;
+            }
+            let leader_key = match leader {
+                None => None,
+                Some(leader) => match leader.child_in(&cell) {
+                    Some(key) => Some(key),
+                    // The leader covers only vCPUs that were there when it was opened.
+                    None => continue,
+                },
+            };
+            self.check_child(&event.shared.attr, &cell, leader_key)?;
+            self.inherit(event.key, &event.shared, &event.links, &cell, leader_key)?;
+        }
+        Ok(())
+    }
+}
+
+fn check_leader(leader: &EventRef, cell: &Arc<ContextCell>, attr: &Attr) -> Result<(), OpenError> {
+    if !Arc::ptr_eq(&leader.cell, cell) {
+        return Err(OpenError::Group("it is in another context"));
+    }
+    let mut context = leader.cell.lock();
+    if context.get(leader.key, &leader.shared).is_none() {
+        return Err(OpenError::Group("its leader is closed"));
+    }
+    if !context.is_leader(leader.key) {
+        return Err(OpenError::Group("the handle is not a leader"));
+    }
+    if attr.pinned || attr.exclusive {
+        return Err(OpenError::Group("only leaders may be pinned or exclusive"));
+    }
+    Ok(())
+}

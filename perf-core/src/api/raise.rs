@@ -1,0 +1,116 @@
+//! Raising software events.
+
+use crate::model::regs::SampleRegs;
+use crate::model::software::{Level, SoftwareId};
+use crate::sample::Overflowed;
+use crate::service::core::VcpuContext;
+use crate::service::overflow::Raised;
+
+impl VcpuContext {
+    /// `n` events `id` happened to this vCPU. With `regs` they can sample; without they only count.
+    ///
+    /// Reports of events opened with a cookie go to `sink`, which is called with no lock held.
+    pub fn software_event(
+        &self,
+        id: SoftwareId,
+        n: u64,
+        regs: Option<&mut dyn SampleRegs>,
+        sink: &mut dyn FnMut(Overflowed),
+    ) {
+        self.software_event_at(Level::Thread, id, n, regs, sink);
+    }
+
+    /// [`VcpuContext::software_event`] raised at `level`. `false` when it was dropped because this thread is
+    /// serving that level.
+    pub fn software_event_at(
+        &self,
+        level: Level,
+        id: SoftwareId,
+        n: u64,
+        regs: Option<&mut dyn SampleRegs>,
+        sink: &mut dyn FnMut(Overflowed),
+    ) -> bool {
+        self.raise(Raised { level, id, n }, regs, sink)
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::api::open::{OpenFlags, OpenTarget};
+    use crate::attr::Attr;
+    use crate::attr::EventType;
+    use crate::pmu::VcpuId;
+    use crate::pmu::sim::SimPmu;
+    use crate::record::CpuMode;
+    use crate::service::config::{CoreConfig, Role};
+    use crate::service::core::Core;
+
+    struct Regs;
+
+    impl SampleRegs for Regs {
+        fn mode(&mut self) -> CpuMode {
+            CpuMode::GuestKernel
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
+
+    /// A signal handler raises an event while somebody has the VM context's lock. What overflowed there is
+    /// reported by the vCPU that next serves overflows: the VM context has no thread of its own.
+    #[test]
+    fn what_waits_in_the_vm_context_is_served_by_a_vcpu() {
+        let core = Core::new(CoreConfig::default());
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        let attr = Attr::sampling(EventType::VMM, SoftwareId::Halts as u64, 5);
+        let flags = OpenFlags {
+            cookie: Some(9),
+            ..OpenFlags::default()
+        };
+        let halts = core.open(&session, attr, OpenTarget::Vm, None, flags).unwrap();
+        {
+            let _somebody = core.inner.vm.lock();
+            vcpu.software_event_at(Level::Signal, SoftwareId::Halts, 10, None, &mut |_| {});
+        }
+        let mut seen = Vec::new();
+        assert_eq!(vcpu.service_overflows(&mut Regs, &mut |o| seen.push(o)), 1);
+        assert_eq!(seen, [Overflowed { cookie: 9, times: 2 }]);
+        assert_eq!(vcpu.service_overflows(&mut Regs, &mut |_| {}), 0, "served once");
+        assert_eq!(halts.read().unwrap().value, 10);
+    }
+
+    /// An event that is inherited is open once, however many children it has; and when it is closed nothing
+    /// is left of it: not in the gates, not in the drivers.
+    #[test]
+    fn gates_count_what_is_open_and_close_with_it() {
+        let core = Core::new(CoreConfig::default());
+        let pmu = SimPmu::with_slots(2);
+        core.register(Arc::new(pmu.clone()));
+        for n in 0..3 {
+            core.add_vcpu(VcpuId(n), 1).unwrap();
+        }
+        let session = core.session(0, Role::Admin);
+        let open = |ty, config| {
+            let attr = Attr {
+                inherit: true,
+                ..Attr::counting(ty, config)
+            };
+            core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
+                .unwrap()
+        };
+        let halts = open(EventType::VMM, SoftwareId::Halts as u64);
+        let counted = open(EventType::SIM, 1);
+        let gate = || core.inner.gates.open(SoftwareId::Halts);
+        assert_eq!((halts.children(), gate(), pmu.open_events()), (3, 1, 3));
+        core.add_vcpu(VcpuId(3), 1).unwrap();
+        core.remove_vcpu(VcpuId(0)).unwrap();
+        assert_eq!((halts.children(), gate(), pmu.open_events()), (3, 1, 3));
+        drop((halts, counted));
+        assert_eq!((gate(), pmu.open_events()), (0, 0));
+    }
+}

@@ -1,0 +1,66 @@
+//! Resets of the guest: what waits for one begins to count.
+
+use crate::context::ContextCell;
+use crate::model::keys::EventKey;
+use crate::service::core::{Core, VcpuContext};
+
+impl VcpuContext {
+    /// This vCPU was reset: its events opened with [`crate::Attr::enable_on_exec`] that are off or in error are
+    /// enabled, once. Members of groups too, not only leaders. [`Core::vm_reset`] is the same for all of
+    /// the machine.
+    pub fn exec(&self) {
+        exec(&self.cell.load());
+    }
+}
+
+impl Core {
+    /// The machine was reset: what waits for that ([`crate::Attr::enable_on_exec`]) is enabled, once, in the VM
+    /// context and on every vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use perf_core::{pmu::sim::SimPmu, *};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let pmu = SimPmu::with_slots(4);
+    /// # let core = Core::builder().driver(Arc::new(pmu.clone())).build()?;
+    /// # core.add_vcpu(VcpuId(0), 1)?.sched_in();
+    /// # let session = core.session(0, Role::Admin);
+    /// // Counts the next boot, and nothing of what runs until then.
+    /// let attr = Attr {
+    ///     disabled: true,
+    ///     enable_on_exec: true,
+    ///     inherit: true,
+    ///     ..Attr::counting(EventType::SIM, 1)
+    /// };
+    /// let boot = core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())?;
+    /// pmu.advance(VcpuId(0), |_| 100);
+    /// core.vm_reset();
+    /// pmu.advance(VcpuId(0), |_| 7);
+    /// assert_eq!(boot.read()?.value, 7);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn vm_reset(&self) {
+        // No vCPU comes meanwhile, whose events would be neither those of before nor those of after.
+        let _topology = self.inner.topology();
+        exec(&self.inner.vm);
+        for vcpu in self.inner.vcpus.load().iter() {
+            vcpu.exec();
+        }
+    }
+}
+
+fn exec(cell: &ContextCell) {
+    let now_ns = cell.now_ns();
+    let mut context = cell.lock();
+    // It holds more than what it inherited from now on.
+    context.clone_of = None;
+    let due: Vec<EventKey> = context
+        .events
+        .iter_mut()
+        .filter_map(|(key, event)| std::mem::take(&mut event.enable_on_exec).then_some(key))
+        .collect();
+    for key in due {
+        context.enable(key, now_ns);
+    }
+}

@@ -1,0 +1,121 @@
+//! The exit fold under the model checker: the very code of [`super::Children`], with loom's lock around it
+//! and loom's counters in the children.
+//!
+//! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ::model::`.
+
+use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use loom::sync::{Arc, Mutex};
+use loom::thread;
+
+use super::{Children, Member};
+use crate::model::slices::EstimateSum;
+use crate::model::totals::{Folded, Totals};
+use crate::time::Times;
+
+/// A child whose vCPU counts from another thread.
+#[derive(Clone)]
+struct Child {
+    id: usize,
+    count: Arc<AtomicU64>,
+}
+
+impl Member for Child {
+    fn totals(&self) -> Totals {
+        let n = self.count.load(Relaxed);
+        Totals {
+            count: n,
+            times: Times {
+                enabled_ns: n,
+                running_ns: n,
+            },
+        }
+    }
+
+    fn estimate(&self) -> EstimateSum {
+        EstimateSum::of(self.totals(), None)
+    }
+}
+
+#[derive(Default)]
+struct Parent {
+    folded: Folded,
+}
+
+type Family = Arc<(Mutex<Children<Child>>, Parent)>;
+
+fn family(n: usize) -> (Family, Vec<Child>) {
+    let members: Vec<_> = (0..n)
+        .map(|id| Child {
+            id,
+            count: Arc::new(AtomicU64::new(0)),
+        })
+        .collect();
+    let mut children = Children::default();
+    for child in &members {
+        children.add(child.clone());
+    }
+    (Arc::new((Mutex::new(children), Parent::default())), members)
+}
+
+fn sum(family: &Family) -> u64 {
+    let children = family.0.lock().unwrap();
+    let totals = children.totals(&family.1.folded);
+    assert_eq!(
+        totals.count, totals.times.running_ns,
+        "count and times are folded together"
+    );
+    totals.count
+}
+
+/// A vCPU works, stops, and exits.
+fn work_and_exit(family: &Family, child: &Child, work: u64) {
+    for _ in 0..work {
+        child.count.fetch_add(1, Relaxed);
+    }
+    let folded = family
+        .0
+        .lock()
+        .unwrap()
+        .fold(&family.1.folded, |c| c.id == child.id);
+    assert_eq!(folded.map(|(_, last)| last.count), Some(work));
+}
+
+#[test]
+fn p14_a_reader_sees_every_count_once_while_children_exit() {
+    loom::model(|| {
+        let (family, members) = family(2);
+        let vcpus: Vec<_> = members
+            .into_iter()
+            .map(|child| {
+                let family = Arc::clone(&family);
+                thread::spawn(move || work_and_exit(&family, &child, 1))
+            })
+            .collect();
+        let first = sum(&family);
+        let second = sum(&family);
+        assert!(first <= second && second <= 2, "{first} then {second}");
+        for vcpu in vcpus {
+            vcpu.join().unwrap();
+        }
+        assert_eq!(sum(&family), 2);
+        assert!(family.0.lock().unwrap().live().is_empty());
+    });
+}
+
+#[test]
+fn a_close_and_an_exit_do_not_both_take_a_child() {
+    loom::model(|| {
+        let (family, members) = family(1);
+        let closer = {
+            let family = Arc::clone(&family);
+            thread::spawn(move || family.0.lock().unwrap().drain().len())
+        };
+        let folded = family
+            .0
+            .lock()
+            .unwrap()
+            .fold(&family.1.folded, |c| c.id == members[0].id)
+            .is_some();
+        assert_eq!(closer.join().unwrap() + usize::from(folded), 1);
+    });
+}

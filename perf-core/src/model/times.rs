@@ -1,0 +1,226 @@
+//! A context's own time, and the times of an event derived from it.
+
+use crate::model::state::State;
+use crate::time::Times;
+
+/// A context's own time: it advances while the context is scheduled in and stands still otherwise.
+///
+/// For a vCPU context that is the time of the core's clock between [`crate::VcpuContext::sched_in`] and
+/// [`crate::VcpuContext::sched_out`]; the VM context is always in. With a clock that goes on while the vCPU's
+/// thread waits for a processor, or its guest halts, that is part of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ContextClock {
+    /// Time accumulated until `stamp_ns`.
+    time_ns: u64,
+    /// The clock when the time was last advanced.
+    stamp_ns: u64,
+    active: bool,
+}
+
+impl ContextClock {
+    pub fn is_active(&self) -> bool {
+        self.active
+    }
+
+    /// The context goes in: time off is never counted.
+    pub fn start(&mut self, now_ns: u64) {
+        self.stamp_ns = now_ns;
+        self.active = true;
+    }
+
+    /// The context goes out.
+    pub fn stop(&mut self, now_ns: u64) {
+        self.time_ns = self.time_at(now_ns);
+        self.stamp_ns = now_ns;
+        self.active = false;
+    }
+
+    /// The context's time when the clock shows `now_ns`. One monotonic clock serves all threads, but two
+    /// threads may read it in one order and take the lock in the other, hence the saturating difference.
+    pub fn time_at(&self, now_ns: u64) -> u64 {
+        if self.active {
+            self.time_ns + now_ns.saturating_sub(self.stamp_ns)
+        } else {
+            self.time_ns
+        }
+    }
+
+    /// Advances the time to `now_ns` and returns it. Later calls never give less.
+    pub fn advance(&mut self, now_ns: u64) -> u64 {
+        if self.active {
+            self.time_ns = self.time_at(now_ns);
+            self.stamp_ns = self.stamp_ns.max(now_ns);
+        }
+        self.time_ns
+    }
+}
+
+/// The five values an event's times are derived from.
+///
+/// `total` is what counts while the event is off or in error. While it is inactive or active the stamps
+/// count, and `total` is a copy made when it was last looked at. `stopped` means something only while
+/// inactive.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct EventTimes {
+    total: Times,
+    enabled_stamp: u64,
+    running_stamp: u64,
+    stopped_stamp: u64,
+}
+
+impl EventTimes {
+    /// The event joins a context whose time is `time`.
+    pub fn attach(time: u64) -> Self {
+        Self {
+            total: Times::default(),
+            enabled_stamp: time,
+            running_stamp: time,
+            stopped_stamp: time,
+        }
+    }
+
+    /// The event starts (or starts again) to be enabled: the accumulated time goes on from here.
+    pub fn enable(&mut self, time: u64) {
+        self.enabled_stamp = time.wrapping_sub(self.total.enabled_ns);
+        self.running_stamp = time.wrapping_sub(self.total.running_ns);
+        self.stopped_stamp = time;
+    }
+
+    /// It goes on: the time since it went off is not running time.
+    pub fn go_on(&mut self, time: u64) {
+        self.running_stamp = self
+            .running_stamp
+            .wrapping_add(time.wrapping_sub(self.stopped_stamp));
+    }
+
+    /// It goes off.
+    pub fn go_off(&mut self, time: u64) {
+        self.stopped_stamp = time;
+    }
+
+    /// The one place where times are derived. `leader` is the state of the group's leader: a member of a
+    /// group that is off has frozen times, like one that is off itself.
+    pub fn at(&self, state: State, leader: State, time: u64) -> Times {
+        if state < State::Inactive || leader < State::Inactive {
+            return self.total;
+        }
+        let end = if state == State::Inactive {
+            self.stopped_stamp
+        } else {
+            time
+        };
+        Times {
+            enabled_ns: time.wrapping_sub(self.enabled_stamp),
+            running_ns: end.wrapping_sub(self.running_stamp),
+        }
+    }
+
+    /// Copies the derived times into the totals; to be called before `state` or `leader` falls below
+    /// inactive.
+    pub fn settle(&mut self, state: State, leader: State, time: u64) {
+        self.total = self.at(state, leader, time);
+    }
+
+    /// Makes `times` what the event has accumulated until now, whatever its state. Totals and stamps change
+    /// together: totals alone would be undone by the next derivation.
+    pub fn set(&mut self, times: Times, time: u64) {
+        self.total = times;
+        self.enable(time);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn time_stands_still_while_the_context_is_out() {
+        let mut clock = ContextClock::default();
+        assert!(!clock.is_active());
+        clock.start(100);
+        assert!(clock.is_active());
+        assert_eq!(clock.time_at(150), 50);
+        clock.stop(150);
+        assert!(!clock.is_active());
+        assert_eq!(clock.time_at(1000), 50);
+        clock.start(1000);
+        assert_eq!(clock.advance(1010), 60);
+        assert_eq!(clock.advance(1005), 60, "a late reader never takes time back");
+        assert_eq!(clock.advance(1011), 61);
+    }
+
+    #[test]
+    fn waiting_is_enabled_but_not_running() {
+        let mut times = EventTimes::attach(10);
+        let on = State::Inactive;
+        assert_eq!(
+            times.at(State::Inactive, on, 30),
+            Times {
+                enabled_ns: 20,
+                running_ns: 0
+            }
+        );
+        times.go_on(30);
+        assert_eq!(
+            times.at(State::Active, on, 35),
+            Times {
+                enabled_ns: 25,
+                running_ns: 5
+            }
+        );
+        times.go_off(40);
+        assert_eq!(
+            times.at(State::Inactive, on, 50),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        times.settle(State::Inactive, on, 50);
+        assert_eq!(
+            times.at(State::Off, on, 99),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        assert_eq!(
+            times.at(State::Inactive, State::Off, 99),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        times.enable(100);
+        assert_eq!(
+            times.at(State::Inactive, on, 100),
+            Times {
+                enabled_ns: 40,
+                running_ns: 10
+            }
+        );
+        times.go_on(105);
+        assert_eq!(
+            times.at(State::Active, on, 107),
+            Times {
+                enabled_ns: 47,
+                running_ns: 12
+            }
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn set_times_survive_the_next_derivation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
+            let mut times = EventTimes::attach(0);
+            times.go_on(on.min(time));
+            let new = Times { enabled_ns: enabled, running_ns: running };
+            times.set(new, time);
+            let at = |state| times.at(state, State::Inactive, time + later);
+            prop_assert_eq!(at(State::Active), Times { enabled_ns: enabled + later, running_ns: running + later });
+            prop_assert_eq!(at(State::Inactive), Times { enabled_ns: enabled + later, running_ns: running });
+            prop_assert_eq!(at(State::Off), new);
+        }
+    }
+}

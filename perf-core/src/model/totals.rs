@@ -1,0 +1,45 @@
+//! Counts with their times.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::time::Times;
+
+/// Totals of exited children.
+#[derive(Debug, Default)]
+pub(crate) struct Folded {
+    pub count: AtomicU64,
+    pub enabled_ns: AtomicU64,
+    pub running_ns: AtomicU64,
+}
+
+impl Folded {
+    pub fn load(&self) -> Totals {
+        Totals {
+            count: self.count.load(Ordering::Relaxed),
+            times: Times {
+                enabled_ns: self.enabled_ns.load(Ordering::Relaxed),
+                running_ns: self.running_ns.load(Ordering::Relaxed),
+            },
+        }
+    }
+
+    pub fn store(&self, totals: Totals) {
+        self.count.store(totals.count, Ordering::Relaxed);
+        self.enabled_ns.store(totals.times.enabled_ns, Ordering::Relaxed);
+        self.running_ns.store(totals.times.running_ns, Ordering::Relaxed);
+    }
+}
+
+/// A count with its times.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    pub count: u64,
+    pub times: Times,
+}
+
+impl Totals {
+    pub fn add(&mut self, other: Self) {
+        self.count = self.count.wrapping_add(other.count);
+        self.times.add(other.times);
+    }
+}

@@ -1,0 +1,218 @@
+//! Groups, and the queues of those that do not take turns; those that do wait in [`crate::mux`].
+//!
+//! A [`Queue`] is a ring linked through the groups themselves, so that adding, removing and rotating cost the
+//! same however many groups there are. Only groups that may run are queued: a leader that is off or in error
+//! is not, and groups of software events need no slot and wait nowhere.
+
+use smallvec::SmallVec;
+
+use super::seats::Want;
+use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
+
+/// A leader and its siblings: on the PMU all together or not at all.
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// Keys of the events, the leader first.
+    pub members: SmallVec<[EventKey; 4]>,
+    /// Which pool of slots its hardware events use; `None` for a group of software events.
+    pub pool: Option<PoolId>,
+    /// Which queue of that pool it belongs to.
+    pub class: Class,
+    /// The counters it needs now: one for each hardware member that is neither off nor in error.
+    pub wants: SmallVec<[Want; 4]>,
+    pub exclusive: bool,
+    /// It is on.
+    pub on: bool,
+    /// It waits apart from its queue.
+    pub parked: bool,
+    /// Its driver refused, and a tick is to try again.
+    pub refused: bool,
+    /// It may run: it is in its queue.
+    pub queued: bool,
+    link: Option<Link>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    prev: GroupKey,
+    next: GroupKey,
+}
+
+impl Group {
+    pub fn new(pool: Option<PoolId>, class: Class, exclusive: bool) -> Self {
+        Self {
+            members: SmallVec::new(),
+            pool,
+            class,
+            wants: SmallVec::new(),
+            exclusive,
+            on: false,
+            parked: false,
+            refused: false,
+            queued: false,
+            link: None,
+        }
+    }
+
+    pub fn leader(&self) -> EventKey {
+        self.members[0]
+    }
+}
+
+/// The queues of a pool. Their order in a schedule is the share policy's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Class {
+    /// Pinned events that back the guest's own counters.
+    Guest,
+    /// The operator's pinned events for the VM as a whole.
+    PinnedVm,
+    /// The operator's pinned events for this vCPU.
+    PinnedVcpu,
+    /// The operator's flexible events for the VM as a whole.
+    FlexibleVm,
+    /// The operator's flexible events for this vCPU.
+    FlexibleVcpu,
+}
+
+impl Class {
+    pub const COUNT: usize = Self::PINNED + Self::FLEXIBLE;
+    /// The first of them are pinned.
+    pub const PINNED: usize = 3;
+    /// The others take turns.
+    pub const FLEXIBLE: usize = 2;
+
+    pub fn is_pinned(self) -> bool {
+        self <= Self::PinnedVcpu
+    }
+
+    /// Whether the events are one vCPU's, which may not use reserved slots.
+    pub fn is_vcpu(self) -> bool {
+        !matches!(self, Self::PinnedVm | Self::FlexibleVm)
+    }
+}
+
+/// A rotating queue of groups.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Queue {
+    head: Option<GroupKey>,
+    len: usize,
+}
+
+impl Queue {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Appends group `key`, which is in no queue.
+    pub fn push_back(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
+        debug_assert!(groups[key].link.is_none());
+        let link = match self.head {
+            None => {
+                self.head = Some(key);
+                Link { prev: key, next: key }
+            }
+            Some(head) => {
+                let tail = links(groups, head).prev;
+                set(groups, tail, |l| l.next = key);
+                set(groups, head, |l| l.prev = key);
+                Link {
+                    prev: tail,
+                    next: head,
+                }
+            }
+        };
+        groups[key].link = Some(link);
+        self.len += 1;
+    }
+
+    /// Removes group `key`; one that is in no queue is left alone.
+    pub fn remove(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
+        let Some(link) = groups[key].link.take() else {
+            return;
+        };
+        self.len -= 1;
+        if link.next == key {
+            self.head = None;
+            return;
+        }
+        set(groups, link.prev, |l| l.next = link.next);
+        set(groups, link.next, |l| l.prev = link.prev);
+        if self.head == Some(key) {
+            self.head = Some(link.next);
+        }
+    }
+
+    /// The first group.
+    pub fn first(&self) -> Option<GroupKey> {
+        self.head
+    }
+
+    /// The group after `key`, up to the last.
+    pub fn after(&self, groups: &Table<GroupKey, Group>, key: GroupKey) -> Option<GroupKey> {
+        let next = groups[key].link?.next;
+        (Some(next) != self.head).then_some(next)
+    }
+
+    /// The groups from first to last.
+    pub fn iter<'a>(&self, groups: &'a Table<GroupKey, Group>) -> impl Iterator<Item = GroupKey> + 'a {
+        let mut next = self.head;
+        let mut left = self.len;
+        std::iter::from_fn(move || {
+            let key = next?;
+            left = left.checked_sub(1)?;
+            next = Some(links(groups, key).next);
+            Some(key)
+        })
+    }
+}
+
+fn links(groups: &Table<GroupKey, Group>, key: GroupKey) -> Link {
+    groups[key]
+        .link
+        .expect("a group reached through a queue is linked")
+}
+
+fn set(groups: &mut Table<GroupKey, Group>, key: GroupKey, change: impl FnOnce(&mut Link)) {
+    change(
+        groups[key]
+            .link
+            .as_mut()
+            .expect("a group reached through a queue is linked"),
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn order(queue: &Queue, groups: &Table<GroupKey, Group>) -> Vec<GroupKey> {
+        queue.iter(groups).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn a_queue_behaves_like_a_deque(ops in prop::collection::vec((0u8..2, any::<prop::sample::Index>()), 0..60)) {
+            let (mut groups, mut queue) = (Table::default(), Queue::default());
+            let mut model = std::collections::VecDeque::new();
+            for (op, index) in ops {
+                match op {
+                    0 => {
+                        let key = groups.insert(Group::new(None, Class::FlexibleVcpu, false));
+                        queue.push_back(&mut groups, key);
+                        model.push_back(key);
+                    }
+                    1 if !model.is_empty() => {
+                        let key = model.remove(index.index(model.len())).unwrap();
+                        queue.remove(&mut groups, key);
+                        queue.remove(&mut groups, key); // a second removal changes nothing
+                        groups.remove(key);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(order(&queue, &groups), Vec::from(model.clone()));
+                prop_assert_eq!(queue.len(), model.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Inheritance: children of VM-wide events come with a vCPU and go with it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::context::ContextCell;
+use crate::model::event::{Event, EventShared, Source};
+use crate::model::keys::EventKey;
+use crate::model::state::State;
+use crate::notify::Poll;
+use crate::sample::Rate;
+use crate::service::core::CoreInner;
+use crate::service::error::OpenError;
+use crate::service::opened::{Child, Links};
+
+impl CoreInner {
+    /// Whether a new vCPU inherits every VM-wide event.
+    pub fn inherits_all(&self) -> bool {
+        let vm = self.vm.lock();
+        vm.groups.iter().all(|(_, g)| {
+            let leader = &vm.events[g.leader()];
+            leader.shared.attr.inherit || !matches!(leader.source, Source::Family)
+        })
+    }
+
+    /// The groups a new vCPU inherits: each a leader, which is marked so, and its siblings whatever their own
+    /// mark.
+    pub fn inherited_groups(&self) -> Vec<Vec<(EventKey, Arc<EventShared>)>> {
+        let vm = self.vm.lock();
+        let mut groups: Vec<Vec<(EventKey, Arc<EventShared>)>> = vm
+            .groups
+            .iter()
+            .filter(|(_, g)| {
+                let leader = &vm.events[g.leader()];
+                leader.shared.attr.inherit && matches!(leader.source, Source::Family)
+            })
+            .map(|(_, g)| {
+                g.members
+                    .iter()
+                    .map(|m| (*m, Arc::clone(&vm.events[*m].shared)))
+                    .collect()
+            })
+            .collect();
+        // The order of opening, so that contexts with the same history are laid out alike.
+        groups.sort_by_key(|members| members[0].1.id);
+        groups
+    }
+
+    /// Makes the children of a group in `cell`.
+    pub fn inherit_group(
+        &self,
+        members: &[(EventKey, Arc<EventShared>)],
+        cell: &Arc<ContextCell>,
+    ) -> Result<(), OpenError> {
+        let mut leader = None;
+        for (parent_key, parent) in members {
+            self.check_child(&parent.attr, cell, leader)?;
+            // Under the topology lock, so it is open.
+            let Some(links) = self.opened.get(parent.id) else {
+                continue;
+            };
+            let key = self.inherit(*parent_key, parent, &links, cell, leader)?;
+            leader.get_or_insert(key);
+        }
+        Ok(())
+    }
+
+    /// Makes one child of `parent` in `cell`, in the parent's present state, and links it.
+    pub fn inherit(
+        &self,
+        parent_key: EventKey,
+        parent: &Arc<EventShared>,
+        links: &Links,
+        cell: &Arc<ContextCell>,
+        leader: Option<EventKey>,
+    ) -> Result<EventKey, OpenError> {
+        let shared = Arc::new(EventShared::new(
+            parent.attr.clone(),
+            parent.owner,
+            parent.cookie,
+            false,
+        ));
+        let (source, hardware) = self.source(&parent.attr, cell, leader)?;
+        let family = links.family.as_ref().expect("only families are inherited");
+        // Under the family's lock, so that an enable or disable of the family comes wholly before or after.
+        let mut family = family.lock();
+        let (enabled, mut rate, output, enable_on_exec) = {
+            let mut vm = self.vm.lock();
+            let found = vm.get(parent_key, parent);
+            found.map_or((false, Rate::default(), None, false), |e| {
+                (
+                    e.state >= State::Inactive,
+                    e.sampling.rate(),
+                    e.output.clone(),
+                    e.enable_on_exec,
+                )
+            })
+        };
+        if rate.freq != 0
+            && let Some(sibling) = family.live().first()
+        {
+            // The family counts nothing itself. What its children have found is better than the 1 it began
+            // with.
+            rate.period = sibling.cell.lock().events[sibling.key].sampling.period;
+        }
+        let now_ns = cell.now_ns();
+        let mut context = cell.lock();
+        let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
+        let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
+        let mut event = Event::new(shared, Some(Arc::clone(parent)), place, source, enabled);
+        event.sampling.inherit_rate(rate);
+        event.output = output;
+        event.enable_on_exec = enable_on_exec;
+        let key = context.add(event, leader, now_ns);
+        cell.publish_raised(&context);
+        drop(context);
+        family.add(Child {
+            cell: Arc::clone(cell),
+            key,
+        });
+        Ok(key)
+    }
+
+    /// Takes back a hot-add that failed: children are unlinked and nothing is folded.
+    pub fn abandon(&self, cell: &Arc<ContextCell>) {
+        for (key, parent) in self.children_in(cell) {
+            let links = self.opened.get(parent.id);
+            if let Some(family) = links.as_ref().and_then(|links| links.family.as_ref()) {
+                let mut family = family.lock();
+                let _ = family.unlink(|child| child.is(cell, key));
+            }
+        }
+    }
+
+    fn children_in(&self, cell: &ContextCell) -> Vec<(EventKey, Arc<EventShared>)> {
+        let context = cell.lock();
+        context
+            .events
+            .iter()
+            .filter_map(|(key, e)| Some((key, Arc::clone(e.parent.as_ref()?))))
+            .collect()
+    }
+
+    /// The exit of a vCPU.
+    pub fn exit(&self, cell: &Arc<ContextCell>) {
+        let now_ns = cell.now_ns();
+        {
+            let mut context = cell.lock();
+            context.sched_out(now_ns);
+            context.dead = true;
+            context.forget_pending();
+        }
+        // No sample follows it: everything is off, and nothing is left to serve. READ records may.
+        if cell.cpu().is_none() {
+            self.task_record(cell, false);
+        }
+        let children = self.children_in(cell);
+        for (key, _) in &children {
+            self.read_record(cell, *key);
+        }
+        for (key, parent) in children {
+            let links = self.opened.get(parent.id);
+            let Some(family) = links.as_ref().and_then(|links| links.family.as_ref()) else {
+                continue;
+            };
+            let mut family = family.lock();
+            if family.fold(&parent.folded, |child| child.is(cell, key)).is_some() {
+                let mut context = cell.lock();
+                let event = context.remove(key, now_ns);
+                cell.publish_raised(&context);
+                // Descriptors are not closed under the lock.
+                drop(context);
+                drop(event);
+            }
+        }
+        // What was opened on the vCPU itself lingers for its handles, and never counts again.
+        for (_, event) in cell.lock().events.iter() {
+            event.shared.notify.signal(Poll::HUP);
+            if let Some(output) = event.output.as_ref().filter(|o| o.owner == event.shared.id) {
+                output.ring.hang_up();
+            }
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Ring memory, and who is charged for it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::lock::{Lock, LockGuard, Rank};
+use crate::ring::MemoryWatch;
+use crate::service::error::MapError;
+
+/// Ring memory in use, in pages, by user: charged until nobody has it any more, in this process or another.
+#[derive(Debug)]
+pub(crate) struct Locked {
+    users: Lock<HashMap<u32, Used>>,
+}
+
+/// What one user has.
+#[derive(Debug, Default)]
+struct Used {
+    pages: u64,
+    /// Memory of rings that this process has let go while clients had it.
+    held: Vec<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    watch: MemoryWatch,
+    pages: u64,
+}
+
+impl Used {
+    /// Refunds what clients have let go in the meantime. A system call or two for each ring they had.
+    fn sweep(&mut self) {
+        let pages = &mut self.pages;
+        self.held.retain(|held| {
+            let in_use = held.watch.is_in_use();
+            if !in_use {
+                *pages -= held.pages;
+            }
+            in_use
+        });
+    }
+}
+
+impl Default for Locked {
+    fn default() -> Self {
+        Self {
+            users: Lock::new(Rank::Memory, HashMap::new()),
+        }
+    }
+}
+
+impl Locked {
+    fn lock(&self) -> LockGuard<'_, HashMap<u32, Used>> {
+        self.users.lock()
+    }
+
+    pub fn pages_of(&self, uid: u32) -> u64 {
+        self.lock().get_mut(&uid).map_or(0, |used| {
+            used.sweep();
+            used.pages
+        })
+    }
+
+    /// Charges `pages` to `uid`, who is the one refunded whoever unmaps.
+    pub fn charge(self: &Arc<Self>, uid: u32, pages: u64, limit: Option<u64>) -> Result<Charge, MapError> {
+        let mut users = self.lock();
+        let used = users.entry(uid).or_default();
+        if let Some(limit) = limit
+            && used.pages.saturating_add(pages) > limit
+        {
+            used.sweep();
+            if used.pages.saturating_add(pages) > limit {
+                return Err(MapError::MemoryLimit { pages, limit });
+            }
+        }
+        used.pages = used.pages.saturating_add(pages);
+        Ok(Charge {
+            locked: Arc::clone(self),
+            uid,
+            pages,
+            watch: None,
+        })
+    }
+}
+
+/// A charge for the memory of one ring, which keeps it ([`Ring::keep`]).
+#[derive(Debug)]
+pub(crate) struct Charge {
+    locked: Arc<Locked>,
+    uid: u32,
+    pages: u64,
+    /// Tells whether clients have the memory, if that matters: if there is a limit.
+    pub watch: Option<MemoryWatch>,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let watch = self.watch.take().filter(MemoryWatch::is_in_use);
+        let mut users = self.locked.lock();
+        let Some(used) = users.get_mut(&self.uid) else {
+            return;
+        };
+        if let Some(watch) = watch {
+            let pages = self.pages;
+            used.held.push(Held { watch, pages });
+            return;
+        }
+        used.pages -= self.pages;
+        if used.pages == 0 {
+            users.remove(&self.uid);
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! Events that are open: where each is, and how they hang together.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::context::{Context, ContextCell};
+use crate::lock::{Lock, LockGuard, Rank};
+use crate::model::children::{Children, Member};
+use crate::model::event::EventShared;
+use crate::model::keys::EventKey;
+use crate::model::output::Output;
+use crate::model::slices::EstimateSum;
+use crate::model::totals::Totals;
+use crate::pmu::VcpuId;
+
+/// What an event that was opened hangs together with.
+#[derive(Debug)]
+pub(crate) struct Links {
+    /// Present when the event fans out over vCPUs.
+    pub family: Option<Lock<Family>>,
+    /// Where records of the event and its children go; cold side.
+    pub output: Lock<OutputState>,
+}
+
+impl Links {
+    pub fn new(family: bool) -> Self {
+        Self {
+            family: family.then(|| Lock::new(Rank::Family, Family::default())),
+            output: Lock::new(Rank::Output, OutputState::default()),
+        }
+    }
+}
+
+/// The events that are open, by id: the way from an event in a context to what it hangs together with.
+#[derive(Debug)]
+pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<Links>>>);
+
+impl Default for OpenEvents {
+    fn default() -> Self {
+        Self(Lock::new(Rank::Opened, HashMap::new()))
+    }
+}
+
+impl OpenEvents {
+    pub fn add(&self, id: u64, links: &Arc<Links>) {
+        self.0.lock().insert(id, Arc::clone(links));
+    }
+
+    pub fn remove(&self, id: u64) {
+        self.0.lock().remove(&id);
+    }
+
+    pub fn get(&self, id: u64) -> Option<Arc<Links>> {
+        self.0.lock().get(&id).map(Arc::clone)
+    }
+}
+
+/// Where an event is.
+#[derive(Clone, Debug)]
+pub(crate) struct EventRef {
+    pub cell: Arc<ContextCell>,
+    pub key: EventKey,
+    pub shared: Arc<EventShared>,
+    pub links: Arc<Links>,
+}
+
+pub(crate) type Family = Children<Child>;
+
+/// A child: an event in a vCPU context.
+#[derive(Clone, Debug)]
+pub(crate) struct Child {
+    pub cell: Arc<ContextCell>,
+    pub key: EventKey,
+}
+
+/// The output side of an event that was opened.
+#[derive(Debug, Default)]
+pub(crate) struct OutputState {
+    pub own: Option<Arc<Output>>,
+    /// How often the ring is mapped.
+    pub mappings: usize,
+    /// The event whose ring is used instead.
+    pub redirect: Option<EventRef>,
+    /// Events that use this one's ring.
+    pub sources: Vec<EventRef>,
+}
+
+impl Child {
+    pub fn is(&self, cell: &Arc<ContextCell>, key: EventKey) -> bool {
+        self.key == key && Arc::ptr_eq(&self.cell, cell)
+    }
+}
+
+impl Member for Child {
+    fn totals(&self) -> Totals {
+        let now_ns = self.cell.now_ns();
+        self.cell.lock().totals(self.key, now_ns)
+    }
+
+    fn estimate(&self) -> EstimateSum {
+        let now_ns = self.cell.now_ns();
+        self.cell.lock().estimate(self.key, now_ns)
+    }
+
+    fn vcpu(&self) -> Option<VcpuId> {
+        self.cell.vcpu().map(|(vcpu, _)| vcpu)
+    }
+}
+
+impl EventRef {
+    pub fn family(&self) -> Option<LockGuard<'_, Family>> {
+        Some(self.links.family.as_ref()?.lock())
+    }
+
+    /// The key of this event's child in `cell`.
+    pub fn child_in(&self, cell: &Arc<ContextCell>) -> Option<EventKey> {
+        self.family()?
+            .live()
+            .iter()
+            .find(|c| Arc::ptr_eq(&c.cell, cell))
+            .map(|c| c.key)
+    }
+
+    /// Runs `op` on the event and then on each child, each under its context's lock; `None` if the event is
+    /// closed.
+    pub fn for_each<R>(&self, mut op: impl FnMut(&mut Context, EventKey, u64) -> R) -> Option<R> {
+        let family = self.family();
+        let result = {
+            let now_ns = self.cell.now_ns();
+            let mut context = self.cell.lock();
+            context.get(self.key, &self.shared)?;
+            op(&mut context, self.key, now_ns)
+        };
+        for child in family.iter().flat_map(|f| f.live()) {
+            let now_ns = child.cell.now_ns();
+            op(&mut child.cell.lock(), child.key, now_ns);
+        }
+        Some(result)
+    }
+
+    pub fn set_enabled(&self, on: bool) -> Option<()> {
+        self.for_each(|context, key, now_ns| {
+            if on {
+                context.enable(key, now_ns);
+            } else {
+                context.disable(key, now_ns);
+            }
+        })
+    }
+
+    /// Zeroes the count, and what exited children left behind.
+    pub fn reset(&self) -> Option<()> {
+        // All under the family's lock: an exit comes wholly before or wholly after.
+        let mut family = self.family();
+        {
+            let now_ns = self.cell.now_ns();
+            let mut context = self.cell.lock();
+            context.get(self.key, &self.shared)?;
+            context.set_count(self.key, 0, now_ns);
+        }
+        for child in family.iter().flat_map(|f| f.live()) {
+            let now_ns = child.cell.now_ns();
+            child.cell.lock().set_count(child.key, 0, now_ns);
+        }
+        if let Some(family) = &mut family {
+            family.reset(&self.shared.folded);
+        }
+        Some(())
+    }
+
+    /// The members of the event's group, its leader first.
+    pub fn group(&self, opened: &OpenEvents) -> Option<SmallVec<[EventRef; 8]>> {
+        let members: SmallVec<[_; 8]> = {
+            let mut context = self.cell.lock();
+            context.get(self.key, &self.shared)?;
+            let members = context.members(self.key);
+            let shared = |key: &EventKey| Arc::clone(&context.events[*key].shared);
+            members.iter().map(|key| (*key, shared(key))).collect()
+        };
+        let member = |(key, shared): (EventKey, Arc<EventShared>)| {
+            let links = opened.get(shared.id)?;
+            Some(Self {
+                cell: Arc::clone(&self.cell),
+                key,
+                shared,
+                links,
+            })
+        };
+        Some(members.into_iter().filter_map(member).collect())
+    }
+
+    /// Takes the event and its children out of their contexts. Under the topology lock.
+    pub fn remove(&self) {
+        let children = self.family().map(|mut f| f.drain()).unwrap_or_default();
+        for child in children {
+            let now_ns = child.cell.now_ns();
+            let mut context = child.cell.lock();
+            let event = context.remove(child.key, now_ns);
+            child.cell.publish_raised(&context);
+            drop(context);
+            drop(event);
+        }
+        let now_ns = self.cell.now_ns();
+        let mut context = self.cell.lock();
+        if context.get(self.key, &self.shared).is_some() {
+            let event = context.remove(self.key, now_ns);
+            self.cell.publish_raised(&context);
+            // The driver's half may close descriptors: not under the lock.
+            drop(context);
+            drop(event);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Where an event's records go: its ring, or another event's.
+//!
+//! All of this is the cold side and runs under the topology lock. The hot side is one pointer in the event's
+//! working half, [`crate::model::event::Event::output`], kept right here whenever a ring comes or an output is
+//! redirected.
+
+use std::sync::Arc;
+
+use crate::lock::LockGuard;
+use crate::model::output::Output;
+use crate::service::error::ControlError;
+use crate::service::opened::{EventRef, OutputState};
+
+impl EventRef {
+    pub fn output_state(&self) -> LockGuard<'_, OutputState> {
+        self.links.output.lock()
+    }
+
+    /// Whether other events may write to this one's ring. Under the topology lock.
+    pub fn can_be_output(&self) -> Result<(), ControlError> {
+        if self.output_state().redirect.is_some() {
+            return Err(ControlError::Invalid("the target writes to another event itself"));
+        }
+        if self.cell.lock().get(self.key, &self.shared).is_none() {
+            return Err(ControlError::Closed);
+        }
+        Ok(())
+    }
+
+    /// The ring the event owns.
+    pub fn own_output(&self) -> Option<Arc<Output>> {
+        self.output_state().own.clone()
+    }
+
+    /// Notes that the event, which is new and has written to the ring of `target` since it is there, does so.
+    pub fn begin_redirected(&self, target: &Self) {
+        self.output_state().redirect = Some(target.clone());
+        target.output_state().sources.push(self.clone());
+    }
+
+    /// Tells the event's working half, its children's, and those of events that write here where records go.
+    pub fn spread_output(&self) {
+        let (output, sources) = {
+            let state = self.output_state();
+            let redirected = state
+                .redirect
+                .as_ref()
+                .and_then(|target| target.output_state().own.clone());
+            (redirected.or_else(|| state.own.clone()), state.sources.clone())
+        };
+        for event in std::iter::once(self).chain(&sources) {
+            let _ = event.for_each(|context, key, now_ns| {
+                context.events[key].output = output.clone();
+                context.update_page(key, now_ns);
+            });
+        }
+    }
+
+    /// Takes the event out of the web of redirections; its ring lives on while others write to it.
+    pub fn release_output(&self) {
+        let (redirect, sources) = {
+            let mut state = self.output_state();
+            state.own = None;
+            (state.redirect.take(), std::mem::take(&mut state.sources))
+        };
+        if let Some(target) = redirect {
+            target
+                .output_state()
+                .sources
+                .retain(|s| !Arc::ptr_eq(&s.shared, &self.shared));
+        }
+        for source in sources {
+            // They keep the ring they write to, as if they still held this event open.
+            source.output_state().redirect = None;
+        }
+    }
+
+    /// Redirects the event's output to `target`'s ring, or back. Under the topology lock.
+    pub fn set_output(&self, target: Option<&Self>) -> Result<(), ControlError> {
+        if let Some(target) = target {
+            if Arc::ptr_eq(&self.shared, &target.shared) {
+                return Err(ControlError::Invalid("an event cannot be its own output"));
+            }
+            target.can_be_output()?;
+            let state = self.output_state();
+            if state.own.is_some() {
+                return Err(ControlError::Invalid("the event has a ring of its own"));
+            }
+            if !state.sources.is_empty() {
+                return Err(ControlError::Invalid("other events write to this one"));
+            }
+        }
+        let old = std::mem::replace(&mut self.output_state().redirect, target.cloned());
+        if let Some(old) = old {
+            old.output_state()
+                .sources
+                .retain(|s| !Arc::ptr_eq(&s.shared, &self.shared));
+        }
+        if let Some(target) = target {
+            target.output_state().sources.push(self.clone());
+        }
+        self.spread_output();
+        Ok(())
+    }
+}

@@ -1,0 +1,223 @@
+//! Where a new event goes, and whether there is a place for it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::attr::{Attr, EventType};
+use crate::context::ContextCell;
+use crate::model::event::Source;
+use crate::model::keys::EventKey;
+use crate::model::software::SoftwareId;
+use crate::model::state::Owner;
+use crate::pmu::{PmuError, Target, VcpuId};
+use crate::schedule::SharePolicy;
+use crate::schedule::seats::{Crowd, Seats};
+use crate::service::core::{CoreInner, Hardware};
+use crate::service::error::OpenError;
+use crate::service::opened::EventRef;
+
+/// Where a new event goes.
+pub(crate) struct Place {
+    pub cell: Arc<ContextCell>,
+    pub source: Source,
+    /// What it needs of a hardware driver.
+    pub hardware: Option<Hardware>,
+    pub owner: Owner,
+}
+
+impl CoreInner {
+    /// Finds the source of the counts. A VM-wide event whose driver counts per vCPU becomes a family; one
+    /// whose driver counts for the package is one event whatever `inherit` says, or its count would be
+    /// multiplied.
+    pub fn place(
+        &self,
+        attr: &Attr,
+        cell: Arc<ContextCell>,
+        owner: Owner,
+        leader: Option<&EventRef>,
+    ) -> Result<Place, OpenError> {
+        let leads_family = leader.map(|l| l.shared.is_family);
+        let family = |cell| Place {
+            cell,
+            source: Source::Family,
+            hardware: None,
+            owner,
+        };
+        if cell.vcpu().is_some() {
+            let (source, hardware) = self.source(attr, &cell, leader.map(|l| l.key))?;
+            return Ok(Place {
+                cell,
+                source,
+                hardware,
+                owner,
+            });
+        }
+        if attr.ty == EventType::VMM {
+            if SoftwareId::from_config(attr.config).is_none() {
+                return Err(OpenError::NoSuchSoftwareEvent(attr.config));
+            }
+            let fan_out = leads_family.unwrap_or(attr.inherit);
+            return Ok(if fan_out {
+                family(cell)
+            } else {
+                Place {
+                    cell,
+                    source: Source::Raised(0),
+                    hardware: None,
+                    owner,
+                }
+            });
+        }
+        let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
+        let whole = match pmu.open(attr, Target::Vm) {
+            Ok(mut event) => {
+                let package = event.count().is_some();
+                (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
+            }
+            Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
+                // With no vCPU to try it on, a driver that cannot count VMs is taken at its word. A member
+                // goes where its leader goes, so the leader's mark says whether there are
+                // vCPUs to come.
+                let none = self.vcpus.load().is_empty();
+                let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
+                if leads_family == Some(false) || (none && !inherits) {
+                    return Err(error.into());
+                }
+                None
+            }
+            Err(error) => return Err(error.into()),
+        };
+        match whole {
+            Some(_) if leads_family == Some(true) => Err(OpenError::Group(
+                "a package count cannot join a group that fans out over vCPUs",
+            )),
+            Some(event) => Ok(Place {
+                cell,
+                source: Source::Driver(event),
+                hardware: Hardware::of(at, &*pmu, capacity, attr),
+                owner,
+            }),
+            None => Ok(family(cell)),
+        }
+    }
+
+    /// [`CoreInner::check_slots`] for a child of an event with `attr`.
+    pub fn check_child(
+        &self,
+        attr: &Attr,
+        cell: &ContextCell,
+        leader: Option<EventKey>,
+    ) -> Result<(), OpenError> {
+        let hardware = self
+            .driver(attr.ty)
+            .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, attr));
+        self.check_slots(cell, hardware, leader)
+    }
+
+    /// Whether a VM-wide event could be on, with its group, on a vCPU that is added later: one on which
+    /// nothing is open but what it inherits. Without this a vCPU would be refused for events that were
+    /// let in while there was none.
+    pub fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), OpenError> {
+        let leads = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
+        let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
+            return Ok(());
+        };
+        let Some(hardware) = Hardware::of(at, &*pmu, capacity, attr) else {
+            return Ok(());
+        };
+        // Those of others of this driver, in the event's group and in all.
+        let (mut group, mut all) = (Seats::new(hardware.counters), Seats::new(hardware.counters));
+        let vm = self.vm.lock();
+        for (_, members) in vm.groups.iter() {
+            let first = &vm.events[members.leader()].shared;
+            let own = leader.is_some_and(|l| Arc::ptr_eq(&l.shared, first));
+            if !first.is_family || !(own || first.attr.inherit) {
+                continue;
+            }
+            for member in members.members.iter().map(|m| &vm.events[*m].shared.attr) {
+                let other = self
+                    .driver(member.ty)
+                    .and_then(|(at, pmu, capacity)| Hardware::of(at, &*pmu, capacity, member));
+                match other {
+                    Some(other) if other.driver == at => {
+                        if own {
+                            let _ = group.take_one(other.fits);
+                        }
+                        let _ = all.take_one(other.fits);
+                    }
+                    Some(_) if own => {
+                        return Err(OpenError::Group("its hardware events belong to another driver"));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        drop(vm);
+        group.take_one(hardware.fits).map_err(too_large)?;
+        if self.is_strict() {
+            all.take_one(hardware.fits)
+                .map_err(|crowd| OpenError::OvercommittedVm {
+                    slots: crowd.counters,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Whether events that could not all be on together are refused.
+    fn is_strict(&self) -> bool {
+        self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed)
+    }
+
+    /// Whether one more hardware event has a place: in its group ever, and under strict sharing with all
+    /// others.
+    pub fn check_slots(
+        &self,
+        cell: &ContextCell,
+        hardware: Option<Hardware>,
+        leader: Option<EventKey>,
+    ) -> Result<(), OpenError> {
+        let Some(hardware) = hardware else {
+            return Ok(());
+        };
+        let mut context = cell.lock();
+        let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
+        let pool = context.pool(hardware.driver, hardware.counters, reserved);
+        let mut group = Seats::new(hardware.counters);
+        if let Some(leader) = leader {
+            let members = &context.groups[context.events[leader].group];
+            match members.pool {
+                Some(other) if other != pool => {
+                    return Err(OpenError::Group("its hardware events belong to another driver"));
+                }
+                _ => {}
+            }
+            for event in members.members.iter().map(|m| &context.events[*m]) {
+                if event.pool.is_some() {
+                    // They were checked when they were opened.
+                    let _ = group.take_one(event.fits);
+                }
+            }
+        }
+        group.take_one(hardware.fits).map_err(too_large)?;
+        if self.is_strict() {
+            let mut all = Seats::new(hardware.counters);
+            for (_, event) in context.events.iter().filter(|(_, e)| e.pool == Some(pool)) {
+                let _ = all.take_one(event.fits);
+            }
+            let vcpu = cell.vcpu().map_or(VcpuId(0), |(vcpu, _)| vcpu);
+            all.take_one(hardware.fits)
+                .map_err(|crowd| OpenError::Overcommitted {
+                    vcpu,
+                    slots: crowd.counters,
+                })?;
+        }
+        Ok(())
+    }
+}
+
+fn too_large(crowd: Crowd) -> OpenError {
+    OpenError::GroupTooLarge {
+        needed: crowd.events,
+        slots: crowd.counters,
+    }
+}
