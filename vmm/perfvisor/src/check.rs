@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt::Write as _;
 
+use perf_core::CoreConfig;
 use perf_core::pmu::host::HostProbe;
 use serde::{Serialize, Serializer};
 use vpmu::{
@@ -57,8 +58,36 @@ struct Report {
     /// it is not known.
     #[serde(serialize_with = "or_line_if_asked")]
     turns: Option<Result<TurnCost, HostError>>,
+    /// What operators may take where `perfvisor run` is told nothing else.
+    limits: Limits,
     /// What counts each event of a guest under `--backing auto`.
     events: Vec<EventBacking>,
+}
+
+/// What operators may take by default.
+#[derive(Debug, Serialize)]
+struct Limits {
+    /// `--sample-limit`.
+    samples_per_second: u64,
+    /// `--ring-memory`, of a user who is not root.
+    ring_bytes: u64,
+    /// `--reserve-counters`.
+    reserved_counters: usize,
+    /// The most that `--reserve-counters` takes here.
+    reservable_counters: usize,
+}
+
+impl Limits {
+    fn of(perf: &HostProbe) -> Self {
+        let core = CoreConfig::default();
+        let cpus = u64::try_from(core.host_cpus).unwrap_or(u64::MAX);
+        Self {
+            samples_per_second: core.sample_rate_hz,
+            ring_bytes: core.mlock_kb.saturating_mul(cpus).saturating_add(core.memlock_kb) << 10,
+            reserved_counters: core.reserved_slots,
+            reservable_counters: perf.slots().saturating_sub(1),
+        }
+    }
 }
 
 /// What counts one guest event.
@@ -177,6 +206,7 @@ impl Report {
                 _ => None,
             },
             own_pmu_asked: own_asked.map(|model| model.map(|fitted| fitted.model.to_string())),
+            limits: Limits::of(&perf),
             events: backings(&perf, HostPmu::vendor(&mut cpuid::read_host)),
             perf,
         })
@@ -286,6 +316,22 @@ impl Report {
         };
         line("perf_event_paranoid", &paranoid);
         line("software clock events", yes(perf.software_clock));
+        let limits = &self.limits;
+        line(
+            "--sample-limit",
+            &format!("{} samples a second of an event", limits.samples_per_second),
+        );
+        line(
+            "--ring-memory",
+            &format!("{}K for a user who is not root", limits.ring_bytes >> 10),
+        );
+        line(
+            "--reserve-counters",
+            &match limits.reservable_counters {
+                0 => "0; there are none to reserve".to_owned(),
+                most => format!("{}; up to {most} here", limits.reserved_counters),
+            },
+        );
         line("--pmu auto", &self.pmu_auto);
         if let Some(asked) = &self.pmu_asked {
             line("--pmu as asked", asked);

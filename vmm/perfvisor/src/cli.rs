@@ -5,6 +5,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
@@ -21,7 +22,10 @@ use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
-use crate::values::{parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_width};
+use crate::values::{
+    parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
+    parse_turn, parse_width,
+};
 use perf_core::error_line;
 use perfvisor_vmm::kvm::signature::CpuSignature;
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
@@ -157,6 +161,21 @@ pub struct RunArgs {
     /// (as Linux does).
     #[arg(long, value_name = "POLICY", default_value = "auto")]
     pub mux: MuxChoice,
+    /// How long a turn is at first, in milliseconds: 0.2 to 100, for adaptive turns. Without it auto measures
+    /// what a turn costs.
+    #[arg(long, value_name = "MS", value_parser = parse_turn)]
+    pub mux_turn: Option<Duration>,
+    /// Counters of the host, for each vCPU, that only events of the whole VM may use: stat without -A, top
+    /// and metrics. The guest gets fewer.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub reserve_counters: usize,
+    /// Most samples a second that operators may take of one event on a vCPU, 1 to 1000000 [default: 100000]
+    #[arg(long, value_name = "HZ", value_parser = parse_sample_limit)]
+    pub sample_limit: Option<u64>,
+    /// Memory that an operator who is not root may have for the rings of record and top: 64K to 64G
+    /// [default: 512K for each host CPU and 8M]
+    #[arg(long, value_name = "SIZE", value_parser = parse_ring_memory)]
+    pub ring_memory: Option<u64>,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
@@ -401,6 +420,14 @@ mod tests {
             (&["--share", "x"], "'x'", "strict"),
             (&["--mux", "x"], "'x'", "adaptive"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),
+            (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),
+            (&["--mux-turn", "nan"], "'nan'", "0.2 to 100"),
+            (&["--sample-limit", "0"], "'0'", "1 to 1000000"),
+            (&["--sample-limit", "2000000"], "'2000000'", "1 to 1000000"),
+            (&["--ring-memory", "4K"], "'4K'", "64K to 64G"),
+            (&["--ring-memory", "1T"], "'1T'", "64K to 64G"),
+            (&["--reserve-counters", "-1"], "-1", ""),
+            (&["--reserve-counters", "x"], "'x'", ""),
             (&["--cpu-signature", "skylake"], "'skylake'", "6/94/3"),
             (&["--cpu-signature", "6/94/16"], "'6/94/16'", "0 to 15"),
             (&["--frobnicate"], "--frobnicate", "--help"),
@@ -432,9 +459,22 @@ mod tests {
         let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
             panic!("no help");
         };
+        // However the lines are broken.
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let defaults = perf_core::CoreConfig::default();
         for default in [
             format!("0 is no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
             format!("[default for Linux: {}]", crate::run::DEFAULT_LINUX_CMDLINE),
+            format!(
+                "1 to {} [default: {}]",
+                crate::values::MAX_SAMPLE_RATE_HZ,
+                defaults.sample_rate_hz
+            ),
+            format!(
+                "[default: {}K for each host CPU and {}M]",
+                defaults.mlock_kb,
+                defaults.memlock_kb >> 10
+            ),
         ] {
             assert!(help.contains(&default), "{default} is not in {help}");
         }

@@ -1,5 +1,5 @@
 //! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "asks the kernel for the process's CPU time")]
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use perf_core::ConfigError;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -31,9 +32,9 @@ use perfvisor_vmm::metrics::address::{ListenError, Listener};
 use perfvisor_vmm::metrics::server::MetricsServer;
 use perfvisor_vmm::pmu::backing::BackingError;
 use perfvisor_vmm::pmu::fit::{Fitted, fit};
-use perfvisor_vmm::pmu::{PmuConfig, VmPmu, backing};
+use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, VmPmu, backing};
 use perfvisor_vmm::rdpmc::RdpmcMode;
-use perfvisor_vmm::turns::{Ticks, Turns};
+use perfvisor_vmm::turns::{MuxChoice, Ticks, Turns};
 use perfvisor_vmm::vcpu::control::{RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
@@ -100,6 +101,25 @@ pub enum RunError {
     /// KVM's own vPMU is another.
     #[error(transparent)]
     OwnModel(#[from] NotThisModel),
+    /// Turns that are ticks have no length of their own.
+    #[error(
+        "--mux-turn with --mux rotate: turns are ticks of 4 ms there; use --mux adaptive, or leave --mux-turn out"
+    )]
+    TurnOfRotate,
+    /// More counters than there are to be shared.
+    #[error(
+        "--reserve-counters {asked}: this host has {free} counters to share, and one of them has to stay; reserve {} at most",
+        free.saturating_sub(1)
+    )]
+    Reserve {
+        /// What was asked.
+        asked: usize,
+        /// How many there are.
+        free: usize,
+    },
+    /// A setting that the perf core does not take.
+    #[error(transparent)]
+    Core(#[from] ConfigError),
     /// No list of events.
     #[error("--metrics-events")]
     MetricsEvents(#[source] ListError),
@@ -139,6 +159,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     let kvm = host::open()?;
     let probe = HostProbe::run();
     let policy = args.backing;
+    let free = probe.slots();
+    if args.reserve_counters > free.saturating_sub(1) {
+        let asked = args.reserve_counters;
+        return Err(RunError::Reserve { asked, free });
+    }
     if has_pmu {
         backing::check_policy(policy, &probe)?;
     }
@@ -157,7 +182,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         args.pmu_counters.is_some(),
         policy,
         own_pmu.as_ref(),
-        &probe,
+        &without_reserved(&probe, args.reserve_counters),
     );
     model = fitted;
     if let Some(line) = competition {
@@ -190,7 +215,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     if model != asked {
         log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
     }
-    let (mux, turn) = args.mux.settle(&kvm, &probe, has_pmu);
+    let (mux, turn) = match (args.mux, args.mux_turn) {
+        (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => return Err(RunError::TurnOfRotate),
+        (_, Some(turn)) => (MuxPolicy::Adaptive, Some(turn)),
+        (choice, None) => choice.settle(&kvm, &probe, has_pmu),
+    };
     let config = VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
@@ -229,6 +258,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
             mux,
             turn,
             stepping,
+            limits: OperatorLimits {
+                sample_rate_hz: args.sample_limit,
+                ring_bytes: args.ring_memory,
+                reserved_slots: args.reserve_counters,
+            },
         },
         rdpmc: args.rdpmc,
         hide_uncounted: args.hide_uncounted,
@@ -237,6 +271,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     };
 
     // Mistakes in what is asked for end it before anything runs.
+    config.pmu.core_config().check()?;
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
@@ -281,6 +316,13 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     }
     served.map_err(RunError::Loop)?;
     Ok(exit_status(running.control()))
+}
+
+/// The host as the guest's counters find it when `reserved` counters are kept for events of the whole VM.
+fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
+    let mut probe = probe.clone();
+    probe.counters.general = probe.counters.general.saturating_sub(reserved);
+    probe
 }
 
 /// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need

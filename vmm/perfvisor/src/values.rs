@@ -16,6 +16,18 @@ const MAX_INTERVAL_MS: u64 = 86_400_000;
 /// Numbers of vCPUs in a list stay below this.
 const MAX_VCPU: u32 = 1024;
 
+/// Shortest turn of events that share counters, in milliseconds: the main loop takes turns together that are
+/// closer.
+const MIN_TURN_MS: f64 = 0.2;
+/// Longest turn, in milliseconds.
+const MAX_TURN_MS: f64 = 100.0;
+/// Most samples a second of an event: a sample takes a microsecond at least.
+pub const MAX_SAMPLE_RATE_HZ: u64 = 1_000_000;
+/// Least memory for rings.
+const MIN_RING_BYTES: u64 = 64 << 10;
+/// Most memory for rings.
+const MAX_RING_BYTES: u64 = 64 << 30;
+
 /// What is wrong with a value. Who prints it names the option and the value before it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
@@ -40,6 +52,15 @@ pub enum ValueError {
     /// No limit of PMIs.
     #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
     PmiLimit,
+    /// No turn that the main loop could keep.
+    #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
+    Turn,
+    /// No limit of samples.
+    #[error("must be a number of samples per second, 1 to {MAX_SAMPLE_RATE_HZ}")]
+    SampleLimit,
+    /// No room for one ring, or more than any host gives.
+    #[error("must be {}K to {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
+    RingMemory,
     /// Neither on nor off.
     #[error("must be on or off")]
     OnOff,
@@ -118,6 +139,28 @@ pub fn parse_width(text: &str) -> Result<u8, ValueError> {
 /// A limit of PMIs a second.
 pub fn parse_pmi_limit(text: &str) -> Result<u32, ValueError> {
     text.parse().map_err(|_| ValueError::PmiLimit)
+}
+
+/// How long turns are.
+pub fn parse_turn(text: &str) -> Result<Duration, ValueError> {
+    let ms = parse_number(text, MIN_TURN_MS..=MAX_TURN_MS).ok_or(ValueError::Turn)?;
+    Ok(Duration::from_secs_f64(ms / 1e3))
+}
+
+/// A limit of samples a second.
+pub fn parse_sample_limit(text: &str) -> Result<u64, ValueError> {
+    let hz = text.parse().ok();
+    hz.filter(|hz| (1..=MAX_SAMPLE_RATE_HZ).contains(hz))
+        .ok_or(ValueError::SampleLimit)
+}
+
+/// Memory for rings.
+pub fn parse_ring_memory(text: &str) -> Result<u64, ValueError> {
+    let bytes = parse_bytes(text)?;
+    let range = MIN_RING_BYTES..=MAX_RING_BYTES;
+    Some(bytes)
+        .filter(|bytes| range.contains(bytes))
+        .ok_or(ValueError::RingMemory)
 }
 
 /// On or off.
@@ -243,6 +286,23 @@ mod tests {
         for bad in ["", "0", "-1", "inf", "NaN", "1e300", "x"] {
             assert!(parse_seconds(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn turns_and_limits_keep_within_their_ranges() {
+        assert_eq!(parse_turn("1.5"), Ok(Duration::from_micros(1500)));
+        assert_eq!(parse_sample_limit("1000000"), Ok(1_000_000));
+        assert_eq!(parse_ring_memory("64K"), Ok(64 << 10));
+        assert_eq!(parse_ring_memory("64G"), Ok(64 << 30));
+        for bad in ["", "0", "0.1", "100.5", "inf", "x"] {
+            assert_eq!(parse_turn(bad), Err(ValueError::Turn), "{bad}");
+        }
+        for bad in ["", "0", "1000001", "-1", "1.5"] {
+            assert_eq!(parse_sample_limit(bad), Err(ValueError::SampleLimit), "{bad}");
+        }
+        assert_eq!(parse_ring_memory("63K"), Err(ValueError::RingMemory));
+        assert_eq!(parse_ring_memory("65G"), Err(ValueError::RingMemory));
+        assert_eq!(parse_ring_memory("much"), Err(ValueError::Size));
     }
 
     #[test]

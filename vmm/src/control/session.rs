@@ -578,7 +578,13 @@ impl EventSession {
                 MapError::MemoryLimit { .. } => FailureKind::Limit,
                 _ => FailureKind::Internal,
             },
-            message: error_line(&e),
+            message: match &e {
+                MapError::MemoryLimit { pages, limit } => format!(
+                    "{pages} more pages of ring memory exceed the limit of {limit} for this user; use smaller rings (-m), \
+                     or start the VM with more --ring-memory"
+                ),
+                _ => error_line(&e),
+            },
         })?;
         let sample_type = first.attr().sample_type.bits();
         for other in of_vcpu {
@@ -661,9 +667,13 @@ fn not_opened(error: OpenError) -> NotOpened {
         | OpenError::VmWideDenied
         | OpenError::NotOwner
         | OpenError::RawDenied => FailureKind::Denied,
-        OpenError::FrequencyTooHigh { .. }
-        | OpenError::GroupTooLarge { .. }
-        | OpenError::Overcommitted { .. } => FailureKind::Limit,
+        OpenError::FrequencyTooHigh { .. } => {
+            return NotOpened::Refused(Failure {
+                kind: FailureKind::Limit,
+                message: format!("{message}; ask for less, or start the VM with a higher --sample-limit"),
+            });
+        }
+        OpenError::GroupTooLarge { .. } | OpenError::Overcommitted { .. } => FailureKind::Limit,
         OpenError::Driver(PmuError::Busy | PmuError::Mediated(_)) => FailureKind::Unsupported,
         OpenError::Driver(PmuError::Os { what, source })
             if matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) =>

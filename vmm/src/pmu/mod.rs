@@ -72,12 +72,47 @@ pub struct PmuConfig {
     pub mux: MuxPolicy,
     /// How long turns are at first under the adaptive policy, if not as it has them by itself.
     pub turn: Option<Duration>,
+    /// What operators may take.
+    pub limits: OperatorLimits,
+}
+
+/// What operators of a VM may take. What is `None` is as in [`CoreConfig::default`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OperatorLimits {
+    /// Most samples a second of one event, and the highest frequency that may be asked for.
+    pub sample_rate_hz: Option<u64>,
+    /// Memory for rings that a user who is not root may have, in bytes.
+    pub ring_bytes: Option<u64>,
+    /// Host counters of each vCPU that only events of the whole VM may use.
+    pub reserved_slots: usize,
 }
 
 impl PmuConfig {
     /// Whether the guest has KVM's own vPMU.
     pub fn is_kvms(&self) -> bool {
         self.policy == BackingPolicy::Kvm
+    }
+
+    /// How the perf core is set up for it.
+    pub fn core_config(&self) -> CoreConfig {
+        let mut core = CoreConfig {
+            share: self.share,
+            mux: self.mux,
+            owner_uid: control_api::peer::own_uid(),
+            turn_ns: self.turn.map(|turn| turn.as_nanos() as u64),
+            // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
+            paranoid: 0,
+            reserved_slots: self.limits.reserved_slots,
+            ..CoreConfig::default()
+        };
+        if let Some(hz) = self.limits.sample_rate_hz {
+            core.sample_rate_hz = hz;
+        }
+        if let Some(bytes) = self.limits.ring_bytes {
+            // One number for both parts of what the kernel allows: per CPU, and by the limit of locked memory.
+            (core.mlock_kb, core.memlock_kb) = (0, bytes >> 10);
+        }
+        core
     }
 }
 
@@ -111,15 +146,7 @@ impl VmPmu {
     /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it
     /// keeps any; `guest`: what samples look into.
     pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>, guest: GuestProbe) -> Self {
-        let core = Core::new(CoreConfig {
-            share: config.share,
-            mux: config.mux,
-            owner_uid: control_api::peer::own_uid(),
-            turn_ns: config.turn.map(|turn| turn.as_nanos() as u64),
-            // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
-            paranoid: 0,
-            ..CoreConfig::default()
-        });
+        let core = Core::new(config.core_config());
         let signal = Some(overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
@@ -662,6 +689,7 @@ mod tests {
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),
             turn: None,
+            limits: OperatorLimits::default(),
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let vm = VmPmu::new(config, &HostProbe::run(), None, GuestProbe::new(memory));
