@@ -48,7 +48,6 @@ mod source;
 pub mod sources;
 mod state;
 mod vendor;
-#[allow(clippy::module_inception)]
 mod vpmu;
 mod width;
 

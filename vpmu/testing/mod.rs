@@ -1,11 +1,11 @@
 //! What the tests, the fuzz target and the long run share: a reference model and a stream of operations that
 //! is applied to it and to the real thing.
 
-// Written for the reader of a manual: conditions as they stand there.
 #[allow(
     clippy::needless_range_loop,
     clippy::precedence,
-    clippy::manual_is_multiple_of
+    clippy::manual_is_multiple_of,
+    reason = "written for the reader of a manual: conditions as they stand there"
 )]
 pub mod reference;
 pub mod stream;

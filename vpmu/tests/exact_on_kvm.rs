@@ -5,7 +5,7 @@
 //! again. Four instructions around the block count: the enabling WRMSR and three MOV; the disabling WRMSR
 //! does not.
 
-#![allow(unsafe_code)] // guest memory
+#![expect(unsafe_code, reason = "guest memory")]
 
 #[path = "../../perf-core/tests/common/skip.rs"]
 mod skip;

@@ -3,7 +3,7 @@
 //!
 //! Numbers in comments were counted by hand, by the rules at the top of `vpmu::exact`.
 
-#![allow(unsafe_code)] // ptrace and fork
+#![expect(unsafe_code, reason = "ptrace and fork")]
 
 use std::arch::global_asm;
 use std::fs::File;

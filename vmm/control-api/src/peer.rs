@@ -1,5 +1,5 @@
 //! Who is at the other end of a socket, and who we are.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "asks who is at the other end, and seals memory files")]
 
 use std::ffi::CString;
 use std::fs::File;

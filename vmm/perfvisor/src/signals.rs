@@ -3,7 +3,7 @@
 //!
 //! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal
 //! of the process, in its set or not, and the vCPUs are kicked by signals a thousand times a second.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "blocks signals and waits for them by system calls")]
 
 use std::io;
 use std::mem::MaybeUninit;

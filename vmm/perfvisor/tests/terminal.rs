@@ -2,7 +2,7 @@
 //!
 //! The test starts itself as a child on a pseudo-terminal; the child enters raw mode and leaves in the
 //! way it is told.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "opens a terminal of its own")]
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};

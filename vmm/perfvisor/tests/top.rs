@@ -1,5 +1,5 @@
 //! `perfvisor top` against a running guest: as text, and on a terminal that must be as it was afterwards.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "opens a terminal of its own")]
 
 mod common;
 

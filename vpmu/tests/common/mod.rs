@@ -1,6 +1,6 @@
 //! A guest on simulated events: every access is an exit and an entry.
 
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, reason = "each test file uses its part")]
 
 use vpmu::sim::SimEvents;
 use vpmu::*;

@@ -125,6 +125,51 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
     (running_ns < enabled_ns).then(|| 100.0 * running_ns as f64 / enabled_ns as f64)
 }
 
+/// What perf tells programs of a count, as CSV and as JSON.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fields {
+    /// The count, or why there is none.
+    pub value: String,
+    /// Its unit; empty for a number of events.
+    pub unit: &'static str,
+    /// For how long the event counted.
+    pub running_ns: u64,
+    /// The share of its enabled time, in percent.
+    pub share: f64,
+}
+
+impl Fields {
+    /// Of this count. Times are in milliseconds, with so many digits behind the point.
+    pub fn of(counted: &Counted, unit: Unit, digits: usize) -> Self {
+        let (value, running_ns, share) = match counted {
+            Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
+            Counted::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
+            Counted::Value {
+                count,
+                enabled_ns,
+                running_ns,
+            } => {
+                let value = match unit {
+                    Unit::Count => count.to_string(),
+                    Unit::Nanoseconds => format!("{:.digits$}", *count as f64 / 1e6),
+                };
+                let share = running_percent(*enabled_ns, *running_ns).unwrap_or(100.0);
+                (value, *running_ns, share)
+            }
+        };
+        let unit = match unit {
+            Unit::Count => "",
+            Unit::Nanoseconds => "msec",
+        };
+        Self {
+            value,
+            unit,
+            running_ns,
+            share,
+        }
+    }
+}
+
 /// One line for programs, in the fields of `perf stat -x`: value, unit, event, error (of repeated runs), time
 /// running, share running, and what is derived with its unit. `separator` stands within no field: where it
 /// would, the field is quoted.
@@ -143,29 +188,15 @@ pub fn csv_line(
             text.to_owned()
         }
     };
-    let (value, running, share) = match counted {
-        Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
-        Counted::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
-        Counted::Value {
-            count,
-            enabled_ns,
-            running_ns,
-        } => {
-            let value = match unit {
-                Unit::Count => count.to_string(),
-                Unit::Nanoseconds => format!("{:.2}", *count as f64 / 1e6),
-            };
-            (
-                value,
-                *running_ns,
-                running_percent(*enabled_ns, *running_ns).unwrap_or(100.0),
-            )
-        }
-    };
-    let unit = if unit == Unit::Nanoseconds { "msec" } else { "" };
+    let Fields {
+        value,
+        unit,
+        running_ns,
+        share,
+    } = Fields::of(counted, unit, 2);
     let mut fields = vec![field(&value), unit.to_owned(), field(event)];
     fields.extend(stderr_percent.map(|p| format!("{p:.2}%")));
-    fields.push(running.to_string());
+    fields.push(running_ns.to_string());
     fields.push(format!("{share:.2}"));
     match derived {
         Some((value, unit)) => fields.extend([format!("{value:.3}"), field(unit)]),

@@ -79,7 +79,7 @@ pub enum ListError {
 
 /// A hardware event, by perf's generic numbers (`PERF_COUNT_HW_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // perf's names
+#[expect(missing_docs, reason = "perf's names")]
 pub enum HardwareEvent {
     Cycles = 0,
     Instructions = 1,
@@ -95,7 +95,7 @@ pub enum HardwareEvent {
 
 /// A host software event (`PERF_COUNT_SW_*`) of the vCPU's thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // perf's names
+#[expect(missing_docs, reason = "perf's names")]
 pub enum SoftwareEvent {
     CpuClock = 0,
     TaskClock = 1,

@@ -1,5 +1,5 @@
 //! What tests of the program share.
-#![allow(dead_code, missing_docs)]
+#![allow(dead_code, missing_docs, reason = "each test program uses its part")]
 
 #[path = "../../../../perf-core/tests/common/skip.rs"]
 pub mod skip;

@@ -107,7 +107,7 @@ impl Builtin<'_> {
         Some((Expected { value, tolerance }, CPU_TIME))
     }
 
-    #[allow(clippy::too_many_arguments)] // each is one thing that is varied
+    #[expect(clippy::too_many_arguments, reason = "each is one thing that is varied")]
     fn general(
         &self,
         guest: &mut MeasuringGuest,

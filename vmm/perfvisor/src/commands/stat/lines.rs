@@ -8,9 +8,7 @@ use serde_json::json;
 
 use super::StatArgs;
 use super::totals::{Total, merge};
-use control_api::events::format::{
-    Counted, Doubt, Unit, csv_line, mean_and_error, running_percent, stat_line,
-};
+use control_api::events::format::{Counted, Doubt, Fields, Unit, csv_line, mean_and_error, stat_line};
 
 /// What came in `length` before `at`.
 pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
@@ -67,28 +65,9 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
     if let Some(vcpu) = total.vcpu {
         put("vcpu", json!(vcpu));
     }
-    let (value, running, share) = match total.counted {
-        Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
-        Counted::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
-        Counted::Value {
-            count,
-            enabled_ns,
-            running_ns,
-        } => {
-            let value = match total.unit {
-                Unit::Count => count.to_string(),
-                Unit::Nanoseconds => format!("{:.6}", count as f64 / 1e6),
-            };
-            let share = running_percent(enabled_ns, running_ns).unwrap_or(100.0);
-            (value, running_ns, share)
-        }
-    };
-    put("counter-value", json!(value));
-    let unit = match total.unit {
-        Unit::Count => "",
-        Unit::Nanoseconds => "msec",
-    };
-    put("unit", json!(unit));
+    let fields = Fields::of(&total.counted, total.unit, 6);
+    put("counter-value", json!(fields.value));
+    put("unit", json!(fields.unit));
     put("event", json!(total.name));
     match total.doubt {
         Doubt::Silent => {}
@@ -96,8 +75,8 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
         Doubt::Within(percent) => put("error-within", json!(percent)),
         Doubt::Unknown => put("error-unknown", json!(true)),
     }
-    put("event-runtime", json!(running));
-    put("pcnt-running", json!(share));
+    put("event-runtime", json!(fields.running_ns));
+    put("pcnt-running", json!(fields.share));
     if let Some(derived) = derived(total, all, seconds) {
         put("metric-value", json!(derived.value));
         put("metric-unit", json!(derived.unit));

@@ -53,7 +53,7 @@ struct Place {
 }
 
 /// A screen, or none because the VM has ended.
-#[allow(clippy::large_enum_variant)] // made once in seconds
+#[expect(clippy::large_enum_variant, reason = "made once in seconds")]
 pub(super) enum Took {
     Screen(Screen),
     Gone,
