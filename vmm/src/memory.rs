@@ -2,12 +2,15 @@
 //!
 //! RAM starts at guest-physical 0. A guest larger than [`MMIO_HOLE_START`] has the rest above 4 GiB,
 //! so the local APIC, the I/O APIC and firmware addresses stay free.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "sysinfo(2)")]
 
-use kvm_bindings::kvm_userspace_memory_region;
+use std::sync::Arc;
+
 use kvm_ioctls::VmFd;
 use thiserror::Error;
-use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+use crate::kvm::memslot::{MemorySlots, SlotError};
 
 /// The least RAM a guest may have, in bytes.
 pub const MIN_RAM_BYTES: u64 = 16 << 20;
@@ -72,16 +75,8 @@ pub enum MemoryError {
         source: vm_memory::mmap::FromRangesError,
     },
     /// KVM refused a memory slot.
-    #[error("KVM refused memory slot {slot} at {guest_address:#x}")]
-    Register {
-        /// Slot number.
-        slot: u32,
-        /// Its guest-physical start.
-        guest_address: u64,
-        /// What KVM_SET_USER_MEMORY_REGION said.
-        #[source]
-        source: kvm_ioctls::Error,
-    },
+    #[error(transparent)]
+    Register(#[from] SlotError),
 }
 
 /// What a range of the guest-physical address space is, as e820 types.
@@ -207,28 +202,12 @@ impl GuestRam {
         map
     }
 
-    /// Gives every mapping to KVM, slots 0 and up. The caller keeps `self` for as long as the VM lives.
-    pub fn register(&self, vm: &VmFd) -> Result<(), MemoryError> {
-        for (slot, region) in self.mem.iter().enumerate() {
-            let slot = slot as u32;
-            let guest_address = region.start_addr().raw_value();
-            let region = kvm_userspace_memory_region {
-                slot,
-                flags: 0,
-                guest_phys_addr: guest_address,
-                memory_size: region.len(),
-                userspace_addr: region.as_ptr() as u64,
-            };
-            // SAFETY: the region is a live mapping of exactly `memory_size` bytes owned by `self.mem`,
-            // whose Arc the caller holds while the VM runs; slots do not overlap because
-            // GuestMemoryMmap rejects overlapping ranges.
-            unsafe { vm.set_user_memory_region(region) }.map_err(|source| MemoryError::Register {
-                slot,
-                guest_address,
-                source,
-            })?;
-        }
-        Ok(())
+    /// Gives every mapping to a VM. KVM has it as long as the result lives.
+    ///
+    /// # Errors
+    /// [`MemoryError::Register`].
+    pub fn register(&self, vm: &Arc<VmFd>) -> Result<MemorySlots, MemoryError> {
+        Ok(MemorySlots::new(vm.clone(), self.mem.clone())?)
     }
 }
 

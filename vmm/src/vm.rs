@@ -14,6 +14,7 @@ use crate::devices::{Bus, ports};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::host::{self, HostError};
+use crate::kvm::memslot::MemorySlots;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self, OwnPmu};
@@ -121,15 +122,14 @@ pub struct VmConfig {
 
 /// A VM that is ready to start.
 pub struct Vm {
-    // Field order is drop order: vCPUs before the VM, the VM before its memory.
     roster: Arc<Roster>,
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     cpus: VcpuNumbers,
-    fd: Arc<VmFd>,
     bus: Arc<Bus>,
     pmu: Option<Arc<VmPmu>>,
     control: Arc<RunControl>,
     loaded: Loaded,
+    slots: MemorySlots,
     ram: GuestRam,
 }
 
@@ -200,7 +200,7 @@ impl Vm {
             ..Default::default()
         })
         .map_err(call("KVM_CREATE_PIT2"))?;
-        ram.register(&fd)?;
+        let slots = ram.register(&fd)?;
         let supported = cpuid::supported(kvm)?;
         let mut pmu_config = config.pmu.clone();
         if cpuid::has_transactions(&supported) {
@@ -332,11 +332,11 @@ impl Vm {
             roster: Arc::new(roster),
             on_first_entry: None,
             cpus: config.cpus,
-            fd,
             bus,
             pmu,
             control,
             loaded,
+            slots,
             ram,
         })
     }
@@ -372,7 +372,7 @@ impl Vm {
             control: self.control,
             bus: self.bus,
             pmu: self.pmu,
-            _fd: self.fd,
+            _slots: self.slots,
             ram: self.ram,
         };
         running.roster.start(self.cpus.present(), self.on_first_entry)?;
@@ -387,7 +387,7 @@ pub struct RunningVm {
     control: Arc<RunControl>,
     bus: Arc<Bus>,
     pmu: Option<Arc<VmPmu>>,
-    _fd: Arc<VmFd>,
+    _slots: MemorySlots,
     ram: GuestRam,
 }
 

@@ -58,7 +58,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
         patch_rdpmc: true,
     };
     let loaded = boot::load(&ram, &request).unwrap();
-    let vm = kvm.create_vm().unwrap();
+    let vm = Arc::new(kvm.create_vm().unwrap());
     vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).unwrap();
     vm.set_tss_address(layout::KVM_TSS as usize).unwrap();
     vm.create_irq_chip().unwrap();
@@ -67,7 +67,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
         ..Default::default()
     })
     .unwrap();
-    ram.register(&vm).unwrap();
+    let _slots = ram.register(&vm).unwrap();
     let console = Captured::default();
     let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
     vm.register_irqfd(bus.serial_irq(), ports::COM1_IRQ).unwrap();

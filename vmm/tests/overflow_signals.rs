@@ -1,15 +1,18 @@
 //! Overflow signals end KVM_RUN, once each and without loss, whether they are handled or held.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "signals to a thread")]
 
 #[path = "../../perf-core/tests/common/skip.rs"]
 mod skip;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use kvm_ioctls::Kvm;
+use perfvisor_vmm::kvm::armed::ArmedVcpu;
+use perfvisor_vmm::kvm::memslot::MemorySlots;
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::pmu::overflow_signal;
-use perfvisor_vmm::vcpu::kick::{Armed, OverflowSignals, install_handlers, kick_signal, take_overflow};
+use perfvisor_vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overflow};
 use vm_memory::{Bytes, GuestAddress};
 
 const CODE: u64 = 0x1000;
@@ -19,11 +22,10 @@ const LOOP: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
 
 /// A vCPU in an endless loop that counts its turns, run by this thread.
 struct Looping {
-    vcpu: VcpuFd,
-    armed: Armed,
+    vcpu: ArmedVcpu,
     signals: OverflowSignals,
     ram: GuestRam,
-    _vm: VmFd,
+    _slots: MemorySlots,
 }
 
 impl Looping {
@@ -35,28 +37,26 @@ impl Looping {
         install_handlers().unwrap();
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&LOOP, GuestAddress(CODE)).unwrap();
-        let vm = kvm.create_vm().unwrap();
-        ram.register(&vm).unwrap();
-        let mut vcpu = vm.create_vcpu(0).unwrap();
+        let vm = Arc::new(kvm.create_vm().unwrap());
+        let slots = ram.register(&vm).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
         let mut sregs = vcpu.get_sregs().unwrap();
         (sregs.cs.base, sregs.cs.selector) = (0, 0);
         vcpu.set_sregs(&sregs).unwrap();
         let mut regs = vcpu.get_regs().unwrap();
         (regs.rip, regs.rflags) = (CODE, 2);
         vcpu.set_regs(&regs).unwrap();
-        let armed = Armed::new(&mut vcpu);
         Some(Self {
-            vcpu,
-            armed,
+            vcpu: ArmedVcpu::new(vcpu),
             signals: OverflowSignals::default(),
             ram,
-            _vm: vm,
+            _slots: slots,
         })
     }
 
     /// What the run loop does before an entry; whether an overflow was announced.
     fn look(&mut self) -> bool {
-        self.armed.clear();
+        self.vcpu.clear_exit_request();
         let announced = take_overflow();
         self.signals.before_entry(&self.vcpu, announced);
         announced
@@ -66,7 +66,7 @@ impl Looping {
     fn enter(&mut self) -> bool {
         let turns = |ram: &GuestRam| -> u32 { ram.memory().read_obj(GuestAddress(COUNTER)).unwrap() };
         let before = turns(&self.ram);
-        let ended = self.vcpu.run().map(|exit| format!("{exit:?}"));
+        let ended = self.vcpu.run().why.map(|exit| format!("{exit:?}"));
         assert_eq!(ended.map_err(|e| e.errno()), Err(libc::EINTR));
         self.signals.after_exit(true);
         turns(&self.ram) != before

@@ -3,7 +3,7 @@
 //! KVM's filter means what ours does: listed is what some entry puts in and no entry takes out, and a bitmap
 //! alone decides for fixed counters. It takes 300 entries; and only exact ones before Linux 6.3, so that
 //! masked ones are written out.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "an ioctl that kvm-ioctls takes in another form")]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
 use kvm_ioctls::VmFd;

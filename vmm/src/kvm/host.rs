@@ -4,13 +4,13 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
-use kvm_bindings::{
-    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
-    kvm_userspace_memory_region,
-};
+use kvm_bindings::{KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VcpuExit, VmFd};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use super::memslot::{MemorySlots, SlotError};
 
 /// Why KVM cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,9 @@ pub enum HostError {
         /// Its error.
         source: kvm_ioctls::Error,
     },
+    /// The probe's memory.
+    #[error("probing KVM failed")]
+    Slot(#[from] SlotError),
     /// No memory for the probe.
     #[error("no memory to probe KVM with")]
     Memory,
@@ -214,21 +217,8 @@ fn halts_behind(kvm: &Kvm, code: [u8; 3]) -> Result<bool, HostError> {
     memory
         .write_slice(&code, GuestAddress(ADDRESS))
         .map_err(|_| HostError::Memory)?;
-    let host = memory
-        .get_host_address(GuestAddress(ADDRESS))
-        .map_err(|_| HostError::Memory)?;
-    super::memslot::set(
-        &vm,
-        kvm_userspace_memory_region {
-            slot: 0,
-            flags: 0,
-            guest_phys_addr: ADDRESS,
-            memory_size: SIZE as u64,
-            userspace_addr: host as u64,
-        },
-        &memory,
-    )
-    .map_err(probe("KVM_SET_USER_MEMORY_REGION"))?;
+    let vm = Arc::new(vm);
+    let _slots = MemorySlots::new(vm.clone(), memory)?;
     let mut vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
     let mut sregs = vcpu.get_sregs().map_err(probe("KVM_GET_SREGS"))?;
     sregs.cs.base = 0;

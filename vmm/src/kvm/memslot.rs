@@ -1,34 +1,135 @@
 //! Guest memory handed to KVM.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "KVM maps memory that it is told the address of")]
+
+use std::sync::Arc;
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
-use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
-/// Maps one region of `memory` into the VM.
-///
-/// The caller keeps `memory` alive for as long as the VM has a vCPU; `perfvisor` holds both in the same
-/// struct and drops the vCPUs first.
-///
-/// # Errors
-/// KVM's error.
-pub fn set(
-    vm: &VmFd,
-    region: kvm_userspace_memory_region,
-    memory: &GuestMemoryMmap,
-) -> Result<(), kvm_ioctls::Error> {
-    let inside = memory.iter().any(|r| {
-        let host = memory.get_host_address(r.start_addr()).map_or(0, |p| p as u64);
-        region.userspace_addr >= host
-            && region
-                .userspace_addr
-                .checked_add(region.memory_size)
-                .is_some_and(|end| end <= host + r.len())
-    });
-    if !inside {
-        return Err(kvm_ioctls::Error::new(libc::EINVAL));
+/// KVM refused a memory slot.
+#[derive(Debug, thiserror::Error)]
+#[error("KVM refused memory slot {slot} at {guest_address:#x}")]
+pub struct SlotError {
+    /// Its number.
+    pub slot: u32,
+    /// Its guest-physical start.
+    pub guest_address: u64,
+    /// What KVM_SET_USER_MEMORY_REGION said.
+    #[source]
+    pub source: kvm_ioctls::Error,
+}
+
+/// The memory slots of a VM. They keep the memory mapped as long as KVM uses it: when this is dropped, KVM
+/// loses the slots before the memory goes.
+pub struct MemorySlots {
+    vm: Arc<VmFd>,
+    memory: GuestMemoryMmap,
+    /// Guest-physical starts of the slots that KVM has, 0 and up.
+    starts: Vec<u64>,
+}
+
+impl MemorySlots {
+    /// Gives each mapping of `memory` to a VM that has no slots yet, in slots 0 and up.
+    ///
+    /// # Errors
+    /// [`SlotError`]; KVM has none of the memory.
+    pub fn new(vm: Arc<VmFd>, memory: GuestMemoryMmap) -> Result<Self, SlotError> {
+        let mut slots = Self {
+            vm,
+            memory,
+            starts: Vec::new(),
+        };
+        for (slot, region) in (0u32..).zip(slots.memory.iter()) {
+            let guest_address = region.start_addr().raw_value();
+            let slot_of_region = kvm_userspace_memory_region {
+                slot,
+                flags: 0,
+                guest_phys_addr: guest_address,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+            };
+            // SAFETY: the range is one whole mapping of `slots.memory`, which stays mapped until `drop` has
+            // taken the slot from KVM. It is ordinary shared memory that no Rust reference points into: guest
+            // accesses only race with vm-memory's volatile ones.
+            unsafe { slots.vm.set_user_memory_region(slot_of_region) }.map_err(|source| SlotError {
+                slot,
+                guest_address,
+                source,
+            })?;
+            slots.starts.push(guest_address);
+        }
+        Ok(slots)
     }
-    // SAFETY: the range was just checked to lie inside a live mapping of `memory`, which is ordinary shared
-    // memory that no Rust reference points into: guest accesses only race with vm-memory's volatile ones.
-    unsafe { vm.set_user_memory_region(region) }
+}
+
+impl Drop for MemorySlots {
+    fn drop(&mut self) {
+        for (slot, &guest_phys_addr) in (0u32..).zip(&self.starts) {
+            let none = kvm_userspace_memory_region {
+                slot,
+                guest_phys_addr,
+                ..Default::default()
+            };
+            // SAFETY: a size of zero takes the slot away; no memory is named.
+            if let Err(e) = unsafe { self.vm.set_user_memory_region(none) } {
+                log::error!("KVM keeps memory slot {slot}, and so the memory stays: {e}");
+                // The guest may still write there: better never unmapped than someone else's.
+                std::mem::forget(self.memory.clone());
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for MemorySlots {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MemorySlots")
+            .field("starts", &self.starts)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestAddress;
+
+    use super::*;
+
+    fn is_mapped(address: *const u8) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().any(|line| {
+            let (start, end) = line.split(' ').next().unwrap().split_once('-').unwrap();
+            let address = address as u64;
+            u64::from_str_radix(start, 16).unwrap() <= address
+                && address < u64::from_str_radix(end, 16).unwrap()
+        })
+    }
+
+    /// KVM never has an address of memory that is gone, whoever else drops the memory first; and it takes
+    /// other memory in the place of what went.
+    #[test]
+    fn memory_stays_mapped_as_long_as_kvm_has_it() {
+        let Ok(kvm) = crate::kvm::host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let vm = Arc::new(kvm.create_vm().unwrap());
+        let ranges = [(GuestAddress(0), 0x10000), (GuestAddress(1 << 32), 0x5000)];
+        let mut hosts = Vec::new();
+        for _ in 0..2 {
+            let memory = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
+            let host = memory.get_host_address(GuestAddress(0)).unwrap();
+            let slots = MemorySlots::new(vm.clone(), memory).unwrap();
+            assert!(is_mapped(host));
+            let again = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
+            assert!(
+                MemorySlots::new(vm.clone(), again).is_err(),
+                "the VM has its memory"
+            );
+            assert!(is_mapped(host));
+            drop(slots);
+            hosts.push(host);
+        }
+        assert_eq!(hosts.len(), 2);
+    }
 }

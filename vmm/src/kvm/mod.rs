@@ -1,6 +1,7 @@
 //! What the VMM asks of KVM itself: the host's flavour, guest CPUID, the MSR filter, system calls that
 //! kvm-ioctls does not wrap.
 
+pub mod armed;
 pub mod cpuid;
 pub mod event_filter;
 pub mod host;
@@ -9,6 +10,7 @@ pub mod misc_enable;
 pub mod msr_filter;
 pub mod own_pmu;
 pub mod registers;
+pub mod signal_mask;
 pub mod signature;
 pub mod stats_fd;
 pub mod stepping;

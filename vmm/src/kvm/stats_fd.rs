@@ -1,5 +1,5 @@
 //! `KVM_GET_STATS_FD` (KVM API 4.133): the descriptor behind KVM's binary statistics.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "an ioctl that kvm-ioctls lacks")]
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -1,10 +1,13 @@
 //! A guest of a few instructions in 64-bit mode, for finding out what this host's KVM does.
 
-use kvm_bindings::{kvm_segment, kvm_userspace_memory_region};
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use std::sync::Arc;
+
+use kvm_bindings::kvm_segment;
+use kvm_ioctls::{Kvm, VcpuFd};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::host::HostError;
+use super::memslot::MemorySlots;
 
 const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
@@ -22,8 +25,7 @@ const LARGE: u64 = 1 << 7;
 #[derive(Debug)]
 pub(super) struct TinyGuest {
     pub(super) vcpu: VcpuFd,
-    /// Its memory, which outlives the slot that refers to it: fields are dropped in this order.
-    _vm: VmFd,
+    _slots: MemorySlots,
     pub(super) memory: GuestMemoryMmap,
 }
 
@@ -42,23 +44,9 @@ impl TinyGuest {
         memory
             .write_slice(code, GuestAddress(CODE))
             .map_err(|_| HostError::Memory)?;
-        let host = memory
-            .get_host_address(GuestAddress(0))
-            .map_err(|_| HostError::Memory)?;
-        let vm = kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?;
+        let vm = Arc::new(kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?);
         let _ = vm.set_tss_address(0xfffb_d000);
-        super::memslot::set(
-            &vm,
-            kvm_userspace_memory_region {
-                slot: 0,
-                flags: 0,
-                guest_phys_addr: 0,
-                memory_size: SIZE as u64,
-                userspace_addr: host as u64,
-            },
-            &memory,
-        )
-        .map_err(probe("KVM_SET_USER_MEMORY_REGION"))?;
+        let slots = MemorySlots::new(vm.clone(), memory.clone())?;
         let vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
         let supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
         vcpu.set_cpuid2(&supported).map_err(probe("KVM_SET_CPUID2"))?;
@@ -90,7 +78,7 @@ impl TinyGuest {
         vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
         Ok(Self {
             vcpu,
-            _vm: vm,
+            _slots: slots,
             memory,
         })
     }

@@ -393,43 +393,35 @@ impl VcpuPmu {
         }
     }
 
-    /// RDMSR; `None`: #GP.
-    pub fn read_msr(&mut self, msr: u32) -> Option<u64> {
+    /// RDMSR.
+    pub fn read_msr(&mut self, msr: u32) -> MsrRead {
         self.count_msr_exit();
-        let attached = self.attached.as_mut()?;
-        match self.vpmu.read_msr(MsrAddress(msr), &mut attached.events) {
-            MsrRead::Value(value) => Some(value),
-            MsrRead::InjectGp => None,
+        match &mut self.attached {
+            Some(attached) => self.vpmu.read_msr(MsrAddress(msr), &mut attached.events),
+            None => MsrRead::InjectGp,
         }
     }
 
-    /// WRMSR; false: #GP.
-    pub fn write_msr(&mut self, msr: u32, value: u64) -> bool {
+    /// WRMSR.
+    pub fn write_msr(&mut self, msr: u32, value: u64) -> MsrWrite {
         // Before the write: what was counted until now belongs to the registers as they were.
         self.count_msr_exit();
         self.changed = true;
-        let Some(attached) = self.attached.as_mut() else {
-            return false;
-        };
-        self.vpmu.write_msr(MsrAddress(msr), value, &mut attached.events) == MsrWrite::Done
+        match &mut self.attached {
+            Some(attached) => self.vpmu.write_msr(MsrAddress(msr), value, &mut attached.events),
+            None => MsrWrite::InjectGp,
+        }
     }
 
-    /// RDPMC by guest kernel code (only CPL 0 text is patched); `None`: #GP.
-    pub fn rdpmc(&mut self, ecx: u32) -> Option<u64> {
-        self.rdpmc_at(ecx, 0, true)
-    }
-
-    /// RDPMC at `cpl`, with CR4.PCE set or not; `None`: #GP.
-    pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> Option<u64> {
+    /// RDPMC at `cpl`, with CR4.PCE set or not.
+    pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> MsrRead {
         self.feed_steal();
         self.feed_uncounted();
-        let attached = self.attached.as_mut()?;
-        match self
-            .vpmu
-            .rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut attached.events)
-        {
-            MsrRead::Value(value) => Some(value),
-            MsrRead::InjectGp => None,
+        match &mut self.attached {
+            Some(attached) => self
+                .vpmu
+                .rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut attached.events),
+            None => MsrRead::InjectGp,
         }
     }
 
@@ -698,10 +690,22 @@ mod tests {
         pmu
     }
 
+    fn write(pmu: &mut VcpuPmu, msr: u32, value: u64) {
+        assert_eq!(pmu.write_msr(msr, value), MsrWrite::Done);
+    }
+
+    /// RDPMC of counter 0 at CPL 0.
+    fn read(pmu: &mut VcpuPmu) -> Option<u64> {
+        match pmu.rdpmc_at(0, 0, true) {
+            MsrRead::Value(value) => Some(value),
+            MsrRead::InjectGp => None,
+        }
+    }
+
     /// Programs counter 0 for `event` and reconciles, as before an entry.
     fn program(pmu: &mut VcpuPmu, event: ParavirtualEvent) {
-        assert!(pmu.write_msr(IA32_PERFEVTSEL0, selector(event)));
-        assert!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1));
+        write(pmu, IA32_PERFEVTSEL0, selector(event));
+        write(pmu, IA32_PERF_GLOBAL_CTRL, 1);
         pmu.reconcile();
     }
 
@@ -709,16 +713,16 @@ mod tests {
     fn reads_and_writes_of_pmu_registers_are_both_msr_exits() {
         let mut pmu = pmu();
         program(&mut pmu, ParavirtualEvent::MsrExits);
-        assert_eq!(pmu.rdpmc(0), Some(0));
+        assert_eq!(read(&mut pmu), Some(0));
         for _ in 0..5 {
-            assert!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1));
+            write(&mut pmu, IA32_PERF_GLOBAL_CTRL, 1);
             pmu.reconcile();
         }
-        assert_eq!(pmu.rdpmc(0), Some(5));
+        assert_eq!(read(&mut pmu), Some(5));
         // The exit of the RDMSR itself is counted, and one that faults is an exit too.
-        assert_eq!(pmu.read_msr(IA32_PMC0), Some(6));
-        assert!(!pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63));
-        assert_eq!(pmu.rdpmc(0), Some(7));
+        assert_eq!(pmu.read_msr(IA32_PMC0), MsrRead::Value(6));
+        assert_eq!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1 << 63), MsrWrite::InjectGp);
+        assert_eq!(read(&mut pmu), Some(7));
         pmu.detach();
     }
 
@@ -730,24 +734,25 @@ mod tests {
         let raw = 0xd1 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 22;
         program(&mut pmu, ParavirtualEvent::UncountedNs);
         std::thread::sleep(Duration::from_millis(2));
-        assert_eq!(pmu.rdpmc(0), Some(0), "its own counter is counted");
+        assert_eq!(read(&mut pmu), Some(0), "its own counter is counted");
         let outer = Instant::now();
-        assert!(pmu.write_msr(IA32_PERFEVTSEL0 + 1, raw) && pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 3));
+        write(&mut pmu, IA32_PERFEVTSEL0 + 1, raw);
+        write(&mut pmu, IA32_PERF_GLOBAL_CTRL, 3);
         pmu.reconcile();
         let inner = Instant::now();
         std::thread::sleep(Duration::from_millis(20));
         let inner_ns = inner.elapsed().as_nanos() as u64;
-        let read = pmu.rdpmc(0).unwrap();
+        let lasted = read(&mut pmu).unwrap();
         let outer_ns = outer.elapsed().as_nanos() as u64;
         assert!(
-            (inner_ns..=outer_ns).contains(&read),
-            "{inner_ns} <= {read} <= {outer_ns}"
+            (inner_ns..=outer_ns).contains(&lasted),
+            "{inner_ns} <= {lasted} <= {outer_ns}"
         );
-        assert!(pmu.write_msr(IA32_PERF_GLOBAL_CTRL, 1));
+        write(&mut pmu, IA32_PERF_GLOBAL_CTRL, 1);
         pmu.reconcile();
-        let stopped = pmu.rdpmc(0).unwrap();
+        let stopped = read(&mut pmu).unwrap();
         std::thread::sleep(Duration::from_millis(2));
-        assert_eq!(pmu.rdpmc(0), Some(stopped));
+        assert_eq!(read(&mut pmu), Some(stopped));
         assert_eq!(pmu.uncounted().map(|(_, times)| times), Some(1));
         assert_eq!(pmu.retry_in(), None, "there is nobody to try again");
         let views = pmu.vpmu.counters_view(&mut pmu.attached.as_mut().unwrap().events);

@@ -16,7 +16,6 @@ pub mod hwbp;
 pub mod running;
 pub mod sites;
 
-use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::memory::GuestRam;
@@ -87,22 +86,6 @@ pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
     ram.memory()
         .write_slice(&TRAP, at)
         .map_err(|e| failed(e.to_string()))
-}
-
-/// Makes KVM complete a port write that is being handled, and go no further: it steps over the OUT when it is
-/// entered again, unless the vCPU has gone elsewhere. The request to leave stays with the next entry until it
-/// is cleared.
-///
-/// # Errors
-/// KVM's, which no guest can cause.
-pub fn complete_port_write(fd: &mut VcpuFd) -> Result<(), kvm_ioctls::Error> {
-    fd.set_kvm_immediate_exit(1);
-    match fd.run() {
-        Err(e) if e.errno() == libc::EINTR => {}
-        Err(e) => return Err(e),
-        Ok(exit) => log::debug!("unexpected exit while completing a port write: {exit:?}"),
-    }
-    Ok(())
 }
 
 #[cfg(test)]

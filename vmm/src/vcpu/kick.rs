@@ -2,7 +2,7 @@
 //!
 //! Two signals reach a vCPU thread. The *kick* asks it to look at its run state (pause, stop, a PMI that
 //! waits). The *overflow* signal is sent by the host kernel when a perf event of this vCPU overflows. Both
-//! handlers set `kvm_run.immediate_exit` of the thread they run on. The run loop clears that byte *before* it
+//! handlers set `kvm_run.immediate_exit` of the vCPU that their thread runs ([`crate::kvm::armed`]). The run loop clears that byte *before* it
 //! looks at what the signals announce, so a signal that arrives after the look makes the next KVM_RUN return
 //! at once.
 //!
@@ -12,25 +12,22 @@
 //!
 //! Overflow signals that come often are not handled but held and fetched, which costs less:
 //! [`OverflowSignals`].
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "signals, their masks and timers")]
 
-use std::cell::Cell;
 use std::io;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::pmu::overflow_signal;
-use ioctl::KVM_SET_SIGNAL_MASK;
-use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
-use vmm_sys_util::ioctl::{ioctl_with_ptr, ioctl_with_ref};
 use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
+use crate::kvm::armed::request_exit_of_this_thread;
+use crate::kvm::signal_mask;
+use crate::pmu::overflow_signal;
+
 thread_local! {
-    /// `immediate_exit` of the vCPU this thread runs; null while it runs none.
-    static IMMEDIATE_EXIT: Cell<*mut u8> = const { Cell::new(ptr::null_mut()) };
     /// An overflow signal came since the last [`take_overflow`].
     static OVERFLOW: AtomicBool = const { AtomicBool::new(false) };
 }
@@ -41,24 +38,12 @@ pub fn kick_signal() -> c_int {
 }
 
 extern "C" fn on_kick(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
-    request_exit();
+    request_exit_of_this_thread();
 }
 
 extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
     OVERFLOW.with(|flag| flag.store(true, Ordering::Relaxed));
-    request_exit();
-}
-
-/// Async-signal-safe: only touches const-initialised thread-locals without destructors and one byte of shared
-/// memory.
-fn request_exit() {
-    let byte = IMMEDIATE_EXIT.get();
-    if !byte.is_null() {
-        // SAFETY: a non-null pointer was stored by `Armed::new` from the mapping of the vCPU this very thread
-        // runs and is cleared when that `Armed` is dropped, before the mapping goes. Volatile,
-        // because the kernel reads it.
-        unsafe { byte.write_volatile(1) };
-    }
+    request_exit_of_this_thread();
 }
 
 /// Installs both handlers for the process.
@@ -73,48 +58,6 @@ pub fn install_handlers() -> io::Result<()> {
         register_signal_handler(signal, handler).map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
     }
     Ok(())
-}
-
-/// This thread runs a vCPU: signals set its `immediate_exit` until this is dropped.
-#[derive(Debug)]
-pub struct Armed(*mut kvm_run);
-
-impl Armed {
-    /// Arms the current thread for `vcpu`, which must outlive the result.
-    pub fn new(vcpu: &mut VcpuFd) -> Self {
-        let run = vcpu.get_kvm_run();
-        IMMEDIATE_EXIT.set(&mut run.immediate_exit);
-        Self(run)
-    }
-
-    /// Clears the request to leave; to be called before looking at what a signal may have announced.
-    pub fn clear(&self) {
-        // SAFETY: `self.0` is the kvm_run mapping of the vCPU this thread runs, which outlives `self`.
-        unsafe { (&raw mut (*self.0).immediate_exit).write_volatile(0) };
-        // The handler runs on this thread, so program order is all that is needed.
-        compiler_fence(Ordering::SeqCst);
-    }
-
-    /// Makes the next KVM_RUN end at once, after it has completed what the last exit left undone.
-    pub fn request_exit(&self) {
-        // SAFETY: as in `clear`.
-        unsafe { (&raw mut (*self.0).immediate_exit).write_volatile(1) };
-    }
-
-    /// Bytes of one access of the port I/O exit that is being handled; string instructions exit with several
-    /// accesses in one buffer.
-    pub fn io_width(&self) -> usize {
-        // SAFETY: `self.0` is the kvm_run mapping of the vCPU this thread runs, which outlives `self`. Every
-        // bit pattern of the union is a valid `io` (plain integers); the field is only written by
-        // KVM_RUN on this thread.
-        usize::from(unsafe { (&raw const (*self.0).__bindgen_anon_1.io.size).read() })
-    }
-}
-
-impl Drop for Armed {
-    fn drop(&mut self) {
-        IMMEDIATE_EXIT.set(ptr::null_mut());
-    }
 }
 
 /// A timer that kicks the thread that made it: for what must be looked at again although the guest may not
@@ -173,24 +116,6 @@ impl Drop for KickTimer {
 const FEW_EXITS: u32 = 8;
 /// After more exits than this without an overflow signal they are handled again.
 const MANY_EXITS: u32 = 32;
-
-/// `struct kvm_signal_mask` with the kernel's own set of signals behind it, as `KVM_SET_SIGNAL_MASK` takes
-/// it.
-#[repr(C)]
-struct KvmSignalMask {
-    len: u32,
-    set: [u8; KERNEL_SIGSET_BYTES],
-}
-
-/// Bytes of the set of signals that x86 Linux knows, at the beginning of the C library's.
-const KERNEL_SIGSET_BYTES: usize = 8;
-
-/// What kvm-ioctls lacks.
-mod ioctl {
-    use kvm_bindings::{KVMIO, kvm_signal_mask};
-
-    vmm_sys_util::ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, kvm_signal_mask);
-}
 
 /// How the overflow signals of one vCPU end KVM_RUN.
 ///
@@ -256,9 +181,7 @@ impl OverflowSignals {
             }
         }
     }
-}
 
-impl OverflowSignals {
     /// As before the first overflow: for a vCPU that goes to another thread.
     pub fn handle_again(&mut self, vcpu: &VcpuFd) {
         if self.held
@@ -276,22 +199,7 @@ fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
     let mut before = overflow;
     // SAFETY: both are live sets of signals.
     check(unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &overflow, &mut before) })?;
-    let mut mask = KvmSignalMask {
-        len: KERNEL_SIGSET_BYTES as u32,
-        set: [0; KERNEL_SIGSET_BYTES],
-    };
-    // SAFETY: a sigset_t is plain data, initialised, and longer than what is copied of it.
-    unsafe {
-        ptr::copy_nonoverlapping(
-            (&raw const before).cast(),
-            mask.set.as_mut_ptr(),
-            KERNEL_SIGSET_BYTES,
-        )
-    };
-    // SAFETY: the ioctl reads a struct kvm_signal_mask and `len` bytes behind it, which `mask` is; it is the
-    // right one for a vCPU.
-    if unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } != 0 {
-        let refused = io::Error::last_os_error();
+    if let Err(refused) = signal_mask::set(vcpu, &before) {
         // SAFETY: `overflow` is a live set; what was set before is not asked for.
         check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })?;
         return Err(refused);
@@ -301,10 +209,7 @@ fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
 
 /// Takes [`hold_signals`] back. An overflow signal that waits is handled within this call.
 fn handle_signals(vcpu: &VcpuFd) -> io::Result<()> {
-    // SAFETY: with a null pointer the ioctl reads nothing and takes the mask away.
-    if unsafe { ioctl_with_ptr(vcpu, KVM_SET_SIGNAL_MASK(), ptr::null::<KvmSignalMask>()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    signal_mask::clear(vcpu)?;
     let overflow = only_overflow()?;
     // SAFETY: `overflow` is a live set; what was set before is not asked for.
     check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
 use kvm_ioctls::{VcpuFd, VmFd};
 
+use crate::kvm::armed::ArmedVcpu;
+
 /// IA32_X2APIC_LVT_PMI, present in x2APIC mode (SDM vol. 3 table 11-6).
 const X2APIC_LVT_PMI: u32 = 0x834;
 /// IA32_APIC_BASE (SDM vol. 4); bit 10 EXTD: x2APIC mode.
@@ -139,8 +141,8 @@ impl Lvtpc {
     ///
     /// # Errors
     /// [`PmiError`].
-    pub fn look(&mut self, vcpu: &mut VcpuFd) -> Result<Option<Open>, PmiError> {
-        let apic_base = vcpu.get_kvm_run().apic_base;
+    pub fn look(&mut self, vcpu: &mut ArmedVcpu) -> Result<Option<Open>, PmiError> {
+        let apic_base = vcpu.apic_base();
         if apic_base & APIC_BASE_EN == 0 {
             // SDM vol. 3 §11.4.3: the processor then has no local APIC, and so no LVTPC.
             return Ok(None);
@@ -352,6 +354,7 @@ mod tests {
         let vm = kvm.create_vm().unwrap();
         let mut vcpu = vm.create_vcpu(0).unwrap();
         vcpu.get_kvm_run().apic_base = u64::from(MSI_ADDRESS) | APIC_BASE_EN;
+        let mut vcpu = ArmedVcpu::new(vcpu);
         let mut lvtpc = Lvtpc::new(0, true).unwrap();
         lvtpc.handled = Some(Handled::Nmi);
         vcpu.nmi().unwrap();

@@ -5,20 +5,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_msr_entry, kvm_regs};
-use kvm_ioctls::{SyncReg, VcpuFd};
+use kvm_ioctls::VcpuFd;
 use vm_memory::GuestMemoryMmap;
-use vpmu::ParavirtualEvent;
+use vpmu::MsrRead;
 use vpmu::exact::GuestMemory;
 
 use super::control::StopReason;
+use super::exit::Completed;
 use super::gate::{Gate, Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
 use super::step::state::{Linear, State};
-use super::{Completed, Fresh, Next, Vcpu, after_io, count};
-use crate::rdpmc::complete_port_write;
+use super::{Running, Turn};
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::{Hit, SitesOfVcpu};
 use guest_profile::GuestRegs;
-use kernel_images::rdpmc::{LONGEST, TRAP_PORT, is_out};
+use kernel_images::rdpmc::{LONGEST, is_out};
 
 /// How long a guest that has executed RDPMC may be in what it does with the value: its next dozen of
 /// instructions, and the way back into it.
@@ -41,7 +41,7 @@ const DR6_BS: u64 = 1 << 14;
 
 /// An RDPMC that was answered.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Read {
+struct Read {
     /// Where it is.
     at: u64,
     /// Where the next instruction is.
@@ -49,13 +49,28 @@ pub(super) struct Read {
     when: Instant,
 }
 
-impl Read {
-    pub(super) fn now(at: u64, behind: u64) -> Option<Self> {
-        Some(Self {
+/// The RDPMC that the guest executed last.
+#[derive(Debug, Default)]
+pub(super) struct LastRead {
+    /// `None` once the guest may have executed something else.
+    read: Option<Read>,
+    /// How many PMIs in a row had it done again.
+    again: u32,
+}
+
+impl LastRead {
+    fn now(&mut self, at: u64, behind: u64) {
+        self.read = Some(Read {
             at,
             behind,
             when: Instant::now(),
-        })
+        });
+    }
+
+    /// The guest has gone on.
+    #[inline]
+    pub(super) fn forget(&mut self) {
+        self.read = None;
     }
 }
 
@@ -186,31 +201,27 @@ impl Looks {
     }
 }
 
-impl Vcpu {
+impl Running {
     /// The guest wrote `byte` to the port that stands for RDPMC: it is one where one was replaced, the exit
     /// in the handler of #GP, or the guest's own, which the bus gets.
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
-    pub(super) fn trap_port(&mut self, byte: u8) -> Result<Next, kvm_ioctls::Error> {
-        let regs = if self.syncs_registers {
-            self.fd.sync_regs_mut().regs
-        } else {
-            self.fd.get_regs()?
-        };
+    pub(super) fn trap_port(&mut self, byte: u8) -> Result<Turn, kvm_ioctls::Error> {
+        let regs = self.registers.general(&mut self.fd)?;
         let planted = self
             .rdpmc
             .as_ref()
             .and_then(|rdpmc| rdpmc.gate.as_ref()?.planted_at(regs.rip));
         match planted {
             Some(Planted::Here(at)) => {
-                complete_port_write(&mut self.fd)?;
+                self.fd.complete_exit()?;
                 return self.at_gate(at);
             }
             Some(Planted::Gone(at)) if !self.is_out(&[at, regs.rip])? => {
-                complete_port_write(&mut self.fd)?;
+                self.fd.complete_exit()?;
                 self.go_to(at)?;
-                return Ok(Next::Continue);
+                return Ok(Turn::Again);
             }
             _ => {}
         }
@@ -228,12 +239,9 @@ impl Vcpu {
             && (!hit.ambiguous || self.is_of(hit, regs.rip)?)
         {
             self.answer(hit, level, regs)?;
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         }
-        self.seat.stats().io_out.inc();
-        self.completed = Completed::AtAnyCpl;
-        count(&mut self.pmu, ParavirtualEvent::IoExits);
-        Ok(after_io(self.bus.io_out(TRAP_PORT, &[byte])))
+        Ok(self.own_port_write(byte))
     }
 
     /// Whether there is a port write of the guest's own at one of these addresses.
@@ -253,8 +261,8 @@ impl Vcpu {
     /// Whether a port write with the vCPU at `rip` is of the instruction at `hit` and not of its neighbour:
     /// KVM completes it.
     fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, kvm_ioctls::Error> {
-        self.synced = Fresh::default();
-        complete_port_write(&mut self.fd)?;
+        self.registers.forget();
+        self.fd.complete_exit()?;
         let now = self.fd.get_regs()?.rip;
         Ok(now == hit.behind() && (rip == hit.start || rip == now))
     }
@@ -262,19 +270,19 @@ impl Vcpu {
     /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
     fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), kvm_ioctls::Error> {
         if self.nmi_comes_first()? {
-            complete_port_write(&mut self.fd)?;
+            self.fd.complete_exit()?;
             return self.go_to(hit.start);
         }
         self.seat.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
-        let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
+        let MsrRead::Value(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
             self.seat.stats().gp_injected.inc();
-            complete_port_write(&mut self.fd)?;
+            self.fd.complete_exit()?;
             self.go_to(hit.start)?;
             return self.raise_general_protection();
         };
         self.completed = Completed::AtAnyCpl;
-        self.just_read = Read::now(hit.start, hit.behind());
+        self.last_read.now(hit.start, hit.behind());
         regs.rax = value & 0xffff_ffff;
         regs.rdx = value >> 32;
         if hit.ambiguous {
@@ -282,19 +290,12 @@ impl Vcpu {
             regs.rip = hit.behind();
             return self.fd.set_regs(&regs);
         }
-        if self.syncs_registers {
-            // Before it completes the port write, the next KVM_RUN takes them.
-            self.fd.sync_regs_mut().regs = regs;
-            self.fd.set_sync_dirty_reg(SyncReg::Register);
-            Ok(())
-        } else {
-            self.fd.set_regs(&regs)
-        }
+        self.registers.set_general(&mut self.fd, &regs)
     }
 
     /// The vCPU goes on at `rip`.
     fn go_to(&mut self, rip: u64) -> Result<(), kvm_ioctls::Error> {
-        self.synced = Fresh::default();
+        self.registers.forget();
         let mut regs = self.fd.get_regs()?;
         regs.rip = rip;
         self.fd.set_regs(&regs)
@@ -330,16 +331,16 @@ impl Vcpu {
 
     /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything
     /// else the handler goes on.
-    fn at_gate(&mut self, at: u64) -> Result<Next, kvm_ioctls::Error> {
+    fn at_gate(&mut self, at: u64) -> Result<Turn, kvm_ioctls::Error> {
         let nmi_comes_first = self.nmi_comes_first()?;
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         };
         let Some(gate) = &rdpmc.gate else {
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         };
         self.seat.stats().gp_looked_at.inc();
-        self.synced = Fresh::default();
+        self.registers.forget();
         let mut state = State::read(&self.fd)?;
         if let Stopped::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
             if nmi_comes_first {
@@ -348,10 +349,10 @@ impl Vcpu {
                     self.fd.set_sregs(&state.sregs)?;
                 }
                 self.fd.set_regs(&state.regs)?;
-                return Ok(Next::Continue);
+                return Ok(Turn::Again);
             }
             let pce = state.sregs.cr4 & CR4_PCE != 0;
-            if let Some(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
+            if let MsrRead::Value(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
                 self.seat.stats().rdpmc.inc();
                 self.completed = Completed::AtAnyCpl;
                 read.give(value, &mut state);
@@ -363,9 +364,9 @@ impl Vcpu {
                     self.raise_single_step()?;
                 } else {
                     let (at, behind) = read.place();
-                    self.just_read = Read::now(at, behind);
+                    self.last_read.now(at, behind);
                 }
-                return Ok(Next::Continue);
+                return Ok(Turn::Again);
             }
             self.seat.stats().gp_injected.inc();
         }
@@ -375,14 +376,14 @@ impl Vcpu {
                 self.id,
                 state.regs.rsp
             );
-            return Ok(Next::Stop(StopReason::TripleFault));
+            return Ok(Turn::Stop(StopReason::TripleFault));
         }
         self.fd.set_regs(&state.regs)?;
-        Ok(Next::Continue)
+        Ok(Turn::Again)
     }
 
     /// Executes the RDPMC that a breakpoint stopped at.
-    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Next, kvm_ioctls::Error> {
+    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Turn, kvm_ioctls::Error> {
         let regs = self.fd.get_regs()?;
         let gate = self.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());
         if gate.is_some_and(|gate| gate.breaks_at(regs.rip)) {
@@ -390,12 +391,12 @@ impl Vcpu {
         }
         // The breakpoint stops here again.
         if self.nmi_comes_first()? {
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         }
         let Some(rdpmc) = &mut self.rdpmc else {
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         };
-        self.synced = Fresh::default();
+        self.registers.forget();
         let mut state = State {
             regs,
             sregs: self.fd.get_sregs()?,
@@ -406,30 +407,30 @@ impl Vcpu {
         let Some(length) = rdpmc_length(&code[..readable], &state.sregs.cs) else {
             state.regs.rflags |= RFLAGS_RF;
             self.fd.set_regs(&state.regs)?;
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         };
         self.seat.stats().rdpmc.inc();
         let Some(pmu) = &mut self.pmu else {
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         };
         let level = Level::of(&state);
         let regs = &mut state.regs;
-        let Some(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
+        let MsrRead::Value(value) = pmu.rdpmc_at(regs.rcx as u32, level.cpl, level.pce) else {
             self.seat.stats().gp_injected.inc();
             self.raise_general_protection()?;
-            return Ok(Next::Continue);
+            return Ok(Turn::Again);
         };
         self.completed = Completed::AtAnyCpl;
         let behind = regs.rip.wrapping_add(length.into());
-        let read = Read::now(regs.rip, behind);
+        let at = regs.rip;
         (regs.rax, regs.rdx, regs.rip) = (value & 0xffff_ffff, value >> 32, behind);
         self.fd.set_regs(regs)?;
         if regs.rflags & RFLAGS_TF != 0 {
             self.raise_single_step()?;
         } else {
-            self.just_read = read;
+            self.last_read.now(at, behind);
         }
-        Ok(Next::Continue)
+        Ok(Turn::Again)
     }
 
     fn raise_general_protection(&self) -> Result<(), kvm_ioctls::Error> {
@@ -477,8 +478,8 @@ impl Vcpu {
     /// the exchange that is a matter of nanoseconds; here the exit for RDPMC is where overflows are
     /// found, and timers ring on the way back from it, so PMIs would come behind it as a rule.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, kvm_ioctls::Error> {
-        let in_a_row = std::mem::take(&mut self.reads_again);
-        let Some(Read { at, behind, when }) = self.just_read else {
+        let in_a_row = std::mem::take(&mut self.last_read.again);
+        let Some(Read { at, behind, when }) = self.last_read.read else {
             return Ok(None);
         };
         // While it is stepped, overflows are found before the instruction. In a handler an NMI waits for its
@@ -493,24 +494,24 @@ impl Vcpu {
         }
         if in_a_row == MOST_READS_AGAIN {
             // Its counters overflow again each time it gets here: this time it goes on first.
-            self.reads_again = in_a_row;
+            self.last_read.again = in_a_row;
             return Ok(Some(ONE_READ));
         }
-        self.synced = Fresh::default();
+        self.registers.forget();
         if regs.rip == at {
             // KVM has yet to step over the OUT that stands for RDPMC. The request to leave stays: the next
             // entry is made twice.
-            complete_port_write(&mut self.fd)?;
+            self.fd.complete_exit()?;
             regs = self.fd.get_regs()?;
         }
         if regs.rip == behind {
             regs.rip = at;
             // Some KVMs have stepped over the OUT before its answer was taken, which must not come behind this.
-            self.fd.clear_sync_dirty_reg(SyncReg::Register);
+            self.registers.take_back_general(&mut self.fd);
             self.fd.set_regs(&regs)?;
-            self.reads_again = in_a_row + 1;
+            self.last_read.again = in_a_row + 1;
         }
-        self.just_read = None;
+        self.last_read.forget();
         Ok(None)
     }
 }

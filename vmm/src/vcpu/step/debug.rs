@@ -161,7 +161,7 @@ mod tests {
     /// A guest whose #DB stopped here finds in DR6 why it came. Runs on this machine's KVM, if it has one.
     #[test]
     fn a_guests_debug_exception_comes_with_its_cause() {
-        use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+        use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
         const CODE: u16 = 0x1000;
         const HANDLER: u16 = 0x1100;
@@ -170,7 +170,7 @@ mod tests {
             eprintln!("not tested: there is no KVM here");
             return;
         };
-        let vm = kvm.create_vm().unwrap();
+        let vm = std::sync::Arc::new(kvm.create_vm().unwrap());
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         let write = |at: u16, bytes: &[u8]| memory.write_slice(bytes, GuestAddress(at.into())).unwrap();
         // The vector of #DB in the table of real mode; NOP, HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
@@ -180,13 +180,7 @@ mod tests {
             HANDLER,
             &[0x0f, 0x21, 0xf0, 0x66, 0xa3, SEEN as u8, (SEEN >> 8) as u8, 0xf4],
         );
-        let host = memory.get_host_address(GuestAddress(0)).unwrap() as u64;
-        let region = kvm_bindings::kvm_userspace_memory_region {
-            memory_size: 0x3000,
-            userspace_addr: host,
-            ..Default::default()
-        };
-        crate::kvm::memslot::set(&vm, region, &memory).unwrap();
+        let _slots = crate::kvm::memslot::MemorySlots::new(vm.clone(), memory.clone()).unwrap();
         let mut vcpu = vm.create_vcpu(0).unwrap();
         let mut sregs = vcpu.get_sregs().unwrap();
         (sregs.cs.base, sregs.cs.selector) = (0, 0);

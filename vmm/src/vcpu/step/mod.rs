@@ -30,8 +30,8 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
 use vpmu::{SteppedLevels, Vendor};
 
+use crate::kvm::armed::ArmedVcpu;
 use crate::kvm::stepping::Stepping;
-use crate::rdpmc::complete_port_write;
 use debug::{GuestDebug, Want};
 use interrupts::is_halted;
 use kernel_images::rdpmc::TRAP;
@@ -195,7 +195,7 @@ impl Stepper {
     /// [`StepError`].
     pub fn prepare(
         &mut self,
-        fd: &mut VcpuFd,
+        fd: &VcpuFd,
         debug: &mut GuestDebug,
         levels: SteppedLevels,
     ) -> Result<Prepared, StepError> {
@@ -285,7 +285,7 @@ impl Stepper {
     /// Everything is stepped, at every level.
     fn prepare_all(
         &mut self,
-        fd: &mut VcpuFd,
+        fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: State,
     ) -> Result<Prepared, StepError> {
@@ -479,7 +479,7 @@ impl Stepper {
     ///
     /// # Errors
     /// [`StepError`].
-    pub fn trapped(&mut self, fd: &mut VcpuFd) -> Result<Option<Step>, StepError> {
+    pub fn trapped(&mut self, fd: &mut ArmedVcpu) -> Result<Option<Step>, StepError> {
         if !self.on || self.watched.is_empty() {
             return Ok(None);
         }
@@ -492,7 +492,7 @@ impl Stepper {
         // KVM would step over the OUT on the next entry unless the vCPU has gone elsewhere.
         state.regs.rip = handler.wrapping_add(length);
         fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        complete_port_write(fd).map_err(failed("KVM_RUN"))?;
+        fd.complete_exit().map_err(failed("KVM_RUN"))?;
         state = self.read(fd)?;
         state.regs.rip = handler;
         fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;

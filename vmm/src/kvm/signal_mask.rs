@@ -1,0 +1,62 @@
+//! `KVM_SET_SIGNAL_MASK` (KVM API 4.17): which signals a thread lets through while it is in KVM_RUN.
+#![expect(unsafe_code, reason = "an ioctl that kvm-ioctls lacks")]
+
+use std::io;
+use std::ptr;
+
+use kvm_ioctls::VcpuFd;
+use request::KVM_SET_SIGNAL_MASK;
+use vmm_sys_util::ioctl::{ioctl_with_ptr, ioctl_with_ref};
+
+mod request {
+    use kvm_bindings::{KVMIO, kvm_signal_mask};
+
+    vmm_sys_util::ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, kvm_signal_mask);
+}
+
+/// Bytes of the set of signals that x86 Linux knows, at the beginning of the C library's.
+const KERNEL_SIGSET_BYTES: usize = 8;
+
+/// `struct kvm_signal_mask` with the kernel's own set of signals behind it, as the call takes it.
+#[repr(C)]
+struct KvmSignalMask {
+    len: u32,
+    set: [u8; KERNEL_SIGSET_BYTES],
+}
+
+/// The vCPU's thread blocks `blocked`, and nothing else, while it is in KVM_RUN.
+///
+/// # Errors
+/// The system call's error.
+pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
+    let mut mask = KvmSignalMask {
+        len: KERNEL_SIGSET_BYTES as u32,
+        set: [0; KERNEL_SIGSET_BYTES],
+    };
+    // SAFETY: a sigset_t is plain data, initialised, and longer than what is copied of it.
+    unsafe {
+        ptr::copy_nonoverlapping(
+            (&raw const *blocked).cast(),
+            mask.set.as_mut_ptr(),
+            KERNEL_SIGSET_BYTES,
+        )
+    };
+    // SAFETY: the ioctl reads a struct kvm_signal_mask and `len` bytes behind it, which `mask` is; it is the
+    // right one for a vCPU.
+    match unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// In KVM_RUN the thread blocks what it blocks elsewhere.
+///
+/// # Errors
+/// The system call's error.
+pub fn clear(vcpu: &VcpuFd) -> io::Result<()> {
+    // SAFETY: with a null pointer the ioctl reads nothing and takes the mask away.
+    match unsafe { ioctl_with_ptr(vcpu, KVM_SET_SIGNAL_MASK(), ptr::null::<KvmSignalMask>()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,316 @@
+//! Why a vCPU left its guest, and what is done about it.
+//!
+//! [`Running::enter`] enters the guest and serves most exits while KVM's page still lends their data
+//! ([`Served`]). An exit whose service needs the vCPU itself is handed to the loop as a [`Next`].
+
+use kvm_bindings::kvm_debug_exit_arch;
+use kvm_ioctls::{ReadMsrExit, VcpuExit, WriteMsrExit};
+use perf_core::error_line;
+use vpmu::registers::IA32_DEBUGCTL;
+use vpmu::{MsrRead, MsrWrite, ParavirtualEvent};
+
+use super::control::StopReason;
+use super::debugctl::DebugControl;
+use super::rdpmc::Rdpmc;
+use super::stats::VcpuStats;
+use super::step::{self, Stepper};
+use super::{Running, Turn, VcpuFailure, kick};
+use crate::devices::{Bus, BusOutcome};
+use crate::kvm::armed::Exit;
+use crate::pmu::VcpuPmu;
+use kernel_images::rdpmc::TRAP_PORT;
+
+/// CR0.PE: protected mode, off after a reset (SDM vol. 3 §2.5).
+const CR0_PE: u64 = 1 << 0;
+/// Vector of INT3 (SDM vol. 3 §6.15).
+const BREAKPOINT: u32 = 3;
+/// DR6.B0 to B3: a breakpoint's condition was met (SDM vol. 3 §19.2.3).
+const DR6_BREAKPOINTS: u64 = 0xf;
+
+/// Whether the instruction that left the guest completes with the next entry, without having retired in guest
+/// mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Completed {
+    #[default]
+    None,
+    AtCpl0,
+    AtAnyCpl,
+}
+
+/// What the loop does after an exit.
+pub(super) enum Next {
+    /// Enter the guest again.
+    Continue,
+    /// The guest wrote this to the port that stands for RDPMC.
+    TrapPort(u8),
+    /// The guest stopped at a breakpoint or behind a single step.
+    Debug(kvm_debug_exit_arch),
+    /// The guest wrote this to IA32_DEBUGCTL, and the PMU took its part.
+    DebugControl(u64),
+    /// End the VM.
+    Stop(StopReason),
+    /// End the VM: the vCPU cannot go on.
+    Fail(VcpuFailure),
+}
+
+/// What exits are served with: all of a vCPU but its descriptor, which lends the exit's data.
+struct Served<'v> {
+    pmu: Option<&'v mut VcpuPmu>,
+    debug_control: Option<&'v DebugControl>,
+    rdpmc: Option<&'v mut Rdpmc>,
+    stepper: Option<&'v mut Stepper>,
+    bus: &'v Bus,
+    stats: &'v VcpuStats,
+    completed: &'v mut Completed,
+}
+
+impl Served<'_> {
+    /// RDMSR of a trapped register.
+    fn read_msr(&mut self, msr: ReadMsrExit<'_>) -> Next {
+        self.stats.rdmsr.inc();
+        let others = match self.debug_control {
+            Some(control) if msr.index == IA32_DEBUGCTL => control.read(),
+            _ => 0,
+        };
+        let read = match &mut self.pmu {
+            Some(pmu) => pmu.read_msr(msr.index),
+            None => MsrRead::InjectGp,
+        };
+        match read {
+            MsrRead::Value(value) => {
+                *self.completed = Completed::AtCpl0;
+                *msr.data = value | others;
+            }
+            MsrRead::InjectGp => {
+                self.stats.gp_injected.inc();
+                *msr.error = 1;
+            }
+        }
+        Next::Continue
+    }
+
+    /// WRMSR of a trapped register.
+    fn write_msr(&mut self, msr: WriteMsrExit<'_>) -> Next {
+        self.stats.wrmsr.inc();
+        if let Some(stepper) = &mut self.stepper {
+            stepper.registers_changed();
+        }
+        if let Some(rdpmc) = &mut self.rdpmc {
+            rdpmc.wrote();
+        }
+        let control = self.debug_control.filter(|_| msr.index == IA32_DEBUGCTL);
+        let pmu_part = control.map_or(Some(msr.data), |control| control.pmu_part(msr.data));
+        let written = match (&mut self.pmu, pmu_part) {
+            (Some(pmu), Some(part)) => pmu.write_msr(msr.index, part),
+            _ => MsrWrite::InjectGp,
+        };
+        match written {
+            MsrWrite::Done if control.is_some() => Next::DebugControl(msr.data),
+            MsrWrite::Done => {
+                *self.completed = Completed::AtCpl0;
+                Next::Continue
+            }
+            MsrWrite::InjectGp => {
+                self.stats.gp_injected.inc();
+                *msr.error = 1;
+                Next::Continue
+            }
+        }
+    }
+
+    fn port_write(&mut self, port: u16, io_width: usize, data: &[u8]) -> Next {
+        self.stats.io_out.inc();
+        self.device_access(ParavirtualEvent::IoExits);
+        stop_of(self.bus.io_out_string(port, io_width, data)).map_or(Next::Continue, Next::Stop)
+    }
+
+    fn port_read(&mut self, port: u16, io_width: usize, data: &mut [u8]) -> Next {
+        self.stats.io_in.inc();
+        self.device_access(ParavirtualEvent::IoExits);
+        self.bus.io_in_string(port, io_width, data);
+        Next::Continue
+    }
+
+    fn memory_read(&mut self, address: u64, data: &mut [u8]) -> Next {
+        self.stats.mmio.inc();
+        self.device_access(ParavirtualEvent::MmioExits);
+        self.bus.mmio_read(address, data);
+        Next::Continue
+    }
+
+    fn memory_write(&mut self, address: u64, data: &[u8]) -> Next {
+        self.stats.mmio.inc();
+        self.device_access(ParavirtualEvent::MmioExits);
+        self.bus.mmio_write(address, data);
+        Next::Continue
+    }
+
+    /// A device is accessed, which the guest's paravirtual events count.
+    fn device_access(&mut self, event: ParavirtualEvent) {
+        *self.completed = Completed::AtAnyCpl;
+        if let Some(pmu) = &mut self.pmu {
+            pmu.count_event(event);
+        }
+    }
+}
+
+impl Running {
+    /// Steps 5 and 6 of the loop: KVM_RUN and its exit.
+    pub(super) fn enter(&mut self) -> Next {
+        if let Some(pmu) = &self.pmu {
+            pmu.guest_enter();
+        }
+        let Exit { why, io_width } = self.fd.run();
+        if let Some(pmu) = &self.pmu {
+            pmu.guest_exit();
+        }
+        if let Some(stepper) = &mut self.stepper {
+            stepper.after_run();
+        }
+        let by_signal =
+            matches!(&why, Ok(VcpuExit::Intr)) || matches!(&why, Err(e) if e.errno() == libc::EINTR);
+        self.registers.after_run(by_signal);
+        self.overflow_signals.after_exit(by_signal);
+        if !by_signal {
+            self.last_read.forget();
+        }
+        let stats = self.seat.stats();
+        stats.exits.inc();
+        let mut served = Served {
+            pmu: self.pmu.as_mut(),
+            debug_control: self.debug_control.as_ref(),
+            rdpmc: self.rdpmc.as_mut(),
+            stepper: self.stepper.as_mut(),
+            bus: &self.bus,
+            stats,
+            completed: &mut self.completed,
+        };
+        match why {
+            Ok(VcpuExit::X86Rdmsr(msr)) => served.read_msr(msr),
+            Ok(VcpuExit::X86Wrmsr(msr)) => served.write_msr(msr),
+            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if served.pmu.is_some() => Next::TrapPort(byte),
+            Ok(VcpuExit::IoOut(port, data)) => served.port_write(port, io_width, data),
+            Ok(VcpuExit::IoIn(port, data)) => served.port_read(port, io_width, data),
+            Ok(VcpuExit::MmioRead(address, data)) => served.memory_read(address, data),
+            Ok(VcpuExit::MmioWrite(address, data)) => served.memory_write(address, data),
+            Ok(VcpuExit::Debug(stop)) => {
+                stats.debug.inc();
+                Next::Debug(stop)
+            }
+            Ok(VcpuExit::Intr) => Next::Continue,
+            Ok(VcpuExit::Hlt) => {
+                stats.hlt.inc();
+                Next::Continue
+            }
+            Ok(VcpuExit::Shutdown) => {
+                self.report_triple_fault();
+                Next::Stop(StopReason::TripleFault)
+            }
+            Ok(VcpuExit::SystemEvent(kind, _)) => Next::Stop(system_event(kind)),
+            Ok(exit) => Next::Fail(VcpuFailure::Unserved(format!("{exit:?}"))),
+            Err(e) if e.errno() == libc::EINTR => {
+                if !kick::overflow_waits() {
+                    stats.interrupted.inc();
+                }
+                Next::Continue
+            }
+            Err(e) if e.errno() == libc::EAGAIN => Next::Continue,
+            Err(e) => Next::Fail(VcpuFailure::Run(e)),
+        }
+    }
+
+    /// A write to the trap port: the stepper's breakpoint, a replaced RDPMC, or the guest's own write.
+    pub(super) fn trap_port_exit(&mut self, byte: u8) -> Result<Turn, VcpuFailure> {
+        if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
+            && let Some(step) = stepper.trapped(&mut self.fd)?
+        {
+            pmu.feed_step(&step);
+            return Ok(Turn::Again);
+        }
+        self.trap_port(byte).map_err(VcpuFailure::Read)
+    }
+
+    /// A stop at a breakpoint or behind a step.
+    pub(super) fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<Turn, VcpuFailure> {
+        if stop.exception != BREAKPOINT && stop.dr6 & DR6_BREAKPOINTS != 0 && self.debug.is_site(stop.pc) {
+            return self.rdpmc_at_breakpoint().map_err(VcpuFailure::Debug);
+        }
+        if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
+            && let Some(step) = stepper.stopped(&self.fd, stop)?
+        {
+            pmu.feed_step(&step);
+            return Ok(Turn::Again);
+        }
+        // The guest's own: INT3, or its own trap flag or breakpoint.
+        step::debug::give_back(&self.fd, stop).map_err(VcpuFailure::Debug)?;
+        Ok(Turn::Again)
+    }
+
+    /// The part of a write to IA32_DEBUGCTL that is not the PMU's.
+    pub(super) fn debug_control_exit(&mut self, value: u64) -> Result<Turn, VcpuFailure> {
+        if let Some(control) = &mut self.debug_control {
+            control
+                .write(&self.fd, value)
+                .map_err(VcpuFailure::DebugControl)?;
+        }
+        self.completed = Completed::AtCpl0;
+        Ok(Turn::Again)
+    }
+
+    /// The guest's own write of a byte to the port that stands for RDPMC.
+    pub(super) fn own_port_write(&mut self, byte: u8) -> Turn {
+        self.seat.stats().io_out.inc();
+        self.completed = Completed::AtAnyCpl;
+        if let Some(pmu) = &mut self.pmu {
+            pmu.count_event(ParavirtualEvent::IoExits);
+        }
+        stop_of(self.bus.io_out(TRAP_PORT, &[byte])).map_or(Turn::Again, Turn::Stop)
+    }
+
+    /// Says that the guest shut this vCPU down, and where it was, as far as KVM still knows.
+    fn report_triple_fault(&self) {
+        let place = match (self.fd.get_regs(), self.fd.get_sregs()) {
+            // With AMD-V the state is lost with the shutdown, and KVM resets the vCPU.
+            (Ok(regs), Ok(sregs)) if sregs.cr0 & CR0_PE != 0 => format!(
+                " at rip {:#x}, rsp {:#x}, cr2 {:#x}, cr3 {:#x}",
+                regs.rip, regs.rsp, sregs.cr2, sregs.cr3
+            ),
+            _ => String::new(),
+        };
+        log::error!("vcpu{}: the guest shut it down by a triple fault{place}", self.id);
+    }
+
+    /// Says why this vCPU cannot go on, and where it is.
+    pub(super) fn report(&self, failure: &VcpuFailure) {
+        log::error!("vcpu{}: cannot go on: {}", self.id, error_line(failure));
+        if let Ok(regs) = self.fd.get_regs() {
+            log::error!(
+                "vcpu{}: rip {:#x} rsp {:#x} rflags {:#x} rax {:#x} rcx {:#x}",
+                self.id,
+                regs.rip,
+                regs.rsp,
+                regs.rflags,
+                regs.rax,
+                regs.rcx
+            );
+        }
+    }
+}
+
+/// Why a write to a device ends the VM; `None`: it does not.
+fn stop_of(outcome: BusOutcome) -> Option<StopReason> {
+    match outcome {
+        BusOutcome::Continue => None,
+        BusOutcome::Reset => Some(StopReason::Reset),
+        BusOutcome::PowerOff => Some(StopReason::PowerOff),
+        BusOutcome::Exit(status) => Some(StopReason::DebugExit(status)),
+    }
+}
+
+fn system_event(kind: u32) -> StopReason {
+    match kind {
+        kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN => StopReason::PowerOff,
+        kvm_bindings::KVM_SYSTEM_EVENT_RESET => StopReason::Reset,
+        _ => StopReason::Failed,
+    }
+}
