@@ -184,6 +184,33 @@ fn strict_sharing_refuses_what_does_not_fit() {
     let _c = m.open_vcpu(hw(), None);
 }
 
+/// A vCPU that comes late has no place for all events of the whole VM: under strict sharing it cannot come,
+/// and nothing of it stays; with a place for each it can.
+#[test]
+fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
+    let m = Machine::new(2);
+    let _v = m.vcpu(0);
+    let inherited = || {
+        m.open(
+            Attr {
+                inherit: true,
+                ..hw()
+            },
+            OpenTarget::Vm,
+            None,
+        )
+    };
+    let events = [inherited(), inherited(), inherited()];
+    m.core.set_share(SharePolicy::Strict);
+    let refused = m.core.add_vcpu(VcpuId(1), 2).unwrap_err();
+    assert_eq!(refused.errno(), libc::EBUSY, "{refused}");
+    assert!(refused.to_string().contains("vCPU 1"), "{refused}");
+    assert!(m.core.remove_vcpu(VcpuId(1)).is_err(), "it is not there");
+    let [_first, _second, third] = events;
+    drop(third);
+    let _late = m.core.add_vcpu(VcpuId(1), 2).unwrap();
+}
+
 #[test]
 fn reserved_slots_are_for_vm_wide_events() {
     let m = Machine::with(2, |c| c.reserved_slots = 1);

@@ -30,9 +30,10 @@ impl TestVm {
         Some(Self { vm, vcpus })
     }
 
-    /// One vCPU, and room for two more.
-    fn spinning_with_room(args: &[&str]) -> Option<Self> {
-        let vm = SpinningVm::start("test", &[&["--cpus", "1,max=3"], args].concat())?;
+    /// One vCPU, and room for more: `max` in all.
+    fn spinning_with_room(max: u32, args: &[&str]) -> Option<Self> {
+        let cpus = format!("1,max={max}");
+        let vm = SpinningVm::start("test", &[&["--cpus", &cpus], args].concat())?;
         Some(Self { vm, vcpus: 1 })
     }
 
@@ -153,7 +154,7 @@ fn an_operator_controls_a_vm() {
 /// be there, and stays when the guest does not give it up.
 #[test]
 fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
-    let Some(mut vm) = TestVm::spinning_with_room(&[]) else {
+    let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {
         return;
     };
     assert_eq!(
@@ -259,6 +260,103 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
 
     assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
     assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+}
+
+/// As many vCPUs as a VM may have can be added at once, one more is refused, and each of them has its part of
+/// an event of the whole VM.
+#[test]
+fn as_many_vcpus_can_be_added_as_a_vm_may_have() {
+    let Some(mut vm) = TestVm::spinning_with_room(64, &[]) else {
+        return;
+    };
+    let mut client = vm.client();
+    let opened: Vec<Opened> = client
+        .call(request::Open {
+            events: "pv/io-exits/".into(),
+            vcpus: None,
+            whole: true,
+            sampling: None,
+        })
+        .unwrap();
+    assert_eq!(opened.len(), 1);
+    let () = client.call(request::Enable).unwrap();
+    assert_eq!(
+        vm.say(&["ctl", "test", "vcpus", "64", "--wait", "0.1"]),
+        "test: running, 64 vCPUs\n"
+    );
+    assert_eq!(vm.vcpu_threads().len(), 64);
+    assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (64, 64));
+    let readings: Vec<EventReading> = client.call(request::Read).unwrap();
+    let parts: Vec<u32> = readings[0].vcpus.iter().map(|part| part.vcpu).collect();
+    assert_eq!(parts, (0..64).collect::<Vec<u32>>());
+    let out = vm.run(&["ctl", "test", "vcpus", "65"]);
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!((out.status.code(), said.lines().count()), (Some(2), 1), "{said}");
+    assert!(said.contains("64"), "{said}");
+    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!(vm.ps()[0].parked, 64);
+    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
+    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+}
+
+/// With `--backing exact` a vCPU that comes is stepped as those are that were there, and the VM goes on.
+#[test]
+fn a_vcpu_is_added_to_a_vm_that_counts_exactly() {
+    let Some(mut vm) = TestVm::spinning_with_room(2, &["--backing", "exact"]) else {
+        return;
+    };
+    assert_eq!(
+        vm.say(&["ctl", "test", "vcpus", "2", "--wait", "0.1"]),
+        "test: running, 2 vCPUs\n"
+    );
+    assert_eq!(vm.vcpu_threads(), ["vcpu0", "vcpu1"]);
+    let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
+    assert_eq!(view.lines().count(), 2);
+    let out = vm.run(&["ctl", "test", "vcpus", "1", "--wait", "0.1"]);
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(2), "{said}");
+    assert!(said.contains("has not given up vCPU 1 in 0.1 s"), "{said}");
+    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
+    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+}
+
+/// What is asked of the vCPUs of a paused VM is answered, and no time of their events passes for it.
+#[test]
+fn a_look_at_a_paused_vm_leaves_its_events_off() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    let mut client = vm.client();
+    let opened: Vec<Opened> = client
+        .call(request::Open {
+            events: "cycles".into(),
+            vcpus: None,
+            whole: false,
+            sampling: None,
+        })
+        .unwrap();
+    assert_eq!(opened.len(), 2);
+    let () = client.call(request::Enable).unwrap();
+    eventually("both vCPUs count", || {
+        let readings: Vec<EventReading> = client.call(request::Read).unwrap();
+        readings.iter().all(|reading| reading.value > 0)
+    });
+    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    let times = |client: &mut Client| -> Vec<(u64, u64)> {
+        let readings: Vec<EventReading> = client.call(request::Read).unwrap();
+        readings.iter().map(|r| (r.value, r.enabled_ns)).collect()
+    };
+    let before = times(&mut client);
+    for _ in 0..5 {
+        let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
+        assert_eq!(view.lines().count(), 2);
+    }
+    assert_eq!(times(&mut client), before);
+    vm.say(&["ctl", "test", "resume"]);
+    eventually("time passes again", || {
+        times(&mut client)
+            .iter()
+            .zip(&before)
+            .all(|(now, before)| now.1 > before.1)
+    });
 }
 
 /// A vCPU that cannot enter the perf core is not added, and nothing is left of it.

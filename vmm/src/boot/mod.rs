@@ -30,7 +30,7 @@ use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
 use crate::rdpmc;
 use kernel_images::elf::{self, ElfImage, Segment};
-use kernel_images::rdpmc::{CodeBits, PatchedSite, TRAP_PORT, Text, TextRange, find};
+use kernel_images::rdpmc::{CodeBits, PatchedSite, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{ImageError, bzimage, kallsyms};
 
@@ -75,7 +75,7 @@ pub struct BootRequest<'a> {
     pub cmdline: &'a str,
     /// vCPUs.
     pub cpus: VcpuNumbers,
-    /// Replace RDPMC by an exit on [`TRAP_PORT`].
+    /// Replace RDPMC by an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
     pub patch_rdpmc: bool,
 }
 
@@ -119,7 +119,7 @@ pub struct Loaded {
     /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
     pub symbols: Arc<KernelSymbols>,
     /// The real RDPMC instructions of the kernel, whether or not they were replaced. With
-    /// `patch_rdpmc` each of them is now an exit on [`TRAP_PORT`].
+    /// `patch_rdpmc` each of them is now an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
     pub rdpmc_sites: Vec<PatchedSite>,
     /// A Linux kernel's tables of perf's generic events, as they are in the file.
     pub event_tables: Vec<event_tables::EventTable>,
@@ -420,12 +420,6 @@ fn trap_rdpmc(
     if request.patch_rdpmc {
         for site in &sites {
             rdpmc::patch(ram, site)?;
-            log::info!(
-                "RDPMC at {:#x} ({}) replaced by OUT to port {:#x}",
-                site.virt,
-                site.place(),
-                TRAP_PORT
-            );
         }
     }
     Ok(sites)

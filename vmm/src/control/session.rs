@@ -573,30 +573,43 @@ impl EventSession {
             let sample_type = first.attr().sample_type.bits();
             return Ok((RingInfo { vcpu, sample_type }, ring.clone()));
         }
-        let ring = first.map(pages as usize, true).map_err(|e| Failure {
-            kind: match e {
-                MapError::MemoryLimit { .. } => FailureKind::Limit,
-                _ => FailureKind::Internal,
-            },
-            message: match &e {
-                MapError::MemoryLimit { pages, limit } => format!(
-                    "{pages} more pages of ring memory exceed the limit of {limit} for this user; use smaller rings (-m), \
-                     or start the VM with more --ring-memory"
-                ),
-                _ => error_line(&e),
-            },
-        })?;
+        let others: Vec<&Handle> = of_vcpu.collect();
+        let ring = shared_ring(first, &others, pages as usize)?;
         let sample_type = first.attr().sample_type.bits();
-        for other in of_vcpu {
-            if let Err(e) = other.set_output(Some(first)) {
-                return fail(FailureKind::Internal, error_line(&e));
-            }
-        }
         self.rings.insert(vcpu, ring.clone());
         self.ring_pages = Some(pages);
         self.pmu.probe().add_listener();
         Ok((RingInfo { vcpu, sample_type }, ring))
     }
+}
+
+/// One ring for `first` and `others`. If one of them cannot have it, none has.
+fn shared_ring(first: &Handle, others: &[&Handle], pages: usize) -> Result<Arc<Ring>, Failure> {
+    let ring = first.map(pages, true).map_err(|e| Failure {
+        kind: match e {
+            MapError::MemoryLimit { .. } => FailureKind::Limit,
+            _ => FailureKind::Internal,
+        },
+        message: match &e {
+            MapError::MemoryLimit { pages, limit } => format!(
+                "{pages} more pages of ring memory exceed the limit of {limit} for this user; use smaller rings (-m), \
+                 or start the VM with more --ring-memory"
+            ),
+            _ => error_line(&e),
+        },
+    })?;
+    for (at, other) in others.iter().enumerate() {
+        if let Err(e) = other.set_output(Some(first)) {
+            for redirected in others.iter().take(at) {
+                if let Err(e) = redirected.set_output(None) {
+                    log::debug!("an event without a ring: {e}");
+                }
+            }
+            first.unmap();
+            return fail(FailureKind::Internal, error_line(&e));
+        }
+    }
+    Ok(ring)
 }
 
 fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
@@ -695,4 +708,44 @@ fn not_opened(error: OpenError) -> NotOpened {
         _ => FailureKind::Invalid,
     };
     NotOpened::Refused(Failure { kind, message })
+}
+
+#[cfg(test)]
+mod tests {
+    use perf_core::pmu::sim::SimPmu;
+    use perf_core::{Core, EventType};
+
+    use super::*;
+
+    /// A ring that one event of several cannot have costs its user nothing, and can be asked for again.
+    #[test]
+    fn a_ring_that_one_event_cannot_share_is_taken_back() {
+        let core = Core::builder()
+            .driver(Arc::new(SimPmu::with_slots(4)))
+            .build()
+            .unwrap();
+        let _context = core.add_vcpu(VcpuId(0), 1).unwrap();
+        let session = core.session(0, Role::Admin);
+        let open = || {
+            let attr = Attr::sampling(EventType::SIM, 1, 100);
+            core.open(
+                &session,
+                attr,
+                OpenTarget::Vcpu(VcpuId(0)),
+                None,
+                OpenFlags::default(),
+            )
+            .unwrap()
+        };
+        let (first, second, third) = (open(), open(), open());
+        let before = core.ring_pages(0);
+        third.map(1, true).unwrap();
+        assert!(shared_ring(&first, &[&second, &third], 4).is_err());
+        assert!(!first.unmap(), "it is mapped no more");
+        third.unmap();
+        assert_eq!(core.ring_pages(0), before, "its pages are not charged any more");
+        // Another size shows that nothing is left of the first; an event that writes to a ring has none.
+        shared_ring(&second, &[&first, &third], 8).unwrap();
+        assert!(first.map(8, true).is_err() && third.map(8, true).is_err());
+    }
 }

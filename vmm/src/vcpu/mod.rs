@@ -340,14 +340,20 @@ impl Running {
         }
     }
 
-    /// Waits for the end of a pause. No time of the vCPU's events passes.
+    /// Waits for the end of a pause, and answers mail meanwhile. The vCPU's events stay off, and its time
+    /// stands still.
     fn pause(&mut self) {
         if let Some(pmu) = &mut self.pmu {
             pmu.pause();
         }
-        let seat = &self.seat;
-        self.control
-            .wait_until_not_paused(|| seat.mailbox().has_mail() || seat.is_to_leave());
+        while self.control.state() == RunState::Paused && !self.seat.is_to_leave() {
+            let seat = &self.seat;
+            self.control
+                .wait_until_not_paused(|| seat.mailbox().has_mail() || seat.is_to_leave());
+            if self.seat.mailbox().has_mail() {
+                self.read_mail();
+            }
+        }
         if let Some(pmu) = &mut self.pmu {
             pmu.resume();
         }
