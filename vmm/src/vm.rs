@@ -4,10 +4,10 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvm_bindings::{KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
+use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
-use vpmu::{Backability, BackingPolicy, Generation, Vendor};
+use vpmu::{Backability, BackingPolicy, Generation, Model, Vendor};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
 use crate::devices::{Bus, ports};
@@ -145,184 +145,43 @@ impl Vm {
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
-        let call = |what| move |source| VmError::Kvm { what, source };
-        let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
-        // With KVM's own vPMU registers and RDPMC are KVM's.
-        let traps = has_pmu && config.own_pmu.is_none();
-        let limit = kvm.get_max_vcpus();
-        if usize::from(config.cpus.max()) > limit {
-            return Err(VmError::TooManyVcpus {
-                asked: config.cpus.max(),
-                limit,
-            });
-        }
+        let plan = Plan::new(kvm, config)?;
         let ram = GuestRam::new(config.memory_bytes)?;
-        let replaces = traps && matches!(config.rdpmc, RdpmcMode::Auto | RdpmcMode::Trap);
-        let request = BootRequest {
-            kernel: &config.kernel,
-            initrd: config.initrd.as_deref(),
-            cmdline: &config.cmdline,
-            cpus: config.cpus,
-            patch_rdpmc: replaces,
-        };
-        let loaded = boot::load(&ram, &request)?;
-        let breakpoints = if config.rdpmc == RdpmcMode::Hwbp && traps {
-            hwbp::addresses(&loaded.rdpmc_sites, config.pmu.stepping)?
-        } else {
-            Vec::new()
-        };
-        if needs_full_kvm(&loaded.kind) {
-            let facts = host::facts(kvm)?;
-            if !facts.runs_linux {
-                return Err(BootError::NeedsFullKvm {
-                    flavour: facts.flavour.to_string(),
-                }
-                .into());
-            }
-        }
-        if has_pmu && needs_full_kvm(&loaded.kind) {
-            tell_uncounted(config, probe, &loaded, &ram)?;
-        }
+        let loaded = boot::load(&ram, &plan.boot_request())?;
+        let breakpoints = plan.breakpoints(&loaded)?;
+        plan.check_kernel(probe, &loaded, &ram)?;
 
-        let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
-        if config.own_pmu.is_none()
-            && !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
-        {
-            log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
-        }
-        fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
-            .map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
-        fd.set_tss_address(layout::KVM_TSS as usize)
-            .map_err(call("KVM_SET_TSS_ADDR"))?;
-        fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))?;
-        fd.create_pit2(kvm_pit_config {
-            flags: KVM_PIT_SPEAKER_DUMMY,
-            ..Default::default()
-        })
-        .map_err(call("KVM_CREATE_PIT2"))?;
+        let fd = plan.make_vm()?;
         let slots = ram.register(&fd)?;
         let supported = cpuid::supported(kvm)?;
-        let mut pmu_config = config.pmu.clone();
+        let mut model = config.pmu.model;
         if cpuid::has_transactions(&supported) {
-            pmu_config.model = pmu_config.model.with_transactions();
+            model = model.with_transactions();
         }
-        let model = pmu_config.model;
-        let pmu = has_pmu.then(|| {
-            let pmu = VmPmu::new(
-                pmu_config,
-                probe,
-                statistics(&*fd),
-                GuestProbe::new(ram.memory().clone()),
-            );
-            Arc::new(match config.own_pmu {
-                Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),
-                None => pmu,
-            })
-        });
-        if let Some(pmu) = &pmu {
-            if traps {
-                msr_filter::install(&fd, &config.pmu.model.trapped_msrs())?;
-            }
-            pmu.set_kvms_filter(&config.pmu.filter)?;
-            stop_halt_polling(&fd);
-        }
-
-        let bus = Bus::new(console, config.memory_bytes, config.cpus)
-            .map_err(|e| VmError::Os("making the devices", e))?;
-        fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
-            .map_err(call("KVM_IRQFD"))?;
-        if let Some(plug) = bus.cpu_plug() {
-            fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
-                .map_err(call("KVM_IRQFD"))?;
-        }
-        let bus = Arc::new(bus);
-
+        let pmu = plan.make_pmu(model, probe, &fd, &ram)?;
+        let bus = plan.make_bus(console, &fd)?;
         let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
-        let stepped = has_pmu && config.pmu.policy == BackingPolicy::Exact;
-        let rdpmc_faults = traps && rdpmc_faults(kvm, &loaded.kind)?;
-        let linux = needs_full_kvm(&loaded.kind);
-        // A breakpoint on the handler of #GP needs one that is left over. What is not Linux is left as it is
-        // unless the user asks.
-        let gate = rdpmc_faults
-            && !stepped
-            && breakpoints.len() < BREAKPOINTS
-            && match config.rdpmc {
-                RdpmcMode::Auto => linux,
-                RdpmcMode::Trap | RdpmcMode::Hwbp => true,
-                RdpmcMode::Off => false,
-            };
-        let guest_cpu = |tsc_khz| GuestCpu {
-            pmu: &model,
-            backability: config.backability,
-            cpus: config.cpus.max(),
-            tsc_khz,
-            tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
-            nested: config.nested,
-            signature: config.cpu_signature,
-            stepped,
-            enters_handlers: gate || stepped,
+        let gate = plan.has_gate(&loaded, breakpoints.len())?;
+        let parts = VcpuParts {
+            supported,
+            model,
+            gate,
+            pmu: pmu.as_deref(),
+            loaded: &loaded,
         };
-        let planted = replaces.then(Arc::default);
-        let sites = Sites::new(if replaces { &loaded.rdpmc_sites } else { &[] });
-        let running = (replaces && linux).then(|| {
-            Arc::new(RunningKernels::new(
-                ram.memory().clone(),
-                sites.clone(),
-                loaded.text.clone(),
-                gate,
-            ))
-        });
-        let mut vcpus = Vec::with_capacity(config.cpus.max().into());
-        for id in 0..config.cpus.max() {
-            let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
-                Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
-                _ => call("KVM_CREATE_VCPU")(e),
-            })?;
-            let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
-            let table = cpuid::for_vcpu(&supported, guest_cpu(tsc_khz), id)?;
-            vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
-            if config.own_pmu.is_some() {
-                own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
-            } else if model.intel_version() > 0
-                && !misc_enable::announce_pmu(&vcpu).map_err(call("KVM_SET_MSRS(IA32_MISC_ENABLE)"))?
-            {
-                log::info!(
-                    "this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU"
-                );
-            }
-            boot::configure_local_apic(&vcpu)?;
-            if id == 0 {
-                loaded.configure_bsp(&vcpu)?;
-            }
-            if let Some(pmu) = &pmu
-                && let Some(stats) = statistics(&vcpu)
-            {
-                pmu.add_statistics(id, stats);
-            }
-            let first = if config.cpus.can_change() && id > 0 {
-                Some(FirstState::of(kvm, &vcpu)?)
-            } else {
-                None
-            };
-            vcpus.push(KvmVcpu::new(id, vcpu, tsc_khz, table, first));
-        }
-        let serves_rdpmc = traps && config.rdpmc != RdpmcMode::Off;
+        let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(&fd, &parts, id));
+        let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
         let maker = VcpuMaker {
-            vm: fd.clone(),
+            vm: fd,
             bus: bus.clone(),
             pmu: pmu.clone(),
             control: control.clone(),
             memory: ram.memory().clone(),
             breakpoints,
             keeps_debug_control: model.intel_version() >= 2,
-            rdpmc: serves_rdpmc.then(|| RdpmcParts {
-                linux,
-                sites,
-                gate: gate.then(|| (planted, loaded.symbols.clone())),
-                running,
-            }),
-            stepper: stepped.then(|| StepperParts {
-                vendor: config.pmu.model.vendor(),
+            rdpmc: plan.rdpmc_parts(&loaded, &ram, gate),
+            stepper: plan.stepped.then(|| StepperParts {
+                vendor: model.vendor(),
                 host: config.pmu.stepping,
                 alone: config.cpus.max() == 1,
             }),
@@ -442,6 +301,242 @@ impl RunningVm {
 impl Drop for RunningVm {
     fn drop(&mut self) {
         self.stop_and_join();
+    }
+}
+
+/// A call of KVM that failed.
+fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
+    move |source| VmError::Kvm { what, source }
+}
+
+/// What follows from a configuration, and the machine's parts made by it.
+struct Plan<'a> {
+    kvm: &'a Kvm,
+    config: &'a VmConfig,
+    has_pmu: bool,
+    /// PMU registers and RDPMC are ours to serve; with KVM's own vPMU they are KVM's.
+    traps: bool,
+    /// RDPMC is replaced in the kernel's text.
+    replaces: bool,
+    /// Counters count by single steps.
+    stepped: bool,
+}
+
+/// What KVM's vCPUs are made with.
+struct VcpuParts<'a> {
+    supported: CpuId,
+    model: Model,
+    gate: bool,
+    pmu: Option<&'a VmPmu>,
+    loaded: &'a Loaded,
+}
+
+impl<'a> Plan<'a> {
+    fn new(kvm: &'a Kvm, config: &'a VmConfig) -> Result<Self, VmError> {
+        let limit = kvm.get_max_vcpus();
+        if usize::from(config.cpus.max()) > limit {
+            return Err(VmError::TooManyVcpus {
+                asked: config.cpus.max(),
+                limit,
+            });
+        }
+        let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
+        let traps = has_pmu && config.own_pmu.is_none();
+        Ok(Self {
+            kvm,
+            config,
+            has_pmu,
+            traps,
+            replaces: traps && matches!(config.rdpmc, RdpmcMode::Auto | RdpmcMode::Trap),
+            stepped: has_pmu && config.pmu.policy == BackingPolicy::Exact,
+        })
+    }
+
+    fn boot_request(&self) -> BootRequest<'a> {
+        BootRequest {
+            kernel: &self.config.kernel,
+            initrd: self.config.initrd.as_deref(),
+            cmdline: &self.config.cmdline,
+            cpus: self.config.cpus,
+            patch_rdpmc: self.replaces,
+        }
+    }
+
+    /// Where RDPMC is served by hardware breakpoints.
+    fn breakpoints(&self, loaded: &Loaded) -> Result<Vec<u64>, HwbpError> {
+        if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
+            hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping)
+        } else {
+            Ok(Vec::new())
+        }
+    }
+
+    /// Whether this host's KVM runs the kernel; and the kernel is told what cannot be counted.
+    fn check_kernel(&self, probe: &HostProbe, loaded: &Loaded, ram: &GuestRam) -> Result<(), VmError> {
+        if !needs_full_kvm(&loaded.kind) {
+            return Ok(());
+        }
+        let facts = host::facts(self.kvm)?;
+        if !facts.runs_linux {
+            return Err(BootError::NeedsFullKvm {
+                flavour: facts.flavour.to_string(),
+            }
+            .into());
+        }
+        if self.has_pmu {
+            tell_uncounted(self.config, probe, loaded, ram)?;
+        }
+        Ok(())
+    }
+
+    /// A VM with KVM's devices.
+    fn make_vm(&self) -> Result<Arc<VmFd>, VmError> {
+        let fd = Arc::new(self.kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
+        if self.config.own_pmu.is_none()
+            && !host::disable_own_pmu(self.kvm, &fd)
+                .map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
+        {
+            log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
+        }
+        fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+            .map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
+        fd.set_tss_address(layout::KVM_TSS as usize)
+            .map_err(call("KVM_SET_TSS_ADDR"))?;
+        fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))?;
+        fd.create_pit2(kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        })
+        .map_err(call("KVM_CREATE_PIT2"))?;
+        Ok(fd)
+    }
+
+    /// The PMU of the VM, and what KVM is to leave to it.
+    fn make_pmu(
+        &self,
+        model: Model,
+        probe: &HostProbe,
+        fd: &Arc<VmFd>,
+        ram: &GuestRam,
+    ) -> Result<Option<Arc<VmPmu>>, VmError> {
+        if !self.has_pmu {
+            return Ok(None);
+        }
+        let config = PmuConfig {
+            model,
+            ..self.config.pmu.clone()
+        };
+        let pmu = VmPmu::new(
+            config,
+            probe,
+            statistics(&**fd),
+            GuestProbe::new(ram.memory().clone()),
+        );
+        let pmu = match self.config.own_pmu {
+            Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),
+            None => pmu,
+        };
+        if self.traps {
+            msr_filter::install(fd, &self.config.pmu.model.trapped_msrs())?;
+        }
+        pmu.set_kvms_filter(&self.config.pmu.filter)?;
+        stop_halt_polling(fd);
+        Ok(Some(Arc::new(pmu)))
+    }
+
+    fn make_bus(&self, console: Box<dyn Write + Send>, fd: &VmFd) -> Result<Arc<Bus>, VmError> {
+        let bus = Bus::new(console, self.config.memory_bytes, self.config.cpus)
+            .map_err(|e| VmError::Os("making the devices", e))?;
+        fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
+            .map_err(call("KVM_IRQFD"))?;
+        if let Some(plug) = bus.cpu_plug() {
+            fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
+                .map_err(call("KVM_IRQFD"))?;
+        }
+        Ok(Arc::new(bus))
+    }
+
+    /// Whether RDPMC that was not replaced is served at the guest's handler of #GP. A breakpoint there needs
+    /// one that is left over. What is not Linux is left as it is unless the user asks.
+    fn has_gate(&self, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
+        let faults = self.traps && rdpmc_faults(self.kvm, &loaded.kind)?;
+        Ok(faults
+            && !self.stepped
+            && breakpoints < BREAKPOINTS
+            && match self.config.rdpmc {
+                RdpmcMode::Auto => needs_full_kvm(&loaded.kind),
+                RdpmcMode::Trap | RdpmcMode::Hwbp => true,
+                RdpmcMode::Off => false,
+            })
+    }
+
+    /// KVM's vCPU `id`, configured.
+    fn make_vcpu(&self, fd: &VmFd, parts: &VcpuParts<'_>, id: u8) -> Result<KvmVcpu, VmError> {
+        let config = self.config;
+        let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
+            Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
+            _ => call("KVM_CREATE_VCPU")(e),
+        })?;
+        let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
+        let cpu = GuestCpu {
+            pmu: &parts.model,
+            backability: config.backability,
+            cpus: config.cpus.max(),
+            tsc_khz,
+            tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
+            nested: config.nested,
+            signature: config.cpu_signature,
+            stepped: self.stepped,
+            enters_handlers: parts.gate || self.stepped,
+        };
+        let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
+        vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
+        if config.own_pmu.is_some() {
+            own_pmu::set_capabilities(self.kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
+        } else if parts.model.intel_version() > 0
+            && !misc_enable::announce_pmu(&vcpu).map_err(call("KVM_SET_MSRS(IA32_MISC_ENABLE)"))?
+        {
+            log::info!("this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU");
+        }
+        boot::configure_local_apic(&vcpu)?;
+        if id == 0 {
+            parts.loaded.configure_bsp(&vcpu)?;
+        }
+        if let Some(pmu) = parts.pmu
+            && let Some(stats) = statistics(&vcpu)
+        {
+            pmu.add_statistics(id, stats);
+        }
+        let first = if config.cpus.can_change() && id > 0 {
+            Some(FirstState::of(self.kvm, &vcpu)?)
+        } else {
+            None
+        };
+        Ok(KvmVcpu::new(id, vcpu, tsc_khz, table, first))
+    }
+
+    /// What serves RDPMC; `None`: KVM does.
+    fn rdpmc_parts(&self, loaded: &Loaded, ram: &GuestRam, gate: bool) -> Option<RdpmcParts> {
+        if !self.traps || self.config.rdpmc == RdpmcMode::Off {
+            return None;
+        }
+        let linux = needs_full_kvm(&loaded.kind);
+        let planted = self.replaces.then(Arc::default);
+        let sites = Sites::new(if self.replaces { &loaded.rdpmc_sites } else { &[] });
+        let running = (self.replaces && linux).then(|| {
+            Arc::new(RunningKernels::new(
+                ram.memory().clone(),
+                sites.clone(),
+                loaded.text.clone(),
+                gate,
+            ))
+        });
+        Some(RdpmcParts {
+            linux,
+            sites,
+            gate: gate.then(|| (planted, loaded.symbols.clone())),
+            running,
+        })
     }
 }
 

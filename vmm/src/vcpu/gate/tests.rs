@@ -1,0 +1,537 @@
+use super::frame::{CR4_LA57, is_canonical};
+use super::planted::{Does, RFLAGS_AC, RFLAGS_DF};
+use super::*;
+use kernel_images::rdpmc::RDPMC;
+use proptest::prelude::*;
+
+const GATE: u64 = 0x3000;
+const IDT: u64 = 0x1000;
+const GDT: u64 = 0x2000;
+const USER_CODE: u64 = 0x5000;
+const STACK: u64 = 0x8000;
+const KERNEL_CS: u16 = 0x10;
+const USER_CS: u16 = 0x33;
+const USER_SS: u16 = 0x2b;
+
+fn memory() -> GuestMemoryMmap {
+    GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap()
+}
+
+/// A vCPU in 64-bit code at CPL 0, with linear addresses as physical ones, and the tables of a kernel.
+fn kernel(memory: &GuestMemoryMmap) -> State {
+    let mut state = State {
+        regs: Default::default(),
+        sregs: Default::default(),
+    };
+    state.sregs.cr0 = 1;
+    state.sregs.efer = 1 << 10;
+    state.sregs.cs.l = 1;
+    state.sregs.cs.selector = KERNEL_CS;
+    (state.sregs.idt.base, state.sregs.idt.limit) = (IDT, 0xfff);
+    (state.sregs.gdt.base, state.sregs.gdt.limit) = (GDT, 0x7f);
+    let gate = u128::from(GATE) & 0xffff | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
+    memory
+        .write_obj(gate, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
+        .unwrap();
+    // 64-bit code and data of CPL 3.
+    memory
+        .write_obj(
+            0x00af_fb00_0000_ffffu64,
+            GuestAddress(GDT + u64::from(USER_CS & !7)),
+        )
+        .unwrap();
+    memory
+        .write_obj(
+            0x00cf_f300_0000_ffffu64,
+            GuestAddress(GDT + u64::from(USER_SS & !7)),
+        )
+        .unwrap();
+    state
+}
+
+/// Enters the handler for a fault of `cs:rip`.
+fn fault(memory: &GuestMemoryMmap, state: &mut State, cs: u16, ss: u16, rip: u64) {
+    let frame = [0, rip, cs.into(), 0xffc3_0246, 0x7ff0, ss.into()];
+    state.regs.rsp = STACK;
+    state.regs.rip = GATE;
+    for (n, quad) in frame.iter().enumerate() {
+        memory
+            .write_obj(*quad, GuestAddress(STACK + 8 * n as u64))
+            .unwrap();
+    }
+}
+
+/// As Linux's: ENDBR64 where the kernel is built with indirect branch tracking, CLAC or the padding in
+/// its place, CLD.
+#[test]
+fn beginnings_of_handlers_are_known() {
+    let of = |code: &[u8]| Head::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
+    assert_eq!(
+        of(&[0x0f, 0x01, 0xca, 0xfc]),
+        Some((0, 3, Does::Clear(RFLAGS_AC)))
+    );
+    assert_eq!(
+        of(&[0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x1f, 0x00, 0xfc]),
+        Some((4, 3, Does::Clear(0)))
+    );
+    assert_eq!(of(&[0x90, 0x90, 0x90]), Some((0, 1, Does::Clear(0))));
+    assert_eq!(of(&[0xfc, 0xe8]), Some((0, 1, Does::Clear(RFLAGS_DF))));
+    assert_eq!(of(&[0x6a, 0x0d, 0xeb, 0]), Some((0, 2, Does::Push(13))));
+    assert_eq!(of(&[0x6a, 0xff]), Some((0, 2, Does::Push(-1))));
+    assert_eq!(of(&[0x68, 0, 0, 0, 0x80]), Some((0, 5, Does::Push(i32::MIN))));
+    // call; push rax; sub rsp, 8; nothing.
+    for unfit in [&[0xe8, 0, 0, 0, 0][..], &[0x50], &[0x48, 0x83, 0xec, 8], &[]] {
+        assert_eq!(of(unfit), None, "{unfit:x?}");
+    }
+}
+
+/// The exit takes the place of one whole instruction, is found again, and is not put over itself.
+#[test]
+fn the_exit_is_planted_once_and_again_when_the_guest_rewrites_its_code() {
+    let memory = memory();
+    let state = kernel(&memory);
+    let planted = Arc::new(PlantedGate::default());
+    let mut gate = Gate::new(Some(planted.clone()), memory.clone(), Arc::default());
+    let clac = [0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x01, 0xca, 0xfc];
+    for _ in 0..2 {
+        memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
+        for _ in 0..2 {
+            gate.look(&state);
+            assert!(!gate.has_changed());
+            let code: [u8; 8] = memory.read_obj(GuestAddress(GATE)).unwrap();
+            assert_eq!(code, [0xf3, 0x0f, 0x1e, 0xfa, TRAP[0], TRAP[1], 0xca, 0xfc]);
+        }
+    }
+    let here = Some(Planted::Here(GATE + 4));
+    assert_eq!([GATE + 4, GATE + 6].map(|rip| gate.planted_at(rip)), [here, here]);
+    assert_eq!(
+        [GATE, GATE + 5, GATE + 7].map(|rip| gate.planted_at(rip)),
+        [None; 3]
+    );
+    let mut at = state;
+    at.regs.rflags = RFLAGS_AC | 2;
+    gate.enter_handler(GATE + 4, &mut at).unwrap();
+    assert_eq!((at.regs.rip, at.regs.rflags), (GATE + 7, 2));
+    // Another vCPU, another handler: the code of the first is whole again.
+    memory
+        .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
+        .unwrap();
+    let entry = u128::from(0x6000u16) | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
+    memory
+        .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
+        .unwrap();
+    Gate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
+    assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
+    assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
+    // A vCPU on its way from the first has that handler's instruction before it again.
+    assert_eq!(gate.planted_at(GATE + 6), Some(Planted::Gone(GATE + 4)));
+    gate.enter_handler(GATE + 4, &mut at).unwrap();
+    assert_eq!(at.regs.rip, GATE + 4);
+    at.regs.rsp = STACK;
+    gate.enter_handler(0x6000, &mut at).unwrap();
+    assert_eq!((at.regs.rip, at.regs.rsp), (0x6002, STACK - 8));
+    assert_eq!(memory.read_obj::<u64>(GuestAddress(STACK - 8)).unwrap(), 13);
+}
+
+/// Code that other vCPUs may be in the middle of is not replaced; a breakpoint needs no room.
+#[test]
+fn two_instructions_are_not_replaced_by_one() {
+    let memory = memory();
+    let state = kernel(&memory);
+    let code = [0x90, 0x90, 0x90, 0x90];
+    memory.write_slice(&code, GuestAddress(GATE)).unwrap();
+    let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    assert_eq!(gate.look(&state), Looked::Changed(None));
+    assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
+    assert_eq!(gate.planted_at(GATE), None);
+    let mut gate = Gate::new(None, memory.clone(), Arc::default());
+    assert_eq!(gate.look(&state), Looked::Changed(Some(GATE)));
+    assert_eq!(gate.look(&state), Looked::AsBefore, "it is there already");
+    assert!(gate.breaks_at(GATE) && !gate.breaks_at(GATE + 2));
+    assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
+}
+
+const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
+
+/// The same addresses, other memory: what a kernel started by the guest has. The code of the one that is
+/// gone is as it was, unless something else is there by now.
+#[test]
+fn another_kernel_at_the_same_address_gets_an_exit() {
+    for overwritten in [false, true] {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        let page = |state: &mut State, code: u64| {
+            // Three levels of tables at 0xa000, and one 4 KiB page table at 0xd000 with identity, but for
+            // the handler's page.
+            for (table, next) in [(0xa000u64, 0xb003u64), (0xb000, 0xc003), (0xc000, 0xd003)] {
+                memory.write_obj(next, GuestAddress(table)).unwrap();
+            }
+            for n in 0..16u64 {
+                let to = if n == GATE >> 12 { code } else { n << 12 };
+                memory.write_obj(to | 3, GuestAddress(0xd000 + 8 * n)).unwrap();
+            }
+            state.sregs.cr0 |= 1 << 31;
+            state.sregs.cr4 = 1 << 5;
+            state.sregs.cr3 = 0xa000;
+        };
+        for at in [GATE, 0x7000] {
+            memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
+        }
+        page(&mut state, GATE);
+        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        assert_eq!(gate.look(&state), Looked::Changed(None));
+        assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
+        page(&mut state, 0x7000);
+        if overwritten {
+            memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
+        }
+        assert_eq!(gate.look(&state), Looked::Changed(None));
+        assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(0x7000)).unwrap(), TRAP);
+        let left: [u8; 2] = memory.read_obj(GuestAddress(GATE)).unwrap();
+        assert_eq!(left == TRAP, overwritten);
+    }
+}
+
+/// Points the gate to a handler at `at` that begins with CLAC.
+fn move_handler(memory: &GuestMemoryMmap, at: u64) {
+    memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
+    let entry = u128::from(at & 0xffff) | u128::from(KERNEL_CS) << 16 | 0x8e << 40;
+    memory
+        .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
+        .unwrap();
+}
+
+/// A vCPU that is on its way from an exit goes back to its instruction, however often others have moved
+/// the handler meanwhile.
+#[test]
+fn a_vcpu_on_its_way_from_an_exit_finds_it_gone_after_several_moves() {
+    let memory = memory();
+    let state = kernel(&memory);
+    let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let places = [GATE, 0x6000, 0x6100, 0x6200];
+    for at in places {
+        move_handler(&memory, at);
+        gate.look(&state);
+        assert_eq!(gate.planted_at(at), Some(Planted::Here(at)));
+    }
+    for at in &places[..3] {
+        assert_eq!(gate.planted_at(at + 2), Some(Planted::Gone(*at)));
+        let mut on_its_way = state;
+        gate.enter_handler(*at, &mut on_its_way).unwrap();
+        assert_eq!(on_its_way.regs.rip, *at);
+    }
+    // Back to the first: that is where it is.
+    move_handler(&memory, GATE);
+    gate.look(&state);
+    assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
+    assert_eq!(gate.planted_at(0x6200), Some(Planted::Gone(0x6200)));
+}
+
+/// An exit that is left, because the code behind it has changed, is served as before: the guest does not
+/// go on in the middle of an instruction. A guest that does this all the time keeps a bounded number of
+/// places busy.
+#[test]
+fn an_exit_that_had_to_be_left_is_served_where_it_stands() {
+    let memory = memory();
+    let state = kernel(&memory);
+    let planted = Arc::new(PlantedGate::default());
+    let mut gate = Gate::new(Some(planted), memory.clone(), Arc::default());
+    let places: Vec<u64> = (0..50).map(|n| 0x6000 + 0x20 * n).collect();
+    for at in &places {
+        move_handler(&memory, *at);
+        gate.look(&state);
+        memory.write_obj(0x1234u16, GuestAddress(at + 8)).unwrap();
+    }
+    let last = places.len() - 1;
+    for at in &places[last - 3..last] {
+        assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(*at)).unwrap(), TRAP);
+        assert_eq!(gate.planted_at(at + 2), Some(Planted::Here(*at)));
+        let mut there = state;
+        there.regs.rflags = RFLAGS_AC | 2;
+        gate.enter_handler(*at, &mut there).unwrap();
+        assert_eq!((there.regs.rip, there.regs.rflags), (at + 3, 2), "CLAC was done");
+    }
+    let known = places.iter().filter(|at| gate.planted_at(**at).is_some());
+    assert!(known.count() < 12, "places are forgotten");
+}
+
+/// Two bytes are replaced at once wherever they lie in a word of eight; where they lie in two, the
+/// handler is left as it is.
+#[test]
+fn handlers_at_odd_addresses() {
+    for at in 0x6000..0x6010u64 {
+        let memory = memory();
+        let state = kernel(&memory);
+        let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        memory.write_slice(&[0xAA; 32], GuestAddress(0x5ff8)).unwrap();
+        move_handler(&memory, at);
+        let whole = at % 8 != 7;
+        assert_eq!(gate.look(&state), Looked::Changed(None));
+        assert_eq!(gate.planted_at(at), whole.then_some(Planted::Here(at)));
+        let code: [u8; 6] = memory.read_obj(GuestAddress(at - 1)).unwrap();
+        let first = if whole { TRAP } else { [CLAC[0], CLAC[1]] };
+        assert_eq!(
+            code,
+            [0xAA, first[0], first[1], CLAC[2], CLAC[3], 0xAA],
+            "{at:#x}"
+        );
+        move_handler(&memory, 0x7000);
+        gate.look(&state);
+        assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(at)).unwrap(), CLAC);
+    }
+}
+
+/// A gate that is changed, or code that is rewritten, is seen at the next write; that of a kernel with
+/// FRED or shadow stacks is left.
+#[test]
+fn changes_are_seen_in_memory() {
+    let memory = memory();
+    let mut state = kernel(&memory);
+    memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
+    let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    assert!(!gate.has_changed());
+    gate.look(&state);
+    assert!(!gate.has_changed());
+    memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
+    assert!(gate.has_changed());
+    gate.look(&state);
+    memory
+        .write_obj(0x60u8, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION) + 1))
+        .unwrap();
+    assert!(gate.has_changed());
+    memory
+        .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
+        .unwrap();
+    assert_eq!(gate.look(&state), Looked::Changed(None));
+    for bit in [CR4_CET, CR4_FRED] {
+        state.sregs.cr4 = bit;
+        gate.look(&state);
+        assert_eq!(
+            memory.read_obj::<[u8; 3]>(GuestAddress(0x6000)).unwrap(),
+            [0x6a, 13, 0x90]
+        );
+        assert_eq!(gate.planted_at(0x6000), Some(Planted::Gone(0x6000)));
+        state.sregs.cr4 = 0;
+        gate.look(&state);
+        assert_eq!(gate.planted_at(0x6000), Some(Planted::Here(0x6000)));
+    }
+}
+
+/// vCPUs that look at once save the guest's code and not each other's exit.
+#[test]
+fn vcpus_that_plant_at_once_keep_the_original() {
+    for _ in 0..200 {
+        let memory = memory();
+        let state = kernel(&memory);
+        memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
+        let planted = Arc::new(PlantedGate::default());
+        let together = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let mut gate = Gate::new(Some(planted.clone()), memory.clone(), Arc::default());
+                    together.wait();
+                    gate.look(&state);
+                    assert_eq!(gate.planted_at(GATE), Some(Planted::Here(GATE)));
+                });
+            }
+        });
+        assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
+        planted.remove(&memory);
+        assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), CLAC);
+    }
+}
+
+/// Prefixes are part of what faulted; with LOCK it is no RDPMC.
+#[test]
+fn prefixes_are_skipped_with_the_instruction() {
+    let memory = memory();
+    let gate = Gate::new(None, memory.clone(), Arc::default());
+    for (code, length) in [
+        (&[0x66, 0x0f, 0x33][..], Some(3)),
+        (&[0x67, 0xf3, 0x48, 0x0f, 0x33], Some(5)),
+        (&[0x65, 0xf2, 0x66, 0x0f, 0x33], Some(5)),
+        (&[0xf0, 0x0f, 0x33], None),
+        (&[0x0f, 0x32], None),
+    ] {
+        let mut state = kernel(&memory);
+        memory.write_slice(&[0x90; 16], GuestAddress(USER_CODE)).unwrap();
+        memory.write_slice(code, GuestAddress(USER_CODE)).unwrap();
+        fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+        let behind = match gate.stopped(&state, |_| None) {
+            Stopped::Rdpmc(answer) => {
+                assert_eq!(answer.place().0, USER_CODE);
+                answer.give(7, &mut state);
+                assert_eq!((state.regs.rip, state.regs.rax), (answer.place().1, 7));
+                Some(state.regs.rip - USER_CODE)
+            }
+            Stopped::Handler => None,
+        };
+        assert_eq!(behind, length, "{code:x?}");
+    }
+}
+
+/// The code single-steps: it is to know.
+#[test]
+fn a_trap_flag_is_seen() {
+    let memory = memory();
+    let gate = Gate::new(None, memory.clone(), Arc::default());
+    memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+    for (rflags, traps) in [(0x246u64, false), (0x346, true)] {
+        let mut state = kernel(&memory);
+        fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+        memory.write_obj(rflags, GuestAddress(STACK + 24)).unwrap();
+        let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+            panic!("not seen")
+        };
+        assert_eq!(answer.traps(), traps);
+        answer.give(0, &mut state);
+        assert_eq!(state.regs.rflags, rflags);
+    }
+}
+
+/// A program gets its count and goes on with its own segments, flags and stack.
+#[test]
+fn a_program_goes_on_behind_its_rdpmc() {
+    let memory = memory();
+    let mut state = kernel(&memory);
+    let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+    fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+    state.regs.rcx = 0x1_4000_0001;
+    let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        panic!("not seen")
+    };
+    assert_eq!((answer.index, answer.cpl), (0x4000_0001, 3));
+    answer.give(0x1234_5678_9abc, &mut state);
+    assert_eq!((state.regs.rax, state.regs.rdx), (0x5678_9abc, 0x1234));
+    assert_eq!((state.regs.rip, state.regs.rsp), (USER_CODE + 2, 0x7ff0));
+    assert_eq!(state.regs.rflags, 0x246);
+    assert_eq!(
+        (state.sregs.cs.selector, state.sregs.ss.selector),
+        (USER_CS, USER_SS)
+    );
+    assert_eq!((state.cpl(), state.is_64bit()), (3, true));
+    assert_eq!((state.sregs.cs.type_, state.sregs.ss.type_), (11, 3));
+    assert_eq!((state.sregs.ss.limit, state.sregs.ss.db), (u32::MAX, 1));
+}
+
+/// Back at its RDPMC it has its own segments, flags and stack, and ECX and the rest as it had them.
+#[test]
+fn a_program_goes_back_to_its_rdpmc() {
+    let memory = memory();
+    let mut state = kernel(&memory);
+    let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+    fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+    (state.regs.rax, state.regs.rcx, state.regs.rdx) = (11, 1, 22);
+    let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        panic!("not seen")
+    };
+    answer.execute_again(&mut state);
+    assert_eq!((state.regs.rip, state.regs.rsp), (USER_CODE, 0x7ff0));
+    assert_eq!(state.regs.rflags, 0x246);
+    assert_eq!((state.regs.rax, state.regs.rcx, state.regs.rdx), (11, 1, 22));
+    assert_eq!((state.cpl(), state.is_64bit()), (3, true));
+    assert_eq!(
+        (state.sregs.cs.selector, state.sregs.ss.selector),
+        (USER_CS, USER_SS)
+    );
+}
+
+/// A module's RDPMC is the kernel's: its segments stay.
+#[test]
+fn a_module_goes_on_behind_its_rdpmc() {
+    let memory = memory();
+    let mut state = kernel(&memory);
+    let gate = Gate::new(None, memory.clone(), Arc::default());
+    memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+    fault(&memory, &mut state, KERNEL_CS, 0, USER_CODE);
+    let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        panic!("not seen")
+    };
+    assert_eq!(answer.cpl, 0);
+    let segments = state.sregs;
+    answer.give(7, &mut state);
+    assert_eq!((state.regs.rip, state.regs.rax), (USER_CODE + 2, 7));
+    assert_eq!(state.sregs, segments);
+}
+
+/// All other faults are the handler's: of other instructions, with an error code, out of segments that no
+/// program has.
+#[test]
+fn other_faults_reach_the_handler() {
+    let memory = memory();
+    let mut state = kernel(&memory);
+    let gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let handler = |state: &State| matches!(gate.stopped(state, |_| None), Stopped::Handler);
+    fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+    assert!(handler(&state), "no RDPMC");
+    memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
+    assert!(!handler(&state));
+    memory.write_obj(1u64, GuestAddress(STACK)).unwrap();
+    assert!(handler(&state), "an error code");
+    for (cs, ss, why) in [
+        (0x83, USER_SS, "beyond the table"),
+        (USER_SS, USER_SS, "data as code"),
+        (USER_CS, USER_CS, "code as stack"),
+        (USER_CS, 0x28, "stack of another level"),
+        (0x37, USER_SS, "a local table that is not there"),
+        (0x3b, USER_SS, "a segment that is not present"),
+        (0x31, USER_SS, "level 1"),
+    ] {
+        fault(&memory, &mut state, cs, ss, USER_CODE);
+        assert!(handler(&state), "{why}");
+    }
+    fault(&memory, &mut state, USER_CS, USER_SS, 0xffff_ffff_ffff_ffff);
+    assert!(handler(&state), "the end of the address space");
+    let last = 0x7fff_ffff_fffe;
+    assert!(is_canonical(last, &state.sregs) && !is_canonical(last + 2, &state.sregs));
+    assert!(
+        is_canonical(u64::MAX << 47, &state.sregs) && !is_canonical(u64::MAX << 48 ^ 1 << 63, &state.sregs)
+    );
+    state.sregs.cr4 = CR4_LA57;
+    assert!(is_canonical(last + 2, &state.sregs) && !is_canonical(1 << 56, &state.sregs));
+    state.sregs.cr4 = 0;
+    // A segment with L and D.
+    memory
+        .write_obj(0x00ef_fb00_0000_ffffu64, GuestAddress(GDT + 0x38))
+        .unwrap();
+    fault(&memory, &mut state, 0x3b, USER_SS, USER_CODE);
+    assert!(handler(&state), "reserved bits of a segment");
+    fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
+    state.regs.rsp = 0xffff_ffff_ffff_fff8;
+    assert!(handler(&state), "no stack");
+}
+
+proptest! {
+    /// Whatever is in memory and in the registers, nothing panics, and only an RDPMC is answered.
+    #[test]
+    fn hostile_frames_and_tables(
+        bytes in proptest::collection::vec(any::<u8>(), 64),
+        frame in any::<[u16; 6]>(),
+        rsp in any::<u16>(),
+        base in any::<u64>(),
+        limit in any::<u16>(),
+    ) {
+        let memory = memory();
+        let mut state = kernel(&memory);
+        memory.write_slice(&bytes, GuestAddress(GATE)).unwrap();
+        memory.write_slice(&bytes, GuestAddress(GDT)).unwrap();
+        for (n, word) in frame.iter().enumerate() {
+            let _ = memory.write_obj(u64::from(*word), GuestAddress(u64::from(rsp) + 8 * n as u64));
+        }
+        state.regs.rsp = rsp.into();
+        for (base, limit) in [(GDT, 0x3f), (base, limit)] {
+            (state.sregs.gdt.base, state.sregs.gdt.limit) = (base, limit);
+            (state.sregs.idt.base, state.sregs.idt.limit) = (if base == GDT { IDT } else { base }, limit | 0xff);
+            let mut gate = Gate::new(Some(Arc::default()), memory.clone(), Arc::default());
+            gate.look(&state);
+            if let Stopped::Rdpmc(answer) = gate.stopped(&state, |_| None) {
+                let behind = answer.frame.cs.base.wrapping_add(answer.place().1) & 0xffff_ffff;
+                prop_assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(behind - 2)).unwrap(), RDPMC);
+            }
+            let _ = gate.enter_handler(GATE, &mut { state });
+        }
+    }
+}
