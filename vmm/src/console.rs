@@ -4,7 +4,7 @@
 //! the guest nothing until the buffer is full; then the vCPU waits, and [`ConsoleOutput::stop`] ends
 //! that wait. Input: an event-manager subscriber. The terminal, if there is one, is raw while the guest
 //! runs and restored on every way out (see [`RawTerminal`]).
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "termios, and reading standard input")]
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -20,6 +20,15 @@
 //! registers), `perf-core` (counting), `guest-profile` (walks of guest memory), `kernel-images` and
 //! `control-api` (what the control socket says). It knows nothing of the command line; `perfvisor`, the
 //! program, is made on top of it.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 

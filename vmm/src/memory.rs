@@ -109,6 +109,7 @@ pub struct GuestRam {
 
 impl GuestRam {
     /// Maps `size_bytes` of RAM. Pages are taken from the host as the guest touches them.
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn new(size_bytes: u64) -> Result<Self, MemoryError> {
         if size_bytes < MIN_RAM_BYTES {
             return Err(MemoryError::TooSmall { size_bytes });

@@ -390,6 +390,7 @@ impl<'a> Plan<'a> {
     }
 
     /// A VM with KVM's devices.
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     fn make_vm(&self) -> Result<Arc<VmFd>, VmError> {
         let fd = Arc::new(self.kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
         if self.config.own_pmu.is_none()

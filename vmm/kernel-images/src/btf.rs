@@ -68,10 +68,14 @@ struct Record {
 
 impl Btf {
     /// Reads a `.BTF` section.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "lengths in the section's header have 32 bits, and nothing lies behind them"
+    )]
     pub fn parse(data: &[u8]) -> Result<Self, BtfError> {
         let word = |at: usize| le::u32_at(data, at).ok_or(BtfError::Header);
         let first = word(0)?;
-        if first as u16 != MAGIC || (first >> 16) & 0xFF != 1 || (word(4)? as usize) < HEADER {
+        if first & 0xFFFF != u32::from(MAGIC) || (first >> 16) & 0xFF != 1 || (word(4)? as usize) < HEADER {
             return Err(BtfError::Header);
         }
         let header = word(4)? as usize;

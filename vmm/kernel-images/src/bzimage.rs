@@ -60,11 +60,12 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
         ));
     }
     let version = le::u16_at(data, 0x206).unwrap_or(0);
+    let [minor, major] = version.to_le_bytes();
     if version < 0x0208 {
         return Err(ImageError::OldProtocol {
             name: name.into(),
-            major: (version >> 8) as u8,
-            minor: version as u8,
+            major,
+            minor,
         });
     }
     // The jump instruction at 0x200 skips the rest of the header; its displacement gives its end.

@@ -80,6 +80,7 @@ pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, ImageError>
     }
 }
 
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     name: &str,
     data: &'a [u8],

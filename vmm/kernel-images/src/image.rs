@@ -28,6 +28,7 @@ impl KernelImage {
     ///
     /// # Errors
     /// [`ImageError`], when it is no ELF file or one for another processor.
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
         const EM_X86_64: u16 = 62;
         let tables = elf::tables(name, bytes)?;
@@ -98,6 +99,7 @@ impl KernelImage {
 
     /// Reads the kernel out of its own memory: `bytes` are what is mapped from `start` on, holes as zeros.
     /// The addresses are then running ones, and the slide to use with them is 0.
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
         let symbols = kallsyms::find(bytes)?;
         let mut notes = Vec::new();

@@ -254,11 +254,11 @@ fn relative(data: &[u8], from: usize, n: usize, base: u64) -> Option<Vec<u64>> {
         .map(|i| u32_at(data, from + i * 4))
         .collect::<Option<_>>()?;
     let per_cpu = |o: u32| {
-        let signed = i64::from(o as i32);
+        let signed = i64::from(o.cast_signed());
         if signed >= 0 {
-            signed as u64
+            signed.cast_unsigned()
         } else {
-            base.wrapping_sub(1).wrapping_sub(signed as u64)
+            base.wrapping_sub(1).wrapping_sub(signed.cast_unsigned())
         }
     };
     let plain = |o: u32| base.wrapping_add(u64::from(o));

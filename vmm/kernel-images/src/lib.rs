@@ -24,6 +24,15 @@
 //!
 //! Addresses are *link-time* addresses where they come from a file and *running* addresses where they come
 //! from memory.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 
 pub mod btf;
 pub mod bzimage;

@@ -16,7 +16,7 @@
 
 /// A register an entry may be based on (the numbers of `orc_types.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // the registers' names
+#[expect(missing_docs, reason = "the registers' names")]
 pub enum Reg {
     Undefined,
     PrevSp,
@@ -152,6 +152,10 @@ pub struct OrcTable {
 
 impl OrcTable {
     /// Reads the sections' bytes. `ip_section_address` is the link-time address of `.orc_unwind_ip`.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the span was checked to fit, and there are fewer entries than bytes of it"
+    )]
     pub fn parse(ip_section: &[u8], ip_section_address: u64, entries: &[u8]) -> Result<Self, OrcError> {
         let n = ip_section.len() / IP_SIZE;
         if n != entries.len() / ENTRY_SIZE {

@@ -22,7 +22,7 @@ pub const TRAP_PORT: u16 = 0xE1;
 /// `rdpmc`.
 pub const RDPMC: [u8; 2] = [0x0F, 0x33];
 /// `out TRAP_PORT, al`.
-pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT as u8];
+pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT.to_le_bytes()[0]];
 
 /// Longest instruction (SDM vol. 2 §2.3.11).
 pub const LONGEST: usize = 15;
@@ -125,6 +125,10 @@ enum Verdict {
 }
 
 /// All RDPMC instructions in `texts`, by address.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "an instruction has at most 15 bytes"
+)]
 pub fn find(
     texts: &[Text<'_>],
     symbols: &KernelSymbols,
@@ -196,6 +200,7 @@ fn beside_out(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool 
 }
 
 /// Where in `text` the RDPMC starts whose last two bytes are at `offset`.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn instruction(
     text: &Text<'_>,
     offset: usize,

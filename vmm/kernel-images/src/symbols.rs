@@ -57,6 +57,7 @@ impl SymbolsBuilder {
     }
 
     /// As [`Self::add`], of a symbol that is `size_bytes` long; 0 when that is not known.
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_NAME")]
     pub fn add_sized(&mut self, address: u64, size_bytes: u32, kind: u8, name: &[u8]) {
         if self.entries.len() >= MAX_SYMBOLS {
             return;

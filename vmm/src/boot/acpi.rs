@@ -83,6 +83,7 @@ pub(crate) fn tables(cpus: VcpuNumbers) -> Vec<(u64, Vec<u8>)> {
 
 /// The differentiated description: how to power off, the serial port, and the processors where they come and
 /// go.
+#[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
 fn dsdt(cpus: VcpuNumbers) -> Vec<u8> {
     let s5 = Name::new(
         "_S5_".into(),
@@ -106,6 +107,7 @@ fn dsdt(cpus: VcpuNumbers) -> Vec<u8> {
 }
 
 /// The fixed description: no SMI command port, so ACPI mode is always on.
+#[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
     let io = |port: u16, bits: u8, size| GAS::new(AddressSpace::SystemIo, bits, 0, size, u64::from(port));
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE, OEM_REVISION)

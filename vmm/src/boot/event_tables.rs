@@ -69,7 +69,7 @@ impl fmt::Display for TableEvent {
             ["stores", "store-misses"],
             ["prefetches", "prefetch-misses"],
         ];
-        let at = |value: u64, shift: u32| usize::from((value >> shift) as u8);
+        let at = |value: u64, shift: u32| usize::from((value >> shift).to_le_bytes()[0]);
         match *self {
             Self::Hardware(n) => f.write_str(HARDWARE.get(at(n, 0)).unwrap_or(&"an unknown event")),
             Self::Cache(config) => {

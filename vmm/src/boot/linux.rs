@@ -30,6 +30,10 @@ const LOADED_HIGH: u8 = 1;
 const PROTOCOL_VERSION: u16 = 0x020F;
 
 /// Writes the zero page and the command line. `bzimage` is the file and its header, if it was one.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the layout is below 4 GiB and has fewer than 256 ranges"
+)]
 pub(crate) fn write_boot_params(
     ram: &GuestRam,
     cmdline: &str,

@@ -235,6 +235,7 @@ fn open_regular(what: &'static str, path: &Path) -> Result<(File, u64), BootErro
     Ok((file, meta.len()))
 }
 
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn read_kernel(path: &Path) -> Result<Vec<u8>, BootError> {
     let (file, size_bytes) = open_regular("kernel", path)?;
     let too_large = |size_bytes| BootError::KernelFileTooLarge {
@@ -335,6 +336,7 @@ fn load_segments(
 
 /// Reads the initrd straight into RAM, within `room`: as high as possible for Linux, as low as
 /// possible for multiboot kernels, which often map only their first megabytes.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Result<Range<u64>, BootError> {
     let (mut file, size_bytes) = open_regular("initrd", path)?;
     let first = room.start.next_multiple_of(PAGE);
@@ -517,6 +519,7 @@ fn code_of_segment<'a>(segment: &Segment<'a>, elf: Option<&ElfImage<'a>>) -> Vec
     }
 }
 
+#[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn load_multiboot(
     ram: &GuestRam,
     request: &BootRequest<'_>,

@@ -24,6 +24,10 @@ const CPU_SIGNATURE: u32 = 0x600;
 const CPU_FEATURES: u32 = 0x201;
 
 /// The floating pointer and the table behind it, to be written at [`layout::MP_TABLE`].
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the layout puts it below 4 GiB, and 255 processors take 5 KiB"
+)]
 pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
     let config_at = layout::MP_TABLE as u32 + 16;
     let mut entries: Vec<u8> = Vec::new();

@@ -60,6 +60,7 @@ pub(crate) struct Places {
 }
 
 /// Finds room below 1 MiB for what is handed to a kernel, beside its segments.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 pub(crate) fn places(name: &str, segments: &[Segment<'_>]) -> Result<Places, BootError> {
     let free = |preferred: u64, taken: Option<u64>| {
         let pages = (layout::LOW_KERNEL_START..=EBDA_START - PLACE_BYTES).step_by(PLACE_BYTES as usize);
@@ -202,6 +203,10 @@ pub(crate) fn address_fields<'a>(
 }
 
 /// Writes the information structure and what it points to.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a multiboot guest is loaded below 4 GiB"
+)]
 pub(crate) fn write_info(
     ram: &GuestRam,
     places: Places,

@@ -62,6 +62,7 @@ fn gdt(entry: &Entry) -> [u64; 5] {
     [0, 0, code, DATA, TASK]
 }
 
+#[expect(clippy::cast_possible_truncation, reason = "20 bits of it")]
 fn segment(descriptor: u64, selector: u16) -> kvm_segment {
     let bit = |n: u32| ((descriptor >> n) & 1) as u8;
     let granular = bit(55);
@@ -115,6 +116,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootErro
 }
 
 /// Sets general, segment, control and FPU registers of the boot processor. Its CPUID must be set before.
+#[expect(clippy::cast_possible_truncation, reason = "a table of a few entries")]
 pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |what| move |source| BootError::VcpuState { what, source };
     let table = gdt(entry);
@@ -185,7 +187,7 @@ pub fn configure_local_apic(vcpu: &VcpuFd) -> Result<(), BootError> {
     let mut lapic = vcpu.get_lapic().map_err(refused)?;
     for (offset, mode) in [(LVT_LINT0, MODE_EXTINT), (LVT_LINT1, MODE_NMI)] {
         for (slot, byte) in lapic.regs[offset..offset + 4].iter_mut().zip(mode.to_le_bytes()) {
-            *slot = byte as _;
+            *slot = byte.cast_signed();
         }
     }
     vcpu.set_lapic(&lapic).map_err(refused)

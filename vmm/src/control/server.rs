@@ -88,7 +88,7 @@ impl Controlled {
                 RunState::Paused => VmState::Paused,
                 RunState::Stopped => VmState::Stopped,
             },
-            parked: self.control.parked() as u32,
+            parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role: match role {
                 Role::Operator => ClientRole::Operator,

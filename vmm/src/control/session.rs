@@ -140,6 +140,7 @@ impl EventSession {
     /// The list does not parse, a vCPU does not exist, a limit is reached, or this user may not open an
     /// event. Then no event of the list stays open. An event that cannot be counted here is no error: its
     /// entry says so.
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     pub fn open(
         &mut self,
         text: &str,
@@ -229,6 +230,7 @@ impl EventSession {
         });
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     fn follow(&mut self, vcpu: u32, opened: &mut Vec<Opened>) -> Result<(), Failure> {
         let before = self.events.len();
         let followed = self.followed.clone();
@@ -491,6 +493,7 @@ impl EventSession {
     }
 
     /// Reads all events.
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     pub fn read(&self) -> Vec<EventReading> {
         let present = self.roster.present();
         let read = |(at, event): (usize, &OpenEvent)| {

@@ -39,6 +39,10 @@ struct Utc {
 }
 
 /// Civil date of seconds since 1970 (Howard Hinnant's days-to-civil algorithm).
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "days, months and weekdays are below 256"
+)]
 fn utc(seconds: u64) -> Utc {
     let days = seconds / 86_400;
     let of_day = seconds % 86_400;

@@ -112,6 +112,7 @@ impl Bus {
     }
 
     /// One IN of `data.len()` bytes (1, 2 or 4) from `port`.
+    #[expect(clippy::cast_possible_truncation, reason = "an access has at most 8 bytes")]
     pub fn io_in(&self, port: u16, data: &mut [u8]) {
         match port {
             ports::FW_CFG_SELECT | ports::FW_CFG_DATA => lock(&self.fw_cfg).read(port, data),
@@ -125,6 +126,7 @@ impl Bus {
     }
 
     /// One OUT of `data.len()` bytes (1, 2 or 4) to `port`.
+    #[expect(clippy::cast_possible_truncation, reason = "an access has at most 8 bytes")]
     pub fn io_out(&self, port: u16, data: &[u8]) -> BusOutcome {
         match port {
             p if ports::DEBUG_EXIT_PORTS.contains(&p) => {
@@ -182,6 +184,7 @@ impl Bus {
         BusOutcome::Continue
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
     fn in_byte(&self, port: u16) -> u8 {
         const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
         const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;
@@ -211,6 +214,7 @@ impl Bus {
         }
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
     fn out_byte(&self, port: u16, value: u8) -> BusOutcome {
         const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
         const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;

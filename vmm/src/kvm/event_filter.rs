@@ -131,6 +131,7 @@ impl KvmFilter {
 
     /// `struct kvm_pmu_event_filter` in words of 64 bits: action and number of entries, bitmap and flags, two
     /// of padding, entries.
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     fn structure(&self) -> Vec<u64> {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         // At most `MAX_EVENTS`.

@@ -149,7 +149,7 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
 
 /// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
 pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
-    kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE as i32 != 0
+    kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE.cast_signed() != 0
 }
 
 /// Switches KVM's own vPMU off for `vm`. False: that is not offered, as before Linux 5.18 or with

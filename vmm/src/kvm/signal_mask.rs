@@ -28,6 +28,7 @@ struct KvmSignalMask {
 ///
 /// # Errors
 /// The system call's error.
+#[expect(clippy::cast_possible_truncation, reason = "eight")]
 pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
     let mut mask = KvmSignalMask {
         len: KERNEL_SIGSET_BYTES as u32,

@@ -47,7 +47,7 @@ pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
         kernel,
         user,
         breakpoints: stops_behind_first(kvm, 0, &step)?,
-        blocks_interrupts: controls & KVM_GUESTDBG_BLOCKIRQ as i32 != 0,
+        blocks_interrupts: controls & KVM_GUESTDBG_BLOCKIRQ.cast_signed() != 0,
     })
 }
 

@@ -50,6 +50,11 @@ pub struct TurnCost {
 
 impl TurnCost {
     /// How long turns are so that they take a hundredth of the guest's time at most.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a duration; beyond its range the cast saturates"
+    )]
     pub fn turn(self) -> Duration {
         let least = Duration::from_nanos((self.cost_us * 1e3 / MOST) as u64);
         least.clamp(SHORTEST, LONGEST)

@@ -46,7 +46,7 @@ pub struct VcpuSnapshot {
 
 /// Counts of a vCPU's loop, apart from the exits by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields of [`VcpuStats`]
+#[expect(missing_docs, reason = "the fields of VcpuStats")]
 pub struct VcpuCounts {
     pub exits: u64,
     pub gp_injected: u64,

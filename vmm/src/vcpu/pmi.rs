@@ -183,7 +183,7 @@ impl Lvtpc {
     /// # Errors
     /// [`PmiError`].
     pub fn deliver(&mut self, open: Open, vm: &VmFd, vcpu: &VcpuFd) -> Result<Delivery, PmiError> {
-        let vector = open.lvtpc as u8;
+        let [vector, ..] = open.lvtpc.to_le_bytes();
         let delivery = match open.lvtpc >> 8 & 7 {
             0b100 => {
                 vcpu.nmi().map_err(|source| PmiError {
@@ -209,6 +209,7 @@ impl Lvtpc {
         Ok(delivery)
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "LVT entries have 32 bits")]
     fn read_x2apic(&mut self, vcpu: &VcpuFd) -> Result<u32, PmiError> {
         let done = vcpu.get_msrs(&mut self.msr).map_err(|source| PmiError {
             what: "KVM_GET_MSRS(0x834)",
@@ -264,7 +265,7 @@ fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
 fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     let mut bytes = [0u8; 4];
     for (byte, reg) in bytes.iter_mut().zip(&page.regs[offset..offset + 4]) {
-        *byte = *reg as u8;
+        *byte = reg.cast_unsigned();
     }
     u32::from_le_bytes(bytes)
 }

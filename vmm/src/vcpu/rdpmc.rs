@@ -268,6 +268,7 @@ impl Running {
     }
 
     /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
+    #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), kvm_ioctls::Error> {
         if self.nmi_comes_first()? {
             self.fd.complete_exit()?;
@@ -383,6 +384,7 @@ impl Running {
     }
 
     /// Executes the RDPMC that a breakpoint stopped at.
+    #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Turn, kvm_ioctls::Error> {
         let regs = self.fd.get_regs()?;
         let gate = self.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());

@@ -34,6 +34,10 @@ impl Frame {
     /// The frame of a fault at an RDPMC, with the vCPU at the first instruction of the handler. `None`: of
     /// another fault, or of code whose segments are not what they should be. `replaced`: the length of the
     /// replaced RDPMC at a physical address, which faults where port writes are not allowed.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a selector is the lower half of what was pushed"
+    )]
     pub fn of_rdpmc(
         state: &State,
         memory: &mut Linear<'_>,
@@ -75,7 +79,7 @@ impl Frame {
     }
 
     pub fn cpl(&self) -> u8 {
-        self.cs.selector as u8 & 3
+        self.cs.selector.to_le_bytes()[0] & 3
     }
 
     /// RIP behind the RDPMC.
@@ -113,6 +117,10 @@ impl Frame {
 
 /// The length of the RDPMC that `code` begins with, prefixes and all; `None`: it begins with something else.
 /// LOCK raises #UD.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "an instruction has at most 15 bytes"
+)]
 pub(in super::super) fn rdpmc_length(code: &[u8], cs: &kvm_segment) -> Option<u8> {
     // As nearly all are.
     if code.starts_with(&RDPMC) {
@@ -134,7 +142,7 @@ pub(super) fn is_canonical(address: u64, sregs: &kvm_sregs) -> bool {
     } else {
         64 - 48
     };
-    ((address << unused) as i64) >> unused == address as i64
+    (address << unused).cast_signed() >> unused == address.cast_signed()
 }
 
 /// L and D together are reserved (SDM vol. 3 §5.2.1).
@@ -147,6 +155,7 @@ fn is_user_data(segment: &kvm_segment) -> bool {
 }
 
 /// The code or data segment that `selector` names (SDM vol. 3 §3.4.5).
+#[expect(clippy::cast_possible_truncation, reason = "20 bits of it")]
 fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut Linear<'_>) -> Option<kvm_segment> {
     let (base, limit) = if selector & 4 == 0 {
         (sregs.gdt.base, u32::from(sregs.gdt.limit))

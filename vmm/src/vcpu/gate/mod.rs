@@ -240,6 +240,10 @@ impl Gate {
 
     /// Serves RDPMC at the handler at `gate`. Returns its first instruction, and whether it is another one
     /// than before.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "x86-64 only: usize has 64 bits; four at most"
+    )]
     fn serve(&mut self, gate: u64, code: &[u8], state: &State) -> Option<(Head, bool)> {
         let Some(planted) = &self.planted else {
             let head = Head::of(gate, code)?;
@@ -268,6 +272,7 @@ impl Gate {
 
     /// What a vCPU that stopped at the handler is there for. `replaced`: the length of the replaced RDPMC at
     /// a physical address.
+    #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub fn stopped(&self, state: &State, replaced: impl FnOnce(u64) -> Option<u8>) -> Stopped {
         match Frame::of_rdpmc(state, &mut Linear::new(&self.memory, state), replaced) {
             Some(frame) => Stopped::Rdpmc(Answer {

@@ -33,6 +33,10 @@ pub(super) enum Does {
 
 impl Head {
     /// In `code`, which lies at `gate`, the first instruction that can be done without the processor.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the decoder has extended what has 8 or 32 bits; an instruction has at most 15 bytes"
+    )]
     pub(super) fn of(gate: u64, code: &[u8]) -> Option<Self> {
         let mut decoder = Decoder::with_ip(64, code, gate, DecoderOptions::NONE);
         let mut first = decoder.decode();
@@ -60,7 +64,7 @@ impl Head {
             Does::Clear(flags) => state.regs.rflags &= !flags,
             Does::Push(value) => {
                 let rsp = state.regs.rsp.wrapping_sub(8);
-                let value = i64::from(value) as u64;
+                let value = i64::from(value).cast_unsigned();
                 let gpa = Linear::new(memory, state)
                     .physical(rsp)
                     .filter(|_| rsp.is_multiple_of(8))?;

@@ -148,7 +148,7 @@ pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
 fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
     const LVT_TIMER: usize = 0x320;
     page.get(LVT_TIMER..LVT_TIMER + 4)
-        .is_some_and(|entry| entry[0] as u8 == vector && entry[2] & 1 == 0)
+        .is_some_and(|entry| entry[0].cast_unsigned() == vector && entry[2] & 1 == 0)
 }
 
 /// The vector that a local APIC would send to its processor now: the highest in IRR whose class is above that
@@ -156,16 +156,18 @@ fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
 fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
     let bit_in = |base: usize, vector: usize| {
         page.get(base + vector / 32 * 16 + vector % 32 / 8)
-            .is_some_and(|&byte| byte as u8 >> (vector % 8) & 1 != 0)
+            .is_some_and(|&byte| byte.cast_unsigned() >> (vector % 8) & 1 != 0)
     };
     let highest = |base| (16..256usize).rev().find(|&vector| bit_in(base, vector));
     const TPR: usize = 0x80;
     const ISR: usize = 0x100;
     const IRR: usize = 0x200;
     let request = highest(IRR)?;
-    let task = usize::from(page.get(TPR).map_or(0, |&byte| byte as u8));
+    let task = usize::from(page.get(TPR).map_or(0, |&byte| byte.cast_unsigned()));
     let priority = highest(ISR).unwrap_or(0).max(task) >> 4;
-    (request >> 4 > priority).then_some(request as u8)
+    u8::try_from(request)
+        .ok()
+        .filter(|vector| usize::from(*vector) >> 4 > priority)
 }
 
 #[cfg(test)]

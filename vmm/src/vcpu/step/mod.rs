@@ -599,6 +599,10 @@ impl Stepper {
     }
 
     /// Clears our trap flag where the processor or an instruction has just saved it.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "bit 8 of the flags is bit 0 of their second byte"
+    )]
     fn hide_trap_flag(&mut self, state: &State) {
         if self.emulated() || !state.is_64bit() {
             return;

@@ -144,6 +144,7 @@ impl<'m> Linear<'m> {
 }
 
 impl GuestMemory for Linear<'_> {
+    #[expect(clippy::cast_possible_truncation, reason = "at most a page")]
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         let in_page = (PAGE - linear % PAGE) as usize;
         let (first, second) = buffer.split_at_mut(in_page.min(buffer.len()));
@@ -158,6 +159,7 @@ impl GuestMemory for Linear<'_> {
         read + second.len()
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "the halves of a gate")]
     fn gate(&mut self, vector: u8) -> Option<u64> {
         let idt = self.state.sregs.idt;
         let long = self.state.sregs.efer & EFER_LMA != 0;

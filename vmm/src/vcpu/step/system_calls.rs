@@ -82,6 +82,7 @@ impl Stepper {
 
     /// Executes SYSCALL (SDM vol. 2B, APM vol. 3), which in 64-bit mode touches no memory. The trap flag goes
     /// into the saved flags only. False when it would fault.
+    #[expect(clippy::cast_possible_truncation, reason = "bits 47:32")]
     pub(super) fn system_call(&self, fd: &VcpuFd, mut state: State) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
             return Ok(false);
