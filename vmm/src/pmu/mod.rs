@@ -99,7 +99,9 @@ impl PmuConfig {
             share: self.share,
             mux: self.mux,
             owner_uid: control_api::peer::own_uid(),
-            turn_ns: self.turn.map(|turn| turn.as_nanos() as u64),
+            turn_ns: self
+                .turn
+                .map(|turn| u64::try_from(turn.as_nanos()).unwrap_or(u64::MAX)),
             // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
             paranoid: 0,
             reserved_slots: self.limits.reserved_slots,
