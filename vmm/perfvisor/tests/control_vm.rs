@@ -52,6 +52,18 @@ impl TestVm {
         names
     }
 
+    /// CPU time of the first vCPU's thread so far.
+    fn cpu_time(&self) -> Duration {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.vm.child.id())).unwrap();
+        let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
+            let path = task.ok()?.path();
+            let name = std::fs::read_to_string(path.join("comm")).ok()?;
+            (name.trim() == "vcpu0").then(|| std::fs::read_to_string(path.join("schedstat")).unwrap())
+        };
+        let schedstat = tasks.filter_map(of_vcpu).next().expect("it has a vCPU");
+        Duration::from_nanos(schedstat.split(' ').next().unwrap().parse().unwrap())
+    }
+
     fn sockets(&self) -> std::path::PathBuf {
         self.vm.runtime.path().join("perfvisor")
     }
@@ -836,8 +848,12 @@ fn a_recording_is_switched_on_and_off_through_pipes() {
         say("ping\n");
         std::thread::sleep(Duration::from_millis(200));
         let from = perf_core::pmu::host::monotonic_ns();
+        let used = vm.cpu_time();
         say("enable\n");
-        std::thread::sleep(Duration::from_millis(500));
+        // Samples are of the vCPU's time, of which a busy host gives it little.
+        while vm.cpu_time() - used < Duration::from_millis(300) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
         on.push((from, say("disable\n")));
     }
     say("stop\n");
