@@ -91,8 +91,8 @@ fn a_late_acknowledge_meets_no_pmi_that_was_served() {
     );
 }
 
-/// In xAPIC mode the VMM cannot show the mask bit, and keeps to it by itself. The guest's timer is not the TSC
-/// deadline's either: Linux measures the APIC's timer by the PIT, whose interrupt must come.
+/// In xAPIC mode the VMM cannot show the mask bit, and keeps to it by itself. The guest's timer is not the
+/// TSC deadline's either: Linux measures the APIC's timer by the PIT, whose interrupt must come.
 #[test]
 fn neither_does_one_of_a_guest_without_x2apic() {
     let run = two_events_and_the_watchdog(

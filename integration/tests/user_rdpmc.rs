@@ -95,8 +95,8 @@ fn code_made_at_run_time_reads_counters(place: &Place) {
     }
 }
 
-/// In a guest that is not Linux nothing changes at run time unless the user asks for it: there the exit in the
-/// handler of #GP is not Perfvisor's to plant. What is in the file is served all the same.
+/// In a guest that is not Linux nothing changes at run time unless the user asks for it: there the exit in
+/// the handler of #GP is not Perfvisor's to plant. What is in the file is served all the same.
 fn code_made_at_run_time_is_left_alone_by_default(place: &Place) {
     let kernel = place
         .bare_metal_guest("rdpmc")

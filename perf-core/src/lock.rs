@@ -113,8 +113,8 @@ mod checked {
     const MOST: usize = 8;
 
     thread_local! {
-        /// What this thread holds, in the order it was taken. Constant-initialised and without a borrow that a signal could meet:
-        /// handlers try for contexts' locks, and leave this as they found it.
+        /// What this thread holds, in the order it was taken. Constant-initialised and without a borrow that
+        /// a signal could meet: handlers try for contexts' locks, and leave this as they found it.
         static HELD: [Cell<Option<(Rank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     }
 

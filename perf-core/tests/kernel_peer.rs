@@ -225,7 +225,8 @@ fn attributes_are_refused_as_the_kernel_refuses_them() {
     }
 }
 
-/// The attribute of a perf of today is longer than what we know of it. What nobody has asked for there is zero.
+/// The attribute of a perf of today is longer than what we know of it. What nobody has asked for there is
+/// zero.
 #[test]
 fn the_attribute_of_a_current_perf_is_understood() {
     let Some(ours) = ours() else { return };

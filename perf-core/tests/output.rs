@@ -242,8 +242,8 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
 
-/// What overflowed and was not served when its vCPU went is not sampled after its EXIT: there is nothing left to
-/// sample. Its counts stay.
+/// What overflowed and was not served when its vCPU went is not sampled after its EXIT: there is nothing left
+/// to sample. Its counts stay.
 #[test]
 fn p39_what_was_not_served_when_a_vcpu_went_is_not_sampled() {
     let m = Machine::new(4);
@@ -469,7 +469,8 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
     assert_eq!(e.poll(), Poll::empty(), "taken once");
 }
 
-/// Nothing more comes of an event that its limit has ended. If others write to the ring, too, more may come there.
+/// Nothing more comes of an event that its limit has ended. If others write to the ring, too, more may come
+/// there.
 #[test]
 fn an_event_at_its_limit_hangs_its_own_ring_up_and_no_others() {
     let m = Machine::new(4);

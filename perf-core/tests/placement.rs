@@ -162,8 +162,8 @@ fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// On any host, with events of any constraints: the driver, which places by itself, never refuses what the
-    /// core planned, and who stays on is not stopped.
+    /// On any host, with events of any constraints: the driver, which places by itself, never refuses what
+    /// the core planned, and who stays on is not stopped.
     #[test]
     fn the_driver_takes_what_the_core_plans(
         slots in 1usize..7,

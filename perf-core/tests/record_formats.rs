@@ -1,5 +1,5 @@
-//! Formats of records and readings, seen by others: `linux-perf-data` finds event, vCPU and time of every record
-//! in a ring that events of several formats share.
+//! Formats of records and readings, seen by others: `linux-perf-data` finds event, vCPU and time of every
+//! record in a ring that events of several formats share.
 
 mod machine;
 

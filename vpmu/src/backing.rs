@@ -1,10 +1,11 @@
 //! Counting events made of perf-core events: one for each counter.
 //!
-//! Which driver counts for a request is decided elsewhere ([`Sources::choose`]). An event is opened when a counter is first enabled for a request, pinned and stopped,
-//! and kept: enabling, disabling and re-arming open nothing. Each time a counter is enabled the best way to
-//! count for it is tried first; where that one has no place the next counts meanwhile, if there is one. A
-//! counter also keeps the last few events it no longer counts, because guests that share their counters among
-//! more events than there are take turns between the same few.
+//! Which driver counts for a request is decided elsewhere ([`Sources::choose`]). An event is opened when a
+//! counter is first enabled for a request, pinned and stopped, and kept: enabling, disabling and re-arming
+//! open nothing. Each time a counter is enabled the best way to count for it is tried first; where that one
+//! has no place the next counts meanwhile, if there is one. A counter also keeps the last few events it no
+//! longer counts, because guests that share their counters among more events than there are take turns
+//! between the same few.
 
 use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;

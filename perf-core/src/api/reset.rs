@@ -5,8 +5,8 @@ use crate::model::keys::EventKey;
 use crate::service::core::{Core, VcpuContext};
 
 impl VcpuContext {
-    /// This vCPU was reset: its events opened with [`crate::Attr::enable_on_exec`] that are off or in error are
-    /// enabled, once. Members of groups too, not only leaders. [`Core::vm_reset`] is the same for all of
+    /// This vCPU was reset: its events opened with [`crate::Attr::enable_on_exec`] that are off or in error
+    /// are enabled, once. Members of groups too, not only leaders. [`Core::vm_reset`] is the same for all of
     /// the machine.
     pub fn exec(&self) {
         exec(&self.cell.load());
@@ -14,8 +14,8 @@ impl VcpuContext {
 }
 
 impl Core {
-    /// The machine was reset: what waits for that ([`crate::Attr::enable_on_exec`]) is enabled, once, in the VM
-    /// context and on every vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
+    /// The machine was reset: what waits for that ([`crate::Attr::enable_on_exec`]) is enabled, once, in the
+    /// VM context and on every vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
     ///
     /// ```
     /// # use std::sync::Arc;

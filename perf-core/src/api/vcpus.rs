@@ -106,7 +106,8 @@ impl Core {
     /// ```
     ///
     /// # Errors
-    /// [`OpenError::VcpuExists`] if it has been added, [`OpenError::NoSuchCpu`] for a number that no host has.
+    /// [`OpenError::VcpuExists`] if it has been added, [`OpenError::NoSuchCpu`] for a number that no host
+    /// has.
     pub fn add_cpu(&self, cpu: u32) -> Result<Arc<VcpuContext>, OpenError> {
         let id = Self::FIRST_CPU
             .0

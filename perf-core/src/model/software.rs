@@ -1,7 +1,7 @@
 //! Software events: what the VMM itself sees happen to a vCPU.
 //!
-//! The VMM raises them with [`crate::VcpuContext::software_event`]. An event nobody counts costs one atomic load.
-//! They are delivered to the VM context first, then to the vCPU's.
+//! The VMM raises them with [`crate::VcpuContext::software_event`]. An event nobody counts costs one atomic
+//! load. They are delivered to the VM context first, then to the vCPU's.
 //!
 //! # Levels
 //! Raising can nest: serving one event may raise another, and a signal handler may raise one at any time.
@@ -119,7 +119,8 @@ impl Deferred {
 }
 
 thread_local! {
-    /// The levels this thread is serving, one bit each. Constant-initialised, so a signal handler may touch it.
+    /// The levels this thread is serving, one bit each. Constant-initialised, so a signal handler may touch
+    /// it.
     static BUSY: Cell<u8> = const { Cell::new(0) };
 }
 

@@ -30,7 +30,8 @@
 //!     Some(_) => Turn::NoRoom,
 //! });
 //! assert_eq!(on, Some(0));
-//! // When the turn is over a group leaves, the slots are filled anew, and the queue is told how the group's rate went.
+//! // When the turn is over a group leaves, the slots are filled anew, and the queue is told how
+//! // the group's rate went.
 //! assert_eq!(queue.turn(0), None, "turns begin now");
 //! let due = queue.next_turn_ns().unwrap();
 //! assert_eq!(queue.turn(due), Some(0));

@@ -752,7 +752,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is called in whatever order: groups are neither lost nor doubled, and what is on was taken.
+        /// Whatever is called in whatever order: groups are neither lost nor doubled, and what is on was
+        /// taken.
         #[test]
         fn groups_are_neither_lost_nor_doubled(
             adaptive in any::<bool>(),

@@ -728,8 +728,8 @@ mod tests {
         assert_eq!(ring.published(), 128);
     }
 
-    /// The last of an old generation has published all there is, and somebody joins before it counts out. Then
-    /// it is to publish the boundary of its generation, which is behind.
+    /// The last of an old generation has published all there is, and somebody joins before it counts out.
+    /// Then it is to publish the boundary of its generation, which is behind.
     #[test]
     fn p29_a_boundary_that_is_behind_is_not_published() {
         for others in [0, 64] {
@@ -756,8 +756,8 @@ mod tests {
         }
     }
 
-    /// A refusal rests on what was true at one moment: not on a published position from before and a head from
-    /// after somebody has published.
+    /// A refusal rests on what was true at one moment: not on a published position from before and a head
+    /// from after somebody has published.
     #[test]
     fn room_that_comes_between_two_looks_is_seen() {
         let ring = Steps::new(true);

@@ -211,8 +211,8 @@ fn the_largest_record_fits_an_empty_ring_after_a_loss_too() {
     }
 }
 
-/// A LOST record has the trailer of the writer that finds room again, of up to six words, and leaves that much
-/// less for the largest record.
+/// A LOST record has the trailer of the writer that finds room again, of up to six words, and leaves that
+/// much less for the largest record.
 #[test]
 fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
     for words in 0..=7 {

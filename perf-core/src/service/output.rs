@@ -1,8 +1,8 @@
 //! Where an event's records go: its ring, or another event's.
 //!
 //! All of this is the cold side and runs under the topology lock. The hot side is one pointer in the event's
-//! working half, [`crate::model::event::Event::output`], kept right here whenever a ring comes or an output is
-//! redirected.
+//! working half, [`crate::model::event::Event::output`], kept right here whenever a ring comes or an output
+//! is redirected.
 
 use std::sync::Arc;
 

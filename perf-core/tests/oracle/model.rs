@@ -1,7 +1,8 @@
 //! The oracle's model: one flat list of parts, each an event in one context, and plain loops over it.
 //!
-//! It predicts all but one thing: which flexible groups of hardware events have the slots. That it observes and
-//! judges by the rules that users rely on (`judging.rs`). What passes, happens and overflows is in `counting.rs`.
+//! It predicts all but one thing: which flexible groups of hardware events have the slots. That it observes
+//! and judges by the rules that users rely on (`judging.rs`). What passes, happens and overflows is in
+//! `counting.rs`.
 
 mod counting;
 mod judging;

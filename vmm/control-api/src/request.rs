@@ -75,8 +75,9 @@ requests! {
     Resume => VmInfo;
     /// Ends the VM.
     Stop => VmInfo;
-    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those with the highest
-    /// numbers it is asked if there are too many. Reply: [`protocol::VcpuPlug`]; ask [`VcpuPlug`] what has come of it.
+    /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those
+    /// with the highest numbers it is asked if there are too many. Reply: [`protocol::VcpuPlug`]; ask
+    /// [`VcpuPlug`] what has come of it.
     Vcpus {
         /// How many, up to what the VM was started for.
         count: u32,
@@ -96,8 +97,9 @@ requests! {
         events: String,
         /// On which vCPUs; all when left out.
         vcpus: Option<Vec<u32>>,
-        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are and on those
-        /// that come later, from their first instruction. Neither `vcpus` nor `sampling` goes with it.
+        /// One event for each name instead of one for each name and vCPU: it counts on all vCPUs there are
+        /// and on those that come later, from their first instruction. Neither `vcpus` nor `sampling` goes
+        /// with it.
         whole: bool,
         /// To sample; counting only when left out.
         sampling: Option<Sampling>,
@@ -106,27 +108,31 @@ requests! {
     Enable => ();
     /// Disables them.
     Disable => ();
-    /// The events of this connection that were opened on vCPUs which came since it asked last: those that were asked for without naming
-    /// vCPUs. They are enabled if the connection's last word was so. Reply: a list of [`protocol::Joined`].
+    /// The events of this connection that were opened on vCPUs which came since it asked last: those that
+    /// were asked for without naming vCPUs. They are enabled if the connection's last word was so. Reply: a
+    /// list of [`protocol::Joined`].
     Joined => Vec<protocol::Joined>;
     /// Reads them all. Reply: a list of [`EventReading`].
     Read => Vec<EventReading>;
     /// Closes them all.
     Close => ();
-    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with it.
+    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with
+    /// it.
     Ring {
         /// The vCPU.
         vcpu: u32,
         /// Data pages, a power of two.
         pages: u32,
     } => RingInfo;
-    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction pointers, taken without
-    /// leaving the guest. Reply: [`HostRingInfo`], and the perf event's descriptor with it, which the client maps.
+    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction
+    /// pointers, taken without leaving the guest. Reply: [`HostRingInfo`], and the perf event's descriptor
+    /// with it, which the client maps.
     HostRing {
         /// The event.
         handle: u32,
     } => HostRingInfo;
-    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and call chain.
+    /// Lets an event with a ring of the host's kernel take every so-many-th sample itself, with registers and
+    /// call chain.
     Chains {
         /// The event.
         handle: u32,
@@ -135,10 +141,11 @@ requests! {
     } => ();
     /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
     RingLosses => Vec<RingLoss>;
-    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again while it is
-    /// looked for.
+    /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again
+    /// while it is looked for.
     Kernel => KernelInfo;
-    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like `/proc/kallsyms`.
+    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
+    /// `/proc/kallsyms`.
     Symbols => SymbolsInfo;
     /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
     GuestView => Generation;

@@ -165,8 +165,8 @@ fn madt(cpus: VcpuNumbers) -> Vec<u8> {
         madt.append_slice(&bytes_of(&ProcessorLocalApic::new(id, id, status)));
     }
     madt.append_slice(&bytes_of(&IoApic::new(IO_APIC_ID, layout::IO_APIC, 0)));
-    // None for IRQ 0: KVM's default routing leads its timer's interrupt to I/O APIC input 0, where ACPI has it
-    // unless it is told otherwise.
+    // None for IRQ 0: KVM's default routing leads its timer's interrupt to I/O APIC input 0, where ACPI has
+    // it unless it is told otherwise.
     madt.append_slice(&source_override(SCI_IRQ, u32::from(SCI_IRQ), LEVEL | ACTIVE_HIGH));
     // LINT1 of every local APIC is the NMI (type 4; processor 0xFF is all).
     madt.append_slice(&[4, 6, 0xFF, 0, 0, 1]);

@@ -443,8 +443,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a guest writes: processor 0 stays, absent ones stay absent, nothing but what was shown is ejected, and
-        /// each at most once.
+        /// Whatever a guest writes: processor 0 stays, absent ones stay absent, nothing but what was shown is
+        /// ejected, and each at most once.
         #[test]
         fn a_guest_can_only_give_up_what_it_has(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)

@@ -35,8 +35,8 @@ pub fn request_exit_of_this_thread() {
 /// `page` is that of an [`ArmedVcpu`] of this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
     // SAFETY: `Armed` alone hands out pages. It lives in an `ArmedVcpu` whose descriptor owns the mapping and
-    // is dropped after it, and dropping `Armed` clears `PAGE`. Neither leaves this thread: `Armed` holds a raw
-    // pointer and so is not `Send`. Volatile, because the kernel reads the byte and a handler writes it.
+    // is dropped after it, and dropping `Armed` clears `PAGE`. Neither leaves this thread: `Armed` holds a
+    // raw pointer and so is not `Send`. Volatile, because the kernel reads the byte and a handler writes it.
     unsafe { (&raw mut (*page).immediate_exit).write_volatile(value) };
 }
 

@@ -111,7 +111,8 @@ impl PmuConfig {
             core.sample_rate_hz = hz;
         }
         if let Some(bytes) = self.limits.ring_bytes {
-            // One number for both parts of what the kernel allows: per CPU, and by the limit of locked memory.
+            // One number for both parts of what the kernel allows: per CPU, and by the limit of locked
+            // memory.
             (core.mlock_kb, core.memlock_kb) = (0, bytes >> 10);
         }
         core

@@ -2,9 +2,9 @@
 //!
 //! Two signals reach a vCPU thread. The *kick* asks it to look at its run state (pause, stop, a PMI that
 //! waits). The *overflow* signal is sent by the host kernel when a perf event of this vCPU overflows. Both
-//! handlers set `kvm_run.immediate_exit` of the vCPU that their thread runs ([`crate::kvm::armed`]). The run loop clears that byte *before* it
-//! looks at what the signals announce, so a signal that arrives after the look makes the next KVM_RUN return
-//! at once.
+//! handlers set `kvm_run.immediate_exit` of the vCPU that their thread runs ([`crate::kvm::armed`]). The run
+//! loop clears that byte *before* it looks at what the signals announce, so a signal that arrives after the
+//! look makes the next KVM_RUN return at once.
 //!
 //! Both are standard signals, not real-time ones: those queue, and the queue, one for all processes of a
 //! user, can be full, which would lose a kick. Standard signals of a kind merge while one is pending, which

@@ -459,9 +459,9 @@ impl Running {
     }
 
     /// Whether the guest has executed RDPMC while an NMI that a PMI is waits for it. KVM has let the guest
-    /// execute something first, as the fault of this RDPMC or what an interrupt begins with. The NMI would come
-    /// right behind it; so the RDPMC is to be executed again behind the NMI. See [`Self::interrupt_before_read`].
-    /// Once for an NMI, so that the guest gets on.
+    /// execute something first, as the fault of this RDPMC or what an interrupt begins with. The NMI would
+    /// come right behind it; so the RDPMC is to be executed again behind the NMI. See
+    /// [`Self::interrupt_before_read`]. Once for an NMI, so that the guest gets on.
     fn nmi_comes_first(&mut self) -> Result<bool, kvm_ioctls::Error> {
         if !std::mem::take(&mut self.nmi_sent) || self.stepper.is_some() {
             return Ok(false);
@@ -508,7 +508,8 @@ impl Running {
         }
         if regs.rip == behind {
             regs.rip = at;
-            // Some KVMs have stepped over the OUT before its answer was taken, which must not come behind this.
+            // Some KVMs have stepped over the OUT before its answer was taken, which must not come behind
+            // this.
             self.registers.take_back_general(&mut self.fd);
             self.fd.set_regs(&regs)?;
             self.last_read.again = in_a_row + 1;

@@ -47,7 +47,8 @@ counters! {
     pmi_fixed: "PMIs delivered as a vector",
     /// PMIs that the rate limit held back before they were delivered.
     pmi_throttled: "PMIs held back by the rate limit",
-    /// PMIs forgotten because the guest served what asked for them while they waited. Up to date at the next PMI.
+    /// PMIs forgotten because the guest served what asked for them while they waited. Up to date at the next
+    /// PMI.
     pmi_withdrawn: "PMIs withdrawn while they waited",
     /// PMIs whose LVTPC delivery mode delivers nothing here.
     pmi_dropped: "PMIs with no usable LVTPC mode",
