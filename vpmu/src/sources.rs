@@ -1,8 +1,8 @@
 //! Who counts what: one table, which answers the guest's request, the operator's event and the availability
 //! bits of the guest's CPUID alike.
 //!
-//! For an architectural event the table ([`row`]) says by which number the host's kernel, the vCPU's clock
-//! and the single-stepper count it. [`Sources::ways`] is the only reader of that table. What is particular to
+//! For an architectural event the table (`row`) says by which number the host's kernel, the vCPU's clock
+//! and the single-stepper count it. `Sources::ways` is the only reader of that table. What is particular to
 //! who asks comes after it: a guest's request has a threshold or an edge, an operator's event follows no
 //! policy of the guest's, and CPUID promises only what is known to count.
 

@@ -45,7 +45,7 @@ impl VcpuContext {
         cell.lock().sched_out(now_ns);
     }
 
-    /// [`Core::tick`] for this context alone.
+    /// [`crate::Core::tick`] for this context alone.
     pub fn tick(&self) {
         if let Some(core) = self.core.upgrade() {
             core.tick(&self.cell.load());
@@ -86,7 +86,7 @@ impl VcpuContext {
 
     /// Asks the drivers whether the events that are on have their counters still: a system call for each
     /// hardware event at most. Those that have not go to the error state, or wait for their next turn.
-    /// [`Core::tick`] does it now and then.
+    /// [`crate::Core::tick`] does it now and then.
     pub fn look(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
