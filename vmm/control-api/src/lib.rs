@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`protocol`] | what is said: JSON lines, version 1 |
 //! | [`request`] | the same, typed: each request names its reply |
+//! | `schema` | the same as a JSON Schema, for clients in other languages |
 //! | [`client`] | the operator's end |
 //! | [`place`] | where the sockets are and which VMs they lead to |
 //! | [`peer`] | who is at the other end; sealed memory files |
@@ -11,7 +12,7 @@
 //!
 //! Start with [`client::Client`] and [`request`]. The VM's end, the server, is in the machine crate. The
 //! protocol is documented for other programs in docs/reference/control.md, and `tests/protocol_1.rs` pins
-//! each of its lines.
+//! each of its lines. `docs/reference/control-schema.json` is its JSON Schema, which [`schema()`] makes.
 //!
 //! **Dependencies.** `perf-core` for the names of policies. This crate links neither KVM nor the machine: an
 //! operator's tool that depends on it is small.
@@ -22,3 +23,6 @@ pub mod peer;
 pub mod place;
 pub mod protocol;
 pub mod request;
+mod schema;
+
+pub use schema::schema;

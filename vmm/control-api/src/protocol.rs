@@ -1,6 +1,7 @@
 //! What is said over a control socket: JSON, one object in a line. `docs/reference/control.md` describes it
 //! for other programs.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol. A client says which one it speaks in its first request.
@@ -13,7 +14,7 @@ pub const MAX_EVENTS: usize = 1024;
 pub const MAX_RING_PAGES: u32 = 4096;
 
 /// A request as it is sent.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RequestLine {
     /// Comes back in the reply.
     pub id: u64,
@@ -23,7 +24,7 @@ pub struct RequestLine {
 }
 
 /// What a client can ask.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "call", rename_all = "snake_case")]
 pub enum Call {
     /// The first request of a connection. Reply: [`VmInfo`].
@@ -129,7 +130,7 @@ pub enum Call {
 }
 
 /// How to sample.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Sampling {
     /// Events for a sample, or samples a second.
     pub rate: u64,
@@ -157,7 +158,7 @@ fn is_one(n: &u32) -> bool {
 }
 
 /// A reply as it is sent: `ok` or `error`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ReplyLine {
     /// The request's.
     pub id: u64,
@@ -170,7 +171,7 @@ pub struct ReplyLine {
 }
 
 /// Why a request was refused.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
     /// For programs.
@@ -180,7 +181,7 @@ pub struct Failure {
 }
 
 /// Kinds of failures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
     /// No request of this protocol, or out of order. The connection is closed.
@@ -200,7 +201,7 @@ pub enum FailureKind {
 }
 
 /// A VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VmInfo {
     /// Version of the protocol that is spoken.
     pub protocol: u32,
@@ -230,7 +231,7 @@ pub struct VmInfo {
 }
 
 /// Whether a VM runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VmState {
     /// Its vCPUs run.
@@ -252,7 +253,7 @@ impl std::fmt::Display for VmState {
 }
 
 /// What a client may do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ClientRole {
     /// Everything: root.
@@ -262,7 +263,7 @@ pub enum ClientRole {
 }
 
 /// Which vCPUs of a VM come and go.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuPlug {
     /// Those there are.
     pub present: Vec<u32>,
@@ -279,7 +280,7 @@ pub struct VcpuPlug {
 }
 
 /// A guest does not take a vCPU in, or does not give it up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuRefusal {
     /// The vCPU.
     pub vcpu: u32,
@@ -288,7 +289,7 @@ pub struct VcpuRefusal {
 }
 
 /// Events on a vCPU that came.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Joined {
     /// The vCPU.
     pub vcpu: u32,
@@ -300,7 +301,7 @@ pub struct Joined {
 }
 
 /// An event that was opened, or could not be.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Opened {
     /// Its number on this connection; `None` when it cannot be counted here.
     pub handle: Option<u32>,
@@ -336,7 +337,7 @@ pub struct Opened {
 }
 
 /// One reading.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EventReading {
     /// The event's number.
     pub handle: u32,
@@ -365,7 +366,7 @@ pub struct EventReading {
 }
 
 /// What one vCPU counted of an event for the whole VM.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuPart {
     /// The vCPU.
     pub vcpu: u32,
@@ -465,7 +466,7 @@ fn growth(now: (u64, u64, u64, Option<u64>), before: Option<(u64, u64, u64, Opti
 }
 
 /// A ring. Its memfd comes with the reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RingInfo {
     /// The vCPU.
     pub vcpu: u32,
@@ -474,7 +475,7 @@ pub struct RingInfo {
 }
 
 /// The host kernel's ring of one event. The perf event's descriptor comes with the reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct HostRingInfo {
     /// Events that each sample stands for; `None`: as the sample says.
     pub period: Option<u64>,
@@ -486,7 +487,7 @@ pub struct HostRingInfo {
 }
 
 /// How the search for the guest's kernel is going.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct KernelInfo {
     /// Where it is.
     pub state: KernelState,
@@ -495,7 +496,7 @@ pub struct KernelInfo {
 }
 
 /// States of the search for the guest's kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KernelState {
     /// Nobody looked.
@@ -509,7 +510,7 @@ pub enum KernelState {
 }
 
 /// Records that found no room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RingLoss {
     /// The vCPU.
     pub vcpu: u32,
@@ -518,7 +519,7 @@ pub struct RingLoss {
 }
 
 /// The guest kernel's symbols. The text comes as a memfd with the reply.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SymbolsInfo {
     /// Bytes of text.
     pub bytes: u64,
@@ -529,14 +530,14 @@ pub struct SymbolsInfo {
 }
 
 /// Which look at the guest's counters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Generation {
     /// Counts up.
     pub generation: u64,
 }
 
 /// What vCPUs saw.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GuestViews {
     /// All vCPUs have looked.
     pub complete: bool,
@@ -545,7 +546,7 @@ pub struct GuestViews {
 }
 
 /// What one vCPU's guest has programmed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuView {
     /// The vCPU.
     pub vcpu: u32,
@@ -563,7 +564,7 @@ pub struct VcpuView {
 }
 
 /// A counter of the guest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GuestCounter {
     /// Its name: gp0, fixed1.
     pub counter: String,

@@ -4,6 +4,7 @@
 //! one in `tests/protocol_1.rs`.
 
 use perf_core::SharePolicy;
+use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;
 
 use crate::protocol::{
@@ -26,6 +27,14 @@ impl Request for Call {
 macro_rules! requests {
     ($($(#[$doc:meta])* $name:ident $({ $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ })? => $reply:ty;)+) => {
         $(requests!(@one $(#[$doc])* $name $({ $($(#[$field_doc])* $field: $type,)+ })? => $reply);)+
+
+        /// What each request is answered with, by the name of its type.
+        pub(crate) fn replies(generator: &mut SchemaGenerator) -> Vec<(&'static str, Schema)> {
+            vec![
+                $((stringify!($name), generator.subschema_for::<$reply>()),)+
+                (stringify!(Share), generator.subschema_for::<<Share as Request>::Reply>()),
+            ]
+        }
     };
     (@one $(#[$doc:meta])* $name:ident => $reply:ty) => {
         $(#[$doc])*

@@ -1,0 +1,77 @@
+//! The schema that other programs get says what version 1 of the protocol is.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+const PAGE: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../docs/reference/control-schema.json"
+);
+
+/// The schema of the types is the file in the documentation: whoever changes one sees that the protocol
+/// changes.
+#[test]
+fn the_documented_schema_is_that_of_the_types() {
+    let page: Value = serde_json::from_str(&std::fs::read_to_string(PAGE).unwrap()).unwrap();
+    assert_eq!(
+        page,
+        control_api::schema(),
+        "cargo run -p control-api --example schema >docs/reference/control-schema.json"
+    );
+}
+
+/// Each call has a result, and each result a call.
+#[test]
+fn each_call_has_its_result() {
+    let schema = control_api::schema();
+    let results: BTreeSet<&str> = schema["results"]
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(String::as_str)
+        .collect();
+    let mut calls = BTreeSet::new();
+    collect_calls(&schema["$defs"]["RequestLine"], &mut calls);
+    assert!(calls.len() > 20, "{calls:?}");
+    assert_eq!(calls, results);
+}
+
+/// The values that `call` can have.
+fn collect_calls<'a>(schema: &'a Value, calls: &mut BTreeSet<&'a str>) {
+    match schema {
+        Value::Object(object) => {
+            if let Some(name) = object.get("call").and_then(|call| call["const"].as_str()) {
+                calls.insert(name);
+            }
+            object.values().for_each(|value| collect_calls(value, calls));
+        }
+        Value::Array(list) => list.iter().for_each(|value| collect_calls(value, calls)),
+        _ => {}
+    }
+}
+
+/// Every reference leads to a type of the schema, so that generators of code can use it.
+#[test]
+fn every_reference_leads_somewhere() {
+    fn references<'a>(schema: &'a Value, found: &mut Vec<&'a str>) {
+        match schema {
+            Value::Object(object) => {
+                found.extend(object.get("$ref").and_then(Value::as_str));
+                object.values().for_each(|value| references(value, found));
+            }
+            Value::Array(list) => list.iter().for_each(|value| references(value, found)),
+            _ => {}
+        }
+    }
+    let schema = control_api::schema();
+    let mut found = Vec::new();
+    references(&schema, &mut found);
+    assert!(found.len() > 20, "{found:?}");
+    for reference in found {
+        let name = reference
+            .strip_prefix("#/$defs/")
+            .unwrap_or_else(|| panic!("{reference}"));
+        assert!(schema["$defs"][name].is_object(), "{reference}");
+    }
+}
