@@ -32,9 +32,9 @@ impl Core {
         self.inner.vcpus.load().iter().find(|v| v.id() == vcpu).cloned()
     }
 
-    /// To be called by the VM's timer, [`crate::CoreConfig::tick_hz`] times a second while [`Core::needs_tick`]:
-    /// rotates waiting groups, adjusts frequencies, lifts throttles, and looks now and then whether what
-    /// is on counts. Takes each context's lock in turn and no other.
+    /// To be called by the VM's timer, [`crate::CoreConfig::tick_hz`] times a second while
+    /// [`Core::needs_tick`]: rotates waiting groups, adjusts frequencies, lifts throttles, and looks now and
+    /// then whether what is on counts. Takes each context's lock in turn and no other.
     pub fn tick(&self) {
         self.inner.tick(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {
@@ -66,8 +66,9 @@ impl Core {
             .any(|v| v.cell.load().lock().needs_tick())
     }
 
-    /// The time of [`crate::CoreConfig::clock`] at which [`Core::rotate`] is due, if groups share slots. Under
-    /// [`crate::mux::MuxPolicy::Adaptive`] that is an irregular one; under rotation it is the next tick.
+    /// The time of [`crate::CoreConfig::clock`] at which [`Core::rotate`] is due, if groups share slots.
+    /// Under [`crate::mux::MuxPolicy::Adaptive`] that is an irregular one; under rotation it is the next
+    /// tick.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();
