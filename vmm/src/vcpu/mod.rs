@@ -220,6 +220,8 @@ struct Running {
     last_read: LastRead,
     /// An NMI was sent for a PMI, and the guest may not have taken it yet.
     nmi_sent: bool,
+    /// How many NMIs in a row had an RDPMC executed again.
+    nmis_in_a_row: u32,
     registers: RegisterCache,
     /// What the last exit's instruction is to the guest's counters.
     completed: Completed,
@@ -254,6 +256,7 @@ impl Running {
             stepper: vcpu.stepper,
             last_read: LastRead::default(),
             nmi_sent: false,
+            nmis_in_a_row: 0,
             completed: Completed::None,
             overflow_signals: kick::OverflowSignals::default(),
             on_first_entry: vcpu.on_first_entry,

@@ -461,13 +461,18 @@ impl Running {
     /// Whether the guest has executed RDPMC while an NMI that a PMI is waits for it. KVM has let the guest
     /// execute something first, as the fault of this RDPMC or what an interrupt begins with. The NMI would
     /// come right behind it; so the RDPMC is to be executed again behind the NMI. See
-    /// [`Self::interrupt_before_read`]. Once for an NMI, so that the guest gets on.
+    /// [`Self::interrupt_before_read`]. Once for an NMI, and not for ever where the next one always comes
+    /// before the RDPMC, so that the guest gets on.
     fn nmi_comes_first(&mut self) -> Result<bool, kvm_ioctls::Error> {
-        if !std::mem::take(&mut self.nmi_sent) || self.stepper.is_some() {
+        let sent = std::mem::take(&mut self.nmi_sent);
+        let in_a_row = std::mem::take(&mut self.nmis_in_a_row);
+        if !sent || self.stepper.is_some() || in_a_row == MOST_READS_AGAIN {
             return Ok(false);
         }
         let nmi = self.fd.get_vcpu_events()?.nmi;
-        Ok(nmi.masked == 0 && nmi.pending | nmi.injected != 0)
+        let waits = nmi.masked == 0 && nmi.pending | nmi.injected != 0;
+        self.nmis_in_a_row = if waits { in_a_row + 1 } else { 0 };
+        Ok(waits)
     }
 
     /// A PMI is about to interrupt a guest that has executed RDPMC. If it has not gone on from there, the PMI
