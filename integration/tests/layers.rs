@@ -14,6 +14,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kernel-images", &[]),
     ("guest-profile", &["kernel-images", "perf-core"]),
     ("control-api", &["perf-core"]),
+    ("virtio-devices", &["perf-core"]),
     (
         "vmm",
         &[
@@ -21,6 +22,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
             "guest-profile",
             "kernel-images",
             "perf-core",
+            "virtio-devices",
             "vpmu",
         ],
     ),
@@ -34,6 +36,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
             "kernel-images",
             "perf-core",
             "validate",
+            "virtio-devices",
             "vmm",
             "vpmu",
         ],
@@ -46,6 +49,7 @@ const ONE_USER: &[(&str, &str)] = &[
     ("kvm-bindings", "vmm"),
     ("linux-loader", "vmm"),
     ("vm-superio", "vmm"),
+    ("virtio-queue", "virtio-devices"),
     ("clap", "perfvisor"),
     ("ratatui", "perfvisor"),
     ("linux-perf-data", "guest-profile"),

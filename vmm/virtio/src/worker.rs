@@ -1,0 +1,160 @@
+//! The thread of a device.
+
+use std::io;
+use std::thread::JoinHandle;
+
+use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
+use perf_core::error_line;
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// A thread that serves a device's queues until it is stopped or dropped.
+#[derive(Debug)]
+pub struct Worker {
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Ends the loop of the thread.
+struct Stop {
+    fd: EventFd,
+    came: bool,
+}
+
+impl MutEventSubscriber for Stop {
+    fn process(&mut self, _: Events, _: &mut EventOps) {
+        self.came = true;
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(error) = ops.add(Events::new(&self.fd, EventSet::IN)) {
+            log::error!("a device's thread cannot be stopped: {}", error_line(&error));
+            self.came = true;
+        }
+    }
+}
+
+/// What runs on the thread: the end, or the device.
+enum Part<H> {
+    Stop(Stop),
+    Device(H),
+}
+
+impl<H: MutEventSubscriber> MutEventSubscriber for Part<H> {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match self {
+            Part::Stop(stop) => stop.process(events, ops),
+            Part::Device(device) => device.process(events, ops),
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        match self {
+            Part::Stop(stop) => stop.init(ops),
+            Part::Device(device) => device.init(ops),
+        }
+    }
+}
+
+impl Worker {
+    /// Starts a thread `name` (at most 15 bytes) that calls `handler` for the descriptors it adds to its
+    /// event loop: `init` adds them, `process` is called for each that is ready.
+    ///
+    /// # Errors
+    /// The host has no descriptor or no thread left.
+    pub fn spawn<H>(name: &str, handler: H) -> io::Result<Self>
+    where
+        H: MutEventSubscriber + Send + 'static,
+    {
+        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let fd = stop.try_clone()?;
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            if let Err(error) = serve(fd, handler) {
+                log::error!("a device's thread ends: {}", error_line(&error));
+            }
+        })?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    /// Stops the thread and waits until it has ended; what it was serving is finished first.
+    pub fn stop(&mut self) {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        // Only a full counter fails, and then the thread is being stopped.
+        let _ = self.stop.write(1);
+        if thread.join().is_err() {
+            log::error!("a device's thread panicked");
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// The thread.
+fn serve<H: MutEventSubscriber>(fd: EventFd, handler: H) -> Result<(), event_manager::Error> {
+    let mut manager: EventManager<Part<H>> = EventManager::new()?;
+    let stop = manager.add_subscriber(Part::Stop(Stop { fd, came: false }));
+    manager.add_subscriber(Part::Device(handler));
+    loop {
+        manager.run()?;
+        if let Part::Stop(Stop { came: true, .. }) = manager.subscriber_mut(stop)? {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    struct Counts {
+        kick: Arc<EventFd>,
+        done: EventFd,
+        kicks: Arc<AtomicU64>,
+    }
+
+    impl MutEventSubscriber for Counts {
+        fn process(&mut self, _: Events, _: &mut EventOps) {
+            self.kicks.fetch_add(self.kick.read().unwrap(), Ordering::Relaxed);
+            self.done.write(1).unwrap();
+        }
+
+        fn init(&mut self, ops: &mut EventOps) {
+            ops.add(Events::new(&*self.kick, EventSet::IN)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_thread_serves_kicks_until_it_is_stopped() {
+        let kick = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        let done = EventFd::new(0).unwrap();
+        let kicks = Arc::new(AtomicU64::new(0));
+        let mut worker = Worker::spawn(
+            "counts",
+            Counts {
+                kick: kick.clone(),
+                done: done.try_clone().unwrap(),
+                kicks: kicks.clone(),
+            },
+        )
+        .unwrap();
+        kick.write(3).unwrap();
+        done.read().unwrap();
+        assert_eq!(kicks.load(Ordering::Relaxed), 3);
+        worker.stop();
+        kick.write(1).unwrap();
+        worker.stop();
+        assert_eq!((kicks.load(Ordering::Relaxed), kick.read().unwrap()), (3, 1));
+    }
+}
