@@ -7,6 +7,7 @@ use std::sync::Arc;
 use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
+use virtio_devices::device::VirtioDevice;
 use vpmu::{Backability, BackingPolicy, Generation, Model, Vendor};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
@@ -86,6 +87,9 @@ pub enum VmError {
         /// Its error.
         source: kvm_ioctls::Error,
     },
+    /// There is no bus to put devices on.
+    #[error("{0}: this machine has no bus for virtio devices")]
+    NoBus(String),
     /// Another system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -134,18 +138,22 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Builds the machine and loads the guest. `probe` says what the host's perf events can do; `console`
-    /// takes the serial port's output.
+    /// Builds the machine and loads the guest. `devices` become its virtio devices; `probe` says what the
+    /// host's perf events can do; `console` takes the serial port's output.
     ///
     /// # Errors
     /// [`VmError`], one line that names what is wrong and what to do.
     pub fn new(
         kvm: &Kvm,
         config: &VmConfig,
+        devices: Vec<Box<dyn VirtioDevice>>,
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         let plan = Plan::new(kvm, config)?;
+        if let Some(device) = devices.first() {
+            return Err(VmError::NoBus(device.name().to_owned()));
+        }
         let ram = GuestRam::new(config.memory_bytes)?;
         let loaded = boot::load(&ram, &plan.boot_request())?;
         let breakpoints = plan.breakpoints(&loaded)?;

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `cli` | what can be asked for, checked before anything is started |
 //! | `run` | `perfvisor run`: puts a machine, a console and the servers together, and waits for the end |
+//! | `devices` | the virtio devices that the arguments ask for |
 //! | `check` | `perfvisor check`: what this host can do |
 //! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
 //! | `signals` | the signals that end a command or a VM |
@@ -20,6 +21,7 @@
 mod check;
 mod cli;
 mod commands;
+mod devices;
 mod exit;
 mod run;
 mod signals;

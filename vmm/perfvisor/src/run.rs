@@ -16,6 +16,7 @@ use vpmu::filter::FilterError;
 use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, ModelError, Vendor};
 
 use crate::cli::RunArgs;
+use crate::devices::{self, DeviceError};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use control_api::events::list::{self, ListError};
@@ -129,6 +130,9 @@ pub enum RunError {
     /// The VM cannot be controlled by that name.
     #[error(transparent)]
     Name(#[from] PlaceError),
+    /// A device cannot be had.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// No machine, or it does not start.
     #[error(transparent)]
     Vm(#[from] VmError),
@@ -276,7 +280,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
     let output = ConsoleOutput::stdout().map_err(|e| RunError::Start("starting the console failed", e))?;
-    let mut vm = Vm::new(&kvm, &config, &probe, output.writer())?;
+    let mut vm = Vm::new(&kvm, &config, devices::wanted(args)?, &probe, output.writer())?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {
         log::info!(
