@@ -1,14 +1,21 @@
-//! Guest memory: one or two anonymous mappings and the memory map the guest is told of.
+//! Guest memory: one or two mappings and the memory map the guest is told of.
 //!
 //! RAM starts at guest-physical 0. A guest larger than [`MMIO_HOLE_START`] has the rest above 4 GiB,
 //! so the local APIC, the I/O APIC and firmware addresses stay free.
 #![expect(unsafe_code, reason = "sysinfo(2)")]
+
+pub mod available;
+pub mod backing;
 
 use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
 use thiserror::Error;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+use available::Limit;
+use backing::BackingError;
+pub use backing::{HugePages, MemoryKind};
 
 use crate::kvm::memslot::{MemorySlots, SlotError};
 
@@ -72,7 +79,29 @@ pub enum MemoryError {
         size_bytes: u64,
         /// What mmap said.
         #[source]
-        source: vm_memory::mmap::FromRangesError,
+        source: BackingError,
+    },
+    /// More than the control group may ever have.
+    #[error(
+        "guest memory of {} MiB is more than this process may have ({limit}); use a smaller --memory, or raise that limit",
+        size_bytes >> 20
+    )]
+    MoreThanGroup {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+        /// The group's limit, with its swap.
+        limit: Limit,
+    },
+    /// More than can be had now, and all of it is to be had now.
+    #[error(
+        "--prealloc: guest memory of {} MiB is more than is available ({limit}); free memory, use a smaller --memory, or leave --prealloc out",
+        size_bytes >> 20
+    )]
+    MoreThanAvailable {
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+        /// What is left.
+        limit: Limit,
     },
     /// KVM refused a memory slot.
     #[error(transparent)]
@@ -105,12 +134,24 @@ pub struct MapEntry {
 pub struct GuestRam {
     mem: GuestMemoryMmap,
     size_bytes: u64,
+    kind: MemoryKind,
 }
 
 impl GuestRam {
     /// Maps `size_bytes` of RAM. Pages are taken from the host as the guest touches them.
-    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+    ///
+    /// # Errors
+    /// [`MemoryError`].
     pub fn new(size_bytes: u64) -> Result<Self, MemoryError> {
+        Self::of_kind(size_bytes, MemoryKind::default())
+    }
+
+    /// Maps `size_bytes` of RAM of this kind.
+    ///
+    /// # Errors
+    /// [`MemoryError`].
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+    pub fn of_kind(size_bytes: u64, kind: MemoryKind) -> Result<Self, MemoryError> {
         if size_bytes < MIN_RAM_BYTES {
             return Err(MemoryError::TooSmall { size_bytes });
         }
@@ -124,6 +165,7 @@ impl GuestRam {
                 host_bytes,
             });
         }
+        check_available(size_bytes, kind, available::limits())?;
         let bits = physical_address_bits();
         let end = ram_end(size_bytes);
         let bits_needed = 64 - (end - 1).leading_zeros();
@@ -139,9 +181,23 @@ impl GuestRam {
         if size_bytes > low {
             ranges.push((GuestAddress(MMIO_HOLE_END), (size_bytes - low) as usize));
         }
-        let mem = GuestMemoryMmap::from_ranges(&ranges)
-            .map_err(|source| MemoryError::Map { size_bytes, source })?;
-        Ok(GuestRam { mem, size_bytes })
+        let mem = backing::map(&ranges, kind).map_err(|source| MemoryError::Map { size_bytes, source })?;
+        Ok(GuestRam {
+            mem,
+            size_bytes,
+            kind,
+        })
+    }
+
+    /// Makes all of it zero again, as after power came on. Nobody may be using it.
+    ///
+    /// # Errors
+    /// [`MemoryError::Map`].
+    pub fn clear(&self) -> Result<(), MemoryError> {
+        backing::clear(&self.mem, self.kind).map_err(|source| MemoryError::Map {
+            size_bytes: self.size_bytes,
+            source,
+        })
     }
 
     /// The mappings, for reading and writing guest-physical addresses.
@@ -221,6 +277,29 @@ fn ram_end(size_bytes: u64) -> u64 {
     }
 }
 
+/// Refuses what can never be had, and what cannot be had now if all of it is to be had now. Else a guest may be
+/// larger than what is free: it need not use all of it, and the user is told.
+fn check_available(size_bytes: u64, kind: MemoryKind, limits: available::Limits) -> Result<(), MemoryError> {
+    if kind.huge_pages == HugePages::Reserved {
+        // They were set apart, and are no part of what these limits are about.
+        return Ok(());
+    }
+    if let Some(limit) = limits.most.filter(|limit| size_bytes > limit.bytes) {
+        return Err(MemoryError::MoreThanGroup { size_bytes, limit });
+    }
+    match limits.left.filter(|limit| size_bytes > limit.bytes) {
+        Some(limit) if kind.prealloc => Err(MemoryError::MoreThanAvailable { size_bytes, limit }),
+        Some(limit) => {
+            log::warn!(
+                "guest memory of {} MiB is more than is available now ({limit}); if the guest uses all of it, the kernel may end this VM",
+                size_bytes >> 20
+            );
+            Ok(())
+        }
+        None => Ok(()),
+    }
+}
+
 /// RAM and swap of this host in bytes (sysinfo(2)).
 fn host_memory_bytes() -> u64 {
     // SAFETY: sysinfo is a plain C struct for which all zeroes is a valid value.
@@ -260,6 +339,32 @@ mod tests {
         ));
         let err = GuestRam::new(1 << 56).unwrap_err();
         assert!(err.to_string().contains("more than this host has"), "{err}");
+    }
+
+    #[test]
+    fn a_limit_is_refused_where_it_cannot_be_kept_and_else_told() {
+        let limit = |mib: u64| {
+            Some(Limit {
+                bytes: mib << 20,
+                group: Some("/sys/fs/cgroup/vms".into()),
+            })
+        };
+        let now = MemoryKind {
+            prealloc: true,
+            ..MemoryKind::default()
+        };
+        let check = |mib: u64, kind, most, left| {
+            check_available(mib << 20, kind, available::Limits { most, left }).map_err(|e| e.to_string())
+        };
+        let line = check(512, MemoryKind::default(), limit(256), limit(100)).unwrap_err();
+        assert!(
+            line.contains("256 MiB, the limit of the control group /sys/fs/cgroup/vms"),
+            "{line}"
+        );
+        assert_eq!(check(512, MemoryKind::default(), None, limit(100)), Ok(()));
+        let line = check(512, now, None, limit(100)).unwrap_err();
+        assert!(line.contains("--prealloc") && line.contains("100 MiB"), "{line}");
+        assert_eq!(check(100, now, limit(100), limit(100)), Ok(()));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::signature::CpuSignature;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::BREAKPOINTS;
-use crate::memory::{GuestRam, MemoryError};
+use crate::memory::{GuestRam, MemoryError, MemoryKind};
 use crate::numbers::VcpuNumbers;
 use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
@@ -108,6 +108,8 @@ pub struct VmConfig {
     pub cpus: VcpuNumbers,
     /// RAM in bytes.
     pub memory_bytes: u64,
+    /// How it is had from the host.
+    pub memory_kind: MemoryKind,
     /// The PMU.
     pub pmu: PmuConfig,
     /// What the PMU's backing can count.
@@ -154,7 +156,7 @@ impl Vm {
         if let Some(device) = devices.first() {
             return Err(VmError::NoBus(device.name().to_owned()));
         }
-        let ram = GuestRam::new(config.memory_bytes)?;
+        let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
         let loaded = boot::load(&ram, &plan.boot_request())?;
         let breakpoints = plan.breakpoints(&loaded)?;
         plan.check_kernel(probe, &loaded, &ram)?;

@@ -28,6 +28,7 @@ use crate::values::{
 };
 use perf_core::error_line;
 use perfvisor_vmm::kvm::signature::CpuSignature;
+use perfvisor_vmm::memory::HugePages;
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::numbers::VcpuNumbers;
@@ -126,6 +127,13 @@ pub struct RunArgs {
     /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
     pub memory: u64,
+    /// Take all guest memory from the host before the guest starts.
+    #[arg(long)]
+    pub prealloc: bool,
+    /// Huge pages for guest memory: off, transparent (the kernel makes them as it can), or 2M (pages that the
+    /// host's administrator has reserved).
+    #[arg(long, value_name = "KIND", default_value = "off")]
+    pub hugepages: HugePages,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
     #[arg(long, value_name = "MODEL", default_value = "auto")]
     pub pmu: ModelName,
@@ -409,6 +417,7 @@ mod tests {
             (&["--memory", "1X"], "'1X'", "512M"),
             (&["--memory", "99999999999999T"], "99999999999999T", "64 bits"),
             (&["--memory", "16777217"], "16777217", "4096"),
+            (&["--hugepages", "1G"], "'1G'", "transparent"),
             (&["--pmu", "vax"], "'vax'", "amd-v2"),
             (&["--pmu", "intel-v6"], "'intel-v6'", "intel-v5"),
             (&["--pmu-counters", "4+"], "'4+'", "4+3"),

@@ -29,6 +29,7 @@ use perfvisor_vmm::control::server::{ControlServer, Controlled};
 use perfvisor_vmm::kvm::host::{self, HostError};
 use perfvisor_vmm::kvm::own_pmu::NotThisModel;
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use perfvisor_vmm::memory::MemoryKind;
 use perfvisor_vmm::metrics::address::{ListenError, Listener};
 use perfvisor_vmm::metrics::server::MetricsServer;
 use perfvisor_vmm::pmu::backing::BackingError;
@@ -247,6 +248,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         },
         cpus: args.cpus,
         memory_bytes: args.memory,
+        memory_kind: MemoryKind {
+            shared: false,
+            huge_pages: args.hugepages,
+            prealloc: args.prealloc,
+        },
         backability,
         own_pmu,
         pmu: PmuConfig {

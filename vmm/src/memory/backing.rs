@@ -1,0 +1,387 @@
+//! Where the pages of guest memory come from: the host's anonymous memory, a memfd that others can map, or huge
+//! pages; and how they are given back.
+#![expect(unsafe_code, reason = "memfd_create(2), madvise(2), fallocate(2)")]
+
+use std::ffi::CStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use thiserror::Error;
+use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+};
+
+/// Size of the huge pages that `--hugepages 2M` takes.
+pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
+/// How many of them are free.
+const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+/// When the kernel makes huge pages of its own accord.
+const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+
+/// How guest memory is had from the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryKind {
+    /// In a memfd, which another process can map: a vhost-user back end needs that.
+    pub shared: bool,
+    /// The size of its pages.
+    pub huge_pages: HugePages,
+    /// All of it is taken from the host before the guest starts.
+    pub prealloc: bool,
+}
+
+/// Whether guest memory is in huge pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HugePages {
+    /// As the host does it by itself.
+    #[default]
+    Off,
+    /// The kernel is asked for transparent huge pages.
+    Transparent,
+    /// In pages of 2 MiB that the host's administrator has reserved (hugetlbfs).
+    Reserved,
+}
+
+/// Not one of the kinds of huge pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error(
+    "must be off, transparent (the kernel makes them as it can), or 2M (pages that the host has reserved)"
+)]
+pub struct NotHugePages;
+
+impl FromStr for HugePages {
+    type Err = NotHugePages;
+
+    fn from_str(text: &str) -> Result<Self, NotHugePages> {
+        match text {
+            "off" => Ok(HugePages::Off),
+            "transparent" => Ok(HugePages::Transparent),
+            "2M" | "2m" => Ok(HugePages::Reserved),
+            _ => Err(NotHugePages),
+        }
+    }
+}
+
+/// Why guest memory cannot be had in this way.
+#[derive(Debug, Error)]
+pub enum BackingError {
+    /// The kernel makes no transparent huge pages.
+    #[error(
+        "--hugepages transparent: this host makes none ({TRANSPARENT} says {0}); allow them there, or leave --hugepages out"
+    )]
+    NoTransparent(String),
+    /// A size that is no whole number of huge pages.
+    #[error("--hugepages 2M: {0} bytes of memory are not a multiple of 2 MiB; round --memory up")]
+    NotWhole(u64),
+    /// The host has too few.
+    #[error(
+        "--hugepages 2M: {needed} pages are needed and this host has {free} free; reserve more (sysctl vm.nr_hugepages), or leave --hugepages out"
+    )]
+    TooFew {
+        /// How many the guest needs.
+        needed: u64,
+        /// How many are free.
+        free: u64,
+    },
+    /// A system call failed.
+    #[error("{0} failed")]
+    Os(&'static str, #[source] io::Error),
+    /// The mapping was refused.
+    #[error("the mapping was refused")]
+    Map(#[source] MmapRegionError),
+    /// The mappings do not go together.
+    #[error("the mappings do not go together")]
+    Regions(#[source] vm_memory::GuestRegionCollectionError),
+    /// Pages could not be had before the guest starts.
+    #[error("--prealloc: the host cannot give all of it (MADV_POPULATE_WRITE, Linux 5.14 and later)")]
+    Populate(#[source] io::Error),
+}
+
+/// Maps `ranges` of guest-physical memory.
+///
+/// # Errors
+/// [`BackingError`].
+pub fn map(ranges: &[(GuestAddress, usize)], kind: MemoryKind) -> Result<GuestMemoryMmap, BackingError> {
+    check(ranges, kind.huge_pages)?;
+    let regions = ranges
+        .iter()
+        .map(|&(start, len)| map_one(start, len, kind).map(Arc::new))
+        .collect::<Result<Vec<_>, _>>()?;
+    let memory = GuestMemoryMmap::from_arc_regions(regions).map_err(BackingError::Regions)?;
+    for region in memory.iter() {
+        // A core file of ours is about us; the guest's memory is large and the guest's own.
+        advise(region, libc::MADV_DONTDUMP).map_err(|e| BackingError::Os("madvise(MADV_DONTDUMP)", e))?;
+        if kind.huge_pages == HugePages::Transparent {
+            advise(region, libc::MADV_HUGEPAGE).map_err(|e| BackingError::Os("madvise(MADV_HUGEPAGE)", e))?;
+        }
+    }
+    populate(&memory, kind)?;
+    Ok(memory)
+}
+
+/// Makes all of `memory` read as zeroes again, and gives its pages back to the host. Nobody may be using it.
+///
+/// # Errors
+/// [`BackingError`].
+pub fn clear(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
+    for region in memory.iter() {
+        match region.file_offset() {
+            Some(at) => punch(at, region.len()).map_err(|e| BackingError::Os("fallocate", e))?,
+            None => advise(region, libc::MADV_DONTNEED)
+                .map_err(|e| BackingError::Os("madvise(MADV_DONTNEED)", e))?,
+        }
+    }
+    populate(memory, kind)
+}
+
+fn check(ranges: &[(GuestAddress, usize)], huge_pages: HugePages) -> Result<(), BackingError> {
+    match huge_pages {
+        HugePages::Off => Ok(()),
+        HugePages::Transparent => {
+            let says = fs::read_to_string(TRANSPARENT).unwrap_or_default();
+            match transparent(&says) {
+                Some("always" | "madvise") => Ok(()),
+                other => Err(BackingError::NoTransparent(other.unwrap_or("nothing").to_owned())),
+            }
+        }
+        HugePages::Reserved => {
+            let all: u64 = ranges.iter().map(|&(_, len)| len as u64).sum();
+            if !all.is_multiple_of(HUGE_PAGE_BYTES) {
+                return Err(BackingError::NotWhole(all));
+            }
+            let (needed, free) = (all / HUGE_PAGE_BYTES, free_huge_pages());
+            if needed > free {
+                return Err(BackingError::TooFew { needed, free });
+            }
+            Ok(())
+        }
+    }
+}
+
+/// The word in brackets.
+fn transparent(says: &str) -> Option<&str> {
+    Some(says.split_once('[')?.1.split_once(']')?.0)
+}
+
+fn free_huge_pages() -> u64 {
+    fs::read_to_string(FREE_HUGE_PAGES)
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+fn map_one(start: GuestAddress, len: usize, kind: MemoryKind) -> Result<GuestRegionMmap, BackingError> {
+    let huge = kind.huge_pages == HugePages::Reserved;
+    let mut builder = MmapRegionBuilder::new(len).with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
+    builder = if kind.shared || huge {
+        let file = memfd(len as u64, huge).map_err(|e| BackingError::Os("memfd_create", e))?;
+        // Huge pages are reserved with the mapping: else a guest that finds none left would kill us (SIGBUS).
+        let reserve = if huge { 0 } else { libc::MAP_NORESERVE };
+        builder
+            .with_file_offset(FileOffset::new(file, 0))
+            .with_mmap_flags(libc::MAP_SHARED | reserve)
+            .with_hugetlbfs(huge)
+    } else {
+        builder.with_mmap_flags(libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_NORESERVE)
+    };
+    let region = builder.build().map_err(|e| match e {
+        MmapRegionError::Mmap(e) if huge && e.raw_os_error() == Some(libc::ENOMEM) => BackingError::TooFew {
+            needed: len as u64 / HUGE_PAGE_BYTES,
+            free: free_huge_pages(),
+        },
+        other => BackingError::Map(other),
+    })?;
+    GuestRegionMmap::new(region, start).ok_or(BackingError::Map(MmapRegionError::InvalidOffsetLength))
+}
+
+/// A file of `len_bytes` in memory whose size nobody can change: a back end that cut it short would have our
+/// accesses end in SIGBUS.
+fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
+    const NAME: &CStr = c"perfvisor-guest-memory";
+    let huge = if huge {
+        libc::MFD_HUGETLB | libc::MFD_HUGE_2MB
+    } else {
+        0
+    };
+    // SAFETY: NAME is a string that ends with a zero byte.
+    let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | huge) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    file.set_len(len_bytes)?;
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: the call takes an integer.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(file)
+}
+
+fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingError> {
+    if kind.prealloc {
+        for region in memory.iter() {
+            advise(region, libc::MADV_POPULATE_WRITE).map_err(BackingError::Populate)?;
+        }
+    }
+    Ok(())
+}
+
+/// Tells the kernel something of a whole mapping.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+fn advise(region: &GuestRegionMmap, advice: libc::c_int) -> io::Result<()> {
+    loop {
+        // SAFETY: the range is one whole mapping of guest memory, to which no Rust reference points. None of the
+        // advice used here unmaps it; MADV_DONTNEED makes it read as zeroes.
+        let done = unsafe { libc::madvise(region.as_ptr().cast(), region.len() as usize, advice) };
+        if done == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// Takes the pages out of a file of guest memory.
+fn punch(at: &FileOffset, len_bytes: u64) -> io::Result<()> {
+    let out_of_range = |_| io::Error::from_raw_os_error(libc::EINVAL);
+    let start = libc::off_t::try_from(at.start()).map_err(out_of_range)?;
+    let len = libc::off_t::try_from(len_bytes).map_err(out_of_range)?;
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: the call takes integers; what it takes out of the file reads as zeroes in every mapping.
+    if unsafe { libc::fallocate(at.file().as_raw_fd(), mode, start, len) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::Bytes;
+
+    use super::*;
+
+    const RANGES: [(GuestAddress, usize); 2] = [(GuestAddress(0), 4 << 20), (GuestAddress(1 << 32), 2 << 20)];
+
+    fn resident_pages(memory: &GuestMemoryMmap) -> usize {
+        memory
+            .iter()
+            .map(|region| {
+                let pages = usize::try_from(region.len()).unwrap() / 4096;
+                let mut seen = vec![0u8; pages];
+                // SAFETY: the mapping is whole, and `seen` has a byte for each of its pages.
+                let done =
+                    unsafe { libc::mincore(region.as_ptr().cast(), pages * 4096, seen.as_mut_ptr().cast()) };
+                assert_eq!(done, 0);
+                seen.iter().filter(|&&page| page & 1 != 0).count()
+            })
+            .sum()
+    }
+
+    /// What was written is gone after `clear`, and so are the pages; unless all of them are to be there.
+    #[test]
+    fn cleared_memory_is_zero_and_given_back() {
+        for shared in [false, true] {
+            for prealloc in [false, true] {
+                let kind = MemoryKind {
+                    shared,
+                    prealloc,
+                    ..MemoryKind::default()
+                };
+                let memory = map(&RANGES, kind).unwrap();
+                let pages = (4 << 20 | 2 << 20) / 4096;
+                assert_eq!(resident_pages(&memory) == pages, prealloc, "{kind:?}");
+                for at in [0x1000, (1 << 32) + 0x1000] {
+                    memory.write_obj(0xdead_beef_u32, GuestAddress(at)).unwrap();
+                }
+                clear(&memory, kind).unwrap();
+                for at in [0x1000, (1 << 32) + 0x1000] {
+                    assert_eq!(memory.read_obj::<u32>(GuestAddress(at)).unwrap(), 0, "{kind:?}");
+                }
+                assert_eq!(resident_pages(&memory) == pages, prealloc, "{kind:?}");
+            }
+        }
+    }
+
+    /// Another process can map it, and cannot cut it short.
+    #[test]
+    fn shared_memory_is_in_files_of_a_fixed_size() {
+        let kind = MemoryKind {
+            shared: true,
+            ..MemoryKind::default()
+        };
+        let memory = map(&RANGES, kind).unwrap();
+        for (region, (_, len)) in memory.iter().zip(RANGES) {
+            let at = region.file_offset().expect("a file");
+            assert_eq!((at.start(), at.file().metadata().unwrap().len()), (0, len as u64));
+            let error = at.file().set_len(4096).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+        }
+        assert!(
+            map(&RANGES, MemoryKind::default())
+                .unwrap()
+                .iter()
+                .all(|r| r.file_offset().is_none())
+        );
+    }
+
+    #[test]
+    fn guest_memory_is_not_in_core_files() {
+        let memory = map(&RANGES, MemoryKind::default()).unwrap();
+        let at = memory.get_host_address(GuestAddress(0)).unwrap() as u64;
+        let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut flags = smaps
+            .lines()
+            .skip_while(|line| {
+                let range = line.split(' ').next().and_then(|word| word.split_once('-'));
+                !range.is_some_and(|(from, to)| {
+                    let number = |text| u64::from_str_radix(text, 16).unwrap_or(0);
+                    number(from) <= at && at < number(to)
+                })
+            })
+            .filter_map(|line| line.strip_prefix("VmFlags:"));
+        assert!(flags.next().unwrap().split(' ').any(|flag| flag == "dd"));
+    }
+
+    #[test]
+    fn a_host_without_huge_pages_is_told_in_one_line() {
+        let kind = MemoryKind {
+            huge_pages: HugePages::Reserved,
+            ..MemoryKind::default()
+        };
+        let free = free_huge_pages();
+        let ranges = [(
+            GuestAddress(0),
+            usize::try_from((free + 1) * HUGE_PAGE_BYTES).unwrap(),
+        )];
+        let line = map(&ranges, kind).unwrap_err().to_string();
+        assert!(line.contains(&format!("{} pages are needed", free + 1)), "{line}");
+        assert!(line.contains("vm.nr_hugepages"), "{line}");
+        let line = map(&[(GuestAddress(0), 4096)], kind).unwrap_err().to_string();
+        assert!(line.contains("multiple of 2 MiB"), "{line}");
+        if free > 0 {
+            let one = [(GuestAddress(0), usize::try_from(HUGE_PAGE_BYTES).unwrap())];
+            let memory = map(&one, kind).unwrap();
+            memory.write_obj(1u8, GuestAddress(0)).unwrap();
+            clear(&memory, kind).unwrap();
+            assert_eq!(memory.read_obj::<u8>(GuestAddress(0)).unwrap(), 0);
+        } else {
+            eprintln!("SKIP: this host has no huge pages to map");
+        }
+    }
+
+    #[test]
+    fn kinds_of_huge_pages_are_read() {
+        assert_eq!("2M".parse(), Ok(HugePages::Reserved));
+        assert_eq!("transparent".parse(), Ok(HugePages::Transparent));
+        assert_eq!("1G".parse::<HugePages>(), Err(NotHugePages));
+        assert_eq!(transparent("always [madvise] never\n"), Some("madvise"));
+        assert_eq!(transparent(""), None);
+    }
+}
