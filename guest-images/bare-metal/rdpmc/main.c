@@ -488,8 +488,6 @@ static void never_behind(u32 cpl, routine read, u8 *behind_it)
 
 TEST(pmi_in_the_file, ON_ANY, "rdpmc: in the file, a PMI comes before it and not right behind it")
 {
-    if (option("no-pmi"))
-        SKIP("not asked for");
     write_cr4(read_cr4() | CR4_PCE);
     for (u32 cpl = 0; cpl <= 3; cpl += 3) {
         never_behind(cpl, of_the_file, OF_THE_FILE(of_the_file) + 2);
@@ -499,8 +497,6 @@ TEST(pmi_in_the_file, ON_ANY, "rdpmc: in the file, a PMI comes before it and not
 
 TEST(pmi_at_run_time, ON_ANY, "rdpmc: made at run time, a PMI comes before it and not right behind it")
 {
-    if (option("no-pmi"))
-        SKIP("not asked for");
     routine read = make(VALUE);
     write_cr4(read_cr4() | CR4_PCE);
     for (u32 cpl = 0; cpl <= 3; cpl += 3)
