@@ -220,6 +220,12 @@ pub struct VmInfo {
     pub pmu: String,
     /// What runs in it.
     pub guest: String,
+    /// Where its first serial port is, such as `tty` or `pty=/dev/pts/3`; empty from a VM that does not say.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub console: String,
+    /// Where its virtio console is; empty if it has none.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub hvc: String,
     /// Whether it runs.
     pub state: VmState,
     /// vCPUs that are out of the guest because of a pause.

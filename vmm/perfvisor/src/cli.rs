@@ -27,6 +27,7 @@ use crate::values::{
     parse_turn, parse_width,
 };
 use perf_core::error_line;
+use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::kvm::signature::CpuSignature;
 use perfvisor_vmm::memory::HugePages;
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
@@ -121,6 +122,10 @@ pub struct RunArgs {
     /// Kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check]
     #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
+    /// Where the first serial port (ttyS0) goes: tty (standard output and input), file=PATH (appended to, no
+    /// input), socket=PATH (clients, one at a time), pty (a new one), none.
+    #[arg(long, value_name = "WHERE", default_value = "tty")]
+    pub console: ConsoleTarget,
     /// Number of vCPUs, 1 to 64; N,max=M for more that `perfvisor ctl NAME vcpus` can add later.
     #[arg(long, value_name = "N[,max=M]", default_value = "1")]
     pub cpus: VcpuNumbers,

@@ -24,7 +24,7 @@ use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::boot::KernelSource;
-use perfvisor_vmm::console::{ConsoleInput, ConsoleOutput, RawTerminal};
+use perfvisor_vmm::console::{Console, ConsoleError, ConsoleTarget, RawTerminal};
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
 use perfvisor_vmm::kvm::host::{self, HostError};
 use perfvisor_vmm::kvm::own_pmu::NotThisModel;
@@ -128,6 +128,9 @@ pub enum RunError {
     /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] ListenError),
+    /// The guest's serial port cannot go there.
+    #[error("--console")]
+    Console(#[source] ConsoleError),
     /// The VM cannot be controlled by that name.
     #[error(transparent)]
     Name(#[from] PlaceError),
@@ -285,8 +288,9 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
-    let output = ConsoleOutput::stdout().map_err(|e| RunError::Start("starting the console failed", e))?;
-    let mut vm = Vm::new(&kvm, &config, devices::wanted(args)?, &probe, output.writer())?;
+    let console = Console::open(&args.console).map_err(RunError::Console)?;
+    let mut vm = Vm::new(&kvm, &config, devices::wanted(args)?, &probe, console.writer())?;
+    say_place(&args.console, &console);
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {
         log::info!(
@@ -295,10 +299,14 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
             start.before_main.as_secs_f64() * 1e3
         );
     }));
-    let terminal = RawTerminal::enter().map_err(|e| RunError::Start("the terminal cannot be made raw", e))?;
+    let terminal = if console.is_terminal() {
+        RawTerminal::enter().map_err(|e| RunError::Start("the terminal cannot be made raw", e))?
+    } else {
+        None
+    };
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let controlled = Arc::new(controlled(name, pmu_name, args, &running));
+    let controlled = Arc::new(controlled(name, pmu_name, args, &console, &running));
     let mut servers: Vec<Subscriber> = Vec::new();
     if let Some(socket) = socket {
         servers.push(Arc::new(Mutex::new(ControlServer::new(
@@ -312,11 +320,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         log::info!("metrics at {}", server.address());
         servers.push(Arc::new(Mutex::new(server)));
     }
-    let served = serve(&running, stop_signals, servers);
+    let served = serve(&running, stop_signals, &console, servers);
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
-    output.stop();
+    console.stop();
     running.stop_and_join();
-    let lost = output.finish(CONSOLE_DRAIN);
+    let lost = console.finish(CONSOLE_DRAIN);
     drop(terminal);
     if lost > 0 {
         log::warn!("{lost} bytes of guest output were not written");
@@ -358,7 +366,13 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), PlaceE
 }
 
 /// What operators may see of the VM and do to it.
-fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningVm) -> Controlled {
+fn controlled(
+    name: String,
+    pmu_name: String,
+    args: &RunArgs,
+    console: &Console,
+    running: &RunningVm,
+) -> Controlled {
     let loaded = running.loaded();
     Controlled {
         name,
@@ -367,6 +381,8 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
             Some(path) => path.display().to_string(),
             None => "built-in guest".into(),
         },
+        console: console.place().to_owned(),
+        hvc: String::new(),
         started: Instant::now(),
         control: running.control().clone(),
         pmu: running.pmu().cloned(),
@@ -374,6 +390,13 @@ fn controlled(name: String, pmu_name: String, args: &RunArgs, running: &RunningV
         looks: AtomicU64::new(0),
         symbols: loaded.symbols.clone(),
         flat: loaded.kind == KernelKind::Multiboot,
+    }
+}
+
+/// Says where a console is that the user could not know.
+fn say_place(target: &ConsoleTarget, console: &Console) {
+    if *target == ConsoleTarget::Pty {
+        crate::commands::say(&format!("perfvisor: the console is {}\n", console.place()));
     }
 }
 
@@ -423,15 +446,15 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 fn serve(
     running: &RunningVm,
     signals: StopSignals,
+    console: &Console,
     servers: Vec<Subscriber>,
 ) -> Result<(), event_manager::Error> {
     let quit = EventFd::new(EFD_NONBLOCK).map_err(io_error)?;
     let mut manager: EventManager<Subscriber> = EventManager::new()?;
-    let input = ConsoleInput::stdin(
-        running.bus().serial().clone(),
-        quit.try_clone().map_err(io_error)?,
-    );
-    manager.add_subscriber(Arc::new(Mutex::new(input)));
+    let serial = running.bus().serial().clone();
+    if let Some(input) = console.subscriber(serial, quit.try_clone().map_err(io_error)?) {
+        manager.add_subscriber(input);
+    }
     let mux = running.pmu().map_or(MuxPolicy::default(), |pmu| pmu.mux());
     let housekeeping = Arc::new(Mutex::new(Housekeeping {
         control: running.control().clone(),

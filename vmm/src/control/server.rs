@@ -55,6 +55,10 @@ pub struct Controlled {
     pub pmu_name: String,
     /// What runs in it.
     pub guest: String,
+    /// Where its first serial port is.
+    pub console: String,
+    /// Where its virtio console is; empty if it has none.
+    pub hvc: String,
     /// When it was started.
     pub started: Instant,
     /// Run state and end.
@@ -83,6 +87,8 @@ impl Controlled {
             max_vcpus: self.roster.max().into(),
             pmu: self.pmu_name.clone(),
             guest: self.guest.clone(),
+            console: self.console.clone(),
+            hvc: self.hvc.clone(),
             state: match self.control.state() {
                 RunState::Running => VmState::Running,
                 RunState::Paused => VmState::Paused,

@@ -9,6 +9,7 @@ use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::lock;
+use crate::console::GuestInput;
 
 struct Irq(EventFd);
 
@@ -63,25 +64,6 @@ impl SerialPort {
         &self.irq
     }
 
-    /// Written when the guest has read all input, so more can be sent.
-    pub fn input_room(&self) -> &EventFd {
-        &self.input_room
-    }
-
-    /// Gives the guest as much of `bytes` as fits; returns how many that was. Never blocks: a vCPU
-    /// may hold the port while it waits for a slow console, and the caller is who would end that
-    /// wait. What was not taken is asked for through [`SerialPort::input_room`].
-    pub fn send(&self, bytes: &[u8]) -> usize {
-        let Some(mut uart) = self.try_lock() else { return 0 };
-        let room = uart.fifo_capacity().min(bytes.len());
-        if room == 0 {
-            return 0;
-        }
-        // The only failure after the check of the room is the interrupt's eventfd, whose counter
-        // being full means that an interrupt is pending: the bytes are in the buffer.
-        uart.enqueue_raw_bytes(&bytes[..room]).unwrap_or(room)
-    }
-
     fn try_lock(&self) -> Option<MutexGuard<'_, Uart>> {
         let attempt = || match self.uart.try_lock() {
             Ok(guard) => Some(guard),
@@ -121,6 +103,26 @@ impl SerialPort {
     }
 }
 
+impl GuestInput for SerialPort {
+    /// Never blocks: a vCPU may hold the port while it waits for a slow console, and the caller is who would end
+    /// that wait.
+    fn send(&self, bytes: &[u8]) -> usize {
+        let Some(mut uart) = self.try_lock() else { return 0 };
+        let room = uart.fifo_capacity().min(bytes.len());
+        if room == 0 {
+            return 0;
+        }
+        // The only failure after the check of the room is the interrupt's eventfd, whose counter
+        // being full means that an interrupt is pending: the bytes are in the buffer.
+        uart.enqueue_raw_bytes(&bytes[..room]).unwrap_or(room)
+    }
+
+    /// Written when the guest has read all input, so more can be sent.
+    fn room(&self) -> &EventFd {
+        &self.input_room
+    }
+}
+
 /// Register offset of the modem control register.
 const MODEM_CONTROL: u8 = 4;
 
@@ -140,9 +142,9 @@ mod tests {
         assert_eq!(port.irq().read().unwrap(), 1);
         assert_eq!(port.read(5) & 1, 1);
         assert_eq!(port.read(0), b'a');
-        assert!(port.input_room().read().is_err(), "there is still a byte");
+        assert!(port.room().read().is_err(), "there is still a byte");
         assert_eq!(port.read(0), b'b');
-        assert_eq!(port.input_room().read().unwrap(), 1);
+        assert_eq!(port.room().read().unwrap(), 1);
         assert_eq!(port.read(5) & 1, 0);
     }
 

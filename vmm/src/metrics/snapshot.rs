@@ -477,6 +477,8 @@ mod tests {
                 max_vcpus: 1,
                 pmu: "amd".into(),
                 guest: "a \"b\\c\"\nd".into(),
+                console: "tty".into(),
+                hvc: String::new(),
                 state: VmState::Paused,
                 parked: 1,
                 uptime_ms: 1500,

@@ -48,7 +48,12 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
 }
 
 fn table(vms: &[VmInfo]) -> String {
-    let mut rows = vec![["NAME", "PID", "VCPUS", "STATE", "UPTIME", "PMU", "GUEST"].map(str::to_owned)];
+    let mut rows = vec![
+        [
+            "NAME", "PID", "VCPUS", "STATE", "UPTIME", "PMU", "CONSOLE", "GUEST",
+        ]
+        .map(str::to_owned),
+    ];
     rows.extend(vms.iter().map(|vm| {
         [
             vm.name.clone(),
@@ -57,11 +62,12 @@ fn table(vms: &[VmInfo]) -> String {
             vm.state.to_string(),
             uptime(vm.uptime_ms / 1000),
             vm.pmu.clone(),
+            vm.console.clone(),
             vm.guest.clone(),
         ]
     }));
     let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..7).map(width).collect();
+    let widths: Vec<usize> = (0..8).map(width).collect();
     let mut out = String::new();
     for row in &rows {
         let mut line = String::new();

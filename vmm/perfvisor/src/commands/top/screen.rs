@@ -475,6 +475,8 @@ mod tests {
                 max_vcpus: 2,
                 pmu: "amd".into(),
                 guest: String::new(),
+                console: String::new(),
+                hvc: String::new(),
                 state: VmState::Running,
                 parked: 0,
                 uptime_ms: 61_000,

@@ -1,0 +1,287 @@
+//! A console that is open where the user wants it.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf, absolute};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use event_manager::MutEventSubscriber;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::poll::wait_for_room;
+use super::pty::Pty;
+use super::stream::{Backlog, Listener, StreamConsole};
+use super::{ConsoleInput, ConsoleOutput, ConsoleTarget, GuestInput};
+
+/// Why there is no console.
+#[derive(Debug, thiserror::Error)]
+pub enum ConsoleError {
+    /// Its thread could not be started.
+    #[error("starting the thread of a console failed")]
+    Thread(#[source] io::Error),
+    /// The file cannot be appended to.
+    #[error(
+        "file={path}: nothing can be appended to it; name a file in a directory that this user may write to"
+    )]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What the host said.
+        source: io::Error,
+    },
+    /// Nobody can connect there.
+    #[error("socket={path}: cannot listen there{}", remedy(.source))]
+    Socket {
+        /// Where.
+        path: PathBuf,
+        /// What the host said.
+        source: io::Error,
+    },
+    /// The host has no pseudo-terminal.
+    #[error("pty: this host gives no pseudo-terminal; see /proc/sys/kernel/pty/max, or use socket=PATH")]
+    Pty(#[source] io::Error),
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => "; choose another path, or end what listens there",
+        _ => "; choose a path in a directory that this user may write to",
+    }
+}
+
+/// A console: takes a device's output and, where it has any, gives the device its input.
+pub struct Console {
+    place: String,
+    kind: Kind,
+}
+
+enum Kind {
+    Terminal(ConsoleOutput),
+    File(ConsoleOutput),
+    Stream(Arc<Backlog>, Arc<Mutex<StreamConsole>>),
+    None,
+}
+
+impl Console {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// [`ConsoleError`], one line with the remedy.
+    pub fn open(target: &ConsoleTarget) -> Result<Self, ConsoleError> {
+        let mut place = target.to_string();
+        let kind = match target {
+            ConsoleTarget::Tty => Kind::Terminal(ConsoleOutput::stdout().map_err(ConsoleError::Thread)?),
+            ConsoleTarget::File(path) => {
+                let file = LogFile::open(path)?;
+                place = format!("file={}", file.path.display());
+                Kind::File(ConsoleOutput::on(file).map_err(ConsoleError::Thread)?)
+            }
+            ConsoleTarget::Socket(path) => {
+                let path = absolute(path).unwrap_or_else(|_| path.clone());
+                place = format!("socket={}", path.display());
+                let socket = |source| ConsoleError::Socket {
+                    path: path.clone(),
+                    source,
+                };
+                let listener = Listener::bind(&path).map_err(socket)?;
+                let backlog = Arc::new(Backlog::new().map_err(ConsoleError::Thread)?);
+                let stream = StreamConsole::on_socket(listener, backlog.clone());
+                Kind::Stream(backlog, Arc::new(Mutex::new(stream)))
+            }
+            ConsoleTarget::Pty => {
+                let pty = Pty::open().map_err(ConsoleError::Pty)?;
+                place = format!("pty={}", pty.name.display());
+                let backlog = Arc::new(Backlog::new().map_err(ConsoleError::Thread)?);
+                let stream = StreamConsole::on_pty(pty, backlog.clone());
+                Kind::Stream(backlog, Arc::new(Mutex::new(stream)))
+            }
+            ConsoleTarget::None => Kind::None,
+        };
+        Ok(Self { place, kind })
+    }
+
+    /// Where it is, as the user may look for it: `pty=/dev/pts/3`, a path from the root.
+    pub fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// Whether it is the terminal that Perfvisor was started from.
+    pub fn is_terminal(&self) -> bool {
+        matches!(self.kind, Kind::Terminal(_))
+    }
+
+    /// A writer for a device.
+    pub fn writer(&self) -> Box<dyn Write + Send> {
+        match &self.kind {
+            Kind::Terminal(output) | Kind::File(output) => output.writer(),
+            Kind::Stream(backlog, _) => backlog.writer(),
+            Kind::None => Box::new(io::sink()),
+        }
+    }
+
+    /// What the main loop has to serve so that `guest` gets input, and clients get output. `quit` is written when
+    /// the operator types Ctrl-A x on a terminal.
+    pub fn subscriber(
+        &self,
+        guest: Arc<dyn GuestInput>,
+        quit: EventFd,
+    ) -> Option<Arc<Mutex<dyn MutEventSubscriber>>> {
+        match &self.kind {
+            Kind::Terminal(_) => Some(Arc::new(Mutex::new(ConsoleInput::stdin(guest, quit)))),
+            Kind::Stream(_, stream) => {
+                lock(stream).connect(guest);
+                Some(stream.clone())
+            }
+            Kind::File(_) | Kind::None => None,
+        }
+    }
+
+    /// Ends every wait of a vCPU for room, now and later. Call it first when the VM is to end.
+    pub fn stop(&self) {
+        if let Kind::Terminal(output) | Kind::File(output) = &self.kind {
+            output.stop();
+        }
+    }
+
+    /// Waits until everything is written, at most for `limit`. Returns the number of bytes that were lost to
+    /// somebody who was there to read them.
+    pub fn finish(&self, limit: Duration) -> u64 {
+        match &self.kind {
+            Kind::Terminal(output) | Kind::File(output) => output.finish(limit),
+            Kind::Stream(_, stream) => {
+                let mut stream = lock(stream);
+                let left = stream.finish(limit);
+                let lost = stream.lost_bytes();
+                if lost > 0 {
+                    log::info!("{}: {lost} bytes of output had no reader in time", self.place);
+                }
+                left
+            }
+            Kind::None => 0,
+        }
+    }
+}
+
+fn lock(stream: &Mutex<StreamConsole>) -> MutexGuard<'_, StreamConsole> {
+    stream.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file that output is appended to. A disk that is full loses output while it is, and the guest runs on.
+struct LogFile {
+    file: std::fs::File,
+    path: PathBuf,
+    /// A write has failed, and that was said.
+    failed: bool,
+}
+
+impl LogFile {
+    fn open(path: &Path) -> Result<Self, ConsoleError> {
+        let path = absolute(path).unwrap_or_else(|_| path.to_owned());
+        // Not blocking: a pipe that nobody reads is refused here rather than waited for.
+        let opened = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(&path);
+        match opened {
+            Ok(file) => Ok(Self {
+                file,
+                path,
+                failed: false,
+            }),
+            Err(source) => Err(ConsoleError::File { path, source }),
+        }
+    }
+}
+
+impl Write for LogFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self.file.write(bytes) {
+            Ok(count) => Ok(count),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                wait_for_room(self.file.as_raw_fd(), None);
+                Err(io::ErrorKind::Interrupted.into())
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Err(e),
+            Err(e) => {
+                if !std::mem::replace(&mut self.failed, true) {
+                    let path = self.path.display();
+                    log::warn!(
+                        "file={path}: guest console output is dropped while it cannot be written: {e}"
+                    );
+                }
+                Ok(bytes.len())
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_appended_to_and_nothing_is_lost() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        for part in ["one\n", "two\n"] {
+            let console = Console::open(&ConsoleTarget::File(path.clone())).unwrap();
+            assert_eq!(console.place(), format!("file={}", path.display()));
+            console
+                .writer()
+                .write_all(part.repeat(40_000).as_bytes())
+                .unwrap();
+            assert_eq!(console.finish(Duration::from_secs(60)), 0);
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text, "one\n".repeat(40_000) + &"two\n".repeat(40_000));
+    }
+
+    /// `/dev/full` is a disk that is full.
+    #[test]
+    fn a_full_disk_does_not_end_the_console() {
+        let console = Console::open(&ConsoleTarget::File("/dev/full".into())).unwrap();
+        let mut writer = console.writer();
+        for _ in 0..100 {
+            writer.write_all(&[b'x'; 4096]).unwrap();
+        }
+        assert_eq!(console.finish(Duration::from_secs(60)), 0);
+    }
+
+    #[test]
+    fn what_cannot_be_opened_is_one_line_with_a_remedy() {
+        let dir = tempfile::tempdir().unwrap();
+        let plain = dir.path().join("plain");
+        std::fs::write(&plain, "mine").unwrap();
+        let live = dir.path().join("live");
+        let _listener = std::os::unix::net::UnixListener::bind(&live).unwrap();
+        for (target, words) in [
+            (
+                ConsoleTarget::File(dir.path().join("no/log")),
+                "a directory that this user",
+            ),
+            (
+                ConsoleTarget::File(dir.path().to_owned()),
+                "nothing can be appended",
+            ),
+            (ConsoleTarget::Socket(plain.clone()), "choose another path"),
+            (ConsoleTarget::Socket(live), "end what listens there"),
+            (
+                ConsoleTarget::Socket(dir.path().join("no/s")),
+                "a directory that this user",
+            ),
+        ] {
+            let line = perf_core::error_line(&Console::open(&target).err().unwrap());
+            assert!(line.contains(words) && !line.contains('\n'), "{line}");
+        }
+        assert_eq!(std::fs::read_to_string(&plain).unwrap(), "mine");
+    }
+}

@@ -1,0 +1,299 @@
+//! Standard input for the guest: an event-manager subscriber.
+
+use std::collections::VecDeque;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::standard::StandardStream;
+use super::{GuestInput, INPUT_BUFFER_BYTES};
+
+/// Ctrl-A starts a command to the VMM.
+const ESCAPE: u8 = 0x01;
+
+/// What a keyboard byte means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Key {
+    Guest(u8),
+    Quit,
+    Nothing,
+}
+
+/// The escape sequence: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A.
+#[derive(Debug, Default)]
+struct Escape {
+    pending: bool,
+}
+
+impl Escape {
+    fn feed(&mut self, byte: u8) -> Key {
+        if !std::mem::take(&mut self.pending) {
+            if byte == ESCAPE {
+                self.pending = true;
+                return Key::Nothing;
+            }
+            return Key::Guest(byte);
+        }
+        match byte {
+            b'x' | b'X' => Key::Quit,
+            ESCAPE => Key::Guest(ESCAPE),
+            _ => Key::Nothing,
+        }
+    }
+}
+
+/// Standard input as an event-manager subscriber. Works on terminals, pipes, sockets and files.
+pub struct ConsoleInput {
+    source: StandardStream,
+    guest: Arc<dyn GuestInput>,
+    /// Written once when the operator types Ctrl-A x.
+    quit: EventFd,
+    escape: Escape,
+    waiting: VecDeque<u8>,
+    /// The source is in the epoll set now.
+    watching: bool,
+    /// epoll refuses regular files; they are always ready instead.
+    always_ready: bool,
+    ended: bool,
+}
+
+impl ConsoleInput {
+    /// Reads standard input for `guest`; `quit` is written on Ctrl-A x.
+    pub fn stdin(guest: Arc<dyn GuestInput>, quit: EventFd) -> Self {
+        Self::on(libc::STDIN_FILENO, guest, quit)
+    }
+
+    /// As [`ConsoleInput::stdin`] on another descriptor, which must stay open.
+    pub fn on(fd: RawFd, guest: Arc<dyn GuestInput>, quit: EventFd) -> Self {
+        ConsoleInput {
+            source: StandardStream::of(fd),
+            guest,
+            quit,
+            escape: Escape::default(),
+            waiting: VecDeque::new(),
+            watching: false,
+            always_ready: false,
+            ended: false,
+        }
+    }
+
+    fn fd(&self) -> RawFd {
+        self.source.as_raw_fd()
+    }
+
+    /// Watches the source while there is room for what it gives, and only then: a level-triggered
+    /// event nobody reads would spin.
+    fn watch(&mut self, ops: &mut EventOps) {
+        let wanted = !self.ended && !self.always_ready && self.waiting.len() < INPUT_BUFFER_BYTES;
+        if wanted == self.watching {
+            return;
+        }
+        let events = Events::new_raw(self.fd(), EventSet::IN);
+        if wanted {
+            match ops.add(events) {
+                Ok(()) => self.watching = true,
+                // EPERM: a regular file or /dev/null.
+                Err(event_manager::Error::Epoll(e)) if e.errno() == libc::EPERM => self.always_ready = true,
+                Err(e) => {
+                    log::warn!("the guest console has no input: {e}");
+                    self.ended = true;
+                }
+            }
+        } else {
+            if let Err(e) = ops.remove(events) {
+                log::debug!("console input: {e}");
+            }
+            self.watching = false;
+        }
+    }
+
+    /// One read of what is there.
+    fn read_source(&mut self) {
+        let mut bytes = [0u8; 256];
+        let room = (INPUT_BUFFER_BYTES - self.waiting.len().min(INPUT_BUFFER_BYTES)).min(bytes.len());
+        if room == 0 {
+            return;
+        }
+        match self.source.read(&mut bytes[..room]) {
+            Ok(0) => self.ended = true,
+            Ok(n) => {
+                for byte in &bytes[..n] {
+                    match self.escape.feed(*byte) {
+                        Key::Guest(byte) => self.waiting.push_back(byte),
+                        Key::Quit => {
+                            if let Err(e) = self.quit.write(1) {
+                                log::warn!("cannot signal the end of the VM: {e}");
+                            }
+                        }
+                        Key::Nothing => {}
+                    }
+                }
+            }
+            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
+            // EIO: the terminal is gone, or we are in its background. Either way: no more input.
+            Err(e) => {
+                log::debug!("console input ended: {e}");
+                self.ended = true;
+            }
+        }
+    }
+
+    /// Moves bytes to the guest, refilling from a file as long as the guest takes them.
+    fn deliver(&mut self) {
+        loop {
+            while !self.waiting.is_empty() {
+                let taken = self.guest.send(self.waiting.make_contiguous());
+                if taken == 0 {
+                    return;
+                }
+                self.waiting.drain(..taken);
+            }
+            if !self.always_ready || self.ended {
+                return;
+            }
+            self.read_source();
+        }
+    }
+}
+
+impl MutEventSubscriber for ConsoleInput {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        if events.fd() == self.guest.room().as_raw_fd() {
+            // The counter says how often; once is enough.
+            let _ = self.guest.room().read();
+        } else if events.fd() == self.fd() {
+            self.read_source();
+        }
+        self.deliver();
+        self.watch(ops);
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(e) = ops.add(Events::new(self.guest.room(), EventSet::IN)) {
+            log::warn!("the guest console has no input: {e}");
+            return;
+        }
+        self.watch(ops);
+        self.deliver();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::fd::OwnedFd;
+
+    use event_manager::{EventManager, SubscriberOps};
+
+    use super::*;
+    use crate::devices::Bus;
+
+    fn keys(bytes: &[u8]) -> Vec<Key> {
+        let mut escape = Escape::default();
+        bytes
+            .iter()
+            .map(|b| escape.feed(*b))
+            .filter(|k| *k != Key::Nothing)
+            .collect()
+    }
+
+    #[test]
+    fn control_a_is_the_only_special_key() {
+        assert_eq!(
+            keys(b"a\x03\x04"),
+            [Key::Guest(b'a'), Key::Guest(3), Key::Guest(4)]
+        );
+        assert_eq!(keys(b"\x01x"), [Key::Quit]);
+        assert_eq!(keys(b"\x01\x01x"), [Key::Guest(1), Key::Guest(b'x')]);
+        assert_eq!(keys(b"\x01qz"), [Key::Guest(b'z')]);
+    }
+
+    struct Rig {
+        manager: EventManager<ConsoleInput>,
+        bus: Bus,
+        quit: EventFd,
+        _source: OwnedFd,
+    }
+
+    fn rig(source: OwnedFd) -> Rig {
+        let bus = Bus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
+        let quit = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        let input = ConsoleInput::on(
+            source.as_raw_fd(),
+            bus.serial().clone(),
+            quit.try_clone().unwrap(),
+        );
+        let mut manager = EventManager::new().unwrap();
+        manager.add_subscriber(input);
+        Rig {
+            manager,
+            bus,
+            quit,
+            _source: source,
+        }
+    }
+
+    impl Rig {
+        /// Reads the serial port as a polling guest would until `n` bytes came.
+        fn read_guest(&mut self, n: usize) -> Vec<u8> {
+            let mut got = Vec::new();
+            while got.len() < n {
+                let mut byte = [0];
+                self.bus.io_in(0x3FD, &mut byte);
+                if byte[0] & 1 == 0 {
+                    assert!(
+                        self.manager.run_with_timeout(5000).unwrap() > 0,
+                        "no more input after {}",
+                        got.len()
+                    );
+                    continue;
+                }
+                self.bus.io_in(0x3F8, &mut byte);
+                got.push(byte[0]);
+            }
+            got
+        }
+    }
+
+    #[test]
+    fn a_pipe_is_fed_to_the_guest_and_its_end_is_quiet() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let mut rig = rig(reader.into());
+        let text: Vec<u8> = (0..3000u32).map(|i| b'a' + (i % 26) as u8).collect();
+        writer.write_all(&text).unwrap();
+        drop(writer);
+        assert_eq!(rig.read_guest(3000), text);
+        // After the end nothing is left in the set that could spin the loop.
+        while rig.manager.run_with_timeout(0).unwrap() > 0 {}
+        assert_eq!(rig.manager.run_with_timeout(20).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_regular_file_and_dev_null_work_as_input() {
+        let mut file = tempfile::tempfile().unwrap();
+        let text: Vec<u8> = (0..10_000u32).map(|i| b'A' + (i % 26) as u8).collect();
+        file.write_all(&text).unwrap();
+        io::Seek::rewind(&mut file).unwrap();
+        assert_eq!(rig(file.into()).read_guest(10_000), text);
+        let mut null = rig(File::open("/dev/null").unwrap().into());
+        assert_eq!(null.manager.run_with_timeout(10).unwrap(), 0);
+    }
+
+    #[test]
+    fn the_quit_key_is_seen_although_the_guest_reads_nothing() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let mut rig = rig(reader.into());
+        writer.write_all(&[b'y'; 2000]).unwrap();
+        writer.write_all(b"\x01x").unwrap();
+        let mut rounds = 0;
+        while rig.quit.read().is_err() {
+            rig.manager.run_with_timeout(1000).unwrap();
+            rounds += 1;
+            assert!(rounds < 100);
+        }
+    }
+}

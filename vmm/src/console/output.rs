@@ -1,0 +1,205 @@
+//! Output to a sink that may be slow: standard output, or a file.
+//!
+//! A vCPU puts bytes into a bounded buffer and a thread writes them, so a slow terminal costs the guest nothing
+//! until the buffer is full; then the vCPU waits, and [`ConsoleOutput::stop`] ends that wait.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::standard::StandardStream;
+
+/// Bytes the guest may be ahead of standard output.
+const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
+
+#[derive(Default)]
+struct OutputState {
+    buffer: VecDeque<u8>,
+    /// The thread is in write(2) with bytes taken out of the buffer.
+    writing: bool,
+    /// No vCPU waits any more; what does not fit is dropped.
+    stopped: bool,
+    /// The last sender is gone or standard output is closed: the thread ends.
+    closed: bool,
+    dropped_bytes: u64,
+}
+
+#[derive(Default)]
+struct Output {
+    state: Mutex<OutputState>,
+    /// Signals both directions: bytes for the thread, room for the vCPUs.
+    changed: Condvar,
+}
+
+impl Output {
+    fn lock(&self) -> MutexGuard<'_, OutputState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The sending side of the console; give [`ConsoleOutput::writer`] to the serial port.
+#[derive(Clone)]
+pub struct ConsoleOutput {
+    shared: Arc<Output>,
+}
+
+impl ConsoleOutput {
+    /// Starts the writing thread on standard output.
+    pub fn stdout() -> io::Result<Self> {
+        Self::on(StandardStream::stdout())
+    }
+
+    /// Starts the writing thread on any sink.
+    pub fn on(mut sink: impl Write + Send + 'static) -> io::Result<Self> {
+        let shared = Arc::new(Output::default());
+        let theirs = Arc::clone(&shared);
+        thread::Builder::new()
+            .name("console".into())
+            .spawn(move || write_loop(&theirs, &mut sink))?;
+        Ok(ConsoleOutput { shared })
+    }
+
+    /// A writer for a device.
+    pub fn writer(&self) -> Box<dyn Write + Send> {
+        Box::new(ConsoleWriter {
+            shared: Arc::clone(&self.shared),
+        })
+    }
+
+    /// Ends every wait for room, now and later. Call it first when the VM is to end.
+    pub fn stop(&self) {
+        self.shared.lock().stopped = true;
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until everything is written, at most for `timeout` (a stalled pipe must not keep the
+    /// process). Returns the number of bytes that were lost.
+    pub fn finish(&self, timeout: Duration) -> u64 {
+        self.stop();
+        let end = Instant::now() + timeout;
+        let mut state = self.shared.lock();
+        while !state.closed && (state.writing || !state.buffer.is_empty()) {
+            let Some(left) = end
+                .checked_duration_since(Instant::now())
+                .filter(|d| !d.is_zero())
+            else {
+                break;
+            };
+            state = self
+                .shared
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        state.closed = true;
+        self.shared.changed.notify_all();
+        state.dropped_bytes + state.buffer.len() as u64
+    }
+}
+
+fn write_loop(shared: &Output, sink: &mut impl Write) {
+    let mut chunk = Vec::with_capacity(OUTPUT_BUFFER_BYTES);
+    let mut state = shared.lock();
+    loop {
+        while state.buffer.is_empty() && !state.closed {
+            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.buffer.is_empty() || state.closed {
+            return;
+        }
+        chunk.clear();
+        chunk.extend(state.buffer.drain(..));
+        state.writing = true;
+        shared.changed.notify_all();
+        drop(state);
+        let result = sink.write_all(&chunk).and_then(|()| sink.flush());
+        state = shared.lock();
+        state.writing = false;
+        if let Err(e) = result {
+            // The reader of standard output is gone: the guest runs on and its output is dropped.
+            log::warn!("guest console output is dropped from here on: {e}");
+            state.closed = true;
+        }
+        shared.changed.notify_all();
+    }
+}
+
+struct ConsoleWriter {
+    shared: Arc<Output>,
+}
+
+impl Write for ConsoleWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut state = self.shared.lock();
+        for byte in bytes {
+            while state.buffer.len() >= OUTPUT_BUFFER_BYTES && !state.stopped && !state.closed {
+                state = self
+                    .shared
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            if state.closed || state.buffer.len() >= OUTPUT_BUFFER_BYTES {
+                state.dropped_bytes += 1;
+                continue;
+            }
+            let was_empty = state.buffer.is_empty();
+            state.buffer.push_back(*byte);
+            // The thread is only woken when it may sleep, not for each byte.
+            if was_empty && !state.writing {
+                self.shared.changed.notify_all();
+            }
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::SharedBuffer;
+    use super::*;
+
+    #[test]
+    fn output_arrives_in_order_and_finish_waits_for_it() {
+        let sink = SharedBuffer::default();
+        let output = ConsoleOutput::on(sink.clone()).unwrap();
+        let mut writer = output.writer();
+        let text: Vec<u8> = (0..200_000u32).map(|i| i as u8).collect();
+        writer.write_all(&text).unwrap();
+        assert_eq!(output.finish(Duration::from_secs(10)), 0);
+        assert_eq!(sink.contents(), text);
+    }
+
+    #[test]
+    fn a_stalled_reader_cannot_keep_a_vcpu_after_stop() {
+        let (reader, writer) = io::pipe().unwrap();
+        let output = ConsoleOutput::on(writer).unwrap();
+        let mut vcpu_side = output.writer();
+        let vcpu = thread::spawn(move || vcpu_side.write(&[b'x'; 1_000_000]).unwrap());
+        // The pipe and the buffer fill up and the writer waits; how long does not matter.
+        while output.shared.lock().buffer.len() < OUTPUT_BUFFER_BYTES {
+            thread::yield_now();
+        }
+        output.stop();
+        assert_eq!(vcpu.join().unwrap(), 1_000_000);
+        assert!(output.finish(Duration::from_millis(10)) > 0);
+        drop(reader);
+    }
+
+    #[test]
+    fn a_closed_reader_does_not_stop_the_guest() {
+        let (reader, writer) = io::pipe().unwrap();
+        drop(reader);
+        let output = ConsoleOutput::on(writer).unwrap();
+        let mut w = output.writer();
+        w.write_all(&[b'x'; 300_000]).unwrap();
+        output.finish(Duration::from_secs(10));
+    }
+}

@@ -1,0 +1,66 @@
+//! A pseudo-terminal for a console.
+#![expect(unsafe_code, reason = "openpty, termios and ttyname")]
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::PathBuf;
+
+/// Longest name of a pseudo-terminal, its end included; `/dev/pts/N` is far shorter.
+const MAX_NAME: usize = 64;
+
+/// Both ends of a pseudo-terminal. Ours of the user's end stays open, so that the terminal is there before
+/// anybody opens it, and after.
+pub(super) struct Pty {
+    pub(super) master: File,
+    pub(super) name: PathBuf,
+    _slave: OwnedFd,
+}
+
+impl Pty {
+    /// A new one, raw: what the guest writes is not sent back to it as input.
+    pub(super) fn open() -> io::Result<Self> {
+        let (mut master, mut slave) = (-1, -1);
+        // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
+        let mut settings: libc::termios = unsafe { std::mem::zeroed() };
+        let null = std::ptr::null_mut();
+        // SAFETY: both integers are writable; name, termios and window size may be null (openpty(3)).
+        if unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
+        let (master, slave) = unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
+        let mut name = [0; MAX_NAME];
+        // SAFETY: the descriptors are open; `settings` is a valid, writable termios; `name` is writable for the
+        // length given. The master is ours alone, so its flags are ours to set.
+        unsafe {
+            if libc::tcgetattr(slave.as_raw_fd(), &mut settings) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            libc::cfmakeraw(&mut settings);
+            if libc::tcsetattr(slave.as_raw_fd(), libc::TCSANOW, &settings) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            let error = libc::ttyname_r(slave.as_raw_fd(), name.as_mut_ptr(), name.len());
+            if error != 0 {
+                return Err(io::Error::from_raw_os_error(error));
+            }
+            for fd in [master.as_raw_fd(), slave.as_raw_fd()] {
+                if libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) != 0 {
+                    return Err(io::Error::last_os_error());
+                }
+            }
+            if libc::fcntl(master.as_raw_fd(), libc::F_SETFL, libc::O_RDWR | libc::O_NONBLOCK) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        // SAFETY: ttyname_r has written a string that ends within `name`.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) };
+        Ok(Self {
+            master: master.into(),
+            name: PathBuf::from(name.to_string_lossy().into_owned()),
+            _slave: slave,
+        })
+    }
+}

@@ -1,0 +1,667 @@
+//! A console whose other side is a client that comes and goes: of a Unix socket, or of a pseudo-terminal.
+//!
+//! The guest never waits for a client. What it writes goes into a backlog of [`BACKLOG_BYTES`]; the main loop
+//! writes it to the client as fast as that reads. When the backlog is full its oldest bytes are lost. With no
+//! client the backlog waits for the next one.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use perf_core::error_line;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::poll::wait_for_room;
+use super::pty::Pty;
+use super::{GuestInput, INPUT_BUFFER_BYTES};
+
+/// Bytes of output that wait for a client that is slow, or for the next client.
+pub const BACKLOG_BYTES: usize = 64 * 1024;
+/// Bytes that are written at once.
+const CHUNK_BYTES: usize = 4096;
+/// Writes before the main loop looks at others: a client that reads as fast as the guest writes never ends it.
+const MAX_WRITES: usize = 16;
+
+// ---------------------------------------------------------------- the guest's side
+
+#[derive(Default)]
+struct Waiting {
+    bytes: VecDeque<u8>,
+    lost_bytes: u64,
+}
+
+/// Output that waits for a client.
+pub(super) struct Backlog {
+    waiting: Mutex<Waiting>,
+    /// Written when there is something after there was nothing.
+    wake: EventFd,
+}
+
+impl Backlog {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self {
+            waiting: Mutex::default(),
+            wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A writer for a device.
+    pub(super) fn writer(self: &Arc<Self>) -> Box<dyn Write + Send> {
+        Box::new(BacklogWriter(self.clone()))
+    }
+
+    /// Moves the oldest bytes to the end of `chunk`, which has at most [`CHUNK_BYTES`] then.
+    fn take(&self, chunk: &mut VecDeque<u8>) {
+        let mut waiting = self.lock();
+        let count = waiting.bytes.len().min(CHUNK_BYTES.saturating_sub(chunk.len()));
+        chunk.extend(waiting.bytes.drain(..count));
+    }
+}
+
+struct BacklogWriter(Arc<Backlog>);
+
+impl Write for BacklogWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut waiting = self.0.lock();
+        let was_empty = waiting.bytes.is_empty();
+        let kept = &bytes[bytes.len().saturating_sub(BACKLOG_BYTES)..];
+        let excess = (waiting.bytes.len() + kept.len()).saturating_sub(BACKLOG_BYTES);
+        waiting.bytes.drain(..excess);
+        waiting.bytes.extend(kept);
+        waiting.lost_bytes += (excess + bytes.len() - kept.len()) as u64;
+        drop(waiting);
+        if was_empty {
+            // Only a full counter fails, and then the main loop is on its way.
+            let _ = self.0.wake.write(1);
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+// ---------------------------------------------------------------- the client's side
+
+/// A socket that clients connect to. Its file goes with it.
+#[derive(Debug)]
+pub(super) struct Listener {
+    socket: UnixListener,
+    path: PathBuf,
+}
+
+impl Listener {
+    /// Listens at `path`, for this user only. The file of a socket that nobody listens at any more is replaced.
+    pub(super) fn bind(path: &Path) -> io::Result<Self> {
+        let socket = match UnixListener::bind(path) {
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
+                fs::remove_file(path)?;
+                UnixListener::bind(path)?
+            }
+            other => other?,
+        };
+        let listener = Self {
+            socket,
+            path: path.to_owned(),
+        };
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        listener.socket.set_nonblocking(true)?;
+        Ok(listener)
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Whether a killed process left this socket behind. Other files are never taken for one.
+fn is_dead_socket(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket())
+        && matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// Who is at the other end.
+enum Peer {
+    Client(UnixStream),
+    Pty(Pty),
+}
+
+impl Peer {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Client(stream) => stream.read(into),
+            Self::Pty(pty) => pty.master.read(into),
+        }
+    }
+
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Client(stream) => stream.write(from),
+            Self::Pty(pty) => pty.master.write(from),
+        }
+    }
+
+    fn fd(&self) -> RawFd {
+        match self {
+            Self::Client(stream) => stream.as_raw_fd(),
+            Self::Pty(pty) => pty.master.as_raw_fd(),
+        }
+    }
+}
+
+/// A console on the main loop, for clients.
+pub struct StreamConsole {
+    backlog: Arc<Backlog>,
+    listener: Option<Listener>,
+    peer: Option<Peer>,
+    guest: Option<Arc<dyn GuestInput>>,
+    /// Output that is being written.
+    chunk: VecDeque<u8>,
+    /// Input that the guest has not taken.
+    input: VecDeque<u8>,
+    /// The client writes no more; it may still read.
+    input_ended: bool,
+    /// The client takes nothing at present.
+    full: bool,
+    /// The client is gone; [`StreamConsole::watch`] lets go of it.
+    gone: bool,
+    /// What is in the epoll set: the client's descriptor with its events, or the listener's.
+    watched: Option<(RawFd, EventSet)>,
+}
+
+impl StreamConsole {
+    pub(super) fn on_socket(listener: Listener, backlog: Arc<Backlog>) -> Self {
+        Self::new(Some(listener), None, backlog)
+    }
+
+    pub(super) fn on_pty(pty: Pty, backlog: Arc<Backlog>) -> Self {
+        Self::new(None, Some(Peer::Pty(pty)), backlog)
+    }
+
+    fn new(listener: Option<Listener>, peer: Option<Peer>, backlog: Arc<Backlog>) -> Self {
+        Self {
+            backlog,
+            listener,
+            peer,
+            guest: None,
+            chunk: VecDeque::new(),
+            input: VecDeque::new(),
+            input_ended: false,
+            full: false,
+            gone: false,
+            watched: None,
+        }
+    }
+
+    /// The device that takes the input.
+    pub(super) fn connect(&mut self, guest: Arc<dyn GuestInput>) {
+        self.guest = Some(guest);
+    }
+
+    /// Writes what waits until the client has it all, takes nothing for now or is gone.
+    fn write_out(&mut self, most: usize) {
+        for _ in 0..most {
+            let Some(peer) = self.peer.as_mut().filter(|_| !self.gone) else {
+                return;
+            };
+            self.backlog.take(&mut self.chunk);
+            if self.chunk.is_empty() {
+                return;
+            }
+            match peer.write(self.chunk.make_contiguous()) {
+                Ok(count) => _ = self.chunk.drain(..count),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.full = true;
+                    return;
+                }
+                Err(e) => {
+                    log::debug!("a console's client is gone: {e}");
+                    self.gone = true;
+                    return;
+                }
+            }
+        }
+        // There may be more: the loop comes back after others had their turn.
+        self.full = true;
+    }
+
+    /// Reads what there is room for.
+    fn read_in(&mut self) {
+        let mut bytes = [0; 256];
+        loop {
+            let room = INPUT_BUFFER_BYTES
+                .saturating_sub(self.input.len())
+                .min(bytes.len());
+            let Some(peer) = self.peer.as_mut().filter(|_| room > 0) else {
+                return;
+            };
+            match peer.read(&mut bytes[..room]) {
+                Ok(0) => {
+                    self.input_ended = true;
+                    return;
+                }
+                Ok(count) => self.input.extend(&bytes[..count]),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) => {
+                    log::debug!("a console's client is gone: {e}");
+                    self.gone = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Gives the guest what it takes.
+    fn deliver(&mut self) {
+        let Some(guest) = &self.guest else { return };
+        while !self.input.is_empty() {
+            match guest.send(self.input.make_contiguous()) {
+                0 => return,
+                taken => _ = self.input.drain(..taken),
+            }
+        }
+    }
+
+    /// The next client, if one waits.
+    fn accept(&mut self) {
+        let Some(listener) = &self.listener else { return };
+        match listener.socket.accept() {
+            Ok((stream, _)) => {
+                if let Err(e) = stream.set_nonblocking(true) {
+                    log::warn!("a console's client is refused: {e}");
+                    return;
+                }
+                self.peer = Some(Peer::Client(stream));
+                self.input_ended = false;
+                self.full = false;
+            }
+            Err(e) => log::debug!("no client for a console: {e}"),
+        }
+    }
+
+    /// What to watch: the client, or the listener while there is none. So the next client waits for the end of
+    /// this one.
+    fn wanted(&self) -> Option<(RawFd, EventSet)> {
+        match (&self.peer, &self.listener) {
+            (Some(peer), _) if !self.gone => {
+                let mut events = EventSet::empty();
+                events.set(
+                    EventSet::IN,
+                    !self.input_ended && self.input.len() < INPUT_BUFFER_BYTES,
+                );
+                events.set(EventSet::OUT, self.full);
+                Some((peer.fd(), events))
+            }
+            (_, Some(listener)) => Some((listener.socket.as_raw_fd(), EventSet::IN)),
+            (_, None) => None,
+        }
+    }
+
+    /// Lets go of a client that is gone, and watches what is to be watched now.
+    fn watch(&mut self, ops: &mut EventOps) {
+        let wanted = self.wanted();
+        if wanted != self.watched {
+            let result = match (self.watched.take(), wanted) {
+                (Some((old, _)), Some((new, events))) if old == new => {
+                    ops.modify(Events::new_raw(new, events))
+                }
+                (old, new) => {
+                    let removed = old.map_or(Ok(()), |(fd, events)| ops.remove(Events::new_raw(fd, events)));
+                    removed.and(new.map_or(Ok(()), |(fd, events)| ops.add(Events::new_raw(fd, events))))
+                }
+            };
+            match result {
+                Ok(()) => self.watched = wanted,
+                Err(e) => log::warn!("a console is cut off from its clients: {}", error_line(&e)),
+            }
+        }
+        // Its descriptor is closed only now that nobody watches it.
+        if std::mem::take(&mut self.gone) {
+            self.peer = None;
+        }
+    }
+
+    /// Writes what the guest wrote last, for `limit` at most, and returns how many bytes a client that is there
+    /// did not take.
+    pub(super) fn finish(&mut self, limit: Duration) -> u64 {
+        let end = Instant::now() + limit;
+        loop {
+            self.write_out(usize::MAX);
+            let left = end.saturating_duration_since(Instant::now());
+            let rest = self.chunk.len() + self.backlog.lock().bytes.len();
+            match &self.peer {
+                Some(peer) if rest > 0 && !self.gone && !left.is_zero() => {
+                    wait_for_room(peer.fd(), Some(left))
+                }
+                // Nobody opened the pseudo-terminal, perhaps: nobody misses anything.
+                Some(Peer::Client(_)) => return rest as u64,
+                _ => return 0,
+            }
+        }
+    }
+
+    /// Bytes that no client has seen because the backlog was full.
+    pub(super) fn lost_bytes(&self) -> u64 {
+        self.backlog.lock().lost_bytes
+    }
+}
+
+impl MutEventSubscriber for StreamConsole {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        let fd = events.fd();
+        if fd == self.backlog.wake.as_raw_fd() {
+            let _ = self.backlog.wake.read();
+        } else if let Some(guest) = self.guest.as_ref().filter(|guest| fd == guest.room().as_raw_fd()) {
+            let _ = guest.room().read();
+        } else if self.peer.as_ref().is_some_and(|peer| fd == peer.fd()) {
+            let set = events.event_set();
+            self.read_in();
+            if set.contains(EventSet::OUT) {
+                self.full = false;
+            }
+            self.gone |= set.intersects(EventSet::HANG_UP | EventSet::ERROR);
+        } else if self.peer.is_none() {
+            self.accept();
+        }
+        self.deliver();
+        if !self.full {
+            self.write_out(MAX_WRITES);
+        }
+        self.watch(ops);
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        self.watched = None;
+        let guest = self
+            .guest
+            .as_ref()
+            .map(|guest| Events::new(guest.room(), EventSet::IN));
+        let wake = Events::new(&self.backlog.wake, EventSet::IN);
+        for events in guest.into_iter().chain([wake]) {
+            if let Err(e) = ops.add(events) {
+                log::warn!("a console is cut off from its guest: {}", error_line(&e));
+            }
+        }
+        self.watch(ops);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use event_manager::{EventManager, SubscriberOps};
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::console::{Console, ConsoleTarget};
+
+    /// A device that takes input, up to a room that a test gives it.
+    struct Device {
+        taken: Mutex<Vec<u8>>,
+        room: EventFd,
+        left: Mutex<usize>,
+    }
+
+    impl GuestInput for Device {
+        fn send(&self, bytes: &[u8]) -> usize {
+            let mut left = self.left.lock().unwrap();
+            let count = bytes.len().min(*left);
+            *left -= count;
+            self.taken.lock().unwrap().extend(&bytes[..count]);
+            count
+        }
+
+        fn room(&self) -> &EventFd {
+            &self.room
+        }
+    }
+
+    struct Rig {
+        console: Console,
+        device: Arc<Device>,
+        manager: EventManager<Arc<Mutex<dyn MutEventSubscriber>>>,
+        path: PathBuf,
+        _dir: TempDir,
+    }
+
+    fn rig(pty: bool) -> Rig {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console");
+        let target = if pty {
+            ConsoleTarget::Pty
+        } else {
+            ConsoleTarget::Socket(path.clone())
+        };
+        let console = Console::open(&target).unwrap();
+        let device = Arc::new(Device {
+            taken: Mutex::default(),
+            room: EventFd::new(EFD_NONBLOCK).unwrap(),
+            left: Mutex::new(usize::MAX),
+        });
+        let mut manager = EventManager::new().unwrap();
+        let quit = EventFd::new(EFD_NONBLOCK).unwrap();
+        manager.add_subscriber(console.subscriber(device.clone(), quit).unwrap());
+        let path = console.place().split_once('=').unwrap().1.into();
+        Rig {
+            console,
+            device,
+            manager,
+            path,
+            _dir: dir,
+        }
+    }
+
+    impl Rig {
+        fn client(&self) -> UnixStream {
+            let client = UnixStream::connect(&self.path).unwrap();
+            client.set_nonblocking(true).unwrap();
+            client
+        }
+
+        fn write(&self, bytes: &[u8]) {
+            self.console.writer().write_all(bytes).unwrap();
+        }
+
+        /// Runs the main loop until it has nothing to do.
+        fn settle(&mut self) {
+            let mut rounds = 0;
+            while self.manager.run_with_timeout(0).unwrap() > 0 {
+                rounds += 1;
+                assert!(rounds < 100_000, "the main loop spins");
+            }
+        }
+
+        /// What `client` has got when the main loop has nothing to do any more.
+        fn read(&mut self, client: &mut impl Read) -> Vec<u8> {
+            let mut all = Vec::new();
+            loop {
+                self.settle();
+                let mut bytes = [0; 8192];
+                match client.read(&mut bytes) {
+                    Ok(0) => return all,
+                    Ok(count) => all.extend(&bytes[..count]),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => return all,
+                    Err(e) => panic!("{e}"),
+                }
+            }
+        }
+
+        fn taken(&self) -> Vec<u8> {
+            self.device.taken.lock().unwrap().clone()
+        }
+    }
+
+    fn numbers(count: u32) -> Vec<u8> {
+        (0..count).flat_map(u32::to_le_bytes).collect()
+    }
+
+    #[test]
+    fn both_directions_of_a_socket_keep_their_order() {
+        let mut rig = rig(false);
+        let mut client = rig.client();
+        rig.settle();
+        rig.write(&numbers(10_000));
+        assert_eq!(rig.read(&mut client), numbers(10_000));
+        client.write_all(b"typed").unwrap();
+        rig.settle();
+        assert_eq!(rig.taken(), b"typed");
+        let mode = fs::metadata(&rig.path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn the_next_client_gets_the_newest_that_nobody_read() {
+        let mut rig = rig(false);
+        let all = numbers(100_000);
+        for part in all.chunks(1000) {
+            rig.write(part);
+        }
+        rig.settle();
+        let mut client = rig.client();
+        assert_eq!(rig.read(&mut client), all[all.len() - BACKLOG_BYTES..]);
+        drop(client);
+        rig.settle();
+        rig.write(b"later");
+        let mut next = rig.client();
+        assert_eq!(rig.read(&mut next), b"later");
+    }
+
+    #[test]
+    fn a_client_that_reads_nothing_holds_nobody() {
+        let mut rig = rig(false);
+        let mut client = rig.client();
+        for part in numbers(2_000_000).chunks(4096) {
+            rig.write(part);
+            rig.manager.run_with_timeout(0).unwrap();
+        }
+        rig.settle();
+        // It has what its socket holds, and reads on at the newest.
+        let got = rig.read(&mut client);
+        let last: Vec<u8> = numbers(2_000_000).split_off(8_000_000 - BACKLOG_BYTES);
+        assert!(got.len() < 8_000_000 && got.ends_with(&last));
+    }
+
+    #[test]
+    fn a_second_client_waits_for_the_end_of_the_first() {
+        let mut rig = rig(false);
+        let mut first = rig.client();
+        rig.settle();
+        let mut second = rig.client();
+        second.write_all(b"2").unwrap();
+        rig.write(b"to the first");
+        assert_eq!(rig.read(&mut second), b"");
+        assert_eq!(rig.read(&mut first), b"to the first");
+        assert_eq!(rig.taken(), b"");
+        drop(first);
+        rig.settle();
+        assert_eq!(rig.taken(), b"2");
+        rig.write(b"to the second");
+        assert_eq!(rig.read(&mut second), b"to the second");
+    }
+
+    #[test]
+    fn a_client_that_writes_no_more_still_reads() {
+        let mut rig = rig(false);
+        let mut client = rig.client();
+        client.write_all(b"poweroff\n").unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        rig.settle();
+        assert_eq!(rig.taken(), b"poweroff\n");
+        rig.write(b"bye");
+        assert_eq!(rig.read(&mut client), b"bye");
+    }
+
+    #[test]
+    fn input_waits_for_room_in_the_device_and_the_client_for_ours() {
+        let mut rig = rig(false);
+        *rig.device.left.lock().unwrap() = 10;
+        let mut client = rig.client();
+        let mut sent = 0;
+        while let Ok(count) = client.write(&[b'i'; 1000]) {
+            sent += count;
+            rig.settle();
+        }
+        assert_eq!(rig.taken().len(), 10);
+        *rig.device.left.lock().unwrap() = usize::MAX;
+        rig.device.room.write(1).unwrap();
+        rig.settle();
+        assert_eq!(rig.taken().len(), sent);
+    }
+
+    #[test]
+    fn a_client_that_is_there_at_the_end_gets_all() {
+        let rig = rig(false);
+        let mut client = rig.client();
+        let mut rig = rig;
+        rig.settle();
+        let reader = std::thread::spawn(move || {
+            client.set_nonblocking(false).unwrap();
+            let mut all = Vec::new();
+            client.read_to_end(&mut all).unwrap();
+            all.len()
+        });
+        rig.write(&[b'x'; BACKLOG_BYTES]);
+        assert_eq!(rig.console.finish(Duration::from_secs(60)), 0);
+        let path = rig.path.clone();
+        drop(rig);
+        assert_eq!(reader.join().unwrap(), BACKLOG_BYTES);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_socket_of_a_killed_process_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        Listener::bind(&path).unwrap();
+    }
+
+    /// Raw: what the guest writes does not come back as its input.
+    #[test]
+    fn a_pseudo_terminal_works_before_and_after_somebody_opens_it() {
+        let mut rig = rig(true);
+        rig.write(b"login: \n");
+        rig.settle();
+        assert_eq!(rig.taken(), b"");
+        for round in 0..2 {
+            let mut terminal = File::options().read(true).write(true).open(&rig.path).unwrap();
+            if round == 0 {
+                let mut line = [0; 8];
+                terminal.read_exact(&mut line).unwrap();
+                assert_eq!(&line, b"login: \n");
+            }
+            terminal.write_all(b"root\n").unwrap();
+            rig.settle();
+        }
+        assert_eq!(rig.taken(), b"root\nroot\n");
+    }
+
+    #[test]
+    fn a_pseudo_terminal_nobody_opens_holds_nobody_and_ends_at_once() {
+        let mut rig = rig(true);
+        for part in numbers(300_000).chunks(4096) {
+            rig.write(part);
+            rig.manager.run_with_timeout(0).unwrap();
+        }
+        rig.settle();
+        assert_eq!(rig.console.finish(Duration::ZERO), 0);
+    }
+}

@@ -1,0 +1,98 @@
+//! What a user writes behind `--console` and `--hvc`.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
+const MAX_SOCKET_PATH: usize = 107;
+
+/// Where a console's output goes and its input comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ConsoleTarget {
+    /// Standard output and input, with the keys that end the VM.
+    #[default]
+    Tty,
+    /// Appended to a file; no input.
+    File(PathBuf),
+    /// Clients of a Unix socket, one at a time.
+    Socket(PathBuf),
+    /// A pseudo-terminal of its own.
+    Pty,
+    /// Output is dropped; no input.
+    None,
+}
+
+/// No place for a console.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TargetError {
+    /// None of the forms.
+    #[error("must be tty, file=PATH, socket=PATH, pty or none")]
+    Shape,
+    /// Nothing behind the equals sign.
+    #[error("a path is missing behind {0}=")]
+    NoPath(&'static str),
+    /// The kernel takes no such path.
+    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    SocketPath,
+}
+
+impl FromStr for ConsoleTarget {
+    type Err = TargetError;
+
+    fn from_str(text: &str) -> Result<Self, TargetError> {
+        match text.split_once('=') {
+            None => match text {
+                "tty" => Ok(Self::Tty),
+                "pty" => Ok(Self::Pty),
+                "none" => Ok(Self::None),
+                "file" => Err(TargetError::NoPath("file")),
+                "socket" => Err(TargetError::NoPath("socket")),
+                _ => Err(TargetError::Shape),
+            },
+            Some(("file", "")) => Err(TargetError::NoPath("file")),
+            Some(("socket", "")) => Err(TargetError::NoPath("socket")),
+            Some(("file", path)) => Ok(Self::File(path.into())),
+            Some(("socket", path)) if path.len() <= MAX_SOCKET_PATH => Ok(Self::Socket(path.into())),
+            Some(("socket", _)) => Err(TargetError::SocketPath),
+            Some(_) => Err(TargetError::Shape),
+        }
+    }
+}
+
+impl fmt::Display for ConsoleTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tty => f.write_str("tty"),
+            Self::File(path) => write!(f, "file={}", path.display()),
+            Self::Socket(path) => write!(f, "socket={}", path.display()),
+            Self::Pty => f.write_str("pty"),
+            Self::None => f.write_str("none"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_form_is_understood_and_shown_as_it_is_written() {
+        for text in ["tty", "pty", "none", "file=/var/log/a=b", "socket=s"] {
+            assert_eq!(text.parse::<ConsoleTarget>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn everything_else_is_one_line_that_says_what_is_allowed() {
+        for text in ["", "TTY", "stdio", "tty=1", "pipe=x", "=x"] {
+            assert_eq!(text.parse::<ConsoleTarget>(), Err(TargetError::Shape), "{text}");
+        }
+        for (text, word) in [("file", "file"), ("file=", "file"), ("socket=", "socket")] {
+            assert_eq!(text.parse::<ConsoleTarget>(), Err(TargetError::NoPath(word)));
+        }
+        let long = format!("socket={}", "x".repeat(MAX_SOCKET_PATH + 1));
+        assert_eq!(long.parse::<ConsoleTarget>(), Err(TargetError::SocketPath));
+        assert!(long[..long.len() - 1].parse::<ConsoleTarget>().is_ok());
+    }
+}
