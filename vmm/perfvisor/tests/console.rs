@@ -1,0 +1,150 @@
+//! `run --console`: the built-in guest's output reaches each place, and the operator can find it.
+#![allow(missing_docs, reason = "a test program")]
+
+mod common;
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use common::skip;
+use common::vm::{PROGRAM, eventually};
+use tempfile::TempDir;
+
+/// The last line but a few of a guest that spins.
+const SPINNING: &str = "spinning";
+
+struct Vm {
+    child: Child,
+    dir: TempDir,
+}
+
+impl Vm {
+    /// A VM that spins, with its console at `place`; `None` where there is no KVM.
+    fn start(dir: TempDir, place: &str) -> Option<Self> {
+        if !Path::new("/dev/kvm").exists() {
+            skip::skipped("no /dev/kvm here", false);
+            return None;
+        }
+        let child = Command::new(PROGRAM)
+            .args(["run", "--name", "c", "--memory", "32M", "--cmdline", "loop"])
+            .args(["--console", place])
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Some(Self { child, dir })
+    }
+
+    fn say(&self, args: &[&str]) -> String {
+        let mut command = Command::new(PROGRAM);
+        let out = command
+            .args(args)
+            .env("XDG_RUNTIME_DIR", self.dir.path())
+            .output()
+            .unwrap();
+        String::from_utf8(out.stdout).unwrap()
+    }
+
+    /// Pulls the plug; what it wrote to standard output.
+    fn stop(mut self) -> String {
+        eventually("the VM can be controlled", || {
+            self.say(&["ctl", "c", "stop"]).contains('c')
+        });
+        let mut text = String::new();
+        self.child
+            .stdout
+            .take()
+            .unwrap()
+            .read_to_string(&mut text)
+            .unwrap();
+        assert_eq!(self.child.wait().unwrap().code(), Some(0));
+        text
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_file_gets_all_and_the_terminal_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let Some(vm) = Vm::start(dir, &format!("file={}", path.display())) else {
+        return;
+    };
+    let text = || std::fs::read_to_string(&path).unwrap_or_default();
+    eventually("the guest spins", || text().contains(SPINNING));
+    assert!(vm.say(&["ps"]).contains(&format!("file={}", path.display())));
+    assert_eq!(vm.stop(), "");
+}
+
+#[test]
+fn a_client_of_the_socket_gets_what_came_before_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("console");
+    let Some(vm) = Vm::start(dir, &format!("socket={}", path.display())) else {
+        return;
+    };
+    eventually("the socket is there", || UnixStream::connect(&path).is_ok());
+    // The guest's first output may have gone to the client that only looked.
+    let client = BufReader::new(UnixStream::connect(&path).unwrap());
+    assert!(
+        client
+            .lines()
+            .map_while(Result::ok)
+            .any(|line| line.contains(SPINNING))
+    );
+    assert_eq!(vm.stop(), "");
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_pseudo_terminal_is_named_at_the_start_and_in_the_status() {
+    let Some(mut vm) = Vm::start(tempfile::tempdir().unwrap(), "pty") else {
+        return;
+    };
+    let mut lines = BufReader::new(vm.child.stderr.take().unwrap())
+        .lines()
+        .map_while(Result::ok);
+    let said = lines.find(|line| line.contains("/dev/pts/")).unwrap();
+    let path = said.rsplit('=').next().unwrap();
+    let terminal = BufReader::new(File::open(path).unwrap());
+    assert!(
+        terminal
+            .lines()
+            .map_while(Result::ok)
+            .any(|line| line.contains(SPINNING))
+    );
+    assert!(
+        vm.say(&["ctl", "c", "status"])
+            .contains(&format!("ttyS0 at pty={path}"))
+    );
+    assert_eq!(vm.stop(), "");
+}
+
+#[test]
+fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
+    let Some(vm) = Vm::start(tempfile::tempdir().unwrap(), "none") else {
+        return;
+    };
+    assert_eq!(vm.stop(), "");
+    for place in ["file=/nonexistent/log", "socket=/nonexistent/s", "screen"] {
+        let out = Command::new(PROGRAM)
+            .args(["run", "--console", place])
+            .output()
+            .unwrap();
+        let line = String::from_utf8_lossy(&out.stderr);
+        assert_eq!((out.status.code(), line.lines().count()), (Some(2), 1), "{line}");
+        assert!(line.contains("--console"), "{line}");
+    }
+}
