@@ -3,6 +3,7 @@
 //! | module | story |
 //! |---|---|
 //! | [`device`] | what every device offers to its transport, and what it gets when its driver is ready |
+//! | [`vsock`] | sockets between the guest and programs of the host |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
 //! A device starts nothing before its driver is ready. From then on a thread of its own serves its queues: it
@@ -23,4 +24,5 @@
 )]
 
 pub mod device;
+pub mod vsock;
 pub mod worker;

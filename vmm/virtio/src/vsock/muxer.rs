@@ -1,0 +1,381 @@
+//! All connections of a guest: which Unix socket is whose, and who has a packet for the guest next.
+//!
+//! The muxer knows no queue and no event loop. It takes packets of the guest and events of Unix sockets, and
+//! has packets for the guest. What the event loop is to watch it says by [`Watch`].
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ffi::OsString;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+
+use super::connection::{Connection, Key};
+use super::packet::{HOST_CID, Header, Op, STREAM};
+
+/// Most connections at once, with those whose program has not said yet what it wants.
+pub const MAX_CONNECTIONS: usize = 128;
+/// Most answers that may wait for the guest to take them; until it does, nothing of it is read.
+const MAX_REPLIES: usize = 256;
+/// How long a program of the host may take to say which port it wants.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+/// `CONNECT 4294967295` and a newline.
+const LONGEST_LINE: usize = 19;
+/// Ports of the host's side of connections that the host asks for: above those that programs listen on.
+const FIRST_HOST_PORT: u32 = 1 << 30;
+
+/// What the event loop is to watch from now on, by the token of the muxer.
+#[derive(Debug)]
+pub enum Watch {
+    /// This descriptor, edge-triggered, for input, output and hang-up.
+    Add(RawFd, u32),
+    /// No more this socket; it is closed with this value.
+    Remove(UnixStream, u32),
+}
+
+/// A program of the host that has connected and not said to which port.
+#[derive(Debug)]
+struct Handshake {
+    stream: UnixStream,
+    line: Vec<u8>,
+    deadline: Instant,
+}
+
+/// What a token stands for.
+#[derive(Debug)]
+enum Watched {
+    Handshake(Handshake),
+    Connection(Key),
+}
+
+/// A connection and its places elsewhere.
+#[derive(Debug)]
+struct Entry {
+    connection: Connection,
+    token: u32,
+    queued: bool,
+}
+
+/// The connections.
+#[derive(Debug)]
+pub struct Muxer {
+    cid: u64,
+    path: PathBuf,
+    watched: HashMap<u32, Watched>,
+    connections: BTreeMap<Key, Entry>,
+    /// Who may have a packet; each once.
+    ready: VecDeque<Key>,
+    /// Resets for packets that belong to no connection.
+    replies: VecDeque<Header>,
+    watches: Vec<Watch>,
+    next_token: u32,
+    next_port: u32,
+}
+
+impl Muxer {
+    /// For the guest with address `cid`. Where the guest connects to port P of the host, `path`, an
+    /// underscore and P make the name of a Unix socket. Tokens are at least `first_token`.
+    pub fn new(cid: u64, path: PathBuf, first_token: u32) -> Self {
+        Self {
+            cid,
+            path,
+            watched: HashMap::new(),
+            connections: BTreeMap::new(),
+            ready: VecDeque::new(),
+            replies: VecDeque::new(),
+            watches: Vec::new(),
+            next_token: first_token,
+            next_port: FIRST_HOST_PORT,
+        }
+    }
+
+    /// What the event loop has to do before anything else of the muxer is called.
+    pub fn take_watches(&mut self) -> Vec<Watch> {
+        std::mem::take(&mut self.watches)
+    }
+
+    /// Whether [`Muxer::from_guest`] may be called: not while the guest leaves answers where they are.
+    pub fn takes_packets(&self) -> bool {
+        self.replies.len() < MAX_REPLIES
+    }
+
+    /// Whether [`Muxer::next`] may have a packet.
+    pub fn has_packets(&self) -> bool {
+        !self.replies.is_empty() || !self.ready.is_empty()
+    }
+
+    /// Whether something must happen in time: then [`Muxer::tick`] is to be called every second.
+    pub fn has_deadlines(&self) -> bool {
+        // Connections that are open and in order have none, and there are few of the others.
+        self.watched
+            .values()
+            .any(|watched| matches!(watched, Watched::Handshake(_)))
+            || self
+                .connections
+                .values()
+                .any(|entry| entry.connection.deadline().is_some())
+    }
+
+    /// A program of the host has connected.
+    pub fn accepted(&mut self, stream: UnixStream, now: Instant) {
+        // Closed at once where there are enough: the program sees the end.
+        if self.watched.len() < MAX_CONNECTIONS && stream.set_nonblocking(true).is_ok() {
+            let token = self.token();
+            self.watches.push(Watch::Add(stream.as_raw_fd(), token));
+            let handshake = Handshake {
+                stream,
+                line: Vec::new(),
+                deadline: now + HANDSHAKE,
+            };
+            self.watched.insert(token, Watched::Handshake(handshake));
+        }
+    }
+
+    /// A Unix socket has something.
+    pub fn host_event(&mut self, token: u32, readable: bool, writable: bool, hung_up: bool, now: Instant) {
+        match self.watched.get_mut(&token) {
+            Some(Watched::Handshake(handshake)) => {
+                let port = match read_line(handshake) {
+                    Ok(None) if !hung_up => return,
+                    Ok(Some(line)) => port_of(&line),
+                    _ => None,
+                };
+                self.shaken(token, port, now);
+            }
+            Some(Watched::Connection(key)) => {
+                let key = *key;
+                if let Some(entry) = self.connections.get_mut(&key) {
+                    entry.connection.host_event(readable, writable, hung_up, now);
+                }
+                self.settle(key);
+            }
+            // Of a batch in which it was closed.
+            None => {}
+        }
+    }
+
+    /// The event loop cannot watch this one.
+    pub fn lost(&mut self, token: u32) {
+        match self.watched.get(&token) {
+            Some(Watched::Connection(key)) => {
+                let key = *key;
+                if let Some(entry) = self.connections.get_mut(&key) {
+                    entry.connection.reset();
+                }
+                self.settle(key);
+            }
+            Some(Watched::Handshake(_)) => {
+                self.watched.remove(&token);
+            }
+            None => {}
+        }
+    }
+
+    /// A packet of the guest and its data.
+    pub fn from_guest(&mut self, header: &Header, data: &[u8], now: Instant) {
+        if header.src_cid != self.cid || header.dst_cid != HOST_CID {
+            // To or from somebody who is not there.
+            return;
+        }
+        let key = Key {
+            host_port: header.dst_port,
+            guest_port: header.src_port,
+        };
+        let op = Op::from_number(header.op);
+        if header.kind != STREAM {
+            self.refuse(header);
+        } else if let Some(entry) = self.connections.get_mut(&key) {
+            entry.connection.guest_packet(header, data, now);
+            self.settle(key);
+        } else if op == Some(Op::Request) {
+            match self.connect(key.host_port) {
+                Ok(stream) => {
+                    let token = self.token();
+                    self.watches.push(Watch::Add(stream.as_raw_fd(), token));
+                    let connection = Connection::accepted(key, stream, header);
+                    self.add(connection, token);
+                    self.settle(key);
+                }
+                Err(error) => {
+                    log::debug!("vsock: port {} of the host: {error}", key.host_port);
+                    self.refuse(header);
+                }
+            }
+        } else {
+            self.refuse(header);
+        }
+    }
+
+    /// The next packet for the guest, its data in `buffer`.
+    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<Header> {
+        if let Some(reply) = self.replies.pop_front() {
+            return Some(reply);
+        }
+        while let Some(key) = self.ready.pop_front() {
+            let Some(entry) = self.connections.get_mut(&key) else {
+                continue;
+            };
+            entry.queued = false;
+            let packet = entry.connection.next(buffer, now);
+            self.settle(key);
+            if let Some(packet) = packet {
+                return Some(Header {
+                    src_cid: HOST_CID,
+                    dst_cid: self.cid,
+                    kind: STREAM,
+                    ..packet
+                });
+            }
+        }
+        None
+    }
+
+    /// Ends what has taken too long.
+    pub fn tick(&mut self, now: Instant) {
+        let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
+        let handshakes: Vec<u32> = self
+            .watched
+            .iter()
+            .filter(|(_, watched)| matches!(watched, Watched::Handshake(h) if late(Some(h.deadline))))
+            .map(|(token, _)| *token)
+            .collect();
+        for token in handshakes {
+            self.shaken(token, None, now);
+        }
+        let connections: Vec<Key> = self
+            .connections
+            .iter()
+            .filter(|(_, entry)| late(entry.connection.deadline()))
+            .map(|(key, _)| *key)
+            .collect();
+        for key in connections {
+            if let Some(entry) = self.connections.get_mut(&key) {
+                entry.connection.reset();
+            }
+            self.settle(key);
+        }
+    }
+
+    /// After anything was done with a connection: it gets in line, or goes.
+    fn settle(&mut self, key: Key) {
+        let Some(entry) = self.connections.get_mut(&key) else {
+            return;
+        };
+        if entry.connection.is_over() {
+            if let Some(entry) = self.connections.remove(&key) {
+                self.watched.remove(&entry.token);
+                self.watches
+                    .push(Watch::Remove(entry.connection.into_stream(), entry.token));
+            }
+        } else if entry.connection.has_packet() && !entry.queued {
+            entry.queued = true;
+            self.ready.push_back(key);
+        }
+    }
+
+    fn refuse(&mut self, header: &Header) {
+        if header.op != Op::Reset as u16 {
+            self.replies.push_back(header.reset());
+        }
+    }
+
+    fn add(&mut self, connection: Connection, token: u32) {
+        let key = connection.key();
+        self.watched.insert(token, Watched::Connection(key));
+        let entry = Entry {
+            connection,
+            token,
+            queued: false,
+        };
+        self.connections.insert(key, entry);
+    }
+
+    /// A handshake is over: with a port, or not at all.
+    fn shaken(&mut self, token: u32, port: Option<u32>, now: Instant) {
+        let Some(Watched::Handshake(handshake)) = self.watched.remove(&token) else {
+            return;
+        };
+        let Some(guest_port) = port else {
+            self.watches.push(Watch::Remove(handshake.stream, token));
+            return;
+        };
+        let key = Key {
+            host_port: self.host_port(guest_port),
+            guest_port,
+        };
+        self.add(Connection::requested(key, handshake.stream, now), token);
+        // It may have sent more than the line, of which no edge will tell.
+        self.host_event(token, true, true, false, now);
+    }
+
+    /// A port of the host that has no connection to `guest_port`.
+    fn host_port(&mut self, guest_port: u32) -> u32 {
+        loop {
+            let host_port = self.next_port;
+            self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_HOST_PORT);
+            // There are far more ports than connections.
+            if !self.connections.contains_key(&Key {
+                host_port,
+                guest_port,
+            }) {
+                return host_port;
+            }
+        }
+    }
+
+    fn token(&mut self) -> u32 {
+        loop {
+            let token = self.next_token;
+            self.next_token = self.next_token.checked_add(1).unwrap_or(1 << 16);
+            if !self.watched.contains_key(&token) {
+                return token;
+            }
+        }
+    }
+
+    /// Connects to the program that stands for `port` of the host, without waiting for it.
+    fn connect(&self, port: u32) -> io::Result<UnixStream> {
+        if self.watched.len() >= MAX_CONNECTIONS {
+            return Err(io::Error::other("too many connections"));
+        }
+        let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+        let fd: OwnedFd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+        connect(fd.as_raw_fd(), &UnixAddr::new(&port_path(&self.path, port))?)?;
+        Ok(UnixStream::from(fd))
+    }
+}
+
+/// The Unix socket of the program that listens on `port` of the host.
+pub fn port_path(path: &Path, port: u32) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(format!("_{port}"));
+    name.into()
+}
+
+/// Reads up to a newline, and no byte behind it. `None`: it is not there yet.
+fn read_line(handshake: &mut Handshake) -> io::Result<Option<Vec<u8>>> {
+    loop {
+        let mut byte = [0];
+        match handshake.stream.read(&mut byte) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) if byte == *b"\n" => return Ok(Some(std::mem::take(&mut handshake.line))),
+            Ok(_) if handshake.line.len() == LONGEST_LINE => return Err(io::ErrorKind::InvalidData.into()),
+            Ok(_) => handshake.line.extend(byte),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// The port in `CONNECT PORT`.
+fn port_of(line: &[u8]) -> Option<u32> {
+    let text = std::str::from_utf8(line).ok()?;
+    let port = text.strip_prefix("CONNECT ")?;
+    port.bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| port.parse().ok())?
+}

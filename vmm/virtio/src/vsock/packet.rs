@@ -1,0 +1,161 @@
+//! The header of a packet, taken out of the guest's memory once (virtio 1.2, 5.10.6).
+
+use virtio_vsock::packet::VsockPacket;
+use vm_memory::bitmap::BitmapSlice;
+
+/// The host's address (virtio 1.2, 5.10.4).
+pub const HOST_CID: u64 = 2;
+/// The only type of socket there is without feature bits (5.10.6).
+pub const STREAM: u16 = 1;
+/// Bytes of data that one packet can carry: what Linux's driver sends at most.
+pub const MAX_DATA: usize = 64 << 10;
+
+/// Flag of [`Op::Shutdown`]: the sender receives no more (5.10.6.5).
+pub const NO_RECEIVE: u32 = 1;
+/// Flag of [`Op::Shutdown`]: the sender sends no more.
+pub const NO_SEND: u32 = 2;
+
+/// What a packet is for (5.10.6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Op {
+    /// Asks for a connection.
+    Request = 1,
+    /// Accepts one.
+    Response = 2,
+    /// Refuses or ends one, at once.
+    Reset = 3,
+    /// Says that a side sends or receives no more.
+    Shutdown = 4,
+    /// Carries data.
+    Data = 5,
+    /// Tells how much the sender can take.
+    CreditUpdate = 6,
+    /// Asks for that.
+    CreditRequest = 7,
+}
+
+impl Op {
+    /// That of a number in a header; none of it, the connection is to be reset.
+    pub fn from_number(number: u16) -> Option<Self> {
+        use Op::*;
+        [
+            Request,
+            Response,
+            Reset,
+            Shutdown,
+            Data,
+            CreditUpdate,
+            CreditRequest,
+        ]
+        .into_iter()
+        .find(|op| *op as u16 == number)
+    }
+}
+
+/// A header.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Header {
+    /// Who sends.
+    pub src_cid: u64,
+    /// Who is to get it.
+    pub dst_cid: u64,
+    /// Port of the sender.
+    pub src_port: u32,
+    /// Port of the receiver.
+    pub dst_port: u32,
+    /// Bytes of data behind the header.
+    pub len: u32,
+    /// Kind of socket.
+    pub kind: u16,
+    /// What it is for: the number of an [`Op`], when it is one.
+    pub op: u16,
+    /// Belongs to the operation.
+    pub flags: u32,
+    /// Bytes the sender can hold for this connection.
+    pub buf_alloc: u32,
+    /// Bytes of this connection that the sender has passed on so far, modulo 2^32.
+    pub fwd_cnt: u32,
+}
+
+impl Header {
+    /// That of a packet.
+    pub fn of<B: BitmapSlice>(packet: &VsockPacket<'_, B>) -> Self {
+        Self {
+            src_cid: packet.src_cid(),
+            dst_cid: packet.dst_cid(),
+            src_port: packet.src_port(),
+            dst_port: packet.dst_port(),
+            len: packet.len(),
+            kind: packet.type_(),
+            op: packet.op(),
+            flags: packet.flags(),
+            buf_alloc: packet.buf_alloc(),
+            fwd_cnt: packet.fwd_cnt(),
+        }
+    }
+
+    /// Writes it into a packet's buffer.
+    pub fn put<B: BitmapSlice>(&self, packet: &mut VsockPacket<'_, B>) {
+        packet
+            .set_src_cid(self.src_cid)
+            .set_dst_cid(self.dst_cid)
+            .set_src_port(self.src_port)
+            .set_dst_port(self.dst_port)
+            .set_len(self.len)
+            .set_type(self.kind)
+            .set_op(self.op)
+            .set_flags(self.flags)
+            .set_buf_alloc(self.buf_alloc)
+            .set_fwd_cnt(self.fwd_cnt);
+    }
+
+    /// The answer that ends what this packet belongs to.
+    pub fn reset(&self) -> Self {
+        Self {
+            src_cid: self.dst_cid,
+            dst_cid: self.src_cid,
+            src_port: self.dst_port,
+            dst_port: self.src_port,
+            kind: self.kind,
+            op: Op::Reset as u16,
+            ..Self::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_are_those_of_the_standard() {
+        for number in 0..=u16::MAX {
+            let op = Op::from_number(number);
+            assert_eq!(
+                op.map(|op| op as u16),
+                (1..=7).contains(&number).then_some(number)
+            );
+        }
+    }
+
+    #[test]
+    fn a_reset_goes_back_where_the_packet_came_from() {
+        let packet = Header {
+            src_cid: 3,
+            dst_cid: 2,
+            src_port: 7,
+            dst_port: 9,
+            len: 5,
+            kind: 77,
+            op: 5,
+            ..Header::default()
+        };
+        let reset = packet.reset();
+        assert_eq!(
+            (reset.src_cid, reset.dst_cid, reset.src_port, reset.dst_port),
+            (2, 3, 9, 7)
+        );
+        assert_eq!((reset.op, reset.len, reset.kind), (3, 0, 77));
+    }
+}

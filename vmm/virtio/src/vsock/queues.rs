@@ -1,0 +1,293 @@
+//! The queues of the device, between the guest's driver and the muxer, on the device's thread.
+
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use perf_core::error_line;
+use virtio_queue::{DescriptorChain, Queue};
+use virtio_queue::{QueueOwnedT, QueueT};
+use virtio_vsock::packet::{PKT_HEADER_SIZE, VsockPacket};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::muxer::{Muxer, Watch};
+use super::packet::{Header, MAX_DATA};
+use crate::device::ActiveQueue;
+
+/// Tokens of the event loop; those of the muxer are above.
+const RX: u32 = 0;
+const TX: u32 = 1;
+const LISTENER: u32 = 2;
+const TIMER: u32 = 3;
+/// The first token for the muxer.
+pub const FIRST_TOKEN: u32 = 16;
+
+/// Between two looks at what takes too long.
+const TICK: Duration = Duration::from_secs(1);
+/// Packets each way before other events get their turn.
+const BUDGET: usize = 512;
+/// Programs of the host that are let in before other events get their turn.
+const ACCEPTS: usize = 16;
+
+/// What the device's thread serves.
+pub struct Queues {
+    memory: GuestMemoryMmap,
+    rx: ActiveQueue,
+    tx: ActiveQueue,
+    listener: Arc<UnixListener>,
+    muxer: Muxer,
+    timer: TimerFd,
+    ticking: bool,
+    /// Data on its way, so that a packet is taken out of the guest's memory once.
+    buffer: Vec<u8>,
+    /// A driver that breaks the rules was told of.
+    complained: bool,
+}
+
+impl Queues {
+    /// For a driver that is ready.
+    pub fn new(
+        memory: GuestMemoryMmap,
+        rx: ActiveQueue,
+        tx: ActiveQueue,
+        listener: Arc<UnixListener>,
+        muxer: Muxer,
+        timer: TimerFd,
+    ) -> Self {
+        Self {
+            memory,
+            rx,
+            tx,
+            listener,
+            muxer,
+            timer,
+            ticking: false,
+            buffer: vec![0; MAX_DATA],
+            complained: false,
+        }
+    }
+
+    /// Moves packets both ways until neither side has any, or the budget is spent.
+    pub fn pump(&mut self, now: Instant) {
+        let mut budget = BUDGET;
+        let (mut sent, mut received) = (false, false);
+        loop {
+            let before = budget;
+            received |= self.take(&mut budget, now);
+            sent |= self.give(&mut budget, now);
+            if budget == 0 {
+                // The rest comes behind what else is waiting; only a full counter fails.
+                let _ = self.tx.kick.write(1);
+                break;
+            }
+            if budget == before {
+                break;
+            }
+        }
+        for (used, queue) in [(sent, &mut self.rx), (received, &mut self.tx)] {
+            if used && queue.queue.needs_notification(&self.memory).unwrap_or(true) {
+                queue.interrupt.raise();
+            }
+        }
+    }
+
+    /// Packets of the guest. Whether a buffer was used.
+    fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
+        let mut used = false;
+        while *budget > 0 && self.muxer.takes_packets() {
+            let mut chain = match next_chain(&mut self.tx.queue, &self.memory) {
+                Next::Chain(chain) => chain,
+                Next::None => break,
+                Next::Broken(error) => {
+                    self.complain(&error);
+                    break;
+                }
+            };
+            *budget -= 1;
+            let head = chain.head_index();
+            // At most MAX_DATA, which fits.
+            let most = u32::try_from(MAX_DATA).unwrap_or(u32::MAX);
+            match VsockPacket::from_tx_virtq_chain(&self.memory, &mut chain, most) {
+                Ok(packet) => {
+                    let header = Header::of(&packet);
+                    let count = packet
+                        .data_slice()
+                        .map_or(0, |data| data.copy_to(&mut self.buffer[..]));
+                    self.muxer.from_guest(&header, &self.buffer[..count], now);
+                }
+                Err(error) => self.complain(&error),
+            }
+            if let Err(error) = self.tx.queue.add_used(&self.memory, head, 0) {
+                self.complain(&error);
+            }
+            used = true;
+        }
+        used
+    }
+
+    /// Packets for the guest. Whether a buffer was used.
+    fn give(&mut self, budget: &mut usize, now: Instant) -> bool {
+        let mut used = false;
+        while *budget > 0 && self.muxer.has_packets() {
+            let mut chain = match next_chain(&mut self.rx.queue, &self.memory) {
+                Next::Chain(chain) => chain,
+                Next::None => break,
+                Next::Broken(error) => {
+                    self.complain(&error);
+                    break;
+                }
+            };
+            let head = chain.head_index();
+            let most = u32::try_from(MAX_DATA).unwrap_or(u32::MAX);
+            let written = match VsockPacket::from_rx_virtq_chain(&self.memory, &mut chain, most) {
+                Ok(mut packet) => {
+                    let room = packet.data_slice().map_or(0, |data| data.len()).min(MAX_DATA);
+                    let Some(header) = self.muxer.next(&mut self.buffer[..room], now) else {
+                        // Nobody had anything after all: the buffer stays the driver's.
+                        self.rx.queue.go_to_previous_position();
+                        break;
+                    };
+                    let len = usize::try_from(header.len).unwrap_or(room).min(room);
+                    if let Some(data) = packet.data_slice() {
+                        data.copy_from(&self.buffer[..len]);
+                    }
+                    header.put(&mut packet);
+                    PKT_HEADER_SIZE + len
+                }
+                Err(error) => {
+                    self.complain(&error);
+                    0
+                }
+            };
+            *budget -= 1;
+            let written = u32::try_from(written).unwrap_or(0);
+            if let Err(error) = self.rx.queue.add_used(&self.memory, head, written) {
+                self.complain(&error);
+            }
+            used = true;
+        }
+        used
+    }
+
+    fn complain(&mut self, error: &dyn std::error::Error) {
+        if !std::mem::replace(&mut self.complained, true) {
+            log::warn!(
+                "vsock: the guest's driver breaks the rules ({}); not said again",
+                error_line(error)
+            );
+        }
+    }
+
+    fn accept(&mut self, now: Instant) {
+        for _ in 0..ACCEPTS {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.muxer.accepted(stream, now),
+                // Nobody more, or no descriptor left: the level-triggered event comes again.
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Has the event loop watch what the muxer wants, and the clock if anything must happen in time.
+    fn watch(&mut self, ops: &mut EventOps) {
+        // What is lost makes new watches, each of which takes a connection away.
+        loop {
+            let watches = self.muxer.take_watches();
+            if watches.is_empty() {
+                break;
+            }
+            for watch in watches {
+                match watch {
+                    Watch::Add(fd, token) => {
+                        let events =
+                            EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+                        if ops.add(Events::with_data_raw(fd, token, events)).is_err() {
+                            self.muxer.lost(token);
+                        }
+                    }
+                    Watch::Remove(stream, token) => {
+                        // It fails for those that were never watched.
+                        let _ = ops.remove(Events::with_data(&stream, token, EventSet::empty()));
+                    }
+                }
+            }
+        }
+        let wanted = self.muxer.has_deadlines();
+        if wanted != self.ticking {
+            let set = if wanted {
+                self.timer.reset(TICK, Some(TICK))
+            } else {
+                self.timer.clear()
+            };
+            self.ticking = wanted && set.is_ok();
+        }
+    }
+}
+
+/// What a queue has.
+enum Next<'m> {
+    Chain(DescriptorChain<&'m GuestMemoryMmap>),
+    /// Nothing, and the driver is to tell when it has.
+    None,
+    /// Nothing that makes sense: another look would find the same.
+    Broken(virtio_queue::Error),
+}
+
+fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> Next<'m> {
+    // The driver may add some before it knows that it has to tell: a second look after asking.
+    for asked in [false, true] {
+        match queue.iter(memory) {
+            Ok(mut chains) => {
+                if let Some(chain) = chains.next() {
+                    return Next::Chain(chain);
+                }
+            }
+            Err(error) => return Next::Broken(error),
+        }
+        if !asked && let Err(error) = queue.enable_notification(memory) {
+            return Next::Broken(error);
+        }
+    }
+    Next::None
+}
+
+impl MutEventSubscriber for Queues {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        let now = Instant::now();
+        match events.data() {
+            RX => drop(self.rx.kick.read()),
+            TX => drop(self.tx.kick.read()),
+            LISTENER => self.accept(now),
+            TIMER => {
+                let _ = self.timer.wait();
+                self.muxer.tick(now);
+            }
+            token => {
+                let set = events.event_set();
+                let hung_up = set.intersects(EventSet::HANG_UP | EventSet::ERROR);
+                let readable = set.intersects(EventSet::IN | EventSet::READ_HANG_UP);
+                self.muxer
+                    .host_event(token, readable, set.contains(EventSet::OUT), hung_up, now);
+            }
+        }
+        self.pump(now);
+        self.watch(ops);
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        let watched = [
+            Events::with_data(&*self.rx.kick, RX, EventSet::IN),
+            Events::with_data(&*self.tx.kick, TX, EventSet::IN),
+            Events::with_data(&*self.listener, LISTENER, EventSet::IN),
+            Events::with_data(&self.timer, TIMER, EventSet::IN),
+        ];
+        for events in watched {
+            if let Err(error) = ops.add(events) {
+                log::error!("vsock: the device does not work: {}", error_line(&error));
+            }
+        }
+    }
+}

@@ -1,0 +1,741 @@
+//! The device against guests in order and out of it, and programs of the host of both kinds.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_queue::Queue;
+use virtio_queue::desc::{RawDescriptor, split::Descriptor};
+use virtio_queue::mock::MockSplitQueue;
+use virtio_vsock::packet::PKT_HEADER_SIZE;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::connection::BUFFER;
+use super::muxer::{MAX_CONNECTIONS, Muxer, Watch, port_path};
+use super::packet::{HOST_CID, Header, MAX_DATA, NO_RECEIVE, NO_SEND, Op, STREAM};
+use super::queues::{FIRST_TOKEN, Queues};
+use super::*;
+use crate::device::{ActiveQueue, ConfigChange, Interrupt};
+
+const CID: u64 = 3;
+
+/// A muxer, and what a driver and an event loop would do with it.
+struct Bench {
+    muxer: Muxer,
+    now: Instant,
+    directory: tempfile::TempDir,
+    tokens: Vec<u32>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        Self {
+            muxer: Muxer::new(CID, directory.path().join("v"), FIRST_TOKEN),
+            now: Instant::now(),
+            directory,
+            tokens: Vec::new(),
+        }
+    }
+
+    /// Everything ready, as an event loop would say after a while.
+    fn events(&mut self) {
+        for watch in self.muxer.take_watches() {
+            match watch {
+                Watch::Add(_, token) => self.tokens.push(token),
+                Watch::Remove(_, token) => self.tokens.retain(|t| *t != token),
+            }
+        }
+        for token in self.tokens.clone() {
+            self.muxer.host_event(token, true, true, false, self.now);
+        }
+    }
+
+    fn program(&mut self) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        self.muxer.accepted(ours, self.now);
+        self.events();
+        theirs
+    }
+
+    fn next(&mut self) -> Option<(Header, Vec<u8>)> {
+        let mut buffer = vec![0; MAX_DATA];
+        let header = self.muxer.next(&mut buffer, self.now)?;
+        buffer.truncate(header.len as usize);
+        Some((header, buffer))
+    }
+
+    fn send(&mut self, packet: Header, data: &[u8]) {
+        self.muxer.from_guest(&packet, data, self.now);
+    }
+
+    /// A program of the host connected to guest port 5, and the guest accepted.
+    fn connected(&mut self) -> (UnixStream, Header) {
+        let mut program = self.program();
+        program.write_all(b"CONNECT 5\n").unwrap();
+        self.events();
+        let (request, _) = self.next().expect("a request");
+        assert_eq!((request.op, request.dst_port), (Op::Request as u16, 5));
+        let guest = answer(&request);
+        self.send(of(guest, Op::Response), &[]);
+        let ok = format!("OK {}\n", request.src_port);
+        assert_eq!(read(&mut program), ok.as_bytes());
+        (program, guest)
+    }
+}
+
+/// How the guest addresses the connection of a packet it got.
+fn answer(packet: &Header) -> Header {
+    Header {
+        src_cid: packet.dst_cid,
+        dst_cid: packet.src_cid,
+        src_port: packet.dst_port,
+        dst_port: packet.src_port,
+        kind: STREAM,
+        buf_alloc: 1 << 20,
+        ..Header::default()
+    }
+}
+
+fn of(packet: Header, op: Op) -> Header {
+    Header {
+        op: op as u16,
+        ..packet
+    }
+}
+
+/// What is there to be read.
+fn read(stream: &mut UnixStream) -> Vec<u8> {
+    let mut all = Vec::new();
+    let mut buffer = [0; 4096];
+    while let Ok(count @ 1..) = stream.read(&mut buffer) {
+        all.extend(&buffer[..count]);
+    }
+    all
+}
+
+fn at_end(stream: &mut UnixStream) -> bool {
+    matches!(stream.read(&mut [0]), Ok(0))
+}
+
+#[test]
+fn a_program_reaches_the_guest_and_both_speak() {
+    let mut bench = Bench::new();
+    let (mut program, guest) = bench.connected();
+    bench.send(of(guest, Op::Data), b"from the guest");
+    assert_eq!(read(&mut program), b"from the guest");
+    program.write_all(b"from the host").unwrap();
+    bench.events();
+    let (packet, data) = bench.next().unwrap();
+    assert_eq!((packet.op, &data[..]), (Op::Data as u16, &b"from the host"[..]));
+    // Credit tells what the program has taken; the greeting is no part of it.
+    assert_eq!((packet.fwd_cnt, packet.buf_alloc), (14, BUFFER));
+    assert!(bench.next().is_none());
+}
+
+#[test]
+fn data_right_behind_the_line_reaches_the_guest() {
+    let mut bench = Bench::new();
+    let mut program = bench.program();
+    program.write_all(b"CONNECT 5\nhello").unwrap();
+    bench.events();
+    let (request, _) = bench.next().unwrap();
+    bench.send(of(answer(&request), Op::Response), &[]);
+    assert_eq!(bench.next().unwrap().1, b"hello");
+}
+
+#[test]
+fn a_line_that_is_none_ends_the_connection() {
+    for line in [
+        &b"CONNECT\n"[..],
+        b"CONNECT -1\n",
+        b"CONNECT +1\n",
+        b"CONNECT 4294967296\n",
+        b"connect 5\n",
+        b"\n",
+        b"CONNECT \xff\n",
+        &[b'x'; 100],
+    ] {
+        let mut bench = Bench::new();
+        let mut program = bench.program();
+        program.write_all(line).unwrap();
+        bench.events();
+        drop(bench.muxer.take_watches());
+        assert!(!matches!(program.read(&mut [0]), Err(e) if e.kind() == io::ErrorKind::WouldBlock));
+        assert!(bench.next().is_none(), "{line:?}");
+    }
+}
+
+#[test]
+fn a_program_that_says_nothing_is_let_go() {
+    let mut bench = Bench::new();
+    let mut program = bench.program();
+    assert!(bench.muxer.has_deadlines());
+    bench.muxer.tick(bench.now + Duration::from_secs(4));
+    drop(bench.muxer.take_watches());
+    assert!(!at_end(&mut program));
+    bench.muxer.tick(bench.now + Duration::from_secs(6));
+    drop(bench.muxer.take_watches());
+    assert!(at_end(&mut program));
+    assert!(!bench.muxer.has_deadlines());
+}
+
+#[test]
+fn a_guest_that_does_not_answer_loses_the_connection() {
+    let mut bench = Bench::new();
+    let mut program = bench.program();
+    program.write_all(b"CONNECT 5\n").unwrap();
+    bench.events();
+    let (request, _) = bench.next().unwrap();
+    bench.muxer.tick(bench.now + Duration::from_secs(31));
+    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    bench.events();
+    assert!(at_end(&mut program));
+    // It comes too late.
+    bench.send(of(answer(&request), Op::Response), &[]);
+    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+}
+
+#[test]
+fn a_port_nobody_listens_on_closes_the_program_s_socket() {
+    let mut bench = Bench::new();
+    let mut program = bench.program();
+    program.write_all(b"CONNECT 5\n").unwrap();
+    bench.events();
+    let (request, _) = bench.next().unwrap();
+    bench.send(of(answer(&request), Op::Reset), &[]);
+    bench.events();
+    assert!(at_end(&mut program));
+    assert!(bench.next().is_none(), "a reset is not answered");
+}
+
+#[test]
+fn the_guest_reaches_a_program_or_is_refused() {
+    let mut bench = Bench::new();
+    let listener = UnixListener::bind(port_path(&bench.directory.path().join("v"), 77)).unwrap();
+    let request = Header {
+        src_cid: CID,
+        dst_cid: HOST_CID,
+        src_port: 9,
+        dst_port: 77,
+        kind: STREAM,
+        op: Op::Request as u16,
+        buf_alloc: 4096,
+        ..Header::default()
+    };
+    bench.send(request, &[]);
+    let (mut program, _) = listener.accept().unwrap();
+    program.set_nonblocking(true).unwrap();
+    assert_eq!(bench.next().unwrap().0.op, Op::Response as u16);
+    bench.send(of(request, Op::Data), b"x");
+    assert_eq!(read(&mut program), b"x");
+    for (packet, why) in [
+        (
+            Header {
+                dst_port: 78,
+                ..request
+            },
+            "nobody listens",
+        ),
+        (
+            Header {
+                kind: 2,
+                src_port: 8,
+                ..request
+            },
+            "no stream",
+        ),
+        (
+            of(
+                Header {
+                    src_port: 10,
+                    ..request
+                },
+                Op::Data,
+            ),
+            "unknown",
+        ),
+        (
+            Header {
+                op: 99,
+                src_port: 10,
+                ..request
+            },
+            "no operation",
+        ),
+    ] {
+        bench.send(packet, &[]);
+        let (reset, _) = bench.next().expect(why);
+        assert_eq!(
+            (reset.op, reset.dst_port),
+            (Op::Reset as u16, packet.src_port),
+            "{why}"
+        );
+    }
+    for stranger in [
+        Header {
+            src_cid: 4,
+            ..request
+        },
+        Header {
+            dst_cid: 1,
+            ..request
+        },
+    ] {
+        bench.send(stranger, &[]);
+        assert!(bench.next().is_none());
+    }
+}
+
+#[test]
+fn a_program_that_does_not_read_holds_the_guest_back_and_no_more() {
+    let mut bench = Bench::new();
+    let (mut program, guest) = bench.connected();
+    let piece = vec![7; MAX_DATA];
+    let mut sent: u32 = 0;
+    let mut told = 0;
+    // A driver in order: never more than its credit.
+    while sent.wrapping_sub(told) + (MAX_DATA as u32) <= BUFFER {
+        bench.send(of(guest, Op::Data), &piece);
+        sent += MAX_DATA as u32;
+        while let Some((packet, _)) = bench.next() {
+            told = packet.fwd_cnt;
+        }
+    }
+    assert!(sent >= BUFFER);
+    // The program reads: all of it comes, and the guest is told.
+    let mut got = 0;
+    while got < sent as usize {
+        got += read(&mut program).len();
+        bench.events();
+    }
+    let updates: Vec<_> = std::iter::from_fn(|| bench.next()).collect();
+    assert_eq!(updates.last().unwrap().0.fwd_cnt, sent);
+    // A driver that ignores its credit is cut off.
+    for _ in 0..100 {
+        bench.send(of(guest, Op::Data), &piece);
+    }
+    assert!(std::iter::from_fn(|| bench.next()).any(|(packet, _)| packet.op == Op::Reset as u16));
+}
+
+#[test]
+fn a_guest_without_room_is_asked_once_and_gets_the_rest_later() {
+    let mut bench = Bench::new();
+    let (mut program, mut guest) = bench.connected();
+    guest.buf_alloc = 10;
+    bench.send(of(guest, Op::CreditUpdate), &[]);
+    program.write_all(&[1; 25]).unwrap();
+    bench.events();
+    assert_eq!(bench.next().unwrap().1.len(), 10);
+    assert_eq!(bench.next().unwrap().0.op, Op::CreditRequest as u16);
+    bench.events();
+    let again = bench.next().map(|(packet, _)| packet.op);
+    assert!(again.is_none_or(|op| op == Op::CreditRequest as u16));
+    guest.fwd_cnt = 10;
+    bench.send(of(guest, Op::CreditUpdate), &[]);
+    assert_eq!(bench.next().unwrap().1.len(), 10);
+    // One that contradicts itself has no room.
+    guest.fwd_cnt = 1000;
+    bench.send(of(guest, Op::CreditUpdate), &[]);
+    assert!(std::iter::from_fn(|| bench.next()).all(|(packet, _)| packet.len == 0));
+}
+
+#[test]
+fn each_side_can_end_its_own_direction() {
+    let mut bench = Bench::new();
+    let (mut program, guest) = bench.connected();
+    program.shutdown(Shutdown::Write).unwrap();
+    bench.events();
+    let (packet, _) = bench.next().unwrap();
+    assert_eq!((packet.op, packet.flags), (Op::Shutdown as u16, NO_SEND));
+    bench.send(of(guest, Op::Data), b"still");
+    assert_eq!(read(&mut program), b"still");
+    let end = Header {
+        flags: NO_SEND,
+        ..of(guest, Op::Shutdown)
+    };
+    bench.send(end, &[]);
+    assert!(at_end(&mut program));
+    // The guest closes.
+    bench.send(
+        Header {
+            flags: NO_SEND | NO_RECEIVE,
+            ..end
+        },
+        &[],
+    );
+    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+    assert!(bench.next().is_none());
+}
+
+#[test]
+fn ends_that_are_never_completed_are() {
+    let mut bench = Bench::new();
+    let (program, guest) = bench.connected();
+    program.shutdown(Shutdown::Write).unwrap();
+    bench.events();
+    assert_eq!(bench.next().unwrap().0.op, Op::Shutdown as u16);
+    bench.send(
+        Header {
+            flags: NO_SEND,
+            ..of(guest, Op::Shutdown)
+        },
+        &[],
+    );
+    assert!(bench.muxer.has_deadlines());
+    bench.muxer.tick(bench.now + Duration::from_secs(31));
+    assert!(std::iter::from_fn(|| bench.next()).any(|(packet, _)| packet.op == Op::Reset as u16));
+}
+
+#[test]
+fn a_program_that_dies_ends_the_guest_s_side() {
+    let mut bench = Bench::new();
+    let (program, guest) = bench.connected();
+    drop(program);
+    bench.send(of(guest, Op::Data), b"x");
+    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+}
+
+#[test]
+fn there_are_only_so_many_connections() {
+    let mut bench = Bench::new();
+    let mut programs: Vec<_> = (0..MAX_CONNECTIONS).map(|_| bench.program()).collect();
+    assert!(programs.iter_mut().all(|program| !at_end(program)));
+    assert!(at_end(&mut bench.program()));
+    let _listener = UnixListener::bind(port_path(&bench.directory.path().join("v"), 77)).unwrap();
+    bench.send(
+        Header {
+            src_cid: CID,
+            dst_cid: HOST_CID,
+            src_port: 9,
+            dst_port: 77,
+            kind: STREAM,
+            op: Op::Request as u16,
+            ..Header::default()
+        },
+        &[],
+    );
+    assert_eq!(bench.next().unwrap().0.op, Op::Reset as u16);
+}
+
+#[test]
+fn a_flood_waits_until_its_answers_are_taken() {
+    let mut bench = Bench::new();
+    let flood = Header {
+        src_cid: CID,
+        dst_cid: HOST_CID,
+        kind: STREAM,
+        op: Op::Data as u16,
+        ..Header::default()
+    };
+    let mut taken = 0;
+    while bench.muxer.takes_packets() {
+        bench.send(flood, &[]);
+        taken += 1;
+        assert!(taken < 10_000, "answers without a limit");
+    }
+    assert!(bench.next().is_some() && bench.muxer.takes_packets());
+}
+
+fn any_header() -> impl Strategy<Value = Header> {
+    let cid = prop_oneof![9 => Just(CID), 1 => any::<u64>()];
+    let port = prop_oneof![9 => 0..4_u32, 6 => (1_u32 << 30)..(1 << 30) + 4, 1 => any::<u32>()];
+    let op = prop_oneof![9 => 0..9_u16, 1 => any::<u16>()];
+    let count = || prop_oneof![Just(0), Just(BUFFER), any::<u32>()];
+    (cid, port.clone(), port, op, any::<u32>(), count(), count()).prop_map(
+        |(src_cid, src_port, dst_port, op, flags, buf_alloc, fwd_cnt)| Header {
+            src_cid,
+            dst_cid: HOST_CID,
+            src_port,
+            dst_port,
+            len: 0,
+            kind: STREAM,
+            op,
+            flags,
+            buf_alloc,
+            fwd_cnt,
+        },
+    )
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Guest(Header, usize),
+    Program(Vec<u8>),
+    Close,
+    Tick(u64),
+    Take,
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (any_header(), 0..MAX_DATA).prop_map(|(header, len)| Step::Guest(header, len)),
+        2 => prop_oneof![
+            Just(b"CONNECT 1\n".to_vec()),
+            Just(b"CONNECT 2\nmore".to_vec()),
+            proptest::collection::vec(any::<u8>(), 0..40)
+        ].prop_map(Step::Program),
+        1 => Just(Step::Close),
+        1 => (0..40_u64).prop_map(Step::Tick),
+        4 => Just(Step::Take),
+    ]
+}
+
+proptest! {
+    /// Whatever guests and programs send, the muxer stays within its bounds, gives the guest no more than it
+    /// has room for, and comes to rest.
+    #[test]
+    fn nothing_anyone_sends_breaks_the_bounds(steps in proptest::collection::vec(any_step(), 1..80)) {
+        let mut bench = Bench::new();
+        let mut programs = Vec::new();
+        let listener = UnixListener::bind(port_path(&bench.directory.path().join("v"), 2)).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let data = vec![1; MAX_DATA];
+        for step in steps {
+            match step {
+                Step::Guest(header, len) if bench.muxer.takes_packets() => bench.send(header, &data[..len]),
+                Step::Guest(..) => {}
+                Step::Program(bytes) => {
+                    let mut program = bench.program();
+                    let _ = program.write(&bytes);
+                    programs.push(program);
+                }
+                Step::Close => drop(programs.pop()),
+                Step::Tick(seconds) => {
+                    bench.now += Duration::from_secs(seconds);
+                    bench.muxer.tick(bench.now);
+                }
+                Step::Take => {
+                    if let Some((header, data)) = bench.next() {
+                        prop_assert_eq!(header.len as usize, data.len());
+                        prop_assert_eq!((header.src_cid, header.dst_cid), (HOST_CID, CID));
+                        prop_assert!(data.is_empty() || header.op == Op::Data as u16);
+                    }
+                }
+            }
+            bench.events();
+            while let Ok((stream, _)) = listener.accept() {
+                programs.push(stream);
+            }
+            prop_assert!(bench.tokens.len() <= MAX_CONNECTIONS);
+        }
+        // All programs gone and a long time over: every connection ends.
+        drop(programs);
+        for _ in 0..4 {
+            for token in bench.tokens.clone() {
+                bench.muxer.host_event(token, true, true, true, bench.now);
+            }
+            let taken = std::iter::from_fn(|| bench.next()).take(10_000).count();
+            prop_assert!(taken < 10_000, "packets without end");
+            bench.now += Duration::from_secs(40);
+            bench.muxer.tick(bench.now);
+        }
+    }
+}
+
+/// The driver's view of the device: memory with two queues, served without a thread.
+struct Driver {
+    queues: Queues,
+    _directory: tempfile::TempDir,
+}
+
+const RX_QUEUE: GuestAddress = GuestAddress(0x1000);
+const TX_QUEUE: GuestAddress = GuestAddress(0x4000);
+const BUFFERS: u64 = 0x10000;
+
+fn memory() -> GuestMemoryMmap {
+    GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x4_0000)]).unwrap()
+}
+
+fn active(queue: Queue) -> ActiveQueue {
+    ActiveQueue {
+        queue,
+        kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
+        interrupt: Interrupt::new(Some(Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()))),
+    }
+}
+
+fn driver(memory: &GuestMemoryMmap, rx: Queue, tx: Queue) -> Driver {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v");
+    let listener = Arc::new(UnixListener::bind(&path).unwrap());
+    let queues = Queues::new(
+        memory.clone(),
+        active(rx),
+        active(tx),
+        listener,
+        Muxer::new(CID, path, FIRST_TOKEN),
+        TimerFd::new().unwrap(),
+    );
+    Driver {
+        queues,
+        _directory: directory,
+    }
+}
+
+fn descriptor(address: u64, len: u32, flags: u32) -> RawDescriptor {
+    RawDescriptor::from(Descriptor::new(address, len, u16::try_from(flags).unwrap(), 0))
+}
+
+/// A packet that nobody wants, in memory.
+fn put_packet(memory: &GuestMemoryMmap, at: u64, len: u32) {
+    let mut raw = [0_u8; PKT_HEADER_SIZE];
+    raw[0..8].copy_from_slice(&CID.to_le_bytes());
+    raw[8..16].copy_from_slice(&HOST_CID.to_le_bytes());
+    raw[16..20].copy_from_slice(&9_u32.to_le_bytes());
+    raw[20..24].copy_from_slice(&5_u32.to_le_bytes());
+    raw[24..28].copy_from_slice(&len.to_le_bytes());
+    raw[28..30].copy_from_slice(&STREAM.to_le_bytes());
+    raw[30..32].copy_from_slice(&(Op::Data as u16).to_le_bytes());
+    memory.write_slice(&raw, GuestAddress(at)).unwrap();
+}
+
+#[test]
+fn packets_go_through_the_queues() {
+    let memory = memory();
+    let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
+    let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
+    put_packet(&memory, BUFFERS, 4);
+    // Header and data apart, as Linux before 6.2 had them.
+    tx.add_desc_chains(
+        &[
+            descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
+            descriptor(BUFFERS + 0x100, 4, 0),
+        ],
+        0,
+    )
+    .unwrap();
+    rx.add_desc_chains(&[descriptor(BUFFERS + 0x1000, 0x1000, VRING_DESC_F_WRITE)], 0)
+        .unwrap();
+    let mut driver = driver(&memory, rx.create_queue().unwrap(), tx.create_queue().unwrap());
+    driver.queues.pump(Instant::now());
+    assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
+    let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
+    assert_eq!(op, Op::Reset as u16);
+    // Nothing more, and nothing is given back twice.
+    driver.queues.pump(Instant::now());
+    assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
+}
+
+#[test]
+fn broken_chains_are_given_back_and_cost_nothing() {
+    let memory = memory();
+    let broken: [&[RawDescriptor]; 5] = [
+        // Too short, outside of memory, to be written, data that is not there, a length that lies.
+        &[descriptor(BUFFERS, 43, 0)],
+        &[descriptor(u64::MAX - 10, 44, 0)],
+        &[descriptor(BUFFERS, 44, VRING_DESC_F_WRITE)],
+        &[descriptor(BUFFERS, 44, 0)],
+        &[
+            descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
+            descriptor(BUFFERS, 3, 0),
+        ],
+    ];
+    for (at, chain) in broken.iter().enumerate() {
+        let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
+        let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
+        put_packet(&memory, BUFFERS, 4);
+        let (before, rx_before) = (tx.used().idx().load(), rx.used().idx().load());
+        let queue: Queue = tx.create_queue().unwrap();
+        tx.add_desc_chains(chain, 0).unwrap();
+        let mut driver = driver(&memory, rx.create_queue().unwrap(), queue);
+        driver.queues.pump(Instant::now());
+        assert_eq!(tx.used().idx().load().wrapping_sub(before), 1, "chain {at}");
+        assert_eq!(rx.used().idx().load(), rx_before, "chain {at}");
+        memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
+    }
+}
+
+#[test]
+fn a_ring_that_claims_too_much_is_left_alone() {
+    let memory = memory();
+    let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
+    let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
+    let mut driver = driver(&memory, rx.create_queue().unwrap(), tx.create_queue().unwrap());
+    memory
+        .write_obj(0x8000_u16, GuestAddress(tx.avail_addr().0 + 2))
+        .unwrap();
+    driver.queues.pump(Instant::now());
+    assert_eq!(tx.used().idx().load(), 0);
+}
+
+#[test]
+fn a_device_starts_stops_and_leaves_no_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v");
+    let mut device = VsockDevice::new(3, &path).unwrap();
+    assert!(matches!(VsockDevice::new(3, &path), Err(VsockError::Taken(_))));
+    let mut cid = [0; 8];
+    device.read_config(0, &mut cid);
+    assert_eq!(u64::from_le_bytes(cid), 3);
+    let memory = memory();
+    for _ in 0..2 {
+        let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
+        let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
+        let queue: Queue = rx.create_queue().unwrap();
+        let activation = |queues| Activation {
+            memory: memory.clone(),
+            features: 0,
+            queues,
+            config_change: ConfigChange::default(),
+        };
+        assert!(matches!(
+            device.activate(activation(vec![None, None, None])),
+            Err(ActivateError::Driver(_))
+        ));
+        device
+            .activate(activation(vec![
+                Some(active(queue)),
+                Some(active(tx.create_queue().unwrap())),
+                None,
+            ]))
+            .unwrap();
+        // The thread serves programs: this one is no good, and is told so.
+        let mut program = UnixStream::connect(&path).unwrap();
+        program.write_all(b"nonsense\n").unwrap();
+        assert_eq!(program.read(&mut [0]).unwrap_or(0), 0);
+        device.reset();
+    }
+    drop(device);
+    assert!(!path.exists());
+    // What a killed VM left behind is taken over, another's file is not.
+    drop(UnixListener::bind(&path).unwrap());
+    drop(VsockDevice::new(3, &path).unwrap());
+    std::fs::write(&path, "mine").unwrap();
+    assert!(matches!(VsockDevice::new(3, &path), Err(VsockError::Taken(_))));
+    let long = directory.path().join("x".repeat(100));
+    assert!(matches!(VsockDevice::new(3, &long), Err(VsockError::TooLong(_))));
+}
+
+#[test]
+fn the_words_that_ask_for_a_device() {
+    let parse = |text: &str| text.parse::<VsockConfig>();
+    let config = |cid, socket: Option<&str>| {
+        Ok(VsockConfig {
+            cid,
+            socket: socket.map(PathBuf::from),
+        })
+    };
+    assert_eq!(parse("cid=7"), config(7, None));
+    assert_eq!(parse("socket=/a,b"), config(3, Some("/a,b")));
+    assert_eq!(parse("cid=7,socket=x"), config(7, Some("x")));
+    for bad in [
+        "",
+        "cid=2",
+        "cid=4294967295",
+        "cid=x",
+        "socket=",
+        "cid=3,",
+        "cid=3,x",
+        "port=1",
+    ] {
+        assert!(parse(bad).is_err(), "{bad:?}");
+    }
+}
