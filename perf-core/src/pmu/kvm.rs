@@ -481,7 +481,7 @@ impl PmuEvent for StatEvent {
                     let count = self.spans + now.saturating_sub(start);
                     self.last_count = self.last_count.max(count);
                 }
-                Err(e) => log::debug!("a KVM statistic stands still: {e}"),
+                Err(e) => log::debug!("a KVM statistic stands still: {}", crate::error_line(&e)),
             }
         }
         self.last_count

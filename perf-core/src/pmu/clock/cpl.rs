@@ -114,7 +114,7 @@ impl Kicks {
     fn hold(&mut self) {
         match self.timer.take() {
             Ok(left_ns) => self.left_ns = left_ns,
-            Err(e) => log::debug!("cannot hold the privilege level ticks: {e}"),
+            Err(e) => log::debug!("cannot hold the privilege level ticks: {}", crate::error_line(&e)),
         }
     }
 
@@ -209,7 +209,10 @@ impl CplSplit {
         if let Some((fd, _)) = &self.ring
             && let Err(e) = fd.disable()
         {
-            log::warn!("cannot stop the privilege level samples: {e}");
+            log::warn!(
+                "cannot stop the privilege level samples: {}",
+                crate::error_line(&e)
+            );
         }
         if let Some(kicks) = &mut self.kicks {
             kicks.hold();
@@ -237,7 +240,10 @@ impl CplSplit {
             return;
         }
         if let Err(e) = kicks.again(now_ns) {
-            log::warn!("the next privilege level tick could not be set: {e}");
+            log::warn!(
+                "the next privilege level tick could not be set: {}",
+                crate::error_line(&e)
+            );
         }
         // A halted guest uses no time: what is pending was used before, at a level the next look tells.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
@@ -261,7 +267,10 @@ impl CplSplit {
             self.ring = match open_ring(self.tid) {
                 Ok(ring) => Some(ring),
                 Err(e) => {
-                    log::debug!("no ring for privilege level samples ({e}): kicks instead");
+                    log::debug!(
+                        "no ring for privilege level samples ({}): kicks instead",
+                        crate::error_line(&e)
+                    );
                     self.source = LevelSource::Kicks;
                     None
                 }

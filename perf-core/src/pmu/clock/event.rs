@@ -273,7 +273,10 @@ impl PmuEvent for ClockEvent {
         }
         let wait_ns = self.wait_for_rest(now, at - now);
         if let Err(e) = self.set_timer(now, wait_ns) {
-            log::warn!("an overflow timer could not be set for the rest of its period: {e}");
+            log::warn!(
+                "an overflow timer could not be set for the rest of its period: {}",
+                crate::error_line(&e)
+            );
         }
         0
     }

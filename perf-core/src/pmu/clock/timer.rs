@@ -80,7 +80,7 @@ impl Timer {
         }
         match self.settime(0, None) {
             Ok(()) => self.parked = true,
-            Err(e) => log::debug!("cannot park an overflow timer: {e}"),
+            Err(e) => log::debug!("cannot park an overflow timer: {}", crate::error_line(&e)),
         }
     }
 

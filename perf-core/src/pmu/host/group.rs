@@ -198,7 +198,7 @@ impl KernelGroup {
         });
         if let Err(e) = read {
             // Whoever asks reads its own descriptor.
-            log::debug!("reading a group of host events failed: {e}");
+            log::debug!("reading a group of host events failed: {}", crate::error_line(&e));
         }
     }
 }

@@ -318,7 +318,10 @@ impl Opener {
         match joined {
             Ok((member, fd, map)) => Some((Place { group, member }, fd, map)),
             Err(e) => {
-                log::debug!("a host event goes on and off apart from its group: {e}");
+                log::debug!(
+                    "a host event goes on and off apart from its group: {}",
+                    crate::error_line(&e)
+                );
                 None
             }
         }
@@ -330,12 +333,22 @@ impl Opener {
     fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))
-                .inspect_err(|e| log::debug!("overflows of a host event need a system call more: {e}"))
+                .inspect_err(|e| {
+                    log::debug!(
+                        "overflows of a host event need a system call more: {}",
+                        crate::error_line(e)
+                    )
+                })
                 .ok()
         };
         let page = || {
             fd.map(None)
-                .inspect_err(|e| log::debug!("reads of a host event need a system call: {e}"))
+                .inspect_err(|e| {
+                    log::debug!(
+                        "reads of a host event need a system call: {}",
+                        crate::error_line(e)
+                    )
+                })
                 .ok()
         };
         let map = if self.signal.is_some() { ring() } else { None };
@@ -435,7 +448,7 @@ impl HostEvent {
         if self.kernel_period != PARKED_PERIOD {
             self.kernel_due = u64::MAX;
             if let Err(e) = self.set_period(0, PARKED_PERIOD) {
-                log::debug!("cannot park a host event: {e}");
+                log::debug!("cannot park a host event: {}", crate::error_line(&e));
             }
         }
     }
@@ -584,7 +597,7 @@ impl PmuEvent for HostEvent {
             return;
         }
         if let Err(e) = self.disable() {
-            log::debug!("cannot disable a host event: {e}");
+            log::debug!("cannot disable a host event: {}", crate::error_line(&e));
         }
         self.on = false;
         self.armed_at = None;
@@ -598,7 +611,12 @@ impl PmuEvent for HostEvent {
         }
         if self.group.is_none() {
             let made = KernelGroup::new(Arc::clone(&self.fd), self.opener.counted, self.hardware, self.on)
-                .inspect_err(|e| log::debug!("the members of a group go on and off one by one: {e}"))
+                .inspect_err(|e| {
+                    log::debug!(
+                        "the members of a group go on and off one by one: {}",
+                        crate::error_line(e)
+                    )
+                })
                 .ok()?;
             self.group = Some(Arc::new(made));
         }
@@ -623,7 +641,10 @@ impl PmuEvent for HostEvent {
             // It stays as it is in the kernel, off. When it is put on and does not count, that is noticed.
             Err(e) => {
                 let _ = self.fd.disable();
-                log::warn!("a host event could not be opened anew after its group's leader went: {e}");
+                log::warn!(
+                    "a host event could not be opened anew after its group's leader went: {}",
+                    crate::error_line(&e)
+                );
             }
         }
     }
@@ -639,7 +660,7 @@ impl PmuEvent for HostEvent {
                     };
                 }
                 Ok(None) => self.counter_taken(),
-                Err(e) => log::debug!("looking at a host event failed: {e}"),
+                Err(e) => log::debug!("looking at a host event failed: {}", crate::error_line(&e)),
             }
         }
     }
@@ -664,7 +685,7 @@ impl PmuEvent for HostEvent {
             }
             // Noted: whoever reads asks [`PmuEvent::lost_ns`].
             Ok(None) => {}
-            Err(e) => log::debug!("reading a host event failed: {e}"),
+            Err(e) => log::debug!("reading a host event failed: {}", crate::error_line(&e)),
         }
         self.last_count
     }
@@ -709,7 +730,10 @@ impl PmuEvent for HostEvent {
         if self.next_due(count) != at
             && let Err(e) = self.set_period(count, (at - count).min(PARKED_PERIOD - 1))
         {
-            log::warn!("a host event that overflowed early could not be armed again: {e}");
+            log::warn!(
+                "a host event that overflowed early could not be armed again: {}",
+                crate::error_line(&e)
+            );
         }
         None
     }
