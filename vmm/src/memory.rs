@@ -277,8 +277,8 @@ fn ram_end(size_bytes: u64) -> u64 {
     }
 }
 
-/// Refuses what can never be had, and what cannot be had now if all of it is to be had now. Else a guest may be
-/// larger than what is free: it need not use all of it, and the user is told.
+/// Refuses what can never be had, and what cannot be had now if all of it is to be had now. Else a guest may
+/// be larger than what is free: it need not use all of it, and the user is told.
 fn check_available(size_bytes: u64, kind: MemoryKind, limits: available::Limits) -> Result<(), MemoryError> {
     if kind.huge_pages == HugePages::Reserved {
         // They were set apart, and are no part of what these limits are about.

@@ -1,9 +1,13 @@
 //! A virtual machine: made from a configuration, run until it ends.
 
+pub mod restart;
+
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
+use kernel_images::symbols::KernelSymbols;
 use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
@@ -12,6 +16,7 @@ use vpmu::{Backability, BackingPolicy, Generation, Model, Vendor};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
 use crate::devices::{Bus, ports};
+use crate::kvm::chips::{ChipError, Chips};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::host::{self, HostError};
@@ -30,10 +35,11 @@ use crate::rdpmc::RdpmcMode;
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::Sites;
-use crate::vcpu::control::RunControl;
+use crate::vcpu::control::{OnReset, RunControl};
 use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
 use crate::vcpu::roster::{Roster, RosterError};
 use crate::vcpu::{FirstState, Kicker, StateError};
+use restart::{Again, Restarter};
 
 /// Why a VM could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -90,6 +96,12 @@ pub enum VmError {
     /// There is no bus to put devices on.
     #[error("{0}: this machine has no bus for virtio devices")]
     NoBus(String),
+    /// The kernel's file was replaced by one that needs another machine.
+    #[error("the kernel is of another kind than the one that the VM began with; start a new VM for it")]
+    OtherKernel,
+    /// KVM's interrupt controllers or timer.
+    #[error(transparent)]
+    Chips(#[from] ChipError),
     /// Another system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -122,6 +134,8 @@ pub struct VmConfig {
     pub hide_uncounted: bool,
     /// Whether the guest may run guests of its own.
     pub nested: bool,
+    /// What a reset of the machine by its guest leads to.
+    pub on_reset: OnReset,
     /// Family, model and stepping of its processors, if not the usual ones.
     pub cpu_signature: Option<CpuSignature>,
 }
@@ -137,6 +151,7 @@ pub struct Vm {
     loaded: Loaded,
     slots: MemorySlots,
     ram: GuestRam,
+    again: Option<Again>,
 }
 
 impl Vm {
@@ -159,9 +174,9 @@ impl Vm {
         let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
         let loaded = boot::load(&ram, &plan.boot_request())?;
         let breakpoints = plan.breakpoints(&loaded)?;
-        plan.check_kernel(probe, &loaded, &ram)?;
+        plan.check_kernel(kvm, probe, &loaded, &ram)?;
 
-        let fd = plan.make_vm()?;
+        let fd = plan.make_vm(kvm)?;
         let slots = ram.register(&fd)?;
         let supported = cpuid::supported(kvm)?;
         let mut model = config.pmu.model;
@@ -170,8 +185,8 @@ impl Vm {
         }
         let pmu = plan.make_pmu(model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
-        let control = Arc::new(RunControl::new().map_err(|e| VmError::Os("eventfd", e))?);
-        let gate = plan.has_gate(&loaded, breakpoints.len())?;
+        let control = Arc::new(RunControl::new(config.on_reset).map_err(|e| VmError::Os("eventfd", e))?);
+        let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
         let parts = VcpuParts {
             supported,
             model,
@@ -179,21 +194,19 @@ impl Vm {
             pmu: pmu.as_deref(),
             loaded: &loaded,
         };
-        let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(&fd, &parts, id));
+        let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
-        let maker = VcpuMaker {
-            vm: fd,
-            bus: bus.clone(),
-            pmu: pmu.clone(),
-            control: control.clone(),
-            memory: ram.memory().clone(),
-            breakpoints,
-            keeps_debug_control: model.intel_version() >= 2,
-            rdpmc: plan.rdpmc_parts(&loaded, &ram, gate),
-            stepper: plan.stepped.then(|| StepperParts {
-                vendor: model.vendor(),
-                host: config.pmu.stepping,
-                alone: config.cpus.max() == 1,
+        let maker = plan.vcpu_maker(&fd, model, gate, &loaded, &ram, &bus, pmu.as_ref(), &control)?;
+        let again = match config.on_reset {
+            OnReset::Exit => None,
+            OnReset::Restart => Some(Again {
+                config: config.clone(),
+                probe: probe.clone(),
+                model,
+                gate,
+                needs_full_kvm: needs_full_kvm(&loaded.kind),
+                chips: Chips::of(&fd)?,
+                fd,
             }),
         };
         let roster = Roster::new(vcpus, maker, control.clone(), bus.cpu_plug().cloned());
@@ -207,6 +220,7 @@ impl Vm {
             loaded,
             slots,
             ram,
+            again,
         })
     }
 
@@ -235,7 +249,20 @@ impl Vm {
     /// # Errors
     /// [`VmError::Vcpu`]; threads that were started are stopped again.
     pub fn start(self) -> Result<RunningVm, VmError> {
+        let symbols = Arc::new(ArcSwap::new(self.loaded.symbols.clone()));
+        let restarter = self.again.map(|again| Restarter {
+            again,
+            ram: self.ram.clone(),
+            bus: self.bus.clone(),
+            pmu: self.pmu.clone(),
+            control: self.control.clone(),
+            roster: self.roster.clone(),
+            symbols: symbols.clone(),
+            restarts: 0,
+        });
         let running = RunningVm {
+            restarter,
+            symbols,
             roster: self.roster,
             loaded: self.loaded,
             control: self.control,
@@ -251,6 +278,8 @@ impl Vm {
 
 /// A VM whose vCPU threads run. Dropping it stops them.
 pub struct RunningVm {
+    restarter: Option<Restarter>,
+    symbols: Arc<ArcSwap<KernelSymbols>>,
     roster: Arc<Roster>,
     loaded: Loaded,
     control: Arc<RunControl>,
@@ -281,9 +310,19 @@ impl RunningVm {
         &self.ram
     }
 
-    /// What was loaded.
+    /// What was loaded at the start.
     pub fn loaded(&self) -> &Loaded {
         &self.loaded
+    }
+
+    /// The symbols of the kernel that was loaded last.
+    pub fn symbols(&self) -> &Arc<ArcSwap<KernelSymbols>> {
+        &self.symbols
+    }
+
+    /// What starts the VM again when its guest resets it; once, and only if that is configured.
+    pub fn take_restarter(&mut self) -> Option<Restarter> {
+        self.restarter.take()
     }
 
     /// The vCPUs.
@@ -321,7 +360,6 @@ fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
 
 /// What follows from a configuration, and the machine's parts made by it.
 struct Plan<'a> {
-    kvm: &'a Kvm,
     config: &'a VmConfig,
     has_pmu: bool,
     /// PMU registers and RDPMC are ours to serve; with KVM's own vPMU they are KVM's.
@@ -350,15 +388,54 @@ impl<'a> Plan<'a> {
                 limit,
             });
         }
+        Ok(Self::of(config))
+    }
+
+    fn of(config: &'a VmConfig) -> Self {
         let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
         let traps = has_pmu && config.own_pmu.is_none();
-        Ok(Self {
-            kvm,
+        Self {
             config,
             has_pmu,
             traps,
             replaces: traps && matches!(config.rdpmc, RdpmcMode::Auto | RdpmcMode::Trap),
             stepped: has_pmu && config.pmu.policy == BackingPolicy::Exact,
+        }
+    }
+
+    /// What the vCPUs are made from, for the guest that was loaded.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "all of the machine's parts come together here"
+    )]
+    fn vcpu_maker(
+        &self,
+        fd: &Arc<VmFd>,
+        model: Model,
+        gate: bool,
+        loaded: &Loaded,
+        ram: &GuestRam,
+        bus: &Arc<Bus>,
+        pmu: Option<&Arc<VmPmu>>,
+        control: &Arc<RunControl>,
+    ) -> Result<VcpuMaker, VmError> {
+        let breakpoints = self.breakpoints(loaded)?;
+        let gate = gate && breakpoints.len() < BREAKPOINTS;
+        Ok(VcpuMaker {
+            vm: fd.clone(),
+            bus: bus.clone(),
+            pmu: pmu.cloned(),
+            control: control.clone(),
+            memory: ram.memory().clone(),
+            breakpoints,
+            keeps_debug_control: model.intel_version() >= 2,
+            rdpmc: self.rdpmc_parts(loaded, ram, gate),
+            stepper: self.stepped.then(|| StepperParts {
+                vendor: model.vendor(),
+                host: self.config.pmu.stepping,
+                alone: self.config.cpus.max() == 1,
+            }),
+            entry: loaded.entry,
         })
     }
 
@@ -382,11 +459,17 @@ impl<'a> Plan<'a> {
     }
 
     /// Whether this host's KVM runs the kernel; and the kernel is told what cannot be counted.
-    fn check_kernel(&self, probe: &HostProbe, loaded: &Loaded, ram: &GuestRam) -> Result<(), VmError> {
+    fn check_kernel(
+        &self,
+        kvm: &Kvm,
+        probe: &HostProbe,
+        loaded: &Loaded,
+        ram: &GuestRam,
+    ) -> Result<(), VmError> {
         if !needs_full_kvm(&loaded.kind) {
             return Ok(());
         }
-        let facts = host::facts(self.kvm)?;
+        let facts = host::facts(kvm)?;
         if !facts.runs_linux {
             return Err(BootError::NeedsFullKvm {
                 flavour: facts.flavour.to_string(),
@@ -394,18 +477,17 @@ impl<'a> Plan<'a> {
             .into());
         }
         if self.has_pmu {
-            tell_uncounted(self.config, probe, loaded, ram)?;
+            hide_uncounted(self.config, probe, loaded, ram, true);
         }
         Ok(())
     }
 
     /// A VM with KVM's devices.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
-    fn make_vm(&self) -> Result<Arc<VmFd>, VmError> {
-        let fd = Arc::new(self.kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
+    fn make_vm(&self, kvm: &Kvm) -> Result<Arc<VmFd>, VmError> {
+        let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
         if self.config.own_pmu.is_none()
-            && !host::disable_own_pmu(self.kvm, &fd)
-                .map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
+            && !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
         {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
         }
@@ -469,8 +551,8 @@ impl<'a> Plan<'a> {
 
     /// Whether RDPMC that was not replaced is served at the guest's handler of #GP. A breakpoint there needs
     /// one that is left over. What is not Linux is left as it is unless the user asks.
-    fn has_gate(&self, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
-        let faults = self.traps && rdpmc_faults(self.kvm, &loaded.kind)?;
+    fn has_gate(&self, kvm: &Kvm, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
+        let faults = self.traps && rdpmc_faults(kvm, &loaded.kind)?;
         Ok(faults
             && !self.stepped
             && breakpoints < BREAKPOINTS
@@ -482,7 +564,7 @@ impl<'a> Plan<'a> {
     }
 
     /// KVM's vCPU `id`, configured.
-    fn make_vcpu(&self, fd: &VmFd, parts: &VcpuParts<'_>, id: u8) -> Result<KvmVcpu, VmError> {
+    fn make_vcpu(&self, kvm: &Kvm, fd: &VmFd, parts: &VcpuParts<'_>, id: u8) -> Result<KvmVcpu, VmError> {
         let config = self.config;
         let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
             Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
@@ -503,7 +585,7 @@ impl<'a> Plan<'a> {
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
         vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
         if config.own_pmu.is_some() {
-            own_pmu::set_capabilities(self.kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
+            own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
         } else if parts.model.intel_version() > 0
             && !misc_enable::announce_pmu(&vcpu).map_err(call("KVM_SET_MSRS(IA32_MISC_ENABLE)"))?
         {
@@ -518,8 +600,9 @@ impl<'a> Plan<'a> {
         {
             pmu.add_statistics(id, stats);
         }
-        let first = if config.cpus.can_change() && id > 0 {
-            Some(FirstState::of(self.kvm, &vcpu)?)
+        let restarts = config.on_reset == OnReset::Restart;
+        let first = if restarts || config.cpus.can_change() && id > 0 {
+            Some(FirstState::of(kvm, &vcpu)?)
         } else {
             None
         };
@@ -551,36 +634,35 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Takes what cannot be counted out of a Linux kernel's tables of events, if that is asked for, and says in
-/// one line what the guest will not count.
-fn tell_uncounted(
-    config: &VmConfig,
-    probe: &HostProbe,
-    loaded: &Loaded,
-    ram: &GuestRam,
-) -> Result<(), VmError> {
+/// Takes what cannot be counted out of a Linux kernel's tables of events, if that is asked for, and
+/// unless it was told before says in one line what the guest will not count.
+fn hide_uncounted(config: &VmConfig, probe: &HostProbe, loaded: &Loaded, ram: &GuestRam, tell: bool) {
     let vendor = config.pmu.model.vendor();
     let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
     let countable = Countable::new(vendor, host, config.pmu.policy, config.backability, probe);
-    let mut known = false;
-    if config.hide_uncounted {
+    let hidden = if config.hide_uncounted {
         let tables = &loaded.event_tables;
-        for table in event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n)) {
-            known = true;
-            log::info!(
-                "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
-                table.virt,
-                table.hidden.len(),
-                table.left
-            );
-            let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
-            log::debug!("taken out at {:#x}: {}", table.virt, names.join(", "));
-        }
+        event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n))
+    } else {
+        Vec::new()
+    };
+    if !tell {
+        return;
+    }
+    for table in &hidden {
+        log::info!(
+            "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
+            table.virt,
+            table.hidden.len(),
+            table.left
+        );
+        let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
+        log::debug!("taken out at {:#x}: {}", table.virt, names.join(", "));
     }
     let missing = countable.missing();
     if !missing.is_empty() {
         // What CPUID says an Intel guest needs no table for.
-        let shown = if known || vendor == Vendor::Intel && config.hide_uncounted {
+        let shown = if !hidden.is_empty() || vendor == Vendor::Intel && config.hide_uncounted {
             "perf there says <not supported>"
         } else if config.hide_uncounted {
             "this kernel's tables are not known, so perf there reads 0"
@@ -592,7 +674,6 @@ fn tell_uncounted(
             missing.join(", ")
         );
     }
-    Ok(())
 }
 
 /// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses

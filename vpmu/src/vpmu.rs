@@ -206,6 +206,13 @@ impl Vpmu {
         }
     }
 
+    /// What was said of the PMU of the same vCPU before the machine was reset is not said again: a guest
+    /// may do nothing but reset it.
+    pub fn said_before(&mut self, before: &Self) {
+        self.warned = before.warned;
+        self.throttle_logged_ns = before.throttle_logged_ns;
+    }
+
     /// The model this PMU is of.
     pub fn model(&self) -> &Model {
         &self.model

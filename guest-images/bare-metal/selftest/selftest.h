@@ -22,4 +22,8 @@ void overflows(void);
 void spin(u64 seconds); /* 0: for ever */
 void __attribute__((noreturn)) show_gaps(void);
 
+/* --- reset.c --- */
+void __attribute__((noreturn)) reset_by(const char *way); /* keyboard, cf9, a20 (port 0x92) or triple */
+void __attribute__((noreturn)) wait_for_button(void);
+
 #endif

@@ -34,14 +34,15 @@ use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
+use perfvisor_vmm::vcpu::control::OnReset;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
   0    the guest powered off, or Ctrl-A x ended it
   odd  the guest wrote N to the debug-exit port 0xF4: (N << 1) | 1
   2    bad input: an option, a file, or a host that cannot run this guest
-  4    the guest asked for a reset
-  6    a vCPU shut down (triple fault)
+  4    the guest asked for a reset (--on-reset exit)
+  6    a vCPU shut down by a triple fault (--on-reset exit)
   8    Perfvisor or KVM failed
   10   SIGTERM or SIGINT
 
@@ -189,6 +190,10 @@ pub struct RunArgs {
     /// [default: 512K for each host CPU and 8M]
     #[arg(long, value_name = "SIZE", value_parser = parse_ring_memory)]
     pub ring_memory: Option<u64>,
+    /// What happens when the guest resets the machine, or shuts a vCPU down (triple fault): exit (the VM
+    /// ends), or restart (the guest boots again).
+    #[arg(long, value_name = "WHAT", default_value = "exit")]
+    pub on_reset: OnReset,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
@@ -431,6 +436,7 @@ mod tests {
             (&["--backing", "x"], "'x'", "hardware"),
             (&["--rdpmc", "x"], "'x'", "hwbp"),
             (&["--hide-uncounted", "x"], "'x'", "on or off"),
+            (&["--on-reset", "x"], "'x'", "restart"),
             (&["--share", "x"], "'x'", "strict"),
             (&["--mux", "x"], "'x'", "adaptive"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),

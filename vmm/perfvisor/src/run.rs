@@ -40,6 +40,7 @@ use perfvisor_vmm::turns::{MuxChoice, Ticks, Turns};
 use perfvisor_vmm::vcpu::control::{RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
+use perfvisor_vmm::vm::restart::Restarter;
 use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig, VmError};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
@@ -280,6 +281,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         rdpmc: args.rdpmc,
         hide_uncounted: args.hide_uncounted,
         nested: args.nested,
+        on_reset: args.on_reset,
         cpu_signature: args.cpu_signature,
     };
 
@@ -320,7 +322,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         log::info!("metrics at {}", server.address());
         servers.push(Arc::new(Mutex::new(server)));
     }
-    let served = serve(&running, stop_signals, &console, servers);
+    let restarter = running.take_restarter();
+    let served = serve(&running, restarter, stop_signals, &console, servers);
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
     console.stop();
     running.stop_and_join();
@@ -388,7 +391,7 @@ fn controlled(
         pmu: running.pmu().cloned(),
         roster: running.roster().clone(),
         looks: AtomicU64::new(0),
-        symbols: loaded.symbols.clone(),
+        symbols: running.symbols().clone(),
         flat: loaded.kind == KernelKind::Multiboot,
     }
 }
@@ -436,6 +439,7 @@ fn exit_status(control: &RunControl) -> ExitStatus {
         Some(StopReason::PowerOff | StopReason::Operator) => ExitStatus::PoweredOff,
         Some(StopReason::DebugExit(status)) => ExitStatus::Guest(status),
         Some(StopReason::Reset) => ExitStatus::Reset,
+        Some(StopReason::NotRestarted) => ExitStatus::BadInput,
         Some(StopReason::TripleFault) => ExitStatus::TripleFault,
         Some(StopReason::Signal(_)) => ExitStatus::Terminated,
         Some(StopReason::Failed) | None => ExitStatus::Internal,
@@ -445,6 +449,7 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 /// The main thread's loop: console input, signals, operators, the perf core's tick, the end of the VM.
 fn serve(
     running: &RunningVm,
+    restarter: Option<Restarter>,
     signals: StopSignals,
     console: &Console,
     servers: Vec<Subscriber>,
@@ -464,6 +469,7 @@ fn serve(
         ticks: Ticks::new(running.pmu().is_some()).map_err(io_error)?,
         turns: Turns::new(mux).map_err(io_error)?,
         roster: running.roster().clone(),
+        restarter,
     }));
     manager.add_subscriber(housekeeping.clone());
     for server in servers {
@@ -494,6 +500,8 @@ struct Housekeeping {
     ticks: Ticks,
     turns: Turns,
     roster: Arc<Roster>,
+    /// Unless a reset ends the VM.
+    restarter: Option<Restarter>,
 }
 
 impl Housekeeping {
@@ -514,7 +522,11 @@ impl Housekeeping {
             self.ticks.as_raw_fd(),
             self.turns.as_raw_fd(),
         ];
-        own.into_iter().chain(ejected).collect()
+        let reset = self
+            .restarter
+            .as_ref()
+            .map(|restarter| restarter.event().as_raw_fd());
+        own.into_iter().chain(ejected).chain(reset).collect()
     }
 }
 
@@ -540,6 +552,10 @@ impl MutEventSubscriber for Housekeeping {
             && let Some(pmu) = &self.pmu
         {
             self.turns.rang(pmu.core());
+        } else if let Some(restarter) = &mut self.restarter
+            && fd == restarter.event().as_raw_fd()
+        {
+            restarter.serve();
         } else if self
             .roster
             .plug()

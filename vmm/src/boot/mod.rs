@@ -24,6 +24,7 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use error::BootError;
+pub(crate) use regs::configure_bsp;
 pub use regs::{Entry, configure_local_apic};
 
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use arc_swap::ArcSwap;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::{Role, SharePolicy, UnknownSharePolicy};
 use serde::Serialize;
@@ -67,8 +68,8 @@ pub struct Controlled {
     pub pmu: Option<Arc<VmPmu>>,
     /// Which vCPUs there are.
     pub roster: Arc<Roster>,
-    /// The guest kernel's text symbols.
-    pub symbols: Arc<KernelSymbols>,
+    /// The guest kernel's text symbols, of what was loaded last.
+    pub symbols: Arc<ArcSwap<KernelSymbols>>,
     /// The guest has one address space and no user programs of its own.
     pub flat: bool,
     /// Looks at the guest's counters asked for so far.
@@ -90,7 +91,8 @@ impl Controlled {
             console: self.console.clone(),
             hvc: self.hvc.clone(),
             state: match self.control.state() {
-                RunState::Running => VmState::Running,
+                RunState::Resetting if self.control.is_to_pause() => VmState::Paused,
+                RunState::Running | RunState::Resetting => VmState::Running,
                 RunState::Paused => VmState::Paused,
                 RunState::Stopped => VmState::Stopped,
             },
@@ -164,7 +166,7 @@ impl Controlled {
     fn symbol_text(&self) -> Vec<u8> {
         let mut text = Vec::new();
         // Writing to a Vec does not fail.
-        let _ = self.symbols.write_text(&mut text);
+        let _ = self.symbols.load().write_text(&mut text);
         text
     }
 }
@@ -225,7 +227,7 @@ pub struct ControlServer {
     spare: Option<File>,
     /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the
     /// running kernel's.
-    symbols: Option<(bool, SymbolsInfo, File)>,
+    symbols: Option<(bool, Arc<KernelSymbols>, SymbolsInfo, File)>,
 }
 
 impl ControlServer {
@@ -604,6 +606,7 @@ impl ControlServer {
     fn symbols(&mut self) -> Result<Done, Failure> {
         let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
         let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
+        let loaded = self.vm.symbols.load_full();
         let internal = |e: io::Error| Failure {
             kind: FailureKind::Internal,
             message: format!("symbols: {e}"),
@@ -611,8 +614,8 @@ impl ControlServer {
         let kept = self
             .symbols
             .take()
-            .filter(|(of_running, ..)| *of_running == running.is_some());
-        let (of_running, info, text) = match kept {
+            .filter(|(of_running, of, ..)| *of_running == running.is_some() && Arc::ptr_eq(of, &loaded));
+        let (of_running, _, info, text) = match kept {
             Some(kept) => kept,
             None => {
                 let (text, source) = match running {
@@ -630,12 +633,12 @@ impl ControlServer {
                     source,
                 };
                 let file = peer::sealed_text("symbols", &text).map_err(internal)?;
-                (running.is_some(), info, file)
+                (running.is_some(), loaded.clone(), info, file)
             }
         };
         let file = peer::opened_again(&text).map_err(internal)?;
         let value = to_value(&info)?;
-        self.symbols = Some((of_running, info, text));
+        self.symbols = Some((of_running, loaded, info, text));
         Ok(Done::WithFd(value, FdSource::File(file)))
     }
 }
@@ -768,6 +771,12 @@ impl Connection {
 
 impl MutEventSubscriber for ControlServer {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
+        // Before anybody reads what is counted there.
+        for vcpu in self.vm.roster.take_came_back().numbers() {
+            for events in self.connections.values_mut().filter_map(|c| c.events.as_mut()) {
+                events.vcpu_came(vcpu.into());
+            }
+        }
         match events.data() {
             LISTENER => self.accept(ops),
             id => self.serve(id, events.event_set(), ops),

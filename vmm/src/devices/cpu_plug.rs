@@ -165,6 +165,16 @@ impl CpuPlug {
         })
     }
 
+    /// As it is when the machine starts, with the first `shown` processors.
+    pub fn reset(&self, shown: u8) {
+        let mut registers = self.lock();
+        *registers = Registers {
+            all: registers.all,
+            shown: VcpuSet::below(shown),
+            ..Registers::default()
+        };
+    }
+
     /// To be registered with KVM as an irqfd for [`super::ports::CPU_PLUG_IRQ`].
     pub fn interrupt(&self) -> &EventFd {
         &self.interrupt

@@ -48,6 +48,8 @@ pub enum BusOutcome {
 
 /// The port bus. Shared by all vCPU threads; each device has its own lock, held for one access.
 pub struct Bus {
+    ram_bytes: u64,
+    cpus: VcpuNumbers,
     serial: Arc<SerialPort>,
     cmos: Mutex<Cmos>,
     i8042: Mutex<I8042>,
@@ -75,6 +77,8 @@ impl Bus {
     /// the guest is told.
     pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuNumbers) -> io::Result<Self> {
         Ok(Bus {
+            ram_bytes,
+            cpus,
             serial: Arc::new(SerialPort::new(console)?),
             cmos: Mutex::new(Cmos::new(ram_bytes, cpus.present())),
             i8042: Mutex::new(I8042::default()),
@@ -89,6 +93,21 @@ impl Bus {
             control_b_reads: AtomicU8::new(0),
             unclaimed: AtomicU64::new(0),
         })
+    }
+
+    /// All devices as they are when the machine starts. No vCPU may be in the guest.
+    pub fn reset(&self) {
+        self.serial.reset();
+        *lock(&self.cmos) = Cmos::new(self.ram_bytes, self.cpus.present());
+        *lock(&self.i8042) = I8042::default();
+        *lock(&self.fw_cfg) = FwCfg::new(self.ram_bytes, self.cpus);
+        *lock(&self.pm) = AcpiPm::default();
+        if let Some(plug) = &self.cpu_plug {
+            plug.reset(self.cpus.present());
+        }
+        self.reset_control.store(0, Ordering::Relaxed);
+        self.control_a.store(0, Ordering::Relaxed);
+        self.control_b_reads.store(0, Ordering::Relaxed);
     }
 
     /// The serial port, for input.

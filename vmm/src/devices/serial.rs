@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use vm_superio::serial::SerialEvents;
 use vm_superio::{Serial, Trigger};
@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::lock;
 use crate::console::GuestInput;
 
-struct Irq(EventFd);
+struct Irq(Arc<EventFd>);
 
 impl Trigger for Irq {
     type E = io::Error;
@@ -22,7 +22,7 @@ impl Trigger for Irq {
 }
 
 /// Tells the input side that the guest has emptied the receive buffer.
-struct InputRoom(EventFd);
+struct InputRoom(Arc<EventFd>);
 
 impl SerialEvents for InputRoom {
     fn buffer_read(&self) {}
@@ -39,8 +39,8 @@ type Uart = Serial<Irq, InputRoom, Box<dyn Write + Send>>;
 /// The first serial port.
 pub struct SerialPort {
     uart: Mutex<Uart>,
-    irq: EventFd,
-    input_room: EventFd,
+    irq: Arc<EventFd>,
+    input_room: Arc<EventFd>,
     /// Input found the port in use and waits for it.
     input_waits: AtomicBool,
 }
@@ -48,15 +48,26 @@ pub struct SerialPort {
 impl SerialPort {
     /// A port whose output goes to `out`.
     pub(super) fn new(out: Box<dyn Write + Send>) -> io::Result<Self> {
-        let irq = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
-        let input_room = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
-        let uart = Serial::with_events(Irq(irq.try_clone()?), InputRoom(input_room.try_clone()?), out);
+        let irq = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
+        let input_room = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
+        let uart = Serial::with_events(Irq(irq.clone()), InputRoom(input_room.clone()), out);
         Ok(SerialPort {
             uart: Mutex::new(uart),
             irq,
             input_room,
             input_waits: AtomicBool::new(false),
         })
+    }
+
+    /// The port as it is when the machine starts; its output goes where it went. Input that the guest has
+    /// not read is lost.
+    pub(super) fn reset(&self) {
+        let mut uart = lock(&self.uart);
+        let out = std::mem::replace(uart.writer_mut(), Box::new(io::sink()));
+        *uart = Serial::with_events(Irq(self.irq.clone()), InputRoom(self.input_room.clone()), out);
+        drop(uart);
+        self.input_waits.store(true, Ordering::SeqCst);
+        self.let_input_in();
     }
 
     /// The interrupt, to be registered with KVM.
@@ -104,8 +115,8 @@ impl SerialPort {
 }
 
 impl GuestInput for SerialPort {
-    /// Never blocks: a vCPU may hold the port while it waits for a slow console, and the caller is who would end
-    /// that wait.
+    /// Never blocks: a vCPU may hold the port while it waits for a slow console, and the caller is who
+    /// would end that wait.
     fn send(&self, bytes: &[u8]) -> usize {
         let Some(mut uart) = self.try_lock() else { return 0 };
         let room = uart.fifo_capacity().min(bytes.len());
@@ -154,6 +165,18 @@ mod tests {
         let taken = port.send(&[0x55; 1000]);
         assert!(taken > 0 && taken < 1000);
         assert_eq!(port.send(b"x"), 0);
+    }
+
+    #[test]
+    fn a_reset_port_is_new_and_takes_input() {
+        let port = port();
+        port.write(4, 0x10);
+        port.write(1, 1);
+        assert_eq!(port.send(b"x"), 0);
+        port.reset();
+        assert_eq!((port.read(1), port.read(4)), (0, 8));
+        assert!(port.input_room.read().is_ok(), "who waits may try again");
+        assert_eq!(port.send(b"x"), 1);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! kvm-ioctls does not wrap.
 
 pub mod armed;
+pub mod chips;
 pub mod cpuid;
 pub mod event_filter;
 pub mod host;

@@ -1,5 +1,5 @@
-//! How much memory the host can give: its RAM and swap, what of it is free, and what the control group of this
-//! process may have (cgroup v2: Documentation/admin-guide/cgroup-v2.rst; v1: cgroup-v1/memory.rst).
+//! How much memory the host can give: its RAM and swap, what of it is free, and what the control group of
+//! this process may have (cgroup v2: Documentation/admin-guide/cgroup-v2.rst; v1: cgroup-v1/memory.rst).
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Where the pages of guest memory come from: the host's anonymous memory, a memfd that others can map, or huge
-//! pages; and how they are given back.
+//! Where the pages of guest memory come from: the host's anonymous memory, a memfd that others can map, or
+//! huge pages; and how they are given back.
 #![expect(unsafe_code, reason = "memfd_create(2), madvise(2), fallocate(2)")]
 
 use std::ffi::CStr;
@@ -235,8 +235,8 @@ fn populate(memory: &GuestMemoryMmap, kind: MemoryKind) -> Result<(), BackingErr
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn advise(region: &GuestRegionMmap, advice: libc::c_int) -> io::Result<()> {
     loop {
-        // SAFETY: the range is one whole mapping of guest memory, to which no Rust reference points. None of the
-        // advice used here unmaps it; MADV_DONTNEED makes it read as zeroes.
+        // SAFETY: the range is one whole mapping of guest memory, to which no Rust reference points. None
+        // of the advice used here unmaps it; MADV_DONTNEED makes it read as zeroes.
         let done = unsafe { libc::madvise(region.as_ptr().cast(), region.len() as usize, advice) };
         if done == 0 {
             return Ok(());

@@ -340,6 +340,23 @@ impl VcpuPmu {
         Ok(())
     }
 
+    /// Whether a thread counts for this vCPU.
+    pub fn is_attached(&self) -> bool {
+        self.attached.is_some()
+    }
+
+    /// The registers are in their reset state again, and nothing of what they counted goes on. The vCPU
+    /// stays in the perf core, with the events of operators.
+    pub fn reset(&mut self) {
+        if let Some(attached) = &mut self.attached {
+            self.vpmu.detach(&mut attached.events);
+        }
+        let mut fresh = self.vm.vcpu(self.id, self.tsc_khz);
+        fresh.vpmu.said_before(&self.vpmu);
+        fresh.attached = self.attached.take();
+        *self = fresh;
+    }
+
     /// The thread is about to end: the vCPU leaves the perf core.
     pub fn detach(&mut self) {
         if let Some(mut attached) = self.attached.take() {

@@ -86,6 +86,12 @@ impl GuestProbe {
         self.kernel.load_full()
     }
 
+    /// Another guest begins: nothing is known of its kernel.
+    pub fn forget(&self) {
+        *self.search() = Search::NotYet;
+        self.kernel.store(None);
+    }
+
     /// Whether the kernel is to be looked for now: it is not known, nobody is looking, and the last look was
     /// not just now. Who gets `true` has to start one.
     pub fn begin_search(&self) -> bool {

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use super::meeting::Meeting;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Why a VM ended.
@@ -23,6 +24,43 @@ pub enum StopReason {
     Signal(i32),
     /// KVM or the VMM cannot go on; the reason was logged.
     Failed,
+    /// The guest reset the machine, which cannot start again, for instance because its kernel's file is
+    /// gone; the reason was logged.
+    NotRestarted,
+}
+
+impl StopReason {
+    /// Whether a machine that restarts goes on after this: a processor that shuts down resets a PC, too.
+    fn is_reset(self) -> bool {
+        matches!(self, StopReason::Reset | StopReason::TripleFault)
+    }
+}
+
+/// What a reset of the machine by its guest leads to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnReset {
+    /// The VM ends.
+    #[default]
+    Exit,
+    /// The VM starts again.
+    Restart,
+}
+
+/// Not one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be exit (the VM ends) or restart (the guest boots again)")]
+pub struct NotOnReset;
+
+impl std::str::FromStr for OnReset {
+    type Err = NotOnReset;
+
+    fn from_str(text: &str) -> Result<Self, NotOnReset> {
+        match text {
+            "exit" => Ok(OnReset::Exit),
+            "restart" => Ok(OnReset::Restart),
+            _ => Err(NotOnReset),
+        }
+    }
 }
 
 /// What the vCPU threads are to do.
@@ -35,6 +73,8 @@ pub enum RunState {
     Paused = 1,
     /// Leave the thread.
     Stopped = 2,
+    /// Leave the guest, which starts again: see [`super::meeting`].
+    Resetting = 3,
 }
 
 /// Run state and end of one VM.
@@ -43,9 +83,23 @@ pub struct RunControl {
     state: AtomicU8,
     /// vCPU threads that are waiting in [`RunControl::wait_until_not_paused`].
     parked: AtomicUsize,
-    reason: Mutex<Option<StopReason>>,
+    /// A guest that resets the machine runs again.
+    on_reset: OnReset,
+    ends: Mutex<Ends>,
     changed: Condvar,
     stopped: EventFd,
+    /// Somebody has to look at a reset.
+    reset: EventFd,
+}
+
+/// What is behind the lock.
+#[derive(Debug, Default)]
+pub(super) struct Ends {
+    reason: Option<StopReason>,
+    /// An operator wants it paused.
+    paused: bool,
+    /// The vCPUs of a reset.
+    pub(super) meeting: Meeting,
 }
 
 impl RunControl {
@@ -53,13 +107,15 @@ impl RunControl {
     ///
     /// # Errors
     /// The error of `eventfd(2)`.
-    pub fn new() -> io::Result<Self> {
+    pub fn new(on_reset: OnReset) -> io::Result<Self> {
         Ok(Self {
             state: AtomicU8::new(RunState::Running as u8),
             parked: AtomicUsize::new(0),
-            reason: Mutex::new(None),
+            on_reset,
+            ends: Mutex::default(),
             changed: Condvar::new(),
             stopped: EventFd::new(EFD_NONBLOCK)?,
+            reset: EventFd::new(EFD_NONBLOCK)?,
         })
     }
 
@@ -68,39 +124,95 @@ impl RunControl {
         match self.state.load(Ordering::Relaxed) {
             0 => RunState::Running,
             1 => RunState::Paused,
+            3 => RunState::Resetting,
             _ => RunState::Stopped,
         }
     }
 
     /// Ends the VM. The first reason counts; later calls change nothing.
     pub fn stop(&self, reason: StopReason) {
-        let mut first = self.lock();
-        if first.is_none() {
-            *first = Some(reason);
-        }
-        self.state.store(RunState::Stopped as u8, Ordering::SeqCst);
-        drop(first);
+        let mut ends = self.lock();
+        ends.reason.get_or_insert(reason);
+        self.set(RunState::Stopped);
+        drop(ends);
         self.changed.notify_all();
         if let Err(e) = self.stopped.write(1) {
             log::error!("cannot announce the end of the VM: {e}");
         }
     }
 
-    /// Pauses or resumes; returns false when the VM has ended.
-    pub fn set_paused(&self, paused: bool) -> bool {
-        let guard = self.lock();
-        if self.state() == RunState::Stopped {
-            return false;
+    /// A vCPU has done what ends the VM, or starts it again where a reset does.
+    pub fn guest_ends(&self, reason: StopReason) {
+        if self.on_reset == OnReset::Exit || !reason.is_reset() {
+            return self.stop(reason);
         }
-        let state = if paused {
+        let ends = self.lock();
+        match self.state() {
+            RunState::Running | RunState::Paused => self.set(RunState::Resetting),
+            RunState::Stopped | RunState::Resetting => {}
+        }
+        drop(ends);
+        self.changed.notify_all();
+        self.look_at_reset();
+    }
+
+    /// Has the main loop look how far a reset is.
+    pub(super) fn look_at_reset(&self) {
+        if let Err(e) = self.reset.write(1) {
+            log::error!("cannot announce a reset: {e}");
+        }
+    }
+
+    /// Readable when there is something to do for a reset.
+    pub fn reset_event(&self) -> &EventFd {
+        &self.reset
+    }
+
+    /// Whether the VM starts again when its guest resets it.
+    pub fn restarts(&self) -> bool {
+        self.on_reset == OnReset::Restart
+    }
+
+    /// Pauses or resumes; returns false when the VM has ended. One that is resetting is paused behind that.
+    pub fn set_paused(&self, paused: bool) -> bool {
+        let mut ends = self.lock();
+        ends.paused = paused;
+        match self.state() {
+            RunState::Stopped => return false,
+            RunState::Resetting => return true,
+            RunState::Running | RunState::Paused => self.set_as_wanted(&ends),
+        }
+        drop(ends);
+        self.changed.notify_all();
+        true
+    }
+
+    /// Whether an operator wants it paused.
+    pub fn is_to_pause(&self) -> bool {
+        self.lock().paused
+    }
+
+    /// Running or paused, as the operator wants it.
+    pub(super) fn set_as_wanted(&self, ends: &Ends) {
+        self.set(if ends.paused {
             RunState::Paused
         } else {
             RunState::Running
-        };
+        });
+    }
+
+    fn set(&self, state: RunState) {
         self.state.store(state as u8, Ordering::SeqCst);
-        drop(guard);
+    }
+
+    /// Waits for a change.
+    pub(super) fn wait<'a>(&self, ends: MutexGuard<'a, Ends>) -> MutexGuard<'a, Ends> {
+        self.changed.wait(ends).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells all who wait.
+    pub(super) fn tell(&self) {
         self.changed.notify_all();
-        true
     }
 
     /// Blocks a vCPU thread while the VM is paused and it has no `mail`. Who sends it some calls
@@ -109,7 +221,7 @@ impl RunControl {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
         while self.state() == RunState::Paused && !mail() {
-            guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            guard = self.wait(guard);
         }
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
@@ -128,7 +240,7 @@ impl RunControl {
 
     /// Why the VM ended; `None` while it has not.
     pub fn reason(&self) -> Option<StopReason> {
-        *self.lock()
+        self.lock().reason
     }
 
     /// Becomes readable when the VM has ended.
@@ -136,8 +248,8 @@ impl RunControl {
         &self.stopped
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<StopReason>> {
-        self.reason.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, Ends> {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -148,7 +260,7 @@ mod tests {
     /// The first reason is the one that is reported, and a stopped VM cannot be resumed.
     #[test]
     fn first_stop_reason_wins_and_is_final() {
-        let control = RunControl::new().unwrap();
+        let control = RunControl::new(OnReset::Exit).unwrap();
         assert!(control.set_paused(true));
         control.stop(StopReason::Reset);
         control.stop(StopReason::PowerOff);
@@ -158,11 +270,28 @@ mod tests {
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
+    /// A reset ends a VM that does not restart, and nothing but a reset is survived by one that does.
+    #[test]
+    fn only_resets_are_survived_and_only_if_asked() {
+        let exits = RunControl::new(OnReset::Exit).unwrap();
+        exits.guest_ends(StopReason::Reset);
+        assert_eq!(exits.reason(), Some(StopReason::Reset));
+        let restarts = RunControl::new(OnReset::Restart).unwrap();
+        restarts.guest_ends(StopReason::TripleFault);
+        assert_eq!((restarts.reason(), restarts.state()), (None, RunState::Resetting));
+        assert!(restarts.set_paused(true));
+        assert_eq!(restarts.state(), RunState::Resetting, "the pause comes after it");
+        restarts.guest_ends(StopReason::PowerOff);
+        assert_eq!(restarts.reason(), Some(StopReason::PowerOff));
+        restarts.guest_ends(StopReason::Reset);
+        assert_eq!(restarts.state(), RunState::Stopped);
+    }
+
     /// Mail gets a parked thread out without ending the pause.
     #[test]
     fn mail_wakes_a_parked_thread() {
         use std::sync::atomic::AtomicBool;
-        let shared = std::sync::Arc::new((RunControl::new().unwrap(), AtomicBool::new(false)));
+        let shared = std::sync::Arc::new((RunControl::new(OnReset::Exit).unwrap(), AtomicBool::new(false)));
         shared.0.set_paused(true);
         let waiter = std::thread::spawn({
             let shared = shared.clone();
@@ -180,7 +309,7 @@ mod tests {
     /// A stop releases threads that wait in a pause.
     #[test]
     fn stop_releases_paused_threads() {
-        let control = std::sync::Arc::new(RunControl::new().unwrap());
+        let control = std::sync::Arc::new(RunControl::new(OnReset::Exit).unwrap());
         control.set_paused(true);
         let waiter = std::thread::spawn({
             let control = control.clone();

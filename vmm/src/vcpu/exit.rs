@@ -269,6 +269,9 @@ impl Running {
 
     /// Says that the guest shut this vCPU down, and where it was, as far as KVM still knows.
     fn report_triple_fault(&self) {
+        if !self.seat.may_tell_shutdown() {
+            return;
+        }
         let place = match (self.fd.get_regs(), self.fd.get_sregs()) {
             // With AMD-V the state is lost with the shutdown, and KVM resets the vCPU.
             (Ok(regs), Ok(sregs)) if sregs.cr0 & CR0_PE != 0 => format!(

@@ -18,10 +18,11 @@ use super::gate::{Gate, PlantedGate};
 use super::pmi::Lvtpc;
 use super::roster::Seat;
 use super::step::Stepper;
-use super::{Rdpmc, Vcpu, VcpuError};
+use super::{Rdpmc, RestartError, Vcpu, VcpuError};
+use crate::boot;
 use crate::devices::Bus;
 use crate::kvm::stepping::Stepping;
-use crate::pmu::VmPmu;
+use crate::pmu::{VcpuPmu, VmPmu};
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::{Sites, SitesOfVcpu};
 
@@ -127,6 +128,8 @@ pub struct VcpuMaker {
     pub rdpmc: Option<RdpmcParts>,
     /// With the exact backing.
     pub stepper: Option<StepperParts>,
+    /// How the boot processor enters what was loaded.
+    pub entry: boot::Entry,
 }
 
 impl fmt::Debug for VcpuMaker {
@@ -145,6 +148,28 @@ impl VcpuMaker {
             .pmu
             .as_ref()
             .map(|pmu| pmu.vcpu(kvm.kept.id, kvm.kept.tsc_khz));
+        self.make_with(kvm, seat, vcpu_pmu)
+    }
+
+    /// Makes KVM's vCPU what it was when it was made, and ready to enter what is loaded now.
+    ///
+    /// # Errors
+    /// [`RestartError`].
+    pub(super) fn restore(&self, kvm: &KvmVcpu) -> Result<(), RestartError> {
+        kvm.restore()?;
+        if kvm.id() == 0 {
+            boot::configure_bsp(&self.entry, &kvm.fd)?;
+        }
+        Ok(())
+    }
+
+    /// The same with a PMU that is there.
+    pub(super) fn make_with(
+        &self,
+        kvm: KvmVcpu,
+        seat: &Arc<Seat>,
+        vcpu_pmu: Option<VcpuPmu>,
+    ) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
         let masks = vcpu_pmu
             .as_ref()
             .is_some_and(crate::pmu::VcpuPmu::masks_lvtpc_on_delivery);

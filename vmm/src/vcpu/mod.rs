@@ -17,6 +17,7 @@ pub mod gate;
 pub mod kick;
 pub mod mailbox;
 pub mod maker;
+mod meeting;
 pub mod pmi;
 mod rdpmc;
 mod registers;
@@ -33,6 +34,7 @@ use std::time::{Duration, Instant};
 use kvm_ioctls::{Cap, VcpuFd, VmFd};
 use vpmu::PmiReady;
 
+use crate::boot::BootError;
 use crate::devices::Bus;
 use crate::kvm::armed::ArmedVcpu;
 use crate::pmu::{PmuSetupError, VcpuPmu};
@@ -41,7 +43,8 @@ use control_api::protocol::VcpuView;
 use debugctl::DebugControl;
 use exit::{Completed, Next};
 pub use first_state::{FirstState, StateError};
-use maker::KvmVcpu;
+use maker::{KvmVcpu, VcpuMaker};
+use meeting::Waited;
 use pmi::{Delivery, Lvtpc, Recheck};
 use rdpmc::LastRead;
 pub use rdpmc::Rdpmc;
@@ -74,6 +77,17 @@ pub enum BeginError {
     /// Nothing would wake it.
     #[error("timer_create failed")]
     Timer(#[source] io::Error),
+}
+
+/// Why a vCPU does not start again.
+#[derive(Debug, thiserror::Error)]
+enum RestartError {
+    #[error(transparent)]
+    State(#[from] StateError),
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    #[error(transparent)]
+    Make(#[from] VcpuError),
 }
 
 /// Why a vCPU cannot go on.
@@ -113,7 +127,9 @@ enum Turn {
     Again,
     /// The thread ends: the VM has ended, or the vCPU leaves it.
     Leave,
-    /// The VM ends.
+    /// The guest has reset the machine.
+    Reset,
+    /// The VM ends, or starts again where a reset makes it.
     Stop(StopReason),
 }
 
@@ -270,14 +286,20 @@ impl Running {
     /// Enters the perf core on this thread.
     fn begin(&mut self) -> Result<kick::KickTimer, BeginError> {
         let timer = kick::KickTimer::for_current_thread().map_err(BeginError::Timer)?;
-        if let Some(pmu) = &mut self.pmu {
+        if let Some(pmu) = &mut self.pmu
+            && !pmu.is_attached()
+        {
             pmu.attach_to_current_thread()?;
         }
         Ok(timer)
     }
 
-    /// The loop, until the VM ends or the vCPU is to leave. An error says why it could not begin.
-    fn run(&mut self, began: Option<&SyncSender<Result<(), BeginError>>>) -> Result<(), BeginError> {
+    /// The loop, until the VM ends, the vCPU is to leave, or the machine is reset: then with what it is
+    /// to be made anew. An error says why it could not begin.
+    fn run(
+        &mut self,
+        began: Option<&SyncSender<Result<(), BeginError>>>,
+    ) -> Result<Option<Arc<VcpuMaker>>, BeginError> {
         let timer = self.begin()?;
         if let Some(began) = began
             && began.send(Ok(())).is_err()
@@ -293,10 +315,12 @@ impl Running {
             match self.turn(&timer) {
                 Ok(Turn::Again) => {}
                 Ok(Turn::Leave) => break,
-                Ok(Turn::Stop(reason)) => {
-                    self.control.stop(reason);
-                    break;
+                Ok(Turn::Reset) => {
+                    if let Some(maker) = self.wait_for_restart() {
+                        return Ok(Some(maker));
+                    }
                 }
+                Ok(Turn::Stop(reason)) => self.control.guest_ends(reason),
                 Err(failure) => {
                     self.report(&failure);
                     self.control.stop(StopReason::Failed);
@@ -310,7 +334,48 @@ impl Running {
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
         }
-        Ok(())
+        Ok(None)
+    }
+
+    /// After a reset: out of the guest, with its counters closed, until the machine is made anew. `None`:
+    /// that does not happen, and the loop says why.
+    fn wait_for_restart(&mut self) -> Option<Arc<VcpuMaker>> {
+        self.settle();
+        if let Some(pmu) = &mut self.pmu {
+            pmu.reset();
+            pmu.pause();
+        }
+        loop {
+            let seat = &self.seat;
+            let mail = || seat.mailbox().has_mail() || seat.is_to_leave();
+            match self.control.wait_for_restart(self.id, mail) {
+                Waited::Restart(maker) => return Some(maker),
+                Waited::Mail if self.seat.is_to_leave() => {
+                    self.control.leaves_meeting(self.id);
+                    break;
+                }
+                Waited::Mail => self.read_mail(),
+                Waited::Over => break,
+            }
+        }
+        if let Some(pmu) = &mut self.pmu {
+            pmu.resume();
+        }
+        None
+    }
+
+    /// The same vCPU as it was made, on this thread and in the perf core as before. It waits for the others.
+    fn made_anew(mut self, maker: &VcpuMaker) -> Result<Self, RestartError> {
+        let (pmu, seat, control) = (self.pmu.take(), self.seat.clone(), self.control.clone());
+        let kvm = self.into_kvm();
+        maker.restore(&kvm)?;
+        let vcpu = maker.make_with(kvm, &seat, pmu).map_err(|(_, e)| e)?;
+        let mut fresh = Running::new(vcpu);
+        control.is_restored(fresh.id);
+        if let Some(pmu) = &mut fresh.pmu {
+            pmu.resume();
+        }
+        Ok(fresh)
     }
 
     /// One turn of the loop.
@@ -329,6 +394,7 @@ impl Running {
                 return Ok(Turn::Again);
             }
             RunState::Stopped => return Ok(Turn::Leave),
+            RunState::Resetting => return Ok(Turn::Reset),
         }
         if self.before_entry(timer)? == Entry::Again {
             return Ok(Turn::Again);

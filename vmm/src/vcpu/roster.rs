@@ -12,10 +12,12 @@
 //! its counts, and parks what is KVM's.
 
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
 
 use super::control::{RunControl, RunState};
 use super::first_state::StateError;
@@ -27,6 +29,10 @@ use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
 
 /// How long a vCPU's thread may take to open its events.
 const START_PATIENCE: Duration = Duration::from_secs(10);
+/// Between two looks whether a vCPU has left.
+const LEAVING_PAUSE: Duration = Duration::from_millis(1);
+/// Triple faults of a vCPU that are told of.
+const MOST_SHUTDOWNS_TOLD: u64 = 16;
 /// Between two interrupts for the same change.
 const REMINDER: Duration = Duration::from_secs(1);
 
@@ -75,6 +81,8 @@ pub struct Seat {
     mailbox: Mailbox,
     stats: VcpuStats,
     parked: Mutex<Option<KvmVcpu>>,
+    /// Triple faults so far.
+    shutdowns: AtomicU64,
 }
 
 impl Seat {
@@ -86,6 +94,7 @@ impl Seat {
             mailbox: Mailbox::default(),
             stats: VcpuStats::default(),
             parked: Mutex::default(),
+            shutdowns: AtomicU64::new(0),
         }
     }
 
@@ -110,6 +119,11 @@ impl Seat {
         self.leave.load(Ordering::Relaxed)
     }
 
+    /// Whether one more triple fault is told of. Where it resets the machine, a guest may do nothing else.
+    pub(super) fn may_tell_shutdown(&self) -> bool {
+        self.shutdowns.fetch_add(1, Ordering::Relaxed) < MOST_SHUTDOWNS_TOLD
+    }
+
     /// The thread has nothing more to do with the vCPU: the seat is free.
     pub(super) fn park(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
@@ -129,9 +143,11 @@ impl Seat {
 #[derive(Debug)]
 pub struct Roster {
     seats: Vec<Arc<Seat>>,
-    maker: VcpuMaker,
+    maker: ArcSwap<VcpuMaker>,
     kicker: Kicker,
     control: Arc<RunControl>,
+    /// vCPUs that came back with a reset, which nobody has taken note of.
+    came_back: Mutex<VcpuSet>,
     /// `None`: nobody comes or goes.
     plug: Option<Arc<CpuPlug>>,
     reminded: Mutex<Option<Instant>>,
@@ -152,7 +168,8 @@ impl Roster {
         };
         Self {
             seats: vcpus.into_iter().map(seat).collect(),
-            maker,
+            maker: ArcSwap::from_pointee(maker),
+            came_back: Mutex::default(),
             kicker: Kicker::default(),
             control,
             plug,
@@ -243,6 +260,7 @@ impl Roster {
             RunState::Running => {}
             RunState::Paused => return Err(RosterError::NotRunning("paused")),
             RunState::Stopped => return Err(RosterError::NotRunning("ending")),
+            RunState::Resetting => return Err(RosterError::NotRunning("starting again")),
         }
         let leaving = set(self.taken().filter(|seat| seat.is_to_leave()).map(|seat| seat.id));
         let present = self.present().without(leaving);
@@ -295,6 +313,63 @@ impl Roster {
         self.dismiss(ejected);
     }
 
+    /// A step of a reset, each time one of the vCPUs has come as far as the others wait for: the vCPUs
+    /// start again if all of them are out of the guest. Those beyond the first `vcpus` leave, and those
+    /// that are missing come. `machine` makes the rest of the machine anew.
+    ///
+    /// # Errors
+    /// That of `machine`, or [`RosterError`].
+    pub fn restart<E: From<RosterError>>(
+        &self,
+        vcpus: u8,
+        machine: impl FnOnce() -> Result<VcpuMaker, E>,
+    ) -> Result<(), E> {
+        if self.control.state() != RunState::Resetting || self.control.is_restoring() {
+            return Ok(());
+        }
+        let arrived = self.control.arrived();
+        let staying = set(self
+            .taken()
+            .filter(|seat| !seat.is_to_leave())
+            .map(|seat| seat.id));
+        if !staying.without(arrived).is_empty() {
+            self.kicker.kick();
+            return Ok(());
+        }
+        let all = VcpuSet::below(vcpus);
+        self.dismiss(staying.without(all));
+        let missing = all.without(staying);
+        for vcpu in missing.numbers() {
+            self.start_one_that_left(vcpu)?;
+        }
+        let mut came_back = self.came_back.lock().unwrap_or_else(PoisonError::into_inner);
+        *came_back = came_back.with(missing);
+        drop(came_back);
+        let maker = Arc::new(machine()?);
+        self.maker.store(maker.clone());
+        self.control.go_on(all, maker);
+        Ok(())
+    }
+
+    /// The vCPUs that came back with a reset since the last call.
+    pub fn take_came_back(&self) -> VcpuSet {
+        std::mem::take(&mut *self.came_back.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Starts a vCPU whose last thread may be about to end.
+    fn start_one_that_left(&self, vcpu: u8) -> Result<(), RosterError> {
+        let until = Instant::now() + START_PATIENCE;
+        loop {
+            match self.start_one(vcpu) {
+                Err(RosterError::Leaving(_)) if Instant::now() < until => {
+                    self.kicker.kick();
+                    std::thread::sleep(LEAVING_PAUSE);
+                }
+                other => return other,
+            }
+        }
+    }
+
     fn remembers_to_remind(&self) {
         *self.reminded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
@@ -316,7 +391,7 @@ impl Roster {
         // What was asked of one that has left is not for this one.
         let _ = seat.mailbox.take();
         seat.leave.store(false, Ordering::SeqCst);
-        self.maker.make(parked, seat).map_err(|(parked, e)| {
+        self.maker.load().make(parked, seat).map_err(|(parked, e)| {
             *seat.lock() = Some(parked);
             RosterError::Make(seat.id, e)
         })

@@ -27,16 +27,18 @@ impl Vcpu {
             .name(format!("vcpu{id}"))
             .spawn(move || {
                 let Some(vcpu) = take(&there) else { return };
-                let mut vcpu = Running::new(vcpu);
+                let vcpu = Running::new(vcpu);
                 let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
                 // A panic here would be a bug of ours; it must end the VM and not leave the others running
                 // headless.
-                let run = std::panic::AssertUnwindSafe(|| vcpu.run(began.as_ref()));
-                let Ok(ran) = std::panic::catch_unwind(run) else {
+                let run = std::panic::AssertUnwindSafe(|| run(vcpu, began.as_ref()));
+                let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
                     control.stop(StopReason::Failed);
                     return;
                 };
-                seat.park(vcpu.into_kvm());
+                if let Some(vcpu) = vcpu {
+                    seat.park(vcpu.into_kvm());
+                }
                 match (ran, began) {
                     (Ok(()), _) => {}
                     // Its seat is free when this is heard.
@@ -56,6 +58,29 @@ impl Vcpu {
                 Err(VcpuError::Spawn(id, e))
             }
         }
+    }
+}
+
+/// Runs a vCPU as often as the machine is reset. It comes back, but for one that could not start again.
+fn run(
+    mut vcpu: Running,
+    mut began: Option<&SyncSender<Result<(), BeginError>>>,
+) -> (Option<Running>, Result<(), BeginError>) {
+    loop {
+        let maker = match vcpu.run(began.take()) {
+            Ok(Some(maker)) => maker,
+            Ok(None) => return (Some(vcpu), Ok(())),
+            Err(why) => return (Some(vcpu), Err(why)),
+        };
+        let (id, control) = (vcpu.id, vcpu.control.clone());
+        vcpu = match vcpu.made_anew(&maker) {
+            Ok(fresh) => fresh,
+            Err(why) => {
+                log::error!("vcpu{id}: it does not start again: {}", error_line(&why));
+                control.stop(StopReason::Failed);
+                return (None, Ok(()));
+            }
+        };
     }
 }
 

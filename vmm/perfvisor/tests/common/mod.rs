@@ -1,6 +1,7 @@
 //! What tests of the program share.
 #![allow(dead_code, missing_docs, reason = "each test program uses its part")]
 
+pub mod machine;
 #[path = "../../../../perf-core/tests/common/skip.rs"]
 pub mod skip;
 pub mod vm;

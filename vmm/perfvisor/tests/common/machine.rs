@@ -1,0 +1,128 @@
+//! A VM of the real program whose guest says lines, and to which keys can be sent.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::vm::PROGRAM;
+
+/// It only makes a failure end.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A VM with a runtime directory of its own; killed when the test ends.
+pub struct Machine {
+    pub child: Child,
+    pub runtime: tempfile::TempDir,
+    lines: Receiver<String>,
+    said: Arc<Mutex<Vec<String>>>,
+}
+
+impl Machine {
+    /// `perfvisor -v run --name machine` with `args`. `None` where there is no KVM.
+    pub fn start(args: &[&str]) -> Option<Self> {
+        if !Path::new("/dev/kvm").exists() {
+            super::skip::skipped("no /dev/kvm here", false);
+            return None;
+        }
+        let runtime = tempfile::tempdir().unwrap();
+        let mut child = Command::new(PROGRAM)
+            .args(["-v", "run", "--name", "machine", "--memory", "32M"])
+            .args(args)
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (tell, lines) = channel();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                if tell.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let (err, list) = (BufReader::new(child.stderr.take().unwrap()), said.clone());
+        std::thread::spawn(move || {
+            err.lines()
+                .map_while(Result::ok)
+                .for_each(|l| list.lock().unwrap().push(l));
+        });
+        Some(Self {
+            child,
+            runtime,
+            lines,
+            said,
+        })
+    }
+
+    /// The next line of the guest that has `part` in it.
+    #[track_caller]
+    pub fn line_with(&self, part: &str) -> String {
+        loop {
+            match self.lines.recv_timeout(PATIENCE) {
+                Ok(line) if line.contains(part) => return line,
+                Ok(_) => {}
+                Err(e) => panic!("no line with {part:?}: {e}; {:?}", self.said()),
+            }
+        }
+    }
+
+    /// Presses a key on the guest's console.
+    pub fn key(&mut self) {
+        self.child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+    }
+
+    /// What it has said on standard error so far.
+    pub fn said(&self) -> Vec<String> {
+        self.said.lock().unwrap().clone()
+    }
+
+    /// How many lines of standard error have `part` in them.
+    pub fn said_count(&self, part: &str) -> usize {
+        self.said().iter().filter(|line| line.contains(part)).count()
+    }
+
+    /// Standard output of an operator's command, which must succeed.
+    #[track_caller]
+    pub fn operator(&self, args: &[&str]) -> String {
+        let out = self.command(args).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(0), "{args:?}: {stderr}");
+        String::from_utf8(out.stdout).unwrap()
+    }
+
+    /// A command of this VM's operator.
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(PROGRAM);
+        command.args(args).env("XDG_RUNTIME_DIR", self.runtime.path());
+        command
+    }
+
+    /// Its descriptors and threads.
+    pub fn holds(&self) -> (usize, usize) {
+        let count = |what| {
+            let path = format!("/proc/{}/{what}", self.child.id());
+            std::fs::read_dir(path).unwrap().count()
+        };
+        (count("fd"), count("task"))
+    }
+
+    /// Its exit status.
+    pub fn status(&mut self) -> Option<i32> {
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

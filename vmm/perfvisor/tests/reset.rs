@@ -1,0 +1,181 @@
+//! A guest that resets the machine: it ends, or starts again with nothing left of the time before.
+
+mod common;
+
+use common::machine::Machine;
+use common::vm::eventually;
+
+/// What the guest says of a machine that is new.
+const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";
+
+fn booting(way: &str, args: &[&str]) -> Option<Machine> {
+    let cmdline = format!("reset={way}");
+    Machine::start(&[&["--cmdline", &cmdline, "--cpus", "2"], args].concat())
+}
+
+#[test]
+fn without_restart_a_reset_ends_the_vm() {
+    for (way, status) in [("keyboard", 4), ("cf9", 4), ("a20", 4), ("triple", 6)] {
+        let Some(mut vm) = booting(way, &[]) else { return };
+        assert_eq!(vm.line_with("boot"), NEW);
+        assert_eq!(vm.status(), Some(status), "{way}: {:?}", vm.said());
+    }
+}
+
+/// Whatever resets it, the guest finds zero memory, PMU and devices, and both its vCPUs; and the VM holds
+/// no more descriptors and threads after 50 times than after 10.
+#[test]
+fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
+    for (pmu, way) in [
+        ("intel", "keyboard"),
+        ("amd", "cf9"),
+        ("intel", "a20"),
+        ("amd", "triple"),
+    ] {
+        let Some(mut vm) = booting(way, &["--on-reset", "restart", "--pmu", pmu]) else {
+            return;
+        };
+        for _ in 0..10 {
+            assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
+        }
+        vm.operator(&["ctl", "machine", "pause"]);
+        let before = vm.holds();
+        vm.operator(&["ctl", "machine", "resume"]);
+        for _ in 0..if way == "cf9" { 50 } else { 10 } {
+            assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
+        }
+        vm.operator(&["ctl", "machine", "pause"]);
+        // The operator's connection closes in its own time.
+        eventually(&format!("{way}: no more than {before:?}"), || {
+            let now = vm.holds();
+            now.0 <= before.0 && now.1 <= before.1
+        });
+        vm.operator(&["ctl", "machine", "stop"]);
+        assert_eq!(vm.status(), Some(0), "{way}: {:?}", vm.said());
+        assert!(vm.said_count("starts again") <= 16, "{:?}", vm.said());
+        assert!(vm.said_count("triple fault") <= 2 * 16, "{:?}", vm.said());
+        assert!(vm.said_count("here can count") <= 2, "{:?}", vm.said());
+    }
+}
+
+/// What an operator counts and samples goes on over resets, on the same vCPUs.
+#[test]
+fn an_operator_s_events_outlive_a_reset() {
+    let Some(mut vm) = booting("cf9 key", &["--on-reset", "restart"]) else {
+        return;
+    };
+    vm.line_with("boot");
+    let data = vm.runtime.path().join("perf.data");
+    let mut stat = vm.command(&["stat", "machine", "-A", "-j", "-e", "cycles"]);
+    let stat = stat.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut record = vm.command(&["record", "machine", "-c", "10000000", "-e", "cycles", "-o"]);
+    let mut record = record.arg(&data).spawn().unwrap();
+    eventually("the recording runs", || {
+        vm.operator(&["ctl", "machine", "status"]);
+        std::fs::metadata(&data).is_ok_and(|file| file.len() > 0)
+    });
+    for _ in 0..5 {
+        vm.key();
+        assert_eq!(vm.line_with("boot"), NEW);
+    }
+    let interrupt = |id: u32| {
+        let id = id.to_string();
+        let sent = std::process::Command::new("/bin/kill")
+            .args(["-INT", &id])
+            .status();
+        assert!(sent.unwrap().success());
+    };
+    interrupt(stat.id());
+    interrupt(record.id());
+    assert!(record.wait().unwrap().success());
+    let counted = stat.wait_with_output().unwrap();
+    let text = String::from_utf8(counted.stdout).unwrap();
+    let mut vcpus = 0;
+    for line in text.lines() {
+        let value: serde_json::Value = serde_json::from_str(line).unwrap();
+        let cycles: u64 = value["counter-value"].as_str().unwrap().parse().unwrap();
+        assert!(cycles > 0, "{line}");
+        vcpus += 1;
+    }
+    assert_eq!(vcpus, 2, "{text}");
+    let report = vm.operator(&["script", "-i", data.to_str().unwrap()]);
+    assert!(report.lines().count() > 0, "no samples");
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
+
+/// vCPUs that were added have left when the guest boots again, and can be added again.
+#[test]
+fn a_reset_leads_back_to_the_number_of_vcpus_at_the_start() {
+    let args = [
+        "--cmdline",
+        "reset=cf9 key",
+        "--cpus",
+        "1,max=3",
+        "--on-reset",
+        "restart",
+    ];
+    let Some(mut vm) = Machine::start(&args) else {
+        return;
+    };
+    for _ in 0..3 {
+        assert_eq!(vm.line_with("boot"), NEW.replace("cpus=2", "cpus=1"));
+        vm.operator(&["ctl", "machine", "vcpus", "3", "--wait", "0.1"]);
+        assert_eq!(vcpus(&vm), 3);
+        vm.key();
+        eventually("one vCPU is left", || vcpus(&vm) == 1);
+    }
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
+
+fn vcpus(vm: &Machine) -> u64 {
+    let text = vm.operator(&["ps", "--json"]);
+    let value: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    value["vcpus"].as_u64().unwrap()
+}
+
+/// A VM that is paused while it starts again stays paused behind that.
+#[test]
+fn a_pause_and_a_reset_do_not_undo_each_other() {
+    let Some(mut vm) = booting("cf9", &["--on-reset", "restart"]) else {
+        return;
+    };
+    for _ in 0..20 {
+        vm.line_with("boot");
+        assert_eq!(vm.operator(&["ctl", "machine", "pause"]), "machine: paused\n");
+        eventually("its vCPUs are parked", || {
+            let text = vm.operator(&["ps", "--json"]);
+            let value: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+            value["state"] == "paused" && value["parked"] == 2
+        });
+        assert_eq!(vm.operator(&["ctl", "machine", "resume"]), "machine: running\n");
+    }
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
+
+#[test]
+fn a_kernel_that_is_gone_at_the_reset_is_one_line_and_bad_input() {
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    std::fs::write(&kernel, guest_images::bare_metal::BUILTIN).unwrap();
+    let args = ["--kernel", kernel.to_str().unwrap(), "--on-reset", "restart"];
+    let Some(mut vm) = booting("cf9 key", &args) else {
+        return;
+    };
+    vm.line_with("boot");
+    vm.key();
+    vm.line_with("boot");
+    std::fs::remove_file(&kernel).unwrap();
+    vm.key();
+    assert_eq!(vm.status(), Some(2), "{:?}", vm.said());
+    let name = kernel.display().to_string();
+    let about: Vec<String> = vm
+        .said()
+        .into_iter()
+        .filter(|line| line.contains(&name))
+        .collect();
+    assert_eq!(about.len(), 1, "{about:?}");
+    assert!(about[0].contains("cannot start again"), "{about:?}");
+}
