@@ -138,6 +138,10 @@ impl VendorOps for Amd {
         registers.global_control
     }
 
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "twelve bits are left by the masks"
+    )]
     fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest> {
         if counter.fixed_number().is_some() {
             return None;

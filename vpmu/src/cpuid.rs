@@ -138,6 +138,10 @@ impl Model {
     /// CPUID.0AH. EAX: version, counters, width, length of the event vector. EBX: 1 for an event that is not
     /// available. ECX: bitmap of fixed counters (version 5). EDX: run of fixed counters, their width,
     /// AnyThread deprecated (from version 2).
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "one bit for each of a handful of events"
+    )]
     fn arch_perfmon_leaf(&self, backability: Backability) -> CpuidRegs {
         let version = u32::from(self.intel_version());
         if version == 0 {

@@ -290,6 +290,7 @@ pub struct EventRequest {
 impl EventRequest {
     /// The request of a general-purpose counter whose selector is `config`, as `perf_event_attr.config` of a
     /// raw event has it, at every privilege level: the reverse of [`EventRequest::raw_config`].
+    #[expect(clippy::cast_possible_truncation, reason = "the fields are that wide")]
     pub fn from_raw_config(vendor: Vendor, config: u64) -> Self {
         let select = match vendor {
             Vendor::Intel => config & 0xFF,

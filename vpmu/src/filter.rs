@@ -161,6 +161,7 @@ impl EventFilter {
     ///
     /// # Errors
     /// [`FilterError`] names the entry, the limit and the remedy.
+    #[expect(clippy::cast_possible_truncation, reason = "checked above")]
     pub fn new(spec: &FilterSpec) -> Result<Self, FilterError> {
         if spec.events.len() > MAX_ENTRIES {
             return Err(FilterError::TooManyEntries(spec.events.len()));
@@ -274,6 +275,7 @@ impl EventFilter {
 }
 
 impl Entry {
+    #[expect(clippy::cast_possible_truncation, reason = "checked above")]
     fn new(number: usize, spec: &EntrySpec) -> Result<Self, FilterError> {
         let within = |field, value: u64, limit: u64| {
             if value <= limit {

@@ -43,6 +43,7 @@ pub struct CounterIndex(u8);
 
 impl CounterIndex {
     /// The `n`th general-purpose counter; `None` past [`MAX_GENERAL`].
+    #[expect(clippy::cast_possible_truncation, reason = "below MAX_GENERAL")]
     pub const fn general(n: u32) -> Option<Self> {
         if n < MAX_GENERAL as u32 {
             Some(Self(n as u8))
@@ -52,6 +53,7 @@ impl CounterIndex {
     }
 
     /// The `n`th fixed counter; `None` past [`MAX_FIXED`].
+    #[expect(clippy::cast_possible_truncation, reason = "below MAX_FIXED")]
     pub const fn fixed(n: u32) -> Option<Self> {
         if n < MAX_FIXED as u32 {
             Some(Self(FIXED_BASE + n as u8))
@@ -98,6 +100,7 @@ impl CounterIndex {
     }
 
     /// The counter with dense number `slot`.
+    #[expect(clippy::cast_possible_truncation, reason = "nobody has 2^32 slots")]
     pub const fn from_slot(slot: usize) -> Option<Self> {
         if slot < MAX_GENERAL {
             Self::general(slot as u32)

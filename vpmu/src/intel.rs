@@ -286,6 +286,10 @@ impl VendorOps for Intel {
         }
     }
 
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a fixed counter's number is below MAX_FIXED"
+    )]
     fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest> {
         let request = match counter.fixed_number() {
             Some(n) => {

@@ -30,6 +30,15 @@
 //! host notifies an overflow call [`Vpmu::overflowed`]. Before each entry call [`Vpmu::reconcile`], then, if
 //! [`Vpmu::pmi_pending`], ask [`Vpmu::pmi_ready`] and deliver through LVTPC; [`Vpmu::pmi_delivered`] when it
 //! was.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 
 mod amd;
 pub mod backing;

@@ -283,6 +283,10 @@ impl Model {
     ///
     /// # Errors
     /// [`ModelError`] when a number is outside what the generation can have.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "checked above to be at most 15, and 4"
+    )]
     pub fn new(
         generation: Generation,
         counters: Option<CounterNumbers>,
@@ -407,6 +411,7 @@ impl Model {
     ///
     /// # Errors
     /// [`ModelError::HostHasNone`] when the host's CPUID shows no PMU.
+    #[expect(clippy::cast_possible_truncation, reason = "constants, and at most four bits")]
     pub fn host(host: &mut CpuidReader<'_>) -> Result<Self, ModelError> {
         let pmu = HostPmu::read(host).ok_or(ModelError::HostHasNone)?;
         let generation = pmu.generation;
@@ -510,6 +515,7 @@ impl Model {
 
     /// The registers that together are the state of such a PMU: selectors, controls and status, then
     /// counters.
+    #[expect(clippy::cast_possible_truncation, reason = "a constant")]
     pub fn state_msrs(&self) -> Vec<MsrAddress> {
         let general = |of: &dyn Fn(u32) -> [u32; 2]| -> Vec<u32> {
             let pairs: Vec<_> = (0..u32::from(self.general)).map(of).collect();

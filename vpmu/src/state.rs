@@ -71,6 +71,10 @@ pub enum StateError {
 
 impl Vpmu {
     /// The state as bytes. Running counters are folded in; the PMU goes on as before.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a PMU has at most 19 counters, and a body of a few hundred bytes"
+    )]
     pub fn save(&mut self, events: &mut dyn CounterEvents) -> Vec<u8> {
         self.fold_all(events);
         let mut body = Vec::with_capacity(512);
@@ -268,6 +272,10 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
 
 /// Generation (Intel's with and without transactions are two), its version, general-purpose counters, fixed
 /// bitmap, width: one byte each.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "at most 15 counters of at most 63 bits"
+)]
 fn write_model(body: &mut Vec<u8>, model: &Model) {
     let (kind, version) = match model.generation() {
         Generation::Off(vendor) => (0, vendor_byte(vendor)),

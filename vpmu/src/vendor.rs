@@ -116,6 +116,7 @@ impl Vendor {
 }
 
 /// A request from the selector fields the vendors share.
+#[expect(clippy::cast_possible_truncation, reason = "the fields are that wide")]
 pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -> EventRequest {
     let umask = UnitMask((value >> selector::UMASK_SHIFT) as u8);
     EventRequest {

@@ -19,6 +19,7 @@ impl CounterWidth {
 
     /// A width of `bits`; `None` unless 32 to 63. Below 32 the sign extension of a legacy write has no
     /// meaning.
+    #[expect(clippy::cast_possible_truncation, reason = "at most 63")]
     pub const fn new(bits: u32) -> Option<Self> {
         if bits >= 32 && bits <= 63 {
             Some(Self(bits as u8))
@@ -43,8 +44,9 @@ impl CounterWidth {
     }
 
     /// What a legacy 32-bit counter write stores: bits 31:0 of `value`, sign-extended to the width.
+    #[expect(clippy::cast_possible_truncation, reason = "bits 31:0 are what is stored")]
     pub const fn sign_extend_32(self, value: u64) -> u64 {
-        self.truncate(value as u32 as i32 as i64 as u64)
+        self.truncate(((value as u32).cast_signed() as i64).cast_unsigned())
     }
 
     /// How many more counts make a counter that holds `value` overflow: 1 to 2^width.
@@ -53,6 +55,10 @@ impl CounterWidth {
     }
 
     /// Adds `counts` to `value`.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "truncated to the width; and of two 64-bit numbers' sum the carry is what is above it"
+    )]
     pub const fn advance(self, value: u64, counts: u64) -> Advanced {
         let sum = self.truncate(value) as u128 + counts as u128;
         Advanced {

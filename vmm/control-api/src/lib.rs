@@ -16,6 +16,15 @@
 //!
 //! **Dependencies.** `perf-core` for the names of policies. This crate links neither KVM nor the machine: an
 //! operator's tool that depends on it is small.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 
 pub mod client;
 pub mod events;

@@ -13,6 +13,7 @@ use std::os::unix::net::UnixStream;
 ///
 /// # Errors
 /// The error of `getsockopt(2)`.
+#[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
 pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
     let mut cred = libc::ucred {
         pid: 0,

@@ -34,6 +34,15 @@
 //! Words: a **gva** is a guest-virtual, a **gpa** a guest-physical address. The **slide** is what the running
 //! kernel's addresses have over those it was linked at (KASLR); arithmetic with it wraps. A **frame** is one
 //! address of a call chain.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 
 pub mod export;
 pub mod locate;

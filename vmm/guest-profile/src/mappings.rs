@@ -184,6 +184,7 @@ impl TellOnce {
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
+#[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_PATH")]
 fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
     let len = HEAD + path.len().next_multiple_of(8);
     let Some(out) = out.get_mut(..len) else { return 0 };
@@ -192,7 +193,6 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
         start: mapping.start.into(),
         len: (mapping.end - mapping.start).into(),
         file_offset: mapping.file_offset.into(),
-        // At most MAX_PATH.
         path_len: (path.len() as u16).into(),
         zero: [0; 6],
     };

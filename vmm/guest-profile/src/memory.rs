@@ -61,6 +61,7 @@ pub trait GuestPage {
 const PAGE_SIZE: usize = 4096;
 
 #[inline]
+#[expect(clippy::cast_possible_truncation, reason = "below the page's size")]
 fn offset_in_page(address: u64) -> usize {
     (address % PAGE_SIZE as u64) as usize
 }
@@ -81,6 +82,7 @@ impl GuestPhys for GuestMemoryMmap {
     type Page<'a> = VolatileSlice<'a>;
 
     #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     fn page(&self, gpa: u64) -> Option<Self::Page<'_>> {
         let start = GuestAddress(gpa - offset_in_page(gpa) as u64);
         let region = self.find_region(start)?;

@@ -367,6 +367,11 @@ impl Merge {
     }
 
     /// One full sample for how many periods, so that they do not hold the vCPU for too much of its time.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "the cast saturates, and the result is clamped"
+    )]
     fn affordable(&self) -> u32 {
         let (least, most_held) = match self.mode {
             Mode::Light => (self.terms.chain_every, MOST_HELD),

@@ -143,7 +143,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     /// Whether `gva` is canonical for this depth of tables.
     pub fn is_canonical(&self, gva: u64) -> bool {
         let unused = 64 - self.address_bits();
-        ((gva << unused) as i64 >> unused) as u64 == gva
+        ((gva << unused).cast_signed() >> unused).cast_unsigned() == gva
     }
 
     /// Whether `gva` is a canonical address of the lower half, where Linux keeps user space.
@@ -216,6 +216,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Fills `buf` from `gva`, page by page.
+    #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read(&mut self, gva: u64, buf: &mut [u8], budget: &mut Budget) -> Result<(), Hole> {
         let mut at = gva;
         let mut rest = buf;
@@ -264,6 +265,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// The 8 bytes at `gva`, little endian.
     #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_u64(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
         let offset = (gva % PAGE) as usize;
         if offset <= PAGE as usize - 8 {
@@ -284,6 +286,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// Two words of 8 bytes: that at `gva` and the next.
     #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_pair(&mut self, gva: u64, budget: &mut Budget) -> Result<(u64, u64), Hole> {
         let offset = (gva % PAGE) as usize;
         if offset <= PAGE as usize - 16 {
@@ -303,6 +306,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// The `N` bytes, 8 at most, at `gva`.
     #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_few<const N: usize>(&mut self, gva: u64, budget: &mut Budget) -> Result<[u8; N], Hole> {
         let mut few = [0; N];
         if N <= 8 && (gva % PAGE) as usize <= PAGE as usize - 8 {

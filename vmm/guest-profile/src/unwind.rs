@@ -29,9 +29,9 @@ use kernel_images::image::KernelImage;
 use kernel_images::orc::{Kind, OrcEntry, OrcTable, Reg};
 
 /// `PERF_CONTEXT_GUEST_KERNEL`: the frames after it are the guest kernel's.
-pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64) as u64;
+pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
 /// `PERF_CONTEXT_GUEST_USER`: the frames after it are guest user space's.
-pub const CONTEXT_GUEST_USER: u64 = (-2560i64) as u64;
+pub const CONTEXT_GUEST_USER: u64 = (-2560i64).cast_unsigned();
 
 /// `struct pt_regs` of x86-64: offsets in bytes.
 mod pt_regs {
@@ -128,6 +128,7 @@ impl End {
     ];
 
     /// Its number in a sample, from 1.
+    #[expect(clippy::cast_possible_truncation, reason = "an index into a list of a few")]
     fn code(end: Option<Self>) -> u8 {
         end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
             .map_or(0, |at| at as u8 + 1)

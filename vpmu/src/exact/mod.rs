@@ -452,7 +452,7 @@ impl StepMeter {
         for _ in 0..MOST_SHADOWS {
             self.retire(&last, &at, false, false, &mut passed);
             if last.mnemonic() == Mnemonic::Pop {
-                at.gpr[4] = at.gpr[4].wrapping_add(last.stack_pointer_increment() as u64);
+                at.gpr[4] = at.gpr[4].wrapping_add(i64::from(last.stack_pointer_increment()).cast_unsigned());
             }
             at.rip = next;
             let Some(successor) = decode(&at, next, memory) else {

@@ -41,8 +41,8 @@ pub fn thousands(n: u64) -> String {
 /// Nanoseconds as milliseconds with two places and thousands, the way clocks are shown: `1,234.50`.
 pub fn milliseconds(ns: u64) -> String {
     // Rounded half up at the second place.
-    let hundredths = (u128::from(ns) + 5_000) / 10_000;
-    format!("{}.{:02}", thousands((hundredths / 100) as u64), hundredths % 100)
+    let hundredths = ns / 10_000 + u64::from(ns % 10_000 >= 5_000);
+    format!("{}.{:02}", thousands(hundredths / 100), hundredths % 100)
 }
 
 /// How a value is shown.

@@ -276,7 +276,7 @@ pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
         .chain(alone)
         .filter_map(move |address| {
             // PERF_CONTEXT_MAX: values from here up are markers, no addresses.
-            if address >= (-4095i64) as u64 {
+            if address >= (-4095i64).cast_unsigned() {
                 let was_kernel = kernel;
                 kernel = matches!(
                     address,

@@ -18,9 +18,9 @@ use crate::sample::FileRaw;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
 
 /// `PERF_CONTEXT_KERNEL`.
-pub const CONTEXT_KERNEL: u64 = (-128i64) as u64;
+pub const CONTEXT_KERNEL: u64 = (-128i64).cast_unsigned();
 /// `PERF_CONTEXT_USER`.
-pub const CONTEXT_USER: u64 = (-512i64) as u64;
+pub const CONTEXT_USER: u64 = (-512i64).cast_unsigned();
 
 const MAGIC: &[u8; 8] = b"PERFILE2";
 const HEADER_SIZE: u64 = 104;
@@ -93,6 +93,7 @@ pub struct PerfDataWriter<W: Write + Seek> {
 
 impl<W: Write + Seek> PerfDataWriter<W> {
     /// Starts a file at the current position 0 of `out`.
+    #[expect(clippy::cast_possible_truncation, reason = "a constant")]
     pub fn new(mut out: W, meta: Meta, events: Vec<EventInfo>) -> io::Result<Self> {
         // The header's sections are filled in at the end; until then their zeros say "nothing in here".
         out.write_all(&[0; HEADER_SIZE as usize])?;
@@ -167,6 +168,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// A sample.
+    #[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
     pub fn sample(&mut self, s: &Sample<'_>) -> io::Result<()> {
         let misc = if s.cpl == 3 {
             MISC_GUEST_USER
@@ -232,6 +234,10 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// Writes features, saved symbols and the header. Returns the writer, flushed.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "words of a command line and events are far fewer"
+    )]
     pub fn finish(mut self, symbols: &[SavedSymbol]) -> io::Result<W> {
         let end = self.data_start + self.data_len;
         let mut features: Vec<(u32, Vec<u8>)> = vec![
@@ -396,6 +402,7 @@ fn put_padded(b: &mut Vec<u8>, text: &str) {
 }
 
 /// A string within a feature section: length, then bytes padded to it.
+#[expect(clippy::cast_possible_truncation, reason = "cut to MAX_STRING")]
 fn string(text: &str) -> Vec<u8> {
     let bytes = cut(text);
     let padded = (bytes.len() + 1).next_multiple_of(NAME_ALIGN);

@@ -111,6 +111,7 @@ struct Strings {
 }
 
 impl Strings {
+    #[expect(clippy::cast_possible_wrap, reason = "a list in memory is far shorter")]
     fn id(&mut self, text: &str) -> i64 {
         if let Some(&id) = self.index.get(text) {
             return id;
@@ -148,7 +149,7 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
     p.duration_nanos = times()
         .max()
         .zip(times().min())
-        .map_or(0, |(b, a)| (b - a) as i64);
+        .map_or(0, |(b, a)| (b - a).cast_signed());
     let mut locations: HashMap<(u64, bool, u32), u64> = HashMap::new();
     let mut functions: HashMap<(String, String), u64> = HashMap::new();
     let mut mappings: HashMap<String, u64> = HashMap::new();
@@ -218,7 +219,10 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
         };
         let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
         let mut label = vec![text("task", &task), text("event", event)];
-        for (key, num) in [("vcpu", i64::from(s.vcpu)), ("pid", i64::from(s.pid as i32))] {
+        for (key, num) in [
+            ("vcpu", i64::from(s.vcpu)),
+            ("pid", i64::from(s.pid.cast_signed())),
+        ] {
             label.push(proto::Label {
                 key: strings.id(key),
                 str: 0,

@@ -65,6 +65,10 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
 }
 
 /// Sections of a header must lie within the file: the parser would allocate what they say.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "inside the file, which is in memory"
+)]
 fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
     let truncated = || {
         let eof = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
@@ -260,6 +264,10 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
 }
 
 /// Type and config of attribute `i`, as the file has them (the parser keeps their meaning only).
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "perf_event_attr.type is the lower half"
+)]
 fn raw_attr(bytes: &[u8], i: usize) -> (u32, u64) {
     let at = || {
         let (size, attrs) = (u64_at(bytes, 16)?, u64_at(bytes, 24)?);
@@ -292,7 +300,7 @@ fn event_info(
 
 /// pids are signed in the format; -1 is unknown.
 fn pid(raw: i32) -> u32 {
-    raw as u32
+    raw.cast_unsigned()
 }
 
 fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event_id: u64) {

@@ -107,7 +107,7 @@ pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
                     .iter()
                     .map(|key| match key {
                         SortKey::Comm => task_label(profile, s.tid, s.cr3, s.time_ns),
-                        SortKey::Pid => (s.pid as i32).to_string(),
+                        SortKey::Pid => s.pid.cast_signed().to_string(),
                         SortKey::Vcpu => format!("{:03}", s.vcpu),
                         SortKey::Object => top.as_ref().map_or_else(String::new, |n| n.object.to_string()),
                         SortKey::Symbol => top.as_ref().map_or_else(String::new, |n| {

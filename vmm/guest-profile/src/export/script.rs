@@ -16,7 +16,10 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, mut out: impl Writ
         write!(
             out,
             "{comm:>16} {}/{} [{:03}] {secs:>5}.{micros:06}: {:>10} {event}: ",
-            s.pid as i32, s.tid as i32, s.vcpu, s.period
+            s.pid.cast_signed(),
+            s.tid.cast_signed(),
+            s.vcpu,
+            s.period
         )?;
         // One frame goes on the line, a chain below it.
         let chain = s.chain.len() > 2;

@@ -230,7 +230,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
             (sample.pid, sample.tid, sample.cr3) = (donor.pid, donor.tid, donor.cr3);
             chain.extend_from_slice(donor.chain);
             // It begins with a marker; the sample keeps its own address.
-            if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64) as u64) {
+            if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64).cast_unsigned()) {
                 *own = sample.ip;
             }
         }
