@@ -122,8 +122,8 @@ impl Console {
         }
     }
 
-    /// What the main loop has to serve so that `guest` gets input, and clients get output. `quit` is written when
-    /// the operator types Ctrl-A x on a terminal.
+    /// What the main loop has to serve so that `guest` gets input, and clients get output. `quit` is written
+    /// when the operator types Ctrl-A x on a terminal.
     pub fn subscriber(
         &self,
         guest: Arc<dyn GuestInput>,

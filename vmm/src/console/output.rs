@@ -1,7 +1,7 @@
 //! Output to a sink that may be slow: standard output, or a file.
 //!
-//! A vCPU puts bytes into a bounded buffer and a thread writes them, so a slow terminal costs the guest nothing
-//! until the buffer is full; then the vCPU waits, and [`ConsoleOutput::stop`] ends that wait.
+//! A vCPU puts bytes into a bounded buffer and a thread writes them, so a slow terminal costs the guest
+//! nothing until the buffer is full; then the vCPU waits, and [`ConsoleOutput::stop`] ends that wait.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};

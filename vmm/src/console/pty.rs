@@ -32,8 +32,8 @@ impl Pty {
         // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
         let (master, slave) = unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
         let mut name = [0; MAX_NAME];
-        // SAFETY: the descriptors are open; `settings` is a valid, writable termios; `name` is writable for the
-        // length given. The master is ours alone, so its flags are ours to set.
+        // SAFETY: the descriptors are open; `settings` is a valid, writable termios; `name` is writable for
+        // the length given. The master is ours alone, so its flags are ours to set.
         unsafe {
             if libc::tcgetattr(slave.as_raw_fd(), &mut settings) != 0 {
                 return Err(io::Error::last_os_error());

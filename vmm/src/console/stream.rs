@@ -26,7 +26,8 @@ use super::{GuestInput, INPUT_BUFFER_BYTES};
 pub const BACKLOG_BYTES: usize = 64 * 1024;
 /// Bytes that are written at once.
 const CHUNK_BYTES: usize = 4096;
-/// Writes before the main loop looks at others: a client that reads as fast as the guest writes never ends it.
+/// Writes before the main loop looks at others: a client that reads as fast as the guest writes never ends
+/// it.
 const MAX_WRITES: usize = 16;
 
 // ---------------------------------------------------------------- the guest's side
@@ -103,7 +104,8 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path`, for this user only. The file of a socket that nobody listens at any more is replaced.
+    /// Listens at `path`, for this user only. The file of a socket that nobody listens at any more is
+    /// replaced.
     pub(super) fn bind(path: &Path) -> io::Result<Self> {
         let socket = match UnixListener::bind(path) {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
@@ -295,8 +297,8 @@ impl StreamConsole {
         }
     }
 
-    /// What to watch: the client, or the listener while there is none. So the next client waits for the end of
-    /// this one.
+    /// What to watch: the client, or the listener while there is none. So the next client waits for the end
+    /// of this one.
     fn wanted(&self) -> Option<(RawFd, EventSet)> {
         match (&self.peer, &self.listener) {
             (Some(peer), _) if !self.gone => {
@@ -337,8 +339,8 @@ impl StreamConsole {
         }
     }
 
-    /// Writes what the guest wrote last, for `limit` at most, and returns how many bytes a client that is there
-    /// did not take.
+    /// Writes what the guest wrote last, for `limit` at most, and returns how many bytes a client that is
+    /// there did not take.
     pub(super) fn finish(&mut self, limit: Duration) -> u64 {
         let end = Instant::now() + limit;
         loop {
