@@ -35,6 +35,7 @@ use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
 use perfvisor_vmm::vcpu::control::OnReset;
+use virtio_devices::net::config::NetConfig;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
@@ -202,6 +203,10 @@ pub struct RunArgs {
     /// special treatment for]
     #[arg(long, value_name = "SIGNATURE")]
     pub cpu_signature: Option<CpuSignature>,
+    /// A network device on a tap device that is there already; its address follows from the VM's name if none is
+    /// given. May be there several times.
+    #[arg(long, value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]")]
+    pub net: Vec<NetConfig>,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,

@@ -1,17 +1,50 @@
 //! The virtio devices of a machine, as the arguments of `perfvisor run` ask for them.
 
+use std::io;
+
 use virtio_devices::device::VirtioDevice;
+use virtio_devices::net::Net;
+use virtio_devices::net::config::{Mac, NetConfig};
+use virtio_devices::net::tap::{Tap, TapError, mtu};
 
 use crate::cli::RunArgs;
 
 /// Why a device cannot be had: bad input of the user.
 #[derive(Debug, thiserror::Error)]
-pub enum DeviceError {}
+pub enum DeviceError {
+    /// No tap device.
+    #[error("--net")]
+    Tap(#[source] TapError),
+    /// A tap device that cannot be asked.
+    #[error("--net tap={0}: its MTU cannot be read")]
+    Mtu(String, #[source] io::Error),
+    /// A tap device twice.
+    #[error("--net tap={0} is there twice: give each network device a tap of its own")]
+    TapTwice(String),
+}
 
-/// The devices that `args` ask for, in the order in which the guest finds them.
+/// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them.
 ///
 /// # Errors
 /// [`DeviceError`]; nothing of the guest's has been touched.
-pub fn wanted(_args: &RunArgs) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
-    Ok(Vec::new())
+pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
+    let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+    for (i, config) in args.net.iter().enumerate() {
+        if args.net[..i].iter().any(|other| other.tap == config.tap) {
+            return Err(DeviceError::TapTwice(config.tap.clone()));
+        }
+        devices.push(Box::new(network(config, i, vm)?));
+    }
+    Ok(devices)
+}
+
+/// Network device `index` of VM `vm`.
+fn network(config: &NetConfig, index: usize, vm: &str) -> Result<Net, DeviceError> {
+    let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
+    let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
+    let mac = config
+        .mac
+        .unwrap_or_else(|| Mac::derived_from(&format!("{vm}/{}", config.tap)));
+    log::info!("net{index}: tap {}, address {mac}, MTU {mtu}", config.tap);
+    Ok(Net::new(format!("net{index}"), tap, mac, mtu))
 }

@@ -3,6 +3,7 @@
 //! | module | story |
 //! |---|---|
 //! | [`device`] | what every device offers to its transport, and what it gets when its driver is ready |
+//! | [`net`] | a network device on a tap device |
 //! | [`vsock`] | sockets between the guest and programs of the host |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
@@ -24,5 +25,6 @@
 )]
 
 pub mod device;
+pub mod net;
 pub mod vsock;
 pub mod worker;

@@ -1,0 +1,168 @@
+//! What a user writes behind `--net`.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Longest name of a network device, in bytes (`IFNAMSIZ` without its end).
+const MAX_NAME: usize = 15;
+
+/// An Ethernet address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Mac([u8; 6]);
+
+impl Mac {
+    /// A locally administered address that follows from `text`: the same in each run, another for another text.
+    pub fn derived_from(text: &str) -> Self {
+        // FNV-1a, 64 bits: spreads short names, and stays what it is.
+        let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
+        let [_, _, mut first, b, c, d, e, f] = hash.to_be_bytes();
+        first = first & !1 | 2;
+        Self([first, b, c, d, e, f])
+    }
+
+    /// Its bytes, in the order of the wire.
+    pub fn bytes(self) -> [u8; 6] {
+        self.0
+    }
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl FromStr for Mac {
+    type Err = NetConfigError;
+
+    fn from_str(text: &str) -> Result<Self, NetConfigError> {
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for byte in &mut bytes {
+            let part = parts
+                .next()
+                .filter(|part| part.len() == 2)
+                .ok_or(NetConfigError::Mac)?;
+            *byte = u8::from_str_radix(part, 16).map_err(|_| NetConfigError::Mac)?;
+        }
+        if parts.next().is_some() || text.contains('+') {
+            return Err(NetConfigError::Mac);
+        }
+        if bytes[0] & 1 != 0 || bytes == [0; 6] {
+            return Err(NetConfigError::Group);
+        }
+        Ok(Self(bytes))
+    }
+}
+
+/// A network device of the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetConfig {
+    /// The host's tap device.
+    pub tap: String,
+    /// The guest's address; `None`: one that follows from the VM's name.
+    pub mac: Option<Mac>,
+}
+
+/// No network device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NetConfigError {
+    /// No tap device.
+    #[error("must be tap=NAME, and may have mac=XX:XX:XX:XX:XX:XX behind a comma")]
+    Shape,
+    /// A word that is none.
+    #[error("{0}: must be tap=NAME or mac=XX:XX:XX:XX:XX:XX")]
+    Word(String),
+    /// A word twice.
+    #[error("{0}= must be there once")]
+    Twice(&'static str),
+    /// The kernel has no device of such a name.
+    #[error("a tap device's name has 1 to {MAX_NAME} bytes and no slash, blank or colon")]
+    Name,
+    /// No Ethernet address.
+    #[error("mac must be six bytes in hexadecimal, as in 02:00:00:12:34:56")]
+    Mac,
+    /// An address that no network device can have.
+    #[error("mac must not be zero or an address of a group: its first byte is even")]
+    Group,
+}
+
+impl FromStr for NetConfig {
+    type Err = NetConfigError;
+
+    fn from_str(text: &str) -> Result<Self, NetConfigError> {
+        let (mut tap, mut mac) = (None, None);
+        for part in text.split(',') {
+            match part.split_once('=') {
+                Some(("tap", _)) if tap.is_some() => return Err(NetConfigError::Twice("tap")),
+                Some(("mac", _)) if mac.is_some() => return Err(NetConfigError::Twice("mac")),
+                Some(("tap", name)) => tap = Some(checked_name(name)?),
+                Some(("mac", address)) => mac = Some(address.parse()?),
+                _ if text.contains('=') => return Err(NetConfigError::Word(part.to_owned())),
+                _ => return Err(NetConfigError::Shape),
+            }
+        }
+        let tap = tap.ok_or(NetConfigError::Shape)?;
+        Ok(Self { tap, mac })
+    }
+}
+
+/// As `dev_valid_name` of the kernel has it; and no percent sign, which asks for a new device of a pattern.
+fn checked_name(name: &str) -> Result<String, NetConfigError> {
+    let bad = |c: char| c == '/' || c == ':' || c == '%' || c == '\0' || c.is_whitespace();
+    if name.is_empty() || name.len() > MAX_NAME || name == "." || name == ".." || name.contains(bad) {
+        return Err(NetConfigError::Name);
+    }
+    Ok(name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tap_and_an_address_in_any_order() {
+        let both: NetConfig = "mac=02:00:00:aB:cd:ef,tap=tap0".parse().unwrap();
+        assert_eq!(both.tap, "tap0");
+        assert_eq!(both.mac.unwrap().to_string(), "02:00:00:ab:cd:ef");
+        assert_eq!("tap=x".parse::<NetConfig>().unwrap().mac, None);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        use NetConfigError as E;
+        for (text, error) in [
+            ("", E::Shape),
+            ("tap0", E::Shape),
+            ("mac=02:00:00:00:00:01", E::Shape),
+            ("tap=a,tap=b", E::Twice("tap")),
+            ("tap=a,speed=1", E::Word("speed=1".into())),
+            ("tap=a,", E::Word(String::new())),
+            ("tap=", E::Name),
+            ("tap=a/b", E::Name),
+            ("tap=tap%d", E::Name),
+            ("tap=0123456789abcdef", E::Name),
+            ("tap=a,mac=02:00", E::Mac),
+            ("tap=a,mac=02:00:00:00:00:001", E::Mac),
+            ("tap=a,mac=02:00:00:00:00:0g", E::Mac),
+            ("tap=a,mac=+2:00:00:00:00:01", E::Mac),
+            ("tap=a,mac=02:00:00:00:00:01:02", E::Mac),
+            ("tap=a,mac=01:00:00:00:00:01", E::Group),
+            ("tap=a,mac=00:00:00:00:00:00", E::Group),
+        ] {
+            assert_eq!(text.parse::<NetConfig>(), Err(error), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_address_that_follows_from_a_name_is_local_and_its_own() {
+        let of = Mac::derived_from;
+        assert_eq!(of("a/tap0"), of("a/tap0"));
+        let all: std::collections::HashSet<Mac> = (0..1000).map(|i| of(&format!("vm-{i}/tap0"))).collect();
+        assert_eq!(all.len(), 1000);
+        assert!(all.iter().all(|mac| mac.bytes()[0] & 3 == 2));
+    }
+}

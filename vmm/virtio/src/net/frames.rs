@@ -1,0 +1,568 @@
+//! Frames between a tap device and the guest's two queues, each moved by one system call on guest memory in place.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{Ordering, fence};
+
+use smallvec::SmallVec;
+use thiserror::Error;
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES, Scatter, Tap};
+
+/// Most pieces of a chain. Linux makes at most 19.
+const MAX_PIECES: usize = 64;
+/// Most frames at once, before the thread looks at the other direction.
+const MAX_BATCH: usize = 64;
+/// Where the number of buffers is in the header (virtio 1.2, 5.1.6).
+const NUM_BUFFERS_OFFSET: usize = 10;
+/// Bytes of a ring before its entries: flags and index.
+const RING_HEADER_BYTES: u64 = 4;
+/// Bytes of an entry of the used ring.
+const USED_ENTRY_BYTES: u64 = 8;
+
+/// What ends the service of a queue: the driver has broken it.
+#[derive(Debug, Error)]
+pub enum FramesError {
+    /// The rings cannot be used.
+    #[error("the driver's rings are broken")]
+    Queue(#[from] virtio_queue::Error),
+    /// A ring is not in memory any more.
+    #[error("the driver's rings are not in memory")]
+    Memory(#[from] vm_memory::GuestMemoryError),
+    /// The driver offers a descriptor that the table has not.
+    #[error("descriptor {0} is behind the end of the table")]
+    Head(u16),
+}
+
+/// Why a run has ended.
+#[derive(Debug)]
+pub enum Pause {
+    /// There may be more at once.
+    More,
+    /// The tap device has nothing more, or the driver has sent all.
+    Idle,
+    /// The driver has no buffer for what the tap device has.
+    NoBuffer,
+    /// The tap device is gone.
+    Gone(io::Error),
+}
+
+/// A chain of the driver's.
+struct Chain {
+    head: u16,
+    bytes: usize,
+    pieces: SmallVec<[(GuestAddress, u32); 2]>,
+}
+
+/// The next chain of `queue`, all of it for the device to write, or to read. `None`: there is none. One that is no
+/// such chain has no bytes.
+fn next_chain(
+    queue: &mut Queue,
+    memory: &GuestMemoryMmap,
+    writable: bool,
+) -> Result<Option<Chain>, FramesError> {
+    let size = queue.size();
+    let Some(descriptors) = queue.iter(memory)?.next() else {
+        return Ok(None);
+    };
+    let mut chain = Chain {
+        head: descriptors.head_index(),
+        bytes: 0,
+        pieces: SmallVec::new(),
+    };
+    if chain.head >= size {
+        return Err(FramesError::Head(chain.head));
+    }
+    for descriptor in descriptors {
+        if descriptor.is_write_only() != writable || chain.pieces.len() == MAX_PIECES {
+            chain.bytes = 0;
+            chain.pieces.clear();
+            break;
+        }
+        chain.bytes = chain.bytes.saturating_add(descriptor.len() as usize);
+        chain.pieces.push((descriptor.addr(), descriptor.len()));
+    }
+    Ok(Some(chain))
+}
+
+/// Whether the driver wants an interrupt for what was used since `before` (virtio 1.2, 2.7.7.2).
+fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FramesError> {
+    let now = queue.next_used();
+    if now == before {
+        return Ok(false);
+    }
+    // What was used is seen before the driver's wish is looked at.
+    fence(Ordering::SeqCst);
+    let avail = GuestAddress(queue.avail_ring());
+    if !queue.event_idx_enabled() {
+        let flags: u16 = memory.load(avail, Ordering::Relaxed)?;
+        return Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0);
+    }
+    let event = avail.0 + RING_HEADER_BYTES + 2 * u64::from(queue.size());
+    let event = u16::from_le(memory.load(GuestAddress(event), Ordering::Relaxed)?);
+    Ok(now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before))
+}
+
+/// Frames from the guest to the tap device.
+pub struct Sender {
+    queue: Queue,
+}
+
+impl Sender {
+    /// Of the guest's transmit queue.
+    pub fn new(queue: Queue) -> Self {
+        Self { queue }
+    }
+
+    /// Sends what the driver has put in, and says whether it wants an interrupt. Without a tap device, and where a
+    /// frame is none or the tap device does not take it, the frame is lost, as on a wire.
+    ///
+    /// # Errors
+    /// [`FramesError`]: the queue can be served no more.
+    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: Option<&Tap>) -> Result<(Pause, bool), FramesError> {
+        let before = self.queue.next_used();
+        let mut pause = Pause::More;
+        for _ in 0..MAX_BATCH {
+            let Some(chain) = next_chain(&mut self.queue, memory, false)? else {
+                if self.queue.enable_notification(memory)? {
+                    continue;
+                }
+                pause = Pause::Idle;
+                break;
+            };
+            let mut scatter = Scatter::new(memory);
+            let sound = chain
+                .pieces
+                .iter()
+                .all(|(address, length)| scatter.push(*address, *length));
+            if sound
+                && (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&scatter.bytes())
+                && let Some(tap) = tap
+                && let Err(e) = tap.write(&scatter)
+            {
+                log::debug!("a frame is lost: {e}");
+            }
+            self.queue.add_used(memory, chain.head, 0)?;
+        }
+        Ok((pause, wants_interrupt(&self.queue, memory, before)?))
+    }
+}
+
+/// Frames from the tap device to the guest.
+pub struct Receiver {
+    queue: Queue,
+    /// A frame may take several buffers (VIRTIO_NET_F_MRG_RXBUF).
+    merges: bool,
+    /// Buffers that the driver has put in and no frame has taken.
+    waiting: VecDeque<Chain>,
+    waiting_bytes: usize,
+}
+
+impl Receiver {
+    /// Of the guest's receive queue; `merges`: the driver takes frames that lie in several buffers.
+    pub fn new(queue: Queue, merges: bool) -> Self {
+        Self {
+            queue,
+            merges,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+        }
+    }
+
+    /// Takes buffers until the longest frame fits. `false`: there are too few. A driver that takes merged frames
+    /// has to offer as much; else each frame has one buffer.
+    fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
+        let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
+        // As many as the queue holds: a driver that puts in bad buffers without end has no frames.
+        for _ in 0..=self.queue.size() {
+            if self.waiting_bytes >= enough {
+                return Ok(true);
+            }
+            let Some(chain) = next_chain(&mut self.queue, memory, true)? else {
+                if self.queue.enable_notification(memory)? {
+                    continue;
+                }
+                return Ok(false);
+            };
+            let mut probe = Scatter::new(memory);
+            let sound = chain
+                .pieces
+                .iter()
+                .all(|(address, length)| probe.push(*address, *length));
+            if !sound || chain.bytes < HEADER_BYTES || self.waiting.len() >= usize::from(self.queue.size()) {
+                self.queue.add_used(memory, chain.head, 0)?;
+                continue;
+            }
+            self.waiting_bytes += chain.bytes;
+            self.waiting.push_back(chain);
+        }
+        Ok(false)
+    }
+
+    /// Hands over what the tap device has, and says whether the driver wants an interrupt.
+    ///
+    /// # Errors
+    /// [`FramesError`]: the queue can be served no more.
+    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(Pause, bool), FramesError> {
+        let before = self.queue.next_used();
+        let mut pause = Pause::More;
+        for _ in 0..MAX_BATCH {
+            if !self.fill(memory)? {
+                pause = Pause::NoBuffer;
+                break;
+            }
+            let mut scatter = Scatter::new(memory);
+            'buffers: for chain in &self.waiting {
+                for (address, length) in &chain.pieces {
+                    if !scatter.push(*address, *length) {
+                        break 'buffers;
+                    }
+                }
+                if !self.merges || scatter.bytes() >= MAX_FRAME_BYTES {
+                    break;
+                }
+            }
+            match tap.read(&scatter) {
+                Ok(count) => self.hand_over(memory, count)?,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    pause = Pause::Idle;
+                    break;
+                }
+                Err(e) => {
+                    pause = Pause::Gone(e);
+                    break;
+                }
+            }
+        }
+        Ok((pause, wants_interrupt(&self.queue, memory, before)?))
+    }
+
+    /// Gives the driver the first buffers, which hold a frame of `count` bytes now. It must see all of them at once,
+    /// so the index moves with the last.
+    fn hand_over(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FramesError> {
+        let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
+        let mut left = count;
+        let first = self.waiting.front().map(|chain| chain.pieces.clone());
+        while let Some(chain) = self.waiting.front().filter(|_| left > 0 || used.is_empty()) {
+            let length = chain.bytes.min(left);
+            left -= length;
+            used.push((chain.head, u32::try_from(length).unwrap_or(u32::MAX)));
+            self.waiting_bytes -= chain.bytes;
+            self.waiting.pop_front();
+        }
+        let buffers = u16::try_from(used.len()).unwrap_or(u16::MAX).to_le_bytes();
+        for (offset, byte) in (NUM_BUFFERS_OFFSET..).zip(buffers) {
+            if let Some(address) = first.as_deref().and_then(|pieces| byte_at(pieces, offset)) {
+                memory.write_obj(byte, address)?;
+            }
+        }
+        let Some(((last, length), others)) = used.split_last() else {
+            return Ok(());
+        };
+        let (ring, size) = (self.queue.used_ring(), self.queue.size());
+        let mut next = self.queue.next_used();
+        for (head, length) in others {
+            let entry = ring + RING_HEADER_BYTES + USED_ENTRY_BYTES * u64::from(next % size);
+            memory.write_obj([u32::from(*head).to_le(), length.to_le()], GuestAddress(entry))?;
+            next = next.wrapping_add(1);
+        }
+        self.queue.set_next_used(next);
+        self.queue.add_used(memory, *last, *length)?;
+        Ok(())
+    }
+}
+
+/// Where byte `offset` of a buffer is.
+fn byte_at(pieces: &[(GuestAddress, u32)], offset: usize) -> Option<GuestAddress> {
+    let mut left = u64::try_from(offset).ok()?;
+    for (address, length) in pieces {
+        if left < u64::from(*length) {
+            return address.0.checked_add(left).map(GuestAddress);
+        }
+        left -= u64::from(*length);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixDatagram;
+
+    use virtio_queue::desc::{RawDescriptor, split::Descriptor};
+    use virtio_queue::mock::MockSplitQueue;
+
+    use super::*;
+
+    const NEXT: u16 = 1;
+    const WRITE: u16 = 2;
+    const INDIRECT: u16 = 4;
+    const SIZE: u16 = 256;
+    /// Where the guest's buffers are; the queue is below.
+    const BUFFERS: u64 = 0x10_0000;
+    const MEMORY_BYTES: usize = 0x200_0000;
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
+    }
+
+    /// A driver's side, and a line in place of a tap device.
+    struct Rig<'m> {
+        driver: MockSplitQueue<'m, GuestMemoryMmap>,
+        put_in: u16,
+        tap: Tap,
+        far: UnixDatagram,
+    }
+
+    impl<'m> Rig<'m> {
+        fn new(memory: &'m GuestMemoryMmap) -> Self {
+            let (near, far) = UnixDatagram::pair().unwrap();
+            near.set_nonblocking(true).unwrap();
+            far.set_nonblocking(true).unwrap();
+            Self {
+                driver: MockSplitQueue::create(memory, GuestAddress(0), SIZE),
+                put_in: 0,
+                tap: Tap::on(near.into()),
+                far,
+            }
+        }
+
+        fn queue(&self) -> Queue {
+            self.driver.create_queue().unwrap()
+        }
+
+        fn describe(&self, index: u16, address: u64, length: u32, flags: u16, next: u16) {
+            let descriptor = RawDescriptor::from(Descriptor::new(address, length, flags, next));
+            self.driver.desc_table().store(index, descriptor).unwrap();
+        }
+
+        fn put_in(&mut self, head: u16) {
+            let slot = usize::from(self.put_in % SIZE);
+            self.driver
+                .avail()
+                .ring()
+                .ref_at(slot)
+                .unwrap()
+                .store(head.to_le());
+            self.put_in = self.put_in.wrapping_add(1);
+            self.driver.avail().idx().store(self.put_in.to_le());
+        }
+
+        /// (head, length) of all that was used so far.
+        fn used(&self) -> Vec<(u32, u32)> {
+            let count = u16::from_le(self.driver.used().idx().load());
+            let entry = |i: u16| {
+                self.driver
+                    .used()
+                    .ring()
+                    .ref_at(usize::from(i % SIZE))
+                    .unwrap()
+                    .load()
+            };
+            (0..count).map(|i| (entry(i).id(), entry(i).len())).collect()
+        }
+
+        fn arrived(&self) -> Vec<Vec<u8>> {
+            let mut all = Vec::new();
+            let mut bytes = vec![0; 100_000];
+            while let Ok(count) = self.far.recv(&mut bytes) {
+                all.push(bytes[..count].to_vec());
+            }
+            all
+        }
+    }
+
+    fn frame(length: usize) -> Vec<u8> {
+        (0..length).map(|i| (i % 251) as u8).collect()
+    }
+
+    #[test]
+    fn a_frame_of_several_pieces_is_sent_as_one() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut sender = Sender::new(rig.queue());
+        let sent = frame(5000);
+        memory.write_slice(&sent, GuestAddress(BUFFERS)).unwrap();
+        rig.describe(3, BUFFERS, 12, NEXT, 7);
+        rig.describe(7, BUFFERS + 12, 4000, NEXT, 1);
+        rig.describe(1, BUFFERS + 4012, 988, 0, 0);
+        rig.put_in(3);
+        let (pause, wanted) = sender.run(&memory, Some(&rig.tap)).unwrap();
+        assert!(matches!(pause, Pause::Idle) && wanted);
+        assert_eq!(rig.arrived(), [sent]);
+        assert_eq!(rig.used(), [(3, 0)]);
+        // Nothing new, so no interrupt.
+        assert!(!sender.run(&memory, Some(&rig.tap)).unwrap().1);
+    }
+
+    #[test]
+    fn frames_without_a_tap_device_are_lost_and_their_buffers_come_back() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut sender = Sender::new(rig.queue());
+        for head in 0..100 {
+            rig.describe(head, BUFFERS, 64, 0, 0);
+            rig.put_in(head);
+        }
+        assert!(matches!(sender.run(&memory, None).unwrap().0, Pause::More));
+        assert!(matches!(sender.run(&memory, None).unwrap().0, Pause::Idle));
+        assert_eq!(rig.used().len(), 100);
+        assert!(rig.arrived().is_empty());
+    }
+
+    /// Each is used at once with nothing sent, and a good frame behind them all arrives.
+    #[test]
+    fn chains_that_are_no_frames_are_lost_alone() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut sender = Sender::new(rig.queue());
+        rig.describe(0, BUFFERS, 64, NEXT, 0); // a loop
+        rig.describe(1, MEMORY_BYTES as u64 - 8, 64, 0, 0); // out of memory
+        rig.describe(2, BUFFERS, 64, WRITE, 0); // to be written
+        rig.describe(3, BUFFERS, 11, 0, 0); // no whole header
+        rig.describe(4, BUFFERS, u32::MAX, 0, 0); // longer than memory
+        rig.describe(5, BUFFERS, 0x10_0000, 0, 0); // longer than any frame
+        rig.describe(6, BUFFERS, 0, NEXT, 999); // behind the table
+        // An indirect table of 65,535 pieces, and one in another.
+        rig.describe(7, BUFFERS + 0x10_0000, 65_535 * 16, INDIRECT, 0);
+        for i in 0..65_535_u64 {
+            let piece = Descriptor::new(BUFFERS, 1, NEXT, (i as u16).wrapping_add(1));
+            memory
+                .write_obj(piece, GuestAddress(BUFFERS + 0x10_0000 + i * 16))
+                .unwrap();
+        }
+        rig.describe(8, BUFFERS + 0x30_0000, 16, INDIRECT, 0);
+        let inner = Descriptor::new(BUFFERS + 0x10_0000, 16, INDIRECT, 0);
+        memory
+            .write_obj(inner, GuestAddress(BUFFERS + 0x30_0000))
+            .unwrap();
+        rig.describe(9, BUFFERS + 1, 17, INDIRECT, 0); // a table of a piece and a bit
+        rig.describe(10, BUFFERS, 60, 0, 0); // a good one
+        for head in 0..=10 {
+            rig.put_in(head);
+        }
+        assert!(matches!(
+            sender.run(&memory, Some(&rig.tap)).unwrap().0,
+            Pause::Idle
+        ));
+        assert_eq!(rig.used(), (0..=10).map(|head| (head, 0)).collect::<Vec<_>>());
+        assert_eq!(rig.arrived().iter().map(Vec::len).collect::<Vec<_>>(), [60]);
+    }
+
+    #[test]
+    fn rings_that_say_nonsense_end_the_queue() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        rig.put_in(SIZE);
+        let error = Sender::new(rig.queue()).run(&memory, Some(&rig.tap)).unwrap_err();
+        assert!(matches!(error, FramesError::Head(SIZE)), "{error:?}");
+        rig.driver.avail().idx().store(SIZE + 1);
+        for merges in [false, true] {
+            let error = Receiver::new(rig.queue(), merges)
+                .run(&memory, &rig.tap)
+                .unwrap_err();
+            assert!(matches!(error, FramesError::Queue(_)), "{error:?}");
+        }
+    }
+
+    /// Buffers of 1,500 bytes: as many as the frame needs are used at once, and the first says how many.
+    #[test]
+    fn a_long_frame_lies_in_several_buffers() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), true);
+        for head in 0..60 {
+            rig.describe(head, BUFFERS + 1500 * u64::from(head), 1500, WRITE, 0);
+            rig.put_in(head);
+        }
+        for length in [60, 4000] {
+            rig.far.send(&frame(length)).unwrap();
+        }
+        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        assert!(
+            wanted && matches!(pause, Pause::Idle | Pause::NoBuffer),
+            "{pause:?}"
+        );
+        assert_eq!(rig.used(), [(0, 60), (1, 1500), (2, 1500), (3, 1000)]);
+        let buffers = |at: u64| memory.read_obj::<u16>(GuestAddress(at + 10)).unwrap();
+        assert_eq!((buffers(BUFFERS), buffers(BUFFERS + 1500)), (1, 3));
+        let mut got = vec![0; 4000];
+        memory.read_slice(&mut got, GuestAddress(BUFFERS + 1500)).unwrap();
+        assert_eq!(got[12..], frame(4000)[12..]);
+    }
+
+    #[test]
+    fn a_frame_waits_until_the_longest_fits() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), true);
+        rig.far.send(&frame(100)).unwrap();
+        rig.describe(0, BUFFERS, 4096, WRITE, 0);
+        rig.put_in(0);
+        assert!(matches!(
+            receiver.run(&memory, &rig.tap).unwrap(),
+            (Pause::NoBuffer, false)
+        ));
+        rig.describe(1, BUFFERS + 4096, 0x1_2000, WRITE, 0);
+        rig.put_in(1);
+        assert!(receiver.run(&memory, &rig.tap).unwrap().1);
+        assert_eq!(rig.used(), [(0, 100)]);
+    }
+
+    /// Header and frame in pieces of their own, as Linux has them without merging.
+    #[test]
+    fn without_merging_each_frame_has_a_chain() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), false);
+        for chain in 0..2_u16 {
+            let at = BUFFERS + 0x1000 * u64::from(chain);
+            rig.describe(2 * chain, at, 11, NEXT | WRITE, 2 * chain + 1);
+            rig.describe(2 * chain + 1, at + 0x800, 1515, WRITE, 0);
+            rig.put_in(2 * chain);
+        }
+        // The second is longer than its chain, and cut off.
+        rig.far.send(&frame(1000)).unwrap();
+        rig.far.send(&frame(9000)).unwrap();
+        receiver.run(&memory, &rig.tap).unwrap();
+        assert_eq!(rig.used(), [(0, 1000), (2, 1526)]);
+        let split = (GuestAddress(BUFFERS + 10), GuestAddress(BUFFERS + 0x800));
+        let bytes: (u8, u8) = (
+            memory.read_obj(split.0).unwrap(),
+            memory.read_obj(split.1).unwrap(),
+        );
+        assert_eq!(bytes, (1, 0));
+    }
+
+    #[test]
+    fn buffers_that_cannot_be_written_are_given_back() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), false);
+        rig.describe(0, BUFFERS, 2000, 0, 0); // to be read
+        rig.describe(1, u64::MAX - 4, 2000, WRITE, 0); // nowhere
+        rig.describe(2, BUFFERS, 4, WRITE, 0); // no room for a header
+        rig.describe(3, BUFFERS, 2000, WRITE, 0);
+        (0..4).for_each(|head| rig.put_in(head));
+        rig.far.send(&frame(99)).unwrap();
+        receiver.run(&memory, &rig.tap).unwrap();
+        assert_eq!(rig.used(), [(0, 0), (1, 0), (2, 0), (3, 99)]);
+    }
+
+    #[test]
+    fn a_tap_device_that_is_gone_is_noticed() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), false);
+        rig.describe(0, BUFFERS, 2000, WRITE, 0);
+        rig.put_in(0);
+        let gone = Tap::on(std::fs::File::create("/dev/null").unwrap().into());
+        assert!(matches!(
+            receiver.run(&memory, &gone).unwrap(),
+            (Pause::Gone(_), false)
+        ));
+    }
+}

@@ -1,0 +1,325 @@
+//! A network device on a tap device of the host (virtio 1.2, 5.1).
+//!
+//! | module | story |
+//! |---|---|
+//! | [`config`] | what the user asks for: `tap=NAME,mac=...` |
+//! | [`tap`] | system calls on a tap device and on guest memory |
+//! | [`frames`] | the two queues: frames in, frames out |
+//!
+//! One thread moves frames both ways. Checksums and segmentation are left to whom they cost least: the host's
+//! kernel and the guest's agree on them by the feature bits. When the tap device goes away the guest sees its
+//! link go down, and lives on.
+
+pub mod config;
+pub mod frames;
+pub mod tap;
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use perf_core::error_line;
+use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
+use virtio_bindings::virtio_net::{
+    VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
+    VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO, VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4,
+    VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MRG_RXBUF,
+    VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS, VIRTIO_NET_S_LINK_UP,
+};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::device::{
+    ActivateError, Activation, ActiveQueue, ConfigChange, Interrupt, VirtioDevice, read_config_bytes,
+};
+use crate::worker::Worker;
+use config::Mac;
+use frames::{FramesError, Pause, Receiver, Sender};
+use tap::{Offloads, Tap};
+
+/// Entries of the receive and the transmit queue.
+const QUEUE_SIZES: [u16; 2] = [256, 256];
+
+/// What the guest may have the tap device leave unfinished, with the bit for each.
+const OFFLOADS: [(Offloads, u32); 5] = [
+    (Offloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
+    (Offloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
+    (Offloads::TSO6, VIRTIO_NET_F_GUEST_TSO6),
+    (Offloads::TSO_ECN, VIRTIO_NET_F_GUEST_ECN),
+    (Offloads::UFO, VIRTIO_NET_F_GUEST_UFO),
+];
+
+/// What every tap device finishes for the guest, and what this device has besides.
+const ALWAYS: [u32; 9] = [
+    VIRTIO_NET_F_CSUM,
+    VIRTIO_NET_F_HOST_TSO4,
+    VIRTIO_NET_F_HOST_TSO6,
+    VIRTIO_NET_F_HOST_ECN,
+    VIRTIO_NET_F_HOST_UFO,
+    VIRTIO_NET_F_MRG_RXBUF,
+    VIRTIO_NET_F_MAC,
+    VIRTIO_NET_F_MTU,
+    VIRTIO_NET_F_STATUS,
+];
+
+/// A network device.
+#[derive(Debug)]
+pub struct Net {
+    name: String,
+    tap: Arc<Tap>,
+    mac: Mac,
+    mtu: u16,
+    offered: u64,
+    /// `status` of the configuration.
+    status: Arc<AtomicU16>,
+    worker: Option<Worker>,
+}
+
+impl Net {
+    /// A device `name` on `tap`, whose longest packet is `mtu` bytes.
+    pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16) -> Self {
+        // What this host's kernel has of it: each alone, for one it does not know refuses all.
+        let known = |offload: Offloads| tap.set_offloads(offload | Offloads::CSUM).is_ok();
+        let guest = OFFLOADS
+            .iter()
+            .filter(|(offload, _)| known(*offload))
+            .map(|(_, bit)| *bit);
+        let offered = ALWAYS.into_iter().chain(guest).fold(0, |all, bit| all | 1 << bit);
+        Self {
+            name,
+            tap: Arc::new(tap),
+            mac,
+            mtu,
+            offered,
+            status: Arc::new(AtomicU16::new(LINK_UP)),
+            worker: None,
+        }
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "it is 1")]
+const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
+
+impl VirtioDevice for Net {
+    fn id(&self) -> u32 {
+        VIRTIO_ID_NET
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn features(&self) -> u64 {
+        self.offered
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    /// `struct virtio_net_config`: mac, status, max_virtqueue_pairs, mtu.
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let mut config = [0; 12];
+        config[..6].copy_from_slice(&self.mac.bytes());
+        config[6..8].copy_from_slice(&self.status.load(Ordering::Relaxed).to_le_bytes());
+        config[8..10].copy_from_slice(&1_u16.to_le_bytes());
+        config[10..].copy_from_slice(&self.mtu.to_le_bytes());
+        read_config_bytes(&config, offset, data);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation {
+            memory,
+            features,
+            queues,
+            config_change,
+        } = activation;
+        let mut queues = queues.into_iter();
+        let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {
+            return Err(ActivateError::Driver(
+                "a network device without both of its queues",
+            ));
+        };
+        let offloads = OFFLOADS
+            .iter()
+            .filter(|(_, bit)| features & (1 << bit) != 0)
+            .fold(Offloads::empty(), |all, (offload, _)| all | *offload);
+        if self.status.load(Ordering::Relaxed) == LINK_UP
+            && let Err(source) = self.tap.set_offloads(offloads)
+        {
+            return Err(ActivateError::Host {
+                what: "TUNSETOFFLOAD",
+                source,
+            });
+        }
+        let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
+        let lanes = Lanes::new(self, memory, receive, transmit, merges, config_change);
+        let worker = Worker::spawn(&self.name, lanes).map_err(|source| ActivateError::Host {
+            what: "the thread of a network device",
+            source,
+        })?;
+        self.worker = Some(worker);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.worker = None;
+    }
+}
+
+/// Both directions, on the device's thread.
+struct Lanes {
+    name: String,
+    memory: GuestMemoryMmap,
+    /// `None` once it is gone.
+    tap: Option<Arc<Tap>>,
+    status: Arc<AtomicU16>,
+    config_change: ConfigChange,
+    receiver: Lane<Receiver>,
+    sender: Lane<Sender>,
+    /// The tap device is in the epoll set: not while the driver has no buffers for what it has.
+    watching: bool,
+}
+
+/// A queue; `None` once the driver has broken it.
+struct Lane<Q> {
+    queue: Option<Q>,
+    kick: Arc<EventFd>,
+    interrupt: Interrupt,
+}
+
+impl<Q> Lane<Q> {
+    fn new(active: ActiveQueue, queue: impl FnOnce(virtio_queue::Queue) -> Q) -> Self {
+        Self {
+            queue: Some(queue(active.queue)),
+            kick: active.kick,
+            interrupt: active.interrupt,
+        }
+    }
+
+    /// The end of a run: raises the interrupt, or gives up a queue that is broken.
+    fn settle(&mut self, name: &str, result: Result<(Pause, bool), FramesError>) -> Pause {
+        match result {
+            Ok((pause, wanted)) => {
+                if wanted {
+                    self.interrupt.raise();
+                }
+                pause
+            }
+            Err(e) => {
+                // Once for each time that the driver sets the device up.
+                log::info!("{name}: a queue is served no more: {}", error_line(&e));
+                self.queue = None;
+                Pause::NoBuffer
+            }
+        }
+    }
+}
+
+impl Lanes {
+    fn new(
+        net: &Net,
+        memory: GuestMemoryMmap,
+        receive: ActiveQueue,
+        transmit: ActiveQueue,
+        merges: bool,
+        config_change: ConfigChange,
+    ) -> Self {
+        let up = net.status.load(Ordering::Relaxed) == LINK_UP;
+        Self {
+            name: net.name.clone(),
+            memory,
+            tap: up.then(|| net.tap.clone()),
+            status: net.status.clone(),
+            config_change,
+            receiver: Lane::new(receive, |queue| Receiver::new(queue, merges)),
+            sender: Lane::new(transmit, Sender::new),
+            watching: false,
+        }
+    }
+
+    fn send(&mut self) {
+        let Some(sender) = &mut self.sender.queue else {
+            return;
+        };
+        let result = sender.run(&self.memory, self.tap.as_deref());
+        if let Pause::More = self.sender.settle(&self.name, result) {
+            // After the other direction had its turn. Only a full counter fails, and then it comes anyway.
+            let _ = self.sender.kick.write(1);
+        }
+    }
+
+    fn receive(&mut self, ops: &mut EventOps) {
+        let (Some(receiver), Some(tap)) = (&mut self.receiver.queue, self.tap.clone()) else {
+            return;
+        };
+        let result = receiver.run(&self.memory, &tap);
+        match self.receiver.settle(&self.name, result) {
+            // The tap device is asked again as long as it has something.
+            Pause::More | Pause::Idle => self.watch(&tap, true, ops),
+            // Until the driver kicks.
+            Pause::NoBuffer => self.watch(&tap, false, ops),
+            Pause::Gone(e) => self.lose(&tap, &e, ops),
+        }
+    }
+
+    fn watch(&mut self, tap: &Tap, wanted: bool, ops: &mut EventOps) {
+        if wanted == self.watching {
+            return;
+        }
+        let events = Events::new_raw(tap.as_raw_fd(), EventSet::IN);
+        let result = if wanted {
+            ops.add(events)
+        } else {
+            ops.remove(events)
+        };
+        match result {
+            Ok(()) => self.watching = wanted,
+            Err(e) => log::error!(
+                "{}: the tap device cannot be watched: {}",
+                self.name,
+                error_line(&e)
+            ),
+        }
+    }
+
+    /// The tap device is gone, for good: the guest's link goes down.
+    fn lose(&mut self, tap: &Tap, error: &std::io::Error, ops: &mut EventOps) {
+        self.watch(tap, false, ops);
+        self.tap = None;
+        if self.status.swap(0, Ordering::Relaxed) == LINK_UP {
+            log::warn!(
+                "{}: the tap device is gone, so the guest's link is down: {error}",
+                self.name
+            );
+        }
+        self.config_change.tell();
+    }
+}
+
+impl MutEventSubscriber for Lanes {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        let fd = events.fd();
+        if fd == self.sender.kick.as_raw_fd() {
+            let _ = self.sender.kick.read();
+            self.send();
+        } else {
+            if fd == self.receiver.kick.as_raw_fd() {
+                let _ = self.receiver.kick.read();
+            }
+            self.receive(ops);
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        for kick in [&self.receiver.kick, &self.sender.kick] {
+            if let Err(e) = ops.add(Events::new(&**kick, EventSet::IN)) {
+                log::error!("{}: a queue is not served: {}", self.name, error_line(&e));
+            }
+        }
+        self.send();
+        self.receive(ops);
+    }
+}

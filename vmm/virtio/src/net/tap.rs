@@ -1,0 +1,304 @@
+//! A tap device of the host: opened, asked what it can do, and read and written with guest memory in place.
+#![expect(unsafe_code, reason = "ioctl, readv and writev")]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+use libc::{c_int, c_uint, c_ulong};
+use smallvec::SmallVec;
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+/// Length of the header before each frame, `struct virtio_net_hdr_v1` (virtio 1.2, 5.1.6).
+pub const HEADER_BYTES: usize = 12;
+/// The longest frame that segmentation offload makes, with its header.
+pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + 14 + 4 + 65_536;
+/// Most pieces of guest memory in one call (`UIO_MAXIOV`).
+pub const MAX_PIECES: usize = 1024;
+
+bitflags::bitflags! {
+    /// What a tap device may hand over unfinished, for the guest to finish (`TUN_F_*`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Offloads: c_uint {
+        /// Frames without their checksum.
+        const CSUM = libc::TUN_F_CSUM;
+        /// TCP over IPv4 in segments of up to 64 KiB.
+        const TSO4 = libc::TUN_F_TSO4;
+        /// TCP over IPv6 likewise.
+        const TSO6 = libc::TUN_F_TSO6;
+        /// The same with ECN bits.
+        const TSO_ECN = libc::TUN_F_TSO_ECN;
+        /// UDP fragments.
+        const UFO = libc::TUN_F_UFO;
+    }
+}
+
+/// Why a tap device cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    /// The host has no tap devices.
+    #[error("/dev/net/tun cannot be opened; load the module tun, or give this user access")]
+    NoTun(#[source] io::Error),
+    /// There is no such device, or it is another user's.
+    #[error(
+        "tap={0}: no such tap device for this user; make it: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
+    )]
+    NotYours(String, #[source] io::Error),
+    /// Somebody has it open.
+    #[error("tap={0}: in use by another program; give each network device a tap of its own")]
+    Busy(String, #[source] io::Error),
+    /// It is no tap device, or one with other properties.
+    #[error(
+        "tap={0}: no tap device of one queue; make one: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
+    )]
+    Other(String, #[source] io::Error),
+    /// A call that should not fail.
+    #[error("tap={0}: {1} failed")]
+    Call(String, &'static str, #[source] io::Error),
+}
+
+/// A tap device. It must be there already: Perfvisor makes none.
+#[derive(Debug)]
+pub struct Tap(File);
+
+impl Tap {
+    /// Opens `name` for frames with virtio's header.
+    ///
+    /// # Errors
+    /// [`TapError`], with the remedy.
+    pub fn open(name: &str) -> Result<Self, TapError> {
+        // TUNSETIFF makes a device that is missing where the user may: it would be there and lead nowhere.
+        interface_index(name).map_err(|e| TapError::NotYours(name.to_owned(), e))?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open("/dev/net/tun")
+            .map_err(TapError::NoTun)?;
+        let mut request = request_of(name);
+        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+        #[expect(clippy::cast_possible_truncation, reason = "three flags of 16 bits")]
+        {
+            request.ifr_ifru.ifru_flags = flags as libc::c_short;
+        }
+        // SAFETY: TUNSETIFF reads and writes one ifreq, which lives for the call.
+        let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF as c_ulong, &mut request) };
+        if result < 0 {
+            let error = io::Error::last_os_error();
+            let name = name.to_owned();
+            return Err(match error.raw_os_error() {
+                Some(libc::EBUSY) => TapError::Busy(name, error),
+                Some(libc::EPERM | libc::EACCES) => TapError::NotYours(name, error),
+                _ => TapError::Other(name, error),
+            });
+        }
+        let tap = Self(file);
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_possible_wrap,
+            reason = "it is 12"
+        )]
+        let header = HEADER_BYTES as c_int;
+        // SAFETY: TUNSETVNETHDRSZ reads one int, which lives for the call.
+        let result = unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETVNETHDRSZ as c_ulong, &header) };
+        if result < 0 {
+            return Err(TapError::Call(
+                name.to_owned(),
+                "TUNSETVNETHDRSZ",
+                io::Error::last_os_error(),
+            ));
+        }
+        Ok(tap)
+    }
+
+    /// On any descriptor that keeps the bounds of frames and does not block.
+    pub fn on(fd: OwnedFd) -> Self {
+        Self(fd.into())
+    }
+
+    /// Sets what it may hand over unfinished.
+    ///
+    /// # Errors
+    /// The kernel does not know one of them.
+    pub fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+        // SAFETY: TUNSETOFFLOAD takes its argument by value.
+        let result = unsafe {
+            libc::ioctl(
+                self.as_raw_fd(),
+                libc::TUNSETOFFLOAD as c_ulong,
+                c_ulong::from(offloads.bits()),
+            )
+        };
+        if result < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Reads one frame with its header. What does not fit is cut off.
+    ///
+    /// # Errors
+    /// That of `readv(2)`; `WouldBlock` when there is none.
+    pub fn read(&self, into: &Scatter<'_>) -> io::Result<usize> {
+        let pieces = &into.pieces[..into.pieces.len().min(MAX_PIECES)];
+        // SAFETY: each piece lies in guest memory that `into` borrows, so it is mapped and writable for the call;
+        // nothing of Rust's refers to it. At most MAX_PIECES are passed, which fits an int.
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_possible_wrap,
+            reason = "at most MAX_PIECES"
+        )]
+        let count = unsafe { libc::readv(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Writes one frame with its header.
+    ///
+    /// # Errors
+    /// That of `writev(2)`.
+    pub fn write(&self, from: &Scatter<'_>) -> io::Result<usize> {
+        let pieces = &from.pieces[..from.pieces.len().min(MAX_PIECES)];
+        // SAFETY: as for `read`; the kernel copies what it reads before it looks at it.
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_possible_wrap,
+            reason = "at most MAX_PIECES"
+        )]
+        let count = unsafe { libc::writev(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+impl AsRawFd for Tap {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+/// Pieces of guest memory, in order.
+pub struct Scatter<'m> {
+    memory: &'m GuestMemoryMmap,
+    pieces: SmallVec<[libc::iovec; 64]>,
+    bytes: usize,
+}
+
+impl<'m> Scatter<'m> {
+    /// None yet, of `memory`.
+    pub fn new(memory: &'m GuestMemoryMmap) -> Self {
+        Self {
+            memory,
+            pieces: SmallVec::new(),
+            bytes: 0,
+        }
+    }
+
+    /// Adds a piece. `false`: it is not memory of the guest's, or there are too many.
+    pub fn push(&mut self, address: GuestAddress, length: u32) -> bool {
+        if length == 0 {
+            return true;
+        }
+        let length = length as usize;
+        let Ok(slice) = self.memory.get_slice(address, length) else {
+            return false;
+        };
+        if self.pieces.len() >= MAX_PIECES {
+            return false;
+        }
+        self.pieces.push(libc::iovec {
+            iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+            iov_len: length,
+        });
+        self.bytes += length;
+        true
+    }
+
+    /// Bytes in all.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+fn request_of(name: &str) -> libc::ifreq {
+    // SAFETY: ifreq is a plain C struct for which all zeroes is a valid value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // The last byte stays 0.
+    for (to, from) in request.ifr_name[..libc::IFNAMSIZ - 1]
+        .iter_mut()
+        .zip(name.bytes())
+    {
+        *to = from.cast_signed();
+    }
+    request
+}
+
+/// A socket to ask the kernel about network devices.
+fn any_socket() -> io::Result<OwnedFd> {
+    // SAFETY: socket takes three integers.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: socket succeeded: the descriptor is open and ours alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn interface_index(name: &str) -> io::Result<c_int> {
+    let socket = any_socket()?;
+    let mut request = request_of(name);
+    // SAFETY: SIOCGIFINDEX reads and writes one ifreq, which lives for the call, and sets ifru_ifindex.
+    unsafe {
+        if libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFINDEX as c_ulong, &mut request) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(request.ifr_ifru.ifru_ifindex)
+    }
+}
+
+/// The longest packet that network device `name` carries, in bytes.
+///
+/// # Errors
+/// There is no such device.
+pub fn mtu(name: &str) -> io::Result<u16> {
+    let socket = any_socket()?;
+    let mut request = request_of(name);
+    // SAFETY: SIOCGIFMTU reads and writes one ifreq, which lives for the call, and sets ifru_mtu.
+    let mtu = unsafe {
+        if libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU as c_ulong, &mut request) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        request.ifr_ifru.ifru_mtu
+    };
+    Ok(u16::try_from(mtu).unwrap_or(u16::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tap_that_is_missing_is_not_made() {
+        let error = Tap::open("no-such-tap").unwrap_err();
+        assert!(matches!(error, TapError::NotYours(..)), "{error:?}");
+        let line = perf_core::error_line(&error);
+        assert!(line.contains("ip tuntap add dev no-such-tap mode tap"), "{line}");
+    }
+
+    #[test]
+    fn what_is_no_memory_of_the_guests_is_no_piece() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0x1000), 0x1000)]).unwrap();
+        let mut scatter = Scatter::new(&memory);
+        assert!(scatter.push(GuestAddress(0x1000), 0x1000) && scatter.push(GuestAddress(0), 0));
+        for (address, length) in [
+            (0, 1),
+            (0x1fff, 2),
+            (0x2000, 1),
+            (0x1000, u32::MAX),
+            (u64::MAX, 2),
+        ] {
+            assert!(!scatter.push(GuestAddress(address), length));
+        }
+        assert_eq!(scatter.bytes(), 0x1000);
+    }
+}
