@@ -203,8 +203,8 @@ pub struct RunArgs {
     /// special treatment for]
     #[arg(long, value_name = "SIGNATURE")]
     pub cpu_signature: Option<CpuSignature>,
-    /// A network device on a tap device that is there already; its address follows from the VM's name if none is
-    /// given. May be there several times.
+    /// A network device on a tap device that is there already; its address follows from the VM's name if
+    /// none is given. May be there several times.
     #[arg(long, value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]")]
     pub net: Vec<NetConfig>,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.

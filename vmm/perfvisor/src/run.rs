@@ -291,7 +291,13 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
     let console = Console::open(&args.console).map_err(RunError::Console)?;
-    let mut vm = Vm::new(&kvm, &config, devices::wanted(args, &name)?, &probe, console.writer())?;
+    let mut vm = Vm::new(
+        &kvm,
+        &config,
+        devices::wanted(args, &name)?,
+        &probe,
+        console.writer(),
+    )?;
     say_place(&args.console, &console);
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {

@@ -11,7 +11,8 @@ const MAX_NAME: usize = 15;
 pub struct Mac([u8; 6]);
 
 impl Mac {
-    /// A locally administered address that follows from `text`: the same in each run, another for another text.
+    /// A locally administered address that follows from `text`: the same in each run, another for another
+    /// text.
     pub fn derived_from(text: &str) -> Self {
         // FNV-1a, 64 bits: spreads short names, and stays what it is.
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {

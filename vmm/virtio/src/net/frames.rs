@@ -1,4 +1,5 @@
-//! Frames between a tap device and the guest's two queues, each moved by one system call on guest memory in place.
+//! Frames between a tap device and the guest's two queues, each moved by one system call on guest memory in
+//! place.
 
 use std::collections::VecDeque;
 use std::io;
@@ -57,8 +58,8 @@ struct Chain {
     pieces: SmallVec<[(GuestAddress, u32); 2]>,
 }
 
-/// The next chain of `queue`, all of it for the device to write, or to read. `None`: there is none. One that is no
-/// such chain has no bytes.
+/// The next chain of `queue`, all of it for the device to write, or to read. `None`: there is none. One that
+/// is no such chain has no bytes.
 fn next_chain(
     queue: &mut Queue,
     memory: &GuestMemoryMmap,
@@ -117,8 +118,8 @@ impl Sender {
         Self { queue }
     }
 
-    /// Sends what the driver has put in, and says whether it wants an interrupt. Without a tap device, and where a
-    /// frame is none or the tap device does not take it, the frame is lost, as on a wire.
+    /// Sends what the driver has put in, and says whether it wants an interrupt. Without a tap device, and
+    /// where a frame is none or the tap device does not take it, the frame is lost, as on a wire.
     ///
     /// # Errors
     /// [`FramesError`]: the queue can be served no more.
@@ -172,8 +173,8 @@ impl Receiver {
         }
     }
 
-    /// Takes buffers until the longest frame fits. `false`: there are too few. A driver that takes merged frames
-    /// has to offer as much; else each frame has one buffer.
+    /// Takes buffers until the longest frame fits. `false`: there are too few. A driver that takes merged
+    /// frames has to offer as much; else each frame has one buffer.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
         let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
         // As many as the queue holds: a driver that puts in bad buffers without end has no frames.
@@ -241,8 +242,8 @@ impl Receiver {
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
     }
 
-    /// Gives the driver the first buffers, which hold a frame of `count` bytes now. It must see all of them at once,
-    /// so the index moves with the last.
+    /// Gives the driver the first buffers, which hold a frame of `count` bytes now. It must see all of them
+    /// at once, so the index moves with the last.
     fn hand_over(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FramesError> {
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
         let mut left = count;

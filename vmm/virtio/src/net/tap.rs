@@ -141,15 +141,15 @@ impl Tap {
     ///
     /// # Errors
     /// That of `readv(2)`; `WouldBlock` when there is none.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        reason = "at most MAX_PIECES"
+    )]
     pub fn read(&self, into: &Scatter<'_>) -> io::Result<usize> {
         let pieces = &into.pieces[..into.pieces.len().min(MAX_PIECES)];
-        // SAFETY: each piece lies in guest memory that `into` borrows, so it is mapped and writable for the call;
-        // nothing of Rust's refers to it. At most MAX_PIECES are passed, which fits an int.
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_possible_wrap,
-            reason = "at most MAX_PIECES"
-        )]
+        // SAFETY: each piece lies in guest memory that `into` borrows, so it is mapped and writable for the
+        // call; nothing of Rust's refers to it. At most MAX_PIECES are passed, which fits an int.
         let count = unsafe { libc::readv(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
@@ -158,14 +158,14 @@ impl Tap {
     ///
     /// # Errors
     /// That of `writev(2)`.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        reason = "at most MAX_PIECES"
+    )]
     pub fn write(&self, from: &Scatter<'_>) -> io::Result<usize> {
         let pieces = &from.pieces[..from.pieces.len().min(MAX_PIECES)];
         // SAFETY: as for `read`; the kernel copies what it reads before it looks at it.
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_possible_wrap,
-            reason = "at most MAX_PIECES"
-        )]
         let count = unsafe { libc::writev(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
