@@ -12,6 +12,8 @@ use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_c
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::VirtioDevice;
+use virtio_devices::transport::bus::{BusError, PciBus};
+use virtio_devices::transport::machine::Machine;
 use vpmu::{Backability, BackingPolicy, Generation, Model, Vendor};
 
 use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
@@ -24,6 +26,7 @@ use crate::kvm::memslot::MemorySlots;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self, OwnPmu};
+use crate::kvm::pci_machine::KvmMachine;
 use crate::kvm::signature::CpuSignature;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::BREAKPOINTS;
@@ -93,15 +96,15 @@ pub enum VmError {
         /// Its error.
         source: kvm_ioctls::Error,
     },
-    /// There is no bus to put devices on.
-    #[error("{0}: this machine has no bus for virtio devices")]
-    NoBus(String),
     /// The kernel's file was replaced by one that needs another machine.
     #[error("the kernel is of another kind than the one that the VM began with; start a new VM for it")]
     OtherKernel,
     /// KVM's interrupt controllers or timer.
     #[error(transparent)]
     Chips(#[from] ChipError),
+    /// No PCI bus can be made for the devices.
+    #[error(transparent)]
+    Pci(#[from] BusError),
     /// Another system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -168,11 +171,8 @@ impl Vm {
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         let plan = Plan::new(kvm, config)?;
-        if let Some(device) = devices.first() {
-            return Err(VmError::NoBus(device.name().to_owned()));
-        }
         let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
-        let loaded = boot::load(&ram, &plan.boot_request())?;
+        let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
         let breakpoints = plan.breakpoints(&loaded)?;
         plan.check_kernel(kvm, probe, &loaded, &ram)?;
 
@@ -185,6 +185,7 @@ impl Vm {
         }
         let pmu = plan.make_pmu(model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
+        let bus = Arc::new(Plan::add_pci(bus, devices, loaded.pci, &fd, &ram)?);
         let control = Arc::new(RunControl::new(config.on_reset).map_err(|e| VmError::Os("eventfd", e))?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
         let parts = VcpuParts {
@@ -344,6 +345,10 @@ impl RunningVm {
             self.control.stop(crate::vcpu::control::StopReason::Operator);
         }
         self.kicker().join();
+        // Nobody uses the devices any more: their threads finish what was begun, and end.
+        if let Some(pci) = self.bus.pci() {
+            pci.reset();
+        }
     }
 }
 
@@ -439,12 +444,13 @@ impl<'a> Plan<'a> {
         })
     }
 
-    fn boot_request(&self) -> BootRequest<'a> {
+    fn boot_request(&self, pci: bool) -> BootRequest<'a> {
         BootRequest {
             kernel: &self.config.kernel,
             initrd: self.config.initrd.as_deref(),
             cmdline: &self.config.cmdline,
             cpus: self.config.cpus,
+            pci,
             patch_rdpmc: self.replaces,
         }
     }
@@ -537,7 +543,7 @@ impl<'a> Plan<'a> {
         Ok(Some(Arc::new(pmu)))
     }
 
-    fn make_bus(&self, console: Box<dyn Write + Send>, fd: &VmFd) -> Result<Arc<Bus>, VmError> {
+    fn make_bus(&self, console: Box<dyn Write + Send>, fd: &VmFd) -> Result<Bus, VmError> {
         let bus = Bus::new(console, self.config.memory_bytes, self.config.cpus)
             .map_err(|e| VmError::Os("making the devices", e))?;
         fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
@@ -546,7 +552,23 @@ impl<'a> Plan<'a> {
             fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
                 .map_err(call("KVM_IRQFD"))?;
         }
-        Ok(Arc::new(bus))
+        Ok(bus)
+    }
+
+    /// The bus with a PCI bus that has `devices`, if the guest is told of one.
+    fn add_pci(
+        bus: Bus,
+        devices: Vec<Box<dyn VirtioDevice>>,
+        told: bool,
+        fd: &Arc<VmFd>,
+        ram: &GuestRam,
+    ) -> Result<Bus, VmError> {
+        if !told {
+            return Ok(bus);
+        }
+        let machine: Arc<dyn Machine> = Arc::new(KvmMachine::new(fd.clone()));
+        let pci = PciBus::new(devices, ram.memory(), layout::PCI_WINDOW, &machine)?;
+        Ok(bus.with_pci(pci))
     }
 
     /// Whether RDPMC that was not replaced is served at the guest's handler of #GP. A breakpoint there needs

@@ -55,6 +55,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
         initrd,
         cmdline,
         cpus: "1".parse().unwrap(),
+        pci: false,
         patch_rdpmc: true,
     };
     let loaded = boot::load(&ram, &request).unwrap();

@@ -23,6 +23,7 @@ fn attempt(kernel: &Path, initrd: Option<&Path>, cmdline: &str, cpus: u8) -> Res
             initrd,
             cmdline,
             cpus: VcpuNumbers::fixed(cpus).unwrap(),
+            pci: false,
             patch_rdpmc: true,
         },
     )

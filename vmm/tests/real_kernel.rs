@@ -52,6 +52,7 @@ fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, Loaded) {
         initrd: None,
         cmdline: "console=ttyS0",
         cpus: "2".parse().unwrap(),
+        pci: false,
         patch_rdpmc,
     };
     let loaded = boot::load(&ram, &request).unwrap();

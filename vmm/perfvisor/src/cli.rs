@@ -195,6 +195,9 @@ pub struct RunArgs {
     /// ends), or restart (the guest boots again).
     #[arg(long, value_name = "WHAT", default_value = "exit")]
     pub on_reset: OnReset,
+    /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.
+    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    pub rng: bool,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,

@@ -6,6 +6,7 @@ use virtio_devices::device::VirtioDevice;
 use virtio_devices::net::Net;
 use virtio_devices::net::config::{Mac, NetConfig};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
+use virtio_devices::rng::Rng;
 
 use crate::cli::RunArgs;
 
@@ -21,6 +22,9 @@ pub enum DeviceError {
     /// A tap device twice.
     #[error("--net tap={0} is there twice: give each network device a tap of its own")]
     TapTwice(String),
+    /// No entropy.
+    #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
+    Rng(#[source] io::Error),
 }
 
 /// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them.
@@ -34,6 +38,10 @@ pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, De
             return Err(DeviceError::TapTwice(config.tap.clone()));
         }
         devices.push(Box::new(network(config, i, vm)?));
+    }
+    // The built-in guests have no use for one.
+    if args.rng && args.kernel.is_some() {
+        devices.push(Box::new(Rng::new().map_err(DeviceError::Rng)?));
     }
     Ok(devices)
 }

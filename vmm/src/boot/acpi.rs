@@ -1,15 +1,20 @@
 //! ACPI tables: who the processors are, where the interrupt controllers and the power-off and reset
 //! registers lie. ACPI specification 6.5, chapter 5.
 
-use acpi_tables::aml::{Device, EISAName, IO, Interrupt, Name, Package, ResourceTemplate, Scope, ZERO};
+use acpi_tables::aml::{
+    AddressSpace, AddressSpaceCacheable, Device, EISAName, IO, Interrupt, Name, Package, ResourceTemplate,
+    Scope, ZERO,
+};
 use acpi_tables::facs::FACS;
 use acpi_tables::fadt::{FADTBuilder, Flags, PmProfile};
-use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
+use acpi_tables::gas::{AccessSize, AddressSpace as GasSpace, GAS};
 use acpi_tables::madt::{EnabledStatus, IoApic, ProcessorLocalApic};
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
 use acpi_tables::{Aml, AmlSink};
+
+use virtio_devices::transport::bus::{CONFIG_PORT, CONFIG_PORTS};
 
 use super::{layout, processors};
 use crate::devices::ports;
@@ -58,8 +63,8 @@ pub(super) fn bytes_of(table: &dyn Aml) -> Vec<u8> {
 }
 
 /// The tables as (guest-physical address, bytes). The root pointer is the first and lies at
-/// [`layout::RSDP`].
-pub(crate) fn tables(cpus: VcpuNumbers) -> Vec<(u64, Vec<u8>)> {
+/// [`layout::RSDP`]. `pci`: the machine has a PCI bus.
+pub(crate) fn tables(cpus: VcpuNumbers, pci: bool) -> Vec<(u64, Vec<u8>)> {
     let mut at = layout::ACPI_TABLES;
     let mut placed: Vec<(u64, Vec<u8>)> = Vec::new();
     let mut place = |bytes: Vec<u8>| {
@@ -69,7 +74,7 @@ pub(crate) fn tables(cpus: VcpuNumbers) -> Vec<(u64, Vec<u8>)> {
         placed.push((address, bytes));
         address
     };
-    let dsdt = place(dsdt(cpus));
+    let dsdt = place(dsdt(cpus, pci));
     let facs = place(bytes_of(&FACS::new()));
     let fadt = place(fadt(dsdt, facs));
     let madt = place(madt(cpus));
@@ -84,7 +89,7 @@ pub(crate) fn tables(cpus: VcpuNumbers) -> Vec<(u64, Vec<u8>)> {
 /// The differentiated description: how to power off, the serial port, and the processors where they come and
 /// go.
 #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
-fn dsdt(cpus: VcpuNumbers) -> Vec<u8> {
+fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
     let s5 = Name::new(
         "_S5_".into(),
         &Package::new(vec![&ports::S5_SLEEP_TYPE, &ports::S5_SLEEP_TYPE, &ZERO, &ZERO]),
@@ -100,16 +105,35 @@ fn dsdt(cpus: VcpuNumbers) -> Vec<u8> {
     let mut sdt = Sdt::new(*b"DSDT", 36, 2, OEM_ID, OEM_TABLE, OEM_REVISION);
     sdt.append_slice(&bytes_of(&s5));
     sdt.append_slice(&bytes_of(&scope));
+    if pci {
+        sdt.append_slice(&pci_bus());
+    }
     if cpus.can_change() {
         sdt.append_slice(&processors::devices(cpus));
     }
     sdt.as_slice().to_vec()
 }
 
+/// The PCI bus (PNP0A03): its number, its configuration ports and the memory that its functions may decode.
+/// There is no routing of interrupt pins: no function has one.
+fn pci_bus() -> Vec<u8> {
+    let hid = Name::new("_HID".into(), &EISAName::new("PNP0A03"));
+    let uid = Name::new("_UID".into(), &ZERO);
+    let bus = AddressSpace::<u16>::new_bus_number(0, 0);
+    let io = IO::new(CONFIG_PORT, CONFIG_PORT, 1, CONFIG_PORTS);
+    let window = layout::PCI_WINDOW;
+    let cacheable = AddressSpaceCacheable::NotCacheable;
+    let memory = AddressSpace::<u32>::new_memory(cacheable, true, window.start, window.end - 1, None);
+    let resources = ResourceTemplate::new(vec![&bus, &io, &memory]);
+    let crs = Name::new("_CRS".into(), &resources);
+    let pci0 = Device::new("PCI0".into(), vec![&hid, &uid, &crs]);
+    bytes_of(&Scope::new("_SB_".into(), vec![&pci0]))
+}
+
 /// The fixed description: no SMI command port, so ACPI mode is always on.
 #[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
-    let io = |port: u16, bits: u8, size| GAS::new(AddressSpace::SystemIo, bits, 0, size, u64::from(port));
+    let io = |port: u16, bits: u8, size| GAS::new(GasSpace::SystemIo, bits, 0, size, u64::from(port));
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE, OEM_REVISION)
         .dsdt_64(dsdt)
         .firmware_ctrl_32(facs as u32)
@@ -207,7 +231,7 @@ mod tests {
     fn checksums_addresses_and_processor_counts_are_right_for_every_size() {
         for cpus in ["1", "2", "63", "64", "1,max=2", "3,max=64", "63,max=64"] {
             let numbers: VcpuNumbers = cpus.parse().unwrap();
-            let tables = tables(numbers);
+            let tables = tables(numbers, true);
             let (rsdp_at, rsdp) = &tables[0];
             assert_eq!(*rsdp_at, layout::RSDP);
             assert_eq!(sum(&rsdp[..20]), 0);

@@ -37,6 +37,9 @@ pub const MP_TABLE: u64 = 0xF_0000;
 /// End of the MP table's area.
 pub const MP_END: u64 = 0x10_0000;
 
+/// Memory that PCI functions may decode: between the end of RAM below 4 GiB
+/// ([`crate::memory::MMIO_HOLE_START`]) and the interrupt controllers.
+pub const PCI_WINDOW: std::ops::Range<u32> = 0xE000_0000..0xF000_0000;
 /// Local APIC.
 pub const LOCAL_APIC: u32 = 0xFEE0_0000;
 /// I/O APIC.
@@ -45,5 +48,7 @@ pub const IO_APIC: u32 = 0xFEC0_0000;
 pub const KVM_TSS: u64 = 0xFFFB_D000;
 /// One page KVM needs for the identity map (KVM_SET_IDENTITY_MAP_ADDR).
 pub const KVM_IDENTITY_MAP: u64 = 0xFFFB_C000;
+
+const _: () = assert!(crate::memory::MMIO_HOLE_START <= PCI_WINDOW.start as u64 && PCI_WINDOW.end <= IO_APIC);
 
 pub use crate::numbers::MAX_CPUS;

@@ -76,6 +76,8 @@ pub struct BootRequest<'a> {
     pub cmdline: &'a str,
     /// vCPUs.
     pub cpus: VcpuNumbers,
+    /// There are PCI functions. Linux is told of a bus in any case: without one it complains.
+    pub pci: bool,
     /// Replace RDPMC by an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
     pub patch_rdpmc: bool,
 }
@@ -115,6 +117,8 @@ pub struct Loaded {
     pub kernel: Range<u64>,
     /// Guest-physical range of the initrd.
     pub initrd: Option<Range<u64>>,
+    /// Whether the guest is told of a PCI bus.
+    pub pci: bool,
     /// The executable text.
     pub text: Vec<TextRange>,
     /// The kernel's text symbols: from its symbol table, else from kallsyms, else none.
@@ -368,8 +372,8 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
 }
 
 /// ACPI and MP tables, for both protocols.
-fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers) -> Result<(), BootError> {
-    let mut tables = acpi::tables(cpus);
+fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result<(), BootError> {
+    let mut tables = acpi::tables(cpus, pci);
     tables.push((layout::MP_TABLE, mptable::table(cpus)));
     for (address, bytes) in tables {
         ram.memory()
@@ -461,7 +465,7 @@ fn load_linux(
             load_initrd(ram, path, kernel.end..limit, false)
         })
         .transpose()?;
-    write_firmware_tables(ram, request.cpus)?;
+    write_firmware_tables(ram, request.cpus, true)?;
     linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
     let entry = Entry::Long64 {
         rip,
@@ -492,6 +496,7 @@ fn load_linux(
         entry,
         kernel,
         initrd,
+        pci: true,
         text: text_ranges(&image.code),
         symbols: Arc::new(symbols),
         rdpmc_sites,
@@ -575,7 +580,7 @@ fn load_multiboot(
             load_initrd(ram, path, room, true)
         })
         .transpose()?;
-    write_firmware_tables(ram, request.cpus)?;
+    write_firmware_tables(ram, request.cpus, request.pci)?;
     let module_name = request
         .initrd
         .and_then(|p| p.file_name())
@@ -598,6 +603,7 @@ fn load_multiboot(
         entry,
         kernel,
         initrd,
+        pci: request.pci,
         text: text_ranges(&code),
         symbols: Arc::new(symbols),
         rdpmc_sites,

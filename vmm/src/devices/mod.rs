@@ -1,8 +1,8 @@
 //! The devices of the machine and the bus that finds them.
 //!
-//! Interrupt controllers and the timer are KVM's. What is left lives on I/O ports; nothing lives in
-//! memory-mapped I/O, where reads give all ones and writes go nowhere. Every width and every port a
-//! guest uses is safe: a port nobody owns reads all ones.
+//! Interrupt controllers and the timer are KVM's. What is left lives on I/O ports, but for the virtio devices:
+//! they are functions of a PCI bus and decode memory. Every width and every port and address a guest uses is
+//! safe: where nobody owns it, reads give all ones and writes go nowhere.
 
 mod acpi_pm;
 mod cmos;
@@ -16,6 +16,7 @@ use std::io::{self, Write};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use virtio_devices::transport::bus::PciBus;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use serial::SerialPort;
@@ -46,7 +47,7 @@ pub enum BusOutcome {
     Exit(u8),
 }
 
-/// The port bus. Shared by all vCPU threads; each device has its own lock, held for one access.
+/// The buses. Shared by all vCPU threads; each device has its own lock, held for one access.
 pub struct Bus {
     ram_bytes: u64,
     cpus: VcpuNumbers,
@@ -57,6 +58,8 @@ pub struct Bus {
     pm: Mutex<AcpiPm>,
     /// Where processors can come and go.
     cpu_plug: Option<Arc<CpuPlug>>,
+    /// Where the machine has one.
+    pci: Option<PciBus>,
     /// Last value written to the reset control register.
     reset_control: AtomicU8,
     /// Last value written to system control port A.
@@ -88,6 +91,7 @@ impl Bus {
                 .can_change()
                 .then(|| CpuPlug::new(cpus.present(), cpus.max()).map(Arc::new))
                 .transpose()?,
+            pci: None,
             reset_control: AtomicU8::new(0),
             control_a: AtomicU8::new(0),
             control_b_reads: AtomicU8::new(0),
@@ -108,6 +112,21 @@ impl Bus {
         self.reset_control.store(0, Ordering::Relaxed);
         self.control_a.store(0, Ordering::Relaxed);
         self.control_b_reads.store(0, Ordering::Relaxed);
+        if let Some(pci) = &self.pci {
+            pci.reset();
+        }
+    }
+
+    /// With a PCI bus.
+    #[must_use]
+    pub fn with_pci(mut self, pci: PciBus) -> Self {
+        self.pci = Some(pci);
+        self
+    }
+
+    /// The PCI bus, if the machine has one.
+    pub fn pci(&self) -> Option<&PciBus> {
+        self.pci.as_ref()
     }
 
     /// The serial port, for input.
@@ -135,7 +154,10 @@ impl Bus {
     pub fn io_in(&self, port: u16, data: &mut [u8]) {
         match port {
             ports::FW_CFG_SELECT | ports::FW_CFG_DATA => lock(&self.fw_cfg).read(port, data),
-            ports::PCI_ADDRESS..=0xCFF if port != ports::RESET_CONTROL => data.fill(0xFF),
+            ports::PCI_ADDRESS..=ports::PCI_DATA_END if port != ports::RESET_CONTROL => match &self.pci {
+                Some(pci) => pci.read_port(port, data),
+                None => data.fill(0xFF),
+            },
             _ => {
                 for (i, byte) in data.iter_mut().enumerate() {
                     *byte = self.in_byte(port.wrapping_add(i as u16));
@@ -160,7 +182,12 @@ impl Bus {
                 lock(&self.pm).write_control(u16::from_le_bytes([data[0], data[1]]))
             }
             // A wide write to the address register is no reset, although it covers that port.
-            ports::PCI_ADDRESS => BusOutcome::Continue,
+            ports::PCI_ADDRESS | ports::PCI_DATA..=ports::PCI_DATA_END => {
+                if let Some(pci) = &self.pci {
+                    pci.write_port(port, data);
+                }
+                BusOutcome::Continue
+            }
             _ => {
                 for (i, byte) in data.iter().enumerate() {
                     let outcome = self.out_byte(port.wrapping_add(i as u16), *byte);
@@ -191,15 +218,28 @@ impl Bus {
         BusOutcome::Continue
     }
 
-    /// A read of memory-mapped I/O: nothing lives there.
-    pub fn mmio_read(&self, _address: u64, data: &mut [u8]) {
+    /// A read of memory-mapped I/O: all ones where no PCI function lives.
+    pub fn mmio_read(&self, address: u64, data: &mut [u8]) {
+        if self
+            .pci
+            .as_ref()
+            .is_some_and(|pci| pci.read_memory(address, data))
+        {
+            return;
+        }
         self.unclaimed.fetch_add(1, Ordering::Relaxed);
         data.fill(0xFF);
     }
 
-    /// A write to memory-mapped I/O: dropped.
-    pub fn mmio_write(&self, _address: u64, _data: &[u8]) -> BusOutcome {
-        self.unclaimed.fetch_add(1, Ordering::Relaxed);
+    /// A write to memory-mapped I/O: dropped where no PCI function lives.
+    pub fn mmio_write(&self, address: u64, data: &[u8]) -> BusOutcome {
+        if !self
+            .pci
+            .as_ref()
+            .is_some_and(|pci| pci.write_memory(address, data))
+        {
+            self.unclaimed.fetch_add(1, Ordering::Relaxed);
+        }
         BusOutcome::Continue
     }
 

@@ -48,7 +48,7 @@ pub const CPU_PLUG: u16 = 0xCD8;
 pub const CPU_PLUG_LEN: u16 = 12;
 /// Their interrupt line.
 pub const CPU_PLUG_IRQ: u32 = 5;
-/// PCI configuration address (no PCI here: it reads all ones).
+/// PCI configuration address; reads all ones where there is no PCI bus.
 pub const PCI_ADDRESS: u16 = 0xCF8;
 /// Reset control register.
 pub const RESET_CONTROL: u16 = 0xCF9;
@@ -56,3 +56,5 @@ pub const RESET_CONTROL: u16 = 0xCF9;
 pub const RESET_VALUE: u8 = 0x06;
 /// PCI configuration data.
 pub const PCI_DATA: u16 = 0xCFC;
+/// Its last port.
+pub const PCI_DATA_END: u16 = 0xCFF;

@@ -10,6 +10,7 @@ pub mod memslot;
 pub mod misc_enable;
 pub mod msr_filter;
 pub mod own_pmu;
+pub mod pci_machine;
 pub mod registers;
 pub mod signal_mask;
 pub mod signature;

@@ -105,7 +105,7 @@ impl Again {
         let plan = Plan::of(&self.config);
         bus.reset();
         ram.clear()?;
-        let loaded = boot::load(ram, &plan.boot_request())?;
+        let loaded = boot::load(ram, &plan.boot_request(bus.pci().is_some()))?;
         if needs_full_kvm(&loaded.kind) != self.needs_full_kvm {
             return Err(VmError::OtherKernel);
         }

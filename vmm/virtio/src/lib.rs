@@ -5,6 +5,9 @@
 //! | [`device`] | what every device offers to its transport, and what it gets when its driver is ready |
 //! | [`net`] | a network device on a tap device |
 //! | [`vsock`] | sockets between the guest and programs of the host |
+//! | [`transport`] | virtio over PCI: how a driver finds a device, sets it up and is interrupted |
+//! | [`serve`] | serving a queue: each chain once, one interrupt for all |
+//! | [`rng`] | entropy |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
 //! A device starts nothing before its driver is ready. From then on a thread of its own serves its queues: it
@@ -26,5 +29,8 @@
 
 pub mod device;
 pub mod net;
+pub mod rng;
+pub mod serve;
+pub mod transport;
 pub mod vsock;
 pub mod worker;

@@ -1,0 +1,175 @@
+//! Doorbells and messages of PCI functions, by KVM: ioeventfd, GSI routing and irqfd.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvm_bindings::{
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
+    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry, kvm_irq_routing_entry__bindgen_ty_1,
+    kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_irq_routing_msi__bindgen_ty_1,
+};
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
+use virtio_devices::transport::machine::{Machine, Message};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Inputs of KVM's I/O APIC; the interrupts behind them are messages.
+const IO_APIC_INPUTS: u32 = 24;
+/// Those of them that are inputs of the two PICs too, eight each.
+const PIC_INPUTS: u32 = 16;
+const INPUTS_OF_A_PIC: u32 = 8;
+
+/// KVM, for the functions of one VM's PCI bus.
+pub struct KvmMachine {
+    vm: Arc<VmFd>,
+    /// The message of each line that has had one.
+    messages: Mutex<Vec<Option<Message>>>,
+}
+
+impl KvmMachine {
+    /// For a VM whose interrupt controllers are KVM's.
+    pub fn new(vm: Arc<VmFd>) -> Self {
+        Self {
+            vm,
+            messages: Mutex::default(),
+        }
+    }
+
+    /// Tells KVM what line `line` sends, if it sent something else before.
+    fn route(&self, line: u32, message: Message) -> io::Result<()> {
+        let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
+        let n = usize::try_from(line).map_err(io::Error::other)?;
+        if messages.len() <= n {
+            messages.resize(n + 1, None);
+        }
+        if messages[n] == Some(message) {
+            return Ok(());
+        }
+        let before = messages[n].replace(message);
+        let told = routing(&messages).and_then(|table| Ok(self.vm.set_gsi_routing(&table)?));
+        if told.is_err() {
+            messages[n] = before;
+        }
+        told
+    }
+}
+
+impl Machine for KvmMachine {
+    fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()> {
+        Ok(self
+            .vm
+            .register_ioevent(kick, &IoEventAddress::Mmio(address), NoDatamatch)?)
+    }
+
+    fn remove_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()> {
+        Ok(self
+            .vm
+            .unregister_ioevent(kick, &IoEventAddress::Mmio(address), NoDatamatch)?)
+    }
+
+    fn connect(&self, line: u32, message: Message, vector: &EventFd) -> io::Result<()> {
+        self.route(line, message)?;
+        Ok(self.vm.register_irqfd(vector, gsi(line))?)
+    }
+
+    fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()> {
+        Ok(self.vm.unregister_irqfd(vector, gsi(line))?)
+    }
+}
+
+/// KVM's number of a line of the bus.
+fn gsi(line: u32) -> u32 {
+    IO_APIC_INPUTS.saturating_add(line)
+}
+
+/// The whole table, which KVM takes at once. The inputs of the interrupt controllers are as KVM has them
+/// without a table: each input of a PIC is one of the I/O APIC too, and the timer's interrupt, 0, is its input
+/// 0 (`boot/acpi.rs` counts on it).
+fn routing(messages: &[Option<Message>]) -> io::Result<KvmIrqRouting> {
+    let pics = (0..PIC_INPUTS).map(|input| {
+        let chip = if input < INPUTS_OF_A_PIC {
+            KVM_IRQCHIP_PIC_MASTER
+        } else {
+            KVM_IRQCHIP_PIC_SLAVE
+        };
+        chip_entry(input, chip, input % INPUTS_OF_A_PIC)
+    });
+    let io_apic = (0..IO_APIC_INPUTS).map(|input| chip_entry(input, KVM_IRQCHIP_IOAPIC, input));
+    let lines = (0..).zip(messages);
+    let sent = lines.filter_map(|(line, message)| message.map(|message| message_entry(line, message)));
+    let entries: Vec<_> = pics.chain(io_apic).chain(sent).collect();
+    KvmIrqRouting::from_entries(&entries).map_err(|e| io::Error::other(format!("{e:?}")))
+}
+
+fn chip_entry(input: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
+    kvm_irq_routing_entry {
+        gsi: input,
+        type_: KVM_IRQ_ROUTING_IRQCHIP,
+        u: kvm_irq_routing_entry__bindgen_ty_1 {
+            irqchip: kvm_irq_routing_irqchip { irqchip, pin },
+        },
+        ..Default::default()
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "halves of an address")]
+fn message_entry(line: u32, message: Message) -> kvm_irq_routing_entry {
+    kvm_irq_routing_entry {
+        gsi: gsi(line),
+        type_: KVM_IRQ_ROUTING_MSI,
+        u: kvm_irq_routing_entry__bindgen_ty_1 {
+            msi: kvm_irq_routing_msi {
+                address_lo: message.address as u32,
+                address_hi: (message.address >> 32) as u32,
+                data: message.data,
+                __bindgen_anon_1: kvm_irq_routing_msi__bindgen_ty_1::default(),
+            },
+        },
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    use super::*;
+
+    fn machine() -> Option<KvmMachine> {
+        let Ok(kvm) = crate::kvm::host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return None;
+        };
+        let vm = Arc::new(kvm.create_vm().unwrap());
+        vm.create_irq_chip().unwrap();
+        Some(KvmMachine::new(vm))
+    }
+
+    #[test]
+    fn a_vector_is_connected_once_and_keeps_its_signals_afterwards() {
+        let Some(machine) = machine() else { return };
+        let vector = EventFd::new(EFD_NONBLOCK).unwrap();
+        let message = Message {
+            address: 0xFEE0_0000,
+            data: 0x41,
+        };
+        assert!(machine.disconnect(3, &vector).is_ok(), "KVM does not mind");
+        machine.connect(3, message, &vector).unwrap();
+        assert!(machine.connect(3, message, &vector).is_err(), "it is connected");
+        machine.disconnect(3, &vector).unwrap();
+        vector.write(1).unwrap();
+        assert_eq!(vector.read().unwrap(), 1);
+        // The highest line of a full bus.
+        machine.connect(31 * 64, message, &vector).unwrap();
+    }
+
+    #[test]
+    fn a_second_doorbell_at_an_address_is_refused() {
+        let Some(machine) = machine() else { return };
+        let [one, other] = [(); 2].map(|()| EventFd::new(EFD_NONBLOCK).unwrap());
+        machine.add_doorbell(0xE000_3000, &one).unwrap();
+        assert!(machine.add_doorbell(0xE000_3000, &other).is_err());
+        machine.add_doorbell(0xE000_3004, &other).unwrap();
+        machine.remove_doorbell(0xE000_3000, &one).unwrap();
+        assert!(machine.remove_doorbell(0xE000_3000, &one).is_err());
+    }
+}

@@ -1,0 +1,187 @@
+//! Entropy for the guest (virtio 1.2, 5.4): random bytes of the host's kernel.
+
+use std::fs::File;
+use std::io;
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use perf_core::error_line;
+use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
+use vm_memory::{Bytes, GuestMemoryMmap};
+use vmm_sys_util::epoll::EventSet;
+
+use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice};
+use crate::serve::{Chain, serve_queue};
+use crate::worker::Worker;
+
+/// Where the bytes come from: never blocks once the host has started.
+const SOURCE: &str = "/dev/urandom";
+/// Entries of the queue. Linux uses one at a time.
+const QUEUE_SIZE: u16 = 16;
+/// The most bytes for one chain; a driver gets the rest by asking again (5.4.6.1).
+const MOST_BYTES: usize = 4096;
+
+/// The device.
+#[derive(Debug)]
+pub struct Rng {
+    source: File,
+    worker: Option<Worker>,
+}
+
+impl Rng {
+    /// Of this host's entropy.
+    ///
+    /// # Errors
+    /// /dev/urandom cannot be opened.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            source: File::open(SOURCE)?,
+            worker: None,
+        })
+    }
+}
+
+impl VirtioDevice for Rng {
+    fn id(&self) -> u32 {
+        VIRTIO_ID_RNG
+    }
+
+    fn name(&self) -> &str {
+        "rng0"
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &[QUEUE_SIZE]
+    }
+
+    fn read_config(&self, _: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
+            .map_err(|_| ActivateError::Driver("another number of queues"))?
+        else {
+            return Err(ActivateError::Driver("entropy without its queue"));
+        };
+        let host = |what| move |source| ActivateError::Host { what, source };
+        let server = Server {
+            source: self.source.try_clone().map_err(host("dup"))?,
+            queue,
+            memory: activation.memory,
+            broken: false,
+        };
+        self.worker = Some(Worker::spawn(self.name(), server).map_err(host("starting a thread"))?);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.worker = None;
+    }
+}
+
+/// What runs on the device's thread.
+struct Server {
+    source: File,
+    queue: ActiveQueue,
+    memory: GuestMemoryMmap,
+    broken: bool,
+}
+
+impl Server {
+    fn serve(&mut self) {
+        let (memory, source) = (&self.memory, &mut self.source);
+        let served = serve_queue(&mut self.queue, memory, |chain| fill(source, memory, chain));
+        if let Err(error) = served {
+            log::warn!("rng0 stops until it is reset: {}", error_line(&error));
+            self.broken = true;
+        }
+    }
+}
+
+/// Fills a chain's buffers; how many bytes it was.
+#[expect(clippy::cast_possible_truncation, reason = "at most MOST_BYTES")]
+fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
+    let mut left = MOST_BYTES;
+    for buffer in chain.writable() {
+        let count = left.min(buffer.len() as usize);
+        match memory.read_volatile_from(buffer.addr(), source, count) {
+            Ok(read) if read == count => left -= read,
+            Ok(read) => {
+                left -= read;
+                break;
+            }
+            // Not RAM: the guest's own affair.
+            Err(_) => break,
+        }
+        if left == 0 {
+            break;
+        }
+    }
+    (MOST_BYTES - left) as u32
+}
+
+impl MutEventSubscriber for Server {
+    fn process(&mut self, _: Events, _: &mut EventOps) {
+        let _ = self.queue.kick.read();
+        if !self.broken {
+            self.serve();
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
+            log::error!("rng0 hears no kicks: {}", error_line(&error));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_queue::desc::split::Descriptor;
+    use vm_memory::GuestAddress;
+
+    use super::*;
+    use crate::serve::testing::{BUFFERS, Driver, memory};
+
+    fn serve(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> u32 {
+        let mut driver = Driver::new(memory, 64);
+        driver.write(0, chain);
+        driver.offer(0);
+        let mut source = File::open(SOURCE).unwrap();
+        serve_queue(&mut driver.active, memory, |chain| {
+            fill(&mut source, memory, chain)
+        })
+        .unwrap();
+        let used = driver.used();
+        assert_eq!((used.len(), used[0].0), (1, 0));
+        used[0].1
+    }
+
+    #[test]
+    fn buffers_are_filled_with_bytes_that_differ() {
+        let memory = memory();
+        let chain = [
+            Descriptor::new(BUFFERS, 32, 3, 1),
+            Descriptor::new(BUFFERS + 64, 32, 2, 0),
+        ];
+        assert_eq!(serve(&memory, &chain), 64);
+        let read = |at| memory.read_obj::<[u8; 32]>(GuestAddress(at)).unwrap();
+        assert_ne!(read(BUFFERS), [0; 32]);
+        assert_ne!(read(BUFFERS), read(BUFFERS + 64));
+        assert_eq!(read(BUFFERS + 32), [0; 32]);
+    }
+
+    #[test]
+    fn hostile_chains_get_at_most_the_bound() {
+        let memory = memory();
+        // A loop, a buffer as long as it can be, one outside of RAM, one that is not to be written.
+        assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 3, 0)]), 4096);
+        assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, u32::MAX, 2, 0)]), 4096);
+        assert_eq!(serve(&memory, &[Descriptor::new(u64::MAX - 8, 100, 2, 0)]), 0);
+        assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 0, 0)]), 0);
+    }
+}

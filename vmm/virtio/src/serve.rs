@@ -1,0 +1,231 @@
+//! Serving a queue: every chain in it once, and one interrupt for all that were served.
+
+use thiserror::Error;
+use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+use crate::device::ActiveQueue;
+
+/// A chain of descriptors in the guest's memory, which may change at any time.
+pub type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
+
+/// The driver broke the rules of queues: nothing more can be had from this one until the device is reset.
+#[derive(Debug, Error)]
+pub enum QueueError {
+    /// Its rings make no sense.
+    #[error("the driver's queue cannot be worked with")]
+    Rings(#[from] virtio_queue::Error),
+    /// It offers a chain that the queue cannot have.
+    #[error("the driver offers descriptor {head} of a queue of {size}")]
+    Head {
+        /// The chain's first descriptor.
+        head: u16,
+        /// The queue's size.
+        size: u16,
+    },
+}
+
+/// Serves what is in the queue: `serve` gets each chain and returns how many bytes it wrote to it. The driver
+/// is interrupted once, if it wants to be.
+///
+/// It ends after one round of the queue even if the driver goes on to fill it; then the queue has kicked
+/// itself, and the caller's loop comes back after it has looked at its other descriptors.
+///
+/// # Errors
+/// [`QueueError`]; the driver knows of all chains that were served before.
+pub fn serve_queue(
+    active: &mut ActiveQueue,
+    memory: &GuestMemoryMmap,
+    mut serve: impl FnMut(Chain<'_>) -> u32,
+) -> Result<(), QueueError> {
+    let size = active.queue.size();
+    let mut left = size;
+    let outcome = loop {
+        active.queue.disable_notification(memory)?;
+        match serve_round(active, memory, &mut left, &mut serve) {
+            Ok(()) if left == 0 => {
+                // A full counter is a kick too.
+                let _ = active.kick.write(1);
+                break Ok(());
+            }
+            Ok(()) => {}
+            Err(error) => break Err(error),
+        }
+        if !active.queue.enable_notification(memory)? {
+            break Ok(());
+        }
+    };
+    if left < size && active.queue.needs_notification(memory)? {
+        active.interrupt.raise();
+    }
+    outcome
+}
+
+/// Serves at most `left` chains.
+fn serve_round(
+    active: &mut ActiveQueue,
+    memory: &GuestMemoryMmap,
+    left: &mut u16,
+    serve: &mut impl FnMut(Chain<'_>) -> u32,
+) -> Result<(), QueueError> {
+    let size = active.queue.size();
+    while *left > 0
+        && let Some(chain) = active.queue.iter(memory)?.next()
+    {
+        let head = chain.head_index();
+        if head >= size {
+            return Err(QueueError::Head { head, size });
+        }
+        let written = serve(chain);
+        active.queue.add_used(memory, head, written)?;
+        *left -= 1;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    //! A queue as a driver makes it, in memory of its own.
+
+    use std::sync::Arc;
+
+    use virtio_queue::Queue;
+    use virtio_queue::desc::RawDescriptor;
+    use virtio_queue::desc::split::Descriptor;
+    use virtio_queue::mock::MockSplitQueue;
+    use vm_memory::{Bytes, GuestAddress};
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    use super::*;
+    use crate::device::Interrupt;
+
+    /// Bytes of guest memory; the queue lies at its beginning.
+    pub(crate) const MEMORY_BYTES: usize = 4 << 20;
+    /// First address that the queue does not use.
+    pub(crate) const BUFFERS: u64 = 0x10_0000;
+
+    pub(crate) fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
+    }
+
+    /// The driver's side of a queue, and the device's.
+    pub(crate) struct Driver<'m> {
+        pub mock: MockSplitQueue<'m, GuestMemoryMmap>,
+        pub active: ActiveQueue,
+        pub vector: Arc<EventFd>,
+        memory: &'m GuestMemoryMmap,
+        offered: u16,
+    }
+
+    impl<'m> Driver<'m> {
+        pub(crate) fn new(memory: &'m GuestMemoryMmap, size: u16) -> Self {
+            let mock = MockSplitQueue::create(memory, GuestAddress(0x1000), size);
+            let queue: Queue = mock.create_queue().unwrap();
+            let vector = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+            let active = ActiveQueue {
+                queue,
+                kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
+                interrupt: Interrupt::new(Some(vector.clone())),
+            };
+            Self {
+                mock,
+                active,
+                vector,
+                memory,
+                offered: 0,
+            }
+        }
+
+        /// Writes descriptors, the first at `head`.
+        pub(crate) fn write(&self, head: u16, descriptors: &[Descriptor]) {
+            for (at, descriptor) in (head..).zip(descriptors) {
+                let table = self.mock.desc_table();
+                table.store(at, RawDescriptor::from(*descriptor)).unwrap();
+            }
+        }
+
+        /// Offers the chain at `head`.
+        pub(crate) fn offer(&mut self, head: u16) {
+            let avail = self.mock.avail();
+            let size = self.active.queue.size();
+            avail
+                .ring()
+                .ref_at(usize::from(self.offered % size))
+                .unwrap()
+                .store(head.to_le());
+            self.offered += 1;
+            avail.idx().store(self.offered.to_le());
+        }
+
+        /// What was used so far: heads and bytes written.
+        pub(crate) fn used(&self) -> Vec<(u32, u32)> {
+            let used = self.mock.used();
+            (0..usize::from(u16::from_le(used.idx().load())))
+                .map(|n| {
+                    let at = self.mock.used_addr().0 + 4 + n as u64 * 8;
+                    let pair: [u32; 2] = self.memory.read_obj(GuestAddress(at)).unwrap();
+                    (pair[0], pair[1])
+                })
+                .collect()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_queue::desc::split::Descriptor;
+
+    use super::testing::{BUFFERS, Driver, memory};
+    use super::*;
+
+    #[test]
+    fn many_chains_are_one_interrupt() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 16);
+        for head in 0..5 {
+            driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
+            driver.offer(head);
+        }
+        let mut written = 10;
+        serve_queue(&mut driver.active, &memory, |chain| {
+            assert_eq!(chain.count(), 1);
+            written += 1;
+            written
+        })
+        .unwrap();
+        assert_eq!(driver.used(), [(0, 11), (1, 12), (2, 13), (3, 14), (4, 15)]);
+        assert_eq!(driver.vector.read().unwrap(), 1);
+        assert!(driver.active.kick.read().is_err());
+        // Nothing to do, nothing to tell.
+        serve_queue(&mut driver.active, &memory, |_| panic!("there is no chain")).unwrap();
+        assert!(driver.vector.read().is_err());
+    }
+
+    #[test]
+    fn a_full_queue_ends_the_round_and_kicks_itself() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 4);
+        for head in 0..4 {
+            driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
+            driver.offer(head);
+        }
+        serve_queue(&mut driver.active, &memory, |_| 0).unwrap();
+        assert_eq!(driver.active.kick.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn rings_that_make_no_sense_are_an_error_and_what_was_served_is_told() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 4);
+        driver.write(0, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
+        driver.offer(0);
+        driver.offer(4);
+        let error = serve_queue(&mut driver.active, &memory, |_| 8).unwrap_err();
+        assert!(matches!(error, QueueError::Head { head: 4, size: 4 }), "{error}");
+        assert_eq!((driver.used(), driver.vector.read().unwrap()), (vec![(0, 8)], 1));
+        // More chains than the queue has entries.
+        driver.mock.avail().idx().store(100u16.to_le());
+        let error = serve_queue(&mut driver.active, &memory, |_| 8).unwrap_err();
+        assert!(matches!(error, QueueError::Rings(_)), "{error}");
+    }
+}

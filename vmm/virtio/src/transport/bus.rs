@@ -1,0 +1,579 @@
+//! The PCI bus: a host bridge and up to 31 functions behind the configuration ports (mechanism 1 of PCI 3.0,
+//! 3.2.2.3.2), and the memory that the functions decode.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use thiserror::Error;
+use vm_memory::GuestMemoryMmap;
+
+use super::function::{BAR_BYTES, Function, MAX_QUEUES, vectors_of};
+use super::machine::Machine;
+use super::space::{ConfigSpace, Identity};
+use crate::device::VirtioDevice;
+
+/// The first configuration port: the address, then the data.
+pub const CONFIG_PORT: u16 = 0xCF8;
+/// Their number.
+pub const CONFIG_PORTS: u8 = 8;
+/// The most devices: a bus has 32 places, and the bridge takes one.
+pub const MAX_DEVICES: usize = 31;
+
+/// The port of data.
+const DATA_PORT: u16 = 0xCFC;
+/// The address selects a register; else the data ports are nobody's.
+const ADDRESS_ENABLE: u32 = 1 << 31;
+/// Bits of the address that can be set.
+const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
+/// A function that decodes no memory.
+const NOWHERE: u64 = u64::MAX;
+
+/// What QEMU's generic host bridge is, which needs no driver and for which no kernel has a special treatment.
+const BRIDGE: Identity = Identity {
+    vendor: 0x1B36,
+    device: 0x0008,
+    revision: 0,
+    class: [0x06, 0x00, 0x00],
+};
+
+/// Why there is no bus with these devices.
+#[derive(Debug, Error)]
+pub enum BusError {
+    /// More than there are places.
+    #[error("{0} virtio devices: a machine has room for at most {MAX_DEVICES}; leave some out")]
+    TooManyDevices(usize),
+    /// One has more queues than a function can have interrupts.
+    #[error("{name} has {queues} queues: at most {MAX_QUEUES} are possible")]
+    TooManyQueues {
+        /// The device.
+        name: String,
+        /// Its queues.
+        queues: usize,
+    },
+    /// The host has no descriptors left.
+    #[error("no eventfd for {name}; raise the limit of open files (ulimit -n)")]
+    Eventfd {
+        /// The device.
+        name: String,
+        /// What the host said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// One place on the bus.
+struct Place {
+    function: Mutex<Function>,
+    /// Where it decodes memory, as of the last access to its configuration; or [`NOWHERE`].
+    base: AtomicU64,
+}
+
+impl Place {
+    fn lock(&self) -> MutexGuard<'_, Function> {
+        self.function.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// To be called with the lock held, after the configuration may have changed.
+    fn note_base(&self, function: &Function) {
+        self.base
+            .store(function.decodes().unwrap_or(NOWHERE), Ordering::Release);
+    }
+}
+
+/// The bus. Shared by all vCPUs.
+pub struct PciBus {
+    bridge: ConfigSpace,
+    places: Vec<Place>,
+    /// The configuration address register.
+    address: AtomicU32,
+}
+
+impl PciBus {
+    /// A bus with `devices` at places 1 and up, whose BARs are in `window` until the guest moves them.
+    ///
+    /// # Errors
+    /// [`BusError`].
+    pub fn new(
+        devices: Vec<Box<dyn VirtioDevice>>,
+        memory: &GuestMemoryMmap,
+        window: Range<u32>,
+        machine: &Arc<dyn Machine>,
+    ) -> Result<Self, BusError> {
+        let room = usize::try_from((window.end - window.start) / BAR_BYTES).unwrap_or(0);
+        if devices.len() > MAX_DEVICES.min(room) {
+            return Err(BusError::TooManyDevices(devices.len()));
+        }
+        let mut home = window.start;
+        let mut line = 0;
+        let mut places = Vec::new();
+        for device in devices {
+            let name = device.name().to_owned();
+            let queues = device.queue_max_sizes().len();
+            if queues > MAX_QUEUES {
+                return Err(BusError::TooManyQueues { name, queues });
+            }
+            let function = Function::new(device, memory.clone(), machine.clone(), home, line)
+                .map_err(|source| BusError::Eventfd { name, source })?;
+            places.push(Place {
+                function: Mutex::new(function),
+                base: AtomicU64::new(NOWHERE),
+            });
+            home += BAR_BYTES;
+            line += u32::from(vectors_of(queues));
+        }
+        Ok(Self {
+            bridge: ConfigSpace::new(BRIDGE),
+            places,
+            address: AtomicU32::new(0),
+        })
+    }
+
+    /// A guest's IN from one of the configuration ports.
+    pub fn read_port(&self, port: u16, data: &mut [u8]) {
+        data.fill(0xFF);
+        if port == CONFIG_PORT && data.len() == 4 {
+            data.copy_from_slice(&self.address.load(Ordering::Relaxed).to_le_bytes());
+        } else if let Some((place, at)) = self.selected(port) {
+            let count = data.len().min(ports_from(port));
+            match place {
+                Selected::Bridge => self.bridge.read(at, &mut data[..count]),
+                Selected::Place(place) => place.lock().read_config(at, &mut data[..count]),
+            }
+        }
+    }
+
+    /// A guest's OUT to one of the configuration ports.
+    pub fn write_port(&self, port: u16, data: &[u8]) {
+        if port == CONFIG_PORT {
+            if let Ok(address) = <[u8; 4]>::try_from(data) {
+                self.address
+                    .store(u32::from_le_bytes(address) & ADDRESS_WRITABLE, Ordering::Relaxed);
+            }
+        } else if let Some((Selected::Place(place), at)) = self.selected(port) {
+            let count = data.len().min(ports_from(port));
+            let mut function = place.lock();
+            function.write_config(at, &data[..count]);
+            place.note_base(&function);
+        }
+    }
+
+    /// A guest's read of memory at `address`; whether a function decodes it.
+    pub fn read_memory(&self, address: u64, data: &mut [u8]) -> bool {
+        let Some((place, offset)) = self.decoder(address) else {
+            return false;
+        };
+        place.lock().read_bar(offset, data);
+        true
+    }
+
+    /// A guest's write to memory at `address`; whether a function decodes it.
+    pub fn write_memory(&self, address: u64, data: &[u8]) -> bool {
+        let Some((place, offset)) = self.decoder(address) else {
+            return false;
+        };
+        place.lock().write_bar(offset, data);
+        true
+    }
+
+    /// Stops all devices and puts all registers back as they were at power-on.
+    pub fn reset(&self) {
+        self.address.store(0, Ordering::Relaxed);
+        for place in &self.places {
+            let mut function = place.lock();
+            function.reset();
+            place.note_base(&function);
+        }
+    }
+
+    /// What the address register and a data port select.
+    fn selected(&self, port: u16) -> Option<(Selected<'_>, usize)> {
+        let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
+        let address = self.address.load(Ordering::Relaxed);
+        // Bus 0, function 0.
+        if address & ADDRESS_ENABLE == 0 || address & 0x00FF_0700 != 0 {
+            return None;
+        }
+        let place = usize::try_from(address >> 11 & 0x1F).ok()?;
+        let at = usize::try_from(address & 0xFC).ok()? + usize::from(inside);
+        let selected = match place.checked_sub(1) {
+            None => Selected::Bridge,
+            Some(n) => Selected::Place(self.places.get(n)?),
+        };
+        Some((selected, at))
+    }
+
+    /// The function that decodes `address`, and the offset in its BAR.
+    fn decoder(&self, address: u64) -> Option<(&Place, u64)> {
+        self.places.iter().find_map(|place| {
+            let base = place.base.load(Ordering::Acquire);
+            let offset = address.checked_sub(base)?;
+            (base != NOWHERE && offset < u64::from(BAR_BYTES)).then_some((place, offset))
+        })
+    }
+}
+
+/// How many of the ports there are from `port`, which is one of them, to the last.
+fn ports_from(port: u16) -> usize {
+    usize::from(CONFIG_PORT + u16::from(CONFIG_PORTS) - port)
+}
+
+/// What a configuration address selects.
+enum Selected<'a> {
+    Bridge,
+    Place(&'a Place),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+    use vm_memory::GuestAddress;
+
+    use super::super::testing::{Call, FakeDevice, FakeMachine, Seen};
+    use super::*;
+
+    const WINDOW: Range<u32> = 0xE000_0000..0xF000_0000;
+    const HOME: u64 = 0xE000_0000;
+    const ACKNOWLEDGE: u8 = 1;
+    const DRIVER: u8 = 2;
+    const DRIVER_OK: u8 = 4;
+    const FEATURES_OK: u8 = 8;
+    const NEEDS_RESET: u8 = 64;
+
+    /// A machine with devices, and a driver's way to them.
+    struct Guest {
+        bus: PciBus,
+        machine: Arc<FakeMachine>,
+        seen: Vec<Arc<Mutex<Seen>>>,
+    }
+
+    impl Guest {
+        fn new(devices: &[&[u16]]) -> Self {
+            let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+            let machine = Arc::new(FakeMachine::default());
+            let dynamic: Arc<dyn Machine> = machine.clone();
+            let mut seen = Vec::new();
+            let devices = devices.iter().map(|queues| {
+                let (device, saw) = FakeDevice::new(queues);
+                seen.push(saw);
+                Box::new(device) as Box<dyn VirtioDevice>
+            });
+            let devices = devices.collect();
+            let bus = PciBus::new(devices, &memory, WINDOW, &dynamic).unwrap();
+            Self { bus, machine, seen }
+        }
+
+        fn select(&self, place: u32, at: u32) {
+            let address = 1 << 31 | place << 11 | at & 0xFC;
+            self.bus.write_port(CONFIG_PORT, &address.to_le_bytes());
+        }
+
+        fn config(&self, place: u32, at: u32) -> u32 {
+            self.select(place, at);
+            let mut data = [0; 4];
+            self.bus.read_port(DATA_PORT, &mut data);
+            u32::from_le_bytes(data)
+        }
+
+        fn set_config(&self, place: u32, at: u32, value: u32) {
+            self.select(place, at);
+            self.bus.write_port(DATA_PORT, &value.to_le_bytes());
+        }
+
+        fn read(&self, offset: u64, len: usize) -> u64 {
+            let mut data = [0; 8];
+            assert!(self.bus.read_memory(HOME + offset, &mut data[..len]));
+            u64::from_le_bytes(data)
+        }
+
+        fn write(&self, offset: u64, value: u64, len: usize) {
+            assert!(self.bus.write_memory(HOME + offset, &value.to_le_bytes()[..len]));
+        }
+
+        fn status(&self) -> u8 {
+            u8::try_from(self.read(20, 1)).unwrap()
+        }
+
+        fn set_status(&self, bits: u8) {
+            self.write(20, u64::from(self.status() | bits), 1);
+        }
+
+        /// Accepts VERSION_1 and what else is in `features`.
+        fn negotiate(&self, features: u64) {
+            self.set_config(1, 4, 6);
+            self.set_status(ACKNOWLEDGE);
+            self.set_status(DRIVER);
+            let features = features | 1 << 32;
+            for half in 0..2u64 {
+                self.write(8, half, 4);
+                self.write(12, features >> (32 * half) & 0xFFFF_FFFF, 4);
+            }
+            self.set_status(FEATURES_OK);
+        }
+
+        fn set_queue(&self, n: u64, at: u64) {
+            self.write(22, n, 2);
+            self.write(26, n + 1, 2);
+            self.write(32, at, 8);
+            self.write(40, at.wrapping_add(0x1000), 8);
+            self.write(48, at.wrapping_add(0x2000), 8);
+            self.write(28, 1, 2);
+        }
+    }
+
+    /// The capabilities of the first device: identifier and place.
+    fn capabilities(guest: &Guest) -> Vec<(u8, u32)> {
+        let mut at = guest.config(1, 0x34) & 0xFF;
+        let mut found = Vec::new();
+        while at != 0 && found.len() < 48 {
+            let [id, next, ..] = guest.config(1, at).to_le_bytes();
+            found.push((id, at));
+            at = next.into();
+        }
+        found
+    }
+
+    #[test]
+    fn a_guest_finds_the_bridge_and_the_devices_and_nothing_else() {
+        let guest = Guest::new(&[&[16], &[16, 16]]);
+        assert_eq!(guest.config(0, 0), 0x0008_1B36);
+        assert_eq!(guest.config(0, 8) >> 16, 0x0600);
+        assert_eq!(guest.config(1, 0), 0x1044_1AF4);
+        assert_eq!(guest.config(2, 0x10), WINDOW.start + BAR_BYTES);
+        assert_eq!(guest.config(1, 0x3C), 0, "no interrupt pin");
+        for place in 3..32 {
+            assert_eq!(guest.config(place, 0), u32::MAX);
+        }
+        // Another bus, another function, a register that is not selected.
+        for address in [1u32 << 31 | 1 << 16, 1 << 31 | 1 << 8, 1 << 11] {
+            guest.bus.write_port(CONFIG_PORT, &address.to_le_bytes());
+            let mut data = [0; 4];
+            guest.bus.read_port(DATA_PORT, &mut data);
+            assert_eq!(data, [0xFF; 4], "{address:#x}");
+        }
+        let ids: Vec<u8> = capabilities(&guest).iter().map(|(id, _)| *id).collect();
+        assert_eq!(ids, [0x11, 9, 9, 9, 9, 9]);
+    }
+
+    #[test]
+    fn a_bar_can_be_sized_and_moved() {
+        let guest = Guest::new(&[&[16]]);
+        assert!(
+            !guest.bus.read_memory(HOME, &mut [0; 4]),
+            "it decodes nothing yet"
+        );
+        guest.set_config(1, 0x10, u32::MAX);
+        assert_eq!(guest.config(1, 0x10), !(BAR_BYTES - 1));
+        guest.set_config(1, 0x10, 0xE123_4567);
+        guest.set_config(1, 4, 2);
+        assert_eq!(guest.config(1, 0x10), 0xE123_0000);
+        assert!(guest.bus.read_memory(0xE123_0000, &mut [0; 4]));
+        assert!(guest.bus.read_memory(0xE123_7FFF, &mut [0; 4]));
+        assert!(!guest.bus.read_memory(0xE123_8000, &mut [0; 4]));
+        assert!(!guest.bus.write_memory(HOME, &[0; 4]));
+    }
+
+    #[test]
+    fn a_driver_sets_a_device_up_and_resets_it() {
+        let guest = Guest::new(&[&[16, 32]]);
+        guest.negotiate(1 << 5 | 1 << 29);
+        assert_eq!(guest.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK);
+        assert_eq!(guest.read(18, 2), 2, "queues");
+        guest.set_queue(1, 0x8000);
+        assert_eq!(guest.read(24, 2), 32);
+        guest.set_status(DRIVER_OK);
+        {
+            let seen = guest.seen[0].lock().unwrap();
+            let activation = seen.activation.as_ref().unwrap();
+            assert_eq!(activation.features, 1 << 5 | 1 << 29 | 1 << 32);
+            assert!(activation.queues[0].is_none());
+            let queue = activation.queues[1].as_ref().unwrap();
+            assert!(virtio_queue::QueueT::event_idx_enabled(&queue.queue));
+            // A kick that reaches us is one all the same.
+            guest.write(0x3004, 1, 2);
+            assert_eq!(queue.kick.read().unwrap(), 1);
+        }
+        assert_eq!(guest.machine.take(), [Call::AddDoorbell(HOME + 0x3004)]);
+        // The doorbell follows the BAR, and goes when the function decodes nothing.
+        guest.set_config(1, 0x10, 0xE800_0000);
+        guest.set_config(1, 4, 0);
+        guest.set_config(1, 0x10, 0xE000_0000);
+        guest.set_config(1, 4, 2);
+        let moved = [HOME + 0x3004, 0xE800_3004, 0xE800_3004, HOME + 0x3004];
+        let [first, then, off, on] = moved;
+        assert_eq!(
+            guest.machine.take(),
+            [
+                Call::RemoveDoorbell(first),
+                Call::AddDoorbell(then),
+                Call::RemoveDoorbell(off),
+                Call::AddDoorbell(on)
+            ]
+        );
+        guest.write(20, 0, 1);
+        assert_eq!(guest.status(), 0);
+        assert_eq!(guest.machine.take(), [Call::RemoveDoorbell(HOME + 0x3004)]);
+        assert_eq!(guest.seen[0].lock().unwrap().resets, 1);
+        // And again.
+        guest.negotiate(0);
+        guest.set_queue(0, 0x4000);
+        guest.set_status(DRIVER_OK);
+        assert_eq!(guest.seen[0].lock().unwrap().activations, 2);
+        drop(guest.bus);
+        assert_eq!(guest.seen[0].lock().unwrap().resets, 2);
+    }
+
+    #[test]
+    fn steps_out_of_order_are_not_taken() {
+        let guest = Guest::new(&[&[16]]);
+        guest.set_config(1, 4, 2);
+        guest.set_status(DRIVER_OK);
+        assert_eq!(guest.status(), 0, "no features were agreed on");
+        guest.set_status(FEATURES_OK);
+        assert_eq!(guest.status(), 0, "VERSION_1 was not accepted");
+        guest.negotiate(1 << 40);
+        assert_eq!(guest.status() & FEATURES_OK, 0, "more than was offered");
+        guest.negotiate(0);
+        // Bits are not taken back, features not changed, a second DRIVER_OK is none.
+        guest.write(20, ACKNOWLEDGE.into(), 1);
+        guest.write(8, 0, 4);
+        guest.write(12, 1 << 5, 4);
+        assert_eq!(
+            (guest.status() & FEATURES_OK, guest.read(12, 4)),
+            (FEATURES_OK, 0)
+        );
+        for _ in 0..1000 {
+            guest.set_status(DRIVER_OK);
+        }
+        assert_eq!(guest.seen[0].lock().unwrap().activations, 1);
+        for _ in 0..1000 {
+            guest.write(20, 0, 1);
+        }
+        assert_eq!(guest.seen[0].lock().unwrap().resets, 1);
+    }
+
+    #[test]
+    fn a_queue_outside_of_ram_ends_in_a_request_for_a_reset() {
+        for at in [0xF_F000, 1 << 20, !0xF, 0x8001, 0] {
+            let guest = Guest::new(&[&[16]]);
+            guest.negotiate(0);
+            guest.set_queue(0, at);
+            guest.set_status(DRIVER_OK);
+            assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET, "{at:#x}");
+            assert!(guest.seen[0].lock().unwrap().activation.is_none());
+            assert_eq!(guest.machine.take(), []);
+            guest.write(20, 0, 1);
+            assert_eq!(guest.status(), 0);
+        }
+    }
+
+    #[test]
+    fn a_device_that_cannot_start_asks_for_a_reset_and_tells_so() {
+        let guest = Guest::new(&[&[16]]);
+        guest.seen[0].lock().unwrap().refuses = true;
+        guest.negotiate(0);
+        guest.write(16, 0, 2);
+        guest.set_status(DRIVER_OK);
+        assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
+        // The change's interrupt is pending in its masked vector.
+        assert_eq!(guest.read(0x5000, 1), 1);
+    }
+
+    #[test]
+    fn the_window_of_the_configuration_space_reaches_the_bar() {
+        let guest = Guest::new(&[&[16]]);
+        let at = capabilities(&guest)
+            .into_iter()
+            .find(|(_, at)| guest.config(1, *at) >> 24 == 5)
+            .unwrap()
+            .1;
+        guest.set_config(1, at + 8, 0x2000);
+        guest.set_config(1, at + 12, 4);
+        assert_eq!(guest.config(1, at + 16), 0x4433_2211);
+        guest.set_config(1, at + 8, 0x2002);
+        guest.set_config(1, at + 12, 1);
+        guest.set_config(1, at + 16, 0xAB);
+        guest.set_config(1, at + 8, 0x2000);
+        guest.set_config(1, at + 12, 4);
+        assert_eq!(guest.config(1, at + 16), 0x44AB_2211);
+        // A length that there is not, another BAR: nothing is reached.
+        for (bar, length) in [(0, 3), (0, 0), (0, 1 << 20), (1, 4)] {
+            guest.set_config(1, at + 4, bar);
+            guest.set_config(1, at + 12, length);
+            guest.set_config(1, at + 16, 0x5555_5555);
+            guest.set_config(1, at + 4, 0);
+            guest.set_config(1, at + 12, 4);
+            assert_eq!(guest.config(1, at + 16), 0x44AB_2211);
+        }
+    }
+
+    #[test]
+    fn at_power_on_everything_is_as_it_was() {
+        let guest = Guest::new(&[&[16]]);
+        guest.negotiate(0);
+        guest.set_queue(0, 0x8000);
+        guest.set_status(DRIVER_OK);
+        guest.set_config(1, 0x10, 0xE800_0000);
+        guest.bus.reset();
+        assert_eq!(guest.config(1, 0x10), WINDOW.start);
+        assert_eq!(guest.config(1, 4) & 0xFFFF, 0);
+        guest.set_config(1, 4, 2);
+        assert_eq!((guest.status(), guest.read(28, 2)), (0, 0));
+        assert_eq!(guest.seen[0].lock().unwrap().resets, 1);
+    }
+
+    #[test]
+    fn more_than_fits_is_refused() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let machine: Arc<dyn Machine> = Arc::new(FakeMachine::default());
+        let make = |devices: usize, queues: usize| {
+            let devices = (0..devices).map(|_| {
+                let (device, _) = FakeDevice::new(&vec![16; queues]);
+                Box::new(device) as Box<dyn VirtioDevice>
+            });
+            PciBus::new(devices.collect(), &memory, WINDOW, &machine).map(|_| ())
+        };
+        assert!(make(31, 1).is_ok());
+        assert!(make(1, 255).is_ok());
+        assert!(matches!(make(32, 1), Err(BusError::TooManyDevices(32))));
+        assert!(matches!(make(1, 256), Err(BusError::TooManyQueues { .. })));
+    }
+
+    proptest! {
+        /// Whatever is accessed, in whatever order and width: nothing panics, and no device is activated twice
+        /// without a reset in between (it would panic).
+        #[test]
+        fn any_access_is_safe(accesses in proptest::collection::vec(
+            (0u8..4, any::<u16>(), 1usize..9, any::<u64>()), 0..400
+        )) {
+            let guest = Guest::new(&[&[16, 4], &[16]]);
+            guest.negotiate(0);
+            guest.set_queue(0, 0x8000);
+            for (what, at, len, value) in accesses {
+                let mut data = value.to_le_bytes();
+                let data = &mut data[..len];
+                match what {
+                    0 => guest.bus.write_port(CONFIG_PORT + at % 8, data),
+                    1 => guest.bus.read_port(CONFIG_PORT + at % 8, data),
+                    2 => { guest.bus.write_memory(HOME + u64::from(at % 0x6100), data); }
+                    _ => { guest.bus.read_memory(HOME + u64::from(at % 0x6100), data); }
+                }
+            }
+        }
+
+        /// The common registers, by a driver that writes anything there.
+        #[test]
+        fn any_driver_is_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
+            let guest = Guest::new(&[&[16, 4]]);
+            guest.negotiate(0);
+            for (at, len, value) in writes {
+                // Small values are those that mean something.
+                guest.write(at, value & 0xFFF7, len);
+                guest.read(at, len);
+            }
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! The registers by which a driver sets its device up (virtio 1.2, 4.1.4.3).
+//!
+//! A write of any length is a sequence of writes of whole fields: the bytes that it does not cover keep their
+//! value. So no order and no width of accesses leaves a half-written register behind.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use virtio_bindings::virtio_config::{
+    VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
+};
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddress, GuestMemory, GuestMemoryMmap, Permissions};
+
+/// Bytes of the structure, up to `queue_device`.
+pub(super) const COMMON_BYTES: usize = 56;
+/// No interrupt is wanted.
+pub(super) const NO_VECTOR: u16 = 0xFFFF;
+
+/// Feature bits that the transport and its queues add to the device's.
+const TRANSPORT_FEATURES: u64 =
+    1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
+
+const DRIVER_OK: u8 = bit(VIRTIO_CONFIG_S_DRIVER_OK);
+const FEATURES_OK: u8 = bit(VIRTIO_CONFIG_S_FEATURES_OK);
+const NEEDS_RESET: u8 = bit(VIRTIO_CONFIG_S_NEEDS_RESET);
+
+/// Alignments and sizes of a split queue's parts (virtio 1.2, 2.7).
+const DESCRIPTOR_BYTES: usize = 16;
+const DESCRIPTORS_ALIGN: u64 = 16;
+const AVAIL_ALIGN: u64 = 2;
+const USED_ALIGN: u64 = 4;
+
+/// A bit of the status, which has eight.
+#[expect(clippy::cast_possible_truncation, reason = "constants of a byte")]
+const fn bit(value: u32) -> u8 {
+    value as u8
+}
+
+/// What a driver can write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Field {
+    DeviceFeatureSelect,
+    DriverFeatureSelect,
+    DriverFeature,
+    ConfigVector,
+    Status,
+    QueueSelect,
+    QueueSize,
+    QueueVector,
+    QueueEnable,
+    Descriptors(Half),
+    Avail(Half),
+    Used(Half),
+}
+
+/// Half of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Half {
+    Low,
+    High,
+}
+
+/// The fields that a driver can write: offset, bytes, which.
+const FIELDS: [(usize, usize, Field); 15] = [
+    (0, 4, Field::DeviceFeatureSelect),
+    (8, 4, Field::DriverFeatureSelect),
+    (12, 4, Field::DriverFeature),
+    (16, 2, Field::ConfigVector),
+    (20, 1, Field::Status),
+    (22, 2, Field::QueueSelect),
+    (24, 2, Field::QueueSize),
+    (26, 2, Field::QueueVector),
+    (28, 2, Field::QueueEnable),
+    (32, 4, Field::Descriptors(Half::Low)),
+    (36, 4, Field::Descriptors(Half::High)),
+    (40, 4, Field::Avail(Half::Low)),
+    (44, 4, Field::Avail(Half::High)),
+    (48, 4, Field::Used(Half::Low)),
+    (52, 4, Field::Used(Half::High)),
+];
+
+/// What the function has to do after a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Nothing.
+    None,
+    /// The driver resets the device.
+    Reset,
+    /// The driver is ready.
+    Activate,
+}
+
+/// Registers of one queue.
+#[derive(Clone, Debug)]
+pub(super) struct QueueRegisters {
+    max_size: u16,
+    size: u16,
+    pub vector: u16,
+    pub enabled: bool,
+    descriptors: u64,
+    avail: u64,
+    used: u64,
+}
+
+impl QueueRegisters {
+    fn new(max_size: u16) -> Self {
+        Self {
+            max_size,
+            size: max_size,
+            vector: NO_VECTOR,
+            enabled: false,
+            descriptors: 0,
+            avail: 0,
+            used: 0,
+        }
+    }
+
+    /// The queue, if a device can work with it: all of it is RAM. The queues' crate would write a line to the
+    /// log for each that is not.
+    pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
+        let size = usize::from(self.size);
+        let parts = [
+            (self.descriptors, DESCRIPTORS_ALIGN, DESCRIPTOR_BYTES * size),
+            (self.avail, AVAIL_ALIGN, 6 + 2 * size),
+            (self.used, USED_ALIGN, 6 + 8 * size),
+        ];
+        let usable = parts.iter().all(|&(at, align, bytes)| {
+            // The queues' crate takes an available ring at 0 for one that was never set.
+            at != 0
+                && at.is_multiple_of(align)
+                && at.checked_add(bytes as u64).is_some()
+                && GuestMemory::check_range(memory, GuestAddress(at), bytes, Permissions::ReadWrite)
+        });
+        if !usable {
+            return None;
+        }
+        let mut queue = Queue::new(self.max_size).ok()?;
+        queue.try_set_size(self.size).ok()?;
+        queue
+            .try_set_desc_table_address(GuestAddress(self.descriptors))
+            .ok()?;
+        queue.try_set_avail_ring_address(GuestAddress(self.avail)).ok()?;
+        queue.try_set_used_ring_address(GuestAddress(self.used)).ok()?;
+        queue.set_event_idx(event_idx);
+        queue.set_ready(true);
+        queue.is_valid(memory).then_some(queue)
+    }
+}
+
+/// The registers.
+#[derive(Debug)]
+pub(super) struct Common {
+    offered: u64,
+    accepted: u64,
+    device_feature_select: u32,
+    driver_feature_select: u32,
+    pub config_vector: u16,
+    status: u8,
+    pub generation: Arc<AtomicU8>,
+    queue_select: u16,
+    pub queues: Vec<QueueRegisters>,
+    /// Interrupts that there are.
+    vectors: usize,
+}
+
+impl Common {
+    pub(super) fn new(device_features: u64, queue_max_sizes: &[u16], vectors: usize) -> Self {
+        Self {
+            offered: device_features | TRANSPORT_FEATURES,
+            accepted: 0,
+            device_feature_select: 0,
+            driver_feature_select: 0,
+            config_vector: NO_VECTOR,
+            status: 0,
+            generation: Arc::new(AtomicU8::new(0)),
+            queue_select: 0,
+            queues: queue_max_sizes.iter().copied().map(QueueRegisters::new).collect(),
+            vectors,
+        }
+    }
+
+    /// As after power-on, but for the generation, which a driver may be comparing.
+    pub(super) fn reset(&mut self) {
+        self.accepted = 0;
+        self.device_feature_select = 0;
+        self.driver_feature_select = 0;
+        self.config_vector = NO_VECTOR;
+        self.status = 0;
+        self.queue_select = 0;
+        for queue in &mut self.queues {
+            *queue = QueueRegisters::new(queue.max_size);
+        }
+    }
+
+    /// The feature bits that the driver has accepted.
+    pub(super) fn accepted(&self) -> u64 {
+        self.accepted
+    }
+
+    /// Whether the driver has accepted that each side says how far the other may go unnoticed.
+    pub(super) fn event_idx(&self) -> bool {
+        self.accepted & 1 << VIRTIO_RING_F_EVENT_IDX != 0
+    }
+
+    /// The device cannot go on as it was set up.
+    pub(super) fn needs_reset(&mut self) {
+        self.status |= NEEDS_RESET;
+    }
+
+    /// A driver's read of any length anywhere.
+    pub(super) fn read(&self, at: usize, data: &mut [u8]) {
+        let image = self.image();
+        for (i, byte) in data.iter_mut().enumerate() {
+            *byte = image.get(at + i).copied().unwrap_or(0);
+        }
+    }
+
+    /// A driver's write of any length anywhere.
+    pub(super) fn write(&mut self, at: usize, data: &[u8]) -> Effect {
+        let mut effect = Effect::None;
+        let end = at + data.len();
+        for (start, len, field) in FIELDS {
+            let covered = start.max(at)..(start + len).min(end);
+            if covered.is_empty() {
+                continue;
+            }
+            let mut value = [0; 4];
+            value[..len].copy_from_slice(&self.image()[start..start + len]);
+            value[covered.start - start..covered.end - start]
+                .copy_from_slice(&data[covered.start - at..covered.end - at]);
+            match self.write_field(field, u32::from_le_bytes(value)) {
+                Effect::None => {}
+                other => effect = other,
+            }
+        }
+        effect
+    }
+
+    /// What a driver reads now.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "halves of 64-bit values; queues are at most 255"
+    )]
+    fn image(&self) -> [u8; COMMON_BYTES] {
+        let half = |value: u64, select: u32| match select {
+            0 => value as u32,
+            1 => (value >> 32) as u32,
+            _ => 0,
+        };
+        let mut image = [0; COMMON_BYTES];
+        let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &self.device_feature_select.to_le_bytes());
+        put(4, &half(self.offered, self.device_feature_select).to_le_bytes());
+        put(8, &self.driver_feature_select.to_le_bytes());
+        put(12, &half(self.accepted, self.driver_feature_select).to_le_bytes());
+        put(16, &self.config_vector.to_le_bytes());
+        put(18, &(self.queues.len() as u16).to_le_bytes());
+        put(20, &[self.status, self.generation.load(Ordering::Acquire)]);
+        put(22, &self.queue_select.to_le_bytes());
+        // A queue that does not exist has size 0 (4.1.4.3.1).
+        let Some(queue) = self.queues.get(usize::from(self.queue_select)) else {
+            return image;
+        };
+        put(24, &queue.size.to_le_bytes());
+        put(26, &queue.vector.to_le_bytes());
+        put(28, &u16::from(queue.enabled).to_le_bytes());
+        put(30, &self.queue_select.to_le_bytes());
+        put(32, &queue.descriptors.to_le_bytes());
+        put(40, &queue.avail.to_le_bytes());
+        put(48, &queue.used.to_le_bytes());
+        image
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the field has as many bits")]
+    fn write_field(&mut self, field: Field, value: u32) -> Effect {
+        match field {
+            Field::DeviceFeatureSelect => self.device_feature_select = value,
+            Field::DriverFeatureSelect => self.driver_feature_select = value,
+            Field::DriverFeature => self.accept(value),
+            Field::ConfigVector => {
+                if !self.is_driving() {
+                    self.config_vector = self.known_vector(value as u16);
+                }
+            }
+            Field::Status => return self.write_status(value as u8),
+            Field::QueueSelect => self.queue_select = value as u16,
+            _ => self.write_queue(field, value),
+        }
+        Effect::None
+    }
+
+    /// The driver's feature bits can change until it says that they are complete.
+    fn accept(&mut self, value: u32) {
+        if self.status & FEATURES_OK != 0 {
+            return;
+        }
+        let (shift, keep) = match self.driver_feature_select {
+            0 => (0, !0 << 32),
+            1 => (32, u64::from(u32::MAX)),
+            _ => return,
+        };
+        self.accepted = (self.accepted & keep) | u64::from(value) << shift;
+    }
+
+    /// A vector that does not exist reads back as none, which tells the driver (4.1.5.1.2).
+    fn known_vector(&self, vector: u16) -> u16 {
+        if usize::from(vector) < self.vectors {
+            vector
+        } else {
+            NO_VECTOR
+        }
+    }
+
+    /// Whether the device has what the driver set up, or was to have it: changes would not reach it.
+    fn is_driving(&self) -> bool {
+        self.status & DRIVER_OK != 0
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the field has as many bits")]
+    fn write_queue(&mut self, field: Field, value: u32) {
+        let vector = self.known_vector(value as u16);
+        let driving = self.is_driving();
+        let Some(queue) = self.queues.get_mut(usize::from(self.queue_select)) else {
+            return;
+        };
+        if driving || queue.enabled {
+            return;
+        }
+        let set = |address: &mut u64, half: Half| {
+            *address = match half {
+                Half::Low => *address & !0 << 32 | u64::from(value),
+                Half::High => *address & u64::from(u32::MAX) | u64::from(value) << 32,
+            };
+        };
+        match field {
+            Field::QueueSize => {
+                let size = value as u16;
+                if size.is_power_of_two() && size <= queue.max_size {
+                    queue.size = size;
+                }
+            }
+            Field::QueueVector => queue.vector = vector,
+            // It is taken back by a reset only.
+            Field::QueueEnable => queue.enabled = value == 1,
+            Field::Descriptors(half) => set(&mut queue.descriptors, half),
+            Field::Avail(half) => set(&mut queue.avail, half),
+            Field::Used(half) => set(&mut queue.used, half),
+            _ => {}
+        }
+    }
+
+    /// The driver goes one step further, or back to the beginning (3.1.1). Steps out of order are not taken:
+    /// the driver does not find its bit when it reads back.
+    fn write_status(&mut self, value: u8) -> Effect {
+        if value == 0 {
+            return Effect::Reset;
+        }
+        // Bits are only added.
+        let mut added = value & !self.status & !NEEDS_RESET;
+        if added & FEATURES_OK != 0
+            && (self.accepted & !self.offered != 0 || self.accepted & 1 << VIRTIO_F_VERSION_1 == 0)
+        {
+            added &= !FEATURES_OK;
+        }
+        let ready = added & DRIVER_OK != 0;
+        if ready && (self.status | added) & FEATURES_OK == 0 {
+            added &= !DRIVER_OK;
+        }
+        self.status |= added;
+        if added & DRIVER_OK != 0 && self.status & NEEDS_RESET == 0 {
+            Effect::Activate
+        } else {
+            Effect::None
+        }
+    }
+}

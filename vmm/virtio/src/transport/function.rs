@@ -1,0 +1,382 @@
+//! A device as a PCI function (virtio 1.2, 4.1.3 and 4.1.4).
+//!
+//! It has one BAR of memory:
+//!
+//! | offset | what |
+//! |---|---|
+//! | 0x0000 | common configuration |
+//! | 0x1000 | interrupt status, which is always 0: there are messages only |
+//! | 0x2000 | the device's configuration |
+//! | 0x3000 | doorbells, four bytes for each queue |
+//! | 0x4000 | MSI-X table |
+//! | 0x5000 | MSI-X pending bits |
+
+use std::io;
+use std::sync::Arc;
+
+use perf_core::error_line;
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::common::{Common, Effect};
+use super::machine::Machine;
+use super::msix::{self, Msix};
+use super::space::{self, ConfigSpace, Identity};
+use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, Interrupt, VirtioDevice};
+
+/// Bytes of the BAR.
+pub(super) const BAR_BYTES: u32 = 0x8000;
+const COMMON: u64 = 0x0000;
+const ISR: u64 = 0x1000;
+const DEVICE: u64 = 0x2000;
+const DOORBELLS: u64 = 0x3000;
+const TABLE: u64 = 0x4000;
+const PENDING: u64 = 0x5000;
+const REGION_BYTES: u32 = 0x1000;
+/// Bytes between two doorbells.
+const DOORBELL_BYTES: u32 = 4;
+
+/// The most queues of a device: with one interrupt more, their table fills its region.
+pub(super) const MAX_QUEUES: usize = 255;
+
+/// Who made it, as virtio has it; devices are numbered from 0x1040 (4.1.2).
+const VENDOR: u16 = 0x1AF4;
+const FIRST_DEVICE: u16 = 0x1040;
+/// Not a transitional device.
+const REVISION: u8 = 1;
+
+/// Capabilities: of the vendor, and MSI-X.
+const CAP_VENDOR: u8 = 0x09;
+const CAP_MSIX: u8 = 0x11;
+/// Kinds of the vendor's (4.1.4).
+const CFG_COMMON: u8 = 1;
+const CFG_NOTIFY: u8 = 2;
+const CFG_ISR: u8 = 3;
+const CFG_DEVICE: u8 = 4;
+const CFG_ACCESS: u8 = 5;
+/// Offsets in the capability that gives access to the BAR: its offset, its length, the window.
+const ACCESS_BAR: usize = 4;
+const ACCESS_OFFSET: usize = 8;
+const ACCESS_LENGTH: usize = 12;
+const ACCESS_DATA: usize = 16;
+
+/// A device behind its registers.
+pub(super) struct Function {
+    space: ConfigSpace,
+    msix_at: usize,
+    access_at: usize,
+    common: Common,
+    msix: Msix,
+    device: Box<dyn VirtioDevice>,
+    kicks: Vec<Arc<EventFd>>,
+    memory: GuestMemoryMmap,
+    machine: Arc<dyn Machine>,
+    /// The address that the guest finds first.
+    home: u32,
+    /// Whether the device is active, and with which queues.
+    active: Option<Vec<usize>>,
+    /// Doorbells that the machine has: address and queue.
+    doorbells: Vec<(u64, usize)>,
+    said: Said,
+}
+
+/// What was said of this function: a guest may cause it as often as it likes.
+#[derive(Debug, Default)]
+struct Said {
+    doorbell: bool,
+    activation: bool,
+}
+
+impl Function {
+    /// `home` is the address of its BAR, `first_line` the bus's number of its first interrupt.
+    pub(super) fn new(
+        device: Box<dyn VirtioDevice>,
+        memory: GuestMemoryMmap,
+        machine: Arc<dyn Machine>,
+        home: u32,
+        first_line: u32,
+    ) -> io::Result<Self> {
+        let sizes = device.queue_max_sizes();
+        let vectors = vectors_of(sizes.len());
+        let kicks = sizes
+            .iter()
+            .map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new));
+        let kicks = kicks.collect::<io::Result<Vec<_>>>()?;
+        let msix = Msix::new(machine.clone(), first_line, vectors)?;
+        let common = Common::new(device.features(), sizes, msix.count());
+        let (space, msix_at, access_at) = config_space(&*device, vectors, home);
+        Ok(Self {
+            space,
+            msix_at,
+            access_at,
+            common,
+            msix,
+            device,
+            kicks,
+            memory,
+            machine,
+            home,
+            active: None,
+            doorbells: Vec::new(),
+            said: Said::default(),
+        })
+    }
+
+    /// Where the function decodes memory; `None`: nowhere.
+    pub(super) fn decodes(&self) -> Option<u64> {
+        let on = self.space.u16(space::COMMAND) & space::COMMAND_MEMORY != 0;
+        on.then(|| self.space.u32(space::BAR0).into())
+    }
+
+    /// A guest's read of the configuration space.
+    pub(super) fn read_config(&mut self, at: usize, data: &mut [u8]) {
+        if let Some((offset, length)) = self.window(at, data.len()) {
+            let mut value = [0; 4];
+            self.read_bar(offset, &mut value[..length]);
+            self.space.set(self.access_at + ACCESS_DATA, &value);
+        }
+        self.space.read(at, data);
+    }
+
+    /// A guest's write to the configuration space.
+    pub(super) fn write_config(&mut self, at: usize, data: &[u8]) {
+        self.space.write(at, data);
+        if let Some((offset, length)) = self.window(at, data.len()) {
+            let mut value = [0; 4];
+            self.space.read(self.access_at + ACCESS_DATA, &mut value);
+            self.write_bar(offset, &value[..length]);
+        }
+        self.msix.set_control(self.space.u16(self.msix_at + 2));
+        self.settle_doorbells();
+    }
+
+    /// The part of the BAR that an access of `len` bytes to the configuration space reaches through the window
+    /// (4.1.4.9).
+    fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
+        let cap = self.access_at;
+        let length = usize::try_from(self.space.u32(cap + ACCESS_LENGTH)).ok()?;
+        let offset = self.space.u32(cap + ACCESS_OFFSET);
+        let bar = self.space.u32(cap + ACCESS_BAR) & 0xFF;
+        let fits =
+            matches!(length, 1 | 2 | 4) && bar == 0 && offset.is_multiple_of(u32::try_from(length).ok()?);
+        (fits && at == cap + ACCESS_DATA && len >= length).then(|| (offset.into(), length))
+    }
+
+    /// A guest's read of the BAR.
+    pub(super) fn read_bar(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        let (region, inside) = split(offset);
+        match region {
+            COMMON => self.common.read(inside, data),
+            DEVICE => self.device.read_config(offset - DEVICE, data),
+            TABLE => self.msix.read_table(inside, data),
+            PENDING => self.msix.read_pending(inside, data),
+            // No interrupt but messages; doorbells and what nobody has read as 0.
+            _ => {}
+        }
+    }
+
+    /// A guest's write to the BAR.
+    pub(super) fn write_bar(&mut self, offset: u64, data: &[u8]) {
+        let (region, inside) = split(offset);
+        match region {
+            COMMON => match self.common.write(inside, data) {
+                Effect::None => {}
+                Effect::Reset => self.reset_device(),
+                Effect::Activate => self.activate(),
+            },
+            DEVICE => self.device.write_config(offset - DEVICE, data),
+            // Where the machine has no doorbell (yet).
+            DOORBELLS => {
+                if let Some(kick) = self.kicks.get(inside / DOORBELL_BYTES as usize) {
+                    let _ = kick.write(1);
+                }
+            }
+            TABLE => self.msix.write_table(inside, data),
+            _ => {}
+        }
+    }
+
+    /// As after power-on: the device is stopped, the registers are as they were found first.
+    pub(super) fn reset(&mut self) {
+        self.reset_device();
+        self.msix.reset();
+        let (space, ..) = config_space(&*self.device, vectors_of(self.kicks.len()), self.home);
+        self.space = space;
+        self.settle_doorbells();
+    }
+
+    fn reset_device(&mut self) {
+        if self.active.take().is_some() {
+            self.device.reset();
+        }
+        self.settle_doorbells();
+        self.common.reset();
+        for kick in &self.kicks {
+            let _ = kick.read();
+        }
+    }
+
+    /// The driver is ready.
+    fn activate(&mut self) {
+        if self.active.is_some() {
+            return;
+        }
+        let result = self.activation().and_then(|activation| {
+            let active = activation.queues.iter().enumerate();
+            let active = active
+                .filter_map(|(n, queue)| queue.as_ref().map(|_| n))
+                .collect();
+            self.device.activate(activation)?;
+            Ok(active)
+        });
+        match result {
+            Ok(queues) => {
+                self.active = Some(queues);
+                self.settle_doorbells();
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.said.activation, true) {
+                    log::warn!(
+                        "{} needs a reset by the guest's driver: {}",
+                        self.device.name(),
+                        error_line(&error)
+                    );
+                }
+                self.common.needs_reset();
+                self.config_change().tell();
+            }
+        }
+    }
+
+    fn activation(&self) -> Result<Activation, ActivateError> {
+        let queues = self
+            .common
+            .queues
+            .iter()
+            .zip(&self.kicks)
+            .map(|(registers, kick)| {
+                if !registers.enabled {
+                    return Ok(None);
+                }
+                let queue = registers
+                    .queue(&self.memory, self.common.event_idx())
+                    .ok_or(ActivateError::Driver("a queue that is not in RAM"))?;
+                Ok(Some(ActiveQueue {
+                    queue,
+                    kick: kick.clone(),
+                    interrupt: Interrupt::new(self.msix.vector(registers.vector)),
+                }))
+            });
+        Ok(Activation {
+            memory: self.memory.clone(),
+            features: self.common.accepted(),
+            queues: queues.collect::<Result<_, _>>()?,
+            config_change: self.config_change(),
+        })
+    }
+
+    fn config_change(&self) -> ConfigChange {
+        let interrupt = Interrupt::new(self.msix.vector(self.common.config_vector));
+        ConfigChange::new(self.common.generation.clone(), interrupt)
+    }
+
+    /// Has the machine ring for the queues of an active device, where the guest has put the BAR.
+    fn settle_doorbells(&mut self) {
+        let wanted: Vec<(u64, usize)> = match (&self.active, self.decodes()) {
+            (Some(queues), Some(base)) => queues
+                .iter()
+                .map(|&n| (base + DOORBELLS + n as u64 * u64::from(DOORBELL_BYTES), n))
+                .collect(),
+            _ => Vec::new(),
+        };
+        if wanted == self.doorbells {
+            return;
+        }
+        for (address, n) in std::mem::take(&mut self.doorbells) {
+            // One that the machine refused is not there.
+            let _ = self.machine.remove_doorbell(address, &self.kicks[n]);
+        }
+        for &(address, n) in &wanted {
+            if let Err(error) = self.machine.add_doorbell(address, &self.kicks[n])
+                && !std::mem::replace(&mut self.said.doorbell, true)
+            {
+                let why = error_line(&error);
+                log::info!("{}: each kick of queue {n} is an exit: {why}", self.device.name());
+            }
+        }
+        self.doorbells = wanted;
+    }
+}
+
+impl Drop for Function {
+    fn drop(&mut self) {
+        self.reset_device();
+    }
+}
+
+/// Interrupts of a device: one for each queue, and one for changes of the configuration.
+pub(super) fn vectors_of(queues: usize) -> u16 {
+    u16::try_from(queues.min(MAX_QUEUES) + 1).unwrap_or(1)
+}
+
+/// The region of an offset in the BAR, and the offset in the region.
+#[expect(clippy::cast_possible_truncation, reason = "less than a region's size")]
+fn split(offset: u64) -> (u64, usize) {
+    let inside = offset % u64::from(REGION_BYTES);
+    (offset - inside, inside as usize)
+}
+
+/// The configuration space; where its MSI-X capability is, and the one that gives access to the BAR.
+fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (ConfigSpace, usize, usize) {
+    let id = FIRST_DEVICE.saturating_add(u16::try_from(device.id()).unwrap_or(0));
+    let mut space = ConfigSpace::new(Identity {
+        vendor: VENDOR,
+        device: id,
+        revision: REVISION,
+        class: class_of(device.id()),
+    });
+    space.set(space::SUBSYSTEM_VENDOR_ID, &VENDOR.to_le_bytes());
+    space.set(space::SUBSYSTEM_ID, &id.to_le_bytes());
+    let command = space::COMMAND_MEMORY | space::COMMAND_MASTER | space::COMMAND_NO_INTX;
+    space.let_write(space::COMMAND, &command.to_le_bytes());
+    space.set(space::BAR0, &home.to_le_bytes());
+    space.let_write(space::BAR0, &(!(BAR_BYTES - 1)).to_le_bytes());
+
+    let mut cap = |kind: u8, offset: u64, length: u32, rest: &[u8]| {
+        let len = u8::try_from(16 + rest.len()).unwrap_or(16);
+        // Length of the capability, kind, BAR 0, its number among those of the kind, padding.
+        let mut body = vec![len, kind, 0, 0, 0, 0];
+        body.extend_from_slice(&u32::try_from(offset).unwrap_or(0).to_le_bytes());
+        body.extend_from_slice(&length.to_le_bytes());
+        body.extend_from_slice(rest);
+        space.add_capability(CAP_VENDOR, &body)
+    };
+    // A driver takes the first of a kind, and the last that was added is the first in the list.
+    let access_at = cap(CFG_ACCESS, 0, 0, &[0; 4]);
+    cap(CFG_NOTIFY, DOORBELLS, REGION_BYTES, &DOORBELL_BYTES.to_le_bytes());
+    cap(CFG_DEVICE, DEVICE, REGION_BYTES, &[]);
+    cap(CFG_ISR, ISR, REGION_BYTES, &[]);
+    cap(CFG_COMMON, COMMON, REGION_BYTES, &[]);
+    space.let_write(access_at + ACCESS_BAR, &[0xFF]);
+    space.let_write(access_at + ACCESS_OFFSET, &[0xFF; 12]);
+
+    let mut body = (vectors - 1).to_le_bytes().to_vec();
+    for region in [TABLE, PENDING] {
+        body.extend_from_slice(&u32::try_from(region).unwrap_or(0).to_le_bytes());
+    }
+    let msix_at = space.add_capability(CAP_MSIX, &body);
+    space.let_write(msix_at + 2, &msix::CONTROL_WRITABLE.to_le_bytes());
+    (space, msix_at, access_at)
+}
+
+/// The class that tools show (PCI code and ID assignment, 1.11); drivers look at the device's number.
+fn class_of(id: u32) -> [u8; 3] {
+    use virtio_bindings::virtio_ids::{VIRTIO_ID_BLOCK, VIRTIO_ID_CONSOLE, VIRTIO_ID_FS, VIRTIO_ID_NET};
+    match id {
+        VIRTIO_ID_NET => [0x02, 0x00, 0x00],
+        VIRTIO_ID_BLOCK | VIRTIO_ID_FS => [0x01, 0x80, 0x00],
+        VIRTIO_ID_CONSOLE => [0x07, 0x80, 0x00],
+        _ => [0xFF, 0x00, 0x00],
+    }
+}

@@ -1,0 +1,311 @@
+//! MSI-X: the table of interrupts of a function (PCI 3.0, 6.8.2).
+//!
+//! Each entry has an eventfd that the device signals. While the entry can send, the machine has the eventfd and
+//! no thread of ours is involved. While it is masked, the eventfd keeps what is pending, and the Pending Bit
+//! Array is read from it.
+
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::machine::{Machine, Message};
+use perf_core::error_line;
+
+/// Bytes of an entry: address, data, control.
+pub(super) const ENTRY_BYTES: usize = 16;
+/// Entry control: nothing is sent.
+const ENTRY_MASKED: u32 = 1 << 0;
+/// Message control: all entries are masked; messages are sent at all.
+const CONTROL_MASKED: u16 = 1 << 14;
+const CONTROL_ENABLE: u16 = 1 << 15;
+/// What of message control the guest can write.
+pub(super) const CONTROL_WRITABLE: u16 = CONTROL_MASKED | CONTROL_ENABLE;
+
+struct Entry {
+    message: Message,
+    control: u32,
+    vector: Arc<EventFd>,
+    /// What the machine sends for it at present.
+    connected: Option<Message>,
+}
+
+impl Entry {
+    fn bytes(&self) -> [u8; ENTRY_BYTES] {
+        let mut bytes = [0; ENTRY_BYTES];
+        bytes[..8].copy_from_slice(&self.message.address.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.message.data.to_le_bytes());
+        bytes[12..].copy_from_slice(&self.control.to_le_bytes());
+        bytes
+    }
+
+    fn set_bytes(&mut self, bytes: &[u8; ENTRY_BYTES]) {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        self.message = Message {
+            // The lowest two bits are always zero (6.8.2.7).
+            address: u64::from(word(0) & !3) | u64::from(word(4)) << 32,
+            data: word(8),
+        };
+        self.control = word(12) & ENTRY_MASKED;
+    }
+}
+
+/// The table of one function.
+pub(super) struct Msix {
+    machine: Arc<dyn Machine>,
+    /// The bus's number of the first entry.
+    first_line: u32,
+    entries: Vec<Entry>,
+    control: u16,
+    /// A connection failed, and it was said.
+    said: bool,
+}
+
+impl Msix {
+    pub(super) fn new(machine: Arc<dyn Machine>, first_line: u32, entries: u16) -> io::Result<Self> {
+        let entries = (0..entries).map(|_| {
+            Ok(Entry {
+                message: Message::default(),
+                control: ENTRY_MASKED,
+                vector: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
+                connected: None,
+            })
+        });
+        Ok(Self {
+            machine,
+            first_line,
+            entries: entries.collect::<io::Result<_>>()?,
+            control: 0,
+            said: false,
+        })
+    }
+
+    /// What a device signals to raise the interrupt `vector`; `None`: there is no such entry.
+    pub(super) fn vector(&self, vector: u16) -> Option<Arc<EventFd>> {
+        self.entries
+            .get(usize::from(vector))
+            .map(|entry| entry.vector.clone())
+    }
+
+    /// How many interrupts there are.
+    pub(super) fn count(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// The guest has written message control.
+    pub(super) fn set_control(&mut self, control: u16) {
+        let control = control & CONTROL_WRITABLE;
+        if control != self.control {
+            self.control = control;
+            for entry in 0..self.entries.len() {
+                self.settle(entry);
+            }
+        }
+    }
+
+    /// A guest's read of the table; behind its end it finds zeros.
+    pub(super) fn read_table(&self, at: usize, data: &mut [u8]) {
+        for (i, byte) in data.iter_mut().enumerate() {
+            let at = at + i;
+            let entry = self.entries.get(at / ENTRY_BYTES);
+            *byte = entry.map_or(0, |entry| entry.bytes()[at % ENTRY_BYTES]);
+        }
+    }
+
+    /// A guest's write of any length anywhere in the table.
+    pub(super) fn write_table(&mut self, at: usize, data: &[u8]) {
+        let mut rest = data;
+        let mut at = at;
+        while let Some(entry) = self.entries.get_mut(at / ENTRY_BYTES)
+            && !rest.is_empty()
+        {
+            let inside = at % ENTRY_BYTES;
+            let (now, later) = rest.split_at(rest.len().min(ENTRY_BYTES - inside));
+            let mut bytes = entry.bytes();
+            bytes[inside..inside + now.len()].copy_from_slice(now);
+            entry.set_bytes(&bytes);
+            self.settle(at / ENTRY_BYTES);
+            at += now.len();
+            rest = later;
+        }
+    }
+
+    /// A guest's read of the Pending Bit Array: what masked entries keep.
+    pub(super) fn read_pending(&self, at: usize, data: &mut [u8]) {
+        for (i, byte) in data.iter_mut().enumerate() {
+            let first = (at + i).saturating_mul(8);
+            *byte = (0..8).fold(0, |bits, bit| {
+                let pending = self
+                    .entries
+                    .get(first.saturating_add(bit))
+                    .is_some_and(is_pending);
+                bits | u8::from(pending) << bit
+            });
+        }
+    }
+
+    /// As after power-on: nothing is sent, nothing is pending.
+    pub(super) fn reset(&mut self) {
+        self.control = 0;
+        for n in 0..self.entries.len() {
+            self.entries[n].set_bytes(&[0; ENTRY_BYTES]);
+            self.entries[n].control = ENTRY_MASKED;
+            self.settle(n);
+            let _ = self.entries[n].vector.read();
+        }
+    }
+
+    /// Has the machine send what the entry says, or nothing.
+    fn settle(&mut self, n: usize) {
+        let Some((entry, line)) = self
+            .entries
+            .get_mut(n)
+            .zip(u32::try_from(n).ok().map(|n| self.first_line + n))
+        else {
+            return;
+        };
+        let sends = self.control & CONTROL_WRITABLE == CONTROL_ENABLE && entry.control & ENTRY_MASKED == 0;
+        let wanted = sends.then_some(entry.message);
+        if wanted == entry.connected {
+            return;
+        }
+        if entry.connected.take().is_some()
+            && let Err(error) = self.machine.disconnect(line, &entry.vector)
+        {
+            log::debug!("interrupt {line} was not connected: {}", error_line(&error));
+        }
+        let Some(message) = wanted else {
+            return;
+        };
+        // What came in the meantime is sent now. Taken out first, or KVM may send it again at the next signal.
+        let pending = entry.vector.read().is_ok();
+        match self.machine.connect(line, message, &entry.vector) {
+            Ok(()) => {
+                entry.connected = wanted;
+                if pending {
+                    let _ = entry.vector.write(1);
+                }
+            }
+            Err(error) if !self.said => {
+                self.said = true;
+                log::error!("an interrupt cannot reach the guest: {}", error_line(&error));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+impl Drop for Msix {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}
+
+/// Whether a masked entry keeps an interrupt. One that is connected keeps none: the machine has it.
+fn is_pending(entry: &Entry) -> bool {
+    // Whatever a device signals in between is added.
+    entry.connected.is_none()
+        && entry
+            .vector
+            .read()
+            .is_ok_and(|count| entry.vector.write(count).is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Call, FakeMachine};
+    use super::*;
+
+    const ADDRESS: u64 = 0xFEE0_1000;
+
+    fn table() -> (Msix, Arc<FakeMachine>) {
+        let machine = Arc::new(FakeMachine::default());
+        (Msix::new(machine.clone(), 10, 3).unwrap(), machine)
+    }
+
+    /// Writes an entry as Linux does: masked, its message, unmasked.
+    fn set(msix: &mut Msix, n: usize, data: u32) {
+        msix.write_table(n * 16 + 12, &[1, 0, 0, 0]);
+        msix.write_table(n * 16, &ADDRESS.to_le_bytes());
+        msix.write_table(n * 16 + 8, &data.to_le_bytes());
+        msix.write_table(n * 16 + 12, &[0, 0, 0, 0]);
+    }
+
+    fn message(data: u32) -> Message {
+        Message {
+            address: ADDRESS,
+            data,
+        }
+    }
+
+    #[test]
+    fn an_entry_is_connected_while_it_can_send() {
+        let (mut msix, machine) = table();
+        set(&mut msix, 1, 0x41);
+        assert_eq!(machine.take(), [], "messages are not on");
+        msix.set_control(CONTROL_ENABLE | CONTROL_MASKED);
+        assert_eq!(machine.take(), []);
+        msix.set_control(CONTROL_ENABLE);
+        assert_eq!(machine.take(), [Call::Connect(11, message(0x41))]);
+        msix.write_table(16 + 12, &[1]);
+        assert_eq!(machine.take(), [Call::Disconnect(11)]);
+        set(&mut msix, 1, 0x42);
+        assert_eq!(machine.take(), [Call::Connect(11, message(0x42))]);
+        // Written while it can send.
+        msix.write_table(16 + 8, &[0x43]);
+        assert_eq!(
+            machine.take(),
+            [Call::Disconnect(11), Call::Connect(11, message(0x43))]
+        );
+        drop(msix);
+        assert_eq!(machine.take(), [Call::Disconnect(11)]);
+    }
+
+    #[test]
+    fn a_masked_entry_keeps_what_is_pending_and_shows_it() {
+        let (mut msix, machine) = table();
+        msix.set_control(CONTROL_ENABLE);
+        let vector = msix.vector(2).unwrap();
+        vector.write(5).unwrap();
+        let mut pending = [0; 8];
+        for _ in 0..2 {
+            msix.read_pending(0, &mut pending);
+            assert_eq!(pending, [4, 0, 0, 0, 0, 0, 0, 0]);
+        }
+        set(&mut msix, 2, 7);
+        assert_eq!(machine.take(), [Call::Connect(12, message(7))]);
+        assert_eq!(vector.read().unwrap(), 1, "sent once");
+        msix.reset();
+        vector.write(1).unwrap();
+        msix.reset();
+        msix.read_pending(0, &mut pending);
+        assert_eq!(pending, [0; 8]);
+    }
+
+    #[test]
+    fn a_machine_that_refuses_leaves_the_entry_masked() {
+        let (mut msix, machine) = table();
+        machine.refuse(true);
+        msix.set_control(CONTROL_ENABLE);
+        set(&mut msix, 0, 1);
+        machine.refuse(false);
+        msix.write_table(12, &[0]);
+        assert_eq!(machine.take(), [Call::Connect(10, message(1))]);
+    }
+
+    #[test]
+    fn any_access_is_safe() {
+        let (mut msix, _machine) = table();
+        msix.set_control(0xFFFF);
+        for at in (0..64).chain([usize::MAX / 2, 4095]) {
+            let mut data = [0xFF; 8];
+            msix.write_table(at, &data);
+            msix.read_table(at, &mut data);
+            msix.read_pending(at, &mut data);
+        }
+        let mut first = [0; 16];
+        msix.read_table(0, &mut first);
+        assert_eq!(first[..4], [0xFC, 0xFF, 0xFF, 0xFF], "the lowest bits stay 0");
+        assert_eq!(first[12..], [1, 0, 0, 0]);
+    }
+}

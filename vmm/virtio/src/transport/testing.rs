@@ -1,0 +1,136 @@
+//! A machine that writes down what it is asked for, and a device that does.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::machine::{Machine, Message};
+use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Call {
+    AddDoorbell(u64),
+    RemoveDoorbell(u64),
+    Connect(u32, Message),
+    Disconnect(u32),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct FakeMachine {
+    calls: Mutex<Vec<Call>>,
+    refuses: AtomicBool,
+}
+
+impl FakeMachine {
+    /// What was asked for since the last call.
+    pub(super) fn take(&self) -> Vec<Call> {
+        std::mem::take(&mut self.calls.lock().unwrap())
+    }
+
+    pub(super) fn refuse(&self, refuses: bool) {
+        self.refuses.store(refuses, Ordering::Relaxed);
+    }
+
+    fn add(&self, call: Call) -> io::Result<()> {
+        if self.refuses.load(Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
+        }
+        self.calls.lock().unwrap().push(call);
+        Ok(())
+    }
+}
+
+impl Machine for FakeMachine {
+    fn add_doorbell(&self, address: u64, _: &EventFd) -> io::Result<()> {
+        self.add(Call::AddDoorbell(address))
+    }
+
+    fn remove_doorbell(&self, address: u64, _: &EventFd) -> io::Result<()> {
+        self.add(Call::RemoveDoorbell(address))
+    }
+
+    fn connect(&self, line: u32, message: Message, _: &EventFd) -> io::Result<()> {
+        self.add(Call::Connect(line, message))
+    }
+
+    fn disconnect(&self, line: u32, _: &EventFd) -> io::Result<()> {
+        self.add(Call::Disconnect(line))
+    }
+}
+
+/// What a device was asked for.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    pub activation: Option<Activation>,
+    pub activations: u32,
+    pub resets: u32,
+    pub refuses: bool,
+}
+
+pub(super) struct FakeDevice {
+    pub seen: Arc<Mutex<Seen>>,
+    pub queues: Vec<u16>,
+    pub config: Vec<u8>,
+}
+
+impl FakeDevice {
+    pub(super) fn new(queues: &[u16]) -> (Self, Arc<Mutex<Seen>>) {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let device = Self {
+            seen: seen.clone(),
+            queues: queues.to_vec(),
+            config: vec![0x11, 0x22, 0x33, 0x44],
+        };
+        (device, seen)
+    }
+}
+
+impl VirtioDevice for FakeDevice {
+    fn id(&self) -> u32 {
+        4
+    }
+
+    fn name(&self) -> &str {
+        "fake0"
+    }
+
+    fn features(&self) -> u64 {
+        1 << 5
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &self.queues
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.config, offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        for (i, byte) in data.iter().enumerate() {
+            let at = usize::try_from(offset).unwrap() + i;
+            if let Some(old) = self.config.get_mut(at) {
+                *old = *byte;
+            }
+        }
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let mut seen = self.seen.lock().unwrap();
+        if seen.refuses {
+            return Err(ActivateError::Driver("anything"));
+        }
+        assert!(seen.activation.is_none(), "activated twice");
+        seen.activation = Some(activation);
+        seen.activations += 1;
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        let mut seen = self.seen.lock().unwrap();
+        seen.activation = None;
+        seen.resets += 1;
+    }
+}
