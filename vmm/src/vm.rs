@@ -38,6 +38,7 @@ use crate::rdpmc::RdpmcMode;
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::Sites;
+use crate::vcpu::affinity::{PinError, Pinning};
 use crate::vcpu::control::{OnReset, RunControl};
 use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
 use crate::vcpu::roster::{Roster, RosterError};
@@ -105,6 +106,9 @@ pub enum VmError {
     /// No PCI bus can be made for the devices.
     #[error(transparent)]
     Pci(#[from] BusError),
+    /// vCPUs cannot be where they are to be.
+    #[error(transparent)]
+    Pin(#[from] PinError),
     /// Another system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -135,6 +139,8 @@ pub struct VmConfig {
     pub rdpmc: RdpmcMode,
     /// Whether perf in the guest is told what cannot be counted, by its kernel's own tables.
     pub hide_uncounted: bool,
+    /// vCPUs that stay on one CPU of the host.
+    pub pins: Pinning,
     /// Whether the guest may run guests of its own.
     pub nested: bool,
     /// What a reset of the machine by its guest leads to.
@@ -171,6 +177,7 @@ impl Vm {
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         let plan = Plan::new(kvm, config)?;
+        config.pins.check(config.cpus.max())?;
         let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
         let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
         let breakpoints = plan.breakpoints(&loaded)?;
@@ -441,6 +448,7 @@ impl<'a> Plan<'a> {
                 alone: self.config.cpus.max() == 1,
             }),
             entry: loaded.entry,
+            pins: self.config.pins.clone(),
         })
     }
 
@@ -543,11 +551,17 @@ impl<'a> Plan<'a> {
         Ok(Some(Arc::new(pmu)))
     }
 
-    fn make_bus(&self, console: Box<dyn Write + Send>, fd: &VmFd) -> Result<Bus, VmError> {
+    fn make_bus(&self, console: Box<dyn Write + Send>, fd: &Arc<VmFd>) -> Result<Bus, VmError> {
         let bus = Bus::new(console, self.config.memory_bytes, self.config.cpus)
             .map_err(|e| VmError::Os("making the devices", e))?;
         fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
             .map_err(call("KVM_IRQFD"))?;
+        let vm = fd.clone();
+        bus.lead_sci_to(Box::new(move |level| {
+            if let Err(e) = vm.set_irq_line(boot::SCI_IRQ.into(), level) {
+                log::error!("KVM_IRQ_LINE failed: {e}");
+            }
+        }));
         if let Some(plug) = bus.cpu_plug() {
             fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
                 .map_err(call("KVM_IRQFD"))?;

@@ -40,6 +40,9 @@ pub enum Call {
     Resume,
     /// Ends the VM.
     Stop,
+    /// Presses the ACPI power button; refused if the guest does not listen to it. The guest then powers
+    /// off, or does what it likes.
+    Powerdown,
     /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those
     /// with the highest numbers it is asked if there are too many. Reply: [`VcpuPlug`]; ask
     /// [`Call::VcpuPlug`] what has come of it.
@@ -226,6 +229,9 @@ pub struct VmInfo {
     /// Where its virtio console is; empty if it has none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub hvc: String,
+    /// Threads that run the vCPUs there are, in their order; empty from a VM that does not say.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub threads: Vec<u32>,
     /// Whether it runs.
     pub state: VmState,
     /// vCPUs that are out of the guest because of a pause.

@@ -84,6 +84,8 @@ requests! {
     Resume => VmInfo;
     /// Ends the VM.
     Stop => VmInfo;
+    /// Presses the ACPI power button; refused if the guest does not listen to it.
+    Powerdown => VmInfo;
     /// Begins to make it so many vCPUs: those that are missing are started, and the guest is told; for those
     /// with the highest numbers it is asked if there are too many. Reply: [`protocol::VcpuPlug`]; ask
     /// [`VcpuPlug`] what has come of it.

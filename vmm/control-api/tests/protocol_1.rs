@@ -54,6 +54,7 @@ fn requests_are_sent_as_version_1_says() {
     asks(request::Pause, r#"{"id":7,"call":"pause"}"#);
     asks(request::Resume, r#"{"id":7,"call":"resume"}"#);
     asks(request::Stop, r#"{"id":7,"call":"stop"}"#);
+    asks(request::Powerdown, r#"{"id":7,"call":"powerdown"}"#);
     for (policy, name) in [
         (SharePolicy::GuestFirst, "guest-first"),
         (SharePolicy::OperatorFirst, "operator-first"),

@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::one_line;
+use crate::config::{self, Expanded};
 use perf_core::SharePolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, ModelName};
@@ -24,7 +25,7 @@ use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
     parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
-    parse_turn, parse_width,
+    parse_stop_timeout, parse_turn, parse_width,
 };
 use perf_core::error_line;
 use perfvisor_vmm::console::ConsoleTarget;
@@ -34,6 +35,7 @@ use perfvisor_vmm::metrics::DEFAULT_EVENTS;
 use perfvisor_vmm::metrics::address::MetricsAddress;
 use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
+use perfvisor_vmm::vcpu::affinity::Pinning;
 use perfvisor_vmm::vcpu::control::OnReset;
 use virtio_devices::net::config::NetConfig;
 
@@ -45,7 +47,7 @@ Exit status:
   4    the guest asked for a reset (--on-reset exit)
   6    a vCPU shut down by a triple fault (--on-reset exit)
   8    Perfvisor or KVM failed
-  10   SIGTERM or SIGINT
+  10   SIGINT, SIGHUP, or a SIGTERM after which the guest did not power off
 
 Keys: Ctrl-A x ends the guest, Ctrl-A Ctrl-A sends it a Ctrl-A.";
 
@@ -198,6 +200,13 @@ pub struct RunArgs {
     /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub rng: bool,
+    /// Keep vCPUs on CPUs of the host: a list of VCPU=CPU.
+    #[arg(long, value_name = "LIST")]
+    pub pin: Option<Pinning>,
+    /// How long the guest may take to power off after SIGTERM, which presses its power button, in seconds. A
+    /// guest that does not listen to the button, and a second signal, end at once.
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_stop_timeout)]
+    pub stop_timeout: Duration,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
     #[arg(long)]
     pub nested: bool,
@@ -219,6 +228,19 @@ pub struct RunArgs {
     /// Events to count for the metrics, in perf's syntax.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS, requires = "metrics")]
     pub metrics_events: String,
+    /// Run in the background: return 0 when the VM runs, or 2 with the reason why it does not.
+    #[arg(long)]
+    pub daemonize: bool,
+    /// Append messages to a file instead of writing them to standard error.
+    #[arg(long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Take options from a TOML file whose keys are the names of these options; those given here count
+    /// instead.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Print these options as a file for --config, and run nothing.
+    #[arg(long)]
+    pub dump_config: bool,
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]
     pub stats: bool,
@@ -239,7 +261,44 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
-    Cli::try_parse_from(args).map_err(|e| explain(&e))
+    let command = Cli::command();
+    let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
+    let args = args.into_iter().map(Into::into).collect();
+    let Expanded { args, from_file } = config::expand(&command, args).map_err(wrong)?;
+    let explained = |e| match (explain(&e), &from_file) {
+        (CliExit::Error(line), Some((path, keys))) if names_one_of(&e, keys) => {
+            CliExit::Error(format!("{}: {line}", path.display()))
+        }
+        (other, _) => other,
+    };
+    let matches = command.clone().try_get_matches_from(args).map_err(explained)?;
+    let cli = Cli::from_arg_matches(&matches).map_err(explained)?;
+    if let Command::Run(run) = &cli.command
+        && run.dump_config
+        && let Some((_, given)) = matches.subcommand()
+    {
+        return Err(CliExit::Text(config::dump(&command, given).map_err(wrong)?));
+    }
+    Ok(cli)
+}
+
+/// Whether a mistake is about one of these options, or about which go together.
+fn names_one_of(error: &clap::Error, options: &[String]) -> bool {
+    if matches!(
+        error.kind(),
+        ErrorKind::MissingRequiredArgument | ErrorKind::ArgumentConflict
+    ) {
+        return true;
+    }
+    let named = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(name)) => name.as_str(),
+        _ => return false,
+    };
+    // As in `--cpus <N>`.
+    let long = named.split([' ', '=']).next().unwrap_or_default();
+    options
+        .iter()
+        .any(|option| long.strip_prefix("--") == Some(option))
 }
 
 /// clap's several lines as one.
@@ -445,6 +504,9 @@ mod tests {
             (&["--rdpmc", "x"], "'x'", "hwbp"),
             (&["--hide-uncounted", "x"], "'x'", "on or off"),
             (&["--on-reset", "x"], "'x'", "restart"),
+            (&["--pin", "0"], "'0'", "0=2,1=3"),
+            (&["--stop-timeout", "-1"], "-1", ""),
+            (&["--stop-timeout", "x"], "'x'", "86400"),
             (&["--share", "x"], "'x'", "strict"),
             (&["--mux", "x"], "'x'", "adaptive"),
             (&["--pmi-limit", "x"], "'x'", "PMIs"),
@@ -519,7 +581,7 @@ mod tests {
             (
                 &["ctl", "vm"],
                 [
-                    "pause, resume, stop, status, vcpus, share, filter",
+                    "pause, resume, powerdown, stop, status, vcpus, share, filter",
                     "`perfvisor ctl --help`",
                 ],
             ),

@@ -7,6 +7,9 @@
 //! | `devices` | the virtio devices that the arguments ask for |
 //! | `check` | `perfvisor check`: what this host can do |
 //! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
+//! | `config` | the options of `run` as a TOML file |
+//! | `background` | a VM without a terminal: daemon, service |
+//! | `stopping` | the signals that end a VM, and its power button |
 //! | `signals` | the signals that end a command or a VM |
 //! | `values` | the values of options, and what is said of wrong ones |
 //! | `exit` | exit statuses |
@@ -18,20 +21,27 @@
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
+mod background;
 mod check;
 mod cli;
 mod commands;
+mod config;
 mod devices;
 mod exit;
 mod run;
 mod signals;
+mod stopping;
 mod values;
 
 use std::error::Error;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use cli::{CliExit, Command};
 use commands::{ctl, files, ps, record, stat, top, validate};
+use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
 
@@ -47,12 +57,30 @@ fn main() -> ExitCode {
         }
         Err(CliExit::Error(line)) => return bad_input(&line),
     };
-    init_log(cli.verbose);
+    let log_file = match &cli.command {
+        Command::Run(args) => args.log_file.as_deref(),
+        _ => None,
+    };
+    if let Err(error) = init_log(cli.verbose, log_file) {
+        return bad_input(&error_line(&error));
+    }
+    let logs_to_file = log_file.is_some();
     match obey(cli.command, start) {
         Ok(status) => ExitCode::from(status.code()),
-        Err(error) => bad_input(&error_line(error.as_ref())),
+        Err(error) => {
+            let line = error_line(error.as_ref());
+            if logs_to_file {
+                log::error!("{line}");
+            }
+            bad_input(&line)
+        }
     }
 }
+
+/// The file for messages cannot be written.
+#[derive(Debug, thiserror::Error)]
+#[error("--log-file {}", .0.display())]
+struct LogFileError(PathBuf, #[source] io::Error);
 
 /// Does what was asked for. Each command has an error type of its own; here they end.
 fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn Error>> {
@@ -77,26 +105,35 @@ fn bad_input(line: &str) -> ExitCode {
     ExitCode::from(ExitStatus::BadInput.code())
 }
 
-/// Messages go to standard error; `-v` shows more, and `RUST_LOG` has the last word.
-fn init_log(verbose: u8) {
+/// Messages go to standard error or to `file`; `-v` shows more, and `RUST_LOG` has the last word.
+fn init_log(verbose: u8, file: Option<&Path>) -> Result<(), LogFileError> {
     let level = match verbose {
         0 => log::LevelFilter::Warn,
         1 => log::LevelFilter::Info,
         2 => log::LevelFilter::Debug,
         _ => log::LevelFilter::Trace,
     };
-    env_logger::Builder::new()
+    let mut builder = env_logger::Builder::new();
+    // A raw terminal needs the carriage return.
+    let mut end = "\r\n";
+    if let Some(path) = file {
+        let opened = File::options().append(true).create(true).open(path);
+        let file = opened.map_err(|e| LogFileError(path.into(), e))?;
+        builder.target(Target::Pipe(Box::new(file)));
+        end = "\n";
+    }
+    builder
         .filter_level(level)
         .parse_default_env()
-        .format(|out, record| {
+        .format(move |out, record| {
             use std::io::Write;
-            // A raw terminal needs the carriage return.
             write!(
                 out,
-                "perfvisor: {}: {}\r\n",
+                "perfvisor: {}: {}{end}",
                 record.level().as_str().to_lowercase(),
                 record.args()
             )
         })
         .init();
+    Ok(())
 }

@@ -15,10 +15,12 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::filter::FilterError;
 use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, ModelError, Vendor};
 
+use crate::background::{self, DaemonError};
 use crate::cli::RunArgs;
 use crate::devices::{self, DeviceError};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+use crate::stopping::Stopping;
 use control_api::events::list::{self, ListError};
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
@@ -138,6 +140,9 @@ pub enum RunError {
     /// A device cannot be had.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// No process for it in the background.
+    #[error(transparent)]
+    Daemon(DaemonError),
     /// No machine, or it does not start.
     #[error(transparent)]
     Vm(#[from] VmError),
@@ -151,6 +156,12 @@ pub enum RunError {
 /// # Errors
 /// [`RunError`]; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
+    let starting = args
+        .daemonize
+        .then(background::daemonize)
+        .transpose()
+        .map_err(RunError::Daemon)?;
+    background::survive_job_control();
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
     let stop_signals = StopSignals::block().map_err(|e| RunError::Start("the signals that end it", e))?;
@@ -282,6 +293,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         hide_uncounted: args.hide_uncounted,
         nested: args.nested,
         on_reset: args.on_reset,
+        pins: args.pin.clone().unwrap_or_default(),
         cpu_signature: args.cpu_signature,
     };
 
@@ -329,7 +341,15 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         servers.push(Arc::new(Mutex::new(server)));
     }
     let restarter = running.take_restarter();
-    let served = serve(&running, restarter, stop_signals, &console, servers);
+    let (control, bus) = (running.control().clone(), running.bus().clone());
+    let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus)
+        .map_err(|e| RunError::Start("timerfd_create failed", e))?;
+    if let Some(starting) = starting {
+        starting.runs().map_err(RunError::Daemon)?;
+    }
+    background::tell_ready();
+    let served = serve(&running, restarter, stopping, &console, servers);
+    background::tell_stopping();
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
     console.stop();
     running.stop_and_join();
@@ -397,6 +417,7 @@ fn controlled(
         pmu: running.pmu().cloned(),
         roster: running.roster().clone(),
         looks: AtomicU64::new(0),
+        bus: running.bus().clone(),
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelKind::Multiboot,
     }
@@ -456,7 +477,7 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 fn serve(
     running: &RunningVm,
     restarter: Option<Restarter>,
-    signals: StopSignals,
+    stopping: Stopping,
     console: &Console,
     servers: Vec<Subscriber>,
 ) -> Result<(), event_manager::Error> {
@@ -471,7 +492,7 @@ fn serve(
         control: running.control().clone(),
         pmu: running.pmu().cloned(),
         quit,
-        signals,
+        stopping,
         ticks: Ticks::new(running.pmu().is_some()).map_err(io_error)?,
         turns: Turns::new(mux).map_err(io_error)?,
         roster: running.roster().clone(),
@@ -502,7 +523,7 @@ struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Option<Arc<VmPmu>>,
     quit: EventFd,
-    signals: StopSignals,
+    stopping: Stopping,
     ticks: Ticks,
     turns: Turns,
     roster: Arc<Roster>,
@@ -524,7 +545,6 @@ impl Housekeeping {
         let own = [
             self.control.stopped_event().as_raw_fd(),
             self.quit.as_raw_fd(),
-            self.signals.as_raw_fd(),
             self.ticks.as_raw_fd(),
             self.turns.as_raw_fd(),
         ];
@@ -532,7 +552,8 @@ impl Housekeeping {
             .restarter
             .as_ref()
             .map(|restarter| restarter.event().as_raw_fd());
-        own.into_iter().chain(ejected).chain(reset).collect()
+        let own = own.into_iter().chain(self.stopping.fds());
+        own.chain(ejected).chain(reset).collect()
     }
 }
 
@@ -542,10 +563,7 @@ impl MutEventSubscriber for Housekeeping {
         if fd == self.quit.as_raw_fd() {
             let _ = self.quit.read();
             self.control.stop(StopReason::Operator);
-        } else if fd == self.signals.as_raw_fd() {
-            if let Some(signal) = self.signals.take() {
-                self.control.stop(StopReason::Signal(signal));
-            }
+        } else if self.stopping.serve(fd) {
         } else if fd == self.ticks.as_raw_fd()
             && let Some(pmu) = &self.pmu
         {

@@ -29,6 +29,9 @@ const MIN_RING_BYTES: u64 = 64 << 10;
 const MAX_RING_BYTES: u64 = 64 << 30;
 
 /// What is wrong with a value. Who prints it names the option and the value before it.
+/// Longest time that a guest may be given to power off, in seconds: a day.
+const MAX_STOP_TIMEOUT_S: f64 = 86_400.0;
+
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
     /// No built-in guest of that name.
@@ -70,6 +73,9 @@ pub enum ValueError {
     /// No time.
     #[error("must be a number of seconds above 0, as in 2.5")]
     Seconds,
+    /// No time, or more than a day.
+    #[error("must be a number of seconds, 0 to {MAX_STOP_TIMEOUT_S}")]
+    StopTimeout,
     /// An interval that is none, too short or too long.
     #[error("must be a number of milliseconds, {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")]
     Interval,
@@ -197,6 +203,14 @@ pub fn parse_seconds(text: &str) -> Result<Duration, ValueError> {
     match text.parse::<f64>() {
         Ok(s) if s > 0.0 && s <= 1e8 => Ok(Duration::from_secs_f64(s)),
         _ => Err(ValueError::Seconds),
+    }
+}
+
+/// How long a guest may take to end, in seconds; 0 is no time.
+pub fn parse_stop_timeout(text: &str) -> Result<Duration, ValueError> {
+    match text.parse::<f64>() {
+        Ok(s) if (0.0..=MAX_STOP_TIMEOUT_S).contains(&s) => Ok(Duration::from_secs_f64(s)),
+        _ => Err(ValueError::StopTimeout),
     }
 }
 

@@ -24,7 +24,8 @@ const OEM_ID: [u8; 6] = *b"PERFVI";
 const OEM_TABLE: [u8; 8] = *b"PERFVISR";
 const OEM_REVISION: u32 = 1;
 
-/// Interrupt line of ACPI events. Nothing raises it; the FADT must name one.
+/// Interrupt line of ACPI events: the power button, which is a fixed feature (no flag in the FADT says
+/// that it is not).
 pub const SCI_IRQ: u8 = 9;
 /// I/O APIC identifier, after the last possible local APIC identifier.
 pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
@@ -139,7 +140,6 @@ fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
         .firmware_ctrl_32(facs as u32)
         .flag(Flags::Wbinvd)
         .flag(Flags::ProcC1)
-        .flag(Flags::PwrButton)
         .flag(Flags::SlpButton)
         .flag(Flags::ResetRegSup)
         .flag(Flags::Headless)

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
+pub use acpi::SCI_IRQ;
 pub use error::BootError;
 pub(crate) use regs::configure_bsp;
 pub use regs::{Entry, configure_local_apic};

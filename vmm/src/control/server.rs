@@ -22,6 +22,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use vpmu::EventFilter;
 
 use super::session::{EventSession, On, fail, role};
+use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState, StopReason};
@@ -68,6 +69,8 @@ pub struct Controlled {
     pub pmu: Option<Arc<VmPmu>>,
     /// Which vCPUs there are.
     pub roster: Arc<Roster>,
+    /// Its devices.
+    pub bus: Arc<Bus>,
     /// The guest kernel's text symbols, of what was loaded last.
     pub symbols: Arc<ArcSwap<KernelSymbols>>,
     /// The guest has one address space and no user programs of its own.
@@ -96,6 +99,7 @@ impl Controlled {
                 RunState::Paused => VmState::Paused,
                 RunState::Stopped => VmState::Stopped,
             },
+            threads: self.roster.taken().map(|seat| seat.thread()).collect(),
             parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role: match role {
@@ -461,6 +465,18 @@ impl ControlServer {
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
                 vm.roster.kicker().kick();
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Powerdown => {
+                if vm.control.state() != RunState::Running {
+                    return fail(FailureKind::Invalid, "only a running VM hears its power button");
+                }
+                if !vm.bus.press_power_button() {
+                    return fail(
+                        FailureKind::Invalid,
+                        "the guest does not listen to the power button (Linux does with its module `button`); ctl stop ends the VM without it",
+                    );
+                }
                 value(vm.info(role(connection.uid)))
             }
             Call::Vcpus { count } => {

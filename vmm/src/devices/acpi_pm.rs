@@ -1,7 +1,10 @@
-//! ACPI power management registers: just enough to power off. ACPI 6.5, 4.8.3.
+//! ACPI power management registers: power off, and the power button as a fixed feature. ACPI 6.5, 4.8.2.2 and
+//! 4.8.3.
 
 use super::{BusOutcome, ports};
 
+/// PM1 status and enable: the power button (4.8.3.1, table 4.15).
+const PWRBTN: u16 = 1 << 8;
 /// PM1 control: the interrupt mode is SCI; always set, as there is no other mode.
 const SCI_EN: u16 = 1 << 0;
 /// PM1 control: sleep type and enable.
@@ -9,18 +12,61 @@ const SLP_TYP_SHIFT: u16 = 10;
 const SLP_TYP_MASK: u16 = 7;
 const SLP_EN: u16 = 1 << 13;
 
+/// Raises or lowers the system control interrupt, which is level triggered.
+pub type SciLine = Box<dyn Fn(bool) + Send + Sync>;
+
 /// The PM1a event and control blocks.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct AcpiPm {
+    status: u16,
     enable: u16,
     control: u16,
+    /// `None`: nobody hears the interrupt.
+    sci: Option<SciLine>,
 }
 
 impl AcpiPm {
-    /// One byte, `offset` from the event block. Status is always 0: no event ever happens.
+    /// Where interrupts go.
+    pub fn lead_to(&mut self, sci: SciLine) {
+        self.sci = Some(sci);
+    }
+
+    /// As it is when the machine starts.
+    pub fn reset(&mut self) {
+        *self = Self {
+            sci: self.sci.take(),
+            ..Self::default()
+        };
+        self.drive();
+    }
+
+    /// Presses the power button. Whether the guest listens: its driver has enabled the event. If it does not,
+    /// nothing happens.
+    pub fn press_power_button(&mut self) -> bool {
+        if !self.listens() {
+            return false;
+        }
+        self.status |= PWRBTN;
+        self.drive();
+        true
+    }
+
+    /// Whether the guest has enabled the power button's event.
+    pub fn listens(&self) -> bool {
+        self.enable & PWRBTN != 0
+    }
+
+    /// The interrupt's level follows the events that are enabled.
+    fn drive(&self) {
+        if let Some(sci) = &self.sci {
+            sci(self.status & self.enable & PWRBTN != 0);
+        }
+    }
+
+    /// One byte, `offset` from the event block.
     pub fn read_byte(&self, offset: u16) -> u8 {
         let word = match offset / 2 {
-            0 => 0,
+            0 => self.status,
             1 => self.enable,
             _ => self.control | SCI_EN,
         };
@@ -35,9 +81,15 @@ impl AcpiPm {
             u16::from_le_bytes(bytes)
         };
         match offset / 2 {
-            0 => BusOutcome::Continue,
+            // A one clears the bit that it is written to.
+            0 => {
+                self.status &= !merge(0);
+                self.drive();
+                BusOutcome::Continue
+            }
             1 => {
                 self.enable = merge(self.enable);
+                self.drive();
                 BusOutcome::Continue
             }
             _ => self.write_control(merge(self.control)),
@@ -52,5 +104,42 @@ impl AcpiPm {
             return BusOutcome::PowerOff;
         }
         BusOutcome::Continue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    /// The button is a level-triggered interrupt from its press until the guest has cleared its status; a
+    /// guest that has not enabled it gets nothing, then or later.
+    #[test]
+    fn the_power_button_interrupts_until_it_is_taken_note_of() {
+        let level = Arc::new(AtomicBool::new(false));
+        let mut pm = AcpiPm::default();
+        let line = level.clone();
+        pm.lead_to(Box::new(move |up| line.store(up, Ordering::SeqCst)));
+        let is_up = || level.load(Ordering::SeqCst);
+
+        assert!(!pm.press_power_button() && !is_up());
+        pm.write_byte(3, 1);
+        assert!(!is_up() && pm.read_byte(1) == 0);
+        assert!(pm.press_power_button() && is_up());
+        assert_eq!((pm.read_byte(0), pm.read_byte(1)), (0, 1));
+        pm.write_byte(1, 0xfe);
+        assert!(is_up(), "the bits of other events clear nothing");
+        pm.write_byte(3, 0);
+        assert!(!is_up() && pm.read_byte(1) == 1, "masked, and still there");
+        pm.write_byte(3, 1);
+        assert!(is_up());
+        pm.write_byte(1, 1);
+        assert!(!is_up() && pm.read_byte(1) == 0);
+
+        assert!(pm.press_power_button() && is_up());
+        pm.reset();
+        assert!(!is_up() && !pm.listens() && pm.read_byte(1) == 0);
     }
 }

@@ -1,8 +1,8 @@
 //! The devices of the machine and the bus that finds them.
 //!
-//! Interrupt controllers and the timer are KVM's. What is left lives on I/O ports, but for the virtio devices:
-//! they are functions of a PCI bus and decode memory. Every width and every port and address a guest uses is
-//! safe: where nobody owns it, reads give all ones and writes go nowhere.
+//! Interrupt controllers and the timer are KVM's. What is left lives on I/O ports, but for the virtio
+//! devices: they are functions of a PCI bus and decode memory. Every width and every port and address a
+//! guest uses is safe: where nobody owns it, reads give all ones and writes go nowhere.
 
 mod acpi_pm;
 mod cmos;
@@ -22,6 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub use serial::SerialPort;
 
 use acpi_pm::AcpiPm;
+pub use acpi_pm::SciLine;
 use cmos::Cmos;
 use cpu_plug::CpuPlug;
 use fw_cfg::FwCfg;
@@ -99,13 +100,24 @@ impl Bus {
         })
     }
 
+    /// Where the system control interrupt goes.
+    pub fn lead_sci_to(&self, sci: SciLine) {
+        lock(&self.pm).lead_to(sci);
+    }
+
+    /// Presses the power button. Whether the guest listens to it: its driver has enabled the event. If not,
+    /// nothing happens.
+    pub fn press_power_button(&self) -> bool {
+        lock(&self.pm).press_power_button()
+    }
+
     /// All devices as they are when the machine starts. No vCPU may be in the guest.
     pub fn reset(&self) {
         self.serial.reset();
         *lock(&self.cmos) = Cmos::new(self.ram_bytes, self.cpus.present());
         *lock(&self.i8042) = I8042::default();
         *lock(&self.fw_cfg) = FwCfg::new(self.ram_bytes, self.cpus);
-        *lock(&self.pm) = AcpiPm::default();
+        lock(&self.pm).reset();
         if let Some(plug) = &self.cpu_plug {
             plug.reset(self.cpus.present());
         }

@@ -479,6 +479,7 @@ mod tests {
                 guest: "a \"b\\c\"\nd".into(),
                 console: "tty".into(),
                 hvc: String::new(),
+                threads: Vec::new(),
                 state: VmState::Paused,
                 parked: 1,
                 uptime_ms: 1500,

@@ -11,6 +11,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
+use super::affinity::Pinning;
 use super::control::RunControl;
 use super::debugctl::DebugControl;
 use super::first_state::{FirstState, StateError};
@@ -128,6 +129,8 @@ pub struct VcpuMaker {
     pub rdpmc: Option<RdpmcParts>,
     /// With the exact backing.
     pub stepper: Option<StepperParts>,
+    /// Who stays on one CPU of the host.
+    pub pins: Pinning,
     /// How the boot processor enters what was loaded.
     pub entry: boot::Entry,
 }
@@ -186,6 +189,7 @@ impl VcpuMaker {
             Ok(parts) => parts,
             Err(e) => return Err((kvm, e)),
         };
+        let pin = self.pins.of(kvm.id());
         let mut vcpu = Vcpu::new(
             kvm,
             lvtpc,
@@ -195,6 +199,7 @@ impl VcpuMaker {
             seat.clone(),
             self.control.clone(),
         );
+        vcpu.stay_on(pin);
         vcpu.stop_at_rdpmc(&self.breakpoints);
         if let Some(control) = debug_control {
             vcpu.keep_debug_control(control);

@@ -9,6 +9,7 @@
 //! 5. open the guest's clock, KVM_RUN, close it;
 //! 6. handle the exit.
 
+pub mod affinity;
 pub mod control;
 pub mod debugctl;
 mod exit;
@@ -149,6 +150,8 @@ pub struct Vcpu {
     rdpmc: Option<Rdpmc>,
     stepper: Option<Stepper>,
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
+    /// The CPU of the host to stay on.
+    pin: Option<usize>,
 }
 
 impl Vcpu {
@@ -177,7 +180,13 @@ impl Vcpu {
             rdpmc: None,
             stepper: None,
             on_first_entry: None,
+            pin: None,
         }
+    }
+
+    /// Stays on that CPU of the host.
+    pub fn stay_on(&mut self, cpu: Option<usize>) {
+        self.pin = cpu;
     }
 
     /// Calls `f` right before the first entry into the guest.
@@ -423,8 +432,20 @@ impl Running {
                 self.read_mail();
             }
         }
+        self.tell_of_pause();
         if let Some(pmu) = &mut self.pmu {
             pmu.resume();
+        }
+    }
+
+    /// Tells a guest with a paravirtual clock that it was paused, so that its watchdogs do not take the
+    /// time for a lockup.
+    fn tell_of_pause(&self) {
+        match self.fd.kvmclock_ctrl() {
+            // EINVAL: this vCPU's clock is not in use.
+            Ok(()) => {}
+            Err(e) if e.errno() == libc::EINVAL => {}
+            Err(e) => log::debug!("vcpu{}: KVM_KVMCLOCK_CTRL: {e}", self.id),
         }
     }
 

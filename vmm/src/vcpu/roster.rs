@@ -12,7 +12,7 @@
 //! its counts, and parks what is KVM's.
 
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -81,6 +81,8 @@ pub struct Seat {
     mailbox: Mailbox,
     stats: VcpuStats,
     parked: Mutex<Option<KvmVcpu>>,
+    /// The number of its thread.
+    thread: AtomicU32,
     /// Triple faults so far.
     shutdowns: AtomicU64,
 }
@@ -94,6 +96,7 @@ impl Seat {
             mailbox: Mailbox::default(),
             stats: VcpuStats::default(),
             parked: Mutex::default(),
+            thread: AtomicU32::new(0),
             shutdowns: AtomicU64::new(0),
         }
     }
@@ -117,6 +120,16 @@ impl Seat {
     #[inline]
     pub fn is_to_leave(&self) -> bool {
         self.leave.load(Ordering::Relaxed)
+    }
+
+    /// The thread of a vCPU begins.
+    pub(super) fn begins_on(&self, thread: u32) {
+        self.thread.store(thread, Ordering::Relaxed);
+    }
+
+    /// The thread of the vCPU that is there, or was last; 0 before any began.
+    pub fn thread(&self) -> u32 {
+        self.thread.load(Ordering::Relaxed)
     }
 
     /// Whether one more triple fault is told of. Where it resets the machine, a guest may do nothing else.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use perf_core::error_line;
 use vmm_sys_util::signal::Killable;
 
+use super::affinity;
 use super::control::StopReason;
 use super::{BeginError, Running, Vcpu, VcpuError, kick};
 
@@ -27,6 +28,12 @@ impl Vcpu {
             .name(format!("vcpu{id}"))
             .spawn(move || {
                 let Some(vcpu) = take(&there) else { return };
+                vcpu.seat.begins_on(affinity::thread_id());
+                if let Some(cpu) = vcpu.pin
+                    && let Err(e) = affinity::stay_on(cpu)
+                {
+                    log::warn!("vcpu{id} does not stay on CPU {cpu}: {e}");
+                }
                 let vcpu = Running::new(vcpu);
                 let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
                 // A panic here would be a bug of ours; it must end the VM and not leave the others running

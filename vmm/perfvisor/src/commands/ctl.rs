@@ -45,7 +45,9 @@ pub enum Action {
     Pause,
     /// Let them go on.
     Resume,
-    /// End the VM.
+    /// Press the power button, so that the guest powers off.
+    Powerdown,
+    /// End the VM at once, as if its plug was pulled.
     Stop,
     /// Say whether it runs, and how many vCPUs it has.
     Status,
@@ -160,6 +162,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         Action::Pause => (Call::Pause, "paused"),
         Action::Resume => (Call::Resume, "running"),
         Action::Stop => (Call::Stop, "stopped"),
+        Action::Powerdown => (Call::Powerdown, "power button pressed"),
         Action::Status => (Call::Status, ""),
         Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         Action::Share { policy } => {
@@ -187,7 +190,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             let info: VmInfo = client.call(request::Status)?;
             return say_status(&info);
         }
-        Action::Resume | Action::Share { .. } | Action::Filter { .. } => {
+        Action::Resume | Action::Powerdown | Action::Share { .. } | Action::Filter { .. } => {
             client.call(call)?;
         }
     }

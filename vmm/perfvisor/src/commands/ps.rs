@@ -50,7 +50,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
 fn table(vms: &[VmInfo]) -> String {
     let mut rows = vec![
         [
-            "NAME", "PID", "VCPUS", "STATE", "UPTIME", "PMU", "CONSOLE", "GUEST",
+            "NAME", "PID", "VCPUS", "THREADS", "STATE", "UPTIME", "PMU", "CONSOLE", "GUEST",
         ]
         .map(str::to_owned),
     ];
@@ -59,6 +59,7 @@ fn table(vms: &[VmInfo]) -> String {
             vm.name.clone(),
             vm.pid.to_string(),
             of_most(vm),
+            threads(vm),
             vm.state.to_string(),
             uptime(vm.uptime_ms / 1000),
             vm.pmu.clone(),
@@ -67,7 +68,7 @@ fn table(vms: &[VmInfo]) -> String {
         ]
     }));
     let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..8).map(width).collect();
+    let widths: Vec<usize> = (0..9).map(width).collect();
     let mut out = String::new();
     for row in &rows {
         let mut line = String::new();
@@ -77,6 +78,18 @@ fn table(vms: &[VmInfo]) -> String {
         let _ = writeln!(out, "{}", line.trim_end());
     }
     out
+}
+
+/// The threads of the vCPUs, in the order of these: each number, or the first and the last of those in a row.
+fn threads(vm: &VmInfo) -> String {
+    let runs = vm.threads.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+    let text = |run: &[u32]| match run {
+        [first, _, .., last] => format!("{first}-{last}"),
+        [first, last] => format!("{first},{last}"),
+        [one] => one.to_string(),
+        [] => String::new(),
+    };
+    runs.map(text).collect::<Vec<_>>().join(",")
 }
 
 /// How many vCPUs there are, of how many if there can be more.

@@ -477,6 +477,7 @@ mod tests {
                 guest: String::new(),
                 console: String::new(),
                 hvc: String::new(),
+                threads: Vec::new(),
                 state: VmState::Running,
                 parked: 0,
                 uptime_ms: 61_000,

@@ -1,0 +1,361 @@
+//! `run --config FILE`: a TOML file whose keys are the options of `perfvisor run`, and `--dump-config`, which
+//! writes one.
+//!
+//! The file becomes arguments, which clap reads as it reads those of the command line. So an option has one
+//! parser, one check and one message, and a new option is in the file by being an option. What is on the
+//! command line is taken instead of what the file says.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use toml::{Table, Value};
+
+/// Largest file that is read, in bytes.
+const MOST_BYTES: u64 = 1 << 20;
+/// Options that are no keys.
+const NO_KEYS: [&str; 3] = ["config", "dump-config", "help"];
+
+/// What is wrong with a file of options. Each is one line.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("--config {}: cannot read it", .0.display())]
+    Read(PathBuf, #[source] std::io::Error),
+    /// It has no end, or is something else.
+    #[error("--config {}: it has more than 1 MiB, so it is no file of options", .0.display())]
+    TooLarge(PathBuf),
+    /// It is not TOML.
+    #[error("--config {}: line {line}: {why}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Where.
+        line: usize,
+        /// What is wrong there.
+        why: String,
+    },
+    /// No such option.
+    #[error("--config {}: unknown key '{key}': must be one of {known}", path.display())]
+    Unknown {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// Those that there are.
+        known: String,
+    },
+    /// A value of a kind that the option does not take.
+    #[error("--config {}: {key}: must be {wanted}, not {found}", path.display())]
+    Kind {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// What it takes.
+        wanted: &'static str,
+        /// What is there.
+        found: &'static str,
+    },
+    /// A value that cannot be written as TOML.
+    #[error("--dump-config: the value of --{0} is no UTF-8 text, which a TOML file cannot hold")]
+    NotText(String),
+}
+
+/// The arguments with those of the file that `--config` names, and which keys that were.
+#[derive(Debug)]
+pub struct Expanded {
+    /// All arguments.
+    pub args: Vec<OsString>,
+    /// The file, and the keys in it that count.
+    pub from_file: Option<(PathBuf, Vec<String>)>,
+}
+
+/// Puts the options of the file that `run --config` names into `args`, unless the same option is there.
+///
+/// # Errors
+/// [`ConfigError`].
+pub fn expand(command: &Command, args: Vec<OsString>) -> Result<Expanded, ConfigError> {
+    let unchanged = |args| Expanded {
+        args,
+        from_file: None,
+    };
+    // What is wrong with the arguments is said when all of them are there.
+    let lenient = command.clone().ignore_errors(true);
+    let Ok(matches) = lenient.try_get_matches_from(&args) else {
+        return Ok(unchanged(args));
+    };
+    let Some(("run", given)) = matches.subcommand() else {
+        return Ok(unchanged(args));
+    };
+    let Some(path) = given.get_one::<PathBuf>("config").cloned() else {
+        return Ok(unchanged(args));
+    };
+    let run = run_of(command);
+    let table = read(&path)?;
+    let mut all = args;
+    let mut keys = Vec::new();
+    for (key, value) in &table {
+        let option = options(run).find(|option| option.get_long() == Some(key.as_str()));
+        let Some(option) = option else {
+            let known: Vec<&str> = options(run).filter_map(Arg::get_long).collect();
+            return Err(ConfigError::Unknown {
+                path,
+                key: key.clone(),
+                known: known.join(", "),
+            });
+        };
+        let added = arguments(&path, key, option, value)?;
+        if given.value_source(option.get_id().as_str()) != Some(ValueSource::CommandLine) {
+            all.extend(added);
+            keys.push(key.clone());
+        }
+    }
+    Ok(Expanded {
+        args: all,
+        from_file: Some((path, keys)),
+    })
+}
+
+fn run_of(command: &Command) -> &Command {
+    command.find_subcommand("run").unwrap_or(command)
+}
+
+/// The options that can be keys.
+fn options(run: &Command) -> impl Iterator<Item = &Arg> {
+    run.get_arguments().filter(|option| {
+        !option.is_hide_set() && option.get_long().is_some_and(|long| !NO_KEYS.contains(&long))
+    })
+}
+
+fn read(path: &Path) -> Result<Table, ConfigError> {
+    let failed = |e| ConfigError::Read(path.into(), e);
+    let mut text = String::new();
+    let file = File::open(path).map_err(failed)?;
+    file.take(MOST_BYTES + 1)
+        .read_to_string(&mut text)
+        .map_err(failed)?;
+    if text.len() as u64 > MOST_BYTES {
+        return Err(ConfigError::TooLarge(path.into()));
+    }
+    text.parse().map_err(|e: toml::de::Error| {
+        let at = e.span().map_or(0, |span| span.start).min(text.len());
+        let before = text.as_bytes().get(..at).unwrap_or_default();
+        ConfigError::Syntax {
+            path: path.into(),
+            line: before.iter().filter(|&&byte| byte == b'\n').count() + 1,
+            why: e.message().to_owned(),
+        }
+    })
+}
+
+/// What a key and its value are on a command line.
+fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<OsString>, ConfigError> {
+    let wrong = |wanted| ConfigError::Kind {
+        path: path.into(),
+        key: key.into(),
+        wanted,
+        found: match value {
+            Value::String(_) => "a text",
+            Value::Integer(_) | Value::Float(_) => "a number",
+            Value::Boolean(_) => "true or false",
+            Value::Datetime(_) => "a date",
+            Value::Array(_) => "an array",
+            Value::Table(_) => "a table",
+        },
+    };
+    let one = |value: &Value| -> Option<OsString> {
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Integer(number) => number.to_string(),
+            Value::Float(number) => number.to_string(),
+            Value::Boolean(true) => "on".into(),
+            Value::Boolean(false) => "off".into(),
+            Value::Datetime(_) | Value::Array(_) | Value::Table(_) => return None,
+        };
+        Some(format!("--{key}={text}").into())
+    };
+    match (option.get_action(), value) {
+        (ArgAction::SetTrue, Value::Boolean(true)) => Ok(vec![format!("--{key}").into()]),
+        (ArgAction::SetTrue, Value::Boolean(false)) => Ok(Vec::new()),
+        (ArgAction::SetTrue, _) => Err(wrong("true or false")),
+        (ArgAction::Append, Value::Array(values)) => values
+            .iter()
+            .map(|value| one(value).ok_or_else(|| wrong("an array of texts or numbers")))
+            .collect(),
+        (ArgAction::Append, value) => {
+            let only = one(value).ok_or_else(|| wrong("a text, a number, or an array of them"))?;
+            Ok(vec![only])
+        }
+        (_, value) => Ok(vec![one(value).ok_or_else(|| wrong("a text or a number"))?]),
+    }
+}
+
+/// The options of `run` as such a file: those that were given, and as comments the defaults of the others.
+///
+/// # Errors
+/// [`ConfigError::NotText`].
+pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError> {
+    let mut out = String::new();
+    for option in options(run_of(command)) {
+        let (Some(key), id) = (option.get_long(), option.get_id().as_str()) else {
+            continue;
+        };
+        let source = given.value_source(id);
+        let comment = if source == Some(ValueSource::CommandLine) {
+            ""
+        } else {
+            "# "
+        };
+        if matches!(option.get_action(), ArgAction::SetTrue) {
+            // Writing to a string does not fail.
+            let _ = writeln!(out, "{comment}{key} = {}", given.get_flag(id));
+            continue;
+        }
+        let texts = given
+            .get_raw(id)
+            .into_iter()
+            .flatten()
+            .map(|value| value.to_str().map(|text| Value::String(text.to_owned())))
+            .collect::<Option<Vec<Value>>>()
+            .ok_or_else(|| ConfigError::NotText(key.to_owned()))?;
+        let value = match (option.get_action(), texts) {
+            (_, texts) if texts.is_empty() => continue,
+            (ArgAction::Append, texts) => Value::Array(texts),
+            (_, mut texts) => texts.remove(0),
+        };
+        let _ = writeln!(out, "{comment}{key} = {value}");
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::cli::{self, CliExit, RunArgs};
+
+    fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
+        match cli::parse(["perfvisor", "run"].iter().chain(args))?.command {
+            cli::Command::Run(run) => Ok(*run),
+            other => unreachable!("run was asked for, not {other:?}"),
+        }
+    }
+
+    fn with_file(text: &str, args: &[&str]) -> Result<RunArgs, CliExit> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vm.toml");
+        fs::write(&path, text).unwrap();
+        run(&[&["--config", path.to_str().unwrap()], args].concat())
+    }
+
+    fn line(text: &str, args: &[&str]) -> String {
+        match with_file(text, args) {
+            Err(CliExit::Error(line)) => {
+                assert!(!line.contains('\n') && line.contains("vm.toml"), "{line:?}");
+                line
+            }
+            other => panic!("{text:?} gave {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_file_is_equal_to_the_options_and_these_count_more() {
+        let text = "kernel = \"k\"\ncpus = 4\nmemory = \"64M\"\nhide-uncounted = false\nprealloc = true\nmux-turn = 0.5\n\
+                    cmdline = \"-a b=c\"\nstats = false\n";
+        let args = with_file(text, &["--cpus", "2", "--initrd", "i"]).unwrap();
+        assert_eq!((args.cpus.present(), args.memory), (2, 64 << 20));
+        assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
+        assert!(args.prealloc && !args.hide_uncounted && !args.stats);
+        assert_eq!(
+            args.initrd.as_deref(),
+            Some(Path::new("i")),
+            "--kernel is in the file"
+        );
+        assert_eq!(args.mux_turn.unwrap().as_micros(), 500);
+    }
+
+    #[test]
+    fn mistakes_in_a_file_are_those_of_the_options_with_its_name() {
+        for (text, parts) in [
+            ("cpus = 0", ["'0'", "1 to 64"]),
+            ("memory = \"15M\"", ["'15M'", "16M"]),
+            ("initrd = \"x\"", ["--kernel", ""]),
+            (
+                "frobnicate = 1",
+                ["unknown key 'frobnicate'", "kernel, initrd, cmdline, cpus"],
+            ),
+            ("config = \"x\"", ["unknown key 'config'", ""]),
+            ("cpus = [1]", ["cpus: must be a text or a number", "an array"]),
+            (
+                "prealloc = \"yes\"",
+                ["prealloc: must be true or false", "a text"],
+            ),
+            ("[cpus]\nmax = 2", ["cpus", "a table"]),
+            ("cpus = 1\nmemory = ", ["line 2", ""]),
+            ("cpus = 1\ncpus = 2", ["line 2", ""]),
+        ] {
+            let line = line(text, &[]);
+            assert!(parts.iter().all(|part| line.contains(part)), "{text:?}: {line}");
+        }
+        // What is wrong on the command line is not the file's.
+        let Err(CliExit::Error(own)) = with_file("memory = \"64M\"", &["--cpus", "0"]) else {
+            panic!("0 vCPUs");
+        };
+        assert!(own.starts_with("invalid value '0' for '--cpus"), "{own}");
+        let Err(CliExit::Error(missing)) = run(&["--config", "/nonexistent/x"]) else {
+            panic!("no file");
+        };
+        assert!(missing.contains("--config /nonexistent/x"), "{missing}");
+        let Err(CliExit::Error(endless)) = run(&["--config", "/dev/zero"]) else {
+            panic!("no options");
+        };
+        assert!(endless.contains("1 MiB"), "{endless}");
+    }
+
+    /// What is dumped and read again is the same: as arguments, and dumped once more.
+    #[test]
+    fn a_dump_is_read_as_what_it_was_made_of() {
+        let args = [
+            "--kernel",
+            "a \"kernel\"",
+            "--cmdline",
+            "x=\\y 'z'",
+            "--cpus",
+            "1,max=4",
+            "--pmu",
+            "intel-v4",
+            "--prealloc",
+            "--hide-uncounted",
+            "off",
+            "--memory",
+            "64M",
+            "--pin",
+            "0=1,1=0",
+            "--metrics",
+            "127.0.0.1:9999",
+        ];
+        let dump = |args: &[&str]| match run(&[args, &["--dump-config"]].concat()) {
+            Err(CliExit::Text(text)) => text,
+            other => panic!("{other:?}"),
+        };
+        let text = dump(&args);
+        assert!(
+            text.contains("# nested = false") && text.contains("# share = \"guest-first\""),
+            "{text}"
+        );
+        let mut again = with_file(&text, &[]).unwrap();
+        again.config = None;
+        let given = run(&args).unwrap();
+        assert_eq!(format!("{again:?}"), format!("{given:?}"));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vm.toml");
+        fs::write(&path, &text).unwrap();
+        assert_eq!(dump(&["--config", path.to_str().unwrap()]), text);
+    }
+}

@@ -1,0 +1,91 @@
+//! Signals that end a VM. SIGTERM presses the guest's power button first, as a service manager wants it; who
+//! does not listen to that, or takes too long, loses its power.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use perfvisor_vmm::devices::Bus;
+use perfvisor_vmm::vcpu::control::{RunControl, RunState, StopReason};
+use vmm_sys_util::timerfd::TimerFd;
+
+use crate::background;
+use crate::signals::StopSignals;
+
+/// The signals, and the time that the guest has.
+pub struct Stopping {
+    signals: StopSignals,
+    timer: TimerFd,
+    timeout: Duration,
+    /// The signal after which the button was pressed.
+    pressed: Option<i32>,
+    control: Arc<RunControl>,
+    bus: Arc<Bus>,
+}
+
+impl Stopping {
+    /// Of a VM whose guest has `timeout` to power off.
+    ///
+    /// # Errors
+    /// That of timerfd_create.
+    pub fn new(
+        signals: StopSignals,
+        timeout: Duration,
+        control: Arc<RunControl>,
+        bus: Arc<Bus>,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            signals,
+            timer: TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?,
+            timeout,
+            pressed: None,
+            control,
+            bus,
+        })
+    }
+
+    /// To be watched.
+    pub fn fds(&self) -> [RawFd; 2] {
+        [self.signals.as_raw_fd(), self.timer.as_raw_fd()]
+    }
+
+    /// One of them is readable. Whether it was one of them.
+    pub fn serve(&mut self, fd: RawFd) -> bool {
+        if fd == self.signals.as_raw_fd() {
+            if let Some(signal) = self.signals.take() {
+                background::tell_stopping();
+                self.take(signal);
+            }
+        } else if fd == self.timer.as_raw_fd() {
+            let _ = self.timer.wait();
+            if let Some(signal) = self.pressed {
+                log::warn!(
+                    "the guest has not powered off in {} s after its power button was pressed; it ends now",
+                    self.timeout.as_secs_f64()
+                );
+                self.control.stop(StopReason::Signal(signal));
+            }
+        } else {
+            return false;
+        }
+        true
+    }
+
+    fn take(&mut self, signal: i32) {
+        let asks = signal == libc::SIGTERM && self.pressed.is_none() && !self.timeout.is_zero();
+        let running = self.control.state() == RunState::Running;
+        if !(asks && running && self.bus.press_power_button()) {
+            return self.control.stop(StopReason::Signal(signal));
+        }
+        self.pressed = Some(signal);
+        log::info!(
+            "SIGTERM: the power button is pressed; the guest has {} s to power off",
+            self.timeout.as_secs_f64()
+        );
+        if let Err(e) = self.timer.reset(self.timeout, None) {
+            log::error!("timerfd_settime: {e}");
+            self.control.stop(StopReason::Signal(signal));
+        }
+    }
+}

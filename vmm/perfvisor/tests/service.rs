@@ -1,0 +1,293 @@
+//! A VM as a service: its power button, signals, the background, a service manager, CPUs of its own.
+#![expect(unsafe_code, reason = "sends signals, and opens a terminal of its own")]
+
+mod common;
+
+use std::fs::File;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use common::machine::Machine;
+use common::vm::{PROGRAM, eventually};
+
+fn signal(vm: &Machine, signal: libc::c_int) {
+    let pid = i32::try_from(vm.child.id()).unwrap();
+    // SAFETY: it is our child, which has not been waited for.
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+}
+
+fn has_kvm() -> bool {
+    let has = Path::new("/dev/kvm").exists();
+    if !has {
+        common::skip::skipped("no /dev/kvm here", false);
+    }
+    has
+}
+
+/// A guest that listens powers off: 0. By the operator's button, and by SIGTERM.
+#[test]
+fn a_guest_that_listens_to_its_power_button_powers_off() {
+    for by_signal in [false, true] {
+        let Some(mut vm) = Machine::start(&["--cmdline", "button"]) else {
+            return;
+        };
+        vm.line_with("waiting for the button");
+        if by_signal {
+            signal(&vm, libc::SIGTERM);
+        } else {
+            let said = vm.operator(&["ctl", "machine", "powerdown"]);
+            assert_eq!(said, "machine: power button pressed\n");
+        }
+        assert_eq!(vm.line_with("pressed"), "the button was pressed; status 0");
+        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    }
+}
+
+/// Who never enabled the button's event is not waited for, and an operator is told.
+#[test]
+fn a_guest_that_does_not_listen_ends_at_once() {
+    let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
+        return;
+    };
+    vm.line_with("spinning");
+    let refused = vm.command(&["ctl", "machine", "powerdown"]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2));
+    let line = String::from_utf8(refused.stderr).unwrap();
+    assert!(
+        line.contains("does not listen") && line.lines().count() == 1,
+        "{line}"
+    );
+    signal(&vm, libc::SIGTERM);
+    assert_eq!(vm.status(), Some(10), "{:?}", vm.said());
+}
+
+/// Who listens and does nothing has its time; a second signal takes that away.
+#[test]
+fn a_guest_that_does_nothing_at_the_button_ends_after_its_time() {
+    let Some(mut vm) = Machine::start(&["--cmdline", "button deaf", "--stop-timeout", "0.2"]) else {
+        return;
+    };
+    vm.line_with("waiting for the button");
+    signal(&vm, libc::SIGTERM);
+    assert_eq!(vm.status(), Some(10));
+    eventually("it says why", || {
+        vm.said_count("has not powered off in 0.2 s") == 1
+    });
+    for second in [libc::SIGTERM, libc::SIGINT] {
+        let args = ["--cmdline", "button deaf", "--stop-timeout", "86400"];
+        let Some(mut vm) = Machine::start(&args) else {
+            return;
+        };
+        vm.line_with("waiting for the button");
+        signal(&vm, libc::SIGTERM);
+        eventually("the button is pressed", || {
+            vm.said_count("the power button is pressed") == 1
+        });
+        assert!(vm.child.try_wait().unwrap().is_none());
+        signal(&vm, second);
+        assert_eq!(vm.status(), Some(10));
+    }
+}
+
+/// `--daemonize` returns when the VM runs; what it has to say goes to the file.
+#[test]
+fn a_daemon_runs_on_its_own_and_a_failed_one_says_why() {
+    if !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log");
+    let perfvisor = |args: &[&str]| {
+        let mut command = Command::new(PROGRAM);
+        command
+            .args(args)
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .env_remove("RUST_LOG");
+        let out = command.output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (out.status.code(), text(out.stdout), text(out.stderr))
+    };
+    let log = log.to_str().unwrap();
+    let run = [
+        "-v",
+        "run",
+        "--daemonize",
+        "--name",
+        "d",
+        "--memory",
+        "32M",
+        "--cmdline",
+        "loop",
+        "--log-file",
+        log,
+    ];
+    // output() returns when nobody has the pipes any more: the daemon has let them go.
+    let (status, _, stderr) = perfvisor(&run);
+    assert_eq!((status, stderr.as_str()), (Some(0), ""));
+    assert_eq!(perfvisor(&["ctl", "d", "status"]).1, "d: running, 1 vCPU\n");
+    let text = std::fs::read_to_string(log).unwrap();
+    assert!(
+        text.contains("perfvisor: info: multiboot image at") && !text.contains('\r'),
+        "{text}"
+    );
+    assert_eq!(perfvisor(&["ctl", "d", "stop"]).0, Some(0));
+
+    let missing = [
+        "run",
+        "--daemonize",
+        "--kernel",
+        "/nonexistent/kernel",
+        "--log-file",
+        log,
+    ];
+    let (status, _, stderr) = perfvisor(&missing);
+    assert_eq!(status, Some(2), "{stderr}");
+    assert!(
+        stderr.contains("/nonexistent/kernel") && stderr.lines().count() == 1,
+        "{stderr}"
+    );
+    assert!(
+        std::fs::read_to_string(log)
+            .unwrap()
+            .contains("/nonexistent/kernel")
+    );
+    let (status, _, stderr) = perfvisor(&["run", "--log-file", "/nonexistent/log"]);
+    assert_eq!((status, stderr.lines().count()), (Some(2), 1), "{stderr}");
+    assert!(stderr.contains("--log-file /nonexistent/log"), "{stderr}");
+}
+
+#[test]
+fn a_service_manager_is_told() {
+    if !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("notify");
+    let socket = UnixDatagram::bind(&place).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
+    let mut child = Command::new(PROGRAM)
+        .args(["run", "--memory", "32M", "--cmdline", "button"])
+        .env("XDG_RUNTIME_DIR", dir.path())
+        .env("NOTIFY_SOCKET", &place)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let next = || {
+        let mut bytes = [0; 512];
+        let count = socket.recv(&mut bytes).unwrap();
+        String::from_utf8(bytes[..count].to_vec()).unwrap()
+    };
+    assert_eq!(next(), format!("READY=1\nMAINPID={}\n", child.id()));
+    // SAFETY: it is our child, which has not been waited for.
+    unsafe { libc::kill(i32::try_from(child.id()).unwrap(), libc::SIGTERM) };
+    assert_eq!(next(), "STOPPING=1\n");
+    child.wait().unwrap();
+}
+
+/// In the background of a shell on a terminal, which stops who writes there, the VM runs to its end.
+#[test]
+fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
+    if !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (mut master, mut slave) = (-1, -1);
+    let null = std::ptr::null_mut();
+    // SAFETY: both integers are writable; name, termios and window size may be null (openpty(3)).
+    let opened = unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) };
+    assert_eq!(opened, 0);
+    // SAFETY: openpty succeeded, so both descriptors are open and ours alone.
+    let (master, slave) = unsafe {
+        (
+            OwnedFd::from_raw_fd(master),
+            File::from(OwnedFd::from_raw_fd(slave)),
+        )
+    };
+    let out = dir.path().join("out");
+    let script = format!(
+        "set -m; stty tostop; {PROGRAM} run --memory 32M --cmdline 'reset=cf9' & wait $!; echo status=$? >{}",
+        out.display()
+    );
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .args(["-c", &script])
+        .env("XDG_RUNTIME_DIR", dir.path())
+        .stdin(slave.try_clone().unwrap())
+        .stdout(slave.try_clone().unwrap())
+        .stderr(slave);
+    let own_terminal = || {
+        // SAFETY: both calls take integers; the process leads no group, so it can lead a session.
+        if unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 } {
+            return Err(std::io::Error::last_os_error());
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes system calls only, and allocates nothing.
+    unsafe { shell.pre_exec(own_terminal) };
+    let mut shell = shell.spawn().unwrap();
+    // Somebody reads the terminal, or it fills.
+    let mut terminal = File::from(master);
+    std::thread::spawn(move || std::io::copy(&mut terminal, &mut std::io::sink()));
+    eventually("the VM has ended and was not stopped", || {
+        shell.try_wait().unwrap().is_some()
+    });
+    assert_eq!(std::fs::read_to_string(out).unwrap(), "status=4\n");
+}
+
+/// vCPU threads are where they are put, and `ps` names them.
+#[test]
+fn vcpus_stay_on_their_cpus_and_ps_names_their_threads() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let list = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let last = list.unwrap().trim().rsplit([',', '-']).next().unwrap().to_owned();
+    let pin = format!("1={last}");
+    let args = ["--cmdline", "loop", "--cpus", "2", "--pin", &pin];
+    let Some(vm) = Machine::start(&args) else { return };
+    vm.line_with("spinning");
+    let text = vm.operator(&["ps", "--json"]);
+    let info: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    let threads: Vec<u64> = info["threads"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|t| t.as_u64().unwrap())
+        .collect();
+    assert_eq!(threads.len(), 2);
+    for (vcpu, thread) in threads.iter().enumerate() {
+        let dir = format!("/proc/{}/task/{thread}", vm.child.id());
+        let name = std::fs::read_to_string(format!("{dir}/comm")).unwrap();
+        assert_eq!(name.trim(), format!("vcpu{vcpu}"));
+        let status = std::fs::read_to_string(format!("{dir}/status")).unwrap();
+        let on = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        if vcpu == 1 {
+            assert_eq!(on.unwrap().trim(), last);
+        }
+    }
+    assert!(vm.operator(&["ps"]).contains(&threads[0].to_string()));
+}
+
+#[test]
+fn wrong_pins_and_too_much_memory_are_one_line() {
+    if !has_kvm() {
+        return;
+    }
+    for (args, parts) in [
+        (&["--pin", "0=99999"][..], ["CPU 99999", "may run on"]),
+        (&["--pin", "3=0"], ["no vCPU 3", "0 to 0"]),
+        (&["--memory", "64T", "--prealloc"], ["64", "--memory"]),
+    ] {
+        let out = Command::new(PROGRAM).arg("run").args(args).output().unwrap();
+        let line = String::from_utf8(out.stderr).unwrap();
+        assert_eq!((out.status.code(), line.lines().count()), (Some(2), 1), "{line}");
+        assert!(parts.iter().all(|part| line.contains(part)), "{line}");
+    }
+}

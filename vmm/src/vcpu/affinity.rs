@@ -1,0 +1,208 @@
+//! Which CPU of the host runs which vCPU.
+#![expect(unsafe_code, reason = "sched_getaffinity(2), sched_setaffinity(2)")]
+
+use std::fmt;
+use std::io;
+use std::mem::MaybeUninit;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Most CPUs of a host in a `cpu_set_t`.
+const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
+
+/// vCPUs that stay on one CPU of the host: `0=2,1=3`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pinning(Vec<(u8, usize)>);
+
+/// Why it cannot be understood, or cannot be done.
+#[derive(Debug, Error)]
+pub enum PinError {
+    /// It is no list.
+    #[error("must be a list of VCPU=CPU, as in 0=2,1=3")]
+    Syntax,
+    /// Twice the same vCPU.
+    #[error("vCPU {0} is there twice")]
+    Twice(u8),
+    /// No such vCPU.
+    #[error("--pin: there is no vCPU {vcpu}; this VM has 0 to {last}")]
+    NoVcpu {
+        /// What was asked for.
+        vcpu: u8,
+        /// The highest number.
+        last: u8,
+    },
+    /// No such CPU, or not for this process.
+    #[error("--pin: vCPU {vcpu} cannot be on CPU {cpu}; this process may run on {allowed}")]
+    NotAllowed {
+        /// The vCPU.
+        vcpu: u8,
+        /// What was asked for.
+        cpu: usize,
+        /// What there is.
+        allowed: String,
+    },
+    /// The host does not say which CPUs there are.
+    #[error("--pin: sched_getaffinity failed")]
+    Affinity(#[source] io::Error),
+}
+
+impl FromStr for Pinning {
+    type Err = PinError;
+
+    fn from_str(text: &str) -> Result<Self, PinError> {
+        let mut pins = Vec::new();
+        for part in text.split(',') {
+            let (vcpu, cpu) = part.split_once('=').ok_or(PinError::Syntax)?;
+            let (Ok(vcpu), Ok(cpu)) = (vcpu.parse(), cpu.parse()) else {
+                return Err(PinError::Syntax);
+            };
+            if pins.iter().any(|&(other, _)| other == vcpu) {
+                return Err(PinError::Twice(vcpu));
+            }
+            pins.push((vcpu, cpu));
+        }
+        Ok(Self(pins))
+    }
+}
+
+impl Pinning {
+    /// Whether a VM with `vcpus` at most can have it here.
+    ///
+    /// # Errors
+    /// [`PinError`].
+    pub fn check(&self, vcpus: u8) -> Result<(), PinError> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let allowed = allowed().map_err(PinError::Affinity)?;
+        for &(vcpu, cpu) in &self.0 {
+            if vcpu >= vcpus {
+                let last = vcpus.saturating_sub(1);
+                return Err(PinError::NoVcpu { vcpu, last });
+            }
+            if !allowed.contains(&cpu) {
+                let allowed = Ranges(&allowed).to_string();
+                return Err(PinError::NotAllowed { vcpu, cpu, allowed });
+            }
+        }
+        Ok(())
+    }
+
+    /// The CPU of a vCPU, if it has one.
+    pub fn of(&self, vcpu: u8) -> Option<usize> {
+        self.0
+            .iter()
+            .find_map(|&(pinned, cpu)| (pinned == vcpu).then_some(cpu))
+    }
+}
+
+/// CPUs that the calling thread may run on.
+fn allowed() -> io::Result<Vec<usize>> {
+    let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
+    // SAFETY: the set is as large as the call is told, and all zeroes is a valid one.
+    let set = unsafe {
+        if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), set.as_mut_ptr()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        set.assume_init()
+    };
+    // SAFETY: the number is below the size of the set.
+    Ok((0..MOST_CPUS)
+        .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
+        .collect())
+}
+
+/// Keeps the calling thread on `cpu`.
+///
+/// # Errors
+/// The system call's: the CPU has gone since it was looked at.
+pub fn stay_on(cpu: usize) -> io::Result<()> {
+    if cpu >= MOST_CPUS {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: all zeroes is a valid set, the number is below its size, and the call reads as much as it
+    // is told.
+    let done = unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(cpu, &mut set);
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set)
+    };
+    if done == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// The calling thread's number.
+pub fn thread_id() -> u32 {
+    // SAFETY: the call takes nothing.
+    u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
+}
+
+/// Numbers in ascending order as people write them: 0-3,8.
+struct Ranges<'a>(&'a [usize]);
+
+impl fmt::Display for Ranges<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let chunks = self.0.chunk_by(|a, b| a + 1 == *b);
+        for (n, run) in chunks.enumerate() {
+            let comma = if n > 0 { "," } else { "" };
+            match run {
+                [one] => write!(f, "{comma}{one}")?,
+                [first, .., last] => write!(f, "{comma}{first}-{last}")?,
+                [] => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_are_read_and_mistakes_named() {
+        let pins: Pinning = "0=2,1=3".parse().unwrap();
+        assert_eq!((pins.of(0), pins.of(1), pins.of(2)), (Some(2), Some(3), None));
+        for wrong in ["", "0", "0=", "=1", "0=1,", "256=1", "a=b", "0=-1"] {
+            assert!(
+                matches!(wrong.parse::<Pinning>(), Err(PinError::Syntax)),
+                "{wrong}"
+            );
+        }
+        assert!(matches!("1=0,1=1".parse::<Pinning>(), Err(PinError::Twice(1))));
+        assert_eq!(Ranges(&[0, 1, 2, 5, 7, 8]).to_string(), "0-2,5,7-8");
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused() {
+        let here = allowed().unwrap();
+        let first = here[0];
+        let pins: Pinning = format!("1={first}").parse().unwrap();
+        assert!(pins.check(2).is_ok());
+        let line = pins.check(1).unwrap_err().to_string();
+        assert!(line.contains("no vCPU 1"), "{line}");
+        let pins: Pinning = "0=100000".parse().unwrap();
+        let line = pins.check(1).unwrap_err().to_string();
+        assert!(
+            line.contains("CPU 100000") && line.contains("may run on"),
+            "{line}"
+        );
+    }
+
+    #[test]
+    fn a_thread_stays_where_it_is_put() {
+        let here = allowed().unwrap();
+        let last = *here.last().unwrap();
+        std::thread::spawn(move || {
+            stay_on(last).unwrap();
+            assert_eq!(allowed().unwrap(), [last]);
+        })
+        .join()
+        .unwrap();
+        assert!(stay_on(MOST_CPUS).is_err());
+    }
+}
