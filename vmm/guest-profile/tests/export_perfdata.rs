@@ -14,7 +14,7 @@ use guest_profile::export::{
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use kernel_images::symbols::KernelSymbols;
-use linux_perf_data::{PerfFileReader, PerfFileRecord};
+use linux_perf_data::{PerfFileReader, PerfFileRecord, UserRecordType};
 
 const KALLSYMS: &str = "\
 ffffffff95000000 T _stext
@@ -192,8 +192,13 @@ fn linux_perf_data_reads_it_whole() {
     assert_eq!(perf_file.event_attributes()[0].name(), Some("cycles"));
     let (mut samples, mut others) = (0, 0);
     while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
-        let PerfFileRecord::EventRecord { record, .. } = record else {
-            panic!("a user record")
+        let record = match record {
+            PerfFileRecord::EventRecord { record, .. } => record,
+            // The event's name, for a file that ends without features.
+            PerfFileRecord::UserRecord(update) => {
+                assert_eq!(update.record_type, UserRecordType::PERF_EVENT_UPDATE);
+                continue;
+            }
         };
         match record.parse().unwrap() {
             linux_perf_data::linux_perf_event_reader::EventRecord::Sample(s) => {

@@ -8,7 +8,7 @@ pub enum ExitStatus {
     PoweredOff,
     /// The guest wrote to the debug-exit port: (value << 1) | 1.
     Guest(u8),
-    /// `perfvisor validate` found something wrong.
+    /// `perfvisor validate` found something wrong, or `perfvisor record` could not write all samples.
     CheckFailed,
     /// Bad input: an option, a file, the host.
     BadInput,

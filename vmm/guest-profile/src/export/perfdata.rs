@@ -7,10 +7,16 @@
 //! mode in a record's header is GUEST_KERNEL or GUEST_USER, so `perf kvm --guest --guestkallsyms=… report`
 //! and `perf script --guestkallsyms=…` read it.
 //!
+//! A recording may end at any moment. The header is written first and told of the records so far now and then
+//! ([`PerfDataWriter::checkpoint`]), so that what was written until then can be read, without the features.
+//! The events' names are in records of their own besides.
+//!
 //! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data
 //! ([`FileRaw`]).
 
-use std::io::{self, Seek, SeekFrom, Write};
+use std::fs::File;
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
 use zerocopy::IntoBytes;
 
 use super::{EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
@@ -58,7 +64,11 @@ mod record {
     pub const COMM: u32 = 3;
     pub const SAMPLE: u32 = 9;
     pub const MMAP2: u32 = 10;
+    pub const EVENT_UPDATE: u32 = 78;
 }
+
+/// `PERF_EVENT_UPDATE__NAME`: what an EVENT_UPDATE record tells is the event's name.
+pub(super) const UPDATES_NAME: u64 = 2;
 
 const MISC_GUEST_KERNEL: u16 = 4;
 const MISC_GUEST_USER: u16 = 5;
@@ -79,7 +89,8 @@ const MAX_STRING: usize = 4096;
 /// perf pads strings in its features to this.
 const NAME_ALIGN: usize = 64;
 
-/// Writes one file, record by record. Nothing is readable before [`PerfDataWriter::finish`].
+/// Writes one file, record by record. What is readable is what was written before the last
+/// [`PerfDataWriter::checkpoint`].
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
     meta: Meta,
@@ -88,16 +99,47 @@ pub struct PerfDataWriter<W: Write + Seek> {
     data_len: u64,
     times: Option<(u64, u64)>,
     samples: u64,
+    /// Bytes of records and samples at the last checkpoint.
+    kept: (u64, u64),
     buf: Vec<u8>,
+}
+
+impl PerfDataWriter<BufWriter<File>> {
+    /// After a write that failed, as on a full disk: cuts the file back to its last whole record. Returns the
+    /// samples that it has. The file must be open for reading, too.
+    ///
+    /// # Errors
+    /// The file cannot be read, cut or told.
+    pub fn cut_back(self) -> io::Result<u64> {
+        let events = self.events.len() as u64;
+        let (bytes, mut samples) = self.kept;
+        let mut end = self.data_start + bytes;
+        // What could not be written is let go with the buffer.
+        let (file, _) = self.out.into_parts();
+        let length = file.metadata()?.len();
+        while end + 8 <= length {
+            let mut head = [0; 8];
+            file.read_exact_at(&mut head, end)?;
+            let size = u64::from(u16::from_le_bytes([head[6], head[7]]));
+            if end + size > length {
+                break;
+            }
+            samples += u64::from(head[..4] == record::SAMPLE.to_le_bytes());
+            end += size;
+        }
+        file.set_len(end)?;
+        let header = header(events, self.data_start, end - self.data_start, [0; 4]);
+        file.write_all_at(&header, 0)?;
+        Ok(samples)
+    }
 }
 
 impl<W: Write + Seek> PerfDataWriter<W> {
     /// Starts a file at the current position 0 of `out`.
-    #[expect(clippy::cast_possible_truncation, reason = "a constant")]
     pub fn new(mut out: W, meta: Meta, events: Vec<EventInfo>) -> io::Result<Self> {
-        // The header's sections are filled in at the end; until then their zeros say "nothing in here".
-        out.write_all(&[0; HEADER_SIZE as usize])?;
-        let mut buf = Vec::new();
+        let ids = 8 * events.len() as u64;
+        let data_start = HEADER_SIZE + ids + ATTR_ENTRY_SIZE * events.len() as u64;
+        let mut buf = header(events.len() as u64, data_start, 0, [0; 4]);
         for e in &events {
             buf.extend_from_slice(&e.id.to_le_bytes());
         }
@@ -107,8 +149,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             buf.extend_from_slice(&8u64.to_le_bytes());
         }
         out.write_all(&buf)?;
-        let data_start = HEADER_SIZE + buf.len() as u64;
-        Ok(Self {
+        let names: Vec<(u64, String)> = events.iter().map(|e| (e.id, e.name.clone())).collect();
+        let mut writer = Self {
             out,
             meta,
             events,
@@ -116,8 +158,40 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             data_len: 0,
             times: None,
             samples: 0,
+            kept: (0, 0),
             buf,
-        })
+        };
+        for (id, name) in names {
+            writer.record(record::EVENT_UPDATE, 0, |b| {
+                put64(b, UPDATES_NAME);
+                put64(b, id);
+                put_padded(b, &name);
+            })?;
+        }
+        Ok(writer)
+    }
+
+    /// Has the file say that the records so far are its own, so that they can be read if it ends here.
+    ///
+    /// # Errors
+    /// What writing said, such as a full disk: then the file is as it was at the last checkpoint, with more
+    /// behind it.
+    pub fn checkpoint(&mut self) -> io::Result<()> {
+        if self.kept.0 == self.data_len {
+            return Ok(());
+        }
+        self.out.flush()?;
+        self.write_header(self.data_len, [0; 4])?;
+        self.out.seek(SeekFrom::Start(self.data_start + self.data_len))?;
+        self.kept = (self.data_len, self.samples);
+        Ok(())
+    }
+
+    fn write_header(&mut self, data_len: u64, features: [u64; 4]) -> io::Result<()> {
+        let header = header(self.events.len() as u64, self.data_start, data_len, features);
+        self.out.seek(SeekFrom::Start(0))?;
+        self.out.write_all(&header)?;
+        self.out.flush()
     }
 
     /// The guest kernel's place. Before the first sample, or `perf` has no map to look addresses up in.
@@ -299,26 +373,29 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             footer.extend_from_slice(FOOTER_MAGIC);
             self.out.write_all(&footer)?;
         }
-        let ids = 8 * self.events.len() as u64;
-        let mut header = MAGIC.to_vec();
-        for v in [
-            HEADER_SIZE,
-            ATTR_ENTRY_SIZE,
-            HEADER_SIZE + ids,
-            ATTR_ENTRY_SIZE * self.events.len() as u64,
-            self.data_start,
-            self.data_len,
-            0,
-            0,
-        ] {
-            put64(&mut header, v);
-        }
-        bits.iter().for_each(|b| put64(&mut header, *b));
-        self.out.seek(SeekFrom::Start(0))?;
-        self.out.write_all(&header)?;
         self.out.flush()?;
+        self.write_header(self.data_len, bits)?;
         Ok(self.out)
     }
+}
+
+/// The file's header: of `events`, and of `data_len` bytes of records from `data_start` on.
+fn header(events: u64, data_start: u64, data_len: u64, features: [u64; 4]) -> Vec<u8> {
+    let mut header = MAGIC.to_vec();
+    for v in [
+        HEADER_SIZE,
+        ATTR_ENTRY_SIZE,
+        HEADER_SIZE + 8 * events,
+        ATTR_ENTRY_SIZE * events,
+        data_start,
+        data_len,
+        0,
+        0,
+    ] {
+        put64(&mut header, v);
+    }
+    features.iter().for_each(|bits| put64(&mut header, *bits));
+    header
 }
 
 /// Writes a whole profile.

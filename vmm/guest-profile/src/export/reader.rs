@@ -7,9 +7,9 @@ use std::path::Path;
 use linux_perf_data::linux_perf_event_reader::{
     CpuMode, EventRecord, RawEventRecord, RecordType, SampleFormat,
 };
-use linux_perf_data::{PerfFileReader, PerfFileRecord};
+use linux_perf_data::{PerfFileReader, PerfFileRecord, UserRecordType};
 
-use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC};
+use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, UPDATES_NAME};
 use super::{EventInfo, FileMapping, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName};
 use crate::sample::FileRaw;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
@@ -27,8 +27,8 @@ pub enum ReadError {
     /// It is larger than is read.
     #[error("it is larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
-    /// The header's sections were never filled in.
-    #[error("the recording was cut off before its header was written; record again")]
+    /// It has no records: the recording ended in its first second.
+    #[error("the recording was cut off before it had anything; record again")]
     Unfinished,
     /// Its samples carry counter values, which only `perf` itself reads.
     #[error("its samples carry counter values (PERF_SAMPLE_READ); use perf to read it")]
@@ -42,7 +42,6 @@ pub enum ReadError {
 pub const MAX_FILE: u64 = 4 << 30;
 /// Most bytes of symbols, unpacked.
 const MAX_SYMBOLS: u64 = 256 << 20;
-const HEADER_SIZE: usize = 104;
 
 impl ReadError {
     /// Whether this is no failure: the command prints the message and exits with status 0.
@@ -77,15 +76,14 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
     let inside = |at: u64, len: u64| at.checked_add(len).is_some_and(|end| end <= bytes.len() as u64);
     let field = |at| u64_at(bytes, at).ok_or_else(truncated);
     if !bytes.starts_with(b"PERFILE2") {
-        // Also what the header of an unfinished recording looks like.
-        return if bytes.len() >= HEADER_SIZE && bytes[..HEADER_SIZE].iter().all(|&b| b == 0) {
-            Err(ReadError::Unfinished)
-        } else {
-            Err(truncated())
-        };
+        return Err(truncated());
     }
     let (attrs, attrs_len, data, data_len) = (field(24)?, field(32)?, field(40)?, field(48)?);
-    if data_len == 0 && attrs_len == 0 {
+    if data_len == 0
+        && (72..104)
+            .step_by(8)
+            .all(|at| field(at).is_ok_and(|bits| bits == 0))
+    {
         return Err(ReadError::Unfinished);
     }
     let attr_size = field(16)?;
@@ -194,7 +192,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
             described.attributes(),
             raw,
             described.name(),
-            described.ids().first().copied(),
+            described.ids().first().copied().or_else(|| first_id(bytes, i)),
             i,
         ));
     }
@@ -213,7 +211,11 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                     add(&mut profile, &parsed, record.timestamp(), id);
                 }
             }
-            Ok(Some(PerfFileRecord::UserRecord(_))) => {}
+            Ok(Some(PerfFileRecord::UserRecord(record))) => {
+                if record.record_type == UserRecordType::PERF_EVENT_UPDATE {
+                    take_name(&mut profile.events, &record.data.as_slice());
+                }
+            }
             Err(e) => return Err(ReadError::Broken(e)),
         }
     }
@@ -277,6 +279,18 @@ fn raw_attr(bytes: &[u8], i: usize) -> (u32, u64) {
     at().unwrap_or((0, 0))
 }
 
+/// The first id of attribute `i`, which the parser leaves out of a file without features.
+fn first_id(bytes: &[u8], i: usize) -> Option<u64> {
+    let (size, attrs) = (u64_at(bytes, 16)?, u64_at(bytes, 24)?);
+    let end = size.checked_mul(i as u64 + 1)?.checked_add(attrs)?;
+    let ids = usize::try_from(end.checked_sub(16)?).ok()?;
+    let (at, len) = (u64_at(bytes, ids)?, u64_at(bytes, ids.checked_add(8)?)?);
+    (len >= 8)
+        .then(|| usize::try_from(at).ok())
+        .flatten()
+        .and_then(|at| u64_at(bytes, at))
+}
+
 fn event_info(
     attr: &linux_perf_data::linux_perf_event_reader::PerfEventAttr,
     (type_, config): (u32, u64),
@@ -295,6 +309,23 @@ fn event_info(
             SamplingPolicy::NoSampling => Rate::Period(0),
         },
         id: id.filter(|&id| id != 0).unwrap_or(index as u64 + 1),
+    }
+}
+
+/// An event's name, from an EVENT_UPDATE record: type, id and the name.
+fn take_name(events: &mut [EventInfo], data: &[u8]) {
+    eprintln!(
+        "UPD {:?} {:?}",
+        data,
+        events.iter().map(|e| e.id).collect::<Vec<_>>()
+    );
+    if u64_at(data, 0) != Some(UPDATES_NAME) {
+        return;
+    }
+    let event = u64_at(data, 8).and_then(|id| events.iter_mut().find(|event| event.id == id));
+    if let (Some(event), Some(name)) = (event, data.get(16..)) {
+        let name = name.split(|&b| b == 0).next().unwrap_or_default();
+        event.name = String::from_utf8_lossy(name).into_owned();
     }
 }
 

@@ -139,6 +139,17 @@ pub enum RecordError {
     /// The file has not got everything.
     #[error("writing the samples")]
     Write(#[source] io::Error),
+    /// The file has what it had when it was last told of it.
+    #[error("{}: the recording ends here, with the {samples} samples that fitted; free space or use another disk", path.display())]
+    CutBack {
+        /// The file.
+        path: PathBuf,
+        /// Samples that it has.
+        samples: u64,
+        /// What writing said.
+        #[source]
+        source: io::Error,
+    },
 }
 
 impl From<ClientError> for RecordError {
@@ -171,6 +182,38 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     let names = Names::of(&mut client, args)?;
     let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
     let mut recording = Recording::start(args, &client, &opened, sampling, names)?;
+    let recorded = match sample(
+        args,
+        &mut client,
+        &signals,
+        remote.as_mut(),
+        &mut streams,
+        &mut recording,
+    ) {
+        Ok(gone) => recording.finish(args, gone, streams.totals()),
+        Err(RecordError::Write(source)) => Err(recording.cut_back(&args.output, source)),
+        Err(error) => Err(error),
+    };
+    match recorded {
+        Ok(()) => Ok(DONE),
+        // What there is can be used.
+        Err(error @ RecordError::CutBack { .. }) => {
+            say(&format!("perfvisor: {}\n", error_line(&error)));
+            Ok(ExitStatus::CheckFailed)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Takes samples until it is time to end. True: the VM has gone.
+fn sample(
+    args: &RecordArgs,
+    client: &mut Client,
+    signals: &StopSignals,
+    mut remote: Option<&mut Remote>,
+    streams: &mut Streams,
+    recording: &mut Recording,
+) -> Result<bool, RecordError> {
     let mut clock = Clock::start(args);
     let mut gone = false;
     let progress = !args.quiet && std::io::stderr().is_terminal();
@@ -179,14 +222,14 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         // Until it is time to look into the rings.
         let over = loop {
             if clock.begins() {
-                gone |= switch(&mut client, request::Enable)?;
+                gone |= switch(client, request::Enable)?;
             }
             let stop = match &mut remote {
-                Some(remote) => follow(remote, &mut client, &mut gone)?,
+                Some(remote) => follow(remote, client, &mut gone)?,
                 None => false,
             };
             let until = clock.next(look, remote.is_some());
-            if stop || wait_until(until, &signals) == Woken::Signal || clock.is_over() {
+            if stop || wait_until(until, signals) == Woken::Signal || clock.is_over() {
                 break true;
             }
             if gone || Instant::now() >= look {
@@ -194,19 +237,20 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
             }
         };
         if over {
-            gone |= switch(&mut client, request::Disable)?;
+            gone |= switch(client, request::Disable)?;
         }
-        streams.drain(&mut recording)?;
+        streams.drain(recording)?;
         if over {
             break;
         }
+        recording.keep()?;
         // The rings outlive the VM, so what it wrote last is read after it has gone.
         let steered = match client.call(request::Joined) {
             Ok(joined) => {
                 for of_vcpu in &joined {
-                    streams.join(&mut client, args, of_vcpu, sampling, &mut recording)?;
+                    streams.join(client, args, of_vcpu, args.sampling(), recording)?;
                 }
-                streams.steer(&mut client)
+                streams.steer(client)
             }
             Err(e) => Err(e),
         };
@@ -215,22 +259,21 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
                 return Err(e.into());
             }
             gone = true;
-            streams.drain(&mut recording)?;
+            streams.drain(recording)?;
             break;
         }
         if progress {
             recording.show_progress(clock.start.elapsed());
         }
     }
-    streams.settle(u64::MAX, &mut recording)?;
+    streams.settle(u64::MAX, recording)?;
     if !gone && let Ok(losses) = client.call(request::RingLosses) {
         recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
     }
     if progress {
         say("\r\x1b[K");
     }
-    recording.finish(args, gone, streams.totals())?;
-    Ok(DONE)
+    Ok(gone)
 }
 
 /// When a recording begins and ends by itself.

@@ -2,9 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::io::BufWriter;
+use std::io::{self, BufWriter};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use perf_core::record::Sample as RingSample;
 
@@ -21,6 +21,8 @@ use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 
 /// Most different tasks.
 const MAX_TASKS: usize = 1 << 16;
+/// Between two times at which the file is told what it has: what is lost at most if the recorder is killed.
+const KEEP_EVERY: Duration = Duration::from_secs(1);
 /// Most different mappings.
 const MAX_MAPPINGS: usize = 1 << 16;
 /// Values from here up in a chain are markers.
@@ -51,6 +53,8 @@ pub(super) struct Recording {
     lost: u64,
     throttled: u64,
     damaged: u64,
+    /// When the file was last told what it has.
+    kept: Instant,
 }
 
 impl Recording {
@@ -94,7 +98,13 @@ impl Recording {
         };
         keep_old(&args.output)?;
         let of_file = || CommandError::file(&args.output);
-        let file = File::create(&args.output).map_err(of_file())?;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(&args.output)
+            .map_err(of_file())?;
         let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
         let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
@@ -120,6 +130,7 @@ impl Recording {
             lost: 0,
             throttled: 0,
             damaged: 0,
+            kept: Instant::now(),
         })
     }
 
@@ -278,6 +289,28 @@ impl Recording {
         self.damaged += 1;
     }
 
+    /// Now and then: what was recorded so far is there if this process or its machine goes.
+    pub(super) fn keep(&mut self) -> Result<(), RecordError> {
+        if self.kept.elapsed() < KEEP_EVERY {
+            return Ok(());
+        }
+        self.kept = Instant::now();
+        self.writer.checkpoint().map_err(RecordError::Write)
+    }
+
+    /// After a write that failed with `source`: leaves what was kept before.
+    pub(super) fn cut_back(self, path: &Path, source: io::Error) -> RecordError {
+        let path = path.to_owned();
+        match self.writer.cut_back() {
+            Ok(samples) => RecordError::CutBack {
+                path,
+                samples,
+                source,
+            },
+            Err(_) => CommandError::File { path, source }.into(),
+        }
+    }
+
     pub(super) fn show_progress(&self, elapsed: Duration) {
         say(&format!(
             "\r[ perfvisor record: {} samples, {:.3} MB, {} lost, {} s ]\x1b[K",
@@ -290,14 +323,24 @@ impl Recording {
 
     /// Ends the file. `totals`: of the samples that the host's kernel took a part in, if any was.
     pub(super) fn finish(
-        self,
+        mut self,
         args: &RecordArgs,
         gone: bool,
         totals: Option<Totals>,
     ) -> Result<(), RecordError> {
+        if let Err(source) = self.writer.checkpoint() {
+            return Err(self.cut_back(&args.output, source));
+        }
         let symbols = self.names.saved(&self.mapped);
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
-        self.writer.finish(&symbols).map_err(RecordError::Write)?;
+        // All samples are in the file already.
+        self.writer
+            .finish(&symbols)
+            .map_err(|source| RecordError::CutBack {
+                path: args.output.clone(),
+                samples,
+                source,
+            })?;
         let name = args.output.display();
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
@@ -319,6 +362,11 @@ impl Recording {
         }
         if let Some(totals) = totals {
             say_totals(args, &totals);
+        }
+        if samples == 0 {
+            log::warn!(
+                "no sample was taken: the vCPUs may have been idle, paused or without a place for the event"
+            );
         }
         if self.cut_short > 0 {
             log::info!(

@@ -1,0 +1,82 @@
+//! What is left of a recording that could not go on: the recorder is killed, or its disk is full.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::machine::Machine;
+use common::vm::{PROGRAM, eventually};
+
+/// A guest that computes until it is stopped.
+const BUSY: [&str; 2] = ["--cmdline", "reset=cf9 key"];
+
+/// Samples in a file, as `perfvisor script` has them.
+fn samples(vm: &Machine, data: &Path) -> usize {
+    let text = vm.operator(&["script", "-i", data.to_str().unwrap()]);
+    text.split("\n\n")
+        .filter(|sample| sample.contains("cycles"))
+        .count()
+}
+
+/// Killed at any moment, the recorder leaves a file with what it had taken a second before.
+#[test]
+fn a_recorder_that_is_killed_leaves_its_samples() {
+    let Some(mut vm) = Machine::start(&BUSY) else {
+        return;
+    };
+    vm.line_with("boot");
+    let data = vm.runtime.path().join("perf.data");
+    let mut record = vm.command(&["record", "machine", "-q", "-c", "10000000", "-o"]);
+    let mut record = record.arg(&data).spawn().unwrap();
+    eventually("some samples are kept", || {
+        let out = vm.command(&["script", "-i"]).arg(&data).output().unwrap();
+        out.status.success() && out.stdout.len() > 1000
+    });
+    record.kill().unwrap();
+    record.wait().unwrap();
+    assert!(samples(&vm, &data) > 0);
+    let report = vm.operator(&["report", "-i", data.to_str().unwrap()]);
+    assert!(report.contains("cycles"), "{report}");
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
+
+/// A disk that fills up ends the recording: one line with the file's name, status 1, and a file that can be
+/// read. The guest runs on.
+#[test]
+fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
+    let Some(mut vm) = Machine::start(&BUSY) else {
+        return;
+    };
+    vm.line_with("boot");
+    let disk = vm.runtime.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let kept = vm.runtime.path().join("kept.data");
+    // The small file system is this process's own and gone with it.
+    let script = format!(
+        "mount -t tmpfs -o size=64k none {disk} && {PROGRAM} record machine -q -c 1000000 --chain-every 1 -o {disk}/perf.data; \
+         status=$?; cp {disk}/perf.data {kept}; exit $status",
+        disk = disk.display(),
+        kept = kept.display(),
+    );
+    let out = Command::new("unshare")
+        .args(["--mount", "sh", "-c", &script])
+        .env("XDG_RUNTIME_DIR", vm.runtime.path())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    if said.contains("permission denied") || said.contains("Operation not permitted") {
+        return common::skip::skipped("mounting a small disk takes root", false);
+    }
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert_eq!(said.trim().lines().count(), 1, "{said}");
+    assert!(
+        said.contains("disk/perf.data: the recording ends here, with the ") && said.contains("No space left"),
+        "{said}"
+    );
+    assert!(samples(&vm, &kept) > 0, "{said}");
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
