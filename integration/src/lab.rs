@@ -318,7 +318,7 @@ impl Link {
 
 impl Lab {
     /// Boots a lab with Perfvisor and the Linux guest in it, and waits until it answers. Once more where the
-    /// emulator's own fault ended it ([`is_emulators_fault`]).
+    /// emulator's own fault ended it (`is_emulators_fault`).
     ///
     /// # Errors
     /// When QEMU is missing, something cannot be built, or the lab does not come up in time.
@@ -749,8 +749,8 @@ fn add<W: io::Write>(archive: &mut Archive<W>, name: &str, mode: u32, file: &Pat
     archive.file(name, mode, &data)
 }
 
-/// Whether the lab whose console is in `log` ended because QEMU executed a translation of a breakpoint that the
-/// kernel had taken out again. Dropping such translations comes too late for the one that is found.
+/// Whether the lab whose console is in `log` ended because QEMU executed a translation of a breakpoint that
+/// the kernel had taken out again. Dropping such translations comes too late for the one that is found.
 fn is_emulators_fault(log: &Path) -> bool {
     let has = |file: &Path, what: &str| {
         fs::read(file).is_ok_and(|text| String::from_utf8_lossy(&text).contains(what))

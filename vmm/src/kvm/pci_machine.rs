@@ -82,8 +82,8 @@ fn gsi(line: u32) -> u32 {
 }
 
 /// The whole table, which KVM takes at once. The inputs of the interrupt controllers are as KVM has them
-/// without a table: each input of a PIC is one of the I/O APIC too, and the timer's interrupt, 0, is its input
-/// 0 (`boot/acpi.rs` counts on it).
+/// without a table: each input of a PIC is one of the I/O APIC too, and the timer's interrupt, 0, is its
+/// input 0 (`boot/acpi.rs` counts on it).
 fn routing(messages: &[Option<Message>]) -> io::Result<KvmIrqRouting> {
     let pics = (0..PIC_INPUTS).map(|input| {
         let chip = if input < INPUTS_OF_A_PIC {

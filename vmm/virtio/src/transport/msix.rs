@@ -1,8 +1,8 @@
 //! MSI-X: the table of interrupts of a function (PCI 3.0, 6.8.2).
 //!
-//! Each entry has an eventfd that the device signals. While the entry can send, the machine has the eventfd and
-//! no thread of ours is involved. While it is masked, the eventfd keeps what is pending, and the Pending Bit
-//! Array is read from it.
+//! Each entry has an eventfd that the device signals. While the entry can send, the machine has the eventfd
+//! and no thread of ours is involved. While it is masked, the eventfd keeps what is pending, and the Pending
+//! Bit Array is read from it.
 
 use std::io;
 use std::sync::Arc;
