@@ -40,6 +40,9 @@ const PROGRAMS: [&str; 9] = [
 /// port over virtio to talk to the test runner.
 const LAB_MODULES: [&str; 4] = ["irqbypass", "kvm_amd", "virtio_pci", "virtio_console"];
 
+/// Drivers of the power button and of what its key comes by, which the guest's scripts may load.
+const BUTTON_MODULES: [&str; 2] = ["evdev", "button"];
+
 /// Flags for the test program: frame pointers and real calls, so that profiles show what ran.
 const PVLOAD_FLAGS: [&str; 8] = [
     "-O1",
@@ -252,6 +255,7 @@ fn recipe() -> String {
         SCRIPTS,
         PROGRAMS,
         LAB_MODULES,
+        BUTTON_MODULES,
         PVLOAD_FLAGS,
     )
         .hash(&mut hasher);
@@ -356,16 +360,16 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     progress.step("writing the guest's initrd");
     let perf = perf_archive(&root, &libraries)?;
     write(&images.perf_cpio, &perf)?;
-    let mut initrd = guest_archive(&root, &images.pvload, &known)?;
-    initrd.extend_from_slice(&perf);
-    write(&images.initrd, &initrd)?;
-
-    progress.step("writing the lab host's initrd");
     let module_dir = ["lib/modules", "usr/lib/modules"]
         .map(|directory| root.join(directory).join(&release))
         .into_iter()
         .find(|directory| directory.exists())
         .ok_or_else(|| BuildError::NoKernel(package.clone()))?;
+    let mut initrd = guest_archive(&root, &module_dir, &images.pvload, &known)?;
+    initrd.extend_from_slice(&perf);
+    write(&images.initrd, &initrd)?;
+
+    progress.step("writing the lab host's initrd");
     write(&images.lab_initrd, &lab_archive(&root, &module_dir)?)?;
 
     let manifest: String = archive
@@ -524,13 +528,17 @@ pub(crate) fn compile(
 }
 
 /// Busybox, init, scripts and test programs.
-fn guest_archive(root: &Path, pvload: &Path, known: &Path) -> Result<Vec<u8>, BuildError> {
+fn guest_archive(root: &Path, module_dir: &Path, pvload: &Path, known: &Path) -> Result<Vec<u8>, BuildError> {
+    let modules = modules::collect(module_dir, &BUTTON_MODULES)?;
     let busybox = read(&root.join("bin/busybox"))?;
     let pvload = read(pvload)?;
     let known = read(known)?;
     archive_in_memory(|archive| {
-        for directory in ["dev", "bin", "scripts", "root"] {
+        for directory in ["dev", "bin", "scripts", "root", "lib", "lib/modules"] {
             archive.directory(directory)?;
+        }
+        for module in &modules {
+            archive.file(&format!("lib/modules/{}.ko", module.name), 0o644, &module.data)?;
         }
         // The kernel opens the console before init can mount devtmpfs.
         archive.char_device("dev/console", 5, 1)?;
