@@ -58,6 +58,17 @@ impl RunControl {
         ends.meeting.arrived = ends.meeting.arrived.without(VcpuSet::of(vcpu));
     }
 
+    /// The thread of a vCPU has ended, which a reset may wait for.
+    pub(super) fn has_left(&self) {
+        // Under the lock: a reset that begins later sees that the thread has ended.
+        let ends = self.lock();
+        let resetting = self.state() == RunState::Resetting;
+        drop(ends);
+        if resetting {
+            self.look_at_reset();
+        }
+    }
+
     /// The vCPUs that are outside the guest because of a reset.
     pub fn arrived(&self) -> VcpuSet {
         self.lock().meeting.arrived

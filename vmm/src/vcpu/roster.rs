@@ -29,8 +29,6 @@ use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
 
 /// How long a vCPU's thread may take to open its events.
 const START_PATIENCE: Duration = Duration::from_secs(10);
-/// Between two looks whether a vCPU has left.
-const LEAVING_PAUSE: Duration = Duration::from_millis(1);
 /// Triple faults of a vCPU that are told of.
 const MOST_SHUTDOWNS_TOLD: u64 = 16;
 /// Between two interrupts for the same change.
@@ -341,11 +339,10 @@ impl Roster {
             return Ok(());
         }
         let arrived = self.control.arrived();
-        let staying = set(self
-            .taken()
-            .filter(|seat| !seat.is_to_leave())
-            .map(|seat| seat.id));
-        if !staying.without(arrived).is_empty() {
+        let staying = self.present();
+        // One that the guest has ejected may still be in it: its thread ends first, which is told.
+        let leaving = self.taken().any(|seat| seat.is_to_leave());
+        if leaving || !staying.without(arrived).is_empty() {
             self.kicker.kick();
             return Ok(());
         }
@@ -353,7 +350,7 @@ impl Roster {
         self.dismiss(staying.without(all));
         let missing = all.without(staying);
         for vcpu in missing.numbers() {
-            self.start_one_that_left(vcpu)?;
+            self.start_one(vcpu)?;
         }
         let mut came_back = self.came_back.lock().unwrap_or_else(PoisonError::into_inner);
         *came_back = came_back.with(missing);
@@ -367,20 +364,6 @@ impl Roster {
     /// The vCPUs that came back with a reset since the last call.
     pub fn take_came_back(&self) -> VcpuSet {
         std::mem::take(&mut *self.came_back.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Starts a vCPU whose last thread may be about to end.
-    fn start_one_that_left(&self, vcpu: u8) -> Result<(), RosterError> {
-        let until = Instant::now() + START_PATIENCE;
-        loop {
-            match self.start_one(vcpu) {
-                Err(RosterError::Leaving(_)) if Instant::now() < until => {
-                    self.kicker.kick();
-                    std::thread::sleep(LEAVING_PAUSE);
-                }
-                other => return other,
-            }
-        }
     }
 
     fn remembers_to_remind(&self) {

@@ -45,6 +45,7 @@ impl Vcpu {
                 };
                 if let Some(vcpu) = vcpu {
                     seat.park(vcpu.into_kvm());
+                    control.has_left();
                 }
                 match (ran, began) {
                     (Ok(()), _) => {}
