@@ -37,6 +37,7 @@ use perfvisor_vmm::numbers::VcpuNumbers;
 use perfvisor_vmm::turns::MuxChoice;
 use perfvisor_vmm::vcpu::affinity::Pinning;
 use perfvisor_vmm::vcpu::control::OnReset;
+use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
 
 const EXIT_STATUS_HELP: &str = "\
@@ -197,6 +198,10 @@ pub struct RunArgs {
     /// ends), or restart (the guest boots again).
     #[arg(long, value_name = "WHAT", default_value = "exit")]
     pub on_reset: OnReset,
+    /// A disk: a raw image or a block device; ro: the guest cannot write it; serial: its serial number. May be
+    /// there several times.
+    #[arg(long, value_name = "FILE[,ro][,serial=TEXT]")]
+    pub disk: Vec<DiskConfig>,
     /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub rng: bool,

@@ -3,6 +3,8 @@
 use std::io;
 
 use virtio_devices::device::VirtioDevice;
+use virtio_devices::disk::Block;
+use virtio_devices::disk::image::ImageError;
 use virtio_devices::net::Net;
 use virtio_devices::net::config::{Mac, NetConfig};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
@@ -13,6 +15,9 @@ use crate::cli::RunArgs;
 /// Why a device cannot be had: bad input of the user.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
+    /// No disk.
+    #[error("--disk")]
+    Disk(#[source] ImageError),
     /// No tap device.
     #[error("--net")]
     Tap(#[source] TapError),
@@ -33,6 +38,10 @@ pub enum DeviceError {
 /// [`DeviceError`]; nothing of the guest's has been touched.
 pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+    for (i, config) in args.disk.iter().enumerate() {
+        let disk = Block::open(format!("disk{i}"), config).map_err(DeviceError::Disk)?;
+        devices.push(Box::new(disk));
+    }
     for (i, config) in args.net.iter().enumerate() {
         if args.net[..i].iter().any(|other| other.tap == config.tap) {
             return Err(DeviceError::TapTwice(config.tap.clone()));

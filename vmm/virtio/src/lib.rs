@@ -3,6 +3,7 @@
 //! | module | story |
 //! |---|---|
 //! | [`device`] | what every device offers to its transport, and what it gets when its driver is ready |
+//! | [`disk`] | a disk: an image file or a block device |
 //! | [`net`] | a network device on a tap device |
 //! | [`vsock`] | sockets between the guest and programs of the host |
 //! | [`transport`] | virtio over PCI: how a driver finds a device, sets it up and is interrupted |
@@ -28,6 +29,7 @@
 )]
 
 pub mod device;
+pub mod disk;
 pub mod net;
 pub mod rng;
 pub mod serve;

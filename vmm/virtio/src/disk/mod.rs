@@ -1,0 +1,203 @@
+//! A disk (virtio-blk; virtio 1.2, 5.2): an image file or a block device of the host.
+//!
+//! | module | story |
+//! |---|---|
+//! | [`config`] | what a user writes behind `--disk` |
+//! | [`image`] | the image: opened, locked, read and written with guest memory in place |
+//! | [`request`] | a request, from its chain of descriptors to its status |
+//!
+//! Requests are served one after the other on the disk's thread. Nothing of a request's data is copied or kept
+//! by us: the kernel reads and writes guest memory.
+
+pub mod config;
+pub mod image;
+pub mod request;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use perf_core::error_line;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
+    VIRTIO_BLK_F_WRITE_ZEROES,
+};
+use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::epoll::EventSet;
+
+use self::config::{DiskConfig, MAX_SERIAL};
+use self::image::{Image, ImageError, SECTOR_BYTES};
+use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENTS};
+use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
+use crate::serve::serve_queue;
+use crate::worker::Worker;
+
+/// Entries of the queue: one request of the most pieces needs so many without indirect descriptors.
+const QUEUE_SIZE: u16 = 256;
+/// Bytes of the configuration (5.2.4), up to the fields of features that we do not have.
+const CONFIG_BYTES: usize = 60;
+/// A disk that fails is told of once in so long a time.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// The device.
+#[derive(Debug)]
+pub struct Block {
+    name: String,
+    image: Arc<Image>,
+    serial: [u8; MAX_SERIAL],
+    config: [u8; CONFIG_BYTES],
+    worker: Option<Worker>,
+}
+
+impl Block {
+    /// The disk `name` of `config`, opened and locked.
+    ///
+    /// # Errors
+    /// [`ImageError`].
+    pub fn open(name: String, config: &DiskConfig) -> Result<Self, ImageError> {
+        let image = Image::open(&config.path, config.read_only)?;
+        let mut serial = [0; MAX_SERIAL];
+        let text = config.serial.as_ref().unwrap_or(&name).as_bytes();
+        let count = text.len().min(MAX_SERIAL);
+        serial[..count].copy_from_slice(&text[..count]);
+        Ok(Self {
+            name,
+            config: configuration(&image),
+            image: Arc::new(image),
+            serial,
+            worker: None,
+        })
+    }
+}
+
+/// What the driver reads of the disk.
+#[expect(clippy::cast_possible_truncation, reason = "small constants")]
+fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
+    let mut config = [0; CONFIG_BYTES];
+    let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, &image.sectors().to_le_bytes());
+    put(12, &(MAX_SEGMENTS as u32).to_le_bytes());
+    put(20, &(SECTOR_BYTES as u32).to_le_bytes());
+    for at in [36, 48] {
+        put(at, &MAX_RANGE_SECTORS.to_le_bytes());
+        put(at + 4, &(MAX_RANGES as u32).to_le_bytes());
+    }
+    // Discards of any alignment; zeros may give the space back.
+    put(44, &1u32.to_le_bytes());
+    put(56, &[1]);
+    config
+}
+
+impl VirtioDevice for Block {
+    fn id(&self) -> u32 {
+        VIRTIO_ID_BLOCK
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn features(&self) -> u64 {
+        let always = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
+        always
+            | if self.image.read_only() {
+                1 << VIRTIO_BLK_F_RO
+            } else {
+                1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES
+            }
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &[QUEUE_SIZE]
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.config, offset, data);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
+            .map_err(|_| ActivateError::Driver("another number of queues"))?
+        else {
+            return Err(ActivateError::Driver("a disk without its queue"));
+        };
+        let server = Server {
+            name: self.name.clone(),
+            disk: Disk {
+                image: self.image.clone(),
+                serial: self.serial,
+                write_through: activation.features & 1 << VIRTIO_BLK_F_FLUSH == 0,
+            },
+            queue,
+            memory: activation.memory,
+            broken: false,
+            said: None,
+        };
+        let worker = Worker::spawn(&self.name, server).map_err(|source| ActivateError::Host {
+            what: "starting a thread",
+            source,
+        })?;
+        self.worker = Some(worker);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.worker = None;
+    }
+}
+
+/// What runs on the disk's thread.
+struct Server {
+    name: String,
+    disk: Disk,
+    queue: ActiveQueue,
+    memory: GuestMemoryMmap,
+    broken: bool,
+    /// When a failure of the host was told last.
+    said: Option<Instant>,
+}
+
+impl Server {
+    fn serve(&mut self) {
+        let mut failed: Option<io::Error> = None;
+        let (disk, memory) = (&self.disk, &self.memory);
+        let served = serve_queue(&mut self.queue, memory, |chain| {
+            let (written, outcome) = disk.serve(memory, chain);
+            if let Err(Failure::Host(error)) = outcome {
+                failed.get_or_insert(error);
+            }
+            written
+        });
+        if let Some(error) = failed
+            && self.said.is_none_or(|said| said.elapsed() >= SILENCE)
+        {
+            self.said = Some(Instant::now());
+            let why = error_line(&error);
+            log::warn!("{}: the guest gets I/O errors: {why}", self.name);
+        }
+        if let Err(error) = served {
+            log::warn!("{} stops until it is reset: {}", self.name, error_line(&error));
+            self.broken = true;
+        }
+    }
+}
+
+impl MutEventSubscriber for Server {
+    fn process(&mut self, _: Events, _: &mut EventOps) {
+        let _ = self.queue.kick.read();
+        if !self.broken {
+            self.serve();
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
+            log::error!("{} hears no kicks: {}", self.name, error_line(&error));
+        }
+    }
+}

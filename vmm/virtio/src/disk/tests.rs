@@ -1,0 +1,268 @@
+//! Requests as a driver makes them, good and bad.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+    VIRTIO_BLK_T_WRITE_ZEROES,
+};
+use virtio_queue::desc::RawDescriptor;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use super::image::Image;
+use super::request::{Disk, Failure};
+use super::*;
+use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, memory};
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+const HEADER: u64 = BUFFERS;
+const STATUS: u64 = BUFFERS + 0x100;
+const DATA: u64 = BUFFERS + 0x1000;
+/// Nobody has written it.
+const NO_STATUS: u8 = 0xEE;
+const OK: u8 = 0;
+const IOERR: u8 = 1;
+const UNSUPP: u8 = 2;
+
+struct Rig {
+    memory: GuestMemoryMmap,
+    disk: Disk,
+    _file: tempfile::NamedTempFile,
+}
+
+impl Rig {
+    fn new(sectors: u64, read_only: bool) -> Self {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(sectors * 512).unwrap();
+        Self {
+            memory: memory(),
+            disk: disk(file.path(), read_only),
+            _file: file,
+        }
+    }
+
+    /// The status, the bytes that are said to be written, and the outcome, of a request whose chain is
+    /// `descriptors`.
+    fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), Failure>) {
+        self.memory.write_obj(NO_STATUS, GuestAddress(STATUS)).unwrap();
+        let mut driver = Driver::new(&self.memory, 256);
+        driver.write(0, descriptors);
+        driver.offer(0);
+        let mut outcome = None;
+        serve_queue(&mut driver.active, &self.memory, |chain| {
+            let (written, what) = self.disk.serve(&self.memory, chain);
+            assert!(outcome.replace(what).is_none());
+            written
+        })
+        .unwrap();
+        let status = self.memory.read_obj(GuestAddress(STATUS)).unwrap();
+        (status, driver.used()[0].1, outcome.unwrap())
+    }
+
+    fn header(&self, kind: u32, sector: u64) -> Descriptor {
+        self.memory.write_obj(kind, GuestAddress(HEADER)).unwrap();
+        self.memory.write_obj(sector, GuestAddress(HEADER + 8)).unwrap();
+        Descriptor::new(HEADER, 16, NEXT, 1)
+    }
+
+    fn request(&self, kind: u32, sector: u64, data: u32, to_guest: bool) -> (u8, u32) {
+        let flags = if to_guest { NEXT | WRITE } else { NEXT };
+        let chain = [
+            self.header(kind, sector),
+            Descriptor::new(DATA, data, flags, 2),
+            Descriptor::new(STATUS, 1, WRITE, 0),
+        ];
+        let (status, written, _) = self.raw(&chain);
+        (status, written)
+    }
+
+    fn range(&self, kind: u32, sector: u64, sectors: u32, flags: u32) -> u8 {
+        self.memory.write_obj(sector, GuestAddress(DATA)).unwrap();
+        self.memory.write_obj(sectors, GuestAddress(DATA + 8)).unwrap();
+        self.memory.write_obj(flags, GuestAddress(DATA + 12)).unwrap();
+        self.request(kind, 0, 16, false).0
+    }
+}
+
+fn disk(path: &Path, read_only: bool) -> Disk {
+    let mut serial = [0; MAX_SERIAL];
+    serial[..5].copy_from_slice(b"disk7");
+    Disk {
+        image: Arc::new(Image::open(path, read_only).unwrap()),
+        serial,
+        write_through: false,
+    }
+}
+
+#[test]
+fn data_comes_back_as_it_was_written() {
+    let rig = Rig::new(8, false);
+    rig.memory.write_slice(&[0x5A; 1024], GuestAddress(DATA)).unwrap();
+    assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 6, 1024, false), (OK, 1));
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, 0, false), (OK, 1));
+    rig.memory.write_slice(&[0; 2048], GuestAddress(DATA)).unwrap();
+    assert_eq!(rig.request(VIRTIO_BLK_T_IN, 5, 1536, true), (OK, 1537));
+    let mut read = [0; 1536];
+    rig.memory.read_slice(&mut read, GuestAddress(DATA)).unwrap();
+    assert!(read[..512].iter().all(|b| *b == 0) && read[512..].iter().all(|b| *b == 0x5A));
+}
+
+#[test]
+fn the_layout_of_descriptors_means_nothing() {
+    let rig = Rig::new(8, false);
+    rig.header(VIRTIO_BLK_T_IN, 1);
+    // The header in three, the status behind the data in one.
+    let chain = [
+        Descriptor::new(HEADER, 1, NEXT, 1),
+        Descriptor::new(HEADER + 1, 14, NEXT, 2),
+        Descriptor::new(HEADER + 15, 1, NEXT, 3),
+        Descriptor::new(STATUS - 512, 513, WRITE, 0),
+    ];
+    let (status, written, outcome) = rig.raw(&chain);
+    assert_eq!((status, written), (OK, 513));
+    assert!(outcome.is_ok());
+}
+
+#[test]
+fn what_is_not_on_the_disk_is_an_error_of_the_guest() {
+    let rig = Rig::new(8, false);
+    for (sector, bytes) in [
+        (8, 512),
+        (7, 1024),
+        (u64::MAX, 512),
+        (u64::MAX / 512, 512),
+        (0, 100),
+    ] {
+        assert_eq!(
+            rig.request(VIRTIO_BLK_T_IN, sector, bytes, true),
+            (IOERR, 1),
+            "{sector}"
+        );
+        assert_eq!(
+            rig.request(VIRTIO_BLK_T_OUT, sector, bytes, false),
+            (IOERR, 1),
+            "{sector}"
+        );
+    }
+    assert_eq!(rig.request(99, 0, 512, true), (UNSUPP, 1));
+}
+
+#[test]
+fn a_serial_number_and_a_disk_that_cannot_be_written() {
+    let rig = Rig::new(8, true);
+    assert_eq!(rig.request(VIRTIO_BLK_T_GET_ID, 0, 20, true), (OK, 21));
+    let mut serial = [1; 20];
+    rig.memory.read_slice(&mut serial, GuestAddress(DATA)).unwrap();
+    assert_eq!(&serial[..6], b"disk7\0");
+    assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 0, 512, false), (IOERR, 1));
+    assert_eq!(rig.range(VIRTIO_BLK_T_DISCARD, 0, 1, 0), IOERR);
+    assert_eq!(rig.range(VIRTIO_BLK_T_WRITE_ZEROES, 0, 1, 0), IOERR);
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, 0, false), (OK, 1));
+}
+
+#[test]
+fn ranges_are_discarded_and_zeroed_within_bounds() {
+    let rig = Rig::new(65_536 * 2, false);
+    rig.memory.write_slice(&[0x5A; 1024], GuestAddress(DATA)).unwrap();
+    for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
+        rig.memory.write_slice(&[0x5A; 1024], GuestAddress(DATA)).unwrap();
+        assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 1, 1024, false), (OK, 1));
+        assert_eq!(rig.range(kind, 1, 1, 0), OK);
+        assert_eq!(rig.request(VIRTIO_BLK_T_IN, 1, 1024, true), (OK, 1025));
+        let byte = |at| rig.memory.read_obj::<u8>(GuestAddress(DATA + at)).unwrap();
+        assert_eq!((byte(0), byte(511), byte(512)), (0, 0, 0x5A), "{kind}");
+        assert_eq!(rig.range(kind, 0, 0, 0), OK);
+        assert_eq!(rig.range(kind, 65_536 * 2, 1, 0), IOERR);
+        assert_eq!(rig.range(kind, u64::MAX, u32::MAX, 0), IOERR);
+        assert_eq!(rig.range(kind, 0, 65_537, 0), IOERR);
+        assert_eq!(rig.range(kind, 0, 1, 2), UNSUPP);
+        assert_eq!(rig.request(kind, 0, 0, false), (IOERR, 1));
+        assert_eq!(rig.request(kind, 0, 17, false), (IOERR, 1));
+        assert_eq!(rig.request(kind, 0, 17 * 16, false), (IOERR, 1));
+    }
+    assert_eq!(rig.range(VIRTIO_BLK_T_WRITE_ZEROES, 0, 1, 1), OK);
+    assert_eq!(rig.range(VIRTIO_BLK_T_DISCARD, 0, 1, 1), UNSUPP);
+}
+
+#[test]
+fn chains_without_a_header_or_a_status_fail_alone() {
+    let rig = Rig::new(8, false);
+    let header = rig.header(VIRTIO_BLK_T_IN, 0);
+    let status = Descriptor::new(STATUS, 1, WRITE, 0);
+    let short = Descriptor::new(HEADER, 15, NEXT, 1);
+    let chains: [&[Descriptor]; 7] = [
+        &[status],
+        &[Descriptor::new(HEADER, 16, 0, 0)],
+        &[short, status],
+        &[header, Descriptor::new(STATUS, 0, WRITE, 0)],
+        // Outside of RAM.
+        &[Descriptor::new(u64::MAX - 8, 16, NEXT, 1), status],
+        &[header, Descriptor::new(MEMORY_BYTES as u64, 1, WRITE, 0)],
+        &[header, Descriptor::new(u64::MAX, u32::MAX, WRITE, 0)],
+    ];
+    for chain in chains {
+        let (status, written, outcome) = rig.raw(chain);
+        assert_eq!((status, written), (NO_STATUS, 0), "{chain:?}");
+        assert!(matches!(outcome, Err(Failure::Guest)));
+    }
+    // Data outside of RAM: the status tells.
+    let data = Descriptor::new(MEMORY_BYTES as u64 - 256, 512, NEXT | WRITE, 2);
+    assert_eq!(rig.raw(&[header, data, status]).0, IOERR);
+}
+
+#[test]
+fn loops_and_long_and_nested_chains_end() {
+    let rig = Rig::new(8, false);
+    let header = rig.header(VIRTIO_BLK_T_IN, 0);
+    // Round and round: as many pieces as the queue has entries, of which the last byte is the status.
+    let round = Descriptor::new(DATA, 512, NEXT | WRITE, 1);
+    assert_eq!(rig.raw(&[header, round]).1, 1);
+    assert_eq!(
+        rig.memory.read_obj::<u8>(GuestAddress(DATA + 511)).unwrap(),
+        IOERR
+    );
+    assert_eq!(rig.raw(&[Descriptor::new(HEADER, 16, NEXT, 0)]).1, 0);
+    // An indirect table of 65,535, each of which leads to the next.
+    let table = BUFFERS + 0x1_0000;
+    for n in 0..65_535u16 {
+        let descriptor = Descriptor::new(DATA, 512, NEXT | WRITE, n.wrapping_add(1));
+        let at = GuestAddress(table + u64::from(n) * 16);
+        rig.memory.write_obj(RawDescriptor::from(descriptor), at).unwrap();
+    }
+    rig.memory
+        .write_obj(RawDescriptor::from(header), GuestAddress(table))
+        .unwrap();
+    assert_eq!(rig.raw(&[Descriptor::new(table, 65_535 * 16, INDIRECT, 0)]).1, 0);
+    // A table in a table.
+    let inner = RawDescriptor::from(Descriptor::new(table, 160, INDIRECT, 0));
+    rig.memory.write_obj(inner, GuestAddress(table)).unwrap();
+    for bytes in [0, 8, 16, 160, u32::MAX, 16 * 65_536] {
+        assert_eq!(
+            rig.raw(&[Descriptor::new(table, bytes, INDIRECT, 0)]).1,
+            0,
+            "{bytes}"
+        );
+    }
+}
+
+#[test]
+fn a_good_request_in_an_indirect_table_is_served() {
+    let rig = Rig::new(8, false);
+    let table = BUFFERS + 0x1_0000;
+    let chain = [
+        rig.header(VIRTIO_BLK_T_IN, 0),
+        Descriptor::new(DATA, 512, NEXT | WRITE, 2),
+        Descriptor::new(STATUS, 1, WRITE, 0),
+    ];
+    for (n, descriptor) in (0u64..).zip(chain) {
+        rig.memory
+            .write_obj(RawDescriptor::from(descriptor), GuestAddress(table + n * 16))
+            .unwrap();
+    }
+    let (status, written, _) = rig.raw(&[Descriptor::new(table, 48, INDIRECT, 0)]);
+    assert_eq!((status, written), (OK, 513));
+}
