@@ -43,6 +43,22 @@ const LAB_MODULES: [&str; 4] = ["irqbypass", "kvm_amd", "virtio_pci", "virtio_co
 /// Drivers of the power button and of what its key comes by, which the guest's scripts may load.
 const BUTTON_MODULES: [&str; 2] = ["evdev", "button"];
 
+/// What a script in the guest can load: drivers of virtio devices, and a file system.
+const GUEST_MODULES: [&str; 9] = [
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_console",
+    "virtio_net",
+    "virtio_rng",
+    "vmw_vsock_virtio_transport",
+    "virtiofs",
+    "crc32c_generic",
+    "ext4",
+];
+
+/// Programs of e2fsprogs in the guest.
+const EXT_PROGRAMS: [&str; 2] = ["mke2fs", "e2fsck"];
+
 /// Flags for the test program: frame pointers and real calls, so that profiles show what ran.
 const PVLOAD_FLAGS: [&str; 8] = [
     "-O1",
@@ -244,7 +260,7 @@ impl Images {
 fn recipe() -> String {
     let mut hasher = DefaultHasher::new();
     // Raise the number when the code of this crate changes what it builds.
-    let layout = 4u32;
+    let layout = 5u32;
     (
         layout,
         GUEST_INIT,
@@ -256,6 +272,8 @@ fn recipe() -> String {
         PROGRAMS,
         LAB_MODULES,
         BUTTON_MODULES,
+        GUEST_MODULES,
+        EXT_PROGRAMS,
         PVLOAD_FLAGS,
     )
         .hash(&mut hasher);
@@ -334,14 +352,18 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     );
     let packages: Vec<&str> = packages.iter().map(String::as_str).collect();
     let mut debs = source.fetch(&packages)?;
-    debs.extend(archive.fetch(&["busybox-static", "linux-perf"])?);
+    debs.extend(archive.fetch(&["busybox-static", "e2fsprogs", "linux-perf"])?);
     progress.step("unpacking packages");
     for deb in debs {
         archive.unpack(&deb, &root)?;
     }
     progress.step("collecting perf's libraries");
     // The package holds the program as usr/bin/perf, older ones as perf_6.1 behind a wrapper.
-    let libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
+    let mut libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
+    for program in EXT_PROGRAMS {
+        let program = ext_program(&root, program);
+        libraries.extend(closure::complete(&mut archive, "e2fsprogs", &root, &program)?);
+    }
 
     progress.step("unpacking the kernel");
     let release = unpack_kernel(&root, &package, images)?;
@@ -366,6 +388,7 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
         .find(|directory| directory.exists())
         .ok_or_else(|| BuildError::NoKernel(package.clone()))?;
     let mut initrd = guest_archive(&root, &module_dir, &images.pvload, &known)?;
+    initrd.extend_from_slice(&module_archive(&module_dir)?);
     initrd.extend_from_slice(&perf);
     write(&images.initrd, &initrd)?;
 
@@ -556,10 +579,54 @@ fn guest_archive(root: &Path, module_dir: &Path, pvload: &Path, known: &Path) ->
     })
 }
 
-/// perf with its libraries.
+/// The modules that scripts can load: each with a list of what it needs, itself the last. A kernel that lacks
+/// one has no list for it; one that is built in has an empty list.
+fn module_archive(module_dir: &Path) -> Result<Vec<u8>, BuildError> {
+    let mut data = BTreeMap::new();
+    let mut lists = Vec::new();
+    for name in GUEST_MODULES {
+        let modules = match modules::collect(module_dir, &[name]) {
+            Err(ModuleError::NotFound(_)) => continue,
+            modules => modules?,
+        };
+        let list: String = modules
+            .iter()
+            .map(|module| format!("{}\n", module.name))
+            .collect();
+        lists.push((name, list));
+        data.extend(modules.into_iter().map(|module| (module.name, module.data)));
+    }
+    archive_in_memory(|archive| {
+        archive.directory("lib")?;
+        archive.directory("lib/modules")?;
+        for (name, list) in &lists {
+            archive.file(&format!("lib/modules/{name}.need"), 0o644, list.as_bytes())?;
+        }
+        for (name, data) in &data {
+            archive.file(&format!("lib/modules/{name}.ko"), 0o644, data)?;
+        }
+        Ok(())
+    })
+}
+
+/// Where `program` of e2fsprogs is below `root`: in sbin, or from Debian 13 on in usr/sbin.
+fn ext_program(root: &Path, program: &str) -> String {
+    let merged = format!("usr/sbin/{program}");
+    if root.join(&merged).exists() {
+        merged
+    } else {
+        format!("sbin/{program}")
+    }
+}
+
+/// perf and the programs of the ext file systems, with their libraries.
 fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Vec<u8>, BuildError> {
     let perf = read(&root.join("usr/bin/perf"))?;
     let tips = read(&root.join("usr/share/doc/linux-perf/tips.txt"))?;
+    let mut ext = Vec::new();
+    for program in EXT_PROGRAMS {
+        ext.push((program, read(&root.join(ext_program(root, program)))?));
+    }
     let mut contents = Vec::new();
     for (soname, path) in libraries {
         contents.push((soname, read(path)?));
@@ -579,6 +646,11 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
             archive.directory(directory)?;
         }
         archive.file("usr/bin/perf", 0o755, &perf)?;
+        for (program, data) in &ext {
+            archive.file(&format!("usr/bin/{program}"), 0o755, data)?;
+        }
+        // The name is what makes it write that file system; busybox has one of the other name.
+        archive.symlink("usr/bin/mkfs.ext4", "mke2fs")?;
         // perf report ends with one of these.
         archive.file("usr/share/doc/linux-perf/tips.txt", 0o644, &tips)?;
         for (soname, data) in &contents {

@@ -1,0 +1,162 @@
+//! Disks, as a Debian guest uses them: what it has written and flushed is there after the VM was killed, what
+//! it must not write stays as it is, and a host that is full is an I/O error of the guest's.
+
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::limit::Limit;
+use integration::measure::skipped;
+use integration::place::Place;
+use integration::process::{Command, Output};
+
+const SIGKILL: i32 = 9;
+const LIMIT: Limit = Limit::GENEROUS;
+
+/// Makes a file system on the first disk, writes to both, flushes, and waits to be killed.
+const WRITER: &str = r#"
+load ext4
+drivers
+mkfs.ext4 -q /dev/vda
+mount -t ext4 /dev/vda /mnt
+seq 1 300000 >/mnt/numbers
+md5sum </mnt/numbers
+sync
+seq 1 100000 | dd of=/dev/vdb bs=64k conv=fsync 2>/dev/null
+echo "@@ready"
+seq 1 100000 >/mnt/never-flushed
+sleep 10000
+"#;
+
+/// Looks at what the killed machine left, and at a disk that it cannot write.
+const READER: &str = r#"
+load ext4
+drivers
+section replay e2fsck -p /dev/vda
+section check e2fsck -fn /dev/vda
+mount -t ext4 /dev/vda /mnt
+section numbers md5sum /mnt/numbers
+section expected sh -c 'seq 1 300000 | md5sum'
+section second sh -c 'seq 1 100000 >/tmp/second; head -c $(stat -c %s /tmp/second) /dev/vdb | cmp - /tmp/second'
+section facts sh -c 'cd /sys/block/vdb; cat ro size serial; cat /sys/block/vda/ro /sys/block/vda/serial'
+section refused sh -c 'echo x | dd of=/dev/vdb conv=fsync'
+umount /mnt
+section discard blkdiscard /dev/vda
+section zeros sh -c 'head -c 1048576 /dev/vda | tr -d "\0" | wc -c'
+section interrupts grep virtio /proc/interrupts
+"#;
+
+/// Fills a disk whose host has no room for it.
+const FILLER: &str = r#"
+drivers
+section fill dd if=/dev/urandom of=/dev/vda bs=1M count=24 conv=fsync
+section lives sh -c 'head -c 512 /dev/vda | wc -c'
+"#;
+
+fn guest(name: &str, pmu: &str, script: &str, disks: &[String]) -> LinuxGuest {
+    let arguments = disks.iter().flat_map(|disk| ["--disk".to_owned(), disk.clone()]);
+    LinuxGuest::new(name, pmu)
+        .script(script)
+        .args(arguments)
+        .limit(LIMIT)
+}
+
+fn shell(place: &Place, line: &str) -> Output {
+    let output = place.run(&Command::shell(line), LIMIT).unwrap();
+    assert!(output.success(), "{line}: {}", output.stderr_text());
+    output
+}
+
+fn section<'r>(run: &'r GuestRun, name: &str) -> &'r str {
+    let section = run.console.sections.get(name);
+    let section = section.unwrap_or_else(|| panic!("no section {name}\n{run}"));
+    section.text.trim()
+}
+
+fn status(run: &GuestRun, name: &str) -> Option<i32> {
+    run.console.sections.get(name).and_then(|section| section.status)
+}
+
+/// The guests run one after the other with other virtual PMUs: a disk is a disk with all of them.
+#[test]
+fn what_was_flushed_is_there_after_the_vm_was_killed() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let [first, second] = ["first.img", "second.img"].map(|name| place.scratch(name));
+    shell(
+        &place,
+        &format!("truncate -s 64M '{first}'; truncate -s 8M '{second}'"),
+    );
+
+    let disks = [first.clone(), second.clone()];
+    let writer = guest("disks-writer", "intel", WRITER, &disks);
+    let mut process = place.start(&writer.command(&place).unwrap()).unwrap();
+    assert!(
+        process.wait_for("@@ready", LIMIT),
+        "the guest did not come to its end:\n{}",
+        process.stdout_so_far()
+    );
+    let written = process.stdout_so_far();
+
+    // A second VM on the same disk.
+    let other = guest("disks-other", "off", "true", &[format!("{first},ro")]);
+    let output = place.run(&other.command(&place).unwrap(), LIMIT).unwrap();
+    let said = output.stderr_text();
+    assert_eq!(
+        (output.code(), said.trim().lines().count()),
+        (Some(2), 1),
+        "{said}"
+    );
+    assert!(
+        said.contains("is in use by process") && said.contains("perfvisor"),
+        "{said}"
+    );
+
+    process.signal(SIGKILL);
+    let _ = process.wait(LIMIT).unwrap();
+
+    let disks = [first, format!("{second},ro,serial=data-1")];
+    let run = guest("disks-reader", "amd", READER, &disks).run(&place).unwrap();
+    // 1: the journal was replayed.
+    assert!(matches!(status(&run, "replay"), Some(0 | 1)), "{run}");
+    assert_eq!(status(&run, "check"), Some(0), "{run}");
+    let sum = section(&run, "expected").split(' ').next().unwrap();
+    assert!(section(&run, "numbers").starts_with(sum), "{run}");
+    assert!(written.contains(sum), "{written}");
+    assert_eq!(status(&run, "second"), Some(0), "{run}");
+    let facts: Vec<&str> = section(&run, "facts").split_whitespace().collect();
+    assert_eq!(facts, ["1", "16384", "data-1", "0", "disk0"], "{run}");
+    assert_ne!(status(&run, "refused"), Some(0), "{run}");
+    assert_eq!(status(&run, "discard"), Some(0), "{run}");
+    assert_eq!(section(&run, "zeros"), "0", "{run}");
+    assert_eq!(run.status, Some(0), "{run}");
+    assert!(!run.vmm_log.contains("I/O errors"), "{run}");
+}
+
+#[test]
+fn a_full_host_is_an_i_o_error_of_the_guest_and_no_more() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let small = place.scratch("small");
+    let mounted = place
+        .run(
+            &Command::shell(format!(
+                "mkdir -p '{small}' && mount -t tmpfs -o size=8M tmpfs '{small}'"
+            )),
+            LIMIT,
+        )
+        .unwrap();
+    if !mounted.success() {
+        skipped("mounting a tmpfs needs root", false);
+        return;
+    }
+    let disk = format!("{small}/disk.img");
+    shell(&place, &format!("truncate -s 32M '{disk}'"));
+    let run = guest("disks-full", "off", FILLER, &[disk]).run(&place);
+    shell(&place, &format!("umount -l '{small}'"));
+    let run = run.unwrap();
+    assert_ne!(status(&run, "fill"), Some(0), "{run}");
+    assert_eq!(section(&run, "lives"), "512", "{run}");
+    assert_eq!(run.status, Some(0), "{run}");
+    let lines = run
+        .vmm_log
+        .lines()
+        .filter(|line| line.contains("disk0: the guest gets I/O errors"));
+    assert_eq!(lines.count(), 1, "{run}");
+    assert!(run.vmm_log.contains("No space left on device"), "{run}");
+}
