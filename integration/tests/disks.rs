@@ -15,6 +15,7 @@ const WRITER: &str = r#"
 load ext4
 drivers
 mkfs.ext4 -q /dev/vda
+mkdir -p /mnt
 mount -t ext4 /dev/vda /mnt
 seq 1 300000 >/mnt/numbers
 md5sum </mnt/numbers
@@ -31,11 +32,12 @@ load ext4
 drivers
 section replay e2fsck -p /dev/vda
 section check e2fsck -fn /dev/vda
+mkdir -p /mnt
 mount -t ext4 /dev/vda /mnt
 section numbers md5sum /mnt/numbers
 section expected sh -c 'seq 1 300000 | md5sum'
 section second sh -c 'seq 1 100000 >/tmp/second; head -c $(stat -c %s /tmp/second) /dev/vdb | cmp - /tmp/second'
-section facts sh -c 'cd /sys/block/vdb; cat ro size serial; cat /sys/block/vda/ro /sys/block/vda/serial'
+section facts sh -c 'cd /sys/block; for f in vdb/ro vdb/size vdb/serial vda/ro vda/serial; do cat $f; echo; done'
 section refused sh -c 'echo x | dd of=/dev/vdb conv=fsync'
 umount /mnt
 section discard blkdiscard /dev/vda

@@ -198,8 +198,8 @@ pub struct RunArgs {
     /// ends), or restart (the guest boots again).
     #[arg(long, value_name = "WHAT", default_value = "exit")]
     pub on_reset: OnReset,
-    /// A disk: a raw image or a block device; ro: the guest cannot write it; serial: its serial number. May be
-    /// there several times.
+    /// A disk: a raw image or a block device; ro: the guest cannot write it; serial: its serial number.
+    /// May be there several times.
     #[arg(long, value_name = "FILE[,ro][,serial=TEXT]")]
     pub disk: Vec<DiskConfig>,
     /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.

@@ -59,11 +59,13 @@ pub enum ImageError {
     #[error(
         "{} is in use by {}: end it first, or give both the disk with ,ro",
         path.display(),
-        users(path)
+        by
     )]
     Locked {
         /// The image.
         path: PathBuf,
+        /// Who uses it.
+        by: String,
     },
     /// A call that should not fail.
     #[error("{}: {what} failed", path.display())]
@@ -105,7 +107,7 @@ fn users(path: &Path) -> String {
         let open = files
             .filter_map(|file| std::fs::metadata(file.path()).ok())
             .filter(|file| (file.dev(), file.ino()) == (wanted.dev(), wanted.ino()));
-        // Our own descriptor, which has just been opened, is there too.
+        // The descriptor that could not be locked is ours, and open still.
         let others = open.count() > usize::from(pid == std::process::id());
         if others && pid == std::process::id() {
             users.push("another --disk of this VM".to_owned());
@@ -165,7 +167,11 @@ impl Image {
             .open(path)
             .map_err(open)?;
         if !lock(&file, read_only).map_err(call("locking"))? {
-            return Err(ImageError::Locked { path: path.into() });
+            let by = users(path);
+            return Err(ImageError::Locked {
+                path: path.into(),
+                by,
+            });
         }
         let bytes = file.seek(SeekFrom::End(0)).map_err(call("seeking"))?;
         if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || off_t::try_from(bytes).is_err() {
@@ -372,16 +378,16 @@ mod tests {
 
     #[test]
     fn one_writer_or_many_readers() {
-        let file = file(4096);
-        let writer = Image::open(file.path(), false).unwrap();
-        let line = error_line(&Image::open(file.path(), false).unwrap_err());
+        let file = file(4096).into_temp_path();
+        let writer = Image::open(&file, false).unwrap();
+        let line = error_line(&Image::open(&file, false).unwrap_err());
         assert!(line.contains("is in use by another --disk of this VM"), "{line}");
-        assert!(Image::open(file.path(), true).is_err());
+        assert!(Image::open(&file, true).is_err());
         drop(writer);
-        let readers = [(); 2].map(|()| Image::open(file.path(), true).unwrap());
-        assert!(Image::open(file.path(), false).is_err());
+        let readers = [(); 2].map(|()| Image::open(&file, true).unwrap());
+        assert!(Image::open(&file, false).is_err());
         drop(readers);
-        assert!(Image::open(file.path(), false).is_ok());
+        assert!(Image::open(&file, false).is_ok());
     }
 
     #[test]
