@@ -272,8 +272,7 @@ fn recipe() -> String {
         PROGRAMS,
         LAB_MODULES,
         BUTTON_MODULES,
-        GUEST_MODULES,
-        EXT_PROGRAMS,
+        (GUEST_MODULES, EXT_PROGRAMS),
         PVLOAD_FLAGS,
     )
         .hash(&mut hasher);
