@@ -201,7 +201,7 @@ impl Image {
     /// # Errors
     /// That of the host; `UnexpectedEof` if somebody has truncated the image; `pieces` that are not RAM.
     pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
-        // SAFETY: `transfer` gives pieces of guest memory that stay mapped during the call, and their lengths.
+        // SAFETY: `transfer` gives pieces of guest memory, which stay mapped during the call.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::preadv(fd, vecs, count, at)
         })
@@ -331,8 +331,8 @@ impl Image {
     }
 }
 
-/// Locks the file against other open file descriptions, also in this process; whether that was possible. It is
-/// unlocked when it is closed, however the process ends.
+/// Locks the file against other open file descriptions, also in this process; whether that was possible.
+/// It is unlocked when it is closed, however the process ends.
 fn lock(file: &File, read_only: bool) -> io::Result<bool> {
     let kind = if read_only { libc::F_RDLCK } else { libc::F_WRLCK };
     // SAFETY: a plain C struct for which all zeros is a value: the whole file.

@@ -6,8 +6,8 @@
 //! | [`image`] | the image: opened, locked, read and written with guest memory in place |
 //! | [`request`] | a request, from its chain of descriptors to its status |
 //!
-//! Requests are served one after the other on the disk's thread. Nothing of a request's data is copied or kept
-//! by us: the kernel reads and writes guest memory.
+//! Requests are served one after the other on the disk's thread. Nothing of a request's data is copied or
+//! kept by us: the kernel reads and writes guest memory.
 
 pub mod config;
 pub mod image;

@@ -19,8 +19,8 @@ use crate::serve::Chain;
 pub const MAX_SEGMENTS: usize = 254;
 /// With the header and the status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
-/// The most ranges in a request to discard or to write zeros, and the most sectors of each: zeros may have to be
-/// written one by one.
+/// The most ranges in a request to discard or to write zeros. They and their sectors are bounded because
+/// zeros may have to be written one by one.
 pub const MAX_RANGES: usize = 16;
 /// Sectors of one such range: 32 MiB.
 pub const MAX_RANGE_SECTORS: u32 = 65_536;

@@ -543,8 +543,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is accessed, in whatever order and width: nothing panics, and no device is activated twice
-        /// without a reset in between (it would panic).
+        /// Whatever is accessed, in whatever order and width: nothing panics, and no device is activated
+        /// twice without a reset in between (it would panic).
         #[test]
         fn any_access_is_safe(accesses in proptest::collection::vec(
             (0u8..4, any::<u16>(), 1usize..9, any::<u64>()), 0..400

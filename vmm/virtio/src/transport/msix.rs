@@ -177,7 +177,7 @@ impl Msix {
         let Some(message) = wanted else {
             return;
         };
-        // What came in the meantime is sent now. Taken out first, or KVM may send it again at the next signal.
+        // What came in the meantime is sent now. Taken out first, or KVM may send it twice.
         let pending = entry.vector.read().is_ok();
         match self.machine.connect(line, message, &entry.vector) {
             Ok(()) => {
