@@ -150,8 +150,8 @@ impl Function {
         self.settle_doorbells();
     }
 
-    /// The part of the BAR that an access of `len` bytes to the configuration space reaches through the window
-    /// (4.1.4.9).
+    /// The part of the BAR that an access of `len` bytes to the configuration space reaches through its
+    /// window (4.1.4.9).
     fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
         let cap = self.access_at;
         let length = usize::try_from(self.space.u32(cap + ACCESS_LENGTH)).ok()?;

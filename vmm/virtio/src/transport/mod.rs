@@ -14,8 +14,8 @@
 //! KVM to the device's eventfd, interrupts from the device's eventfd to KVM. Each function has a lock of its
 //! own, held for one access; the device's thread never takes it.
 //!
-//! The guest is hostile: any access of any width at any offset is safe, registers that are set up in the wrong
-//! order are not taken, and what the device cannot work with (queues outside of RAM) ends in
+//! The guest is hostile: any access of any width at any offset is safe, and registers that are set up in the
+//! wrong order are not taken. What the device cannot work with (queues outside of RAM) ends in
 //! DEVICE_NEEDS_RESET.
 
 pub mod bus;
