@@ -1,0 +1,179 @@
+//! A file, a directory or a symbolic link of a tree on its way.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Longest path of a tree and longest target of a link, in bytes (PATH_MAX).
+const MAX_PATH: usize = 4096;
+/// Permissions that go along: no set-id bits, which would be others' here.
+const MODE: u32 = 0o777;
+
+/// What it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum What {
+    /// A directory; what is in it follows.
+    Directory,
+    /// All of this directory has come.
+    DirectoryEnd,
+    /// A file; its bytes follow.
+    File,
+    /// A link to this.
+    Link(PathBuf),
+}
+
+/// A part of a tree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Where it is below the tree's root; the root itself is empty.
+    pub path: PathBuf,
+    /// What it is.
+    pub what: What,
+    /// Permissions.
+    pub mode: u32,
+    /// Seconds and nanoseconds since 1970 of its last change.
+    pub modified: (u64, u32),
+}
+
+/// What is wrong with an entry that came.
+#[derive(Debug, thiserror::Error)]
+pub enum EntryError {
+    /// It is too short, or says what is not known.
+    #[error("the other side sends what is no part of a tree")]
+    Malformed,
+    /// It would be somewhere else.
+    #[error("the other side sends {:?}, which is not below what is copied", .0)]
+    Outside(PathBuf),
+}
+
+impl Entry {
+    /// The time of its last change.
+    pub fn modified(&self) -> SystemTime {
+        let (seconds, nanoseconds) = self.modified;
+        let since = Duration::new(seconds, nanoseconds);
+        UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)
+    }
+
+    /// As the payload of a frame. `None`: a path is too long.
+    pub fn to_bytes(&self) -> Option<Vec<u8>> {
+        let path = self.path.as_os_str().as_bytes();
+        let (what, target) = match &self.what {
+            What::Directory => (0, None),
+            What::DirectoryEnd => (1, None),
+            What::File => (2, None),
+            What::Link(target) => (3, Some(target.as_os_str().as_bytes())),
+        };
+        let target = target.unwrap_or_default();
+        if path.len() > MAX_PATH || target.len() > MAX_PATH {
+            return None;
+        }
+        let mut bytes = vec![what];
+        bytes.extend((self.mode & MODE).to_le_bytes());
+        bytes.extend(self.modified.0.to_le_bytes());
+        bytes.extend(self.modified.1.to_le_bytes());
+        bytes.extend(u16::try_from(path.len()).ok()?.to_le_bytes());
+        bytes.extend(path);
+        bytes.extend(target);
+        Some(bytes)
+    }
+
+    /// From the payload of a frame, which may hold anything.
+    ///
+    /// # Errors
+    /// [`EntryError`].
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, EntryError> {
+        let bad = || EntryError::Malformed;
+        let (what, rest) = bytes.split_first().ok_or_else(bad)?;
+        let (mode, rest) = rest.split_first_chunk().ok_or_else(bad)?;
+        let (seconds, rest) = rest.split_first_chunk().ok_or_else(bad)?;
+        let (nanoseconds, rest) = rest.split_first_chunk().ok_or_else(bad)?;
+        let (length, rest) = rest.split_first_chunk().ok_or_else(bad)?;
+        let length = usize::from(u16::from_le_bytes(*length));
+        let (path, target) = rest.split_at_checked(length).ok_or_else(bad)?;
+        let nanoseconds = u32::from_le_bytes(*nanoseconds);
+        if path.len() > MAX_PATH || target.len() > MAX_PATH || nanoseconds >= 1_000_000_000 {
+            return Err(bad());
+        }
+        let what = match (what, target.is_empty()) {
+            (0, true) => What::Directory,
+            (1, true) => What::DirectoryEnd,
+            (2, true) => What::File,
+            (3, false) if !target.contains(&0) => What::Link(OsString::from_vec(target.to_vec()).into()),
+            _ => return Err(bad()),
+        };
+        let path = PathBuf::from(OsString::from_vec(path.to_vec()));
+        if !stays_below(&path) {
+            return Err(EntryError::Outside(path));
+        }
+        Ok(Self {
+            path,
+            what,
+            mode: u32::from_le_bytes(*mode) & MODE,
+            modified: (u64::from_le_bytes(*seconds), nanoseconds),
+        })
+    }
+}
+
+/// Whether a path is only of names.
+fn stays_below(path: &Path) -> bool {
+    !path.as_os_str().as_bytes().contains(&0)
+        && path.components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn entry(path: &str, what: What) -> Entry {
+        Entry {
+            path: path.into(),
+            what,
+            mode: 0o640,
+            modified: (1_700_000_000, 5),
+        }
+    }
+
+    #[test]
+    fn entries_are_read_as_written() {
+        for entry in [
+            entry("", What::Directory),
+            entry("a/b", What::File),
+            entry("a", What::DirectoryEnd),
+            entry("l", What::Link("../../anywhere".into())),
+        ] {
+            assert_eq!(Entry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
+        }
+        assert!(entry(&"x".repeat(5000), What::File).to_bytes().is_none());
+    }
+
+    #[test]
+    fn no_entry_leads_out() {
+        for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
+            let bytes = entry(path, What::File).to_bytes().unwrap();
+            assert!(
+                matches!(Entry::from_bytes(&bytes), Err(EntryError::Outside(_))),
+                "{path}"
+            );
+        }
+    }
+
+    #[test]
+    fn set_id_bits_stay_behind() {
+        let mut bytes = entry("a", What::File).to_bytes().unwrap();
+        bytes[1..5].copy_from_slice(&0o104_755_u32.to_le_bytes());
+        assert_eq!(Entry::from_bytes(&bytes).unwrap().mode, 0o755);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_an_entry_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            if let Ok(entry) = Entry::from_bytes(&bytes) {
+                prop_assert!(stays_below(&entry.path));
+                let _ = entry.modified();
+            }
+        }
+    }
+}

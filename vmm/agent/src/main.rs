@@ -1,0 +1,208 @@
+//! The agent in a guest: it runs commands and copies files for its host, which asks over vsock.
+//!
+//! | module | story |
+//! |---|---|
+//! | `main` | who may ask, how many, and what for |
+//! | `command` | one command: its streams, its signals, its end |
+//! | `terminal` | a terminal for a command |
+//!
+//! Only the host itself (address 2) is listened to: no program of this guest, and no other guest.
+
+mod command;
+mod terminal;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use guest_agent::PORT;
+use guest_agent::receive::{Progress, Receiver};
+use guest_agent::request::{Job, Request, VERSION};
+use guest_agent::send::{SendError, send_tree};
+use guest_agent::wire::{Kind, MAX_PAYLOAD, read_frame, write_frame};
+use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
+
+/// Most commands and copies at once.
+const MAX_CONNECTIONS: usize = 64;
+/// How long the host may take to say what it wants, and to close in the end.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Frames that are read and thrown away so that the host sees why its copy was refused: what it may have
+/// sent before it looks.
+const LINGER: usize = 64;
+
+fn main() -> ExitCode {
+    if let Some(argument) = std::env::args().nth(1) {
+        eprintln!(
+            "perfvisor-agent: unknown argument '{argument}'; it takes none, and serves the host at vsock port {PORT}"
+        );
+        return ExitCode::from(2);
+    }
+    match serve() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!(
+                "perfvisor-agent: vsock port {PORT}: {error} (does this machine have a vsock device and its driver?)"
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve() -> io::Result<()> {
+    let listener = VsockListener::bind_with_cid_port(VMADDR_CID_ANY, PORT)?;
+    let busy = Arc::new(AtomicUsize::new(0));
+    loop {
+        let (stream, peer) = match listener.accept() {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                eprintln!("perfvisor-agent: {error}");
+                std::thread::sleep(Duration::from_secs(1));
+                continue;
+            }
+        };
+        if peer.cid() != VMADDR_CID_HOST {
+            continue;
+        }
+        // A stream of the standard library does all that is needed with any stream socket.
+        let Ok(stream) = stream.as_fd().try_clone_to_owned().map(UnixStream::from) else {
+            continue;
+        };
+        if busy.fetch_add(1, Ordering::AcqRel) >= MAX_CONNECTIONS {
+            busy.fetch_sub(1, Ordering::AcqRel);
+            refuse(
+                &stream,
+                &format!("{MAX_CONNECTIONS} commands and copies run already"),
+            );
+            continue;
+        }
+        let done = busy.clone();
+        let spawned = std::thread::Builder::new().name("host".into()).spawn(move || {
+            if let Err(error) = answer(stream) {
+                eprintln!("perfvisor-agent: {error}");
+            }
+            done.fetch_sub(1, Ordering::AcqRel);
+        });
+        if let Err(error) = spawned {
+            busy.fetch_sub(1, Ordering::AcqRel);
+            eprintln!("perfvisor-agent: {error}");
+        }
+    }
+}
+
+fn refuse(stream: &UnixStream, why: &str) {
+    let mut stream = stream;
+    // The host may have gone.
+    let bytes = &why.as_bytes()[..why.len().min(MAX_PAYLOAD)];
+    let _ = write_frame(&mut stream, Kind::Refused, bytes);
+}
+
+/// Does what one connection asks for.
+fn answer(stream: UnixStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let frame = match read_frame(&mut &stream) {
+        Ok(Some(frame)) if frame.kind == Kind::Request => frame,
+        _ => return Ok(()),
+    };
+    // Only the version may be known of another one's request.
+    #[derive(serde::Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    match serde_json::from_slice(&frame.payload) {
+        Ok(Version { version: VERSION }) => {}
+        Ok(Version { version }) => {
+            let why = format!(
+                "the agent speaks version {VERSION} and this perfvisor {version}; install the agent of the same build"
+            );
+            refuse(&stream, &why);
+            return Ok(());
+        }
+        Err(_) => return Ok(()),
+    }
+    let Ok(request) = serde_json::from_slice::<Request>(&frame.payload) else {
+        refuse(&stream, "the agent does not understand the request");
+        return Ok(());
+    };
+    stream.set_read_timeout(None)?;
+    match request.job {
+        Job::Exec(exec) => command::run(&exec, stream),
+        Job::Put { path, name } => {
+            put(&stream, Path::new(&path), &name);
+            close(&stream);
+            Ok(())
+        }
+        Job::Get { path } => {
+            get(&stream, Path::new(&path));
+            close(&stream);
+            Ok(())
+        }
+    }
+}
+
+/// Lets the host read everything before the connection goes: it closes first, or time is up.
+fn close(stream: &UnixStream) {
+    let _ = stream.shutdown(Shutdown::Write);
+    let _ = stream.set_read_timeout(Some(PATIENCE));
+    for _ in 0..LINGER {
+        if !matches!(read_frame(&mut &*stream), Ok(Some(_))) {
+            break;
+        }
+    }
+}
+
+/// Takes a tree.
+fn put(stream: &UnixStream, path: &Path, name: &str) {
+    let mut ours = stream;
+    let mut receiver = match Receiver::new(path, Some(name)) {
+        Ok(receiver) => receiver,
+        Err(error) => return refuse(stream, &line(&error)),
+    };
+    if write_frame(&mut ours, Kind::Accepted, &[]).is_err() {
+        return;
+    }
+    loop {
+        let Ok(Some(frame)) = read_frame(&mut ours) else {
+            return;
+        };
+        match receiver.take(&frame) {
+            Ok(Progress::More | Progress::Skipped(_)) => {}
+            Ok(Progress::Done) => {
+                let _ = write_frame(&mut ours, Kind::Done, &[]);
+                return;
+            }
+            Err(error) => return refuse(stream, &line(&error)),
+        }
+    }
+}
+
+/// Sends a tree.
+fn get(stream: &UnixStream, path: &Path) {
+    let mut ours = stream;
+    let mut accepted = false;
+    let sent = send_tree(path, &mut |kind, payload| {
+        if !std::mem::replace(&mut accepted, true) {
+            write_frame(&mut ours, Kind::Accepted, &[])?;
+        }
+        write_frame(&mut ours, kind, payload)
+    });
+    match sent {
+        Ok(()) | Err(SendError::Connection(_)) => {}
+        Err(error) => refuse(stream, &line(&error)),
+    }
+}
+
+/// An error with its cause.
+fn line(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}

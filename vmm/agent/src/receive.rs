@@ -1,0 +1,398 @@
+//! Makes a tree of what comes, and nothing outside of its target.
+//!
+//! Each path is opened by openat2(2) below the target's directory with RESOLVE_BENEATH and
+//! RESOLVE_NO_SYMLINKS: not even links that were just received, or that somebody puts there at the same time,
+//! lead out of it.
+
+use std::ffi::OsString;
+use std::fs::{File, Permissions};
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
+
+use crate::entry::{Entry, EntryError, What};
+use crate::wire::{Frame, Kind};
+
+/// Why a tree was not made.
+#[derive(Debug, thiserror::Error)]
+pub enum ReceiveError {
+    /// A file, directory or link cannot be made.
+    #[error("{}", path.display())]
+    Target {
+        /// It.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no name to give.
+    #[error("{}: give the copy a name", .0.display())]
+    NoName(PathBuf),
+    /// The sender sends nonsense.
+    #[error(transparent)]
+    Entry(#[from] EntryError),
+    /// Frames in an order that makes no sense.
+    #[error("the other side sends a frame that does not belong there")]
+    Order,
+    /// The sender gave up.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// How far a tree is.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// There is more.
+    More,
+    /// Something was left out; what and why.
+    Skipped(String),
+    /// All has come.
+    Done,
+}
+
+/// A tree that is being made.
+#[derive(Debug)]
+pub struct Receiver {
+    parent: OwnedFd,
+    directory: PathBuf,
+    name: OsString,
+    file: Option<(File, Entry)>,
+    begun: bool,
+}
+
+impl Receiver {
+    /// A tree at `path`: in it, as `name`, if it is a directory.
+    ///
+    /// # Errors
+    /// The directory is not there, or there is no name.
+    pub fn new(path: &Path, name: Option<&str>) -> Result<Self, ReceiveError> {
+        let no_name = || ReceiveError::NoName(path.to_owned());
+        let (directory, name) = if path.is_dir() {
+            let name = name.filter(|name| !["", ".", ".."].contains(name) && !name.contains(['/', '\0']));
+            (path.to_owned(), OsString::from(name.ok_or_else(no_name)?))
+        } else {
+            let name = path.file_name().ok_or_else(no_name)?;
+            let parent = path.parent().filter(|parent| *parent != Path::new(""));
+            (parent.unwrap_or(Path::new(".")).to_owned(), name.to_owned())
+        };
+        let parent = File::open(&directory)
+            .and_then(|file| {
+                if file.metadata()?.is_dir() {
+                    Ok(file)
+                } else {
+                    Err(io::ErrorKind::NotADirectory.into())
+                }
+            })
+            .map_err(|source| ReceiveError::Target {
+                path: directory.clone(),
+                source,
+            })?;
+        Ok(Self {
+            parent: parent.into(),
+            directory,
+            name,
+            file: None,
+            begun: false,
+        })
+    }
+
+    /// Takes a frame of the sender.
+    ///
+    /// # Errors
+    /// [`ReceiveError`]; what has been made stays.
+    pub fn take(&mut self, frame: &Frame) -> Result<Progress, ReceiveError> {
+        match (frame.kind, &mut self.file) {
+            (Kind::Entry, None) => {
+                let entry = Entry::from_bytes(&frame.payload)?;
+                // The root comes first.
+                if self.begun == entry.path.as_os_str().is_empty() && entry.what != What::DirectoryEnd {
+                    return Err(ReceiveError::Order);
+                }
+                self.begun = true;
+                self.make(entry)?;
+            }
+            (Kind::Data, Some((file, entry))) => {
+                let written = file.write_all(&frame.payload);
+                let path = entry.path.clone();
+                written.map_err(|source| self.target(&path, source))?;
+            }
+            (Kind::FileEnd, Some(_)) => {
+                if let Some((file, entry)) = self.file.take() {
+                    Self::finish(&file, &entry).map_err(|source| self.target(&entry.path, source))?;
+                }
+            }
+            (Kind::Skipped, _) => return Ok(Progress::Skipped(frame.text())),
+            (Kind::Done, None) if self.begun => return Ok(Progress::Done),
+            (Kind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
+            _ => return Err(ReceiveError::Order),
+        }
+        Ok(Progress::More)
+    }
+
+    fn target(&self, path: &Path, source: io::Error) -> ReceiveError {
+        ReceiveError::Target {
+            path: self.directory.join(self.below(path)),
+            source,
+        }
+    }
+
+    /// The path of an entry below the target's directory.
+    fn below(&self, path: &Path) -> PathBuf {
+        if path.as_os_str().is_empty() {
+            self.name.clone().into()
+        } else {
+            Path::new(&self.name).join(path)
+        }
+    }
+
+    fn make(&mut self, entry: Entry) -> Result<(), ReceiveError> {
+        let path = self.below(&entry.path);
+        let made = match &entry.what {
+            What::Directory => self.make_directory(&path),
+            What::DirectoryEnd => {
+                let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY);
+                directory.and_then(|file| Self::finish(&file, &entry))
+            }
+            What::File => self
+                .make_file(&path)
+                .map(|file| self.file = Some((file, entry.clone()))),
+            What::Link(target) => self.make_link(&path, target),
+        };
+        made.map_err(|source| self.target(&entry.path, source))
+    }
+
+    fn open(&self, path: &Path, flags: OFlag) -> io::Result<File> {
+        let how = OpenHow::new()
+            .flags(flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
+            .mode(if flags.contains(OFlag::O_CREAT) {
+                Mode::S_IRUSR | Mode::S_IWUSR
+            } else {
+                Mode::empty()
+            })
+            .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+        match openat2(&self.parent, path, how) {
+            Ok(fd) => Ok(File::from(fd)),
+            Err(Errno::ELOOP) => Err(io::Error::other("a symbolic link is in the way")),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// The directory that holds `path`, and its name there.
+    fn place(&self, path: &Path) -> io::Result<(File, OsString)> {
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let parent = path.parent().filter(|parent| *parent != Path::new(""));
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
+        Ok((
+            self.open(parent.unwrap_or(Path::new(".")), flags)?,
+            name.to_owned(),
+        ))
+    }
+
+    fn make_directory(&self, path: &Path) -> io::Result<()> {
+        let (parent, name) = self.place(path)?;
+        match mkdirat(&parent, name.as_os_str(), Mode::S_IRWXU) {
+            // One that is there is filled.
+            Err(Errno::EEXIST) => self.open(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY).map(drop),
+            result => Ok(result?),
+        }
+    }
+
+    fn make_file(&self, path: &Path) -> io::Result<File> {
+        let file = self.open(path, OFlag::O_WRONLY | OFlag::O_CREAT)?;
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::other("something that is no file is in the way"));
+        }
+        file.set_len(0)?;
+        Ok(file)
+    }
+
+    fn make_link(&self, path: &Path, target: &Path) -> io::Result<()> {
+        let (parent, name) = self.place(path)?;
+        match symlinkat(target, &parent, name.as_os_str()) {
+            Err(Errno::EEXIST) => {
+                // A directory stays, and the error says so.
+                unlinkat(&parent, name.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
+                Ok(symlinkat(target, &parent, name.as_os_str())?)
+            }
+            result => Ok(result?),
+        }
+    }
+
+    /// Permissions and time come last: writing changes the time, and may need the permissions it had.
+    fn finish(file: &File, entry: &Entry) -> io::Result<()> {
+        file.set_permissions(Permissions::from_mode(entry.mode))?;
+        file.set_modified(entry.modified())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, symlink};
+
+    use super::*;
+    use crate::send::{send_stream, send_tree};
+
+    fn frames(root: &Path) -> Vec<Frame> {
+        let mut frames = Vec::new();
+        send_tree(root, &mut |kind, payload| {
+            let payload = payload.to_vec();
+            frames.push(Frame { kind, payload });
+            Ok(())
+        })
+        .unwrap();
+        frames
+    }
+
+    fn receive(frames: &[Frame], target: &Path, name: &str) -> Result<Vec<String>, ReceiveError> {
+        let mut receiver = Receiver::new(target, Some(name))?;
+        let mut skipped = Vec::new();
+        for frame in frames {
+            match receiver.take(frame)? {
+                Progress::Skipped(what) => skipped.push(what),
+                Progress::Done => return Ok(skipped),
+                Progress::More => {}
+            }
+        }
+        panic!("it does not end")
+    }
+
+    fn entry(path: &str, what: What) -> Frame {
+        let entry = Entry {
+            path: path.into(),
+            what,
+            mode: 0o755,
+            modified: (0, 0),
+        };
+        Frame {
+            kind: Kind::Entry,
+            payload: entry.to_bytes().unwrap(),
+        }
+    }
+
+    fn frame(kind: Kind) -> Frame {
+        Frame {
+            kind,
+            payload: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_tree_arrives_as_it_was() {
+        let temp = tempfile::tempdir().unwrap();
+        let (from, to) = (temp.path().join("from"), temp.path().join("to"));
+        fs::create_dir_all(from.join("d/e")).unwrap();
+        fs::create_dir(&to).unwrap();
+        fs::write(from.join("d/big"), vec![5; 300_000]).unwrap();
+        fs::write(from.join("empty"), "").unwrap();
+        fs::set_permissions(from.join("empty"), Permissions::from_mode(0o400)).unwrap();
+        symlink("../nowhere", from.join("d/link")).unwrap();
+        nix::unistd::mkfifo(&from.join("pipe"), Mode::S_IRWXU).unwrap();
+        let old = std::time::UNIX_EPOCH + std::time::Duration::new(1_000_000_000, 7);
+        File::open(from.join("d/big")).unwrap().set_modified(old).unwrap();
+        File::open(from.join("d")).unwrap().set_modified(old).unwrap();
+
+        let skipped = receive(&frames(&from), &to, "copy").unwrap();
+        assert!(skipped.len() == 1 && skipped[0].contains("pipe"), "{skipped:?}");
+        let copy = to.join("copy");
+        assert_eq!(fs::read(copy.join("d/big")).unwrap(), vec![5; 300_000]);
+        assert_eq!(fs::metadata(copy.join("d/big")).unwrap().modified().unwrap(), old);
+        assert_eq!(fs::metadata(copy.join("d")).unwrap().modified().unwrap(), old);
+        assert_eq!(fs::metadata(copy.join("empty")).unwrap().mode() & 0o777, 0o400);
+        assert_eq!(
+            fs::read_link(copy.join("d/link")).unwrap(),
+            Path::new("../nowhere")
+        );
+        assert!(copy.join("d/e").is_dir() && !copy.join("pipe").exists());
+    }
+
+    #[test]
+    fn a_file_gets_its_new_name_or_its_old_one_in_a_directory() {
+        let temp = tempfile::tempdir().unwrap();
+        let (from, new) = (temp.path().join("from"), temp.path().join("new"));
+        fs::write(&from, "text, longer").unwrap();
+        let sent = frames(&from);
+        receive(&sent, &new, "from").unwrap();
+        fs::write(&from, "text").unwrap();
+        // Written over, and cut.
+        receive(&frames(&from), &new, "from").unwrap();
+        assert_eq!(fs::read(&new).unwrap(), b"text");
+        fs::create_dir(temp.path().join("d")).unwrap();
+        receive(&sent, &temp.path().join("d"), "from").unwrap();
+        assert_eq!(fs::read(temp.path().join("d/from")).unwrap(), b"text, longer");
+        for name in ["..", "", "a/b"] {
+            assert!(matches!(
+                receive(&sent, temp.path(), name),
+                Err(ReceiveError::NoName(_))
+            ));
+        }
+        assert!(receive(&sent, &temp.path().join("not/there"), "x").is_err());
+    }
+
+    #[test]
+    fn a_stream_is_a_file() {
+        let temp = tempfile::tempdir().unwrap();
+        let mut sent = Vec::new();
+        send_stream(&b"piped"[..], 0o600, (1, 2), &mut |kind, payload| {
+            let payload = payload.to_vec();
+            sent.push(Frame { kind, payload });
+            Ok(())
+        })
+        .unwrap();
+        receive(&sent, &temp.path().join("f"), "-").unwrap();
+        assert_eq!(fs::read(temp.path().join("f")).unwrap(), b"piped");
+    }
+
+    #[test]
+    fn links_do_not_lead_out() {
+        let temp = tempfile::tempdir().unwrap();
+        let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
+        fs::create_dir(&target).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("secret"), "mine").unwrap();
+        // A link that was received, and then something behind it.
+        for last in [
+            entry("l/new", What::File),
+            entry("l/d", What::Directory),
+            entry("l/x", What::Link("y".into())),
+        ] {
+            let link = entry("l", What::Link(outside.clone()));
+            let sent = [entry("", What::Directory), link, last];
+            assert!(receive(&sent, &target, "t").is_err());
+            assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
+        }
+        // A link to a file that is to be written over.
+        let link = entry("f", What::Link(outside.join("secret")));
+        let sent = [entry("", What::Directory), link, entry("f", What::File)];
+        let error = receive(&sent, &target, "t").unwrap_err();
+        assert!(matches!(error, ReceiveError::Target { .. }), "{error}");
+        assert_eq!(fs::read(outside.join("secret")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn frames_out_of_order_are_refused() {
+        let temp = tempfile::tempdir().unwrap();
+        let root = || entry("", What::Directory);
+        for sent in [
+            vec![frame(Kind::Data)],
+            vec![frame(Kind::Done)],
+            vec![frame(Kind::Stdout)],
+            vec![entry("a", What::File)],
+            vec![root(), root()],
+            vec![root(), frame(Kind::FileEnd)],
+            vec![root(), entry("a", What::File), frame(Kind::Done)],
+            vec![root(), entry("a", What::File), entry("b", What::File)],
+        ] {
+            assert!(
+                matches!(receive(&sent, temp.path(), "t"), Err(ReceiveError::Order)),
+                "{sent:?}"
+            );
+        }
+    }
+}

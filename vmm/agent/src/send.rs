@@ -1,0 +1,219 @@
+//! Reads a tree and sends it.
+
+use std::fs::{self, File, Metadata, ReadDir};
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::entry::{Entry, What};
+use crate::wire::{Kind, MAX_PAYLOAD};
+
+/// Directories within each other that are sent: deeper ones are left out.
+const MAX_DEPTH: usize = 64;
+
+/// Why a tree was not sent.
+#[derive(Debug, thiserror::Error)]
+pub enum SendError {
+    /// The root cannot be read.
+    #[error("{}", path.display())]
+    Source {
+        /// It.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It is no file and no directory.
+    #[error("{}: neither a file nor a directory", .0.display())]
+    Special(PathBuf),
+    /// The connection failed.
+    #[error("the connection broke")]
+    Connection(#[source] io::Error),
+}
+
+/// Sends frames.
+pub type Out<'a> = &'a mut dyn FnMut(Kind, &[u8]) -> io::Result<()>;
+
+/// Sends the tree at `root` up to [`Kind::Done`]. A link at `root` itself is followed, links below it are sent
+/// as links. What cannot be read below it is skipped, and told.
+///
+/// # Errors
+/// [`SendError`].
+pub fn send_tree(root: &Path, out: Out<'_>) -> Result<(), SendError> {
+    let source = |source| SendError::Source {
+        path: root.to_owned(),
+        source,
+    };
+    let meta = fs::metadata(root).map_err(source)?;
+    if meta.is_dir() {
+        let list = fs::read_dir(root).map_err(source)?;
+        directory(root, &meta, list, out)?;
+    } else if meta.is_file() {
+        let file = open(root, true).map_err(source)?;
+        let entry = entry(PathBuf::new(), What::File, &file.metadata().map_err(source)?);
+        send_file(file, &entry, root, out)?;
+    } else {
+        return Err(SendError::Special(root.to_owned()));
+    }
+    out(Kind::Done, &[]).map_err(SendError::Connection)
+}
+
+/// Sends what `input` has as a file.
+///
+/// # Errors
+/// [`SendError::Connection`], or `input` cannot be read.
+pub fn send_stream(
+    mut input: impl Read,
+    mode: u32,
+    modified: (u64, u32),
+    out: Out<'_>,
+) -> Result<(), SendError> {
+    let entry = Entry {
+        path: PathBuf::new(),
+        what: What::File,
+        mode,
+        modified,
+    };
+    send_entry(&entry, out)?;
+    copy(&mut input, out)?.map_err(|source| SendError::Source {
+        path: "standard input".into(),
+        source,
+    })?;
+    out(Kind::FileEnd, &[])
+        .and_then(|()| out(Kind::Done, &[]))
+        .map_err(SendError::Connection)
+}
+
+fn open(path: &Path, follow: bool) -> io::Result<File> {
+    // A pipe would have us wait, and a link may have come in between.
+    let no_follow = if follow { 0 } else { libc::O_NOFOLLOW };
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | no_follow)
+        .open(path)?;
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::other("no file any more"))
+    }
+}
+
+fn entry(path: PathBuf, what: What, meta: &Metadata) -> Entry {
+    Entry {
+        path,
+        what,
+        mode: meta.mode() & 0o777,
+        // What is older than 1970 is of 1970.
+        modified: (
+            u64::try_from(meta.mtime()).unwrap_or(0),
+            u32::try_from(meta.mtime_nsec()).unwrap_or(0),
+        ),
+    }
+}
+
+/// A directory that is being sent.
+struct Open {
+    entry: Entry,
+    list: ReadDir,
+}
+
+/// A directory with all below it, without recursion.
+fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: Out<'_>) -> Result<(), SendError> {
+    let first = entry(PathBuf::new(), What::Directory, meta);
+    send_entry(&first, out)?;
+    let mut open_ones = vec![Open { entry: first, list }];
+    while let Some(top) = open_ones.last_mut() {
+        let Some(next) = top.list.next() else {
+            let mut entry = top.entry.clone();
+            entry.what = What::DirectoryEnd;
+            send_entry(&entry, out)?;
+            open_ones.pop();
+            continue;
+        };
+        let Ok(next) = next else { continue };
+        let path = top.entry.path.join(next.file_name());
+        let here = root.join(&path);
+        let depth = open_ones.len();
+        match child(&here, path, depth, out)? {
+            Ok(Some(open)) => open_ones.push(open),
+            Ok(None) => {}
+            Err(why) => skipped(&here, &why, out)?,
+        }
+    }
+    Ok(())
+}
+
+/// One entry of a directory: sent, or begun when it is a directory, or why it is left out.
+fn child(
+    here: &Path,
+    path: PathBuf,
+    depth: usize,
+    out: Out<'_>,
+) -> Result<io::Result<Option<Open>>, SendError> {
+    let meta = match fs::symlink_metadata(here) {
+        Ok(meta) => meta,
+        Err(error) => return Ok(Err(error)),
+    };
+    let kind = meta.file_type();
+    if kind.is_dir() {
+        if depth >= MAX_DEPTH {
+            return Ok(Err(io::Error::other("too many directories within each other")));
+        }
+        let list = match fs::read_dir(here) {
+            Ok(list) => list,
+            Err(error) => return Ok(Err(error)),
+        };
+        let entry = entry(path, What::Directory, &meta);
+        send_entry(&entry, out)?;
+        return Ok(Ok(Some(Open { entry, list })));
+    }
+    if kind.is_symlink() {
+        let target = match fs::read_link(here) {
+            Ok(target) => target,
+            Err(error) => return Ok(Err(error)),
+        };
+        send_entry(&entry(path, What::Link(target), &meta), out)?;
+        return Ok(Ok(None));
+    }
+    if !kind.is_file() {
+        return Ok(Err(io::Error::other("neither a file, a directory nor a link")));
+    }
+    match open(here, false) {
+        Ok(file) => send_file(file, &entry(path, What::File, &meta), here, out).map(|()| Ok(None)),
+        Err(error) => Ok(Err(error)),
+    }
+}
+
+fn send_entry(entry: &Entry, out: Out<'_>) -> Result<(), SendError> {
+    match entry.to_bytes() {
+        Some(bytes) => out(Kind::Entry, &bytes).map_err(SendError::Connection),
+        None => skipped(&entry.path, &io::Error::other("its path is too long"), out),
+    }
+}
+
+fn send_file(mut file: File, entry: &Entry, here: &Path, out: Out<'_>) -> Result<(), SendError> {
+    send_entry(entry, out)?;
+    if let Err(error) = copy(&mut file, out)? {
+        skipped(here, &error, out)?;
+    }
+    out(Kind::FileEnd, &[]).map_err(SendError::Connection)
+}
+
+/// All bytes of `input`, up to its own error.
+fn copy(input: &mut impl Read, out: Out<'_>) -> Result<io::Result<()>, SendError> {
+    let mut buffer = vec![0; MAX_PAYLOAD];
+    loop {
+        match input.read(&mut buffer) {
+            Ok(0) => return Ok(Ok(())),
+            Ok(count) => out(Kind::Data, &buffer[..count]).map_err(SendError::Connection)?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Ok(Err(error)),
+        }
+    }
+}
+
+fn skipped(path: &Path, why: &io::Error, out: Out<'_>) -> Result<(), SendError> {
+    let text = format!("{}: {why}", path.display());
+    let bytes = text.as_bytes();
+    out(Kind::Skipped, &bytes[..bytes.len().min(MAX_PAYLOAD)]).map_err(SendError::Connection)
+}

@@ -1,0 +1,53 @@
+//! A terminal for a command.
+#![expect(
+    unsafe_code,
+    reason = "ioctls of terminals, and what a child does between fork and exec"
+)]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use guest_agent::request::Terminal;
+use nix::pty::{OpenptyResult, Winsize, openpty};
+
+/// Gives `command` a new terminal for its three streams, as the one that controls its session. The result is
+/// the other end.
+///
+/// # Errors
+/// The system has no more terminals.
+pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
+    let OpenptyResult { master, slave } = openpty(&winsize(size), None)?;
+    command
+        .stdin(Stdio::from(slave.try_clone()?))
+        .stdout(Stdio::from(slave.try_clone()?))
+        .stderr(Stdio::from(slave));
+    // SAFETY: between fork and exec the child makes two system calls, which are safe there (signal-safety(7)),
+    // and touches no memory but its own stack.
+    unsafe {
+        command.pre_exec(|| {
+            if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(())
+        });
+    }
+    Ok(master)
+}
+
+/// Tells the terminal its new size.
+pub fn resize(master: impl AsFd, size: Terminal) {
+    let size = winsize(size);
+    // SAFETY: TIOCSWINSZ reads one winsize, which lives until the call has returned.
+    let _ = unsafe { libc::ioctl(master.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+}
+
+fn winsize(size: Terminal) -> Winsize {
+    Winsize {
+        ws_row: size.rows,
+        ws_col: size.columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    }
+}

@@ -1,0 +1,253 @@
+//! The agent served over a pair of Unix sockets: a host in order, one that is gone, one that is hostile.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::thread::JoinHandle;
+
+use guest_agent::request::{Exec, Exit, Job, Request, Terminal, VERSION};
+use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
+
+use super::*;
+
+fn agent() -> (UnixStream, JoinHandle<()>) {
+    let (host, agent) = UnixStream::pair().unwrap();
+    (host, std::thread::spawn(move || answer(agent).unwrap()))
+}
+
+fn ask(host: &mut UnixStream, job: Job) {
+    let request = Request {
+        version: VERSION,
+        job,
+    };
+    write_frame(host, Kind::Request, &serde_json::to_vec(&request).unwrap()).unwrap();
+}
+
+fn exec(argv: &[&str], terminal: Option<Terminal>) -> Job {
+    Job::Exec(Exec {
+        argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
+        env: vec![("GREETING".into(), "hello".into())],
+        cwd: Some("/".into()),
+        terminal,
+    })
+}
+
+/// What came of a kind, and how it ended.
+struct Outcome {
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    taken: u32,
+    last: Frame,
+}
+
+impl Outcome {
+    fn exit(&self) -> Exit {
+        assert_eq!(self.last.kind, Kind::Exit, "{}", self.last.text());
+        serde_json::from_slice(&self.last.payload).unwrap()
+    }
+}
+
+fn outcome(host: &mut UnixStream) -> Outcome {
+    let (mut stdout, mut stderr, mut taken) = (Vec::new(), Vec::new(), 0);
+    loop {
+        let frame = read_frame(host).unwrap().expect("an end of the command");
+        match frame.kind {
+            Kind::Accepted => {}
+            Kind::Stdout => stdout.extend(frame.payload),
+            Kind::Stderr => stderr.extend(frame.payload),
+            Kind::Taken => taken += frame.number().unwrap(),
+            _ => {
+                let last = frame;
+                return Outcome {
+                    stdout,
+                    stderr,
+                    taken,
+                    last,
+                };
+            }
+        }
+    }
+}
+
+fn run(argv: &[&str]) -> Outcome {
+    let (mut host, agent) = agent();
+    ask(&mut host, exec(argv, None));
+    let outcome = outcome(&mut host);
+    drop(host);
+    agent.join().unwrap();
+    outcome
+}
+
+#[test]
+fn streams_and_status_come_apart() {
+    let outcome = run(&["sh", "-c", "echo $GREETING; pwd; echo bad >&2; exit 7"]);
+    assert_eq!(outcome.stdout, b"hello\n/\n");
+    assert_eq!(outcome.stderr, b"bad\n");
+    assert_eq!(outcome.exit(), Exit::Status(7));
+    assert_eq!(run(&["sh", "-c", "kill -9 $$"]).exit(), Exit::Signal(9));
+}
+
+#[test]
+fn what_cannot_run_is_said() {
+    for (argv, why) in [
+        (&["/no/such/program"][..], "no such command"),
+        (&["/etc/passwd"], "/etc/passwd"),
+        (&[], "no command"),
+    ] {
+        let outcome = run(argv);
+        assert_eq!(outcome.last.kind, Kind::Refused);
+        assert!(outcome.last.text().contains(why), "{}", outcome.last.text());
+    }
+}
+
+#[test]
+fn output_before_the_end_is_all_there_and_children_left_behind_are_not_waited_for() {
+    let outcome = run(&["sh", "-c", "head -c 1000000 /dev/zero; sleep 60 & exit 0"]);
+    assert_eq!(
+        (outcome.stdout.len(), outcome.exit()),
+        (1_000_000, Exit::Status(0))
+    );
+}
+
+#[test]
+fn input_goes_in_and_its_end_too() {
+    let (mut host, agent) = agent();
+    ask(&mut host, exec(&["sh", "-c", "wc -c; echo after"], None));
+    for _ in 0..4 {
+        write_frame(&mut host, Kind::Stdin, &[b'x'; 50_000]).unwrap();
+    }
+    write_frame(&mut host, Kind::Stdin, &[]).unwrap();
+    let outcome = outcome(&mut host);
+    assert_eq!(
+        String::from_utf8(outcome.stdout.clone()).unwrap().trim(),
+        "200000\nafter"
+    );
+    assert_eq!((outcome.taken, outcome.exit()), (200_000, Exit::Status(0)));
+    drop(host);
+    agent.join().unwrap();
+}
+
+#[test]
+fn a_command_that_does_not_read_still_gets_signals() {
+    let (mut host, agent) = agent();
+    ask(&mut host, exec(&["sleep", "60"], None));
+    for _ in 0..INPUT_WINDOW / (64 << 10) {
+        write_frame(&mut host, Kind::Stdin, &[0; 64 << 10]).unwrap();
+    }
+    write_frame(&mut host, Kind::Signal, &15_u32.to_le_bytes()).unwrap();
+    assert_eq!(outcome(&mut host).exit(), Exit::Signal(15));
+    drop(host);
+    agent.join().unwrap();
+}
+
+#[test]
+fn a_host_that_goes_ends_the_command() {
+    let (mut host, agent) = agent();
+    ask(&mut host, exec(&["sleep", "600"], None));
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
+    drop(host);
+    // It would take ten minutes otherwise.
+    agent.join().unwrap();
+}
+
+#[test]
+fn a_terminal_has_a_size_and_takes_ctrl_c() {
+    let (mut host, agent) = agent();
+    let size = Terminal {
+        rows: 33,
+        columns: 44,
+    };
+    let script = "stty size; test -t 1 && echo terminal; cat; exit 9";
+    ask(&mut host, exec(&["sh", "-c", script], Some(size)));
+    let mut text = String::new();
+    while !text.contains("terminal") {
+        let frame = read_frame(&mut host).unwrap().unwrap();
+        text.push_str(&String::from_utf8_lossy(&frame.payload));
+    }
+    assert!(text.contains("33 44"), "{text:?}");
+    write_frame(&mut host, Kind::Stdin, &[3]).unwrap();
+    assert_eq!(outcome(&mut host).exit(), Exit::Signal(2));
+    drop(host);
+    agent.join().unwrap();
+}
+
+#[test]
+fn trees_go_in_and_out() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = |name: &str| temp.path().join(name);
+    std::fs::create_dir_all(path("from/d")).unwrap();
+    std::fs::write(path("from/d/f"), "text").unwrap();
+    let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
+
+    let (mut host, agent_thread) = agent();
+    ask(
+        &mut host,
+        Job::Put {
+            path: text(path("copy")),
+            name: "from".into(),
+        },
+    );
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
+    send_tree(&path("from"), &mut |kind, payload| {
+        write_frame(&mut host, kind, payload)
+    })
+    .unwrap();
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Done);
+    drop(host);
+    agent_thread.join().unwrap();
+    assert_eq!(std::fs::read(path("copy/d/f")).unwrap(), b"text");
+
+    let (mut host, agent_thread) = agent();
+    ask(
+        &mut host,
+        Job::Get {
+            path: text(path("copy")),
+        },
+    );
+    assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Accepted);
+    let mut receiver = Receiver::new(&path("back"), None).unwrap();
+    loop {
+        let frame = read_frame(&mut host).unwrap().unwrap();
+        if receiver.take(&frame).unwrap() == Progress::Done {
+            break;
+        }
+    }
+    drop(host);
+    agent_thread.join().unwrap();
+    assert_eq!(std::fs::read(path("back/d/f")).unwrap(), b"text");
+
+    for job in [
+        Job::Get {
+            path: text(path("nowhere")),
+        },
+        Job::Put {
+            path: text(path("no/where")),
+            name: "x".into(),
+        },
+    ] {
+        let (mut host, agent_thread) = agent();
+        ask(&mut host, job);
+        assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, Kind::Refused);
+        drop(host);
+        agent_thread.join().unwrap();
+    }
+}
+
+#[test]
+fn other_versions_and_nonsense_end_the_connection_only() {
+    let (mut host, agent_thread) = agent();
+    write_frame(&mut host, Kind::Request, br#"{"version":2,"job":"later"}"#).unwrap();
+    let refused = read_frame(&mut host).unwrap().unwrap();
+    assert!(refused.text().contains("version 1"), "{}", refused.text());
+    agent_thread.join().unwrap();
+    for bytes in [
+        &b"\x01\x04\0\0\0null"[..],
+        b"\xff\xff\xff\xff\xff",
+        b"\x0c\0\0\0\0",
+        b"\x01",
+    ] {
+        let (mut host, agent_thread) = agent();
+        host.write_all(bytes).unwrap();
+        drop(host);
+        agent_thread.join().unwrap();
+    }
+}

@@ -1,0 +1,193 @@
+//! Frames: one byte says what it is, four how long it is (little-endian), then the payload.
+
+use std::io::{self, Read, Write};
+
+/// Longest payload, in bytes. Longer data goes in pieces.
+pub const MAX_PAYLOAD: usize = 128 << 10;
+/// Bytes of standard input that may be on their way to a command that does not read. The host sends no more
+/// before [`Kind::Taken`], so that signals do not wait behind its input.
+pub const INPUT_WINDOW: u32 = 256 << 10;
+
+const HEADER: usize = 5;
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Host: what it asks for, a [`crate::request::Request`] as JSON. The first frame, once.
+    Request = 1,
+    /// Agent: it does that.
+    Accepted = 2,
+    /// Either: it does not, or no more; why, as text.
+    Refused = 3,
+    /// Host: input of the command; nothing in it: the end.
+    Stdin = 4,
+    /// Agent: so many bytes of input have been taken (4 bytes).
+    Taken = 5,
+    /// Agent: output of the command.
+    Stdout = 6,
+    /// Agent: what the command said on standard error.
+    Stderr = 7,
+    /// Host: a signal for the command (its number, 4 bytes).
+    Signal = 8,
+    /// Host: the terminal's size has changed (rows and columns, 2 bytes each).
+    Resize = 9,
+    /// Agent: the command has ended, a [`crate::request::Exit`] as JSON.
+    Exit = 10,
+    /// Sender: the next part of a tree, a [`crate::entry::Entry`].
+    Entry = 11,
+    /// Sender: bytes of the file that was last named.
+    Data = 12,
+    /// Sender: that was all of the file.
+    FileEnd = 13,
+    /// Sender: that was all of the tree. Receiver: and it is all there.
+    Done = 14,
+    /// Sender: something was left out; what and why, as text.
+    Skipped = 15,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Self> {
+        use Kind::*;
+        [
+            Request, Accepted, Refused, Stdin, Taken, Stdout, Stderr, Signal, Resize, Exit, Entry, Data,
+            FileEnd, Done, Skipped,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u8 == byte)
+    }
+}
+
+/// One message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// What it is.
+    pub kind: Kind,
+    /// Depends on it.
+    pub payload: Vec<u8>,
+}
+
+impl Frame {
+    /// The payload as a number.
+    pub fn number(&self) -> Option<u32> {
+        Some(u32::from_le_bytes(self.payload.as_slice().try_into().ok()?))
+    }
+
+    /// The payload as text of one line for people: the other side may have put anything into it.
+    pub fn text(&self) -> String {
+        let text = String::from_utf8_lossy(&self.payload);
+        text.chars()
+            .take(1000)
+            .map(|c| if c.is_control() { ' ' } else { c })
+            .collect()
+    }
+}
+
+/// Why there is no frame.
+#[derive(Debug, thiserror::Error)]
+pub enum WireError {
+    /// The connection failed, or ended within a frame.
+    #[error("the connection broke")]
+    Io(#[from] io::Error),
+    /// No frame has this number.
+    #[error("the other side sends what is no frame (kind {0})")]
+    Kind(u8),
+    /// Longer than any frame may be.
+    #[error("the other side sends a frame of {0} bytes; at most {MAX_PAYLOAD} are allowed")]
+    TooLong(u32),
+}
+
+/// Writes a frame at once.
+///
+/// # Errors
+/// The connection's, or the payload is longer than [`MAX_PAYLOAD`].
+pub fn write_frame(out: &mut impl Write, kind: Kind, payload: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(payload.len())
+        .ok()
+        .filter(|_| payload.len() <= MAX_PAYLOAD)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "longer than a frame"))?;
+    let mut frame = Vec::with_capacity(HEADER + payload.len());
+    frame.push(kind as u8);
+    frame.extend(length.to_le_bytes());
+    frame.extend(payload);
+    out.write_all(&frame)
+}
+
+/// Reads a frame; `None` where the connection ends in order.
+///
+/// # Errors
+/// [`WireError`].
+pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, WireError> {
+    let mut header = [0; HEADER];
+    loop {
+        match input.read(&mut header[..1]) {
+            Ok(0) => return Ok(None),
+            Ok(_) => break,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    input.read_exact(&mut header[1..])?;
+    let [number, a, b, c, d] = header;
+    let kind = Kind::from_byte(number).ok_or(WireError::Kind(number))?;
+    let length = u32::from_le_bytes([a, b, c, d]);
+    let bytes = usize::try_from(length)
+        .ok()
+        .filter(|bytes| *bytes <= MAX_PAYLOAD)
+        .ok_or(WireError::TooLong(length))?;
+    let mut payload = vec![0; bytes];
+    input.read_exact(&mut payload)?;
+    Ok(Some(Frame { kind, payload }))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn frames_read_back_as_written() {
+        let mut bytes = Vec::new();
+        let long = vec![7; MAX_PAYLOAD];
+        write_frame(&mut bytes, Kind::Stdin, b"").unwrap();
+        write_frame(&mut bytes, Kind::Data, &long).unwrap();
+        let mut input = &bytes[..];
+        let read = |input: &mut &[u8]| read_frame(input).unwrap();
+        assert_eq!(read(&mut input).unwrap().kind, Kind::Stdin);
+        assert_eq!(read(&mut input).unwrap().payload, long);
+        assert_eq!(read(&mut input), None);
+        assert!(write_frame(&mut Vec::new(), Kind::Data, &vec![0; MAX_PAYLOAD + 1]).is_err());
+    }
+
+    #[test]
+    fn what_is_no_frame_allocates_nothing() {
+        let refused = |bytes: &[u8]| read_frame(&mut &bytes[..]).unwrap_err();
+        assert!(matches!(refused(&[0, 0, 0, 0, 0]), WireError::Kind(0)));
+        assert!(matches!(refused(&[16, 0, 0, 0, 0]), WireError::Kind(16)));
+        assert!(matches!(
+            refused(&[12, 0xff, 0xff, 0xff, 0xff]),
+            WireError::TooLong(u32::MAX)
+        ));
+        assert!(matches!(refused(&[12, 5, 0, 0, 0, 1]), WireError::Io(_)));
+        assert!(matches!(refused(&[12, 5]), WireError::Io(_)));
+    }
+
+    #[test]
+    fn text_of_the_other_side_is_one_short_line() {
+        let frame = Frame {
+            kind: Kind::Refused,
+            payload: [&b"a\n\x1b[2J\xff"[..], &[b'x'; 5000]].concat(),
+        };
+        let text = frame.text();
+        assert!(text.starts_with("a  [2J") && text.chars().count() == 1000);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_frames_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let mut input = &bytes[..];
+            while let Ok(Some(_)) = read_frame(&mut input) {}
+        }
+    }
+}
