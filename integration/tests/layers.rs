@@ -15,6 +15,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("guest-profile", &["kernel-images", "perf-core"]),
     ("control-api", &["perf-core"]),
     ("virtio-devices", &["perf-core"]),
+    ("guest-agent", &[]),
     (
         "vmm",
         &[
@@ -31,6 +32,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
         "perfvisor",
         &[
             "control-api",
+            "guest-agent",
             "guest-images",
             "guest-profile",
             "kernel-images",

@@ -34,8 +34,8 @@ pub enum SendError {
 /// Sends frames.
 pub type Out<'a> = &'a mut dyn FnMut(Kind, &[u8]) -> io::Result<()>;
 
-/// Sends the tree at `root` up to [`Kind::Done`]. A link at `root` itself is followed, links below it are sent
-/// as links. What cannot be read below it is skipped, and told.
+/// Sends the tree at `root` up to [`Kind::Done`]. A link at `root` itself is followed, links below it are
+/// sent as links. What cannot be read below it is skipped, and told.
 ///
 /// # Errors
 /// [`SendError`].

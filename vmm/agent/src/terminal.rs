@@ -23,8 +23,8 @@ pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
         .stdin(Stdio::from(slave.try_clone()?))
         .stdout(Stdio::from(slave.try_clone()?))
         .stderr(Stdio::from(slave));
-    // SAFETY: between fork and exec the child makes two system calls, which are safe there (signal-safety(7)),
-    // and touches no memory but its own stack.
+    // SAFETY: between fork and exec the child makes two system calls, which are safe there
+    // (signal-safety(7)), and touches no memory but its own stack.
     unsafe {
         command.pre_exec(|| {
             if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {

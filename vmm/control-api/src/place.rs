@@ -68,6 +68,11 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
     }
 }
 
+/// Where the vsock device of VM `name` listens, if it was given no other path: beside its control socket.
+pub fn vsock_path(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{name}.vsock"))
+}
+
 /// Whether a VM can have this name.
 ///
 /// # Errors

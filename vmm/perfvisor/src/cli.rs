@@ -16,7 +16,9 @@ use perf_core::SharePolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, ModelName};
 
+use crate::commands::cp::CpArgs;
 use crate::commands::ctl::CtlArgs;
+use crate::commands::exec::ExecArgs;
 use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
 use crate::commands::ps::PsArgs;
 use crate::commands::record::RecordArgs;
@@ -39,6 +41,7 @@ use perfvisor_vmm::vcpu::affinity::Pinning;
 use perfvisor_vmm::vcpu::control::OnReset;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
+use virtio_devices::vsock::VsockConfig;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
@@ -77,6 +80,10 @@ pub enum Command {
     Ps(PsArgs),
     /// Pause, resume or stop a VM, add and remove vCPUs, change its sharing policy or its event filter.
     Ctl(CtlArgs),
+    /// Run a command in a VM's guest, by the agent there.
+    Exec(ExecArgs),
+    /// Copy files into a VM's guest, or out of it.
+    Cp(CpArgs),
     /// Count events of a VM's vCPUs, or show what its guest counts.
     Stat(StatArgs),
     /// Sample a VM's vCPUs, with guest call chains, into a perf.data file.
@@ -95,7 +102,7 @@ pub enum Command {
 
 /// Names of the commands, for messages.
 const COMMANDS: &str =
-    "run, check, validate, ps, ctl, stat, record, top, report, script, flamegraph or pprof";
+    "run, check, validate, ps, ctl, exec, cp, stat, record, top, report, script, flamegraph or pprof";
 
 /// `perfvisor check`.
 #[derive(Clone, Debug, Args)]
@@ -227,6 +234,10 @@ pub struct RunArgs {
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
+    /// Sockets between the guest and programs of this host, for exec and cp too: the guest's address, and the
+    /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
+    #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3")]
+    pub vsock: Option<VsockConfig>,
     /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT or unix:PATH.
     #[arg(long, value_name = "ADDR")]
     pub metrics: Option<MetricsAddress>,

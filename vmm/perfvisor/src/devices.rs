@@ -2,6 +2,7 @@
 
 use std::io;
 
+use control_api::place;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::disk::Block;
 use virtio_devices::disk::image::ImageError;
@@ -9,6 +10,7 @@ use virtio_devices::net::Net;
 use virtio_devices::net::config::{Mac, NetConfig};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
 use virtio_devices::rng::Rng;
+use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
 use crate::cli::RunArgs;
 
@@ -30,6 +32,9 @@ pub enum DeviceError {
     /// No entropy.
     #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
     Rng(#[source] io::Error),
+    /// No sockets between the guest and the host.
+    #[error("--vsock")]
+    Vsock(#[from] VsockError),
 }
 
 /// The devices that `args` ask for of VM `vm`, in the order in which the guest finds them.
@@ -52,7 +57,18 @@ pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, De
     if args.rng && args.kernel.is_some() {
         devices.push(Box::new(Rng::new().map_err(DeviceError::Rng)?));
     }
+    if let Some(config) = &args.vsock {
+        devices.push(Box::new(sockets(config, vm)?));
+    }
     Ok(devices)
+}
+
+/// The vsock device of VM `vm`.
+fn sockets(config: &VsockConfig, vm: &str) -> Result<VsockDevice, VsockError> {
+    let beside = || place::vsock_path(&place::directory(), vm);
+    let path = config.socket.clone().unwrap_or_else(beside);
+    log::info!("vsock: guest address {}, {}", config.cid, path.display());
+    VsockDevice::new(config.cid, &path)
 }
 
 /// Network device `index` of VM `vm`.

@@ -8,7 +8,10 @@ pub enum ExitStatus {
     PoweredOff,
     /// The guest wrote to the debug-exit port: (value << 1) | 1.
     Guest(u8),
-    /// `perfvisor validate` found something wrong, or `perfvisor record` could not write all samples.
+    /// What a command in the guest ended with (`perfvisor exec`).
+    Command(u8),
+    /// `perfvisor validate` found something wrong, `record` could not write all samples, or `cp` left
+    /// something out.
     CheckFailed,
     /// Bad input: an option, a file, the host.
     BadInput,
@@ -27,7 +30,7 @@ impl ExitStatus {
     pub fn code(self) -> u8 {
         match self {
             ExitStatus::PoweredOff => 0,
-            ExitStatus::Guest(status) => status,
+            ExitStatus::Guest(status) | ExitStatus::Command(status) => status,
             ExitStatus::CheckFailed => 1,
             ExitStatus::BadInput => 2,
             ExitStatus::Reset => 4,

@@ -40,7 +40,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use cli::{CliExit, Command};
-use commands::{ctl, files, ps, record, stat, top, validate};
+use commands::{cp, ctl, exec, files, ps, record, stat, top, validate};
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
@@ -90,6 +90,8 @@ fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn E
         Command::Validate(args) => validate::validate(&args)?,
         Command::Ps(args) => ps::ps(&args)?,
         Command::Ctl(args) => ctl::ctl(&args)?,
+        Command::Exec(args) => exec::exec(&args)?,
+        Command::Cp(args) => cp::cp(&args)?,
         Command::Stat(args) => stat::stat(&args)?,
         Command::Record(args) => record::record(&args)?,
         Command::Top(args) => top::top(&args)?,

@@ -1,7 +1,10 @@
 //! The operator's commands: those that speak to running VMs, and those that show what was recorded.
 
+pub mod cp;
 pub mod ctl;
+pub mod exec;
 pub mod files;
+mod guest;
 pub mod ps;
 pub mod record;
 pub mod stat;

@@ -112,13 +112,13 @@ impl FromStr for VsockConfig {
 #[derive(Debug, Error)]
 pub enum VsockError {
     /// A path that Unix sockets cannot have.
-    #[error("vsock: {}: longer than {MAX_PATH} bytes; choose a shorter path", .0.display())]
+    #[error("{}: longer than {MAX_PATH} bytes; choose a shorter path", .0.display())]
     TooLong(PathBuf),
     /// Somebody listens there, or it is no socket.
-    #[error("vsock: {}: there is a file already, or a VM that uses it; choose another path or remove it", .0.display())]
+    #[error("{}: there is a file already, or a VM that uses it; choose another path or remove it", .0.display())]
     Taken(PathBuf),
     /// The host refuses.
-    #[error("vsock: {}", path.display())]
+    #[error("{}", path.display())]
     Host {
         /// Where.
         path: PathBuf,

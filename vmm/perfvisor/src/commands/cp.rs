@@ -1,0 +1,281 @@
+//! `perfvisor cp`: files into a VM's guest, or out of it.
+
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use clap::Args;
+use control_api::place;
+use guest_agent::entry::{Entry, What};
+use guest_agent::receive::{Progress, ReceiveError, Receiver};
+use guest_agent::request::Job;
+use guest_agent::send::{SendError, send_stream, send_tree};
+use guest_agent::wire::{Frame, Kind, write_frame};
+
+use super::guest::{GuestError, Way};
+use super::{DONE, OutputError, say, written};
+use crate::exit::ExitStatus;
+use crate::values::parse_seconds;
+
+/// Between two lines of progress.
+const SHOW: Duration = Duration::from_millis(200);
+
+/// `perfvisor cp`.
+#[derive(Clone, Debug, Args)]
+pub struct CpArgs {
+    /// What to copy: a file or a directory with all below it, here (PATH) or in a guest (NAME:PATH); - is
+    /// standard input.
+    #[arg(value_name = "SOURCE")]
+    pub source: String,
+    /// Where to: in this directory, or under this name; - is standard output.
+    #[arg(value_name = "TARGET")]
+    pub target: String,
+    /// Wait so long for a guest that boots.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub wait: Option<Duration>,
+    /// The VM's vsock socket, if it was started with --vsock socket=PATH.
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+}
+
+/// Why it was not copied, or not all of it.
+#[derive(Debug, thiserror::Error)]
+pub enum CpError {
+    /// The guest does not do it.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// Not from here to a guest, nor back.
+    #[error("one of SOURCE and TARGET must be NAME:PATH, a path in a VM's guest, and the other a path here")]
+    Sides,
+    /// No path behind the colon.
+    #[error("{0}: needs a path in the guest, as in {0}/tmp")]
+    NoPath(String),
+    /// A path that is no text.
+    #[error("{}: give its copy a name", .0.display())]
+    NoName(PathBuf),
+    /// It cannot be read here.
+    #[error(transparent)]
+    Send(#[from] SendError),
+    /// It cannot be written here.
+    #[error(transparent)]
+    Receive(#[from] ReceiveError),
+    /// Standard output.
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    /// A directory has no bytes of its own.
+    #[error("{0}: only a file can go to standard output")]
+    NoFile(String),
+}
+
+/// One side of a copy.
+#[derive(Debug, PartialEq, Eq)]
+enum Side<'a> {
+    Here(&'a Path),
+    Guest(&'a str, &'a str),
+}
+
+/// `NAME:PATH` is in a guest; `./NAME:PATH` is not.
+fn side(text: &str) -> Result<Side<'_>, CpError> {
+    match text.split_once(':') {
+        Some((name, "")) if place::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
+        Some((name, path)) if place::check_name(name).is_ok() => Ok(Side::Guest(name, path)),
+        _ => Ok(Side::Here(Path::new(text))),
+    }
+}
+
+/// Copies.
+///
+/// # Errors
+/// [`CpError`].
+pub fn cp(args: &CpArgs) -> Result<ExitStatus, CpError> {
+    let way = |name: &str| Way {
+        name: name.to_owned(),
+        socket: args.socket.clone(),
+        wait: args.wait,
+    };
+    match (side(&args.source)?, side(&args.target)?) {
+        (Side::Here(source), Side::Guest(name, target)) => put(&way(name), source, target),
+        (Side::Guest(name, source), Side::Here(target)) => get(&way(name), source, target),
+        _ => Err(CpError::Sides),
+    }
+}
+
+/// How much has been copied, shown on a terminal, and whether something was left out.
+struct Meter {
+    bytes: u64,
+    shown: Instant,
+    terminal: bool,
+    skipped: bool,
+}
+
+impl Meter {
+    fn new() -> Self {
+        Self {
+            bytes: 0,
+            shown: Instant::now(),
+            terminal: io::stderr().is_terminal(),
+            skipped: false,
+        }
+    }
+
+    fn add(&mut self, count: usize) {
+        self.bytes = self.bytes.saturating_add(count as u64);
+        if self.terminal && self.shown.elapsed() > SHOW {
+            self.shown = Instant::now();
+            say(&format!("\r{} MiB ", self.bytes >> 20));
+        }
+    }
+
+    fn skipped(&mut self, what: &str) {
+        self.skipped = true;
+        self.clear();
+        say(&format!("perfvisor: left out: {what}\n"));
+    }
+
+    fn clear(&self) {
+        if self.terminal {
+            say("\r\x1b[K");
+        }
+    }
+
+    fn end(&self) -> ExitStatus {
+        self.clear();
+        if self.skipped {
+            ExitStatus::CheckFailed
+        } else {
+            DONE
+        }
+    }
+}
+
+fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
+    let piped = source == Path::new("-");
+    let name = if piped {
+        String::new()
+    } else {
+        // Of ".." and the like, the name that the directory has.
+        let full = source.canonicalize().map_err(|error| SendError::Source {
+            path: source.to_owned(),
+            source: error,
+        })?;
+        let named = source.file_name().or(full.file_name());
+        let text = named.and_then(|name| name.to_str());
+        text.ok_or_else(|| CpError::NoName(source.to_owned()))?.to_owned()
+    };
+    let path = target.to_owned();
+    let stream = way.ask(Job::Put { path, name })?;
+    let mut meter = Meter::new();
+    let mut out = |kind: Kind, payload: &[u8]| {
+        match kind {
+            Kind::Data => meter.add(payload.len()),
+            Kind::Skipped => {
+                let payload = payload.to_vec();
+                meter.skipped(&Frame { kind, payload }.text());
+            }
+            _ => {}
+        }
+        write_frame(&mut &stream, kind, payload)
+    };
+    let sent = if piped {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        send_stream(
+            io::stdin().lock(),
+            0o644,
+            (now.as_secs(), now.subsec_nanos()),
+            &mut out,
+        )
+    } else {
+        send_tree(source, &mut out)
+    };
+    match sent {
+        // The agent broke it off, and says why.
+        Ok(()) | Err(SendError::Connection(_)) => {}
+        Err(error) => return Err(error.into()),
+    }
+    match way.next(&stream)? {
+        Frame { kind: Kind::Done, .. } => Ok(meter.end()),
+        frame => {
+            meter.clear();
+            Err(way.refused(&frame).into())
+        }
+    }
+}
+
+fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
+    let piped = target == Path::new("-");
+    // What is wrong here is found before the guest is asked.
+    let name = Path::new(source).file_name().and_then(|name| name.to_str());
+    let mut receiver = if piped {
+        None
+    } else {
+        Some(Receiver::new(target, name)?)
+    };
+    let stream = way.ask(Job::Get {
+        path: source.to_owned(),
+    })?;
+    let mut meter = Meter::new();
+    loop {
+        let frame = way.next(&stream)?;
+        if frame.kind == Kind::Data {
+            meter.add(frame.payload.len());
+        }
+        let progress = match &mut receiver {
+            _ if frame.kind == Kind::Refused => return Err(way.refused(&frame).into()),
+            Some(receiver) => receiver.take(&frame)?,
+            None => print_file(&frame, source)?,
+        };
+        match progress {
+            Progress::More => {}
+            Progress::Skipped(what) => meter.skipped(&what),
+            Progress::Done => {
+                close(&stream);
+                return Ok(meter.end());
+            }
+        }
+    }
+}
+
+/// The agent waits for it.
+fn close(stream: &UnixStream) {
+    let _ = stream.shutdown(std::net::Shutdown::Both);
+}
+
+/// Writes a file's bytes to standard output.
+fn print_file(frame: &Frame, source: &str) -> Result<Progress, CpError> {
+    match frame.kind {
+        Kind::Entry => match Entry::from_bytes(&frame.payload)
+            .map_err(ReceiveError::from)?
+            .what
+        {
+            What::File => Ok(Progress::More),
+            _ => Err(CpError::NoFile(source.to_owned())),
+        },
+        Kind::Data => {
+            written(io::stdout().write_all(&frame.payload))?;
+            Ok(Progress::More)
+        }
+        Kind::FileEnd => Ok(Progress::More),
+        Kind::Skipped => Ok(Progress::Skipped(frame.text())),
+        Kind::Done => {
+            written(io::stdout().flush())?;
+            Ok(Progress::Done)
+        }
+        _ => Err(ReceiveError::Order.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_and_a_colon_are_a_guest() {
+        assert_eq!(side("vm:/tmp/x").unwrap(), Side::Guest("vm", "/tmp/x"));
+        assert_eq!(side("vm:x:y").unwrap(), Side::Guest("vm", "x:y"));
+        for here in ["x", "./vm:/x", "/a:b", "-", ""] {
+            assert_eq!(side(here).unwrap(), Side::Here(Path::new(here)));
+        }
+        assert!(matches!(side("vm:"), Err(CpError::NoPath(_))));
+    }
+}

@@ -1,0 +1,269 @@
+//! `perfvisor exec`: a command in a VM's guest, as if it ran here.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use clap::Args;
+use guest_agent::request::{Exec, Exit, Job, Terminal};
+use guest_agent::wire::{INPUT_WINDOW, Kind, write_frame};
+use perf_core::error_line;
+use ratatui::crossterm::terminal;
+
+use super::guest::{GuestError, Way};
+use super::{CommandError, NAP, say};
+use crate::exit::ExitStatus;
+use crate::signals::StopSignals;
+use crate::values::parse_seconds;
+
+/// Bytes of input in one frame.
+const PIECE: usize = 32 << 10;
+/// Between two looks at the terminal's size, in naps.
+const SIZE_LOOKS: u32 = 10;
+/// What a shell says of a program whose reader has gone (SIGPIPE).
+const READER_GONE: u8 = 141;
+
+const EXIT_STATUS_HELP: &str = "\
+Exit status: the command's; 128 and the number of the signal that ended it; 2 if it could not be started; 8 if
+the VM or its agent was lost while it ran.";
+
+/// `perfvisor exec`.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = EXIT_STATUS_HELP)]
+pub struct ExecArgs {
+    /// The VM, as perfvisor ps shows it.
+    #[arg(value_name = "NAME")]
+    pub name: String,
+    /// Give the command a terminal; Ctrl-C and window sizes go to it.
+    #[arg(short, long)]
+    pub terminal: bool,
+    /// A variable for the command's environment.
+    #[arg(short, long = "env", value_name = "K=V", value_parser = parse_variable)]
+    pub env: Vec<(String, String)>,
+    /// The command's directory in the guest.
+    #[arg(short = 'C', long, value_name = "DIR")]
+    pub directory: Option<String>,
+    /// Wait so long for a guest that boots.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub wait: Option<Duration>,
+    /// The VM's vsock socket, if it was started with --vsock socket=PATH.
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// The command.
+    #[arg(value_name = "COMMAND", required = true, last = true)]
+    pub command: Vec<String>,
+}
+
+/// Why there is no such variable.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+#[error("must be NAME=VALUE")]
+pub struct VariableError;
+
+fn parse_variable(text: &str) -> Result<(String, String), VariableError> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err(VariableError),
+    }
+}
+
+/// Why the command did not run.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecError {
+    /// As with any command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// The guest does not do it.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The terminal cannot be made raw.
+    #[error("the terminal cannot be made raw")]
+    Terminal(#[source] io::Error),
+}
+
+/// A terminal that passes all keys on, until this is dropped.
+struct Raw;
+
+impl Raw {
+    fn enter() -> io::Result<Option<Self>> {
+        if !io::stdin().is_terminal() {
+            return Ok(None);
+        }
+        terminal::enable_raw_mode()?;
+        Ok(Some(Self))
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        let _ = terminal::disable_raw_mode();
+    }
+}
+
+/// Input that may be sent before the agent has taken some.
+#[derive(Default)]
+struct Window {
+    used: Mutex<u32>,
+    taken: Condvar,
+}
+
+impl Window {
+    fn take(&self, count: u32) {
+        let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut used = self
+            .taken
+            .wait_while(used, |used| *used + count > INPUT_WINDOW)
+            .unwrap_or_else(PoisonError::into_inner);
+        *used += count;
+    }
+
+    fn give(&self, count: u32) {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        *used = used.saturating_sub(count);
+        self.taken.notify_all();
+    }
+}
+
+/// The way out, shared by those who write.
+type Out = Arc<Mutex<UnixStream>>;
+
+fn send(out: &Out, kind: Kind, payload: &[u8]) -> io::Result<()> {
+    let mut stream = out.lock().unwrap_or_else(PoisonError::into_inner);
+    write_frame(&mut *stream, kind, payload)
+}
+
+/// Runs it.
+///
+/// # Errors
+/// [`ExecError`].
+pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let way = Way {
+        name: args.name.clone(),
+        socket: args.socket.clone(),
+        wait: args.wait,
+    };
+    let mut env = args.env.clone();
+    if let (true, Ok(term)) = (args.terminal, std::env::var("TERM")) {
+        env.insert(0, ("TERM".to_owned(), term));
+    }
+    let stream = way.ask(Job::Exec(Exec {
+        argv: args.command.clone(),
+        env,
+        cwd: args.directory.clone(),
+        terminal: args.terminal.then(size),
+    }))?;
+    let raw = if args.terminal {
+        Raw::enter().map_err(ExecError::Terminal)?
+    } else {
+        None
+    };
+    let copy = stream.try_clone().map_err(|error| lost(&way, error))?;
+    let out: Out = Arc::new(Mutex::new(copy));
+    let window = Arc::new(Window::default());
+    // These end with the program.
+    let (input_out, input_window) = (out.clone(), window.clone());
+    std::thread::spawn(move || forward_input(&input_out, &input_window));
+    let follows_size = args.terminal;
+    std::thread::spawn(move || forward_signals(&out, &signals, follows_size));
+    let status = serve(&way, &stream, &window);
+    drop(raw);
+    status
+}
+
+fn lost(way: &Way, error: io::Error) -> GuestError {
+    let (name, source) = (way.name.clone(), error.into());
+    GuestError::Wire { name, source }
+}
+
+/// Prints what comes until the command has ended.
+fn serve(way: &Way, stream: &UnixStream, window: &Window) -> Result<ExitStatus, ExecError> {
+    loop {
+        let frame = match way.next(stream) {
+            Ok(frame) => frame,
+            Err(error) => {
+                // The command ran: that is no bad input.
+                say(&format!("perfvisor: {}\r\n", error_line(&error)));
+                return Ok(ExitStatus::Internal);
+            }
+        };
+        let written = match frame.kind {
+            Kind::Stdout => io::stdout()
+                .write_all(&frame.payload)
+                .and_then(|()| io::stdout().flush()),
+            Kind::Stderr => io::stderr().write_all(&frame.payload),
+            Kind::Taken => {
+                window.give(frame.number().unwrap_or(0));
+                Ok(())
+            }
+            Kind::Exit => {
+                return match serde_json::from_slice::<Exit>(&frame.payload) {
+                    Ok(exit) => Ok(ExitStatus::Command(exit.code())),
+                    Err(_) => Err(way.refused(&frame).into()),
+                };
+            }
+            _ => return Err(way.refused(&frame).into()),
+        };
+        if written.is_err() {
+            // Nobody reads: the command ends when the connection does.
+            return Ok(ExitStatus::Command(READER_GONE));
+        }
+    }
+}
+
+fn forward_input(out: &Out, window: &Window) {
+    let mut buffer = vec![0; PIECE];
+    loop {
+        let count = match io::stdin().read(&mut buffer) {
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => 0,
+        };
+        // No more than PIECE.
+        window.take(u32::try_from(count).unwrap_or(0));
+        if send(out, Kind::Stdin, &buffer[..count]).is_err() || count == 0 {
+            return;
+        }
+    }
+}
+
+/// Signals of this program are the command's, and so are changes of the terminal's size.
+fn forward_signals(out: &Out, signals: &StopSignals, follows_size: bool) {
+    let mut last = size();
+    for nap in 0_u32.. {
+        std::thread::sleep(NAP);
+        let signal = signals.take().and_then(|signal| u32::try_from(signal).ok());
+        if let Some(signal) = signal
+            && send(out, Kind::Signal, &signal.to_le_bytes()).is_err()
+        {
+            return;
+        }
+        if follows_size && nap.is_multiple_of(SIZE_LOOKS) {
+            let now = size();
+            if now != std::mem::replace(&mut last, now) && send(out, Kind::Resize, &now.to_bytes()).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// The terminal's size, or the usual one where there is none.
+fn size() -> Terminal {
+    let (columns, rows) = terminal::size().unwrap_or((80, 24));
+    Terminal { rows, columns }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_have_a_name_and_a_value() {
+        assert_eq!(parse_variable("A=b=c"), Ok(("A".into(), "b=c".into())));
+        assert_eq!(parse_variable("A="), Ok(("A".into(), String::new())));
+        for bad in ["A", "=b", ""] {
+            assert_eq!(parse_variable(bad), Err(VariableError));
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! The way to the agent in a VM's guest.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use control_api::client::{Client, ClientError};
+use control_api::place;
+use guest_agent::PORT;
+use guest_agent::request::{Job, Request, VERSION};
+use guest_agent::wire::{Frame, Kind, WireError, read_frame, write_frame};
+
+use super::NAP;
+
+/// How long the guest's kernel may take to accept a connection, and its agent to accept a request.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// Why the guest does not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    /// No such VM.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// It has no way in.
+    #[error(
+        "VM '{0}' has no vsock device at its usual place; start it with --vsock, or name its socket by --socket"
+    )]
+    NoVsock(String),
+    /// Nobody is at the socket that was named.
+    #[error("{}", path.display())]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: io::Error,
+    },
+    /// The guest's kernel does not answer.
+    #[error(
+        "the guest of VM '{0}' does not answer over vsock: it has not booted that far, or has no driver (Linux: modprobe vmw_vsock_virtio_transport)"
+    )]
+    NoAnswer(String),
+    /// There is no agent.
+    #[error(
+        "no agent runs in the guest of VM '{0}': start perfvisor-agent there (docs/guide/exec.md says how to install it)"
+    )]
+    NoAgent(String),
+    /// The agent says no.
+    #[error("the guest of VM '{name}': {why}")]
+    Refused {
+        /// The VM.
+        name: String,
+        /// In the agent's words.
+        why: String,
+    },
+    /// What comes is no answer of an agent.
+    #[error("the guest of VM '{name}'")]
+    Wire {
+        /// The VM.
+        name: String,
+        /// What came.
+        #[source]
+        source: WireError,
+    },
+    /// The request is larger than a frame, or holds what is no text.
+    #[error("the command and its environment are longer than the agent takes")]
+    TooLong,
+}
+
+/// How to find the agent.
+#[derive(Clone, Debug)]
+pub struct Way {
+    /// The VM.
+    pub name: String,
+    /// Its vsock socket, if not at its usual place.
+    pub socket: Option<PathBuf>,
+    /// How long to try again while there is no agent.
+    pub wait: Option<Duration>,
+}
+
+impl Way {
+    /// Connects to the agent and asks it for `job`. It has accepted when this returns.
+    ///
+    /// # Errors
+    /// [`GuestError`].
+    pub fn ask(&self, job: Job) -> Result<UnixStream, GuestError> {
+        let until = self.wait.map(|wait| Instant::now() + wait);
+        let stream = loop {
+            match (self.connect(), until) {
+                (Ok(stream), _) => break stream,
+                (Err(GuestError::NoAgent(_) | GuestError::NoAnswer(_)), Some(until))
+                    if Instant::now() < until =>
+                {
+                    std::thread::sleep(10 * NAP);
+                }
+                (Err(error), _) => return Err(error),
+            }
+        };
+        let version = VERSION;
+        let request = serde_json::to_vec(&Request { version, job }).map_err(|_| GuestError::TooLong)?;
+        write_frame(&mut &stream, Kind::Request, &request).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidInput => GuestError::TooLong,
+            _ => self.wire(error.into()),
+        })?;
+        match self.next(&stream)? {
+            Frame {
+                kind: Kind::Accepted, ..
+            } => {}
+            frame => return Err(self.refused(&frame)),
+        }
+        stream
+            .set_read_timeout(None)
+            .map_err(|error| self.wire(error.into()))?;
+        Ok(stream)
+    }
+
+    fn connect(&self) -> Result<UnixStream, GuestError> {
+        let path = match &self.socket {
+            Some(path) => path.clone(),
+            None => {
+                // It says which VMs there are, if this one is not.
+                drop(Client::connect(Some(&self.name))?);
+                place::vsock_path(&place::directory(), &self.name)
+            }
+        };
+        let connected = UnixStream::connect(&path).and_then(|stream| {
+            stream.set_read_timeout(Some(PATIENCE))?;
+            (&stream).write_all(format!("CONNECT {PORT}\n").as_bytes())?;
+            Ok(stream)
+        });
+        let stream = match connected {
+            Ok(stream) => stream,
+            Err(_) if self.socket.is_none() => return Err(GuestError::NoVsock(self.name.clone())),
+            Err(source) => return Err(GuestError::Socket { path, source }),
+        };
+        let mut line = Vec::new();
+        loop {
+            let mut byte = [0];
+            match (&stream).read(&mut byte) {
+                Ok(1) if byte == *b"\n" => break,
+                Ok(1) if line.len() < 64 => line.extend(byte),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(GuestError::NoAnswer(self.name.clone()));
+                }
+                _ => return Err(GuestError::NoAgent(self.name.clone())),
+            }
+        }
+        if line.starts_with(b"OK ") {
+            Ok(stream)
+        } else {
+            Err(GuestError::NoAgent(self.name.clone()))
+        }
+    }
+
+    /// The next frame, which must be there.
+    ///
+    /// # Errors
+    /// The connection ended.
+    pub fn next(&self, mut stream: &UnixStream) -> Result<Frame, GuestError> {
+        match read_frame(&mut stream) {
+            Ok(Some(frame)) => Ok(frame),
+            Ok(None) => Err(self.wire(io::Error::from(io::ErrorKind::UnexpectedEof).into())),
+            Err(source) => Err(self.wire(source)),
+        }
+    }
+
+    /// The agent's refusal, or a frame that does not belong there.
+    pub fn refused(&self, frame: &Frame) -> GuestError {
+        let why = match frame.kind {
+            Kind::Refused => frame.text(),
+            kind => format!("its agent sends {kind:?} where that makes no sense"),
+        };
+        let name = self.name.clone();
+        GuestError::Refused { name, why }
+    }
+
+    fn wire(&self, source: WireError) -> GuestError {
+        let name = self.name.clone();
+        GuestError::Wire { name, source }
+    }
+}
