@@ -25,7 +25,7 @@ demo: lab-files
 
 # Test programs that boot many guests in the lab; all others, new ones too, are part of "make test". Those of the first list test no times, or
 # measure again what was off: two of them run beside each other, as a lab keeps hardly more than one processor busy. The longest come first.
-TESTS_TOGETHER := disks nested exact models lab user_rdpmc kexec late_ack machine
+TESTS_TOGETHER := disks nested exact models lab user_rdpmc kexec late_ack machine vsock
 TESTS_ALONE := profile_guest hotplug kernels validate
 GUEST_TESTS := $(TESTS_TOGETHER) $(TESTS_ALONE)
 QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)))))
@@ -203,6 +203,20 @@ build: setup
 guest: setup
 	$(CARGO) run -q -p guest-images --features builder --bin guest-images -- \
 		--target-dir $(TARGET_DIR) $(if $(REFRESH),--refresh) $(KERNEL)
+
+# The agent of perfvisor exec and cp, static, so that it runs in any guest.
+AGENT := $(TARGET_DIR)/static/x86_64-unknown-linux-gnu/release/perfvisor-agent
+.PHONY: agent
+## agent: the static agent for guests of perfvisor exec and cp
+agent: setup
+	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build -q --release --target x86_64-unknown-linux-gnu \
+		--target-dir $(TARGET_DIR)/static --config profile.release.debug=false -p guest-agent --bin perfvisor-agent
+	@echo $(AGENT)
+
+## debian: a Debian disk image with perf, sshd and the agent, in target/debian (REFRESH=1: newer packages)
+.PHONY: debian
+debian: agent
+	guest-images/debian/build $(AGENT) $(TARGET_DIR)/debian
 
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab

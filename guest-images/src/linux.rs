@@ -38,7 +38,13 @@ const PROGRAMS: [&str; 9] = [
 
 /// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, and a serial
 /// port over virtio to talk to the test runner.
-const LAB_MODULES: [&str; 4] = ["irqbypass", "kvm_amd", "virtio_pci", "virtio_console"];
+const LAB_MODULES: [&str; 5] = [
+    "irqbypass",
+    "kvm_amd",
+    "virtio_pci",
+    "virtio_console",
+    "virtio_blk",
+];
 
 /// Drivers of the power button and of what its key comes by, which the guest's scripts may load.
 const BUTTON_MODULES: [&str; 2] = ["evdev", "button"];

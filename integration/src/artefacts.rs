@@ -126,6 +126,8 @@ pub struct Binaries {
     pub perfvisor: PathBuf,
     /// The lab's agent.
     pub lab_agent: PathBuf,
+    /// The agent of `perfvisor exec` and `cp`, for guests.
+    pub guest_agent: PathBuf,
 }
 
 /// Builds the static binaries, or finds that they are up to date.
@@ -147,6 +149,7 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     let in_directory = |directory: &Path| Binaries {
         perfvisor: directory.join("perfvisor"),
         lab_agent: directory.join("lab-agent"),
+        guest_agent: directory.join("perfvisor-agent"),
     };
     if let Some(directory) = std::env::var_os("PERFVISOR_STATIC_DIR") {
         return Ok(in_directory(Path::new(&directory)));
@@ -157,11 +160,15 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
         "-p",
         "perfvisor",
         "-p",
+        "guest-agent",
+        "-p",
         "integration",
         "--bin",
         "perfvisor",
         "--bin",
         "lab-agent",
+        "--bin",
+        "perfvisor-agent",
         // Line tables would triple what has to be unpacked at each boot of the lab.
         "--config",
         "profile.release.debug=false",
