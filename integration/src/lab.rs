@@ -83,6 +83,8 @@ pub struct LabOptions {
     pub kernel: KernelChoice,
     /// More files: path in the lab and path here. Copied with their permissions.
     pub files: Vec<(String, PathBuf)>,
+    /// A raw image that is `/dev/vda` there. What is written to it is lost with the lab.
+    pub disk: Option<PathBuf>,
 }
 
 impl Default for LabOptions {
@@ -93,6 +95,7 @@ impl Default for LabOptions {
             perf: false,
             kernel: KernelChoice::default(),
             files: Vec::new(),
+            disk: None,
         }
     }
 }
@@ -652,6 +655,14 @@ fn command_line(
         .arg(format!(
             "console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off panic=-1 {mode}"
         ));
+    if let Some(disk) = &options.disk {
+        // A comma in a value is written twice.
+        let file = disk.display().to_string().replace(',', ",,");
+        command
+            .arg("-drive")
+            .arg(format!("file={file},format=raw,if=none,id=disk,snapshot=on"))
+            .args(["-device", "virtio-blk-pci,drive=disk"]);
+    }
     command
 }
 
