@@ -4,11 +4,13 @@
 //! |---|---|
 //! | `main` | who may ask, how many, and what for |
 //! | `command` | one command: its streams, its signals, its end |
+//! | `signals` | what the agent's starter may have left ignored |
 //! | `terminal` | a terminal for a command |
 //!
 //! Only the host itself (address 2) is listened to: no program of this guest, and no other guest.
 
 mod command;
+mod signals;
 mod terminal;
 #[cfg(test)]
 mod tests;
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         );
         return ExitCode::from(2);
     }
+    signals::usual();
     match serve() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
