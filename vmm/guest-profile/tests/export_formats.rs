@@ -496,8 +496,8 @@ fn a_recording_that_was_killed_at_once_says_so() {
     ));
 }
 
-/// A write that failed leaves a file with all records that are there in whole, whether they were kept before or
-/// not.
+/// A write that failed leaves a file with all records that are there in whole, whether they were kept before
+/// or not.
 #[test]
 fn a_file_that_is_cut_back_can_be_read() {
     let dir = tempfile::tempdir().unwrap();

@@ -10,7 +10,7 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 
 use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice};
-use crate::serve::{Chain, serve_queue};
+use crate::serve::{Chain, serve_queue, tell_of_driver};
 use crate::worker::Worker;
 
 /// Where the bytes come from: never blocks once the host has started.
@@ -96,7 +96,7 @@ impl Server {
         let (memory, source) = (&self.memory, &mut self.source);
         let served = serve_queue(&mut self.queue, memory, |chain| fill(source, memory, chain));
         if let Err(error) = served {
-            log::warn!("rng0 stops until it is reset: {}", error_line(&error));
+            tell_of_driver("rng0", "it stops until it is reset", &error);
             self.broken = true;
         }
     }

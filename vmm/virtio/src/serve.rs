@@ -1,6 +1,10 @@
 //! Serving a queue: every chain in it once, and one interrupt for all that were served.
 
-use thiserror::Error;
+use std::error::Error;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use perf_core::error_line;
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
 
@@ -10,7 +14,7 @@ use crate::device::ActiveQueue;
 pub type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
 /// The driver broke the rules of queues: nothing more can be had from this one until the device is reset.
-#[derive(Debug, Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// Its rings make no sense.
     #[error("the driver's queue cannot be worked with")]
@@ -23,6 +27,17 @@ pub enum QueueError {
         /// The queue's size.
         size: u16,
     },
+}
+
+/// Says what a driver has done to its queues, at most once a second for all devices of the process: a guest may
+/// reset its device and do it again, for ever.
+pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
+    static LAST: Mutex<Option<Instant>> = Mutex::new(None);
+    let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+    if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(1)) {
+        *last = Some(Instant::now());
+        log::warn!("{device}: {what}: {}", error_line(error));
+    }
 }
 
 /// Serves what is in the queue: `serve` gets each chain and returns how many bytes it wrote to it. The driver

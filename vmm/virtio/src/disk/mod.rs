@@ -34,7 +34,7 @@ use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{Image, ImageError, SECTOR_BYTES};
 use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENTS};
 use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
-use crate::serve::serve_queue;
+use crate::serve::{serve_queue, tell_of_driver};
 use crate::worker::Worker;
 
 /// Entries of the queue: one request of the most pieces needs so many without indirect descriptors.
@@ -181,7 +181,7 @@ impl Server {
             log::warn!("{}: the guest gets I/O errors: {why}", self.name);
         }
         if let Err(error) = served {
-            log::warn!("{} stops until it is reset: {}", self.name, error_line(&error));
+            tell_of_driver(&self.name, "it stops until it is reset", &error);
             self.broken = true;
         }
     }

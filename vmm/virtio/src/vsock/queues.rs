@@ -16,6 +16,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::muxer::{Muxer, Watch};
 use super::packet::{Header, MAX_DATA};
 use crate::device::ActiveQueue;
+use crate::serve::tell_of_driver;
 
 /// Tokens of the event loop; those of the muxer are above.
 const RX: u32 = 0;
@@ -174,10 +175,7 @@ impl Queues {
 
     fn complain(&mut self, error: &dyn std::error::Error) {
         if !std::mem::replace(&mut self.complained, true) {
-            log::warn!(
-                "vsock: the guest's driver breaks the rules ({}); not said again",
-                error_line(error)
-            );
+            tell_of_driver("vsock", "the driver breaks the rules", error);
         }
     }
 
