@@ -1,0 +1,41 @@
+//! `run --net`: a tap device that cannot be had is one line with the remedy.
+#![allow(missing_docs, reason = "a test program")]
+
+use std::process::Command;
+
+/// The line on standard error of a VM that must not start.
+fn refused(nets: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_perfvisor"));
+    command.arg("run").env_remove("RUST_LOG");
+    for net in nets {
+        command.args(["--net", net]);
+    }
+    let out = command.output().unwrap();
+    let line = String::from_utf8(out.stderr).unwrap();
+    assert_eq!((out.status.code(), line.lines().count()), (Some(2), 1), "{line}");
+    line
+}
+
+#[test]
+fn mistakes_in_the_option_are_named() {
+    for (net, words) in [
+        ("tap0", "must be tap=NAME"),
+        ("tap=a/b", "1 to 15 bytes"),
+        ("tap=a,mac=01:00:00:00:00:01", "its first byte is even"),
+        ("tap=a,queues=2", "queues=2"),
+    ] {
+        let line = refused(&[net]);
+        assert!(line.contains("--net") && line.contains(words), "{line}");
+    }
+}
+
+#[test]
+fn a_tap_device_that_is_missing_is_not_made() {
+    if !std::path::Path::new("/dev/kvm").exists() {
+        println!("SKIP: no /dev/kvm here");
+        return;
+    }
+    let line = refused(&["tap=pv-no-such-tap"]);
+    assert!(line.contains("ip tuntap add dev pv-no-such-tap mode tap user"), "{line}");
+    assert!(!std::path::Path::new("/sys/class/net/pv-no-such-tap").exists());
+}
