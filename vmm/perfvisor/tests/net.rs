@@ -36,6 +36,9 @@ fn a_tap_device_that_is_missing_is_not_made() {
         return;
     }
     let line = refused(&["tap=pv-no-such-tap"]);
-    assert!(line.contains("ip tuntap add dev pv-no-such-tap mode tap user"), "{line}");
+    assert!(
+        line.contains("ip tuntap add dev pv-no-such-tap mode tap user"),
+        "{line}"
+    );
     assert!(!std::path::Path::new("/sys/class/net/pv-no-such-tap").exists());
 }
