@@ -29,8 +29,8 @@ pub enum QueueError {
     },
 }
 
-/// Says what a driver has done to its queues, at most once a second for all devices of the process: a guest may
-/// reset its device and do it again, for ever.
+/// Says what a driver has done to its queues, at most once a second for all devices of the process: a guest
+/// may reset its device and do it again, for ever.
 pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
     static LAST: Mutex<Option<Instant>> = Mutex::new(None);
     let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
