@@ -73,7 +73,7 @@ pub enum RunState {
     Paused = 1,
     /// Leave the thread.
     Stopped = 2,
-    /// Leave the guest, which starts again: see [`super::meeting`].
+    /// Leave the guest, which starts again: see `meeting.rs`.
     Resetting = 3,
 }
 
