@@ -3,12 +3,12 @@
 //!
 //! | module | story |
 //! |---|---|
-//! | [`target`] | what the user asks for: `tty`, `file=PATH`, `socket=PATH`, `pty`, `none` |
-//! | [`backend`] | a console that is open there |
-//! | [`output`] | standard output and files: a buffer and a thread |
-//! | [`input`] | standard input, with the keys that end the VM |
-//! | [`stream`] | a client of a socket, or a pseudo-terminal: both directions on the main loop |
-//! | [`terminal`] | raw mode of the operator's terminal, and its end on every way out |
+//! | `target` | what the user asks for: `tty`, `file=PATH`, `socket=PATH`, `pty`, `none` |
+//! | `backend` | a console that is open there |
+//! | `output` | standard output and files: a buffer and a thread |
+//! | `input` | standard input, with the keys that end the VM |
+//! | `stream` | a client of a socket, or a pseudo-terminal: both directions on the main loop |
+//! | `terminal` | raw mode of the operator's terminal, and its end on every way out |
 //!
 //! Only standard output and files can make a vCPU wait, when they are slower than the guest and the buffer is
 //! full. A client never can: what it does not take in time is lost, the oldest first.
