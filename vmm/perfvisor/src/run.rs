@@ -411,7 +411,6 @@ fn controlled(
             None => "built-in guest".into(),
         },
         console: console.place().to_owned(),
-        hvc: String::new(),
         started: Instant::now(),
         control: running.control().clone(),
         pmu: running.pmu().cloned(),

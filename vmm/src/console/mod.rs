@@ -1,5 +1,4 @@
-//! The guest's consoles: where the output of its serial port, and of its virtio console if it has one, goes,
-//! and where its input comes from.
+//! The guest's console: where the output of its serial port goes, and where its input comes from.
 //!
 //! | module | story |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! What a user writes behind `--console` and `--hvc`.
+//! What a user writes behind `--console`.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -59,8 +59,6 @@ pub struct Controlled {
     pub guest: String,
     /// Where its first serial port is.
     pub console: String,
-    /// Where its virtio console is; empty if it has none.
-    pub hvc: String,
     /// When it was started.
     pub started: Instant,
     /// Run state and end.
@@ -92,7 +90,6 @@ impl Controlled {
             pmu: self.pmu_name.clone(),
             guest: self.guest.clone(),
             console: self.console.clone(),
-            hvc: self.hvc.clone(),
             state: match self.control.state() {
                 RunState::Resetting if self.control.is_to_pause() => VmState::Paused,
                 RunState::Running | RunState::Resetting => VmState::Running,

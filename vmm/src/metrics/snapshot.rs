@@ -478,7 +478,6 @@ mod tests {
                 pmu: "amd".into(),
                 guest: "a \"b\\c\"\nd".into(),
                 console: "tty".into(),
-                hvc: String::new(),
                 threads: Vec::new(),
                 state: VmState::Paused,
                 parked: 1,

@@ -246,10 +246,8 @@ fn say_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
         info.state,
         of_most(info)
     ))?;
-    for (device, place) in [("ttyS0", &info.console), ("hvc0", &info.hvc)] {
-        if !matches!(place.as_str(), "" | "tty") {
-            print(&format!("{device} at {place}\n"))?;
-        }
+    if !matches!(info.console.as_str(), "" | "tty") {
+        print(&format!("ttyS0 at {}\n", info.console))?;
     }
     Ok(DONE)
 }

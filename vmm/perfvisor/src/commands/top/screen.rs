@@ -476,7 +476,6 @@ mod tests {
                 pmu: "amd".into(),
                 guest: String::new(),
                 console: String::new(),
-                hvc: String::new(),
                 threads: Vec::new(),
                 state: VmState::Running,
                 parked: 0,
