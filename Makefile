@@ -218,6 +218,11 @@ agent: setup
 debian: agent
 	guest-images/debian/build $(AGENT) $(TARGET_DIR)/debian
 
+## demo-disk: the Debian image boots to a login, its perf counts and samples, and perf.data comes out over vsock
+.PHONY: demo-disk
+demo-disk: lab-files debian
+	$(CARGO) run -q -p integration --bin demo-disk
+
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
 lab: lab-files

@@ -190,9 +190,12 @@ impl Model {
         assert!(report.has_symbols(false), "no user symbol\n{run}");
         // The three functions take 60, 30 and 10 % of their program's time.
         let sum: f64 = user.iter().sum();
-        for (share, expected) in user.iter().zip([0.6, 0.3, 0.1]) {
-            assert!((share / sum - expected).abs() < 0.06, "{user:?} of {sum}\n{run}");
-        }
+        // By samples that stand for time: one that came late, because the host was held up, stands for much.
+        let off = user.iter().zip([0.6, 0.3, 0.1]);
+        let off = off.fold(0.0, |most: f64, (share, expected)| {
+            most.max((share / sum - expected).abs())
+        });
+        in_time(off < 0.06, || format!("{user:?} of {sum}"))?;
         assert!(
             chain_reaches(run.section("chains"), "heavy", "main"),
             "no chain from heavy() to main()\n{run}"

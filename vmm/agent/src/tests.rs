@@ -10,6 +10,8 @@ use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
 use super::*;
 
 fn agent() -> (UnixStream, JoinHandle<()>) {
+    // As the program does first: under nohup(1) they are ignored, and so in what it starts.
+    crate::signals::usual();
     let (host, agent) = UnixStream::pair().unwrap();
     (host, std::thread::spawn(move || answer(agent).unwrap()))
 }
