@@ -481,7 +481,8 @@ impl Pair {
             Ok(_) => return Err("it was opened and should not have been".into()),
             Err(e) => return Err(format!("it was not opened: {e}")),
         };
-        let ring = handle.map(2, true).map_err(|e| e.to_string())?;
+        // Room for the most that one step raises, 512 records of 16 bytes, and more.
+        let ring = handle.map(4, true).map_err(|e| e.to_string())?;
         let bench = &self.bench;
         self.model
             .open(name, spec, leader, &|vcpu| bench.claim(vcpu, config));

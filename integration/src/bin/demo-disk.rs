@@ -1,5 +1,5 @@
-//! `make demo-disk`: a Debian disk image boots to a login, its perf counts and samples, and the recording comes
-//! out over vsock.
+//! `make demo-disk`: a Debian disk image boots to a login, its perf counts and samples, and the recording
+//! comes out over vsock.
 
 use std::error::Error;
 use std::path::PathBuf;
