@@ -5,12 +5,13 @@
 )]
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use guest_agent::request::Terminal;
-use nix::pty::{OpenptyResult, Winsize, openpty};
+use nix::fcntl::OFlag;
+use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
 
 /// Gives `command` a new terminal for its three streams, as the one that controls its session. The result is
 /// the other end.
@@ -18,7 +19,8 @@ use nix::pty::{OpenptyResult, Winsize, openpty};
 /// # Errors
 /// The system has no more terminals.
 pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
-    let OpenptyResult { master, slave } = openpty(&winsize(size), None)?;
+    let (master, slave) = open()?;
+    resize(&master, size);
     command
         .stdin(Stdio::from(slave.try_clone()?))
         .stdout(Stdio::from(slave.try_clone()?))
@@ -34,6 +36,23 @@ pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
         });
     }
     Ok(master)
+}
+
+/// Both ends of a new terminal: ours and the command's. No other command inherits them, as it would those of
+/// openpty(3): a command that holds our end keeps its own terminal from ever being hung up.
+fn open() -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
+    let master = posix_openpt(flags)?;
+    grantpt(&master)?;
+    unlockpt(&master)?;
+    let master = OwnedFd::from(master);
+    // SAFETY: TIOCGPTPEER takes flags of open(2) by value, and touches no memory (ioctl_tty(2)).
+    let slave = unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags.bits()) };
+    if slave < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has just opened this descriptor, and nobody else knows it.
+    Ok((master, unsafe { OwnedFd::from_raw_fd(slave) }))
 }
 
 /// Tells the terminal its new size.

@@ -166,10 +166,39 @@ fn a_terminal_has_a_size_and_takes_ctrl_c() {
         text.push_str(&String::from_utf8_lossy(&frame.payload));
     }
     assert!(text.contains("33 44"), "{text:?}");
+    // Only when cat has answered a line does Ctrl-C meet it: a shell that gets the signal while it starts a
+    // command may wait for the command, which did not get it.
+    write_frame(&mut host, Kind::Stdin, b"line\n").unwrap();
+    while text.matches("line").count() < 2 {
+        let frame = read_frame(&mut host).unwrap().unwrap();
+        if frame.kind == Kind::Stdout {
+            text.push_str(&String::from_utf8_lossy(&frame.payload));
+        }
+    }
     write_frame(&mut host, Kind::Stdin, &[3]).unwrap();
     assert_eq!(outcome(&mut host).exit(), Exit::Signal(2));
     drop(host);
     agent.join().unwrap();
+}
+
+#[test]
+fn a_command_holds_no_descriptors_but_its_own() {
+    let script = "ls -l /proc/self/fd | grep -c -e ptmx -e socket";
+    // Those that whoever runs the tests left open are everybody's.
+    let plain = std::process::Command::new("sh")
+        .args(["-c", script])
+        .output()
+        .unwrap();
+    let plain = String::from_utf8_lossy(&plain.stdout);
+    for terminal in [None, Some(Terminal { rows: 3, columns: 4 })] {
+        let (mut host, agent) = agent();
+        ask(&mut host, exec(&["sh", "-c", script], terminal));
+        let outcome = outcome(&mut host);
+        let text = String::from_utf8_lossy(&outcome.stdout);
+        assert_eq!(text.trim(), plain.trim(), "with {terminal:?}");
+        drop(host);
+        agent.join().unwrap();
+    }
 }
 
 #[test]
