@@ -15,7 +15,7 @@ use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
-use kvm_ioctls::{Kvm, VmFd};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
@@ -82,13 +82,15 @@ fn serve(path: &str) -> io::Result<()> {
 /// migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// A virtual machine and perf events that do nothing, for as long as the lab runs.
+/// A virtual machine with a vCPU, and perf events, that do nothing for as long as the lab runs.
 ///
-/// The kernel patches its own code, its scheduler's among it, when the first VM or event comes and when the
-/// last one goes, and QEMU before 8.1 may then need all its translations afresh (docs/guide/lab.md). With
-/// these there is neither a first nor a last.
+/// The kernel patches its own code, its scheduler's among it, when the first VM, the first vCPU without a
+/// local APIC in the kernel or the first event comes, and when the last one goes. QEMU before 8.1 may then
+/// need all its translations afresh (docs/guide/lab.md). With these there is neither a first nor a last.
 struct InUse {
     _vm: Option<VmFd>,
+    /// Without a local APIC in the kernel, and never run.
+    _vcpu: Option<VcpuFd>,
     _events: Vec<Box<dyn PmuEvent>>,
 }
 
@@ -110,8 +112,10 @@ impl InUse {
             event.start(None).ok()?;
             Some(event)
         });
+        let vm = Kvm::new().and_then(|kvm| kvm.create_vm()).ok();
         Self {
-            _vm: Kvm::new().and_then(|kvm| kvm.create_vm()).ok(),
+            _vcpu: vm.as_ref().and_then(|vm| vm.create_vcpu(0).ok()),
+            _vm: vm,
             _events: events.collect(),
         }
     }

@@ -6,11 +6,18 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use kvm_bindings::{KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_enable_cap};
+use kvm_bindings::{
+    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
+};
 use kvm_ioctls::{Cap, Kvm, VcpuExit, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::memslot::{MemorySlots, SlotError};
+
+/// `out 0x10, al`: how a probe's code ends. No chip in the kernel has the port, so `KVM_RUN` returns.
+pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
+/// What KVM keeps of its routing table for the I/O APIC that would be in user space.
+const IOAPIC_PINS: u64 = 24;
 
 /// Why KVM cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -136,8 +143,7 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
 /// # Errors
 /// KVM's.
 pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
-    let khz = kvm
-        .create_vm()
+    let khz = probe_vm(kvm)
         .and_then(|vm| vm.create_vcpu(0))
         .and_then(|vcpu| vcpu.get_tsc_khz());
     let khz = khz.map_err(|source| HostError::Probe {
@@ -145,6 +151,26 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
         source,
     })?;
     Ok(u64::from(khz) * 1000)
+}
+
+/// A VM for a probe, with its local APICs in the kernel where KVM can split them off. KVM takes a static
+/// branch for vCPUs without one (`kvm_has_noapic_vcpu`): the first such vCPU of a host and the end of the
+/// last each make the kernel patch its own code on all processors, which every VM of the host would feel.
+/// A vCPU of it that halts does not come back from `KVM_RUN`, so its code ends with [`LEAVE`].
+///
+/// # Errors
+/// KVM's.
+pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, kvm_ioctls::Error> {
+    let vm = kvm.create_vm()?;
+    if kvm.check_extension(Cap::SplitIrqchip) {
+        let mut cap = kvm_enable_cap {
+            cap: KVM_CAP_SPLIT_IRQCHIP,
+            ..Default::default()
+        };
+        cap.args[0] = IOAPIC_PINS;
+        vm.enable_cap(&cap)?;
+    }
+    Ok(vm)
 }
 
 /// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
@@ -177,7 +203,7 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, kvm_ioctls::Error> 
 /// [`HostError::Probe`] when KVM refuses what every VM needs.
 pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
     // ECX is 0.
-    halts_behind(kvm, [0x0f, 0x33, 0xf4]).map(|halts| !halts)
+    goes_on_behind(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
 fn flavour(runs_linux: bool) -> Flavour {
@@ -195,27 +221,27 @@ fn flavour(runs_linux: bool) -> Flavour {
     }
 }
 
-/// Runs `fld1; hlt`. KVM's emulator has no x87 arithmetic, so where guest kernels are emulated this ends
-/// in `KVM_EXIT_INTERNAL_ERROR`; on hardware it halts.
+/// Runs `fld1`. KVM's emulator has no x87 arithmetic, so where guest kernels are emulated this ends in
+/// `KVM_EXIT_INTERNAL_ERROR`; on hardware the next instruction follows.
 fn runs_x87(kvm: &Kvm) -> Result<bool, HostError> {
-    halts_behind(kvm, [0xd9, 0xe8, 0xf4])
+    goes_on_behind(kvm, [0xd9, 0xe8])
 }
 
-/// Runs an instruction and `hlt` in real mode, without a table of interrupts. Whether it halts; a fault is
-/// the end.
-fn halts_behind(kvm: &Kvm, code: [u8; 3]) -> Result<bool, HostError> {
+/// Runs an instruction in real mode, without a table of interrupts. Whether the next one is reached; a fault
+/// is the end.
+fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
     let probe = |what| move |source| HostError::Probe { what, source };
 
-    let vm = kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?;
+    let vm = probe_vm(kvm).map_err(probe("KVM_CREATE_VM"))?;
     disable_own_pmu(kvm, &vm).map_err(probe("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?;
     // VT-x without unrestricted guests needs a place for its own task state; elsewhere this has no effect.
     let _ = vm.set_tss_address(0xfffb_d000);
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(ADDRESS), SIZE)])
         .map_err(|_| HostError::Memory)?;
     memory
-        .write_slice(&code, GuestAddress(ADDRESS))
+        .write_slice(&[first, second, LEAVE[0], LEAVE[1]], GuestAddress(ADDRESS))
         .map_err(|_| HostError::Memory)?;
     let vm = Arc::new(vm);
     let _slots = MemorySlots::new(vm.clone(), memory)?;
@@ -229,7 +255,7 @@ fn halts_behind(kvm: &Kvm, code: [u8; 3]) -> Result<bool, HostError> {
     (regs.rip, regs.rcx, regs.rflags) = (ADDRESS, 0, 2);
     vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
     match vcpu.run() {
-        Ok(VcpuExit::Hlt) => Ok(true),
+        Ok(VcpuExit::IoOut(..)) => Ok(true),
         Ok(_) => Ok(false),
         Err(source) => Err(HostError::Probe {
             what: "KVM_RUN",

@@ -9,7 +9,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Kvm, VcpuExit};
 
-use super::host::HostError;
+use super::host::{HostError, LEAVE};
 use super::tiny::{CODE, TinyGuest};
 
 /// How many hardware breakpoints a processor has.
@@ -51,10 +51,10 @@ pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
     })
 }
 
-/// Runs `nop; nop; hlt` in 64-bit mode at `cpl` under `debug`. Whether it stops behind the first instruction.
+/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Whether it stops behind the first instruction.
 fn stops_behind_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
-    // HLT at CPL 3 faults; without an interrupt table that is the end.
-    let mut guest = TinyGuest::new(kvm, cpl, &[0x90, 0x90, 0xf4])?;
+    // OUT at CPL 3 faults; without an interrupt table that is the end.
+    let mut guest = TinyGuest::new(kvm, cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
     let vcpu = &mut guest.vcpu;
     if vcpu.set_guest_debug(debug).is_err() {
         return Ok(false);

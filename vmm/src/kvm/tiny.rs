@@ -6,7 +6,7 @@ use kvm_bindings::kvm_segment;
 use kvm_ioctls::{Kvm, VcpuFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::host::HostError;
+use super::host::{HostError, probe_vm};
 use super::memslot::MemorySlots;
 
 const PML4: u64 = 0x1000;
@@ -44,7 +44,7 @@ impl TinyGuest {
         memory
             .write_slice(code, GuestAddress(CODE))
             .map_err(|_| HostError::Memory)?;
-        let vm = Arc::new(kvm.create_vm().map_err(probe("KVM_CREATE_VM"))?);
+        let vm = Arc::new(probe_vm(kvm).map_err(probe("KVM_CREATE_VM"))?);
         let _ = vm.set_tss_address(0xfffb_d000);
         let slots = MemorySlots::new(vm.clone(), memory.clone())?;
         let vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
