@@ -7,7 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kvm_bindings::{
-    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE, kvm_enable_cap,
+    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
+    kvm_enable_cap,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuExit, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
