@@ -51,7 +51,8 @@ pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
     })
 }
 
-/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Whether it stops behind the first instruction.
+/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Whether it stops behind the first
+/// instruction.
 fn stops_behind_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
     // OUT at CPL 3 faults; without an interrupt table that is the end.
     let mut guest = TinyGuest::new(kvm, cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
