@@ -36,14 +36,16 @@ const PROGRAMS: [&str; 9] = [
     "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
 ];
 
-/// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, and a serial
-/// port over virtio to talk to the test runner.
-const LAB_MODULES: [&str; 5] = [
+/// What the lab host needs beyond what is built into Debian's cloud kernel: KVM, a serial port over virtio to
+/// talk to the test runner, and what guests' network devices use of it.
+const LAB_MODULES: [&str; 7] = [
     "irqbypass",
     "kvm_amd",
     "virtio_pci",
     "virtio_console",
     "virtio_blk",
+    "tun",
+    "vhost_net",
 ];
 
 /// Drivers of the power button and of what its key comes by, which the guest's scripts may load.

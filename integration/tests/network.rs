@@ -1,0 +1,123 @@
+//! A network device under an unmodified Debian kernel, on a tap device of its host: a file goes each way and
+//! arrives whole, in frames longer than the MTU; the driver can be loaded again, and the guest outlives its
+//! tap device.
+
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::limit::Limit;
+use integration::place::Place;
+use integration::process::{Command, Process};
+
+const LIMIT: Limit = Limit::GENEROUS;
+
+/// Makes the file that goes each way, to be served from `/tmp/www`: 16 MiB of lines that all differ, so that
+/// nothing can change places.
+const FILE: &str = "mkdir -p /tmp/www && seq 1 9999999 | head -c 16777216 >/tmp/www/file";
+
+/// The host's side: a tap device with an address and an MTU of its own, and a server.
+const HOST: &str = "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 mtu 1400 up && \
+                    ip addr add 10.99.0.1/24 dev pvtap0 && httpd -p 10.99.0.1:5001 -h /tmp/www";
+const MTU: u64 = 1400;
+/// Before the packet in a frame.
+const ETHERNET_BYTES: u64 = 14;
+
+const SCRIPT: &str = r#"
+up() {
+	ip link set eth0 up && ip addr add 10.99.0.2/24 dev eth0
+	until [ "$(cat /sys/class/net/eth0/carrier)" = 1 ]; do sleep 0.1; done
+}
+drivers
+up
+section device sh -c "cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu"
+section ping ping -c 3 10.99.0.1
+rmmod virtio_net && load virtio_net && up
+section again ping -c 3 10.99.0.1
+mkdir /tmp/www
+wget -q -O /tmp/www/file http://10.99.0.1:5001/file
+section received sha256sum /tmp/www/file
+section frames sh -c "cat /sys/class/net/eth0/statistics/rx_bytes /sys/class/net/eth0/statistics/rx_packets"
+httpd -p 5002 -h /tmp/www
+echo marker-serves
+until [ "$(cat /sys/class/net/eth0/carrier)" = 0 ]; do sleep 0.1; done
+section gone sh -c "ping -c 1 -w 2 10.99.0.1; true"
+section alive uname -s
+"#;
+
+#[track_caller]
+fn shell(place: &Place, line: &str) -> String {
+    let output = place.run(&Command::shell(line), LIMIT).unwrap();
+    assert!(
+        output.success(),
+        "{line}: {:?}: {}",
+        output.ended,
+        output.stderr_text()
+    );
+    output.stdout_text()
+}
+
+#[track_caller]
+fn reaches(guest: &Process, marker: &str) {
+    assert!(
+        guest.wait_for(marker, LIMIT),
+        "no {marker}: {}",
+        guest.stdout_so_far()
+    );
+}
+
+fn first_word(text: &str) -> &str {
+    text.split_whitespace().next().unwrap_or_default()
+}
+
+/// The mean length of frames, of bytes and frames below each other.
+#[track_caller]
+fn mean_length(counts: &str) -> u64 {
+    let counts: Vec<u64> = counts
+        .split_whitespace()
+        .map(|word| word.parse().unwrap())
+        .collect();
+    counts[0] / counts[1]
+}
+
+#[test]
+fn linux_talks_over_a_tap_device_and_outlives_it() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    if matches!(*place, Place::Direct(_)) {
+        println!("SKIP: the test makes tap devices, which it does in the lab only");
+        return;
+    }
+    shell(&place, FILE);
+    shell(&place, HOST);
+    let sum = shell(&place, "sha256sum /tmp/www/file");
+    let guest = LinuxGuest::new("network", "off")
+        .script(SCRIPT)
+        .limit(LIMIT)
+        .args(["--net", "tap=pvtap0,mac=02:00:00:00:00:07", "--name", "network"]);
+    let running = place.start(&guest.command(&place).unwrap()).unwrap();
+
+    reaches(&running, "marker-serves");
+    let count = |what: &str| -> u64 {
+        let file = format!("/sys/class/net/pvtap0/statistics/rx_{what}");
+        shell(&place, &format!("cat {file}")).trim().parse().unwrap()
+    };
+    let before = (count("bytes"), count("packets"));
+    let fetched = shell(&place, "wget -q -O - http://10.99.0.2:5002/file | sha256sum");
+    let (bytes, frames) = (count("bytes") - before.0, count("packets") - before.1);
+    assert_eq!(first_word(&fetched), first_word(&sum), "what the guest sent");
+    shell(&place, "ip link del pvtap0");
+    let run: GuestRun = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
+
+    assert_eq!(run.section("device").trim(), "02:00:00:00:00:07\n1400");
+    for section in ["ping", "again"] {
+        let text = run.section(section);
+        assert!(text.contains("3 packets received"), "{text}");
+    }
+    assert_eq!(first_word(run.section("received")), first_word(&sum));
+    // If the mean of all frames is longer than what the MTU allows, there were frames that only segmentation
+    // offload makes. Acknowledgements go the other way and are not among them.
+    let (sent, received) = (bytes / frames, mean_length(run.section("frames")));
+    eprintln!("mean frame: {sent} bytes sent by the guest, {received} bytes received");
+    assert!(sent > MTU + ETHERNET_BYTES, "{bytes} bytes in {frames} frames");
+    assert!(received > MTU + ETHERNET_BYTES, "{}", run.section("frames"));
+    assert!(run.section("gone").contains(" 0 packets received"));
+    assert_eq!(run.section("alive").trim(), "Linux");
+    run.expect_success();
+}
