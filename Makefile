@@ -223,6 +223,11 @@ debian: agent
 demo-disk: lab-files debian
 	$(CARGO) run -q -p integration --bin demo-disk
 
+## debian-test: the Debian image boots with every PMU model, and is reached by ssh, exec and cp (minutes)
+.PHONY: debian-test
+debian-test: lab-files debian
+	$(CARGO) test --workspace --test debian -- --ignored --nocapture --test-threads 1
+
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab
 lab: lab-files

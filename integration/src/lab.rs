@@ -83,8 +83,9 @@ pub struct LabOptions {
     pub kernel: KernelChoice,
     /// More files: path in the lab and path here. Copied with their permissions.
     pub files: Vec<(String, PathBuf)>,
-    /// A raw image that is `/dev/vda` there. What is written to it is lost with the lab.
-    pub disk: Option<PathBuf>,
+    /// Raw images that are `/dev/vda`, `/dev/vdb` and so on there; one may be there twice. What is written to
+    /// them is lost with the lab.
+    pub disks: Vec<PathBuf>,
 }
 
 impl Default for LabOptions {
@@ -95,7 +96,7 @@ impl Default for LabOptions {
             perf: false,
             kernel: KernelChoice::default(),
             files: Vec::new(),
-            disk: None,
+            disks: Vec::new(),
         }
     }
 }
@@ -655,13 +656,13 @@ fn command_line(
         .arg(format!(
             "console=ttyS0 quiet tsc=reliable no_timer_check nokaslr mitigations=off panic=-1 {mode}"
         ));
-    if let Some(disk) = &options.disk {
+    for (n, disk) in options.disks.iter().enumerate() {
         // A comma in a value is written twice.
         let file = disk.display().to_string().replace(',', ",,");
         command
             .arg("-drive")
-            .arg(format!("file={file},format=raw,if=none,id=disk,snapshot=on"))
-            .args(["-device", "virtio-blk-pci,drive=disk"]);
+            .arg(format!("file={file},format=raw,if=none,id=disk{n},snapshot=on"))
+            .args(["-device", &format!("virtio-blk-pci,drive=disk{n}")]);
     }
     command
 }

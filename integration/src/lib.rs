@@ -7,6 +7,7 @@
 //! Everything has a time limit. Consoles are kept in `target/integration`.
 
 pub mod artefacts;
+pub mod debian;
 pub mod guest;
 mod hang;
 pub mod heartbeat;

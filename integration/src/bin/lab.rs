@@ -11,7 +11,7 @@ use integration::lab::{Lab, LabOptions, interactive, refused_place};
 use integration::process::Command;
 
 const USAGE: &str = "\
-usage: lab [--no-perf] [--cpus N] [--memory MIB] [--kernel cloud|generic|newest|debian13-cloud|debian13-backports|PACKAGE] [--file PLACE=FILE]... [--disk FILE] [COMMAND [ARGUMENT...]]
+usage: lab [--no-perf] [--cpus N] [--memory MIB] [--kernel cloud|generic|newest|debian13-cloud|debian13-backports|PACKAGE] [--file PLACE=FILE]... [--disk FILE]... [COMMAND [ARGUMENT...]]
        lab --build-only
 
 Boots the lab host: QEMU with Debian's kernel and a real KVM, on any machine.
@@ -59,9 +59,11 @@ fn main() -> ExitCode {
             }
             "--disk" => {
                 let Some(disk) = arguments.next().map(PathBuf::from).filter(|disk| disk.is_file()) else {
-                    return usage_error("--disk: a raw image, which is /dev/vda in the lab");
+                    return usage_error(
+                        "--disk: a raw image, which is /dev/vda in the lab, the next /dev/vdb",
+                    );
                 };
-                options.disk = Some(disk);
+                options.disks.push(disk);
                 continue;
             }
             "--kernel" => {
