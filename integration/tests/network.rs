@@ -8,6 +8,8 @@ use integration::place::Place;
 use integration::process::{Command, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
+/// How perfvisor begins to say who moves the frames.
+const MOVED_BY: &str = "frames are moved by ";
 
 /// Makes the file that goes each way, to be served from `/tmp/www`: 16 MiB of lines that all differ, so that
 /// nothing can change places.
@@ -77,8 +79,19 @@ fn mean_length(counts: &str) -> u64 {
     counts[0] / counts[1]
 }
 
+/// By a thread of Perfvisor's.
 #[test]
 fn linux_talks_over_a_tap_device_and_outlives_it() {
+    talks("off", "a thread of Perfvisor's, as asked");
+}
+
+/// By the host's kernel, which the lab's is. It is what `--net` takes by itself there.
+#[test]
+fn linux_talks_by_the_hosts_kernel_and_outlives_the_tap_device() {
+    talks("auto", "vhost-net");
+}
+
+fn talks(vhost: &str, moved_by: &str) {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
     if matches!(*place, Place::Direct(_)) {
         println!("SKIP: the test makes tap devices, which it does in the lab only");
@@ -87,10 +100,14 @@ fn linux_talks_over_a_tap_device_and_outlives_it() {
     shell(&place, FILE);
     shell(&place, HOST);
     let sum = shell(&place, "sha256sum /tmp/www/file");
-    let guest = LinuxGuest::new("network", "off")
+    let guest = LinuxGuest::new(format!("network-{vhost}"), "off")
         .script(SCRIPT)
         .limit(LIMIT)
-        .args(["--net", "tap=pvtap0,mac=02:00:00:00:00:07", "--name", "network"]);
+        .args([
+            "--net",
+            &format!("tap=pvtap0,mac=02:00:00:00:00:07,vhost={vhost}"),
+        ])
+        .args(["--name", "network", "-v"]);
     let running = place.start(&guest.command(&place).unwrap()).unwrap();
 
     reaches(&running, "marker-serves");
@@ -119,5 +136,9 @@ fn linux_talks_over_a_tap_device_and_outlives_it() {
     assert!(received > MTU + ETHERNET_BYTES, "{}", run.section("frames"));
     assert!(run.section("gone").contains(" 0 packets received"));
     assert_eq!(run.section("alive").trim(), "Linux");
+    let told = run.vmm_log.lines().find_map(|line| line.split_once(MOVED_BY));
+    assert_eq!(told.map(|(_, who)| who), Some(moved_by), "{run}");
+    assert!(run.vmm_log.contains("the guest's link is down"), "{run}");
+    shell(&place, "kill $(pidof httpd)");
     run.expect_success();
 }

@@ -21,6 +21,7 @@ use perfvisor_vmm::kvm::stepping::{self, Stepping};
 use perfvisor_vmm::kvm::turn_cost::{self, TurnCost};
 use perfvisor_vmm::pmu::backing;
 use perfvisor_vmm::pmu::fit::{self, fit};
+use virtio_devices::net::vhost::{Kernel, VhostError};
 
 /// Everything `perfvisor check` says.
 #[derive(Debug, Serialize)]
@@ -37,6 +38,9 @@ struct Report {
     own_pmu: Result<OwnPmu, CheckError>,
     /// What the exact backing can step.
     stepping: Option<Stepping>,
+    /// Whether the host's kernel can move frames of network devices, or why not.
+    #[serde(serialize_with = "or_line")]
+    vhost_net: Result<bool, VhostError>,
     /// perf events.
     perf: HostProbe,
     /// Whether the limits of perf_event_paranoid apply to this process.
@@ -194,6 +198,7 @@ impl Report {
             kvm,
             own_pmu,
             stepping,
+            vhost_net: Kernel::open().map(|_| true),
             turns,
             paranoid_applies: !has_perfmon_capability(),
             pmu_auto,
@@ -275,6 +280,13 @@ impl Report {
             }
             Err(e) => line("KVM", &format!("unusable: {}", error_line(e))),
         }
+        line(
+            "vhost-net",
+            &match &self.vhost_net {
+                Ok(_) => "yes".to_owned(),
+                Err(why) => format!("no: {}", error_line(why)),
+            },
+        );
         let perf = &self.perf;
         match &perf.no_slots_because {
             None => {

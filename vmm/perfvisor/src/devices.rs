@@ -7,12 +7,14 @@ use virtio_devices::device::VirtioDevice;
 use virtio_devices::disk::Block;
 use virtio_devices::disk::image::ImageError;
 use virtio_devices::net::Net;
-use virtio_devices::net::config::{Mac, NetConfig};
+use virtio_devices::net::config::{Mac, NetConfig, Vhost};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
+use virtio_devices::net::vhost::{Kernel, VhostError};
 use virtio_devices::rng::Rng;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
 use crate::cli::RunArgs;
+use perf_core::error_line;
 
 /// Why a device cannot be had: bad input of the user.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +28,9 @@ pub enum DeviceError {
     /// A tap device that cannot be asked.
     #[error("--net tap={0}: its MTU cannot be read")]
     Mtu(String, #[source] io::Error),
+    /// The host's kernel cannot move its frames.
+    #[error("--net tap={0},vhost=on")]
+    Vhost(String, #[source] VhostError),
     /// A tap device twice.
     #[error("--net tap={0} is there twice: give each network device a tap of its own")]
     TapTwice(String),
@@ -78,6 +83,16 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<Net, DeviceErro
     let mac = config
         .mac
         .unwrap_or_else(|| Mac::derived_from(&format!("{vm}/{}", config.tap)));
-    log::info!("net{index}: tap {}, address {mac}, MTU {mtu}", config.tap);
-    Ok(Net::new(format!("net{index}"), tap, mac, mtu))
+    let opened = (config.vhost != Vhost::Off).then(Kernel::open);
+    let (kernel, who) = match (config.vhost, opened) {
+        (_, None) => (None, "a thread of Perfvisor's, as asked".to_owned()),
+        (_, Some(Ok(kernel))) => (Some(kernel), "vhost-net".to_owned()),
+        (Vhost::On, Some(Err(e))) => return Err(DeviceError::Vhost(config.tap.clone(), e)),
+        (_, Some(Err(e))) => (None, format!("a thread of Perfvisor's: {}", error_line(&e))),
+    };
+    log::info!(
+        "net{index}: tap {}, address {mac}, MTU {mtu}; frames are moved by {who}",
+        config.tap
+    );
+    Ok(Net::new(format!("net{index}"), tap, mac, mtu, kernel))
 }

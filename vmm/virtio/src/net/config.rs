@@ -66,16 +66,30 @@ pub struct NetConfig {
     pub tap: String,
     /// The guest's address; `None`: one that follows from the VM's name.
     pub mac: Option<Mac>,
+    /// Who moves the frames.
+    pub vhost: Vhost,
+}
+
+/// Whether the host's kernel moves the frames (vhost-net).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Vhost {
+    /// Where it can.
+    #[default]
+    Auto,
+    /// It must.
+    On,
+    /// A thread of ours does.
+    Off,
 }
 
 /// No network device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
     /// No tap device.
-    #[error("must be tap=NAME, and may have mac=XX:XX:XX:XX:XX:XX behind a comma")]
+    #[error("must be tap=NAME, and may have mac=XX:XX:XX:XX:XX:XX and vhost=on, off or auto behind commas")]
     Shape,
     /// A word that is none.
-    #[error("{0}: must be tap=NAME or mac=XX:XX:XX:XX:XX:XX")]
+    #[error("{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX or vhost=on, off or auto")]
     Word(String),
     /// A word twice.
     #[error("{0}= must be there once")]
@@ -83,6 +97,9 @@ pub enum NetConfigError {
     /// The kernel has no device of such a name.
     #[error("a tap device's name has 1 to {MAX_NAME} bytes and no slash, blank or colon")]
     Name,
+    /// Neither on nor off.
+    #[error("vhost must be on, off or auto")]
+    Vhost,
     /// No Ethernet address.
     #[error("mac must be six bytes in hexadecimal, as in 02:00:00:12:34:56")]
     Mac,
@@ -95,19 +112,25 @@ impl FromStr for NetConfig {
     type Err = NetConfigError;
 
     fn from_str(text: &str) -> Result<Self, NetConfigError> {
-        let (mut tap, mut mac) = (None, None);
+        let (mut tap, mut mac, mut vhost) = (None, None, None);
         for part in text.split(',') {
             match part.split_once('=') {
                 Some(("tap", _)) if tap.is_some() => return Err(NetConfigError::Twice("tap")),
                 Some(("mac", _)) if mac.is_some() => return Err(NetConfigError::Twice("mac")),
+                Some(("vhost", _)) if vhost.is_some() => return Err(NetConfigError::Twice("vhost")),
                 Some(("tap", name)) => tap = Some(checked_name(name)?),
                 Some(("mac", address)) => mac = Some(address.parse()?),
+                Some(("vhost", "auto")) => vhost = Some(Vhost::Auto),
+                Some(("vhost", "on")) => vhost = Some(Vhost::On),
+                Some(("vhost", "off")) => vhost = Some(Vhost::Off),
+                Some(("vhost", _)) => return Err(NetConfigError::Vhost),
                 _ if text.contains('=') => return Err(NetConfigError::Word(part.to_owned())),
                 _ => return Err(NetConfigError::Shape),
             }
         }
         let tap = tap.ok_or(NetConfigError::Shape)?;
-        Ok(Self { tap, mac })
+        let vhost = vhost.unwrap_or_default();
+        Ok(Self { tap, mac, vhost })
     }
 }
 
@@ -129,7 +152,11 @@ mod tests {
         let both: NetConfig = "mac=02:00:00:aB:cd:ef,tap=tap0".parse().unwrap();
         assert_eq!(both.tap, "tap0");
         assert_eq!(both.mac.unwrap().to_string(), "02:00:00:ab:cd:ef");
-        assert_eq!("tap=x".parse::<NetConfig>().unwrap().mac, None);
+        let plain: NetConfig = "tap=x".parse().unwrap();
+        assert_eq!((plain.mac, plain.vhost), (None, Vhost::Auto));
+        let own: NetConfig = "vhost=off,tap=x".parse().unwrap();
+        assert_eq!(own.vhost, Vhost::Off);
+        assert_eq!("tap=x,vhost=on".parse::<NetConfig>().unwrap().vhost, Vhost::On);
     }
 
     #[test]
@@ -142,6 +169,8 @@ mod tests {
             ("tap=a,tap=b", E::Twice("tap")),
             ("tap=a,speed=1", E::Word("speed=1".into())),
             ("tap=a,", E::Word(String::new())),
+            ("tap=a,vhost=yes", E::Vhost),
+            ("tap=a,vhost=on,vhost=on", E::Twice("vhost")),
             ("tap=", E::Name),
             ("tap=a/b", E::Name),
             ("tap=tap%d", E::Name),

@@ -160,6 +160,8 @@ pub struct Receiver {
     /// Buffers that the driver has put in and no frame has taken.
     waiting: VecDeque<Chain>,
     waiting_bytes: usize,
+    /// A frame that had to be read before there were buffers for all of it, and nothing while there is none.
+    held: Vec<u8>,
 }
 
 impl Receiver {
@@ -170,11 +172,12 @@ impl Receiver {
             merges,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
+            held: Vec::new(),
         }
     }
 
-    /// Takes buffers until the longest frame fits. `false`: there are too few. A driver that takes merged
-    /// frames has to offer as much; else each frame has one buffer.
+    /// Takes buffers until the longest frame fits, or one if frames are not merged. `false`: the driver has
+    /// put in fewer.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FramesError> {
         let enough = if self.merges { MAX_FRAME_BYTES } else { 1 };
         // As many as the queue holds: a driver that puts in bad buffers without end has no frames.
@@ -211,8 +214,31 @@ impl Receiver {
         let before = self.queue.next_used();
         let mut pause = Pause::More;
         for _ in 0..MAX_BATCH {
-            if !self.fill(memory)? {
-                pause = Pause::NoBuffer;
+            let enough = self.fill(memory)?;
+            if self.waiting.is_empty() || !self.held.is_empty() && self.waiting_bytes < self.held.len() {
+                if self.waiting.len() < usize::from(self.queue.size()) {
+                    pause = Pause::NoBuffer;
+                    break;
+                }
+                // The driver can put in no more, so it has no place for this frame.
+                self.held.clear();
+                continue;
+            }
+            if !self.held.is_empty() {
+                self.hand_over_held(memory)?;
+                continue;
+            }
+            if !enough {
+                // The next frame may be longer than what there is, and cannot be put back.
+                self.held.resize(MAX_FRAME_BYTES, 0);
+                let read = tap.read_bytes(&mut self.held);
+                self.held.truncate(*read.as_ref().unwrap_or(&0));
+                match read {
+                    Ok(_) => continue,
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = Pause::Idle,
+                    Err(e) => pause = Pause::Gone(e),
+                }
                 break;
             }
             let mut scatter = Scatter::new(memory);
@@ -240,6 +266,19 @@ impl Receiver {
             }
         }
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
+    }
+
+    /// Copies the held frame to the first buffers, which are enough for it.
+    fn hand_over_held(&mut self, memory: &GuestMemoryMmap) -> Result<(), FramesError> {
+        let mut rest = &self.held[..];
+        for (address, length) in self.waiting.iter().flat_map(|chain| &chain.pieces) {
+            let (now, later) = rest.split_at(rest.len().min(*length as usize));
+            memory.write_slice(now, *address)?;
+            rest = later;
+        }
+        let count = self.held.len();
+        self.held.clear();
+        self.hand_over(memory, count)
     }
 
     /// Gives the driver the first buffers, which hold a frame of `count` bytes now. It must see all of them
@@ -399,6 +438,63 @@ mod tests {
         assert!(!sender.run(&memory, Some(&rig.tap)).unwrap().1);
     }
 
+    /// A driver that takes merged frames and offers less than the longest gets all that fit.
+    #[test]
+    fn short_rings_get_frames_and_one_that_is_too_long_waits_for_buffers() {
+        const BUFFER: u64 = 1536;
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), true);
+        let offer = |rig: &mut Rig<'_>, heads: std::ops::Range<u16>| {
+            for head in heads {
+                rig.describe(head, BUFFERS + u64::from(head) * BUFFER, BUFFER as u32, WRITE, 0);
+                rig.put_in(head);
+            }
+        };
+        offer(&mut rig, 0..4);
+        rig.far.send(&frame(1000)).unwrap();
+        rig.far.send(&frame(4000)).unwrap();
+        rig.far.send(&frame(9000)).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        assert!(matches!(pause, Pause::NoBuffer) && wanted);
+        assert_eq!(rig.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
+        let in_guest = |length: usize, at: u64| {
+            let mut bytes = vec![0; length];
+            memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
+            // The number of buffers is the device's.
+            (u16::from_le_bytes([bytes[10], bytes[11]]), bytes[12..].to_vec())
+        };
+        assert_eq!(in_guest(4000, BUFFERS + BUFFER), (3, frame(4000)[12..].to_vec()));
+        // Not enough for the third, and then enough.
+        offer(&mut rig, 4..8);
+        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        assert!(matches!(pause, Pause::NoBuffer) && !wanted);
+        offer(&mut rig, 8..10);
+        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        assert!(matches!(pause, Pause::NoBuffer) && wanted);
+        assert_eq!(rig.used().len(), 10);
+        assert_eq!(
+            in_guest(9000, BUFFERS + 4 * BUFFER),
+            (6, frame(9000)[12..].to_vec())
+        );
+    }
+
+    #[test]
+    fn a_frame_for_which_the_whole_ring_is_too_short_is_lost_alone() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory);
+        let mut receiver = Receiver::new(rig.queue(), true);
+        for head in 0..SIZE {
+            rig.describe(head, BUFFERS + u64::from(head) * 16, 16, WRITE, 0);
+            rig.put_in(head);
+        }
+        rig.far.send(&frame(5000)).unwrap();
+        rig.far.send(&frame(40)).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        assert!(matches!(pause, Pause::Idle) && wanted, "{pause:?}");
+        assert_eq!(rig.used(), [(0, 16), (1, 16), (2, 8)]);
+    }
+
     #[test]
     fn frames_without_a_tap_device_are_lost_and_their_buffers_come_back() {
         let memory = memory();
@@ -493,24 +589,6 @@ mod tests {
         let mut got = vec![0; 4000];
         memory.read_slice(&mut got, GuestAddress(BUFFERS + 1500)).unwrap();
         assert_eq!(got[12..], frame(4000)[12..]);
-    }
-
-    #[test]
-    fn a_frame_waits_until_the_longest_fits() {
-        let memory = memory();
-        let mut rig = Rig::new(&memory);
-        let mut receiver = Receiver::new(rig.queue(), true);
-        rig.far.send(&frame(100)).unwrap();
-        rig.describe(0, BUFFERS, 4096, WRITE, 0);
-        rig.put_in(0);
-        assert!(matches!(
-            receiver.run(&memory, &rig.tap).unwrap(),
-            (Pause::NoBuffer, false)
-        ));
-        rig.describe(1, BUFFERS + 4096, 0x1_2000, WRITE, 0);
-        rig.put_in(1);
-        assert!(receiver.run(&memory, &rig.tap).unwrap().1);
-        assert_eq!(rig.used(), [(0, 100)]);
     }
 
     /// Header and frame in pieces of their own, as Linux has them without merging.

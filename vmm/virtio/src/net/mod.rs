@@ -5,15 +5,18 @@
 //! | [`config`] | what the user asks for: `tap=NAME,mac=...` |
 //! | [`tap`] | system calls on a tap device and on guest memory |
 //! | [`frames`] | the two queues: frames in, frames out |
+//! | [`vhost`] | the host's kernel in their place |
 //!
-//! One thread moves frames both ways. Checksums and segmentation are left to whom they cost least: the host's
-//! kernel and the guest's agree on them by the feature bits. When the tap device goes away the guest sees its
-//! link go down, and lives on.
+//! One thread moves frames both ways, or the host's kernel does. Checksums and segmentation are left to whom
+//! they cost least: the host's kernel and the guest's agree on them by the feature bits. When the tap device
+//! goes away the guest sees its link go down, and lives on.
 
 pub mod config;
 pub mod frames;
 pub mod tap;
+pub mod vhost;
 
+use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -38,6 +41,7 @@ use crate::worker::Worker;
 use config::Mac;
 use frames::{FramesError, Pause, Receiver, Sender};
 use tap::{Offloads, Tap};
+use vhost::{Kernel, Watcher};
 
 /// Entries of the receive and the transmit queue.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
@@ -74,12 +78,15 @@ pub struct Net {
     offered: u64,
     /// `status` of the configuration.
     status: Arc<AtomicU16>,
+    /// Moves the frames, if there is one.
+    kernel: Option<Kernel>,
     worker: Option<Worker>,
 }
 
 impl Net {
-    /// A device `name` on `tap`, whose longest packet is `mtu` bytes.
-    pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16) -> Self {
+    /// A device `name` on `tap`, whose longest packet is `mtu` bytes. Frames are moved by `kernel`, or by a
+    /// thread of its own.
+    pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16, kernel: Option<Kernel>) -> Self {
         // What this host's kernel has of it: each alone, for one it does not know refuses all.
         let known = |offload: Offloads| tap.set_offloads(offload | Offloads::CSUM).is_ok();
         let guest = OFFLOADS
@@ -94,6 +101,7 @@ impl Net {
             mtu,
             offered,
             status: Arc::new(AtomicU16::new(LINK_UP)),
+            kernel,
             worker: None,
         }
     }
@@ -154,29 +162,90 @@ impl VirtioDevice for Net {
                 source,
             });
         }
-        let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
-        let lanes = Lanes::new(self, memory, receive, transmit, merges, config_change);
-        let worker = Worker::spawn(&self.name, lanes).map_err(|source| ActivateError::Host {
-            what: "the thread of a network device",
-            source,
-        })?;
-        self.worker = Some(worker);
-        Ok(())
+        let link = Link {
+            name: self.name.clone(),
+            status: self.status.clone(),
+            config_change,
+        };
+        // Without a tap device there is nothing for the kernel to do.
+        let kernel = self.kernel.as_ref().filter(|_| link.is_up());
+        let spawned = if let Some(kernel) = kernel {
+            let watch = kernel
+                .start(&memory, features, [&receive, &transmit], &self.tap)
+                .map_err(|e| ActivateError::Host {
+                    what: "vhost-net",
+                    source: io::Error::other(e),
+                })?;
+            let tap = Some(self.tap.clone());
+            Worker::spawn(&self.name, Watcher { watch, tap, link })
+        } else {
+            let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
+            let tap = link.is_up().then(|| self.tap.clone());
+            Worker::spawn(
+                &self.name,
+                Lanes {
+                    memory,
+                    tap,
+                    link,
+                    receiver: Lane::new(receive, |queue| Receiver::new(queue, merges)),
+                    sender: Lane::new(transmit, Sender::new),
+                    watching: false,
+                },
+            )
+        };
+        match spawned {
+            Ok(worker) => {
+                self.worker = Some(worker);
+                Ok(())
+            }
+            Err(source) => {
+                self.reset();
+                Err(ActivateError::Host {
+                    what: "the thread of a network device",
+                    source,
+                })
+            }
+        }
     }
 
     fn reset(&mut self) {
         self.worker = None;
+        if let Some(kernel) = &self.kernel {
+            kernel.stop();
+        }
+    }
+}
+
+/// The guest's link: up until the tap device is gone.
+pub struct Link {
+    name: String,
+    status: Arc<AtomicU16>,
+    config_change: ConfigChange,
+}
+
+impl Link {
+    fn is_up(&self) -> bool {
+        self.status.load(Ordering::Relaxed) == LINK_UP
+    }
+
+    /// The tap device is gone, for good: the link goes down.
+    fn lose(&self, error: &io::Error) {
+        if self.status.swap(0, Ordering::Relaxed) == LINK_UP {
+            log::warn!(
+                "{}: the tap device is gone, so the guest's link is down: {error}",
+                self.name
+            );
+        }
+        self.config_change.tell();
     }
 }
 
 /// Both directions, on the device's thread.
 struct Lanes {
-    name: String,
     memory: GuestMemoryMmap,
     /// `None` once it is gone.
     tap: Option<Arc<Tap>>,
-    status: Arc<AtomicU16>,
-    config_change: ConfigChange,
+    link: Link,
     receiver: Lane<Receiver>,
     sender: Lane<Sender>,
     /// The tap device is in the epoll set: not while the driver has no buffers for what it has.
@@ -219,33 +288,12 @@ impl<Q> Lane<Q> {
 }
 
 impl Lanes {
-    fn new(
-        net: &Net,
-        memory: GuestMemoryMmap,
-        receive: ActiveQueue,
-        transmit: ActiveQueue,
-        merges: bool,
-        config_change: ConfigChange,
-    ) -> Self {
-        let up = net.status.load(Ordering::Relaxed) == LINK_UP;
-        Self {
-            name: net.name.clone(),
-            memory,
-            tap: up.then(|| net.tap.clone()),
-            status: net.status.clone(),
-            config_change,
-            receiver: Lane::new(receive, |queue| Receiver::new(queue, merges)),
-            sender: Lane::new(transmit, Sender::new),
-            watching: false,
-        }
-    }
-
     fn send(&mut self) {
         let Some(sender) = &mut self.sender.queue else {
             return;
         };
         let result = sender.run(&self.memory, self.tap.as_deref());
-        if let Pause::More = self.sender.settle(&self.name, result) {
+        if let Pause::More = self.sender.settle(&self.link.name, result) {
             // After the other direction had its turn. Only a full counter fails, and then it comes anyway.
             let _ = self.sender.kick.write(1);
         }
@@ -256,7 +304,7 @@ impl Lanes {
             return;
         };
         let result = receiver.run(&self.memory, &tap);
-        match self.receiver.settle(&self.name, result) {
+        match self.receiver.settle(&self.link.name, result) {
             // The tap device is asked again as long as it has something.
             Pause::More | Pause::Idle => self.watch(&tap, true, ops),
             // Until the driver kicks.
@@ -279,23 +327,16 @@ impl Lanes {
             Ok(()) => self.watching = wanted,
             Err(e) => log::error!(
                 "{}: the tap device cannot be watched: {}",
-                self.name,
+                self.link.name,
                 error_line(&e)
             ),
         }
     }
 
-    /// The tap device is gone, for good: the guest's link goes down.
-    fn lose(&mut self, tap: &Tap, error: &std::io::Error, ops: &mut EventOps) {
+    fn lose(&mut self, tap: &Tap, error: &io::Error, ops: &mut EventOps) {
         self.watch(tap, false, ops);
         self.tap = None;
-        if self.status.swap(0, Ordering::Relaxed) == LINK_UP {
-            log::warn!(
-                "{}: the tap device is gone, so the guest's link is down: {error}",
-                self.name
-            );
-        }
-        self.config_change.tell();
+        self.link.lose(error);
     }
 }
 
@@ -316,7 +357,7 @@ impl MutEventSubscriber for Lanes {
     fn init(&mut self, ops: &mut EventOps) {
         for kick in [&self.receiver.kick, &self.sender.kick] {
             if let Err(e) = ops.add(Events::new(&**kick, EventSet::IN)) {
-                log::error!("{}: a queue is not served: {}", self.name, error_line(&e));
+                log::error!("{}: a queue is not served: {}", self.link.name, error_line(&e));
             }
         }
         self.send();

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "ioctl, readv and writev")]
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
@@ -117,6 +117,26 @@ impl Tap {
         Self(fd.into())
     }
 
+    /// Whether it is there still.
+    ///
+    /// # Errors
+    /// The kernel's word for that it is not.
+    pub fn is_there(&self) -> io::Result<()> {
+        let mut request = request_of("");
+        // SAFETY: TUNGETIFF writes one ifreq, which lives for the call.
+        let result = unsafe { libc::ioctl(self.as_raw_fd(), libc::TUNGETIFF as c_ulong, &mut request) };
+        if result < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The descriptor, for the kernel's own use of it.
+    pub fn file(&self) -> &File {
+        &self.0
+    }
+
     /// Sets what it may hand over unfinished.
     ///
     /// # Errors
@@ -152,6 +172,14 @@ impl Tap {
         // call; nothing of Rust's refers to it. At most MAX_PIECES are passed, which fits an int.
         let count = unsafe { libc::readv(self.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Reads one frame with its header to memory of ours.
+    ///
+    /// # Errors
+    /// As for [`Tap::read`].
+    pub fn read_bytes(&self, into: &mut [u8]) -> io::Result<usize> {
+        (&self.0).read(into)
     }
 
     /// Writes one frame with its header.

@@ -1,0 +1,162 @@
+//! Virtio devices beside what else a machine does, under an unmodified Debian kernel: they work again each
+//! time that the guest reboots in place, and while the machine single-steps or traps RDPMC by breakpoints.
+
+use integration::guest::LinuxGuest;
+use integration::limit::Limit;
+use integration::measure::skipped;
+use integration::parse::parse_stat_csv;
+use integration::place::Place;
+use integration::process::Command;
+
+const LIMIT: Limit = Limit::GENEROUS;
+
+/// What a boot knows of those before it is on the disk. `marker-up` is said when all devices are in use.
+const REBOOTS: &str = r#"
+drivers
+boot=$(head -c 1 /dev/vda)
+case $boot in [0-2]) ;; *) boot=0 ;; esac
+for n in 0 1; do
+	ip link set eth$n up && ip addr add 10.98.$n.2/24 dev eth$n
+	until [ "$(cat /sys/class/net/eth$n/carrier)" = 1 ]; do sleep 0.1; done
+	section ping-$boot-$n ping -c 2 10.98.$n.1
+done
+section entropy-$boot sh -c "head -c 64 /dev/hwrng | wc -c"
+dd if=/dev/urandom of=/tmp/new bs=64k count=64 2>/dev/null
+dd if=/tmp/new of=/dev/vdb bs=64k conv=fsync 2>/dev/null
+echo 3 >/proc/sys/vm/drop_caches
+section disk-$boot sh -c "head -c 4194304 /dev/vdb | cmp - /tmp/new"
+section stat-$boot perf stat -x, -e cycles spin 0.2
+echo marker-up-$boot
+read word </dev/ttyS0
+echo $((boot + 1)) | dd of=/dev/vda conv=fsync 2>/dev/null
+[ $boot = 2 ] || { reboot -f; sleep 60; }
+section end cat /sys/class/net/eth0/address
+"#;
+
+#[track_caller]
+fn shell(place: &Place, line: &str) -> String {
+    let output = place.run(&Command::shell(line), LIMIT).unwrap();
+    assert!(output.success(), "{line}: {}", output.stderr_text());
+    output.stdout_text()
+}
+
+/// Two disks, two network devices and entropy, three boots: what was written before a reboot is there after
+/// it, and Perfvisor holds no more descriptors and threads than after the first.
+#[test]
+fn disks_and_networks_work_again_after_each_reboot() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    if matches!(*place, Place::Direct(_)) {
+        println!("SKIP: the test makes tap devices, which it does in the lab only");
+        return;
+    }
+    for n in [0, 1] {
+        shell(
+            &place,
+            &format!(
+                "tunctl -t pvtap{n} >/dev/null && ip link set pvtap{n} up && ip addr add 10.98.{n}.1/24 dev pvtap{n}"
+            ),
+        );
+    }
+    let disks = ["boots.img", "data.img"].map(|name| place.scratch(name));
+    for disk in &disks {
+        shell(&place, &format!("truncate -s 8M '{disk}'"));
+    }
+    let guest = LinuxGuest::new("devices-reboot", "amd")
+        .cpus(2)
+        .script(REBOOTS)
+        .limit(LIMIT)
+        .args(["--name", "reboots", "--on-reset", "restart"])
+        .args(["--disk", &disks[0], "--disk", &disks[1]])
+        .args(["--net", "tap=pvtap0,vhost=off", "--net", "tap=pvtap1"]);
+    let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
+    let held = || {
+        let pid = "pid=$(pidof perfvisor | cut -d' ' -f1)";
+        let count = |what: &str| shell(&place, &format!("{pid}; ls /proc/$pid/{what} | wc -l"));
+        (count("fd"), count("task"))
+    };
+    let mut first = None;
+    for boot in 0..3 {
+        assert!(
+            running.wait_for(&format!("marker-up-{boot}"), LIMIT),
+            "boot {boot}: {}",
+            running.stdout_so_far()
+        );
+        let now = held();
+        eprintln!("boot {boot}: descriptors and threads {now:?}");
+        assert_eq!(first.get_or_insert_with(|| now.clone()), &now, "boot {boot}");
+        running.write(b"on\n").unwrap();
+    }
+    let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
+    for boot in 0..3 {
+        for n in [0, 1] {
+            let ping = run.section(&format!("ping-{boot}-{n}"));
+            assert!(ping.contains("2 packets received"), "{ping}");
+        }
+        assert_eq!(run.section(&format!("entropy-{boot}")).trim(), "64");
+        run.section(&format!("disk-{boot}"));
+        let stat = parse_stat_csv(run.section(&format!("stat-{boot}")));
+        assert!(stat.value("cycles").is_ok_and(|cycles| cycles > 0.0), "{run}");
+    }
+    assert_eq!(shell(&place, &format!("head -c 1 '{}'", disks[0])), "3");
+    run.expect_success();
+}
+
+/// A program that is counted reads the disk itself, past the page cache.
+const COUNTED: &str = r#"
+drivers
+seq 1 400000 | head -c 1048576 >/tmp/data
+dd if=/tmp/data of=/dev/vda bs=64k conv=fsync 2>/dev/null
+for n in 0 1 2; do
+	section stat-$n perf stat -x, -e EVENT dd if=/dev/vda of=/tmp/again iflag=direct bs=4k count=8 status=none
+	section read-$n sh -c "head -c 32768 /tmp/data | cmp - /tmp/again"
+done
+section disk sh -c "head -c 1048576 /dev/vda | cmp - /tmp/data"
+"#;
+
+/// What was counted each time.
+fn counted_with_a_disk(place: &Place, name: &str, way: &[&str], event: &str) -> Vec<f64> {
+    let disk = place.scratch("counted.img");
+    shell(place, &format!("rm -f '{disk}' && truncate -s 4M '{disk}'"));
+    let run = LinuxGuest::new(format!("devices-{name}"), "amd")
+        .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
+        .script(COUNTED.replace("EVENT", event))
+        .limit(LIMIT)
+        .args(way.iter().copied())
+        .args(["--disk", &disk])
+        .run(place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    run.section("disk");
+    run.expect_success();
+    let counts = (0..3).map(|n| {
+        run.section(&format!("read-{n}"));
+        let stat = parse_stat_csv(run.section(&format!("stat-{n}")));
+        stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"))
+    });
+    let counts: Vec<f64> = counts.collect();
+    eprintln!("{name}: {event} of three reads: {counts:?}; {:.1?}", run.elapsed);
+    counts
+}
+
+/// The disk's interrupts come between the steps: what is counted is the same each time.
+#[test]
+fn a_stepped_guest_reads_its_disk_and_its_counts_stay_exact() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let counts = counted_with_a_disk(&place, "exact", &["--backing", "exact"], "branches:u");
+    assert!(counts[0] > 1000.0, "{counts:?}");
+    assert!(counts.iter().all(|count| *count == counts[0]), "{counts:?}");
+}
+
+/// RDPMC by hardware breakpoints, where they fire.
+#[test]
+fn a_guest_with_breakpoints_on_rdpmc_has_its_disk() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let fire = place
+        .check("/stepping/breakpoints")
+        .unwrap_or_else(|error| panic!("{error}"));
+    if !fire {
+        skipped("hardware breakpoints do not fire in guests of this KVM", false);
+        return;
+    }
+    let counts = counted_with_a_disk(&place, "hwbp", &["--rdpmc", "hwbp"], "cycles");
+    assert!(counts.iter().all(|counted| *counted > 1e6), "{counts:?}");
+}

@@ -1,0 +1,318 @@
+//! Frames moved by the host's kernel (vhost-net): it has the two queues, their eventfds and the tap device,
+//! and no thread of ours sees a frame.
+
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket,
+};
+use perf_core::error_line;
+use thiserror::Error;
+use vhost::net::VhostNet;
+use vhost::vhost_kern::net::Net as Device;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_net::VIRTIO_NET_F_MRG_RXBUF;
+use virtio_queue::QueueT;
+use vm_memory::{GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::Link;
+use super::tap::Tap;
+use crate::device::ActiveQueue;
+
+/// Multicast group of changes of network devices (`RTMGRP_LINK`).
+const LINK_GROUP: u32 = 1;
+/// Without these a driver would have to be told that it cannot have what each tap device offers.
+const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
+
+/// Why the host's kernel cannot move the frames.
+#[derive(Debug, Error)]
+pub enum VhostError {
+    /// There is no such device.
+    #[error("/dev/vhost-net cannot be opened; load the module vhost_net, or give this user access")]
+    Open(#[source] vhost::Error),
+    /// It is too old.
+    #[error("this host's vhost-net lacks what the device needs (it has {0:#x})")]
+    Old(u64),
+    /// One of its calls failed.
+    #[error("vhost-net: {0} failed")]
+    Call(&'static str, #[source] vhost::Error),
+    /// What tells of the tap device's end cannot be had.
+    #[error("changes of network devices cannot be watched")]
+    Watch(#[source] io::Error),
+}
+
+/// The host's kernel, for one network device.
+pub struct Kernel {
+    device: Device<GuestMemoryAtomic<GuestMemoryMmap>>,
+    memory: GuestMemoryAtomic<GuestMemoryMmap>,
+    features: u64,
+    /// What it signals in place of an interrupt that the guest does not want.
+    nobody: EventFd,
+}
+
+impl Kernel {
+    /// Takes a place in the kernel. It is the calling thread whose CPUs and control group the kernel's thread
+    /// gets, so this is no call for a vCPU's.
+    ///
+    /// # Errors
+    /// [`VhostError`], with the remedy.
+    pub fn open() -> Result<Self, VhostError> {
+        let memory = GuestMemoryAtomic::new(GuestMemoryMmap::default());
+        let device = Device::new(memory.clone()).map_err(VhostError::Open)?;
+        let features = device
+            .get_features()
+            .map_err(|e| VhostError::Call("VHOST_GET_FEATURES", e))?;
+        if features & NEEDED != NEEDED {
+            return Err(VhostError::Old(features));
+        }
+        device
+            .set_owner()
+            .map_err(|e| VhostError::Call("VHOST_SET_OWNER", e))?;
+        let nobody = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch)?;
+        Ok(Self {
+            device,
+            memory,
+            features,
+            nobody,
+        })
+    }
+
+    /// Lets it move frames between `tap` and the driver's queues. `features` are those that the driver has
+    /// accepted.
+    ///
+    /// # Errors
+    /// A call failed; it moves nothing.
+    pub fn start(
+        &self,
+        memory: &GuestMemoryMmap,
+        features: u64,
+        queues: [&ActiveQueue; 2],
+        tap: &Tap,
+    ) -> Result<Watch, VhostError> {
+        let started = self.set_up(memory, features, queues, tap);
+        if started.is_err() {
+            self.stop();
+        }
+        started
+    }
+
+    fn set_up(
+        &self,
+        memory: &GuestMemoryMmap,
+        features: u64,
+        queues: [&ActiveQueue; 2],
+        tap: &Tap,
+    ) -> Result<Watch, VhostError> {
+        let call = |what| move |e| VhostError::Call(what, e);
+        if let Ok(guard) = self.memory.lock() {
+            guard.replace(memory.clone());
+        }
+        let device = &self.device;
+        let accepted = features & self.features;
+        device
+            .set_features(accepted)
+            .map_err(call("VHOST_SET_FEATURES"))?;
+        let regions: Vec<_> = memory
+            .iter()
+            .map(|region| VhostUserMemoryRegionInfo {
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+                mmap_offset: 0,
+                mmap_handle: -1,
+            })
+            .collect();
+        device
+            .set_mem_table(&regions)
+            .map_err(call("VHOST_SET_MEM_TABLE"))?;
+        let watch = Watch::new()?;
+        for (n, (active, broken)) in queues.into_iter().zip(&watch.broken).enumerate() {
+            let queue = &active.queue;
+            device
+                .set_vring_num(n, queue.size())
+                .map_err(call("VHOST_SET_VRING_NUM"))?;
+            device
+                .set_vring_base(n, queue.next_avail())
+                .map_err(call("VHOST_SET_VRING_BASE"))?;
+            let rings = VringConfigData {
+                queue_max_size: queue.max_size(),
+                queue_size: queue.size(),
+                flags: 0,
+                desc_table_addr: queue.desc_table(),
+                used_ring_addr: queue.used_ring(),
+                avail_ring_addr: queue.avail_ring(),
+                log_addr: None,
+            };
+            device
+                .set_vring_addr(n, &rings)
+                .map_err(call("VHOST_SET_VRING_ADDR"))?;
+            let vector = active.interrupt.eventfd().map_or(&self.nobody, |vector| vector);
+            device
+                .set_vring_call(n, vector)
+                .map_err(call("VHOST_SET_VRING_CALL"))?;
+            device
+                .set_vring_err(n, broken)
+                .map_err(call("VHOST_SET_VRING_ERR"))?;
+            device
+                .set_vring_kick(n, &active.kick)
+                .map_err(call("VHOST_SET_VRING_KICK"))?;
+        }
+        for (n, active) in queues.into_iter().enumerate() {
+            device
+                .set_backend(n, Some(tap.file()))
+                .map_err(call("VHOST_NET_SET_BACKEND"))?;
+            // For what the driver has put in before. Only a full counter fails, which is a kick too.
+            let _ = active.kick.write(1);
+        }
+        Ok(watch)
+    }
+
+    /// Has it move nothing any more. When this returns it does not touch the guest's memory.
+    pub fn stop(&self) {
+        for n in 0..2 {
+            if let Err(e) = self.device.set_backend(n, None) {
+                log::error!("vhost-net does not let go of a queue: {}", error_line(&e));
+            }
+        }
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl std::fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Kernel({:#x})", self.features)
+    }
+}
+
+/// What is left for us to see: the end of the tap device, and queues that the driver has broken.
+pub struct Watch {
+    /// Has messages when network devices change, ours or others.
+    changes: OwnedFd,
+    /// Signalled by the kernel.
+    broken: [EventFd; 2],
+}
+
+impl Watch {
+    fn new() -> Result<Self, VhostError> {
+        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch);
+        let changes = || -> io::Result<OwnedFd> {
+            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+            let changes = socket(
+                AddressFamily::Netlink,
+                SockType::Raw,
+                flags,
+                SockProtocol::NetlinkRoute,
+            )?;
+            bind(changes.as_raw_fd(), &NetlinkAddr::new(0, LINK_GROUP))?;
+            Ok(changes)
+        };
+        Ok(Self {
+            changes: changes().map_err(VhostError::Watch)?,
+            broken: [event()?, event()?],
+        })
+    }
+
+    /// Takes all messages out: that there were any is all that they say.
+    fn drain(&self) {
+        let mut message = [0; 64];
+        // A host that changes its devices faster than this is asked again at the next event.
+        for _ in 0..1000 {
+            match recv(self.changes.as_raw_fd(), &mut message, MsgFlags::empty()) {
+                Err(e) if io::Error::from(e).kind() == ErrorKind::WouldBlock => return,
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The device's thread while the kernel moves the frames.
+pub struct Watcher {
+    /// What is watched.
+    pub watch: Watch,
+    /// The tap device; `None` once it is gone.
+    pub tap: Option<Arc<Tap>>,
+    /// The guest's side of it.
+    pub link: Link,
+}
+
+impl Watcher {
+    fn look(&mut self) {
+        if let Some(tap) = &self.tap
+            && let Err(e) = tap.is_there()
+        {
+            self.link.lose(&e);
+            self.tap = None;
+        }
+    }
+}
+
+impl MutEventSubscriber for Watcher {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        if events.fd() == self.watch.changes.as_raw_fd() {
+            self.watch.drain();
+            self.look();
+            return;
+        }
+        // Once for each time that the driver sets the device up: it may do it at every kick.
+        for broken in &self.watch.broken {
+            if events.fd() == broken.as_raw_fd() {
+                log::info!("{}: vhost-net finds a queue broken by the driver", self.link.name);
+                let _ = ops.remove(Events::new(broken, EventSet::IN));
+            }
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        let changes = self.watch.changes.as_fd();
+        let mut added = ops.add(Events::new(&changes, EventSet::IN));
+        for broken in &self.watch.broken {
+            added = added.and(ops.add(Events::new(broken, EventSet::IN)));
+        }
+        if let Err(e) = added {
+            log::error!(
+                "{}: the end of the tap device will not be seen: {}",
+                self.link.name,
+                error_line(&e)
+            );
+        }
+        // It may have gone before there was a watch.
+        self.look();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_without_vhost_net_says_what_to_load() {
+        match Kernel::open() {
+            Ok(_) => eprintln!("SKIP: this host has vhost-net"),
+            Err(e) => {
+                let line = error_line(&e);
+                assert!(matches!(e, VhostError::Open(_)), "{line}");
+                assert!(line.contains("load the module vhost_net"), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_watch_without_a_message_is_drained_at_once() {
+        let watch = Watch::new().unwrap();
+        watch.drain();
+        let mut byte = [0; 1];
+        let now = recv(watch.changes.as_raw_fd(), &mut byte, MsgFlags::empty());
+        assert_eq!(now, Err(nix::errno::Errno::EAGAIN));
+    }
+}
