@@ -1,5 +1,8 @@
 //! `perfvisor run`: from the arguments to a machine, and from its end to an exit status.
-#![expect(unsafe_code, reason = "asks the kernel for the process's CPU time")]
+#![expect(
+    unsafe_code,
+    reason = "asks the kernel for the process's CPU time, sets malloc's parameters"
+)]
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -151,6 +154,25 @@ pub enum RunError {
     Loop(#[source] event_manager::Error),
 }
 
+/// Buffers of this size and more are mappings of their own, which are gone when they are freed.
+#[cfg(target_env = "gnu")]
+const OWN_MAPPING_BYTES: libc::c_int = 128 << 10;
+/// The most heaps. glibc has one for each thread, and each keeps what its thread has freed.
+#[cfg(target_env = "gnu")]
+const MOST_HEAPS: libc::c_int = 2;
+
+/// Makes freed memory the host's again. While a VM is made, a kernel, an initrd and symbols are read and
+/// freed; glibc takes the first large buffer that is freed for a sign that more will come, and keeps such
+/// buffers in its heap from then on, for as long as the VM runs.
+fn give_back_what_is_freed() {
+    // SAFETY: mallopt takes two integers, and no other thread exists yet.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_MAPPING_BYTES);
+        libc::mallopt(libc::M_ARENA_MAX, MOST_HEAPS);
+    }
+}
+
 /// Runs a guest to its end.
 ///
 /// # Errors
@@ -162,6 +184,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         .transpose()
         .map_err(RunError::Daemon)?;
     background::survive_job_control();
+    give_back_what_is_freed();
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
     let stop_signals = StopSignals::block().map_err(|e| RunError::Start("the signals that end it", e))?;

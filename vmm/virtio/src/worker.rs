@@ -15,6 +15,10 @@ pub struct Worker {
     thread: Option<JoinHandle<()>>,
 }
 
+/// A thread's stack. Handlers need a few pages; stacks of 2 MiB, the usual ones, are backed by a huge page
+/// each where the host makes them by itself.
+const STACK_BYTES: usize = 256 << 10;
+
 /// Ends the loop of the thread.
 struct Stop {
     fd: EventFd,
@@ -68,11 +72,14 @@ impl Worker {
     {
         let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let fd = stop.try_clone()?;
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-            if let Err(error) = serve(fd, handler) {
-                log::error!("a device's thread ends: {}", error_line(&error));
-            }
-        })?;
+        let thread = std::thread::Builder::new()
+            .name(name.to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                if let Err(error) = serve(fd, handler) {
+                    log::error!("a device's thread ends: {}", error_line(&error));
+                }
+            })?;
         Ok(Self {
             stop,
             thread: Some(thread),
