@@ -161,6 +161,11 @@ overhead-in-lab: lab-files
 compare: lab-files
 	$(CARGO) run -q -p integration --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
+## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3)
+.PHONY: compare-disk
+compare-disk: lab-files debian
+	$(CARGO) run -q -p integration --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS))
+
 ## fuzz: every fuzz target for a while (FUZZ_SECONDS each, needs nightly and cargo-fuzz)
 FUZZ_SECONDS ?= 60
 # address finds more and is slower; the code is safe Rust but for system calls and rings.
@@ -227,6 +232,12 @@ demo-disk: lab-files debian
 .PHONY: debian-test
 debian-test: lab-files debian
 	$(CARGO) test --workspace --test debian -- --ignored --nocapture --test-threads 1
+
+## soak: a VM with two disks and four vCPUs under load, perf in it and recordings of it (SECONDS=1800)
+.PHONY: soak
+soak: lab-files debian
+	PERFVISOR_SOAK_SECONDS=$(or $(SECONDS),1800) \
+		$(CARGO) test --workspace --test soak -- --ignored --nocapture
 
 ## lab: a shell in the lab host, a Linux with a real KVM on any machine
 .PHONY: lab

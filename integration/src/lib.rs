@@ -8,6 +8,7 @@
 
 pub mod artefacts;
 pub mod debian;
+pub mod footprint;
 pub mod guest;
 mod hang;
 pub mod heartbeat;

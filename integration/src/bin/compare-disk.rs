@@ -1,0 +1,364 @@
+//! `make compare-disk`: the Debian image under Perfvisor and under QEMU with KVM, in the same lab, by turns.
+//!
+//! Same kernel, initrd, image (a fresh one each turn), command line, memory, and devices: a root disk, a
+//! second disk, a tap device with vhost-net, entropy. `docs/measurements/devices.md` has the table.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command as Here, ExitCode};
+use std::time::{Duration, Instant};
+
+use integration::artefacts::{describe, qemu, target_dir};
+use integration::debian::{CMDLINE, Debian, says};
+use integration::footprint::{footprint, tracked};
+use integration::lab::LabOptions;
+use integration::limit::Limit;
+use integration::place::Place;
+use integration::process::Command;
+use serde_json::json;
+
+const LIMIT: Limit = Limit {
+    overall: Duration::from_secs(4 * 3600),
+    ..Limit::GENEROUS
+};
+const GUEST_MIB: u64 = 768;
+const MAC: &str = "02:00:00:00:00:01";
+/// The guest's address by that, on the lab's side of its tap device, and the lab's on the guest's.
+const GUEST: &str = "fe80::ff:fe00:1%pvtap0";
+const LAB: &str = "fe80::ff:fe00:fe";
+/// QEMU's firmware and what it boots kernels by.
+const FIRMWARE: [&str; 5] = [
+    "/usr/share/seabios/bios-256k.bin",
+    "/usr/share/qemu/kvmvapic.bin",
+    "/usr/share/qemu/linuxboot.bin",
+    "/usr/share/qemu/linuxboot_dma.bin",
+    "/usr/share/qemu/multiboot.bin",
+];
+/// Where the lab finds QEMU.
+const QEMU: &str = "/usr/bin/qemu-system-x86_64";
+
+/// The lab's network, statistics, and the image's programs.
+const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
+    tunctl -t pvtap0 >/dev/null && ip link set pvtap0 address 02:00:00:00:00:fe && ip link set pvtap0 up && \
+    mkdir -p /debian && mount -o ro DISK /debian && mount -t proc proc /debian/proc && \
+    mount --bind /dev /debian/dev && mount -t tmpfs tmp /debian/tmp && \
+    (chroot /debian iperf3 -s >/dev/null 2>&1 &) && truncate -s 256M /tmp/data.img && \
+    dd if=/dev/zero of=/tmp/data.img bs=1M count=256 conv=notrunc 2>/dev/null";
+
+/// What the guest measures, each as a line `NAME VALUE I/OS`.
+const MEASURE: &str = r#"
+disk() {
+	echo "begin $1"
+	fio --output-format=terse --terse-version=3 --name=$1 --filename=/dev/vdb --direct=1 --ioengine=libaio \
+		--time_based --runtime=SECONDS --rw=$2 --bs=$3 --iodepth=$4 | awk -F';' -v n=$1 -v k=${3%k} '{ print "end", n, $8 + $49, ($6 + $47) / k }'
+}
+net() {
+	echo "begin $1"
+	shift_=$1; shift
+	iperf3 -f m -t SECONDS -c "LAB%$(ls /sys/class/net | grep '^e')" "$@" | awk -v n=$shift_ '/receiver/ { print "end", n, $7, 0 }'
+}
+sleep 1
+disk randread randread 4k 16
+disk randread1 randread 4k 1
+disk randwrite randwrite 4k 16
+disk seqread read 1024k 4
+disk seqwrite write 1024k 4
+net send
+net receive -R
+echo begin end
+"#;
+
+/// A row of the table: name of the figure, its words, its unit, and whether more is better.
+const ROWS: [(&str, &str, &str, bool); 14] = [
+    ("login", "exec to login", "s", false),
+    ("rss", "resident memory beyond the guest's", "MB", false),
+    ("anonymous", "the same without pages of files", "MB", false),
+    ("randread", "fio 4k random read, 16 in flight", "IO/s", true),
+    ("randread1", "fio 4k random read, 1 in flight", "IO/s", true),
+    ("randwrite", "fio 4k random write, 16 in flight", "IO/s", true),
+    ("seqread", "fio 1M sequential read, 4 in flight", "IO/s", true),
+    ("seqwrite", "fio 1M sequential write, 4 in flight", "IO/s", true),
+    ("send", "iperf3, guest sends", "Mbit/s", true),
+    ("receive", "iperf3, guest receives", "Mbit/s", true),
+    (
+        "randread exits",
+        "exits for each 4k read, 16 in flight",
+        "",
+        false,
+    ),
+    (
+        "randread1 exits",
+        "exits for each 4k read, 1 in flight",
+        "",
+        false,
+    ),
+    (
+        "randwrite exits",
+        "exits for each 4k write, 16 in flight",
+        "",
+        false,
+    ),
+    ("seqread exits", "exits for each 1M read", "", false),
+];
+
+type Figures = BTreeMap<String, f64>;
+
+fn main() -> ExitCode {
+    let mut rounds = 3_u8;
+    let mut seconds = 8_u32;
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let value = words.next().and_then(|value| value.parse::<u32>().ok());
+        match (word.as_str(), value) {
+            ("--rounds", Some(n @ 1..=9)) => rounds = n as u8,
+            ("--seconds", Some(n @ 1..=600)) => seconds = n,
+            _ => {
+                eprintln!("compare-disk: usage: compare-disk [--rounds 1 to 9] [--seconds 1 to 600]");
+                return ExitCode::from(2);
+            }
+        }
+    }
+    match compare(rounds, seconds) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("compare-disk: {}", describe(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// QEMU and all that it needs, as files of the lab.
+fn qemu_files() -> Result<Vec<(String, PathBuf)>, Box<dyn std::error::Error>> {
+    // A name alone is one of the search path's.
+    let program = qemu()?.program();
+    let found = std::env::var_os("PATH")
+        .iter()
+        .flat_map(std::env::split_paths)
+        .map(|directory| directory.join(program))
+        .find(|path| path.is_file());
+    let program = found.ok_or_else(|| format!("{}: not in PATH", program.display()))?;
+    let listed = Here::new("ldd").arg(&program).output()?;
+    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+    let mut files = vec![(QEMU.trim_start_matches('/').to_owned(), program)];
+    for path in listed
+        .split_whitespace()
+        .filter(|word| word.starts_with('/'))
+        .map(PathBuf::from)
+    {
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let directory = if name.starts_with("ld-linux") {
+            "lib64"
+        } else {
+            "usr/lib/x86_64-linux-gnu"
+        };
+        files.push((format!("{directory}/{name}"), path));
+    }
+    files.extend(FIRMWARE.map(|path| (path.trim_start_matches('/').to_owned(), path.into())));
+    Ok(files)
+}
+
+fn compare(rounds: u8, seconds: u32) -> Result<(), Box<dyn std::error::Error>> {
+    let options = LabOptions {
+        memory_mib: 4096,
+        files: qemu_files()?,
+        ..LabOptions::default()
+    };
+    let debian = Debian::new(2 * rounds + 1, options)?;
+    let place = &debian.place;
+    if matches!(place, Place::Direct(_)) {
+        return Err(
+            "it makes tap devices and mounts, which it does in the lab only; set PERFVISOR_PLACE=lab".into(),
+        );
+    }
+    println!("{}; {rounds} rounds by turns, {seconds} s each", place.describe());
+    let shell = |line: &str| -> Result<String, Box<dyn std::error::Error>> {
+        let output = place.run(&Command::shell(line), LIMIT)?;
+        if output.success() {
+            Ok(output.stdout_text())
+        } else {
+            Err(format!("{line}: {:?}: {}", output.ended, output.stderr_text()).into())
+        }
+    };
+    let tools = debian.disks.last().cloned().unwrap_or_default();
+    shell(&SET_UP.replace("DISK", &tools))?;
+    let key = fs::read(target_dir().join("debian/ssh-key"))?;
+    place.put("/debian/tmp/key", 0o600, &key)?;
+    let script = MEASURE
+        .replace("SECONDS", &seconds.to_string())
+        .replace("LAB", LAB);
+    place.put("/tmp/measure", 0o644, script.as_bytes())?;
+
+    let mut all: BTreeMap<&str, Vec<Figures>> = BTreeMap::new();
+    for round in 0..usize::from(rounds) {
+        for (n, vmm) in ["perfvisor", "qemu"].into_iter().enumerate() {
+            let disk = 2 * round + n;
+            let command = match vmm {
+                "qemu" => qemu_command(&debian, disk),
+                _ => debian
+                    .command("compared", disk)?
+                    .args(["--memory", &format!("{GUEST_MIB}M"), "--disk", "/tmp/data.img"])
+                    .args(["--net", &format!("tap=pvtap0,mac={MAC},vhost=on")]),
+            };
+            if round == 0 {
+                println!("$ {}", command.line());
+            }
+            let figures = turn(place, &command)?;
+            println!("{vmm}: {figures:?}");
+            all.entry(vmm).or_default().push(figures);
+        }
+    }
+    let table = table(&all);
+    print!("{table}");
+    let path = target_dir().join("bench/compare-disk.json");
+    fs::create_dir_all(path.parent().unwrap_or(&path))?;
+    let value = json!({ "rounds": rounds, "seconds": seconds, "place": place.describe(), "figures": all });
+    fs::write(&path, serde_json::to_string_pretty(&value)?)?;
+    println!("figures: {}", path.display());
+    Ok(())
+}
+
+/// The same machine under QEMU.
+fn qemu_command(debian: &Debian, disk: usize) -> Command {
+    let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
+    Command::new(QEMU)
+        .args([
+            "-accel",
+            "kvm",
+            "-M",
+            "pc",
+            "-cpu",
+            "host",
+            "-nodefaults",
+            "-no-user-config",
+        ])
+        .args([
+            "-display",
+            "none",
+            "-serial",
+            "stdio",
+            "-m",
+            &format!("{GUEST_MIB}M"),
+        ])
+        .args([
+            "-kernel",
+            &debian.kernel,
+            "-initrd",
+            &debian.initrd,
+            "-append",
+            CMDLINE,
+        ])
+        .args([
+            "-drive",
+            &drive("root", &debian.disks[disk]),
+            "-device",
+            "virtio-blk-pci,drive=root",
+        ])
+        .args([
+            "-drive",
+            &drive("data", "/tmp/data.img"),
+            "-device",
+            "virtio-blk-pci,drive=data",
+        ])
+        .args([
+            "-netdev",
+            "tap,id=net,ifname=pvtap0,script=no,downscript=no,vhost=on",
+        ])
+        .args([
+            "-device",
+            &format!("virtio-net-pci,netdev=net,mac={MAC},romfile="),
+        ])
+        .args(["-device", "virtio-rng-pci"])
+}
+
+/// One VM from its start to the end of what it measures.
+fn turn(place: &Place, command: &Command) -> Result<Figures, Box<dyn std::error::Error>> {
+    let started = Instant::now();
+    let mut vm = place.start(&tracked(place, command))?;
+    says(&vm, "login:", LIMIT)?;
+    let mut figures = Figures::from([("login".to_owned(), started.elapsed().as_secs_f64())]);
+    // Until it answers, as a user would; then what the VM holds is what it holds in use.
+    let ssh = "chroot /debian ssh -i /tmp/key -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR";
+    let ready = format!(
+        "until {ssh} -o ConnectTimeout=5 root@{GUEST} systemctl is-system-running --wait; do sleep 1; done"
+    );
+    place.run(&Command::shell(ready), LIMIT)?;
+    let held = footprint(place, GUEST_MIB)?;
+    figures.insert("rss".to_owned(), held.rss_kib as f64 / 1024.0);
+    figures.insert("anonymous".to_owned(), held.anonymous_kib as f64 / 1024.0);
+    // KVM's statistics are read as each line comes.
+    let measure = format!(
+        "{ssh} root@{GUEST} sh </tmp/measure 2>&1 | while read -r line; do echo \"$line $(cat /sys/kernel/debug/kvm/exits)\"; done"
+    );
+    let output = place.run(&Command::shell(measure), LIMIT)?.stdout_text();
+    let mut began = 0.0;
+    for line in output.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let number = |n: usize| words.get(n).and_then(|word| word.parse::<f64>().ok());
+        match words.first() {
+            Some(&"begin") => began = number(2).unwrap_or(0.0),
+            Some(&"end") => {
+                let (Some(name), Some(value), Some(ios), Some(exits)) =
+                    (words.get(1), number(2), number(3), number(4))
+                else {
+                    return Err(format!("not a figure: {line}\n{output}").into());
+                };
+                figures.insert((*name).to_owned(), value);
+                if ios > 0.0 {
+                    figures.insert(format!("{name} exits"), (exits - began) / ios);
+                }
+            }
+            _ => {}
+        }
+    }
+    if let Some((missing, ..)) = ROWS.iter().find(|(name, ..)| !figures.contains_key(*name)) {
+        return Err(format!("no figure {missing}: {output}").into());
+    }
+    vm.signal(libc::SIGKILL);
+    let _ = vm.wait(LIMIT)?;
+    Ok(figures)
+}
+
+/// Least, median and most.
+fn spread(all: &[Figures], name: &str) -> [f64; 3] {
+    let mut values: Vec<f64> = all
+        .iter()
+        .filter_map(|figures| figures.get(name).copied())
+        .collect();
+    values.sort_by(f64::total_cmp);
+    let at = |n: usize| values.get(n).copied().unwrap_or(f64::NAN);
+    [at(0), at(values.len() / 2), at(values.len().saturating_sub(1))]
+}
+
+/// The table, in Markdown: medians, with the least and the most of the turns.
+fn table(all: &BTreeMap<&str, Vec<Figures>>) -> String {
+    let mut out = String::from("| | Perfvisor | QEMU | better |\n|---|---|---|---|\n");
+    for (name, words, unit, more_is_better) in ROWS {
+        let of = |vmm: &str| {
+            all.get(vmm)
+                .map_or([f64::NAN; 3], |figures| spread(figures, name))
+        };
+        let (ours, theirs) = (of("perfvisor"), of("qemu"));
+        let digits = usize::from(ours[1] < 100.0) + usize::from(ours[1] < 10.0);
+        let cell = |[least, median, most]: [f64; 3]| {
+            format!("{median:.digits$} ({least:.digits$} to {most:.digits$}) {unit}")
+        };
+        let ratio = if more_is_better {
+            ours[1] / theirs[1]
+        } else {
+            theirs[1] / ours[1]
+        };
+        let _ = writeln!(
+            out,
+            "| {words} | {} | {} | {ratio:.2} |",
+            cell(ours).trim(),
+            cell(theirs).trim()
+        );
+    }
+    out
+}

@@ -1,0 +1,158 @@
+//! A VM under load for long: two disks that are written and verified, four vCPUs, perf in the guest and
+//! recordings by the host, all at once. Nothing fails, and the VMM does not grow.
+//!
+//! `make soak SECONDS=1800`.
+
+use std::time::Instant;
+
+use integration::debian::{Debian, says};
+use integration::footprint::{Footprint, footprint, tracked};
+use integration::lab::LabOptions;
+use integration::limit::Limit;
+use integration::process::Command;
+
+const LIMIT: Limit = Limit {
+    overall: std::time::Duration::from_secs(4 * 3600),
+    ..Limit::GENEROUS
+};
+const GUEST_MIB: u64 = 1024;
+/// The VMM's first buffers and tables come with the first of each kind of load.
+const WARM_UP_ROUNDS: usize = 3;
+/// Most growth after that, in KiB. A leak of one KiB for each request would be hundreds of MiB; the allocator's
+/// own is some steps of hundreds of KiB.
+const GROWTH_KIB: u64 = 1024;
+
+/// What the guest does for so many seconds.
+const LOAD: &str = r#"
+recordings() {
+	n=0
+	until [ -e /tmp/end ]; do
+		perf record -q -a -F 99 -o /root/perf.data sleep 5 || { echo guest-perf-failed; return; }
+		n=$((n + 1))
+	done
+	echo "guest-recordings $n"
+}
+recordings &
+fio --output-format=terse --terse-version=3 --direct=1 --ioengine=libaio --iodepth=4 --time_based --runtime=$1 \
+	--rw=randwrite --verify=crc32c --verify_backlog=256 --verify_fatal=1 \
+	--name=small --filename=/dev/vdb --bs=4k --name=large --filename=/dev/vdc --bs=64k
+status=$?
+touch /tmp/end
+wait
+dmesg | grep -iE 'i/o error|hung|lockup|stall|oops|warning: cpu' && status=99
+echo "fio-status $status"
+exit $status
+"#;
+
+#[test]
+#[ignore = "half an hour: make soak"]
+fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
+    let seconds: u64 = std::env::var("PERFVISOR_SOAK_SECONDS")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(1800);
+    let options = LabOptions {
+        memory_mib: 4096,
+        ..LabOptions::default()
+    };
+    let debian = Debian::new(1, options).unwrap_or_else(|error| panic!("{error}"));
+    let place = &debian.place;
+    let perfvisor = place.perfvisor().unwrap();
+    let run = |command: &Command| {
+        let output = place
+            .run(command, LIMIT)
+            .unwrap_or_else(|error| panic!("{error}"));
+        assert!(
+            output.success(),
+            "{}: {:?}: {}{}",
+            command.line(),
+            output.ended,
+            output.stdout_text(),
+            output.stderr_text()
+        );
+        output.stdout_text()
+    };
+    let ours = |words: &[&str]| Command::new(&perfvisor).args(words.iter().copied());
+    let disks = ["soak-1.img", "soak-2.img"].map(|name| place.scratch(name));
+    for disk in &disks {
+        run(&Command::shell(format!("truncate -s 96M '{disk}'")));
+    }
+    let command = debian
+        .command("soak", 0)
+        .unwrap()
+        .args(["--cpus", "4", "--memory", &format!("{GUEST_MIB}M"), "--vsock"])
+        .args(["--disk", &disks[0], "--disk", &disks[1]]);
+    let vm = place.start(&tracked(place, &command)).unwrap();
+    says(&vm, "login:", LIMIT).unwrap_or_else(|why| panic!("{why}"));
+    run(&ours(&[
+        "exec",
+        "--wait",
+        "120",
+        "soak",
+        "--",
+        "systemctl",
+        "is-system-running",
+        "--wait",
+    ]));
+    let script = place.scratch("soak.sh");
+    place.put(&script, 0o644, LOAD.as_bytes()).unwrap();
+    run(&ours(&["cp", &script, "soak:/root/soak.sh"]));
+
+    let began = Instant::now();
+    let load = place
+        .start(&ours(&[
+            "exec",
+            "soak",
+            "--",
+            "sh",
+            "/root/soak.sh",
+            &seconds.to_string(),
+        ]))
+        .unwrap();
+    let data = place.scratch("soak.data");
+    let mut seen: Vec<Footprint> = Vec::new();
+    while !load.stdout_so_far().contains("fio-status") {
+        run(&ours(&[
+            "record", "soak", "-q", "-F", "99", "-d", "10", "-o", &data,
+        ]));
+        seen.push(footprint(place, GUEST_MIB).unwrap_or_else(|error| panic!("{error}")));
+        run(&Command::shell(format!(
+            "[ -s '{data}' ] && rm -f '{data}' '{data}.old'"
+        )));
+    }
+    let end = load.wait(LIMIT).unwrap();
+    let said = end.stdout_text();
+    eprintln!(
+        "soak: {seconds} s of load, {:.0?} in all, {} recordings by the host\n{said}\nheld: first {:?}, last {:?}, most {:?} KiB",
+        began.elapsed(),
+        seen.len(),
+        seen.first(),
+        seen.last(),
+        seen.iter().map(|held| held.rss_kib).max()
+    );
+    assert!(end.success(), "{:?}: {said}{}", end.ended, end.stderr_text());
+    assert!(
+        said.contains("guest-recordings ") && !said.contains("failed"),
+        "{said}"
+    );
+    run(&ours(&["ctl", "soak", "powerdown"]));
+    let end = vm.wait(LIMIT).unwrap();
+    assert_eq!(end.code(), Some(0), "{}", end.stderr_text());
+    assert!(!end.stderr_text().contains("I/O errors"), "{}", end.stderr_text());
+
+    let warm = seen.get(WARM_UP_ROUNDS..).unwrap_or_default();
+    assert!(warm.len() >= 6, "too short to see growth: {seen:?}");
+    let third = warm.len() / 3;
+    let (early, late) = (&warm[..third], &warm[warm.len() - third..]);
+    // What is open for the guest's counters and for clients comes and goes; what leaks raises the least.
+    let least = |of: &[Footprint], what: fn(&Footprint) -> u64| of.iter().map(what).min().unwrap_or(0);
+    for what in [
+        |held: &Footprint| held.descriptors,
+        |held: &Footprint| held.threads,
+    ] {
+        assert!(least(late, what) <= least(early, what), "{seen:?}");
+    }
+    let grown = least(late, |held| held.rss_kib).saturating_sub(least(early, |held| held.rss_kib));
+    eprintln!("grown by {grown} KiB from the first third to the last");
+    assert!(grown <= GROWTH_KIB, "{seen:?}");
+}
