@@ -18,8 +18,8 @@ const LIMIT: Limit = Limit {
 const GUEST_MIB: u64 = 1024;
 /// The VMM's first buffers and tables come with the first of each kind of load.
 const WARM_UP_ROUNDS: usize = 3;
-/// Most growth after that, in KiB. A leak of one KiB for each request would be hundreds of MiB; the allocator's
-/// own is some steps of hundreds of KiB.
+/// Most growth after that, in KiB. A leak of one KiB for each request would be hundreds of MiB; the
+/// allocator's own is some steps of hundreds of KiB.
 const GROWTH_KIB: u64 = 1024;
 
 /// What the guest does for so many seconds.
