@@ -314,11 +314,6 @@ fn event_info(
 
 /// An event's name, from an EVENT_UPDATE record: type, id and the name.
 fn take_name(events: &mut [EventInfo], data: &[u8]) {
-    eprintln!(
-        "UPD {:?} {:?}",
-        data,
-        events.iter().map(|e| e.id).collect::<Vec<_>>()
-    );
     if u64_at(data, 0) != Some(UPDATES_NAME) {
         return;
     }
