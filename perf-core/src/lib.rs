@@ -150,6 +150,8 @@
         clippy::allow_attributes
     )
 )]
+// A library prints nothing: what there is to say goes to the log or to the caller.
+#![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 mod api;
 mod context;

@@ -11,6 +11,7 @@
 //! | [`devices`], [`console`] | the rest of the machine |
 //! | [`control`] | the control socket's end in a running VM |
 //! | [`metrics`] | counts for Prometheus |
+//! | [`privileges`] | what the process keeps of its rights while the guest runs |
 //! | [`turns`] | the perf core's timers, for the main loop |
 //!
 //! Start with [`vm::Vm::new`] and [`vcpu::Vcpu`]; docs/architecture.md walks from a WRMSR to
@@ -41,6 +42,7 @@ pub mod memory;
 pub mod metrics;
 pub mod numbers;
 pub mod pmu;
+pub mod privileges;
 pub mod rdpmc;
 pub mod turns;
 pub mod vcpu;

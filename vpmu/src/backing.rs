@@ -22,6 +22,8 @@ use crate::sources::Sources;
 
 /// Events a counter keeps besides the one it counts.
 const PARKED: usize = 3;
+/// Events that a counter has open at most, the one it counts among them; one of the host's is a descriptor.
+pub const EVENTS_OF_A_COUNTER: usize = PARKED + 1;
 
 /// One way to count for a request.
 #[derive(Debug)]

@@ -39,6 +39,8 @@
         clippy::cast_sign_loss,
     )
 )]
+// A library prints nothing: what there is to say goes to the log or to the caller.
+#![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 mod amd;
 pub mod backing;

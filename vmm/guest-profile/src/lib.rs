@@ -43,6 +43,8 @@
         clippy::cast_sign_loss,
     )
 )]
+// A library prints nothing: what there is to say goes to the log or to the caller.
+#![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod export;
 pub mod locate;

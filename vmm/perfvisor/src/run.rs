@@ -4,8 +4,10 @@
     reason = "asks the kernel for the process's CPU time, sets malloc's parameters"
 )]
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,6 +17,7 @@ use perf_core::ConfigError;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vpmu::backing::EVENTS_OF_A_COUNTER;
 use vpmu::filter::FilterError;
 use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, ModelError, Vendor};
 
@@ -40,9 +43,10 @@ use perfvisor_vmm::metrics::server::MetricsServer;
 use perfvisor_vmm::pmu::backing::BackingError;
 use perfvisor_vmm::pmu::fit::{Fitted, fit};
 use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, VmPmu, backing};
+use perfvisor_vmm::privileges::{self, PrivilegeError};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::{MuxChoice, Ticks, Turns};
-use perfvisor_vmm::vcpu::control::{RunControl, StopReason};
+use perfvisor_vmm::vcpu::control::{OnReset, RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::restart::Restarter;
@@ -51,6 +55,10 @@ use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig, VmError};
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
 /// needs.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
+/// Descriptors that a VM without vCPUs has open, with room for servers' clients and devices.
+const DESCRIPTORS: u64 = 64;
+/// Descriptors of a vCPU without events of the host: of KVM, its statistics, its timers, its run time.
+const DESCRIPTORS_OF_A_VCPU: u64 = 8;
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 
@@ -143,6 +151,16 @@ pub enum RunError {
     /// A device cannot be had.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Only capabilities that are given up could read a file.
+    #[error(
+        "--on-reset restart reads {} again, which takes capabilities that a running VM does not have; let its owner \
+         or its group read it, or use --on-reset exit",
+        .0.display()
+    )]
+    ReadAgain(PathBuf, #[source] io::Error),
+    /// The process keeps rights that it does not need.
+    #[error("the VM's process cannot give up its rights")]
+    Privileges(#[from] PrivilegeError),
     /// No process for it in the background.
     #[error(transparent)]
     Daemon(DaemonError),
@@ -185,6 +203,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         .map_err(RunError::Daemon)?;
     background::survive_job_control();
     give_back_what_is_freed();
+    let descriptors = privileges::raise_descriptor_limit();
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
     let stop_signals = StopSignals::block().map_err(|e| RunError::Start("the signals that end it", e))?;
@@ -258,6 +277,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     if model != asked {
         log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
     }
+    let hardware = probe.slots() > 0 && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
+    tell_of_few_descriptors(descriptors, args.cpus.max(), &model, hardware);
     let (mux, turn) = match (args.mux, args.mux_turn) {
         (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => return Err(RunError::TurnOfRotate),
         (_, Some(turn)) => (MuxPolicy::Adaptive, Some(turn)),
@@ -347,6 +368,10 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     } else {
         None
     };
+    privileges::give_up()?;
+    if args.on_reset == OnReset::Restart {
+        can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
+    }
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = Arc::new(controlled(name, pmu_name, args, &console, &running));
@@ -386,6 +411,32 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     }
     served.map_err(RunError::Loop)?;
     Ok(exit_status(running.control()))
+}
+
+/// Whether what a restart loads can be read without the capabilities that the process began with.
+fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
+    for path in files {
+        File::open(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;
+    }
+    Ok(())
+}
+
+/// Says so if `limit` is less than the descriptors that a VM of `cpus` vCPUs may come to need, each with a
+/// `model` PMU.
+fn tell_of_few_descriptors(limit: Option<u64>, cpus: u8, model: &Model, hardware: bool) {
+    let counters = u64::from(model.general() + model.fixed());
+    let events = if hardware {
+        counters * EVENTS_OF_A_COUNTER as u64
+    } else {
+        0
+    };
+    let need = DESCRIPTORS + u64::from(cpus) * (DESCRIPTORS_OF_A_VCPU + events);
+    if let Some(limit) = limit.filter(|limit| *limit < need) {
+        log::warn!(
+            "{cpus} vCPUs with {counters} counters each can need {need} descriptors, and the limit is {limit}: raise it \
+             (ulimit -Hn, LimitNOFILE=), or give the guest fewer counters (--pmu-counters)"
+        );
+    }
 }
 
 /// The host as the guest's counters find it when `reserved` counters are kept for events of the whole VM.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
 
+use perfvisor_vmm::privileges;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// The signals that ask the VM to end.
@@ -48,6 +49,7 @@ impl StopSignals {
         let last = Arc::new(AtomicI32::new(0));
         let (tell, store) = (came.try_clone()?, last.clone());
         thread::Builder::new().name("signals".into()).spawn(move || {
+            privileges::keep_no_capability();
             let mut signal = 0;
             // SAFETY: both point to valid values of this thread for the length of the call.
             while unsafe { libc::sigwait(&set, &mut signal) } == 0 {

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::standard::StandardStream;
+use crate::privileges;
 
 /// Bytes the guest may be ahead of standard output.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
@@ -55,9 +56,10 @@ impl ConsoleOutput {
     pub fn on(mut sink: impl Write + Send + 'static) -> io::Result<Self> {
         let shared = Arc::new(Output::default());
         let theirs = Arc::clone(&shared);
-        thread::Builder::new()
-            .name("console".into())
-            .spawn(move || write_loop(&theirs, &mut sink))?;
+        thread::Builder::new().name("console".into()).spawn(move || {
+            privileges::keep_no_capability();
+            write_loop(&theirs, &mut sink);
+        })?;
         Ok(ConsoleOutput { shared })
     }
 

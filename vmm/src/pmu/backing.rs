@@ -16,8 +16,8 @@ pub enum BackingError {
     NoHardware(String),
     /// The clock driver's host events are refused.
     #[error(
-        "--backing clock: this host refuses perf software clock events (perf_event_paranoid is {0}); lower it to 2 or \
-         less, or run as root"
+        "--backing clock: this host does not let this user count (kernel.perf_event_paranoid is {0}); set it to 1 or \
+         less, give the program CAP_PERFMON (setcap cap_perfmon=ep), or use --pmu off"
     )]
     NoClock(String),
     /// Guests cannot be single-stepped.

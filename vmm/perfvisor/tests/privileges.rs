@@ -1,0 +1,177 @@
+//! What a running VM may still do: its capabilities, its threads', and who may look into it.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, chown};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use common::skip::skipped;
+use common::vm::{PROGRAM, SpinningVm};
+
+mod common;
+
+/// `CAP_PERFMON` (capabilities(7)).
+const PERFMON: u64 = 1 << 38;
+/// A user without rights.
+const NOBODY: u32 = 65534;
+
+/// A field of `/proc/PID/status`.
+fn field(status: &str, name: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
+    let value = line.unwrap_or_else(|| panic!("no {name} in {status}"));
+    let value = value.trim_start_matches(':').trim();
+    u64::from_str_radix(value, 16).unwrap()
+}
+
+#[test]
+fn every_thread_of_a_vm_has_the_right_to_count_at_most() {
+    let Some(vm) = SpinningVm::start("rights", &["--cpus", "2"]) else {
+        return;
+    };
+    let own = fs::read_to_string("/proc/self/status").unwrap();
+    let tasks = format!("/proc/{}/task", vm.child.id());
+    let mut seen = Vec::new();
+    for task in fs::read_dir(tasks).unwrap() {
+        let task = task.unwrap().path();
+        let name = fs::read_to_string(task.join("comm")).unwrap().trim().to_owned();
+        // A thread of KVM's, made by the kernel.
+        if name.starts_with("kvm-") {
+            continue;
+        }
+        let status = fs::read_to_string(task.join("status")).unwrap();
+        for set in ["CapPrm", "CapEff"] {
+            let has = field(&status, set);
+            assert_eq!(has & !PERFMON, 0, "{set} of {name}");
+        }
+        assert_eq!(field(&status, "CapInh"), 0, "{name}");
+        assert_eq!(field(&status, "CapAmb"), 0, "{name}");
+        if name.starts_with("vcpu") || name == "perfvisor" {
+            let could = field(&own, "CapEff") & PERFMON;
+            assert_eq!(
+                field(&status, "CapEff"),
+                could,
+                "{name} keeps what counting wants"
+            );
+            assert_eq!(field(&status, "NoNewPrivs"), 1, "{name}");
+        }
+        seen.push(name);
+    }
+    for name in ["perfvisor", "signals", "console", "vcpu0", "vcpu1"] {
+        assert!(seen.iter().any(|seen| seen == name), "no {name} among {seen:?}");
+    }
+}
+
+/// A command in a mount namespace of its own, where everybody may open /dev/kvm, as [`NOBODY`] who may count.
+const AS_NOBODY: &str = r#"
+    rm -f "$0/kvm"; mknod "$0/kvm" c "$1" "$2" && chmod 666 "$0/kvm" && mount --bind "$0/kvm" /dev/kvm || exit 99
+    shift 2
+    exec setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps +perfmon --ambient-caps +perfmon "$@"
+"#;
+
+#[test]
+fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
+    let Ok(kvm) = fs::metadata("/dev/kvm") else {
+        return skipped("no /dev/kvm here", false);
+    };
+    let (major, minor) = (kvm.rdev() >> 8 & 0xfff, kvm.rdev() & 0xff);
+    let scratch = tempfile::tempdir().unwrap();
+    let as_nobody = |args: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", AS_NOBODY]).arg(scratch.path());
+        command.arg(major.to_string()).arg(minor.to_string()).args(args);
+        command
+            .env("XDG_RUNTIME_DIR", scratch.path())
+            .stdin(Stdio::null());
+        command
+    };
+    let able = as_nobody(&["true"]).output();
+    if !able.is_ok_and(|able| able.status.success()) {
+        return skipped(
+            "only root can start a VM as another user, with CAP_PERFMON",
+            false,
+        );
+    }
+    chown(scratch.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+    // The program need not be where that user can go.
+    let program = scratch.path().join("program");
+    fs::copy(PROGRAM, &program).unwrap();
+    let program = program.to_str().unwrap();
+
+    // Without the capability the VM does not start, and says what would help.
+    let mut without = as_nobody(&[
+        "setpriv",
+        "--inh-caps=-all",
+        "--ambient-caps=-all",
+        program,
+        "run",
+    ]);
+    let without = without.output().unwrap();
+    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
+    if paranoid.trim().parse::<i32>().is_ok_and(|paranoid| paranoid > 1) {
+        let said = String::from_utf8_lossy(&without.stderr);
+        assert!(said.contains("set it to 1 or less"), "{said}");
+        assert_eq!(without.status.code(), Some(2), "{said}");
+    }
+
+    let mut vm = as_nobody(&[
+        program,
+        "run",
+        "--name",
+        "no-root",
+        "--memory",
+        "32M",
+        "--cmdline",
+        "loop",
+    ])
+    .stdout(Stdio::null())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    // Its operator is root: the socket is that user's, and root's.
+    let operator = |args: &[&str]| {
+        Command::new(PROGRAM)
+            .args(args)
+            .env("XDG_RUNTIME_DIR", scratch.path())
+            .output()
+            .unwrap()
+    };
+    let counts = loop {
+        let out = operator(&["stat", "no-root", "-e", "cycles", "-d", "0.2"]);
+        if out.status.success() {
+            break String::from_utf8_lossy(&out.stderr).into_owned() + &String::from_utf8_lossy(&out.stdout);
+        }
+        if let Some(status) = vm.try_wait().unwrap() {
+            let said = std::io::read_to_string(vm.stderr.take().unwrap()).unwrap();
+            panic!("the VM ended with {status}: {said}");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let cycles = counts
+        .lines()
+        .find(|line| line.contains("cycles"))
+        .unwrap_or_default();
+    let count = cycles
+        .split_whitespace()
+        .next()
+        .unwrap_or_default()
+        .replace(',', "");
+    assert!(count.parse::<u64>().is_ok_and(|count| count > 0), "{counts}");
+    let proc = format!("/proc/{}", vm.id());
+    let status = fs::read_to_string(format!("{proc}/status")).unwrap();
+    assert!(status.contains("Uid:\t65534\t65534\t65534\t65534"), "{status}");
+    assert_eq!(field(&status, "CapEff"), PERFMON);
+    assert_eq!(field(&status, "CapAmb"), 0);
+    // The kernel gives the files of a process that nobody may look into to root (proc(5)).
+    assert_eq!(
+        fs::metadata(format!("{proc}/mem")).unwrap().uid(),
+        0,
+        "the process is dumpable"
+    );
+    let stopped = operator(&["ctl", "no-root", "stop"]);
+    assert!(
+        stopped.status.success(),
+        "{}",
+        String::from_utf8_lossy(&stopped.stderr)
+    );
+    vm.wait().unwrap();
+}
