@@ -114,6 +114,10 @@ impl Receiver {
                 if self.begun == entry.path.as_os_str().is_empty() && entry.what != What::DirectoryEnd {
                     return Err(ReceiveError::Order);
                 }
+                // The sender follows a link that it is asked for. Here it would lead the next copy out.
+                if !self.begun && matches!(entry.what, What::Link(_)) {
+                    return Err(ReceiveError::Order);
+                }
                 self.begun = true;
                 self.make(entry)?;
             }
@@ -373,6 +377,21 @@ mod tests {
         let error = receive(&sent, &target, "t").unwrap_err();
         assert!(matches!(error, ReceiveError::Target { .. }), "{error}");
         assert_eq!(fs::read(outside.join("secret")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn what_was_asked_for_does_not_become_a_link() {
+        let temp = tempfile::tempdir().unwrap();
+        let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
+        fs::create_dir(&outside).unwrap();
+        let sent = [entry("", What::Link(outside))];
+        let error = receive(&sent, &target, "t").unwrap_err();
+        assert!(matches!(error, ReceiveError::Order), "{error}");
+        assert!(target.symlink_metadata().is_err(), "there is nothing");
+        fs::write(&target, "mine").unwrap();
+        receive(&sent, &target, "t").unwrap_err();
+        assert!(!target.is_symlink());
+        assert_eq!(fs::read(&target).unwrap(), b"mine");
     }
 
     #[test]

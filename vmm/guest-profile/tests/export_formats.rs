@@ -538,6 +538,30 @@ fn a_file_that_is_cut_back_can_be_read() {
     }
 }
 
+#[test]
+fn a_hole_behind_the_last_record_is_cut_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("perf.data");
+    let p = profile();
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)
+        .unwrap();
+    let unbuffered = std::io::BufWriter::with_capacity(0, file.try_clone().unwrap());
+    let mut w = perfdata::PerfDataWriter::new(unbuffered, p.meta.clone(), p.events.clone()).unwrap();
+    for _ in 0..3 {
+        w.sample(&p.samples().next().unwrap()).unwrap();
+    }
+    w.checkpoint().unwrap();
+    let length = file.metadata().unwrap().len();
+    file.set_len(length + 4096).unwrap();
+    assert_eq!(w.cut_back().unwrap(), 3);
+    assert_eq!(file.metadata().unwrap().len(), length);
+    assert_eq!(reader::read_file(&path).unwrap().len(), 3);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]

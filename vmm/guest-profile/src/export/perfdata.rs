@@ -121,7 +121,8 @@ impl PerfDataWriter<BufWriter<File>> {
             let mut head = [0; 8];
             file.read_exact_at(&mut head, end)?;
             let size = u64::from(u16::from_le_bytes([head[6], head[7]]));
-            if end + size > length {
+            // Zeros, where the file has a hole, are no record either.
+            if size < 8 || end + size > length {
                 break;
             }
             samples += u64::from(head[..4] == record::SAMPLE.to_le_bytes());

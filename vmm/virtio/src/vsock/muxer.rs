@@ -214,7 +214,11 @@ impl Muxer {
         if let Some(reply) = self.replies.pop_front() {
             return Some(reply);
         }
-        while let Some(key) = self.ready.pop_front() {
+        // Each once: one that has data stays ready where the guest's buffer has no room for any.
+        for _ in 0..self.ready.len() {
+            let Some(key) = self.ready.pop_front() else {
+                break;
+            };
             let Some(entry) = self.connections.get_mut(&key) else {
                 continue;
             };

@@ -348,6 +348,18 @@ fn a_guest_without_room_is_asked_once_and_gets_the_rest_later() {
 }
 
 #[test]
+fn a_buffer_without_room_for_data_takes_none_and_ends() {
+    let mut bench = Bench::new();
+    let (mut program, _) = bench.connected();
+    program.write_all(b"hello").unwrap();
+    bench.events();
+    // Only the header has a place: a loop that tried again would not end.
+    assert!(bench.muxer.next(&mut [], bench.now).is_none());
+    let (packet, data) = bench.next().unwrap();
+    assert_eq!((packet.op, &data[..]), (Op::Data as u16, &b"hello"[..]));
+}
+
+#[test]
 fn each_side_can_end_its_own_direction() {
     let mut bench = Bench::new();
     let (mut program, guest) = bench.connected();
