@@ -9,6 +9,7 @@ use std::fs;
 use std::io;
 
 use perf_core::error_line;
+use perf_core::pmu::host::counting_is_denied;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
@@ -26,7 +27,8 @@ const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trai
 pub struct PrivilegeError(&'static str, #[source] io::Error);
 
 /// Gives up all rights of this thread, and of those it starts from now on, but the right to count:
-/// `CAP_PERFMON` if it has that (`CAP_SYS_ADMIN` where the kernel has no `CAP_PERFMON`: before Linux 5.8). No
+/// `CAP_PERFMON` if it has that, and `CAP_SYS_ADMIN` where the kernel counts for nobody without it (before
+/// Linux 5.8, and kernels with Debian's patch above a `perf_event_paranoid` of 2: a warning says so). No
 /// program it executes gets more (`no_new_privs`), and no other process of the user may read its memory,
 /// which the guest's is part of, or attach a debugger (`PR_SET_DUMPABLE`). Memory for rings is no longer
 /// bounded by `RLIMIT_MEMLOCK` if it was not, that is for `CAP_IPC_LOCK`.
@@ -48,7 +50,14 @@ pub fn give_up() -> Result<(), PrivilegeError> {
         setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
     }
     set_no_new_privs(true).map_err(failed("prctl(PR_SET_NO_NEW_PRIVS)"))?;
-    keep(to_count(last_capability())).map_err(failed("capset"))?;
+    let kept = to_keep(has.permitted, last_capability(), denied_with);
+    if kept.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::PERFMON) {
+        log::warn!(
+            "the VMM keeps CAP_SYS_ADMIN: this kernel lets nobody count without it while \
+             kernel.perf_event_paranoid is more than 2; set it to 2 or less, and CAP_PERFMON is all that is kept"
+        );
+    }
+    keep(kept).map_err(failed("capset"))?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("prctl(PR_SET_DUMPABLE)"))
 }
 
@@ -89,6 +98,27 @@ fn to_count(last: u32) -> CapabilitySet {
     } else {
         CapabilitySet::PERFMON
     }
+}
+
+/// What to keep of `has` so that perf events open as they do now. `denied` tells whether they are refused to
+/// who has these capabilities only.
+fn to_keep(has: CapabilitySet, last: u32, denied: impl Fn(CapabilitySet) -> bool) -> CapabilitySet {
+    let wanted = to_count(last);
+    let more = wanted | CapabilitySet::SYS_ADMIN;
+    // Debian's and Ubuntu's kernels have a level 3, which CAP_PERFMON does not lift.
+    if has.contains(CapabilitySet::SYS_ADMIN) && more != wanted && denied(wanted) && !denied(more) {
+        more
+    } else {
+        wanted
+    }
+}
+
+/// Whether a thread with these capabilities may not count itself. A thread that ends with it tries.
+fn denied_with(set: CapabilitySet) -> bool {
+    std::thread::scope(|scope| {
+        let tried = scope.spawn(|| keep(set).is_ok() && counting_is_denied());
+        tried.join().unwrap_or(false)
+    })
 }
 
 fn last_capability() -> u32 {
@@ -147,11 +177,12 @@ mod tests {
     #[test]
     fn a_process_that_gave_up_its_rights_is_not_dumpable_and_gets_no_new_ones() {
         if std::env::var_os(GIVES_UP).is_some() {
+            let all = capabilities(None).unwrap();
+            let kept = to_keep(all.permitted, last_capability(), denied_with);
             give_up().unwrap();
             assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
             assert!(no_new_privs().unwrap());
-            let has = capabilities(None).unwrap();
-            assert_eq!(has.permitted - CapabilitySet::PERFMON, CapabilitySet::empty());
+            assert_eq!(capabilities(None).unwrap().permitted, all.permitted & kept);
             return give_up().unwrap();
         }
         let name =
@@ -184,6 +215,24 @@ mod tests {
         assert_eq!(to_count(37), CapabilitySet::SYS_ADMIN);
         assert_eq!(to_count(38), CapabilitySet::PERFMON);
         assert_eq!(to_count(40), CapabilitySet::PERFMON);
+    }
+
+    #[test]
+    fn cap_sys_admin_is_kept_only_where_counting_takes_it() {
+        let all = CapabilitySet::all();
+        let (perfmon, admin) = (CapabilitySet::PERFMON, CapabilitySet::SYS_ADMIN);
+        assert_eq!(to_keep(all, 40, |_| false), perfmon);
+        assert_eq!(to_keep(all, 40, |with| !with.contains(admin)), perfmon | admin);
+        assert_eq!(to_keep(all, 40, |_| true), perfmon, "it would not help");
+        assert_eq!(to_keep(perfmon, 40, |with| !with.contains(admin)), perfmon);
+        assert_eq!(to_keep(all, 37, |_| true), admin);
+    }
+
+    #[test]
+    fn what_is_tried_leaves_this_thread_its_rights() {
+        let before = capabilities(None).unwrap();
+        denied_with(CapabilitySet::empty());
+        assert_eq!(capabilities(None).unwrap(), before);
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub use fd::monotonic_ns;
 use fd::{Counted, PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
 use group::{KernelGroup, Member, READ_GROUP};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
-pub use probe::{GenericEvent, HostProbe, cache_event_opens, ignore_sigio};
+pub use probe::{GenericEvent, HostProbe, cache_event_opens, counting_is_denied, ignore_sigio};
 
 /// `PERF_COUNT_SW_TASK_CLOCK`, the last of the clocks.
 const TASK_CLOCK: u64 = 1;

@@ -151,6 +151,16 @@ pub fn cache_event_opens(config: u64) -> bool {
     PerfFd::open(&mut attr, 0).is_ok()
 }
 
+/// Whether the kernel does not let the calling thread count itself, in the kernel too, for want of a
+/// capability (`EACCES` or `EPERM`, perf_event_open(2)). It is a software event that is tried: no PMU is
+/// wanted.
+#[must_use]
+pub fn counting_is_denied() -> bool {
+    let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
+    attr.set_disabled(1);
+    matches!(PerfFd::open(&mut attr, 0), Err(e) if e.kind() == io::ErrorKind::PermissionDenied)
+}
+
 /// Where the kernel lists its PMUs.
 const DEVICES: &str = "/sys/bus/event_source/devices";
 
