@@ -121,8 +121,8 @@ sanitize-address:
 	$(call SANITIZE,address) --test ring_process
 
 # Files of perf-core, and the tests that are to notice. Line counts of what is generated for Debug and Display say nothing.
-MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule.rs src/schedule/seats.rs src/time.rs src/overflow.rs
-MUTANT_TESTS := --lib $(addprefix --test=,oracle sampling scheduling output software properties invariants ring_invariants)
+MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule/mod.rs src/schedule/seats.rs src/schedule/group.rs src/time.rs src/context/overflow.rs
+MUTANT_TESTS := --lib $(addprefix --test=,oracle sampling scheduling placement losing output software properties invariants ring_invariants)
 ## mutants: perf-core changed in hundreds of ways; each must make a test fail (hours; MUTANTS=src/time.rs: one file)
 .PHONY: mutants
 mutants:
