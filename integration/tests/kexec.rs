@@ -10,11 +10,11 @@ use integration::place::Place;
 const LIMIT: Limit = Limit::GENEROUS;
 
 /// The kernels.
-const STAGES: [u32; 4] = [1, 2, 3, 4];
+const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
-/// The script of all four kernels: the first starts the second where it runs itself, the second a third at an
-/// address of its choice. That one panics, and the fourth, loaded for that and with one CPU, runs in the
-/// memory that was kept for it (kdump). A kernel says which it is by its command line. Its initrd is what the
+/// The script of all five kernels: the first starts the second where it runs itself, the second a third in its
+/// place, and that a fourth at an address of its choice. That one panics, and the fifth, loaded for that and
+/// with one CPU, runs in the memory that was kept for it (kdump). A kernel says which it is by its command line. Its initrd is what the
 /// first one has unpacked, this script with it.
 const SCRIPT: &str = r#"
 stage() {
@@ -42,14 +42,15 @@ next() {
 }
 last() {
 	initrd
-	/kexec -p /second /tmp/initrd "$base stage=4 nr_cpus=1" && cat /sys/kernel/kexec_crash_loaded
+	/kexec -p /second /tmp/initrd "$base stage=5 nr_cpus=1" && cat /sys/kernel/kexec_crash_loaded
 }
 counts
-[ "$stage" = 4 ] && section vmcore sh -c 'head -c 4 /proc/vmcore | tail -c 3; echo; grep -o "elfcorehdr=[^ ]*" /proc/cmdline'
+[ "$stage" = 5 ] && section vmcore sh -c 'head -c 4 /proc/vmcore | tail -c 3; echo; grep -o "elfcorehdr=[^ ]*" /proc/cmdline'
 case $stage in
 1) section kexec1 next 2 nokaslr ;;
-2) section kexec2 next 3 crashkernel=400M ;;
-3)
+2) section kexec2 next 3 nokaslr ;;
+3) section kexec3 next 4 crashkernel=400M ;;
+4)
 	section crash-loaded last
 	/kexec -c
 	;;
@@ -127,6 +128,7 @@ fn kernels_that_the_guest_starts_count_and_sample() {
         }
     }
     assert_eq!(symbol_address(&run, 1), symbol_address(&run, 2), "nokaslr\n{run}");
+    assert_eq!(symbol_address(&run, 2), symbol_address(&run, 3), "nokaslr\n{run}");
     // The kernel may complain of a slow machine on the line before.
     assert_eq!(
         run.section("crash-loaded").trim().lines().last(),

@@ -13,6 +13,7 @@ const SCRIPT: &str = r#"
 section dmesg dmesg
 section stat perf stat -x, -e cycles spin 0.3
 section detail perf stat -x, -d sleep 1
+section reference perf stat -x, -e ref-cycles,bus-cycles spin 0.3
 "#;
 
 /// What the guest's kernel must find out about a model.
@@ -58,6 +59,23 @@ impl Expected {
         assert!(cycles > 1e8, "{cycles} cycles in 0.3 s\n{run}");
         // The first command a user types shows what was counted, or says that it was not.
         judge_detail(run.section("detail"), &["cycles"]).unwrap_or_else(|why| panic!("{why}\n{run}"));
+        // Nor does one who asks for more get a 0.
+        for line in run
+            .section("reference")
+            .lines()
+            .filter(|line| line.contains("-cycles"))
+        {
+            let value = line.split(',').next().unwrap_or_default();
+            let counted = value.parse::<u64>().is_ok_and(|count| count > 0);
+            assert!(
+                counted || value == "<not supported>",
+                "nobody counted this: {line}\n{run}"
+            );
+            assert!(
+                !(counted && line.contains("ref-cycles") && self.pmu == "intel-v1"),
+                "{line}\n{run}"
+            );
+        }
         run.expect_success();
         eprintln!(
             "{}{}: {}; version {}, {}+{} counters; {:.1?}",

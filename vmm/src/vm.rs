@@ -658,6 +658,7 @@ impl<'a> Plan<'a> {
                 ram.memory().clone(),
                 sites.clone(),
                 loaded.text.clone(),
+                &loaded.rdpmc_sites,
                 gate,
             ))
         });
@@ -675,7 +676,13 @@ impl<'a> Plan<'a> {
 fn hide_uncounted(config: &VmConfig, probe: &HostProbe, loaded: &Loaded, ram: &GuestRam, tell: bool) {
     let vendor = config.pmu.model.vendor();
     let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
-    let countable = Countable::new(vendor, host, config.pmu.policy, config.backability, probe);
+    let countable = Countable::new(
+        &config.pmu.model,
+        host,
+        config.pmu.policy,
+        config.backability,
+        probe,
+    );
     let hidden = if config.hide_uncounted {
         let tables = &loaded.event_tables;
         event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n))

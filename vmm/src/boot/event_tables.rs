@@ -36,6 +36,8 @@ const SENSELESS_AT: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
 const ITLB_AT: usize = 26;
 /// Reads of the branch unit: branches.
 const BRANCHES_AT: usize = 30;
+/// Linux's number for reference cycles in Intel's table, which is no event of a general-purpose counter.
+const INTEL_REF_CYCLES: u64 = 0x300;
 /// Tables of one kind looked at; Linux 6.1 has two of AMD's and eleven of Intel's.
 const MAX_TABLES: usize = 64;
 
@@ -146,10 +148,12 @@ pub struct Hidden {
 pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
     let mut tables = Vec::new();
     for segment in segments {
-        // Cycles and instructions stand first in AMD's. Intel's needs no look: CPUID says what is not there.
-        let first: Vec<u8> = [0x76u64, 0xC0].into_iter().flat_map(u64::to_le_bytes).collect();
-        for at in memmem::find_iter(segment.data, &first).take(MAX_TABLES) {
-            tables.extend(hardware_table(segment, at));
+        // Cycles and instructions stand first.
+        for (vendor, cycles) in [(Vendor::Amd, 0x76u64), (Vendor::Intel, 0x3C)] {
+            let first: Vec<u8> = [cycles, 0xC0].into_iter().flat_map(u64::to_le_bytes).collect();
+            for at in memmem::find_iter(segment.data, &first).take(MAX_TABLES) {
+                tables.extend(hardware_table(segment, at, vendor));
+            }
         }
         for (vendor, branches) in [(Vendor::Amd, 0xC2u64), (Vendor::Intel, 0xC4)] {
             let mut inside = [0xFF; 40];
@@ -163,12 +167,16 @@ pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
     tables
 }
 
-fn hardware_table(segment: &Segment<'_>, at: usize) -> Option<EventTable> {
+fn hardware_table(segment: &Segment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
     let entries = entries(segment, at, HARDWARE_EVENTS)?;
-    // Instructions, branches and mispredicted ones have had the same numbers since the K7.
-    let known = entries[4] == 0xC2 && entries[5] == 0xC3;
+    let known = match vendor {
+        // Instructions, branches and mispredicted ones have had the same numbers since the K7.
+        Vendor::Amd => entries[4] == 0xC2 && entries[5] == 0xC3,
+        // The architectural events, and what Linux calls reference cycles.
+        Vendor::Intel => entries[4] == 0xC4 && entries[5] == 0xC5 && entries[9] == INTEL_REF_CYCLES,
+    };
     let sound = entries.iter().all(|config| config & !CONFIG_BITS == 0);
-    (known && sound).then(|| table(segment, at, Vendor::Amd, Kind::Hardware, entries))
+    (known && sound).then(|| table(segment, at, vendor, Kind::Hardware, entries))
 }
 
 fn cache_table(segment: &Segment<'_>, at: usize, vendor: Vendor, branches: u64) -> Option<EventTable> {
@@ -280,6 +288,20 @@ mod tests {
         }
     }
 
+    /// Intel's generic events, as in Linux 6.1.
+    const INTEL_HARDWARE: [u64; HARDWARE_EVENTS] = [
+        0x3C,
+        0xC0,
+        0x4F2E,
+        0x412E,
+        0xC4,
+        0xC5,
+        0x13C,
+        0,
+        0,
+        INTEL_REF_CYCLES,
+    ];
+
     /// Generic events as on family 17h.
     fn hardware() -> Vec<u64> {
         vec![0x76, 0xC0, 0xFF60, 0x964, 0xC2, 0xC3, 0, 0x287, 0x187, 0]
@@ -302,6 +324,7 @@ mod tests {
         data.extend(bytes(&[7, 8]));
         data.extend(bytes(&cache(0xC2)));
         data.extend(bytes(&cache(0xC4)));
+        data.extend(bytes(&INTEL_HARDWARE));
         data
     }
 
@@ -309,7 +332,7 @@ mod tests {
     fn what_cannot_be_counted_is_zero_in_the_guest_and_the_rest_is_as_it_was() {
         let data = kernel();
         let tables = find(&[segment(&data)]);
-        assert_eq!(tables.len(), 3, "{tables:?}");
+        assert_eq!(tables.len(), 4, "{tables:?}");
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         // As on the clock: cycles only.
@@ -359,6 +382,25 @@ mod tests {
 
     /// A kernel that is not known is left alone.
     #[test]
+    fn reference_cycles_can_be_taken_out_of_intels_table() {
+        let data = kernel();
+        let ram = GuestRam::new(32 << 20).unwrap();
+        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        let done = hide(&ram, &find(&[segment(&data)]), Vendor::Intel, |event, _| {
+            event != TableEvent::Hardware(9)
+        });
+        let hidden: Vec<_> = done.iter().flat_map(|d| d.hidden.clone()).collect();
+        assert_eq!(hidden, [TableEvent::Hardware(9)]);
+        let mut there = vec![0; data.len()];
+        ram.memory()
+            .read_slice(&mut there, GuestAddress(LOAD_AT))
+            .unwrap();
+        let changed: Vec<_> = (0..data.len()).filter(|at| there[*at] != data[*at]).collect();
+        // The byte 03H of its entry, the last of the table.
+        assert_eq!(changed, [data.len() - 7]);
+    }
+
+    #[test]
     fn what_is_not_quite_a_table_is_none() {
         let mut other = hardware();
         other[4] = 0xC1;
@@ -399,7 +441,7 @@ mod tests {
         assert_eq!(hide(&ram, &tables, Vendor::Intel, |_, _| false), []);
         // The kernel has another number in the last entry of AMD's cache events.
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
-        let last = tables[1].entry(CACHE_EVENTS - 1);
+        let last = tables[2].entry(CACHE_EVENTS - 1);
         ram.memory().write_obj(0x1234u64, last).unwrap();
         let before = there(&ram);
         let done = hide(&ram, &tables, Vendor::Amd, |_, _| false);

@@ -1,7 +1,7 @@
 //! Which of perf's generic events can be counted for a guest, by the numbers its kernel has for them.
 
 use perf_core::pmu::host::{self, HostProbe};
-use vpmu::{ArchEvent, Backability, BackingPolicy, EventRequest, Sources, Vendor};
+use vpmu::{ArchEvent, Backability, BackingPolicy, EventRequest, Model, Sources, Vendor};
 
 use super::backing;
 use crate::boot::event_tables::TableEvent;
@@ -17,26 +17,35 @@ const ASKED_FIRST: [ArchEvent; 7] = [
     ArchEvent::BranchMisses,
 ];
 
-/// What can be counted under one policy on one host, for a model of one vendor.
+/// `PERF_COUNT_HW_REF_CPU_CYCLES`.
+const REF_CPU_CYCLES: u64 = 9;
+/// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2).
+const REFERENCE_COUNTER: u8 = 1 << 2;
+
+/// What can be counted under one policy on one host, for one model.
 #[derive(Debug)]
 pub struct Countable<'a> {
     vendor: Vendor,
+    /// An Intel model has the fixed counter of reference cycles.
+    reference_counter: bool,
     sources: Sources,
     backability: Backability,
     probe: &'a HostProbe,
 }
 
 impl<'a> Countable<'a> {
-    /// For a model of `vendor`; `host` is the vendor of this host's processor.
+    /// For `model`; `host` is the vendor of this host's processor.
     pub fn new(
-        vendor: Vendor,
+        model: &Model,
         host: Vendor,
         policy: BackingPolicy,
         backability: Backability,
         probe: &'a HostProbe,
     ) -> Self {
+        let vendor = model.vendor();
         Self {
             vendor,
+            reference_counter: model.fixed_bitmap() & REFERENCE_COUNTER != 0,
             // The statistics of KVM back no generic event.
             sources: backing::sources(policy, probe, host, |_| None),
             backability,
@@ -46,6 +55,11 @@ impl<'a> Countable<'a> {
 
     /// Whether `event`, for which the guest's kernel has the numbers `config`, is counted by anybody.
     pub fn can_count(&self, event: TableEvent, config: u64) -> bool {
+        // CPUID tells an Intel guest which of these are not there. It has no word on reference cycles: Linux
+        // has a number of its own for them, which no counter but the fixed one counts (intel_pmu_event_map).
+        if let (Vendor::Intel, TableEvent::Hardware(number)) = (self.vendor, event) {
+            return number != REF_CPU_CYCLES || self.reference_counter;
+        }
         let request = EventRequest::from_raw_config(self.vendor, config);
         let mut ways = self.sources.of_request(&request);
         ways.any(|way| way.known || self.host_knows(event))
@@ -78,6 +92,7 @@ impl<'a> Countable<'a> {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{GenericEvent, HostCounters};
+    use vpmu::{CounterNumbers, Generation};
 
     /// A host whose PMU, if it has one, opens these generic events.
     fn probe(opens: &[(&str, u64)]) -> HostProbe {
@@ -99,9 +114,13 @@ mod tests {
         }
     }
 
+    fn amd() -> Model {
+        Model::off(Vendor::Amd)
+    }
+
     fn check(policy: BackingPolicy, probe: &HostProbe, event: TableEvent, config: u64) -> bool {
         let backability = crate::pmu::backing::backability(policy, probe, Vendor::Amd, Vendor::Amd);
-        Countable::new(Vendor::Amd, Vendor::Amd, policy, backability, probe).can_count(event, config)
+        Countable::new(&amd(), Vendor::Amd, policy, backability, probe).can_count(event, config)
     }
 
     const CYCLES: (TableEvent, u64) = (TableEvent::Hardware(0), 0x76);
@@ -143,7 +162,7 @@ mod tests {
             );
         }
         let foreign = Countable::new(
-            Vendor::Intel,
+            &Model::off(Vendor::Intel),
             Vendor::Amd,
             BackingPolicy::Auto,
             Backability::CLOCK,
@@ -152,11 +171,34 @@ mod tests {
         assert!(!foreign.can_count(TableEvent::Cache(0), 0x81D0));
     }
 
+    /// A model without the third fixed counter has nothing that counts Linux's number for reference cycles.
+    #[test]
+    fn reference_cycles_want_their_fixed_counter() {
+        let none = probe(&[]);
+        for (generation, fixed, counted) in [
+            (Generation::Intel(1), None, false),
+            (Generation::Intel(2), Some(2), false),
+            (Generation::Intel(2), Some(3), true),
+        ] {
+            let numbers = fixed.map(|fixed| CounterNumbers {
+                general: 4,
+                fixed: Some(fixed),
+            });
+            let model = Model::new(generation, numbers, None).unwrap();
+            let policy = BackingPolicy::Clock;
+            let backability = crate::pmu::backing::backability(policy, &none, Vendor::Intel, Vendor::Intel);
+            let countable = Countable::new(&model, Vendor::Intel, policy, backability, &none);
+            let of = |number, config| countable.can_count(TableEvent::Hardware(number), config);
+            assert_eq!(of(REF_CPU_CYCLES, 0x300), counted, "{generation:?} {fixed:?}");
+            assert!(of(1, 0xC0), "CPUID says that there are no instructions");
+        }
+    }
+
     #[test]
     fn what_a_plain_perf_stat_lacks_has_perfs_names() {
         let none = probe(&[]);
         let clock = Countable::new(
-            Vendor::Amd,
+            &amd(),
             Vendor::Amd,
             BackingPolicy::Clock,
             Backability::CLOCK,

@@ -1,7 +1,8 @@
 //! Kernels that a guest starts itself, by kexec or kdump: their RDPMC is replaced where they lie in memory.
 //!
 //! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another kernel
-//! runs. Its symbols and unwind tables are in its memory, so what is known of a kernel that is loaded from a
+//! runs. So it does if a place where RDPMC was replaced holds something else: a kernel may be started where the
+//! one before it lay. Its symbols and unwind tables are in its memory, so what is known of a kernel that is loaded from a
 //! file is known of it, too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,8 +27,14 @@ const MOST_LINES: u32 = 64;
 /// Byte pairs 0F 33 in a kernel's text of which each is looked at. Debian's kernels have some dozens; more
 /// are there to keep us busy.
 const MOST_PAIRS: usize = 1024;
+/// Searches of a kernel that lies where the one before it did. The first may come before it is whole.
+const MOST_TRIES: u32 = 8;
+/// The function of Linux whose RDPMC shows whether a kernel is still the one that was looked at. Its code stays
+/// as it is for as long as the kernel runs.
+const READ_PMC: &str = "native_read_pmc";
 /// Reads of guest memory to find the physical address of one place.
 const TRANSLATE_READS: u32 = 16;
+const PAGE_BYTES: u64 = 4096;
 /// Linux is in the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
@@ -43,6 +50,8 @@ pub struct RunningKernels {
     /// LSTAR and its physical address at the last search; 0: the loaded kernel.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
+    /// Guest-physical address of a replaced RDPMC of the kernel that runs; 0: none is known.
+    replaced: AtomicU64,
     search: Mutex<Search>,
 }
 
@@ -50,6 +59,8 @@ pub struct RunningKernels {
 struct Search {
     last: Option<Instant>,
     said: u32,
+    /// Without success, of a kernel that lies where the one before it did.
+    tries: u32,
 }
 
 /// Why a kernel was not searched.
@@ -102,11 +113,13 @@ impl Kernel {
 }
 
 impl RunningKernels {
-    /// Of a VM whose first kernel's text is `loaded` and whose sites are `sites`.
+    /// Of a VM whose first kernel's text is `loaded`, with its RDPMC replaced at `patched`, and whose sites are
+    /// `sites`.
     pub fn new(
         memory: GuestMemoryMmap,
         sites: Arc<Sites>,
         loaded: Vec<TextRange>,
+        patched: &[PatchedSite],
         served_anyway: bool,
     ) -> Self {
         Self {
@@ -116,6 +129,7 @@ impl RunningKernels {
             served_anyway,
             lstar: AtomicU64::new(0),
             lstar_gpa: AtomicU64::new(0),
+            replaced: AtomicU64::new(witness(patched).unwrap_or(0)),
             search: Mutex::default(),
         }
     }
@@ -129,19 +143,28 @@ impl RunningKernels {
         let Some(gpa) = self.physical(regs, lstar) else {
             return false;
         };
-        if self.is_known(lstar, gpa) {
+        if self.is_known(lstar, gpa) && self.is_as_it_was() {
             return false;
         }
         // A vCPU does not wait for the search of another.
         let Ok(mut search) = self.search.try_lock() else {
             return false;
         };
-        if self.is_known(lstar, gpa) || search.last.is_some_and(|last| last.elapsed() < SEARCH_AGAIN) {
+        let same_place = self.is_known(lstar, gpa);
+        if same_place && self.is_as_it_was() || search.last.is_some_and(|last| last.elapsed() < SEARCH_AGAIN)
+        {
             return false;
         }
         let began = Instant::now();
         let found = self.patch(regs, lstar);
         search.last = Some(Instant::now());
+        let replaced = found.as_ref().ok().and_then(|sites| witness(sites));
+        if same_place && replaced.is_none() && search.tries < MOST_TRIES {
+            search.tries += 1;
+            return true;
+        }
+        search.tries = 0;
+        self.replaced.store(replaced.unwrap_or(0), Ordering::Relaxed);
         self.lstar_gpa.store(gpa, Ordering::Relaxed);
         self.lstar.store(lstar, Ordering::Release);
         if search.said < MOST_LINES {
@@ -157,6 +180,14 @@ impl RunningKernels {
                 lstar.wrapping_sub(text.virt) < text.len_bytes && lstar - text.virt + text.phys == gpa
             }),
             known => known == lstar && self.lstar_gpa.load(Ordering::Relaxed) == gpa,
+        }
+    }
+
+    /// Whether RDPMC is still replaced where it was.
+    fn is_as_it_was(&self) -> bool {
+        match self.replaced.load(Ordering::Relaxed) {
+            0 => true,
+            gpa => self.memory.read_obj::<[u8; 2]>(GuestAddress(gpa)).ok() == Some(TRAP),
         }
     }
 
@@ -243,6 +274,15 @@ impl RunningKernels {
             && memory.write_obj(TRAP[0], first).is_ok()
             && memory.write_obj(TRAP[1], second).is_ok()
     }
+}
+
+/// Where it can be seen later whether a kernel with these sites is still the same.
+fn witness(sites: &[PatchedSite]) -> Option<u64> {
+    let site = sites
+        .iter()
+        .find(|site| site.symbol.as_ref().is_some_and(|(name, _)| name == READ_PMC))?;
+    // The page behind may lie elsewhere.
+    Some(site.opcode()).filter(|gpa| gpa % PAGE_BYTES != PAGE_BYTES - 1)
 }
 
 #[cfg(test)]
@@ -355,7 +395,7 @@ mod tests {
             let mut regs = GuestRegs::default();
             crate::kvm::registers::set_system(&mut regs, &sregs);
             let guest = Self {
-                running: RunningKernels::new(memory.clone(), sites.clone(), loaded, false),
+                running: RunningKernels::new(memory.clone(), sites.clone(), loaded, &[], false),
                 memory,
                 sites,
                 regs,
@@ -423,6 +463,62 @@ mod tests {
         assert_eq!(guest.memory.read_obj::<[u8; 6]>(alike).unwrap(), OTHER_CODE);
         assert!(guest.knows());
         assert!(!guest.look(), "it is known now");
+    }
+
+    /// A kernel that is started where the one before it lay has its RDPMC replaced, too.
+    #[test]
+    fn a_kernel_at_the_place_of_the_one_before_it_gets_its_rdpmc_replaced() {
+        let guest = Guest::new();
+        guest.load(SECOND, &kernel(|_| {}));
+        guest.runs(SECOND);
+        assert!(guest.look());
+        for _ in 0..2 {
+            guest.later();
+            assert!(!guest.look(), "it is the same");
+            // It is copied there while the other one's LSTAR is still set: not whole at first.
+            guest.load(SECOND, &vec![0; 1 << 20]);
+            assert!(guest.look());
+            guest.load(SECOND, &kernel(|_| {}));
+            assert!(!guest.look(), "too soon");
+            assert_eq!(guest.code(SECOND), CODE);
+            guest.later();
+            assert!(guest.look());
+            assert_eq!(guest.code(SECOND), REPLACED);
+        }
+    }
+
+    /// So it is with one in the place of the kernel that was loaded; and what never becomes a kernel is not
+    /// searched for ever.
+    #[test]
+    fn the_loaded_kernel_may_be_followed_in_its_place() {
+        let mut guest = Guest::new();
+        let read = PatchedSite {
+            virt: READS + 2,
+            phys: FIRST + READS + 2 - START,
+            length: 2,
+            lead: 0,
+            beside_out: false,
+            symbol: Some((READ_PMC.to_owned(), 2)),
+        };
+        let loaded = guest.running.loaded.clone();
+        guest.running =
+            RunningKernels::new(guest.memory.clone(), guest.sites.clone(), loaded, &[read], false);
+        guest.load(FIRST, &kernel(|_| {}));
+        let opcode = GuestAddress(FIRST + READS + 2 - START);
+        guest.memory.write_obj(TRAP, opcode).unwrap();
+        assert!(!guest.look(), "the loaded one");
+        guest.load(FIRST, &kernel(|_| {}));
+        assert!(guest.look());
+        assert_eq!(guest.code(FIRST), REPLACED);
+
+        guest.load(FIRST, &vec![0; 1 << 20]);
+        let searches = (0..100)
+            .filter(|_| {
+                guest.later();
+                guest.look()
+            })
+            .count();
+        assert_eq!(searches, MOST_TRIES as usize + 1);
     }
 
     /// Guests that change kernels all the time have one searched in a second, and the others when that has

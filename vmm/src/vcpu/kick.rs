@@ -14,10 +14,11 @@
 //! [`OverflowSignals`].
 #![expect(unsafe_code, reason = "signals, their masks and timers")]
 
+use std::cell::Cell;
 use std::io;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
@@ -63,7 +64,11 @@ pub fn install_handlers() -> io::Result<()> {
 /// A timer that kicks the thread that made it: for what must be looked at again although the guest may not
 /// exit, such as a PMI that waits for the guest to unmask LVTPC.
 #[derive(Debug)]
-pub struct KickTimer(libc::timer_t);
+pub struct KickTimer {
+    timer: libc::timer_t,
+    /// When it kicks; in the past: it has.
+    due: Cell<Option<Instant>>,
+}
 
 impl KickTimer {
     /// A disarmed timer for the current thread.
@@ -80,13 +85,22 @@ impl KickTimer {
         let mut timer = ptr::null_mut();
         // SAFETY: both pointers are to live locals of the right types.
         match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) } {
-            0 => Ok(Self(timer)),
+            0 => Ok(Self {
+                timer,
+                due: Cell::new(None),
+            }),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// Kicks once, after `delay`; replaces an earlier request. A zero delay counts as one nanosecond.
+    /// Kicks once, after `delay`, or before: who asked for a kick that is due earlier gets that one, and all
+    /// look again then. A zero delay counts as one nanosecond.
     pub fn kick_in(&self, delay: Duration) {
+        let now = Instant::now();
+        if self.due.get().is_some_and(|due| now < due && due <= now + delay) {
+            return;
+        }
+        self.due.set(Some(now + delay));
         let delay = delay.max(Duration::from_nanos(1));
         let spec = libc::itimerspec {
             it_interval: libc::timespec {
@@ -99,7 +113,7 @@ impl KickTimer {
             },
         };
         // SAFETY: the timer lives as long as `self`, and `spec` is a live local.
-        if unsafe { libc::timer_settime(self.0, 0, &spec, ptr::null_mut()) } != 0 {
+        if unsafe { libc::timer_settime(self.timer, 0, &spec, ptr::null_mut()) } != 0 {
             log::error!("timer_settime: {}", io::Error::last_os_error());
         }
     }
@@ -108,7 +122,7 @@ impl KickTimer {
 impl Drop for KickTimer {
     fn drop(&mut self) {
         // SAFETY: the timer was made by `for_current_thread` and is deleted only here.
-        unsafe { libc::timer_delete(self.0) };
+        unsafe { libc::timer_delete(self.timer) };
     }
 }
 
@@ -264,5 +278,34 @@ mod tests {
         assert_eq!(unsafe { libc::raise(overflow_signal()) }, 0);
         assert!(take_overflow());
         assert!(!take_overflow());
+    }
+
+    /// The time until the timer expires; zero: it is not armed.
+    fn left(timer: &KickTimer) -> Duration {
+        // SAFETY: an all-zero itimerspec is a valid value of that plain C struct.
+        let mut spec: libc::itimerspec = unsafe { std::mem::zeroed() };
+        // SAFETY: the timer lives, and `spec` is a live local.
+        assert_eq!(unsafe { libc::timer_gettime(timer.timer, &mut spec) }, 0);
+        Duration::new(
+            spec.it_value.tv_sec.try_into().unwrap(),
+            spec.it_value.tv_nsec.try_into().unwrap(),
+        )
+    }
+
+    /// Of several who want to be kicked the most urgent decides, in whatever order they ask.
+    #[test]
+    fn a_later_request_does_not_put_off_an_earlier_kick() {
+        let timer = KickTimer::for_current_thread().unwrap();
+        assert_eq!(left(&timer), Duration::ZERO);
+        timer.kick_in(Duration::from_secs(7200));
+        assert!(left(&timer) > Duration::from_secs(3600));
+        timer.kick_in(Duration::from_secs(3600));
+        let urgent = left(&timer);
+        assert!(
+            !urgent.is_zero() && urgent <= Duration::from_secs(3600),
+            "{urgent:?}"
+        );
+        timer.kick_in(Duration::from_secs(7200));
+        assert!(left(&timer) <= urgent, "it is not put off");
     }
 }

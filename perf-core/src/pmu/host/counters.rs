@@ -205,10 +205,16 @@ impl HostCounters {
             .iter()
             .map(|&config| {
                 let attr = Attr::counting(EventType::HARDWARE, config);
-                let own = self.constraint(&attr).without(CounterMask::first(self.general));
-                usize::from(own.is_empty())
+                let all = self.constraint(&attr);
+                if all.is_empty() {
+                    return None;
+                }
+                let own = all.without(CounterMask::first(self.general));
+                Some(usize::from(own.is_empty()))
             })
-            .sum();
+            .sum::<Option<usize>>()
+            // One of them has no counter at all.
+            .unwrap_or(usize::MAX);
         general.saturating_add(also) <= self.general
     }
 }
