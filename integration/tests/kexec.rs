@@ -12,10 +12,10 @@ const LIMIT: Limit = Limit::GENEROUS;
 /// The kernels.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
-/// The script of all five kernels: the first starts the second where it runs itself, the second a third in its
-/// place, and that a fourth at an address of its choice. That one panics, and the fifth, loaded for that and
-/// with one CPU, runs in the memory that was kept for it (kdump). A kernel says which it is by its command line. Its initrd is what the
-/// first one has unpacked, this script with it.
+/// The script of all five kernels: the first starts the second where it runs itself, the second a third in
+/// its place, and that a fourth at an address of its choice. That one panics, and the fifth, loaded for
+/// that and with one CPU, runs in the memory that was kept for it (kdump). A kernel says which it is by its
+/// command line. Its initrd is what the first one has unpacked, this script with it.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do

@@ -1,9 +1,9 @@
 //! Kernels that a guest starts itself, by kexec or kdump: their RDPMC is replaced where they lie in memory.
 //!
-//! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another kernel
-//! runs. So it does if a place where RDPMC was replaced holds something else: a kernel may be started where the
-//! one before it lay. Its symbols and unwind tables are in its memory, so what is known of a kernel that is loaded from a
-//! file is known of it, too.
+//! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another
+//! kernel runs. So it does if a place where RDPMC was replaced holds something else: a kernel may be
+//! started where the one before it lay. Its symbols and unwind tables are in its memory, so what is known
+//! of a kernel that is loaded from a file is known of it, too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -29,8 +29,8 @@ const MOST_LINES: u32 = 64;
 const MOST_PAIRS: usize = 1024;
 /// Searches of a kernel that lies where the one before it did. The first may come before it is whole.
 const MOST_TRIES: u32 = 8;
-/// The function of Linux whose RDPMC shows whether a kernel is still the one that was looked at. Its code stays
-/// as it is for as long as the kernel runs.
+/// The function of Linux whose RDPMC shows whether a kernel is still the one that was looked at. Its code
+/// stays as it is for as long as the kernel runs.
 const READ_PMC: &str = "native_read_pmc";
 /// Reads of guest memory to find the physical address of one place.
 const TRANSLATE_READS: u32 = 16;
@@ -113,8 +113,8 @@ impl Kernel {
 }
 
 impl RunningKernels {
-    /// Of a VM whose first kernel's text is `loaded`, with its RDPMC replaced at `patched`, and whose sites are
-    /// `sites`.
+    /// Of a VM whose first kernel's text is `loaded`, with its RDPMC replaced at `patched`, and whose sites
+    /// are `sites`.
     pub fn new(
         memory: GuestMemoryMmap,
         sites: Arc<Sites>,
