@@ -60,11 +60,10 @@ impl Expected {
         // The first command a user types shows what was counted, or says that it was not.
         judge_detail(run.section("detail"), &["cycles"]).unwrap_or_else(|why| panic!("{why}\n{run}"));
         // Nor does one who asks for more get a 0.
-        for line in run
-            .section("reference")
-            .lines()
-            .filter(|line| line.contains("-cycles"))
-        {
+        let reference = run.section("reference").lines();
+        let reference: Vec<&str> = reference.filter(|line| line.contains("-cycles")).collect();
+        assert_eq!(reference.len(), 2, "{reference:?}\n{run}");
+        for line in reference {
             let value = line.split(',').next().unwrap_or_default();
             let counted = value.parse::<u64>().is_ok_and(|count| count > 0);
             assert!(

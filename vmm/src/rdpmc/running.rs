@@ -158,13 +158,14 @@ impl RunningKernels {
         let began = Instant::now();
         let found = self.patch(regs, lstar);
         search.last = Some(Instant::now());
-        let replaced = found.as_ref().ok().and_then(|sites| witness(sites));
-        if same_place && replaced.is_none() && search.tries < MOST_TRIES {
+        let sites = found.as_deref().unwrap_or_default();
+        if same_place && sites.is_empty() && search.tries < MOST_TRIES {
             search.tries += 1;
             return true;
         }
         search.tries = 0;
-        self.replaced.store(replaced.unwrap_or(0), Ordering::Relaxed);
+        self.replaced
+            .store(witness(sites).unwrap_or(0), Ordering::Relaxed);
         self.lstar_gpa.store(gpa, Ordering::Relaxed);
         self.lstar.store(lstar, Ordering::Release);
         if search.said < MOST_LINES {

@@ -395,6 +395,7 @@ mod tests {
         assert_eq!(found, HostCounters::default());
         assert_eq!((found.free(), found.mask()), (0, CounterMask::NONE));
         assert!(!found.hold(1, &[]) && found.hold(0, &[]));
+        assert!(!found.hold(0, &[0]), "nothing counts cycles");
     }
 
     /// Raw events that are what a fixed counter holds may sit there, at whatever level they count; changed in
