@@ -3,7 +3,7 @@
 //! The driver here does nothing, so that the times are the core's alone; the reads of the kernel beside them
 //! are what an application pays today. Figures are printed at the end with their targets: ratios where there
 //! is a peer, since they and not the times compare across machines.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod figures;
 #[path = "../tests/machine/steps.rs"]

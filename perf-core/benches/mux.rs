@@ -88,7 +88,7 @@ fn clock(c: &mut Criterion) {
     };
     c.bench_function("clock/one clock_gettime of the thread clock", |b| {
         b.iter(|| {
-            #[allow(unsafe_code)]
+            #[expect(unsafe_code, reason = "calls of the system")]
             // SAFETY: `ts` is a writable timespec.
             unsafe {
                 libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut ts)

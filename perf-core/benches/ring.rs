@@ -6,7 +6,7 @@
 //! as ours, and then our memfd is mapped over its mapping: it has the same layout, and they cannot tell.
 //!
 //! Times are CPU time of the thread, so that other work on the machine does not count.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod figures;
 

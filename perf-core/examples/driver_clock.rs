@@ -2,7 +2,7 @@
 //! overflow.
 //!
 //! `cargo run --example driver_clock`
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

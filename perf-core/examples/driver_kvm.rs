@@ -1,7 +1,7 @@
 //! The `kvm` driver: the statistics of a VM with one vCPU that exits a hundred times.
 //!
 //! `cargo run --example driver_kvm`
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 

@@ -2,7 +2,7 @@
 //!
 //! Inherited by three vCPUs, such a count is still one number. Needs /dev/kvm; says so and shows the same
 //! with a simulated PMU where there is none. `cargo run -p perf-core --example package`
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod shared;
 

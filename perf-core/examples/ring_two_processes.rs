@@ -125,7 +125,7 @@ fn copy_clock_samples(ring: &Ring) -> Result<(), Error> {
     Ok(())
 }
 
-#[allow(unsafe_code)]
+#[expect(unsafe_code, reason = "calls of the system")]
 fn borrow(counter: &perf_event::Counter) -> BorrowedFd<'_> {
     // SAFETY: the descriptor is open as long as the counter it is borrowed from.
     unsafe { BorrowedFd::borrow_raw(counter.as_raw_fd()) }
@@ -210,7 +210,7 @@ fn read() -> Result<(), Error> {
     Ok(())
 }
 
-#[allow(unsafe_code)]
+#[expect(unsafe_code, reason = "calls of the system")]
 fn receive() -> Result<[OwnedFd; 2], Error> {
     // SAFETY: standard input is the socket the parent has placed there, and nothing else uses it.
     let socket = unsafe { UnixStream::from_raw_fd(0) };

@@ -1,6 +1,6 @@
 //! The `clock` driver on real threads of this machine. No test here depends on how fast the machine is: what
 //! is compared is measured by another clock at the same time, or must hold at any speed.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! The `clock` driver around a real `KVM_RUN`. Needs /dev/kvm; passes without it, saying so.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 

@@ -1,7 +1,7 @@
 //! System calls of the hot paths with the `clock` driver, counted by ptrace. Readings of the clock are left
 //! out: they are none where the kernel's clock can be read without, and the vCPU's exit and entry have
 //! theirs.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 #[path = "machine/steps.rs"]

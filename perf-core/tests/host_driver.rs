@@ -1,6 +1,6 @@
 //! The `host` driver on real perf events of this machine's kernel: software events everywhere, hardware
 //! events where there is a PMU.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 

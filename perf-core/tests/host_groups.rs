@@ -1,6 +1,6 @@
 //! Groups with the `host` driver are groups of the kernel: on and off by one system call, counted by ptrace,
 //! and right whatever becomes of their members.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 #[path = "machine/steps.rs"]

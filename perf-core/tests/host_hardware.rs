@@ -5,7 +5,7 @@
 //! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted: every PMU counts
 //! them, also one that is backed by a clock. Bounds allow for a real PMU, and for a machine that does other
 //! things besides.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 

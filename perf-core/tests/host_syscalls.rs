@@ -1,7 +1,7 @@
 //! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow makes none while the
 //! period stays the same, and one when it changes; a read makes one where counters cannot be read from user
 //! space.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 #[path = "machine/steps.rs"]

@@ -1,5 +1,5 @@
 //! The hot paths allocate nothing, and a tick's driver calls do not grow with the number of groups.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod machine;
 #[path = "machine/steps.rs"]

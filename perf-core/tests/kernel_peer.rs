@@ -1,6 +1,6 @@
 //! The same calls on events of the host's kernel and on ours: the same errors, the same bytes, the same
 //! states and counts.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! The `kvm` driver on this machine's KVM. Needs /dev/kvm with binary statistics; passes without, saying so.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod common;
 

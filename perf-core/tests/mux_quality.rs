@@ -2,13 +2,13 @@
 //! `mux_quality` example: a third of the error of linear scaling under round robin, and no worse on any
 //! trace.
 
-#[allow(dead_code)]
+#[allow(dead_code, reason = "each program uses its part")]
 #[path = "../examples/mux_quality/family.rs"]
 mod family;
-#[allow(dead_code)]
+#[allow(dead_code, reason = "each program uses its part")]
 #[path = "../examples/mux_quality/measure.rs"]
 mod measure;
-#[allow(dead_code)]
+#[allow(dead_code, reason = "each program uses its part")]
 #[path = "../examples/mux_quality/traces.rs"]
 mod traces;
 

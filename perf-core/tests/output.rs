@@ -38,9 +38,10 @@ fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
     while let Some(raw) = reader.next_record().unwrap() {
         out.push(match Record::decode(raw, format).unwrap() {
             Record::Sample(s) => format!(
-                "sample {:?} ip={:x} tid={} t={} addr={:x} cpu={} period={} chain={:?} raw={:?} read={:?}",
+                "sample {:?} ip={:x} pid={} tid={} t={} addr={:x} cpu={} period={} chain={:?} raw={:?} read={:?}",
                 s.misc.cpu_mode(),
                 s.ip,
+                s.pid,
                 s.tid,
                 s.time_ns,
                 s.addr,
@@ -81,7 +82,7 @@ fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
 
 #[test]
 fn a_sample_holds_what_was_asked_for() {
-    let m = Machine::new(4);
+    let m = Machine::with(4, |c| c.pid = 77);
     let v = m.vcpu(3);
     let attr = Attr {
         sample_type: SampleType::all(),
@@ -95,7 +96,7 @@ fn a_sample_holds_what_was_asked_for() {
     assert_eq!(
         records(&ring, &attr),
         [
-            "sample GuestUser ip=abc tid=1003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
+            "sample GuestUser ip=abc pid=77 tid=1003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
         ]
     );
     overflow(&m, &v, 30);
@@ -520,6 +521,7 @@ fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
         event.pause_output(true).unwrap();
         overflow(3);
         assert_eq!((ring.published(), ring.pending_lost()), (before, 3));
+        assert_eq!((v.stats().samples, v.stats().lost_samples), (1, 3));
         assert_eq!(event.read().unwrap().value, 40);
         event.pause_output(false).unwrap();
         overflow(1);

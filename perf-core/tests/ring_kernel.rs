@@ -1,7 +1,7 @@
 //! The reader over rings that the kernel writes, and its records written anew: the layout and the protocol
 //! really are the kernel's.
 
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 #[path = "common/skip.rs"]
 mod skip;

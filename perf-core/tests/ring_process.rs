@@ -1,6 +1,6 @@
 //! The ring between processes: this test binary starts itself as the reader (or the vandal) on the other
 //! side.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod ring_common;
 

@@ -1,6 +1,6 @@
 //! Writers inside writers: a signal handler that writes to the ring its thread is writing to, itself
 //! interrupted by another that does the same.
-#![allow(unsafe_code)]
+#![expect(unsafe_code, reason = "calls of the system")]
 
 mod ring_common;
 

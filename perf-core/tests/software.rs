@@ -309,3 +309,51 @@ fn a_burst_throttles_and_single_overflows_do_not() {
     );
     assert_eq!((event.read().unwrap().value, v.stats().throttles), (150, 2));
 }
+
+/// A tick looks at 64 of the events that follow frequencies, and the next one at the next: none of many is
+/// left at the period it began with.
+#[test]
+fn each_of_many_frequencies_is_looked_after() {
+    const EVENTS: u64 = 100;
+    let m = Machine::with(1, |c| c.tick_hz = 1000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 1000)
+    };
+    let open = |cookie| {
+        let flags = OpenFlags {
+            cookie: Some(cookie),
+            ..OpenFlags::default()
+        };
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        m.core.open(&m.admin, attr.clone(), target, None, flags).unwrap()
+    };
+    let _events: Vec<_> = (0..EVENTS).map(open).collect();
+    let mut overflows = vec![0u32; EVENTS as usize];
+    let mut run = |ms: u32, counts: u64| {
+        overflows.fill(0);
+        for _ in 0..ms {
+            m.clock.advance(1_000_000);
+            v.software_event(
+                SoftwareId::Exits,
+                counts,
+                Some(&mut NoRegs),
+                &mut |o: Overflowed| {
+                    overflows[o.cookie as usize] += o.times;
+                },
+            );
+            m.core.tick();
+        }
+        overflows.clone()
+    };
+    run(1000, 100_000);
+    let busy = run(1000, 100_000);
+    assert!(
+        busy.iter().all(|n| (500..=2000).contains(n)),
+        "a thousand in a second: {busy:?}"
+    );
+    // Periods of a hundred thousand counts, and ten in a tick from now on.
+    let calm = run(1000, 10);
+    assert!(calm.iter().all(|n| *n > 0), "some wait for ever: {calm:?}");
+}

@@ -5,7 +5,7 @@ use std::fs;
 
 /// What a figure should be.
 // No benchmark has targets of all kinds.
-#[allow(dead_code)]
+#[allow(dead_code, reason = "each program uses its part")]
 #[derive(Clone, Copy)]
 pub enum Target {
     AtLeast(f64),

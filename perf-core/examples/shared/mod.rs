@@ -1,5 +1,5 @@
 //! What the examples share: this thread as a vCPU, work that can be counted, and a PMU with few counters.
-#![allow(dead_code, unsafe_code)]
+#![allow(dead_code, unsafe_code, reason = "each program uses its part")]
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -31,6 +31,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attr::{Attr, EventType};
+use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
 
 /// Bit of `config` that names the VM's statistics.
@@ -366,9 +367,7 @@ impl Pmu for KvmPmu {
         Ok(Box::new(StatEvent {
             source,
             index,
-            span_start: None,
-            spans: 0,
-            last_count: 0,
+            spans: Spans::default(),
         }))
     }
 }
@@ -434,24 +433,29 @@ enum Source {
     AllVcpus(AllVcpus),
 }
 
+impl Source {
+    fn value(&mut self, index: usize) -> Result<u64, StatsError> {
+        match self {
+            Self::Vcpu(stats) | Self::Vm(stats) => stats.value(index),
+            Self::AllVcpus(all) => all.total(),
+        }
+    }
+
+    /// The value, if it can be read.
+    fn known(&mut self, index: usize) -> Option<u64> {
+        let value = self.value(index).inspect_err(|e| {
+            log::debug!("a KVM statistic stands still: {}", crate::error_line(e));
+        });
+        value.ok()
+    }
+}
+
 /// One statistic, counted while started.
 #[derive(Debug)]
 struct StatEvent {
     source: Source,
     index: usize,
-    /// The statistic's value when the current span began.
-    span_start: Option<u64>,
-    spans: u64,
-    last_count: u64,
-}
-
-impl StatEvent {
-    fn value(&mut self) -> Result<u64, StatsError> {
-        match &mut self.source {
-            Source::Vcpu(stats) | Source::Vm(stats) => stats.value(self.index),
-            Source::AllVcpus(all) => all.total(),
-        }
-    }
+    spans: Spans,
 }
 
 impl PmuEvent for StatEvent {
@@ -459,32 +463,20 @@ impl PmuEvent for StatEvent {
         if overflow_in.is_some() {
             return Err(PmuError::Unsupported("KVM statistics do not overflow"));
         }
-        if self.span_start.is_none() {
-            let now = self.value().map_err(|e| PmuError::Os {
+        self.spans.begin(|| {
+            self.source.value(self.index).map_err(|e| PmuError::Os {
                 what: "reading a KVM statistic",
                 source: io::Error::other(e),
-            })?;
-            self.span_start = Some(now);
-        }
-        Ok(())
+            })
+        })
     }
 
     fn stop(&mut self) {
-        self.spans = self.read();
-        self.span_start = None;
+        self.spans.end(|| self.source.known(self.index));
     }
 
     fn read(&mut self) -> u64 {
-        if let Some(start) = self.span_start {
-            match self.value() {
-                Ok(now) => {
-                    let count = self.spans + now.saturating_sub(start);
-                    self.last_count = self.last_count.max(count);
-                }
-                Err(e) => log::debug!("a KVM statistic stands still: {}", crate::error_line(&e)),
-            }
-        }
-        self.last_count
+        self.spans.count(|| self.source.known(self.index))
     }
 
     fn arm(&mut self, _overflow_in: u64) -> Result<(), PmuError> {

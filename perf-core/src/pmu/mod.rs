@@ -15,6 +15,7 @@ pub mod kvm;
 pub mod sched;
 #[cfg(feature = "sim")]
 pub mod sim;
+mod spans;
 
 use std::any::Any;
 use std::fmt::Debug;

@@ -10,6 +10,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use crate::attr::{Attr, EventType};
+use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
 /// `config` of the time spent waiting for a host CPU, in ns.
@@ -91,9 +92,7 @@ impl Pmu for SchedPmu {
         })?;
         Ok(Box::new(WaitEvent {
             time,
-            span_start: None,
-            spans: 0,
-            last_count: 0,
+            spans: Spans::default(),
         }))
     }
 }
@@ -104,10 +103,7 @@ const NO_OVERFLOW: PmuError = PmuError::Unsupported("waiting times do not overfl
 #[derive(Debug)]
 struct WaitEvent {
     time: WaitTime,
-    /// The thread's time when the current span began.
-    span_start: Option<u64>,
-    spans: u64,
-    last_count: u64,
+    spans: Spans,
 }
 
 impl PmuEvent for WaitEvent {
@@ -115,28 +111,21 @@ impl PmuEvent for WaitEvent {
         if overflow_in.is_some() {
             return Err(NO_OVERFLOW);
         }
-        if self.span_start.is_none() {
-            let now = self.time.read_ns().ok_or_else(|| PmuError::Os {
+        self.spans.begin(|| {
+            self.time.read_ns().ok_or_else(|| PmuError::Os {
                 what: "reading the thread's schedstat",
                 source: io::Error::from_raw_os_error(libc::ESRCH),
-            })?;
-            self.span_start = Some(now);
-        }
-        Ok(())
+            })
+        })
     }
 
     fn stop(&mut self) {
-        self.spans = self.read();
-        self.span_start = None;
+        self.spans.end(|| self.time.read_ns());
     }
 
     fn read(&mut self) -> u64 {
         // A thread that has ended waits no more: the count stands still.
-        if let (Some(start), Some(now)) = (self.span_start, self.time.read_ns()) {
-            let count = self.spans + now.saturating_sub(start);
-            self.last_count = self.last_count.max(count);
-        }
-        self.last_count
+        self.spans.count(|| self.time.read_ns())
     }
 
     fn arm(&mut self, _overflow_in: u64) -> Result<(), PmuError> {

@@ -260,3 +260,151 @@ fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
         assert_eq!(lost.body()[16..], bytes);
     }
 }
+
+/// Nobody can add a seal to a ring that was given away, and a ring that must not be written cannot be mapped
+/// to write.
+#[test]
+fn a_rings_seals_are_final() {
+    for (mode, read_only) in [(RingMode::Writable, false), (RingMode::Overwrite, true)] {
+        let ring = ring(1, mode);
+        let seals = mapping::seals(ring.memfd.as_fd()).expect("a memfd has seals");
+        assert_ne!(seals & libc::F_SEAL_SEAL, 0, "{mode:?}");
+        assert_ne!(seals & libc::F_SEAL_SHRINK, 0, "{mode:?}");
+        assert_eq!(seals & libc::F_SEAL_FUTURE_WRITE != 0, read_only, "{mode:?}");
+    }
+}
+
+#[test]
+fn a_ring_has_at_most_so_many_pages() {
+    assert_eq!(
+        ring(DATA_PAGES_MAX, RingMode::Writable).data_size(),
+        DATA_PAGES_MAX * PAGE_SIZE
+    );
+    for pages in [DATA_PAGES_MAX + 1, 2 * DATA_PAGES_MAX, 3, usize::MAX] {
+        let refused = Ring::new(pages, RingMode::Writable);
+        assert!(
+            matches!(refused, Err(RingError::Pages { pages: p }) if p == pages),
+            "{pages}"
+        );
+    }
+}
+
+/// The default watermark is a quarter of the area, and no watermark is above half of it or none at all.
+#[test]
+fn watermarks_are_bounded_by_the_ring() {
+    let woken_after = |wakeup| {
+        let ring = ring(16, RingMode::Writable);
+        ring.set_wakeup(wakeup);
+        let mut bytes = 0u64;
+        while !ring.take_poll().readable {
+            write(&ring, 64, 0).expect("woken before records are lost");
+            bytes += 64;
+        }
+        bytes
+    };
+    let page = PAGE_SIZE as u64;
+    for (wakeup, bytes) in [
+        (Wakeup::Watermark(0), 4 * page),
+        (Wakeup::Watermark(1), 64),
+        (Wakeup::Watermark(1000), 1024),
+        (Wakeup::Watermark(u32::MAX), 8 * page),
+        (Wakeup::Events(1), 64),
+        (Wakeup::Events(u32::MAX), 4 * page),
+    ] {
+        assert_eq!(woken_after(wakeup), bytes, "{wakeup:?}");
+    }
+}
+
+#[test]
+fn the_pages_of_a_ring_are_its_data_and_one() {
+    for pages in [0, 1, 2, 16] {
+        assert_eq!(ring(pages, RingMode::Writable).pages(), pages + 1);
+    }
+}
+
+/// What a ring is charged to is kept for as long as the ring is there; the first charge is the one.
+#[test]
+fn a_charge_goes_with_its_ring() {
+    struct Charge(Arc<AtomicU64>);
+    impl Drop for Charge {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+    let [first, second] = [(); 2].map(|()| Arc::new(AtomicU64::new(0)));
+    let ring = ring(1, RingMode::Writable);
+    ring.keep(Box::new(Charge(first.clone())));
+    ring.keep(Box::new(Charge(second.clone())));
+    let gone = || (first.load(Relaxed), second.load(Relaxed));
+    assert_eq!(gone(), (0, 1));
+    drop(ring);
+    assert_eq!(gone(), (1, 1));
+}
+
+/// A run is whole words, at least one and at most an eighth of the ring or the largest record.
+#[test]
+fn runs_of_impossible_sizes_are_refused() {
+    for (pages, most) in [(1, 512), (16, 8192), (1024, RECORD_SIZE_MAX)] {
+        let ring = ring(pages, RingMode::Writable);
+        assert_eq!(ring.run_max(), most);
+        for bytes in [0, 4, 7, 12, most - 4, most + 8] {
+            assert!(ring.begin_run(bytes, 1).is_err(), "{bytes} of {most}");
+        }
+        assert_eq!(ring.pending_lost(), 0, "that is no loss");
+        for bytes in [8, 16, most] {
+            assert!(ring.begin_run(bytes, 1).is_ok(), "{bytes} of {most}");
+        }
+    }
+}
+
+/// Whoever puts more into a record than it holds is told so by builds with debug assertions, and touches
+/// nothing behind it in any.
+#[test]
+fn a_record_takes_no_more_than_its_size() {
+    let ring = ring(1, RingMode::Writable);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    let mut record = ring.begin(24, true).expect("room");
+    record.put_u64(9);
+    assert_eq!(record.left(), 16);
+    record.put(&[1; 12]);
+    assert_eq!(record.left(), 4);
+    let more = std::panic::AssertUnwindSafe(|| record.put_u64(u64::MAX));
+    assert_eq!(std::panic::catch_unwind(more).is_err(), cfg!(debug_assertions));
+    assert!(record.left() <= 4);
+    drop(record);
+    assert_eq!(ring.published(), 24);
+    let whole = reader.next_record().expect("sound").expect("one");
+    assert_eq!(whole.bytes()[8..20], [1; 12]);
+    write(&ring, 16, 7).expect("room");
+    assert_eq!(drain(&mut reader), (vec![(16, 7)], 0));
+}
+
+/// So it is with the records of a run.
+#[test]
+fn a_record_of_a_run_has_a_possible_size() {
+    let ring = ring(1, RingMode::Writable);
+    let mut run = ring.begin_run(32, 1).expect("room");
+    for size in [0, 4, 7] {
+        assert!(matches!(run.begin(size), Err(RingError::Size { .. })), "{size}");
+    }
+    assert!(matches!(
+        run.begin(40),
+        Err(RingError::TooLarge { limit: 32, .. })
+    ));
+    assert_eq!(run.begin(8).expect("room").left(), 8);
+    assert_eq!(run.left(), 24);
+    assert_eq!(run.begin(24).expect("room").left(), 24);
+    assert!(matches!(
+        run.begin(8),
+        Err(RingError::TooLarge { size: 8, limit: 0 })
+    ));
+    assert!(matches!(ring.begin(8, true).map(drop), Ok(())), "the least");
+    assert!(matches!(
+        ring.begin(4, true).map(drop),
+        Err(RingError::Size { size: 4 })
+    ));
+    assert!(matches!(
+        ring.begin((RECORD_SIZE_MAX + 1) & !7, true).map(drop),
+        Err(RingError::TooLarge { .. })
+    ));
+}

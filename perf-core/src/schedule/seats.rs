@@ -301,6 +301,20 @@ mod tests {
         assert_eq!(seats_of(&seats), [0, 2, 1, 3], "one moved, not three");
     }
 
+    /// Who comes takes the last counter that nobody has who is on, and one of those only if there is no
+    /// other.
+    #[test]
+    fn who_comes_leaves_the_counters_of_those_that_are_on() {
+        let mut seats = Seats::new(CounterMask::first(4));
+        for seat in [Some(3), None, Some(2)] {
+            seats.keep(seat);
+        }
+        for _ in 0..4 {
+            seats.take_one(CounterMask::first(4)).unwrap();
+        }
+        assert_eq!(seats_of(&seats)[..2], [1, 0]);
+    }
+
     proptest! {
         /// Each group is taken exactly if brute force finds a way to seat it with those taken before; nobody
         /// sits where he may not, no two on one counter; a group that is refused moves nobody; and what is

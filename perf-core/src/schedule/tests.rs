@@ -290,3 +290,133 @@ fn parked_groups_come_back_when_the_kind_of_what_is_pinned_changes() {
     assert_eq!(world.plan().on[..], [0, 1]);
     assert!(!world.groups[GroupKey::new(1)].parked);
 }
+
+/// One with an event that fits `bits`.
+fn asked_group(class: Class, bits: u64) -> AskedGroup {
+    AskedGroup {
+        class,
+        exclusive: false,
+        fits: vec![bits],
+    }
+}
+
+fn world(counters: u64, reserved: usize, groups: Vec<AskedGroup>) -> World {
+    World::new(Asked {
+        counters,
+        reserved,
+        groups,
+        policy: SharePolicy::GuestFirst,
+        turns: vec![],
+    })
+}
+
+/// So do those for which too many counters were reserved, when fewer are.
+#[test]
+fn parked_groups_come_back_when_fewer_counters_are_reserved() {
+    let mut world = world(0b11, 2, vec![asked_group(Class::FlexibleVcpu, 0b11)]);
+    assert!(world.plan().on.is_empty());
+    assert!(world.groups[GroupKey::new(0)].parked);
+    world.pool.reserve(1);
+    assert_eq!(world.plan().on[..], [0]);
+    world.pool.reserve(2);
+    assert!(world.plan().on.is_empty());
+}
+
+/// Parked groups are looked at again only when something has changed that keeps them from going on: there
+/// may be very many.
+#[test]
+fn what_is_left_is_something_else_when_any_part_of_it_is() {
+    let mut world = world(0b1111, 1, vec![]);
+    let mut left = Left::default();
+    let always = Always {
+        events: 2,
+        exclusive: false,
+    };
+    let room = |world: &World, fits: [u64; 2]| {
+        let mut room = Room::new(&world.pool, &world.groups);
+        for bits in fits {
+            let want = Want {
+                event: EventKey::new(0),
+                fits: CounterMask::from_bits(bits),
+                seat: None,
+            };
+            let key = GroupKey::new(0);
+            assert!(room.seats.take(key, &[want], CounterMask::ALL, false).is_ok());
+        }
+        room
+    };
+    let first = room(&world, [0b11, 0b11]);
+    let changes = [(true, "nothing was known"), (false, "nothing changed")];
+    for (changed, why) in changes {
+        assert_eq!(left.update(&first, always, false), changed, "{why}");
+    }
+    assert!(left.update(&first, always, true), "all of it is left");
+    assert!(!left.update(&first, always, true));
+    let exclusive = Always {
+        exclusive: true,
+        ..always
+    };
+    assert!(left.update(&first, exclusive, true));
+    assert!(!left.update(&first, exclusive, true));
+    assert!(left.update(
+        &first,
+        Always {
+            events: 1,
+            ..exclusive
+        },
+        true
+    ));
+    assert!(left.update(&first, exclusive, true));
+    let second = room(&world, [0b11, 0b1100]);
+    assert!(left.update(&second, exclusive, true), "another kind of event");
+    assert!(!left.update(&second, exclusive, true));
+    world.pool.reserve(0);
+    let third = room(&world, [0b11, 0b1100]);
+    assert!(left.update(&third, exclusive, true), "other counters");
+    assert!(!left.update(&third, exclusive, true));
+    assert!(left.update(&third, always, false), "all of it changed");
+    assert!(!left.update(&third, always, false));
+}
+
+#[test]
+fn each_driver_has_a_pool_of_its_own() {
+    let mux = MuxConfig {
+        policy: MuxPolicy::Rotate,
+        turn_ns: 1,
+    };
+    let mut pools = Pools::default();
+    for driver in 0..3 {
+        let id = pools.push(Pool::new(driver, CounterMask::NONE, 0, mux));
+        assert_eq!(pools[id].driver, driver);
+    }
+    let drivers: Vec<_> = pools.ids().map(|id| pools[id].driver).collect();
+    assert_eq!(drivers, [0, 1, 2]);
+}
+
+#[test]
+fn a_policy_is_read_as_it_is_shown() {
+    for (policy, name) in [
+        (SharePolicy::GuestFirst, "guest-first"),
+        (SharePolicy::OperatorFirst, "operator-first"),
+        (SharePolicy::Strict, "strict"),
+    ] {
+        assert_eq!(policy.to_string(), name);
+        assert_eq!(name.parse(), Ok(policy));
+    }
+    assert_eq!("guest".parse::<SharePolicy>(), Err(UnknownSharePolicy));
+    assert_eq!("".parse::<SharePolicy>(), Err(UnknownSharePolicy));
+}
+
+/// Flexible groups of the VM go before those of a vCPU. If they are always on, what cannot go on beside them
+/// waits apart; if they take turns, it waits in line, because those that are on now will not be.
+#[test]
+fn who_cannot_go_on_beside_those_that_take_turns_waits_in_line() {
+    let vm = || asked_group(Class::FlexibleVm, 0b1);
+    let vcpu = || asked_group(Class::FlexibleVcpu, 0b1);
+    let mut alone = world(0b1, 0, vec![vm(), vcpu()]);
+    assert_eq!(alone.plan().on[..], [0]);
+    assert!(alone.groups[GroupKey::new(1)].parked);
+    let mut turns = world(0b1, 0, vec![vm(), vm(), vcpu()]);
+    assert_eq!(turns.plan().on.len(), 1);
+    assert!(!turns.groups[GroupKey::new(2)].parked);
+}

@@ -1,5 +1,5 @@
 //! A deterministic driver and a small machine to drive it with.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each program uses its part")]
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};

@@ -1,6 +1,6 @@
 //! Instructions and system calls a piece of code takes, counted exactly and without a PMU: a copy of this
 //! process runs it under ptrace.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each program uses its part")]
 
 use std::io;
 

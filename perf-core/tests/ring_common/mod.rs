@@ -1,6 +1,6 @@
 //! What the tests of the ring share: records that show whose they are, and access to the shared page as
 //! another process has it.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each program uses its part")]
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

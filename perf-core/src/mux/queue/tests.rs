@@ -1,0 +1,275 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+/// Fills `slots` slots with groups that need one each.
+fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
+    let mut on = Vec::new();
+    queue.fill(|key| {
+        if on.len() == slots {
+            return Turn::NoRoom;
+        }
+        on.push(key);
+        Turn::Taken
+    });
+    on
+}
+
+fn queue(policy: MuxPolicy, groups: usize) -> MuxQueue {
+    let mut queue = MuxQueue::new(policy, 1_000);
+    (0..groups).for_each(|key| queue.insert(key));
+    queue
+}
+
+/// Turns until `until_ns`; how long each group was on.
+fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec<u64> {
+    let mut on_ns = vec![0; groups];
+    let mut now = 0;
+    let mut on = fill(queue, slots);
+    while now < until_ns {
+        let next = queue.next_turn_ns().unwrap().max(now + 1);
+        on.iter().for_each(|&key| on_ns[key] += next - now);
+        now = next;
+        queue.turn(now);
+        on = fill(queue, slots);
+    }
+    on_ns
+}
+
+/// P8: equal groups get equal shares under rotation, within one turn.
+/// Whatever the number of groups, each is looked into amid about one in four of its slices, where slices
+/// have a middle.
+#[test]
+fn all_groups_are_looked_into_equally_often() {
+    for groups in 3..20 {
+        let mut queue = queue(MuxPolicy::Rotate, groups);
+        let mut looks = vec![0usize; groups];
+        let mut now = 1;
+        fill(&mut queue, 2);
+        for _ in 0..400 * groups {
+            now = queue.next_turn_ns().unwrap().max(now);
+            if queue.turn(now).is_some()
+                && let Some(key) = queue.amid()
+            {
+                looks[key] += 1;
+            }
+            fill(&mut queue, 2);
+        }
+        assert!(
+            looks.iter().all(|n| (80..=120).contains(n)),
+            "{groups} groups: {looks:?}"
+        );
+    }
+    let mut alone = queue(MuxPolicy::Rotate, 3);
+    fill(&mut alone, 1);
+    for now in (1_000..1_000_000).step_by(1_000) {
+        if alone.turn(now).is_some() {
+            assert_eq!(alone.amid(), None, "a slice of one turn has no middle");
+        }
+        fill(&mut alone, 1);
+    }
+}
+
+/// It holds for some rotations, and not for ever.
+#[test]
+fn a_rhythm_that_is_seen_no_more_is_forgotten() {
+    let mut queue = queue(MuxPolicy::Rotate, 5);
+    fill(&mut queue, 2);
+    assert!(!queue.has_rhythm());
+    queue.rhythm_seen();
+    assert!(queue.has_rhythm());
+    let mut now = 1;
+    for _ in 0..30 {
+        now = queue.next_turn_ns().unwrap().max(now);
+        let _ = queue.turn(now);
+        fill(&mut queue, 2);
+    }
+    assert!(!queue.has_rhythm());
+}
+
+#[test]
+fn p8_rotation_is_fair_to_a_turn() {
+    for (groups, slots) in [(2, 1), (5, 2), (8, 3), (7, 6)] {
+        let mut queue = queue(MuxPolicy::Rotate, groups);
+        let total = 1_000 * 840;
+        let shares = play(&mut queue, slots, total, groups);
+        let fair = total * slots as u64 / groups as u64;
+        for share in shares {
+            assert!(share.abs_diff(fair) <= 1_000 * slots as u64, "{share} of {fair}");
+        }
+    }
+}
+
+/// Plays `turns` turns on two slots and tells the queue how rates go: `rate(key, from, to)` is the mean
+/// rate of a group over a slice. Returns how often each group was on, and all lengths of turns there
+/// were.
+fn live(
+    queue: &mut MuxQueue,
+    turns: usize,
+    rate: impl Fn(usize, u64, u64) -> f64,
+) -> (Vec<u32>, BTreeSet<u64>) {
+    let groups = queue.len();
+    let (mut visits, mut lengths) = (vec![0; groups], BTreeSet::new());
+    let mut since = vec![0; groups];
+    let mut last = vec![None; groups];
+    let mut on = fill(queue, 2);
+    let mut now = 0;
+    queue.turn(now);
+    for _ in 0..turns {
+        let next = queue.next_turn_ns().unwrap();
+        lengths.insert(next - now);
+        now = next;
+        let left = queue.turn(now).unwrap();
+        let rate = rate(left, since[left], now);
+        let step = last[left].replace(rate).map(|before: f64| rate - before);
+        queue.slice_ended(left, step);
+        let then = fill(queue, 2);
+        for &key in then.iter().filter(|k| !on.contains(k)) {
+            since[key] = now;
+            visits[key] += 1;
+        }
+        on = then;
+    }
+    (visits, lengths)
+}
+
+/// Mean over a slice of a square wave.
+fn square(from: u64, to: u64, period: u64) -> f64 {
+    let high = (from..to).filter(|t| t % period < period / 2).count();
+    2.0 * high as f64 / (to - from) as f64
+}
+
+/// The variable group gets more, and the steady ones still no less than half a fair share.
+#[test]
+fn adaptive_gives_more_to_the_variable_and_starves_nobody() {
+    let mut queue = queue(MuxPolicy::Adaptive, 8);
+    // Longer than a rotation, so that it does not keep step.
+    let (visits, _) = live(&mut queue, 4_000, |key, from, to| {
+        if key == 3 { square(from, to, 3_001) } else { 1.0 }
+    });
+    let fair = 4_000 / 8;
+    assert!(visits[3] > fair * 3 / 2, "{visits:?}");
+    assert!(visits.iter().all(|&v| v > fair / 2), "{visits:?}");
+    assert_eq!(queue.pace, 0);
+}
+
+/// Turns are of one length, and longer in a shift.
+#[test]
+fn calm_groups_are_put_to_the_test() {
+    let mut queue = queue(MuxPolicy::Adaptive, 4);
+    let (_, lengths) = live(&mut queue, 1_000, |_, _, _| 1.0);
+    assert_eq!(lengths, BTreeSet::from([146, 236]));
+    assert_eq!((queue.pace, queue.suspects), (0, 0));
+}
+
+/// Every slice would see the same side of a rhythm as long as a rotation. Nobody could tell from the
+/// slices alone.
+#[test]
+fn a_rhythm_that_keeps_step_is_noticed_and_left() {
+    let mut queue = queue(MuxPolicy::Adaptive, 8);
+    let turns = 8 * (FIRST_SHIFT as usize + 6);
+    live(&mut queue, turns, |key, from, to| {
+        square(from + 200 * key as u64, to + 200 * key as u64, 8 * 146)
+    });
+    assert_eq!(queue.pace, 1);
+}
+
+/// No test is made where nothing can hide: it would cost precision.
+#[test]
+fn groups_that_vary_are_not_shifted() {
+    let mut queue = queue(MuxPolicy::Adaptive, 8);
+    let (_, lengths) = live(&mut queue, 2_000, |_, from, to| square(from, to, 3_001));
+    assert_eq!(lengths, BTreeSet::from([146]));
+}
+
+#[test]
+fn no_turn_is_due_while_everybody_is_on() {
+    let mut queue = queue(MuxPolicy::Adaptive, 3);
+    assert_eq!(fill(&mut queue, 4).len(), 3);
+    assert_eq!(queue.next_turn_ns(), None);
+    assert_eq!(queue.turn(u64::MAX), None);
+    assert_eq!(fill(&mut queue, 4).len(), 3);
+}
+
+/// A group too large for what is left is next as soon as there is room, and nobody overtakes it.
+#[test]
+fn a_large_group_is_not_overtaken_for_ever() {
+    for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
+        let mut queue = queue(policy, 6);
+        let need = |key: usize| if key == 5 { 3 } else { 1 };
+        let mut turns_on = 0;
+        let mut now = 0;
+        for _ in 0..200 {
+            let mut used = 0;
+            queue.fill(|key| {
+                if used + need(key) > 3 {
+                    return Turn::NoRoom;
+                }
+                used += need(key);
+                turns_on += u32::from(key == 5);
+                Turn::Taken
+            });
+            now = queue.next_turn_ns().unwrap().max(now);
+            queue.turn(now);
+        }
+        assert!(turns_on >= 10, "{policy:?}: on {turns_on} times in 200");
+    }
+}
+
+proptest! {
+    /// Whatever is called in whatever order: groups are neither lost nor doubled, and what is on was
+    /// taken.
+    #[test]
+    fn groups_are_neither_lost_nor_doubled(
+        adaptive in any::<bool>(),
+        ops in prop::collection::vec((0u8..6, 0usize..12, 0u64..4_000), 0..200),
+    ) {
+        let policy = if adaptive { MuxPolicy::Adaptive } else { MuxPolicy::Rotate };
+        let mut queue = MuxQueue::new(policy, 1_000);
+        let mut there = BTreeSet::new();
+        let mut now = 0;
+        for (op, key, n) in ops {
+            match op {
+                0 => {
+                    queue.insert(key);
+                    there.insert(key);
+                }
+                1 => {
+                    queue.remove(key);
+                    there.remove(&key);
+                }
+                2 => queue.slice_ended(key, Some(n as f64 / 1_000.0)),
+                3 => {
+                    now += n;
+                    if let Some(left) = queue.turn(now) {
+                        prop_assert!(there.contains(&left));
+                    }
+                }
+                4 => {
+                    // Some refuse: too large, or exclusive.
+                    let mut room = 3;
+                    queue.fill(|key| {
+                        if key % 5 == 4 {
+                            Turn::NotNow
+                        } else if room == 0 {
+                            Turn::NoRoom
+                        } else {
+                            room -= 1;
+                            Turn::Taken
+                        }
+                    });
+                }
+                _ => {
+                    let on = fill(&mut queue, 2);
+                    let distinct: BTreeSet<_> = on.iter().copied().collect();
+                    prop_assert_eq!(distinct.len(), on.len());
+                    prop_assert!(distinct.is_subset(&there));
+                    prop_assert_eq!(on.len(), there.len().min(2));
+                }
+            }
+            prop_assert_eq!(queue.len(), there.len());
+            let suspects = queue.entries.iter().filter(|e| e.trust == Trust::Suspect && e.era == queue.era);
+            prop_assert_eq!(suspects.count(), queue.suspects);
+        }
+    }
+}
