@@ -8,7 +8,7 @@ use std::io::Read;
 
 use liblzma::stream::Stream;
 
-use crate::error::ImageError;
+use crate::error::{BlockError, ImageError};
 use crate::le;
 
 /// Most bytes a kernel may unpack to.
@@ -125,8 +125,8 @@ pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>
     let image = match method {
         "gzip" => bounded(name, method, claimed, flate2::read::GzDecoder::new(payload))?,
         "xz" => {
-            let stream = Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)
-                .map_err(|e| unpack_error(name, method, e.to_string()))?;
+            let stream =
+                Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0).map_err(|e| unpack_error(name, method, e))?;
             bounded(
                 name,
                 method,
@@ -136,7 +136,7 @@ pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>
         }
         "zstd" => {
             let decoder = ruzstd::decoding::StreamingDecoder::new(payload)
-                .map_err(|e| unpack_error(name, method, e.to_string()))?;
+                .map_err(|e| unpack_error(name, method, e))?;
             bounded(name, method, claimed, decoder)?
         }
         "lz4" => lz4_legacy(name, payload, claimed)?,
@@ -161,11 +161,15 @@ fn method_of(payload: &[u8]) -> &'static str {
     }
 }
 
-fn unpack_error(name: &str, method: &'static str, reason: String) -> ImageError {
+fn unpack_error(
+    name: &str,
+    method: &'static str,
+    source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+) -> ImageError {
     ImageError::Unpack {
         name: name.into(),
         method,
-        reason,
+        source: source.into(),
     }
 }
 
@@ -186,7 +190,7 @@ fn bounded(
             limit_bytes: MAX_UNPACKED_BYTES,
         });
     }
-    read.map_err(|e| unpack_error(name, method, e.to_string()))?;
+    read.map_err(|e| unpack_error(name, method, e))?;
     Ok(out)
 }
 
@@ -210,22 +214,14 @@ fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, Image
             continue;
         }
         let len = u32_at(rest, 0) as usize;
-        let block = rest.get(4..4 + len).ok_or_else(|| {
-            unpack_error(
-                name,
-                method,
-                format!("a block of {len} bytes reaches past the payload's end"),
-            )
-        })?;
+        let block = rest
+            .get(4..4 + len)
+            .ok_or_else(|| unpack_error(name, method, BlockError::PastEnd(len)))?;
         let produced = lz4_flex::block::decompress_into(block, &mut block_out)
-            .map_err(|e| unpack_error(name, method, e.to_string()))?;
+            .map_err(|e| unpack_error(name, method, e))?;
         out.extend_from_slice(&block_out[..produced]);
         if out.len() as u64 > claimed {
-            return Err(unpack_error(
-                name,
-                method,
-                format!("it is larger than the {claimed} bytes it claims"),
-            ));
+            return Err(unpack_error(name, method, BlockError::Larger(claimed)));
         }
         rest = &rest[4 + len..];
     }
@@ -233,7 +229,10 @@ fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, Image
         return Err(unpack_error(
             name,
             method,
-            format!("it has {} bytes but claims {claimed}", out.len()),
+            BlockError::Smaller {
+                found: out.len(),
+                claimed,
+            },
         ));
     }
     Ok(out)

@@ -7,7 +7,7 @@ use object::Endianness;
 use object::elf;
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, Sym};
 
-use crate::error::ImageError;
+use crate::error::{Damage, ImageError};
 use crate::orc;
 use crate::rdpmc::Text;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
@@ -72,10 +72,7 @@ pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, ImageError>
     match data.get(4) {
         Some(1) => parse_class::<elf::FileHeader32<Endianness>>(name, data, false),
         Some(2) => parse_class::<elf::FileHeader64<Endianness>>(name, data, true),
-        Some(class) => Err(ImageError::malformed(
-            name,
-            format!("ELF class {class} is neither 32 nor 64 bits"),
-        )),
+        Some(class) => Err(ImageError::malformed(name, Damage::Class(*class))),
         None => Err(ImageError::truncated(name, "the ELF header", 52, data)),
     }
 }
@@ -90,12 +87,10 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     if (data.len() as u64) < header_bytes {
         return Err(ImageError::truncated(name, "the ELF header", header_bytes, data));
     }
-    let header = H::parse(data).map_err(|e| ImageError::malformed(name, format!("ELF header: {e}")))?;
-    let endian = header
-        .endian()
-        .map_err(|e| ImageError::malformed(name, format!("ELF header: {e}")))?;
+    let header = H::parse(data).map_err(|e| unreadable(name, "ELF header", e))?;
+    let endian = header.endian().map_err(|e| unreadable(name, "ELF header", e))?;
     if endian != Endianness::Little {
-        return Err(ImageError::malformed(name, "it is big-endian".into()));
+        return Err(ImageError::malformed(name, Damage::BigEndian));
     }
     let phoff: u64 = header.e_phoff(endian).into();
     let phnum = u64::from(header.e_phnum(endian));
@@ -110,14 +105,14 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     }
     let program_headers = header
         .program_headers(endian, data)
-        .map_err(|e| ImageError::malformed(name, format!("program header table: {e}")))?;
+        .map_err(|e| unreadable(name, "program header table", e))?;
     if program_headers.len() > MAX_SEGMENTS {
         return Err(ImageError::malformed(
             name,
-            format!(
-                "it has {} program headers, more than {MAX_SEGMENTS}",
-                program_headers.len()
-            ),
+            Damage::Segments {
+                count: program_headers.len(),
+                most: MAX_SEGMENTS,
+            },
         ));
     }
     let mut segments = Vec::new();
@@ -133,7 +128,11 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
         if file_bytes > mem_bytes {
             return Err(ImageError::malformed(
                 name,
-                format!("segment {index} has {file_bytes:#x} bytes in the file but {mem_bytes:#x} in memory"),
+                Damage::SegmentSize {
+                    index,
+                    file_bytes,
+                    mem_bytes,
+                },
             ));
         }
         let end = offset.saturating_add(file_bytes);
@@ -224,9 +223,13 @@ pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<Tables<'a>, ImageError> 
     let read = match data.get(4) {
         Some(1) if is_elf(data) => tables_of_class::<elf::FileHeader32<Endianness>>(data),
         Some(2) if is_elf(data) => tables_of_class::<elf::FileHeader64<Endianness>>(data),
-        _ => return Err(ImageError::malformed(name, "it is no ELF file".into())),
+        _ => return Err(ImageError::malformed(name, Damage::NoElf)),
     };
-    read.map_err(|e| ImageError::malformed(name, format!("section headers: {e}")))
+    read.map_err(|e| unreadable(name, "section headers", e))
+}
+
+fn unreadable(name: &str, part: &'static str, source: object::read::Error) -> ImageError {
+    ImageError::malformed(name, Damage::Headers { part, source })
 }
 
 fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<Tables<'_>> {

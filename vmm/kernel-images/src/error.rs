@@ -29,12 +29,13 @@ pub enum ImageError {
         have_bytes: u64,
     },
     /// A header field that makes no sense.
-    #[error("kernel {name} is damaged: {reason}")]
+    #[error("kernel {name} is damaged")]
     Malformed {
         /// The file.
         name: String,
         /// What is wrong.
-        reason: String,
+        #[source]
+        damage: Damage,
     },
     /// The bzImage is older than boot protocol 2.08.
     #[error("kernel {name} uses boot protocol {major}.{minor:02}; 2.08 (Linux 2.6.26) or later is needed")]
@@ -57,14 +58,14 @@ pub enum ImageError {
         method: &'static str,
     },
     /// Unpacking failed.
-    #[error("kernel {name}: its {method} payload is damaged: {reason}")]
+    #[error("kernel {name}: its {method} payload is damaged")]
     Unpack {
         /// The file.
         name: String,
         /// gzip, xz, lz4 or zstd.
         method: &'static str,
         /// What the decoder said.
-        reason: String,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The payload grows past the limit.
     #[error("kernel {name}: its {method} payload unpacks to more than {limit_bytes} bytes")]
@@ -84,12 +85,85 @@ pub enum ImageError {
     },
 }
 
+/// What in a kernel's file makes no sense.
+#[derive(Debug, thiserror::Error)]
+pub enum Damage {
+    /// Its machine is another.
+    #[error("it is not for x86-64")]
+    Machine,
+    /// It has another magic number.
+    #[error("it is no ELF file")]
+    NoElf,
+    /// What a bzImage unpacks to is something else.
+    #[error("its payload is not an ELF image")]
+    NoElfPayload,
+    /// `EI_CLASS`.
+    #[error("ELF class {0} is neither 32 nor 64 bits")]
+    Class(u8),
+    /// `EI_DATA`.
+    #[error("it is big-endian")]
+    BigEndian,
+    /// A header or a table of headers.
+    #[error("{part}")]
+    Headers {
+        /// Which.
+        part: &'static str,
+        /// What its reader said.
+        source: object::read::Error,
+    },
+    /// More segments than a kernel has.
+    #[error("it has {count} program headers, more than {most}")]
+    Segments {
+        /// So many.
+        count: usize,
+        /// The most that are read.
+        most: usize,
+    },
+    /// More in the file than in memory.
+    #[error("segment {index} has {file_bytes:#x} bytes in the file but {mem_bytes:#x} in memory")]
+    SegmentSize {
+        /// Index of its program header.
+        index: usize,
+        /// `p_filesz`.
+        file_bytes: u64,
+        /// `p_memsz`.
+        mem_bytes: u64,
+    },
+    /// An address field of a multiboot header.
+    #[error("its multiboot {field} lies {place}")]
+    Multiboot {
+        /// Which.
+        field: &'static str,
+        /// Where it cannot be.
+        place: &'static str,
+    },
+}
+
+/// What is wrong with the blocks of an lz4 payload.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    /// A block's size.
+    #[error("a block of {0} bytes reaches past the payload's end")]
+    PastEnd(usize),
+    /// More than what was claimed.
+    #[error("it is larger than the {0} bytes it claims")]
+    Larger(u64),
+    /// Less than that.
+    #[error("it has {found} bytes but claims {claimed}")]
+    Smaller {
+        /// What was unpacked.
+        found: usize,
+        /// What the build has appended.
+        claimed: u64,
+    },
+}
+
 impl ImageError {
     /// A header field that makes no sense.
-    pub fn malformed(name: &str, reason: String) -> Self {
+    pub fn malformed(name: &str, damage: Damage) -> Self {
         Self::Malformed {
             name: name.into(),
-            reason,
+            damage,
         }
     }
 

@@ -5,7 +5,7 @@
 
 use crate::btf::Btf;
 use crate::elf;
-use crate::error::ImageError;
+use crate::error::{Damage, ImageError};
 use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
 use crate::symbols::KernelSymbols;
@@ -33,7 +33,7 @@ impl KernelImage {
         const EM_X86_64: u16 = 62;
         let tables = elf::tables(name, bytes)?;
         if tables.machine != EM_X86_64 {
-            return Err(ImageError::malformed(name, "it is not for x86-64".into()));
+            return Err(ImageError::malformed(name, Damage::Machine));
         }
         let mut notes = Vec::new();
         let section = |name: &str| tables.section(name).map(|s| (s.virt, s.data));

@@ -47,4 +47,4 @@ pub mod orc;
 pub mod rdpmc;
 pub mod symbols;
 
-pub use error::ImageError;
+pub use error::{BlockError, Damage, ImageError};

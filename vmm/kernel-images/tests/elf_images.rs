@@ -183,6 +183,17 @@ fn code_is_only_what_a_segment_loads() {
     assert_eq!((code.virt, code.bytes.len()), (TEXT_VIRT, 0x1200));
 }
 
+/// An error with its causes, as it is printed.
+fn line(error: &ImageError) -> String {
+    let mut line = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(next) = cause {
+        line.push_str(&format!(": {next}"));
+        cause = next.source();
+    }
+    line
+}
+
 /// Broken section headers cost the names, not the boot.
 #[test]
 fn a_kernel_without_section_headers_boots() {
@@ -192,7 +203,7 @@ fn a_kernel_without_section_headers_boots() {
     let image = parsed(&data);
     assert_eq!(image.code.len(), 1);
     assert!(image.symbols.is_empty());
-    let error = elf::tables("vmlinux", &data).unwrap_err().to_string();
+    let error = line(&elf::tables("vmlinux", &data).unwrap_err());
     assert!(
         error.contains("vmlinux") && error.contains("section headers"),
         "{error}"
@@ -207,7 +218,7 @@ fn damaged_headers_are_refused_by_name() {
         let mut data = whole.clone();
         data[at..at + bytes.len()].copy_from_slice(bytes);
         let error = elf::parse("broken", &data).expect_err("it is broken");
-        let line = error.to_string();
+        let line = line(&error);
         assert!(line.contains("broken") && line.lines().count() == 1, "{line}");
         line
     };
@@ -308,7 +319,7 @@ fn a_kernel_for_another_processor_is_refused() {
         machine: 183,
         ..Shape::default()
     });
-    let error = KernelImage::parse("Image", &data).unwrap_err().to_string();
+    let error = line(&KernelImage::parse("Image", &data).unwrap_err());
     assert!(error.contains("Image") && error.contains("x86-64"), "{error}");
     assert!(KernelImage::parse("x", b"#!/bin/sh\n").is_err());
 }

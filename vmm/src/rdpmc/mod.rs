@@ -10,13 +10,13 @@
 //! kernel, once as an instruction). Replacing one of those corrupts the kernel, so the finder in
 //! [`kernel_images::rdpmc`] accepts a pair only when decoding proves it an instruction.
 //!
-//! A kernel that the guest starts itself (kexec, kdump) is searched in its memory ([`running`]).
+//! A kernel that the guest starts itself (kexec, kdump) is searched in its memory
+//! ([`crate::kernels::running`]).
 
 pub mod hwbp;
-pub mod running;
 pub mod sites;
 
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::memory::GuestRam;
 use kernel_images::rdpmc::{PatchedSite, RDPMC, TRAP};
@@ -55,12 +55,23 @@ impl std::str::FromStr for RdpmcMode {
 
 /// Why an RDPMC was not replaced.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write the RDPMC trap into guest memory at {address:#x}: {reason}")]
-pub struct PatchError {
-    /// Guest-physical address.
-    pub address: u64,
-    /// What the memory said, or what it holds.
-    pub reason: String,
+pub enum PatchError {
+    /// There is no memory.
+    #[error("cannot write the RDPMC trap into guest memory at {address:#x}")]
+    Memory {
+        /// Guest-physical address.
+        address: u64,
+        /// What the memory said.
+        source: GuestMemoryError,
+    },
+    /// Two segments may name the same memory.
+    #[error("guest memory at {address:#x} holds {found:02x?} instead of the RDPMC that is in the file there")]
+    Other {
+        /// Guest-physical address.
+        address: u64,
+        /// What is there.
+        found: [u8; 2],
+    },
 }
 
 /// Replaces the instruction at `site` in guest memory.
@@ -69,23 +80,14 @@ pub struct PatchError {
 /// [`PatchError`], when the memory is none or holds something else.
 pub fn patch(ram: &GuestRam, site: &PatchedSite) -> Result<(), PatchError> {
     let at = GuestAddress(site.opcode());
-    let failed = |reason: String| PatchError {
-        address: site.opcode(),
-        reason,
-    };
-    let mut there = [0u8; 2];
-    ram.memory()
-        .read_slice(&mut there, at)
-        .map_err(|e| failed(e.to_string()))?;
-    // Two segments may name the same memory; what was found in the file must be what was loaded.
-    if there != RDPMC {
-        return Err(failed(format!(
-            "memory holds {there:02x?} instead of the instruction found in the file"
-        )));
+    let address = site.opcode();
+    let failed = |source| PatchError::Memory { address, source };
+    let mut found = [0u8; 2];
+    ram.memory().read_slice(&mut found, at).map_err(failed)?;
+    if found != RDPMC {
+        return Err(PatchError::Other { address, found });
     }
-    ram.memory()
-        .write_slice(&TRAP, at)
-        .map_err(|e| failed(e.to_string()))
+    ram.memory().write_slice(&TRAP, at).map_err(failed)
 }
 
 #[cfg(test)]

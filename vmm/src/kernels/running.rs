@@ -1,4 +1,5 @@
-//! Kernels that a guest starts itself, by kexec or kdump: their RDPMC is replaced where they lie in memory.
+//! Kernels that a guest starts itself, by kexec or kdump: their RDPMC is replaced, and the events that nobody
+//! counts here are taken out of their tables, where they lie in memory.
 //!
 //! LSTAR points into the kernel that runs. If it points to other memory than at the last look, another
 //! kernel runs. So it does if a place where RDPMC was replaced holds something else: a kernel may be
@@ -10,9 +11,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use perf_core::error_line;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
-use super::sites::Sites;
+use super::uncounted::{self, Uncounted};
+use crate::boot::event_tables::Hidden;
+use crate::rdpmc::sites::Sites;
 use guest_profile::locate::{self, LocateError};
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestRegs};
@@ -35,10 +38,12 @@ const READ_PMC: &str = "native_read_pmc";
 /// Reads of guest memory to find the physical address of one place.
 const TRANSLATE_READS: u32 = 16;
 const PAGE_BYTES: u64 = 4096;
+/// What the processor writes at once.
+const WORD_BYTES: u64 = 8;
 /// Linux is in the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
-/// What replaces RDPMC in the kernels of a VM.
+/// What sees to the kernels that run in a VM.
 #[derive(Debug)]
 pub struct RunningKernels {
     memory: GuestMemoryMmap,
@@ -47,6 +52,7 @@ pub struct RunningKernels {
     loaded: Vec<TextRange>,
     /// RDPMC that is not replaced faults, and is served then.
     served_anyway: bool,
+    uncounted: Arc<Uncounted>,
     /// LSTAR and its physical address at the last search; 0: the loaded kernel.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
@@ -72,6 +78,12 @@ enum SearchError {
     NoText,
     #[error("its text has more than {MOST_PAIRS} byte pairs that could be one")]
     Pairs,
+}
+
+/// What was changed in a kernel.
+struct Found {
+    hidden: Vec<Hidden>,
+    rdpmc: Result<Vec<PatchedSite>, SearchError>,
 }
 
 /// A part of a kernel's memory and what is known of it.
@@ -121,12 +133,14 @@ impl RunningKernels {
         loaded: Vec<TextRange>,
         patched: &[PatchedSite],
         served_anyway: bool,
+        uncounted: Arc<Uncounted>,
     ) -> Self {
         Self {
             memory,
             sites,
             loaded,
             served_anyway,
+            uncounted,
             lstar: AtomicU64::new(0),
             lstar_gpa: AtomicU64::new(0),
             replaced: AtomicU64::new(witness(patched).unwrap_or(0)),
@@ -134,8 +148,8 @@ impl RunningKernels {
         }
     }
 
-    /// Looks at the kernel that a vCPU runs, whose system calls go to `lstar`, and replaces RDPMC in it if it
-    /// is another one. Whether it is.
+    /// Looks at the kernel that a vCPU runs, whose system calls go to `lstar`, and sees to it if it is
+    /// another one. Whether it is.
     pub fn look(&self, regs: &GuestRegs, lstar: u64) -> bool {
         if lstar < KERNEL_MAP {
             return false;
@@ -156,7 +170,7 @@ impl RunningKernels {
             return false;
         }
         let began = Instant::now();
-        let found = self.patch(regs, lstar);
+        let Found { hidden, rdpmc: found } = self.see_to(regs, lstar);
         search.last = Some(Instant::now());
         let sites = found.as_deref().unwrap_or_default();
         if same_place && sites.is_empty() && search.tries < MOST_TRIES {
@@ -171,6 +185,7 @@ impl RunningKernels {
         if search.said < MOST_LINES {
             search.said += 1;
             self.say(&found, began.elapsed());
+            uncounted::tell_hidden(&hidden);
         }
         true
     }
@@ -227,9 +242,25 @@ impl RunningKernels {
             .ok()
     }
 
-    /// Finds RDPMC in the kernel around `lstar` and replaces it.
-    fn patch(&self, regs: &GuestRegs, lstar: u64) -> Result<Vec<PatchedSite>, SearchError> {
-        let (start, bytes) = locate::memory_around(&self.memory, regs, lstar)?;
+    /// Sees to the kernel around `lstar`.
+    fn see_to(&self, regs: &GuestRegs, lstar: u64) -> Found {
+        match locate::memory_around(&self.memory, regs, lstar) {
+            Ok((start, bytes)) => Found {
+                // Its tables first: they need no symbols.
+                hidden: self
+                    .uncounted
+                    .hide_running(&self.memory, start, &bytes, |linear| self.physical(regs, linear)),
+                rdpmc: self.patch(regs, start, bytes),
+            },
+            Err(e) => Found {
+                hidden: Vec::new(),
+                rdpmc: Err(e.into()),
+            },
+        }
+    }
+
+    /// Finds RDPMC in the kernel whose memory from `start` on is `bytes`, and replaces it.
+    fn patch(&self, regs: &GuestRegs, start: u64, bytes: Vec<u8>) -> Result<Vec<PatchedSite>, SearchError> {
         let symbols = kallsyms::find(&bytes).map_err(LocateError::from)?;
         let kernel = Kernel {
             start,
@@ -269,12 +300,36 @@ impl RunningKernels {
             return false;
         };
         let memory = &self.memory;
+        // Both at once where they are in one word.
+        if second == first.unchecked_add(1) && first.0 % WORD_BYTES != WORD_BYTES - 1 {
+            return replace_at_once(memory, first).is_some();
+        }
         let there = [first, second].map(|at| memory.read_obj::<u8>(at).ok());
         // If another vCPU is just there, it sees the old pair, a write to port 33H, or the new pair.
         there == RDPMC.map(Some)
             && memory.write_obj(TRAP[0], first).is_ok()
             && memory.write_obj(TRAP[1], second).is_ok()
     }
+}
+
+/// Replaces the two bytes at `at`, which are in one word of [`WORD_BYTES`]. `None`: they are not RDPMC.
+fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
+    let slice = memory
+        .get_slice(GuestAddress(at.0 - at.0 % WORD_BYTES), size_of::<u64>())
+        .ok()?;
+    let offset = usize::try_from(at.0 % WORD_BYTES).ok()?;
+    let word = slice.get_atomic_ref::<AtomicU64>(0).ok()?;
+    // The guest may change its other bytes meanwhile: its kernel writes its own code, too.
+    let replaced = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |old| {
+        let mut bytes = old.to_le_bytes();
+        let pair = bytes.get_mut(offset..offset + 2)?;
+        if pair != RDPMC {
+            return None;
+        }
+        pair.copy_from_slice(&TRAP);
+        Some(u64::from_le_bytes(bytes))
+    });
+    replaced.ok().map(|_| ())
 }
 
 /// Where it can be seen later whether a kernel with these sites is still the same.
@@ -291,6 +346,8 @@ mod tests {
     use super::*;
     use crate::rdpmc::sites::SitesOfVcpu;
     use kvm_bindings::kvm_sregs;
+    use perf_core::pmu::host::{HostCounters, HostProbe};
+    use vpmu::{Backability, BackingPolicy, Model, Vendor};
 
     const START: u64 = 0xffff_ffff_8100_0000;
     /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
@@ -372,6 +429,19 @@ mod tests {
         bytes
     }
 
+    /// Cycles are all that can be counted.
+    fn by_the_clock() -> Arc<Uncounted> {
+        let probe = HostProbe {
+            hardware_pmu: false,
+            counters: HostCounters::default(),
+            generic: Vec::new(),
+            ..HostProbe::run()
+        };
+        let model = Model::off(Vendor::Amd);
+        let policy = BackingPolicy::Clock;
+        Arc::new(Uncounted::new(&model, policy, Backability::CLOCK, probe, true))
+    }
+
     struct Guest {
         memory: GuestMemoryMmap,
         sites: Arc<Sites>,
@@ -396,7 +466,14 @@ mod tests {
             let mut regs = GuestRegs::default();
             crate::kvm::registers::set_system(&mut regs, &sregs);
             let guest = Self {
-                running: RunningKernels::new(memory.clone(), sites.clone(), loaded, &[], false),
+                running: RunningKernels::new(
+                    memory.clone(),
+                    sites.clone(),
+                    loaded,
+                    &[],
+                    false,
+                    by_the_clock(),
+                ),
                 memory,
                 sites,
                 regs,
@@ -466,6 +543,70 @@ mod tests {
         assert!(!guest.look(), "it is known now");
     }
 
+    /// What cannot be counted is taken out of the tables of a kernel that the guest starts, as it is of the
+    /// one that was loaded; also where the kernel cannot be searched for RDPMC.
+    #[test]
+    fn a_kernel_that_the_guest_starts_loses_what_nobody_counts() {
+        const TABLE: u64 = 0x3000;
+        const EVENTS: [u64; 10] = [0x76, 0xC0, 0xFF60, 0x964, 0xC2, 0xC3, 0, 0x287, 0x187, 0];
+        const LEFT: [u64; 10] = [0x76, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        let with_table = |text: &mut [u8]| {
+            let words = EVENTS.into_iter().flat_map(u64::to_le_bytes);
+            text[TABLE as usize..]
+                .iter_mut()
+                .zip(words)
+                .for_each(|(to, from)| *to = from);
+        };
+        let guest = Guest::new();
+        let there = |phys: u64| {
+            guest
+                .memory
+                .read_obj::<[u64; 10]>(GuestAddress(phys + TABLE))
+                .unwrap()
+        };
+        guest.load(FIRST, &kernel(with_table));
+        guest.load(SECOND, &kernel(with_table));
+        assert!(!guest.look(), "the loaded one");
+        guest.runs(SECOND);
+        assert!(guest.look());
+        assert_eq!((there(FIRST), there(SECOND)), (EVENTS, LEFT));
+        assert_eq!(guest.code(SECOND), REPLACED);
+
+        let mut nameless = kernel(with_table);
+        nameless.truncate((TEXT_END - START) as usize);
+        guest.load(FIRST, &vec![0; 1 << 20]);
+        guest.load(FIRST, &nameless);
+        guest.runs(FIRST);
+        guest.later();
+        assert!(guest.look());
+        assert_eq!((there(FIRST), guest.code(FIRST)), (LEFT, CODE));
+    }
+
+    /// Both bytes are written at once, and the others of the word may change meanwhile.
+    #[test]
+    fn two_bytes_of_a_word_are_replaced_and_no_other() {
+        let guest = Guest::new();
+        for offset in 0..WORD_BYTES - 1 {
+            let at = GuestAddress(0x5000 + offset);
+            let around: [u8; 8] = std::array::from_fn(|n| n as u8);
+            guest.memory.write_obj(around, GuestAddress(0x5000)).unwrap();
+            assert_eq!(replace_at_once(&guest.memory, at), None, "no RDPMC is there");
+            guest.memory.write_obj(RDPMC, at).unwrap();
+            assert_eq!(replace_at_once(&guest.memory, at), Some(()));
+            let mut expected = around;
+            expected[offset as usize..offset as usize + 2].copy_from_slice(&TRAP);
+            assert_eq!(
+                guest.memory.read_obj::<[u8; 8]>(GuestAddress(0x5000)).unwrap(),
+                expected
+            );
+        }
+        assert_eq!(
+            replace_at_once(&guest.memory, GuestAddress(1 << 40)),
+            None,
+            "no memory is there"
+        );
+    }
+
     /// A kernel that is started where the one before it lay has its RDPMC replaced, too.
     #[test]
     fn a_kernel_at_the_place_of_the_one_before_it_gets_its_rdpmc_replaced() {
@@ -502,8 +643,14 @@ mod tests {
             symbol: Some((READ_PMC.to_owned(), 2)),
         };
         let loaded = guest.running.loaded.clone();
-        guest.running =
-            RunningKernels::new(guest.memory.clone(), guest.sites.clone(), loaded, &[read], false);
+        guest.running = RunningKernels::new(
+            guest.memory.clone(),
+            guest.sites.clone(),
+            loaded,
+            &[read],
+            false,
+            by_the_clock(),
+        );
         guest.load(FIRST, &kernel(|_| {}));
         let opcode = GuestAddress(FIRST + READS + 2 - START);
         guest.memory.write_obj(TRAP, opcode).unwrap();
