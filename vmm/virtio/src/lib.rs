@@ -9,6 +9,7 @@
 //! | [`transport`] | virtio over PCI: how a driver finds a device, sets it up and is interrupted |
 //! | [`serve`] | serving a queue: each chain once, one interrupt for all |
 //! | [`rng`] | entropy |
+//! | [`share`] | a directory of the host, served by virtiofsd |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
 //! A device starts nothing before its driver is ready. From then on a thread of its own serves its queues: it
@@ -35,6 +36,7 @@ pub mod disk;
 pub mod net;
 pub mod rng;
 pub mod serve;
+pub mod share;
 pub mod transport;
 pub mod vsock;
 pub mod worker;

@@ -40,11 +40,15 @@ pub fn tell_of_driver(device: &str, what: &str, error: &dyn Error) {
     }
 }
 
+/// How long chains are served one after the other; one that has begun is finished.
+const LONGEST_ROUND: Duration = Duration::from_millis(50);
+
 /// Serves what is in the queue: `serve` gets each chain and returns how many bytes it wrote to it. The driver
 /// is interrupted once, if it wants to be.
 ///
-/// It ends after one round of the queue even if the driver goes on to fill it; then the queue has kicked
-/// itself, and the caller's loop comes back after it has looked at its other descriptors.
+/// It ends after one round of the queue, or after `LONGEST_ROUND`, even if the driver goes on to fill it;
+/// then the queue has kicked itself, and the caller's loop comes back after it has looked at its other
+/// descriptors: it may be asked to stop.
 ///
 /// # Errors
 /// [`QueueError`]; the driver knows of all chains that were served before.
@@ -55,10 +59,11 @@ pub fn serve_queue(
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
     let mut left = size;
+    let end = Instant::now() + LONGEST_ROUND;
     let outcome = loop {
         active.queue.disable_notification(memory)?;
-        match serve_round(active, memory, &mut left, &mut serve) {
-            Ok(()) if left == 0 => {
+        match serve_round(active, memory, &mut left, end, &mut serve) {
+            Ok(()) if left == 0 || Instant::now() >= end => {
                 // A full counter is a kick too.
                 let _ = active.kick.write(1);
                 break Ok(());
@@ -76,11 +81,12 @@ pub fn serve_queue(
     outcome
 }
 
-/// Serves at most `left` chains.
+/// Serves at most `left` chains, and begins none after `end`.
 fn serve_round(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     left: &mut u16,
+    end: Instant,
     serve: &mut impl FnMut(Chain<'_>) -> u32,
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
@@ -94,6 +100,9 @@ fn serve_round(
         let written = serve(chain);
         active.queue.add_used(memory, head, written)?;
         *left -= 1;
+        if Instant::now() >= end {
+            break;
+        }
     }
     Ok(())
 }
@@ -226,6 +235,29 @@ mod tests {
         }
         serve_queue(&mut driver.active, &memory, |_| 0).unwrap();
         assert_eq!(driver.active.kick.read().unwrap(), 1);
+    }
+
+    /// Whoever waits for the thread to stop waits for the chain that is served, not for all that are there.
+    #[test]
+    fn a_long_round_ends_before_the_queue_does_and_is_gone_on_with() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 16);
+        for head in 0..5 {
+            driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
+            driver.offer(head);
+        }
+        let mut served = 0;
+        serve_queue(&mut driver.active, &memory, |_| {
+            served += 1;
+            std::thread::sleep(LONGEST_ROUND);
+            0
+        })
+        .unwrap();
+        assert_eq!((served, driver.used().len()), (1, 1));
+        assert_eq!(driver.active.kick.read().unwrap(), 1, "the rest comes next");
+        assert_eq!(driver.vector.read().unwrap(), 1, "and the first is told");
+        serve_queue(&mut driver.active, &memory, |_| 0).unwrap();
+        assert_eq!(driver.used().len(), 5);
     }
 
     #[test]

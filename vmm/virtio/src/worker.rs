@@ -1,9 +1,12 @@
 //! The thread of a device.
 
 use std::io;
+use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use perf_core::error_line;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -18,6 +21,17 @@ pub struct Worker {
 /// A thread's stack. Handlers need a few pages; stacks of 2 MiB, the usual ones, are backed by a huge page
 /// each where the host makes them by itself.
 const STACK_BYTES: usize = 256 << 10;
+
+/// The CPUs of the host that devices' threads may use. A driver gets ready on a vCPU's thread, which may be
+/// kept on one CPU; what it starts would stay there with it.
+static CPUS: OnceLock<CpuSet> = OnceLock::new();
+
+/// Takes the CPUs that the calling thread may use for those of the threads of devices. The first call counts.
+pub fn take_cpus() {
+    if let Ok(cpus) = sched_getaffinity(Pid::from_raw(0)) {
+        CPUS.get_or_init(|| cpus);
+    }
+}
 
 /// Ends the loop of the thread.
 struct Stop {
@@ -76,6 +90,14 @@ impl Worker {
             .name(name.to_owned())
             .stack_size(STACK_BYTES)
             .spawn(move || {
+                if let Some(cpus) = CPUS.get()
+                    && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)
+                {
+                    log::warn!(
+                        "a device's thread stays on the CPU of a vCPU: {}",
+                        error_line(&error)
+                    );
+                }
                 if let Err(error) = serve(fd, handler) {
                     log::error!("a device's thread ends: {}", error_line(&error));
                 }
@@ -124,6 +146,32 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
+
+    /// A thread that was started by one that is kept on a CPU is not.
+    #[test]
+    fn a_worker_may_use_the_cpus_of_the_process() {
+        struct Looks(std::sync::mpsc::Sender<CpuSet>);
+        impl MutEventSubscriber for Looks {
+            fn process(&mut self, _: Events, _: &mut EventOps) {}
+            fn init(&mut self, _: &mut EventOps) {
+                self.0.send(sched_getaffinity(Pid::from_raw(0)).unwrap()).unwrap();
+            }
+        }
+        let all = sched_getaffinity(Pid::from_raw(0)).unwrap();
+        take_cpus();
+        let first = (0..CpuSet::count())
+            .find(|cpu| all.is_set(*cpu).unwrap())
+            .unwrap();
+        let seen = std::thread::spawn(move || {
+            let mut one = CpuSet::new();
+            one.set(first).unwrap();
+            sched_setaffinity(Pid::from_raw(0), &one).unwrap();
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let _worker = Worker::spawn("looks", Looks(sender)).unwrap();
+            receiver.recv().unwrap()
+        });
+        assert_eq!(seen.join().unwrap(), all);
+    }
 
     struct Counts {
         kick: Arc<EventFd>,

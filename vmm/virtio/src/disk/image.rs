@@ -129,6 +129,9 @@ pub struct Image {
     file: File,
     sectors: u64,
     read_only: bool,
+    /// How often it was flushed.
+    #[cfg(test)]
+    pub(super) flushes: std::sync::atomic::AtomicU32,
 }
 
 impl Image {
@@ -182,6 +185,8 @@ impl Image {
             file,
             sectors: bytes / SECTOR_BYTES,
             read_only,
+            #[cfg(test)]
+            flushes: Default::default(),
         })
     }
 
@@ -199,7 +204,8 @@ impl Image {
     /// [`Image::sectors`].
     ///
     /// # Errors
-    /// That of the host; `UnexpectedEof` if somebody has truncated the image; `pieces` that are not RAM.
+    /// That of the host; `UnexpectedEof` if somebody has truncated the image; `InvalidInput` that is not the
+    /// host's for `pieces` that are not RAM.
     pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
         // SAFETY: `transfer` gives pieces of guest memory, which stay mapped during the call.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
@@ -228,7 +234,7 @@ impl Image {
         let mut vecs: SmallVec<[iovec; 32]> = SmallVec::new();
         for &(address, bytes) in pieces {
             for slice in GuestMemoryBackend::get_slices(memory, address, bytes) {
-                let slice = slice.map_err(io::Error::other)?;
+                let slice = slice.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
                 vecs.push(iovec {
                     iov_base: slice.ptr_guard_mut().as_ptr().cast(),
                     iov_len: slice.len(),
@@ -275,7 +281,10 @@ impl Image {
     /// # Errors
     /// That of `fdatasync(2)`.
     pub fn flush(&self) -> io::Result<()> {
-        self.file.sync_data()
+        self.file.sync_data()?;
+        #[cfg(test)]
+        self.flushes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(())
     }
 
     /// Gives the space of `bytes` from byte `at` on back to the host; it reads zeros afterwards.

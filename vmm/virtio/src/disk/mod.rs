@@ -17,14 +17,14 @@ pub mod request;
 mod tests;
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use perf_core::error_line;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
-    VIRTIO_BLK_F_WRITE_ZEROES,
+    VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
 };
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 use vm_memory::GuestMemoryMmap;
@@ -32,7 +32,7 @@ use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{Image, ImageError, SECTOR_BYTES};
-use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENTS};
+use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS};
 use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
 use crate::serve::{serve_queue, tell_of_driver};
 use crate::worker::Worker;
@@ -52,7 +52,11 @@ pub struct Block {
     serial: [u8; MAX_SERIAL],
     config: [u8; CONFIG_BYTES],
     worker: Option<Worker>,
+    said: Said,
 }
+
+/// When a failure of the host was told last: kept when the guest resets the device.
+type Said = Arc<Mutex<Option<Instant>>>;
 
 impl Block {
     /// The disk `name` of `config`, opened and locked.
@@ -71,6 +75,7 @@ impl Block {
             image: Arc::new(image),
             serial,
             worker: None,
+            said: Said::default(),
         })
     }
 }
@@ -81,6 +86,7 @@ fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
     let mut config = [0; CONFIG_BYTES];
     let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &image.sectors().to_le_bytes());
+    put(8, &MAX_SEGMENT_BYTES.to_le_bytes());
     put(12, &(MAX_SEGMENTS as u32).to_le_bytes());
     put(20, &(SECTOR_BYTES as u32).to_le_bytes());
     for at in [36, 48] {
@@ -103,7 +109,10 @@ impl VirtioDevice for Block {
     }
 
     fn features(&self) -> u64 {
-        let always = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
+        let always = 1 << VIRTIO_BLK_F_SIZE_MAX
+            | 1 << VIRTIO_BLK_F_SEG_MAX
+            | 1 << VIRTIO_BLK_F_BLK_SIZE
+            | 1 << VIRTIO_BLK_F_FLUSH;
         always
             | if self.image.read_only() {
                 1 << VIRTIO_BLK_F_RO
@@ -136,7 +145,7 @@ impl VirtioDevice for Block {
             queue,
             memory: activation.memory,
             broken: false,
-            said: None,
+            said: self.said.clone(),
         };
         let worker = Worker::spawn(&self.name, server).map_err(|source| ActivateError::Host {
             what: "starting a thread",
@@ -158,8 +167,7 @@ struct Server {
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
     broken: bool,
-    /// When a failure of the host was told last.
-    said: Option<Instant>,
+    said: Said,
 }
 
 impl Server {
@@ -174,9 +182,8 @@ impl Server {
             written
         });
         if let Some(error) = failed
-            && self.said.is_none_or(|said| said.elapsed() >= SILENCE)
+            && is_due(&self.said)
         {
-            self.said = Some(Instant::now());
             let why = error_line(&error);
             log::warn!("{}: the guest gets I/O errors: {why}", self.name);
         }
@@ -185,6 +192,16 @@ impl Server {
             self.broken = true;
         }
     }
+}
+
+/// Whether enough time has passed to tell again; it has begun anew then.
+fn is_due(said: &Mutex<Option<Instant>>) -> bool {
+    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
+    let due = said.is_none_or(|said| said.elapsed() >= SILENCE);
+    if due {
+        *said = Some(Instant::now());
+    }
+    due
 }
 
 impl MutEventSubscriber for Server {

@@ -17,6 +17,11 @@ use crate::serve::Chain;
 
 /// The most pieces of data in a request.
 pub const MAX_SEGMENTS: usize = 254;
+/// The most bytes of a piece, for drivers that ask.
+pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
+/// The most bytes of data in a request: pieces may lie one over the other, so guest memory is no bound, and
+/// the disk's thread does nothing else meanwhile.
+pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
 /// With the header and the status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
 /// The most ranges in a request to discard or to write zeros. They and their sectors are bounded because
@@ -43,10 +48,11 @@ pub enum Failure {
 
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
-        if error.kind() == io::ErrorKind::Unsupported {
-            Self::Unsupported
-        } else {
-            Self::Host(error)
+        match error.kind() {
+            io::ErrorKind::Unsupported => Self::Unsupported,
+            // What we say of pieces that are not RAM; the host says it with a number.
+            io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => Self::Guest,
+            _ => Self::Host(error),
         }
     }
 }
@@ -94,13 +100,13 @@ impl Disk {
         }
         match request.kind {
             VIRTIO_BLK_T_IN => {
-                let bytes = length(&request.to_guest);
+                let bytes = bounded(&request.to_guest)?;
                 let at = self.place(request.sector, bytes)?;
                 self.image.read(memory, &request.to_guest, at)?;
                 return u32::try_from(bytes).map_err(|_| Failure::Guest);
             }
             VIRTIO_BLK_T_OUT => {
-                let at = self.place(request.sector, length(&request.from_guest))?;
+                let at = self.place(request.sector, bounded(&request.from_guest)?)?;
                 self.image.write(memory, &request.from_guest, at)?;
                 if self.write_through {
                     self.image.flush()?;
@@ -217,6 +223,13 @@ impl Request {
             status: (status, 1),
         })
     }
+}
+
+/// Bytes of all pieces, if they are not too many for one request.
+fn bounded(pieces: &Pieces) -> Result<u64, Failure> {
+    Some(length(pieces))
+        .filter(|bytes| *bytes <= MAX_REQUEST_BYTES)
+        .ok_or(Failure::Guest)
 }
 
 /// Bytes of all pieces.

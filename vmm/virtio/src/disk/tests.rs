@@ -12,7 +12,7 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::image::Image;
-use super::request::{Disk, Failure};
+use super::request::{Disk, Failure, MAX_REQUEST_BYTES};
 use super::*;
 use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, memory};
 
@@ -265,4 +265,90 @@ fn a_good_request_in_an_indirect_table_is_served() {
     }
     let (status, written, _) = rig.raw(&[Descriptor::new(table, 48, INDIRECT, 0)]);
     assert_eq!((status, written), (OK, 513));
+}
+
+/// Pieces may lie one over the other, so that a chain asks for a terabyte: it is refused before anything is
+/// read.
+#[test]
+fn a_request_is_bounded() {
+    let rig = Rig::new(1 << 26, false);
+    let pieces = |count: u16, bytes: u32| {
+        let mut chain = vec![rig.header(VIRTIO_BLK_T_IN, 0)];
+        chain.extend((2..2 + count).map(|next| Descriptor::new(DATA, bytes, NEXT | WRITE, next)));
+        chain.push(Descriptor::new(STATUS, 1, WRITE, 0));
+        chain
+    };
+    let most = u32::try_from(MAX_REQUEST_BYTES / 254).unwrap();
+    let (status, _, outcome) = rig.raw(&pieces(254, most));
+    assert_eq!(status, OK, "{outcome:?}");
+    for bytes in [most + 512, 2 << 20] {
+        rig.memory.write_obj(7u8, GuestAddress(DATA)).unwrap();
+        let (status, written, outcome) = rig.raw(&pieces(254, bytes));
+        assert_eq!((status, written), (IOERR, 1));
+        assert!(matches!(outcome, Err(Failure::Guest)), "{outcome:?}");
+        let untouched: u8 = rig.memory.read_obj(GuestAddress(DATA)).unwrap();
+        assert_eq!(untouched, 7);
+    }
+}
+
+/// Data outside of RAM is the guest's affair, and no news for the operator.
+#[test]
+fn data_that_is_no_ram_is_an_error_of_the_guest() {
+    let rig = Rig::new(8, false);
+    for at in [
+        MEMORY_BYTES as u64,
+        MEMORY_BYTES as u64 - 256,
+        1 << 40,
+        u64::MAX - 511,
+    ] {
+        let chain = [
+            rig.header(VIRTIO_BLK_T_OUT, 0),
+            Descriptor::new(at, 512, NEXT, 2),
+            Descriptor::new(STATUS, 1, WRITE, 0),
+        ];
+        let (status, _, outcome) = rig.raw(&chain);
+        assert_eq!(status, IOERR, "{at:#x}");
+        assert!(matches!(outcome, Err(Failure::Guest)), "{at:#x}: {outcome:?}");
+    }
+}
+
+/// A device that the guest resets for ever tells of its host's failures as seldom as another.
+#[test]
+fn a_failure_of_the_host_is_told_once_in_a_while() {
+    let said = Said::default();
+    assert!(is_due(&said));
+    assert!(!is_due(&said.clone()), "the next server of the same disk");
+    *said.lock().unwrap() = Instant::now().checked_sub(SILENCE);
+    assert!(is_due(&said));
+}
+
+/// What a guest has flushed is on the disk when it hears so; and for a driver that knows of no flush that is
+/// each change. Nothing else waits for the disk.
+#[test]
+fn the_disk_is_flushed_when_it_must_be_and_not_otherwise() {
+    for write_through in [false, true] {
+        let mut rig = Rig::new(64, false);
+        rig.disk.write_through = write_through;
+        let flushes = |rig: &Rig| {
+            rig.disk
+                .image
+                .flushes
+                .swap(0, std::sync::atomic::Ordering::Relaxed)
+        };
+        let changes = u32::from(write_through);
+        assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, 512, true).0, OK);
+        assert_eq!(rig.request(VIRTIO_BLK_T_GET_ID, 0, 20, true).0, OK);
+        assert_eq!(flushes(&rig), 0, "reads");
+        assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 0, 512, false).0, OK);
+        assert_eq!(flushes(&rig), changes, "a write");
+        assert_eq!(rig.range(VIRTIO_BLK_T_WRITE_ZEROES, 0, 8, 0), OK);
+        assert_eq!(flushes(&rig), changes, "zeros");
+        if rig.range(VIRTIO_BLK_T_DISCARD, 0, 8, 0) == OK {
+            assert_eq!(flushes(&rig), changes, "a discard");
+        }
+        assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 64, 512, false).0, IOERR);
+        assert_eq!(flushes(&rig), 0, "what is refused");
+        assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, 0, false).0, OK);
+        assert_eq!(flushes(&rig), 1, "a flush");
+    }
 }

@@ -4,6 +4,7 @@
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use nix::sys::socket::{
@@ -54,6 +55,8 @@ pub struct Kernel {
     features: u64,
     /// What it signals in place of an interrupt that the guest does not want.
     nobody: EventFd,
+    /// Which queues it has.
+    has: [AtomicBool; 2],
 }
 
 impl Kernel {
@@ -80,6 +83,7 @@ impl Kernel {
             memory,
             features,
             nobody,
+            has: Default::default(),
         })
     }
 
@@ -167,6 +171,9 @@ impl Kernel {
             device
                 .set_backend(n, Some(tap.file()))
                 .map_err(call("VHOST_NET_SET_BACKEND"))?;
+            if let Some(has) = self.has.get(n) {
+                has.store(true, Ordering::Relaxed);
+            }
             // For what the driver has put in before. Only a full counter fails, which is a kick too.
             let _ = active.kick.write(1);
         }
@@ -175,7 +182,8 @@ impl Kernel {
 
     /// Has it move nothing any more. When this returns it does not touch the guest's memory.
     pub fn stop(&self) {
-        for n in 0..2 {
+        let taken = self.has.iter().enumerate();
+        for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {
             if let Err(e) = self.device.set_backend(n, None) {
                 log::error!("vhost-net does not let go of a queue: {}", error_line(&e));
             }

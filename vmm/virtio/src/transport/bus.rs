@@ -13,6 +13,7 @@ use super::function::{BAR_BYTES, Function, MAX_QUEUES, vectors_of};
 use super::machine::Machine;
 use super::space::{ConfigSpace, Identity};
 use crate::device::VirtioDevice;
+use crate::worker;
 
 /// The first configuration port: the address, then the data.
 pub const CONFIG_PORT: u16 = 0xCF8;
@@ -101,6 +102,7 @@ impl PciBus {
         window: Range<u32>,
         machine: &Arc<dyn Machine>,
     ) -> Result<Self, BusError> {
+        worker::take_cpus();
         let room = usize::try_from((window.end - window.start) / BAR_BYTES).unwrap_or(0);
         if devices.len() > MAX_DEVICES.min(room) {
             return Err(BusError::TooManyDevices(devices.len()));

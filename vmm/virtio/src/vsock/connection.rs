@@ -149,6 +149,9 @@ impl Connection {
         };
         self.deadline = None;
         self.to_host = VecDeque::new();
+        // The program hears of it now, however late the guest takes its packets. One that has gone already
+        // is no news.
+        let _ = self.stream.shutdown(Shutdown::Both);
     }
 
     /// Whether [`Connection::next`] may have a packet.

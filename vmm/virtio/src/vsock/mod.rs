@@ -4,6 +4,7 @@
 //! | module | story |
 //! |---|---|
 //! | `packet` | the header, and what it can be for |
+//! | `chains` | packets in chains of descriptors |
 //! | `connection` | one connection: credit both ways, half closes |
 //! | `muxer` | all of them, and those that are being made |
 //! | `queues` | the device's thread: queues and Unix sockets |
@@ -13,7 +14,8 @@
 //! program of the guest that connects to address 2, port P, reaches the Unix socket whose path has `_P`
 //! behind it.
 
-pub mod connection;
+mod chains;
+mod connection;
 pub mod muxer;
 pub mod packet;
 pub mod queues;
@@ -21,7 +23,7 @@ pub mod queues;
 mod tests;
 
 use std::io;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -134,6 +136,8 @@ pub struct VsockDevice {
     cid: u32,
     path: PathBuf,
     listener: Arc<UnixListener>,
+    /// What our socket's file is, to be known from another's by the same name.
+    file: (u64, u64),
     worker: Option<Worker>,
 }
 
@@ -152,16 +156,24 @@ impl VsockDevice {
         };
         remove_dead(path)?;
         let listener = UnixListener::bind(path).map_err(host)?;
+        let file = identity(path).map_err(host)?;
         let device = Self {
             cid,
             path: path.to_owned(),
             listener: Arc::new(listener),
+            file,
             worker: None,
         };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(host)?;
         device.listener.set_nonblocking(true).map_err(host)?;
         Ok(device)
     }
+}
+
+/// What a path leads to.
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let meta = std::fs::symlink_metadata(path)?;
+    Ok((meta.dev(), meta.ino()))
 }
 
 /// Removes the socket of a VM that was killed.
@@ -186,7 +198,10 @@ fn remove_dead(path: &Path) -> Result<(), VsockError> {
 impl Drop for VsockDevice {
     fn drop(&mut self) {
         self.reset();
-        let _ = std::fs::remove_file(&self.path);
+        // Somebody may have taken it away and another VM listen there.
+        if identity(&self.path).is_ok_and(|file| file == self.file) {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 

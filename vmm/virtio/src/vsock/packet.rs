@@ -1,7 +1,7 @@
 //! The header of a packet, taken out of the guest's memory once (virtio 1.2, 5.10.6).
 
-use virtio_vsock::packet::VsockPacket;
-use vm_memory::bitmap::BitmapSlice;
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, transmute};
 
 /// The host's address (virtio 1.2, 5.10.4).
 pub const HOST_CID: u64 = 2;
@@ -78,36 +78,57 @@ pub struct Header {
     pub fwd_cnt: u32,
 }
 
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 44;
+
+/// A header as it lies in memory (5.10.6).
+#[derive(Clone, Copy, FromBytes, Immutable, IntoBytes)]
+#[repr(C)]
+struct Raw {
+    src_cid: U64,
+    dst_cid: U64,
+    src_port: U32,
+    dst_port: U32,
+    len: U32,
+    kind: U16,
+    op: U16,
+    flags: U32,
+    buf_alloc: U32,
+    fwd_cnt: U32,
+}
+
 impl Header {
-    /// That of a packet.
-    pub fn of<B: BitmapSlice>(packet: &VsockPacket<'_, B>) -> Self {
+    /// That of a packet in memory.
+    pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
+        let raw: Raw = transmute!(bytes);
         Self {
-            src_cid: packet.src_cid(),
-            dst_cid: packet.dst_cid(),
-            src_port: packet.src_port(),
-            dst_port: packet.dst_port(),
-            len: packet.len(),
-            kind: packet.type_(),
-            op: packet.op(),
-            flags: packet.flags(),
-            buf_alloc: packet.buf_alloc(),
-            fwd_cnt: packet.fwd_cnt(),
+            src_cid: raw.src_cid.get(),
+            dst_cid: raw.dst_cid.get(),
+            src_port: raw.src_port.get(),
+            dst_port: raw.dst_port.get(),
+            len: raw.len.get(),
+            kind: raw.kind.get(),
+            op: raw.op.get(),
+            flags: raw.flags.get(),
+            buf_alloc: raw.buf_alloc.get(),
+            fwd_cnt: raw.fwd_cnt.get(),
         }
     }
 
-    /// Writes it into a packet's buffer.
-    pub fn put<B: BitmapSlice>(&self, packet: &mut VsockPacket<'_, B>) {
-        packet
-            .set_src_cid(self.src_cid)
-            .set_dst_cid(self.dst_cid)
-            .set_src_port(self.src_port)
-            .set_dst_port(self.dst_port)
-            .set_len(self.len)
-            .set_type(self.kind)
-            .set_op(self.op)
-            .set_flags(self.flags)
-            .set_buf_alloc(self.buf_alloc)
-            .set_fwd_cnt(self.fwd_cnt);
+    /// As it lies in memory.
+    pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
+        transmute!(Raw {
+            src_cid: self.src_cid.into(),
+            dst_cid: self.dst_cid.into(),
+            src_port: self.src_port.into(),
+            dst_port: self.dst_port.into(),
+            len: self.len.into(),
+            kind: self.kind.into(),
+            op: self.op.into(),
+            flags: self.flags.into(),
+            buf_alloc: self.buf_alloc.into(),
+            fwd_cnt: self.fwd_cnt.into(),
+        })
     }
 
     /// The answer that ends what this packet belongs to.
@@ -137,6 +158,26 @@ mod tests {
                 (1..=7).contains(&number).then_some(number)
             );
         }
+    }
+
+    /// The order and the sizes of virtio 1.2, 5.10.6.
+    #[test]
+    fn a_header_lies_in_memory_as_the_standard_says() {
+        let header = Header {
+            src_cid: 0x0807_0605_0403_0201,
+            dst_cid: 0x100f_0e0d_0c0b_0a09,
+            src_port: 0x1413_1211,
+            dst_port: 0x1817_1615,
+            len: 0x1c1b_1a19,
+            kind: 0x1e1d,
+            op: 0x201f,
+            flags: 0x2423_2221,
+            buf_alloc: 0x2827_2625,
+            fwd_cnt: 0x2c2b_2a29,
+        };
+        let bytes: [u8; HEADER_BYTES] = std::array::from_fn(|n| n as u8 + 1);
+        assert_eq!(header.to_bytes(), bytes);
+        assert_eq!(Header::from_bytes(bytes), header);
     }
 
     #[test]

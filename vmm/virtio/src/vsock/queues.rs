@@ -8,11 +8,11 @@ use event_manager::{EventOps, Events, MutEventSubscriber};
 use perf_core::error_line;
 use virtio_queue::{DescriptorChain, Queue};
 use virtio_queue::{QueueOwnedT, QueueT};
-use virtio_vsock::packet::{PKT_HEADER_SIZE, VsockPacket};
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::chains::{self, Room};
 use super::muxer::{Muxer, Watch};
 use super::packet::{Header, MAX_DATA};
 use crate::device::ActiveQueue;
@@ -30,6 +30,8 @@ pub const FIRST_TOKEN: u32 = 16;
 const TICK: Duration = Duration::from_secs(1);
 /// Packets each way before other events get their turn.
 const BUDGET: usize = 512;
+/// No number of an operation (virtio 1.2, 5.10.6).
+const NO_OPERATION: u16 = 0;
 /// Programs of the host that are let in before other events get their turn.
 const ACCEPTS: usize = 16;
 
@@ -99,7 +101,7 @@ impl Queues {
     fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.takes_packets() {
-            let mut chain = match next_chain(&mut self.tx.queue, &self.memory) {
+            let chain = match next_chain(&mut self.tx.queue, &self.memory) {
                 Next::Chain(chain) => chain,
                 Next::None => break,
                 Next::Broken(error) => {
@@ -109,15 +111,17 @@ impl Queues {
             };
             *budget -= 1;
             let head = chain.head_index();
-            // At most MAX_DATA, which fits.
-            let most = u32::try_from(MAX_DATA).unwrap_or(u32::MAX);
-            match VsockPacket::from_tx_virtq_chain(&self.memory, &mut chain, most) {
-                Ok(packet) => {
-                    let header = Header::of(&packet);
-                    let count = packet
-                        .data_slice()
-                        .map_or(0, |data| data.copy_to(&mut self.buffer[..]));
-                    self.muxer.from_guest(&header, &self.buffer[..count], now);
+            match chains::take(&self.memory, chain, &mut self.buffer) {
+                Ok((header, Ok(count))) => self.muxer.from_guest(&header, &self.buffer[..count], now),
+                Ok((header, Err(error))) => {
+                    self.complain(&error);
+                    // Its stream lacks these bytes from now on: the connection ends.
+                    let broken = Header {
+                        op: NO_OPERATION,
+                        len: 0,
+                        ..header
+                    };
+                    self.muxer.from_guest(&broken, &[], now);
                 }
                 Err(error) => self.complain(&error),
             }
@@ -133,7 +137,7 @@ impl Queues {
     fn give(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.has_packets() {
-            let mut chain = match next_chain(&mut self.rx.queue, &self.memory) {
+            let chain = match next_chain(&mut self.rx.queue, &self.memory) {
                 Next::Chain(chain) => chain,
                 Next::None => break,
                 Next::Broken(error) => {
@@ -142,27 +146,23 @@ impl Queues {
                 }
             };
             let head = chain.head_index();
-            let most = u32::try_from(MAX_DATA).unwrap_or(u32::MAX);
-            let written = match VsockPacket::from_rx_virtq_chain(&self.memory, &mut chain, most) {
-                Ok(mut packet) => {
-                    let room = packet.data_slice().map_or(0, |data| data.len()).min(MAX_DATA);
-                    let Some(header) = self.muxer.next(&mut self.buffer[..room], now) else {
+            let written = match Room::of(chain) {
+                Ok(room) => {
+                    let most = room.data().min(MAX_DATA);
+                    let Some(header) = self.muxer.next(&mut self.buffer[..most], now) else {
                         // Nobody had anything after all: the buffer stays the driver's.
                         self.rx.queue.go_to_previous_position();
                         break;
                     };
-                    let len = usize::try_from(header.len).unwrap_or(room).min(room);
-                    if let Some(data) = packet.data_slice() {
-                        data.copy_from(&self.buffer[..len]);
-                    }
-                    header.put(&mut packet);
-                    PKT_HEADER_SIZE + len
+                    let len = usize::try_from(header.len).unwrap_or(most).min(most);
+                    room.put(&self.memory, &header, &self.buffer[..len])
                 }
-                Err(error) => {
-                    self.complain(&error);
-                    0
-                }
+                Err(error) => Err(error),
             };
+            let written = written.unwrap_or_else(|error| {
+                self.complain(&error);
+                0
+            });
             *budget -= 1;
             let written = u32::try_from(written).unwrap_or(0);
             if let Err(error) = self.rx.queue.add_used(&self.memory, head, written) {

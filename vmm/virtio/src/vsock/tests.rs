@@ -8,17 +8,16 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
-use virtio_queue::Queue;
 use virtio_queue::desc::{RawDescriptor, split::Descriptor};
 use virtio_queue::mock::MockSplitQueue;
-use virtio_vsock::packet::PKT_HEADER_SIZE;
+use virtio_queue::{Queue, QueueOwnedT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::connection::BUFFER;
 use super::muxer::{MAX_CONNECTIONS, Muxer, Watch, port_path};
-use super::packet::{HOST_CID, Header, MAX_DATA, NO_RECEIVE, NO_SEND, Op, STREAM};
+use super::packet::{HEADER_BYTES, HOST_CID, Header, MAX_DATA, NO_RECEIVE, NO_SEND, Op, STREAM};
 use super::queues::{FIRST_TOKEN, Queues};
 use super::*;
 use crate::device::{ActiveQueue, ConfigChange, Interrupt};
@@ -596,9 +595,19 @@ fn descriptor(address: u64, len: u32, flags: u32) -> RawDescriptor {
     RawDescriptor::from(Descriptor::new(address, len, u16::try_from(flags).unwrap(), 0))
 }
 
+/// Descriptors one behind the other, as far as they say that there is one more.
+fn linked(descriptors: &[RawDescriptor]) -> Vec<RawDescriptor> {
+    let numbered = (1..).zip(descriptors);
+    let linked = numbered.map(|(next, raw)| {
+        let one = Descriptor::from(*raw);
+        RawDescriptor::from(Descriptor::new(one.addr().0, one.len(), one.flags(), next))
+    });
+    linked.collect()
+}
+
 /// A packet that nobody wants, in memory.
 fn put_packet(memory: &GuestMemoryMmap, at: u64, len: u32) {
-    let mut raw = [0_u8; PKT_HEADER_SIZE];
+    let mut raw = [0_u8; HEADER_BYTES];
     raw[0..8].copy_from_slice(&CID.to_le_bytes());
     raw[8..16].copy_from_slice(&HOST_CID.to_le_bytes());
     raw[16..20].copy_from_slice(&9_u32.to_le_bytes());
@@ -617,10 +626,10 @@ fn packets_go_through_the_queues() {
     put_packet(&memory, BUFFERS, 4);
     // Header and data apart, as Linux before 6.2 had them.
     tx.add_desc_chains(
-        &[
+        &linked(&[
             descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
             descriptor(BUFFERS + 0x100, 4, 0),
-        ],
+        ]),
         0,
     )
     .unwrap();
@@ -636,33 +645,120 @@ fn packets_go_through_the_queues() {
     assert_eq!((rx.used().idx().load(), tx.used().idx().load()), (1, 1));
 }
 
+/// What has no header is given back. What has one and lacks its data ends its connection: the stream would go
+/// on without these bytes.
 #[test]
-fn broken_chains_are_given_back_and_cost_nothing() {
+fn broken_chains_are_given_back_and_end_their_connection() {
     let memory = memory();
-    let broken: [&[RawDescriptor]; 5] = [
-        // Too short, outside of memory, to be written, data that is not there, a length that lies.
-        &[descriptor(BUFFERS, 43, 0)],
-        &[descriptor(u64::MAX - 10, 44, 0)],
-        &[descriptor(BUFFERS, 44, VRING_DESC_F_WRITE)],
-        &[descriptor(BUFFERS, 44, 0)],
-        &[
-            descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
-            descriptor(BUFFERS, 3, 0),
-        ],
+    let broken: [(&[RawDescriptor], u16); 6] = [
+        // Too short, outside of memory, to be written.
+        (&[descriptor(BUFFERS, 43, 0)], 0),
+        (&[descriptor(u64::MAX - 10, 44, 0)], 0),
+        (&[descriptor(BUFFERS, 44, VRING_DESC_F_WRITE)], 0),
+        // Data that is not there, a length that lies, data outside of memory.
+        (&[descriptor(BUFFERS, 44, 0)], 1),
+        (
+            &[
+                descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
+                descriptor(BUFFERS, 3, 0),
+            ],
+            1,
+        ),
+        (
+            &[
+                descriptor(BUFFERS, 44, VRING_DESC_F_NEXT),
+                descriptor(u64::MAX - 10, 4, 0),
+            ],
+            1,
+        ),
     ];
-    for (at, chain) in broken.iter().enumerate() {
+    for (at, (chain, resets)) in broken.iter().enumerate() {
         let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
         let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
         put_packet(&memory, BUFFERS, 4);
         let (before, rx_before) = (tx.used().idx().load(), rx.used().idx().load());
         let queue: Queue = tx.create_queue().unwrap();
-        tx.add_desc_chains(chain, 0).unwrap();
+        tx.add_desc_chains(&linked(chain), 0).unwrap();
+        rx.add_desc_chains(&[descriptor(BUFFERS + 0x1000, 0x1000, VRING_DESC_F_WRITE)], 0)
+            .unwrap();
         let mut driver = driver(&memory, rx.create_queue().unwrap(), queue);
         driver.queues.pump(Instant::now());
         assert_eq!(tx.used().idx().load().wrapping_sub(before), 1, "chain {at}");
-        assert_eq!(rx.used().idx().load(), rx_before, "chain {at}");
+        assert_eq!(
+            rx.used().idx().load().wrapping_sub(rx_before),
+            *resets,
+            "chain {at}"
+        );
+        if *resets > 0 {
+            let op: u16 = memory.read_obj(GuestAddress(BUFFERS + 0x1000 + 30)).unwrap();
+            assert_eq!(op, Op::Reset as u16, "chain {at}");
+        }
         memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
     }
+}
+
+/// Linux from 6.17 on has a packet of more than 32 KiB in three pieces; and a header may be in two.
+#[test]
+fn the_layout_of_descriptors_means_nothing() {
+    use super::chains::{Room, take};
+    let memory = memory();
+    const DATA: u64 = BUFFERS + 0x1000;
+    let len = 40_000_u32;
+    let bytes: Vec<u8> = (0..len).map(|n| (n % 251) as u8).collect();
+    put_packet(&memory, BUFFERS, len);
+    memory.write_slice(&bytes, GuestAddress(DATA)).unwrap();
+    let next = VRING_DESC_F_NEXT;
+    let layouts: [&[RawDescriptor]; 3] = [
+        &[
+            descriptor(BUFFERS, 44, next),
+            descriptor(DATA, 32_768, next),
+            descriptor(DATA + 32_768, len - 32_768, 0),
+        ],
+        &[
+            descriptor(BUFFERS, 10, next),
+            descriptor(BUFFERS + 10, 34, next),
+            descriptor(DATA, 1, next),
+            descriptor(DATA + 1, len - 1, 0),
+        ],
+        // More than what is told.
+        &[descriptor(BUFFERS, 44, next), descriptor(DATA, len + 7, 0)],
+    ];
+    for layout in layouts {
+        let tx = MockSplitQueue::create(&memory, TX_QUEUE, 16);
+        let mut queue: Queue = tx.create_queue().unwrap();
+        tx.add_desc_chains(&linked(layout), 0).unwrap();
+        let chain = queue.iter(&memory).unwrap().next().unwrap();
+        let mut buffer = vec![0; MAX_DATA];
+        let (header, count) = take(&memory, chain, &mut buffer).unwrap();
+        assert_eq!((header.len, count.unwrap()), (len, bytes.len()));
+        assert_eq!(buffer[..bytes.len()], bytes);
+        memory.write_slice(&[0; 0x8000], GuestAddress(0)).unwrap();
+    }
+    // To the guest: header and data over three pieces.
+    let rx = MockSplitQueue::create(&memory, RX_QUEUE, 16);
+    let mut queue: Queue = rx.create_queue().unwrap();
+    let write = VRING_DESC_F_WRITE;
+    let pieces = [
+        descriptor(DATA, 50, next | write),
+        descriptor(DATA + 0x1000, 0, next | write),
+        descriptor(DATA + 0x2000, 100, write),
+    ];
+    rx.add_desc_chains(&linked(&pieces), 0).unwrap();
+    let room = Room::of(queue.iter(&memory).unwrap().next().unwrap()).unwrap();
+    assert_eq!(room.data(), 106);
+    let header = Header {
+        len: 106,
+        ..Header::default()
+    };
+    assert_eq!(room.put(&memory, &header, &bytes[..106]).unwrap(), 150);
+    let mut there = [0; 106];
+    memory
+        .read_slice(&mut there[..6], GuestAddress(DATA + 44))
+        .unwrap();
+    memory
+        .read_slice(&mut there[6..], GuestAddress(DATA + 0x2000))
+        .unwrap();
+    assert_eq!(there[..], bytes[..106]);
 }
 
 #[test]
@@ -676,6 +772,33 @@ fn a_ring_that_claims_too_much_is_left_alone() {
         .unwrap();
     driver.queues.pump(Instant::now());
     assert_eq!(tx.used().idx().load(), 0);
+}
+
+/// A program whose connection has taken too long hears so also while the guest takes no packets.
+#[test]
+fn a_program_sees_the_end_of_a_connection_that_took_too_long() {
+    let mut bench = Bench::new();
+    let mut program = bench.program();
+    program.write_all(b"CONNECT 5\n").unwrap();
+    bench.events();
+    assert!(bench.muxer.has_deadlines());
+    assert!(!at_end(&mut program));
+    bench.muxer.tick(bench.now + Duration::from_secs(3600));
+    assert!(at_end(&mut program));
+}
+
+/// A socket that another VM has put in the place of ours stays.
+#[test]
+fn a_device_removes_its_own_file_only() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v");
+    let device = VsockDevice::new(3, &path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let other = VsockDevice::new(3, &path).unwrap();
+    drop(device);
+    assert!(UnixStream::connect(&path).is_ok());
+    drop(other);
+    assert!(!path.exists());
 }
 
 #[test]

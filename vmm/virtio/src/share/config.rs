@@ -1,0 +1,144 @@
+//! What a user writes behind `--share`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Longest tag, in bytes (virtio 1.2, 5.11.4).
+pub const MAX_TAG_BYTES: usize = 36;
+
+/// Who serves a shared directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A virtiofsd that is started for it.
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// The guest cannot change it.
+        read_only: bool,
+        /// How virtiofsd shuts itself in; `None`: as it does by itself.
+        sandbox: Option<Sandbox>,
+    },
+    /// A vhost-user-fs back end that runs already, at this socket.
+    Socket(PathBuf),
+}
+
+/// How virtiofsd shuts itself in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sandbox {
+    /// In namespaces of its own.
+    Namespace,
+    /// By chroot alone, where namespaces cannot be had: in containers and initial RAM disks.
+    Chroot,
+}
+
+impl Sandbox {
+    /// As virtiofsd has it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Namespace => "namespace",
+            Self::Chroot => "chroot",
+        }
+    }
+}
+
+/// A directory of the host that the guest can mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShareConfig {
+    /// Who serves it.
+    pub source: Source,
+    /// What the guest mounts it by; `None`: `share` and its number.
+    pub tag: Option<String>,
+}
+
+/// No shared directory.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShareConfigError {
+    /// No directory.
+    #[error("must be DIR[,ro][,tag=NAME] or socket=PATH[,tag=NAME]")]
+    Shape,
+    /// A word that is none.
+    #[error("{0}: behind the directory there can be ro, tag=NAME and sandbox=namespace|chroot")]
+    Word(String),
+    /// A word of a virtiofsd that is not ours to start.
+    #[error("{0}: with socket=PATH whoever starts the back end chooses that")]
+    NotOurs(String),
+    /// No tag.
+    #[error("a tag has 1 to {MAX_TAG_BYTES} bytes")]
+    Tag,
+}
+
+impl FromStr for ShareConfig {
+    type Err = ShareConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ShareConfigError> {
+        let mut words = text.split(',');
+        let first = words
+            .next()
+            .filter(|word| !word.is_empty())
+            .ok_or(ShareConfigError::Shape)?;
+        let (mut read_only, mut sandbox, mut tag) = (false, None, None);
+        let socket = first.strip_prefix("socket=");
+        for word in words {
+            match word.split_once('=') {
+                Some(("tag", name)) if (1..=MAX_TAG_BYTES).contains(&name.len()) => {
+                    tag = Some(name.to_owned())
+                }
+                Some(("tag", _)) => return Err(ShareConfigError::Tag),
+                _ if socket.is_some() => return Err(ShareConfigError::NotOurs(word.to_owned())),
+                None if word == "ro" => read_only = true,
+                Some(("sandbox", "namespace")) => sandbox = Some(Sandbox::Namespace),
+                Some(("sandbox", "chroot")) => sandbox = Some(Sandbox::Chroot),
+                _ => return Err(ShareConfigError::Word(word.to_owned())),
+            }
+        }
+        let source = match socket {
+            Some("") => return Err(ShareConfigError::Shape),
+            Some(path) => Source::Socket(path.into()),
+            None => Source::Directory {
+                path: first.into(),
+                read_only,
+                sandbox,
+            },
+        };
+        Ok(Self { source, tag })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_and_sockets() {
+        let share: ShareConfig = "/srv/a b,ro,tag=build,sandbox=chroot".parse().unwrap();
+        let source = Source::Directory {
+            path: "/srv/a b".into(),
+            read_only: true,
+            sandbox: Some(Sandbox::Chroot),
+        };
+        assert_eq!((share.source, share.tag.as_deref()), (source, Some("build")));
+        let share: ShareConfig = "socket=/run/fs".parse().unwrap();
+        assert_eq!(
+            (share.source, share.tag),
+            (Source::Socket("/run/fs".into()), None)
+        );
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        use ShareConfigError as E;
+        let long = format!("d,tag={}", "t".repeat(37));
+        for (text, error) in [
+            ("", E::Shape),
+            (",ro", E::Shape),
+            ("socket=", E::Shape),
+            ("d,rw", E::Word("rw".into())),
+            ("d,sandbox=none", E::Word("sandbox=none".into())),
+            ("socket=s,ro", E::NotOurs("ro".into())),
+            ("d,tag=", E::Tag),
+            (&long, E::Tag),
+        ] {
+            assert_eq!(text.parse::<ShareConfig>(), Err(error), "{text}");
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! The queues of a shared directory in its back end's hands, for as long as the driver runs.
+//!
+//! When the back end dies the guest's requests wait, and a new one is tried for, more and more rarely. It
+//! gets the queues where the old one left them: at the first request without an answer. It knows nothing of
+//! files that the guest has open, so the guest has to mount again.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use perf_core::error_line;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use virtio_queue::QueueT;
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::backend::{Backend, BackendError, Connection};
+use crate::device::{Activation, ActiveQueue};
+
+/// From the end of a back end to the first try for another.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest time between two tries.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// A queue, as the back end gets it.
+struct Ring {
+    active: ActiveQueue,
+    /// What the back end signals: the guest's vector, or one that nobody hears.
+    call: Arc<EventFd>,
+}
+
+/// Hands the queues to a back end, and to the next when it dies.
+pub(super) struct Session {
+    name: String,
+    backend: Backend,
+    memory: GuestMemoryMmap,
+    features: u64,
+    /// By number; `None`: the driver has not enabled it.
+    rings: Vec<Option<Ring>>,
+    connection: Option<Connection>,
+    since: Instant,
+    pause: Duration,
+    timer: TimerFd,
+}
+
+impl Session {
+    pub(super) fn new(
+        name: String,
+        backend: Backend,
+        connection: Option<Connection>,
+        activation: Activation,
+    ) -> io::Result<Self> {
+        let ring = |active: ActiveQueue| {
+            let call = match active.interrupt.eventfd() {
+                Some(vector) => vector.clone(),
+                None => Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
+            };
+            Ok(Ring { active, call })
+        };
+        let rings = activation
+            .queues
+            .into_iter()
+            .map(|queue| queue.map(ring).transpose());
+        Ok(Self {
+            name,
+            backend,
+            memory: activation.memory,
+            features: activation.features,
+            rings: rings.collect::<io::Result<_>>()?,
+            connection,
+            since: Instant::now(),
+            pause: FIRST_PAUSE,
+            timer: TimerFd::new()?,
+        })
+    }
+
+    /// Gets a back end, hands it the queues and watches it.
+    fn connect(&mut self, ops: &mut EventOps) -> Result<(), BackendError> {
+        let connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => self.backend.connect()?,
+        };
+        self.hand_over(&connection).map_err(BackendError::Protocol)?;
+        let events = Events::new(&connection.frontend, EventSet::IN | EventSet::READ_HANG_UP);
+        if let Err(e) = ops.add(events) {
+            log::error!(
+                "{}: the end of the back end will not be noticed: {}",
+                self.name,
+                error_line(&e)
+            );
+        }
+        self.since = Instant::now();
+        self.connection = Some(connection);
+        Ok(())
+    }
+
+    fn hand_over(&self, connection: &Connection) -> Result<(), vhost::Error> {
+        let frontend = &connection.frontend;
+        frontend.set_features(connection.accepted(self.features))?;
+        let regions = self
+            .memory
+            .iter()
+            .map(VhostUserMemoryRegionInfo::from_guest_region);
+        frontend.set_mem_table(&regions.collect::<Result<Vec<_>, _>>()?)?;
+        for (index, ring) in self.rings.iter().enumerate() {
+            let Some(ring) = ring else { continue };
+            let queue = &ring.active.queue;
+            let host = |address| {
+                let pointer = self.memory.get_host_address(GuestAddress(address));
+                pointer
+                    .map(|pointer| pointer as u64)
+                    .map_err(|_| vhost::Error::InvalidQueue)
+            };
+            frontend.set_vring_num(index, queue.size())?;
+            // All before it has an answer. It is 0 at first, for the driver has just set the ring up.
+            let answered = queue.used_idx(&self.memory, Ordering::Acquire);
+            frontend.set_vring_base(index, answered.map_err(|_| vhost::Error::InvalidQueue)?.0)?;
+            frontend.set_vring_addr(
+                index,
+                &VringConfigData {
+                    queue_max_size: queue.max_size(),
+                    queue_size: queue.size(),
+                    flags: 0,
+                    desc_table_addr: host(queue.desc_table())?,
+                    used_ring_addr: host(queue.used_ring())?,
+                    avail_ring_addr: host(queue.avail_ring())?,
+                    log_addr: None,
+                },
+            )?;
+            frontend.set_vring_call(index, &ring.call)?;
+            frontend.set_vring_kick(index, &ring.active.kick)?;
+        }
+        let mut enabler = frontend.clone();
+        for (index, ring) in self.rings.iter().enumerate() {
+            if let Some(ring) = ring {
+                enabler.set_vring_enable(index, true)?;
+                // For requests that came while nobody was there.
+                let _ = ring.active.kick.write(1);
+            }
+        }
+        Ok(())
+    }
+
+    /// The back end is gone: another is tried for after a pause.
+    fn lose(&mut self, ops: &mut EventOps) {
+        if let Some(connection) = self.connection.take() {
+            if let Err(e) = ops.remove(Events::new(&connection.frontend, EventSet::empty())) {
+                log::debug!("{}: {}", self.name, error_line(&e));
+            }
+            log::warn!(
+                "{}: the back end has ended; the guest's requests wait for another",
+                self.name
+            );
+        }
+        if self.since.elapsed() > LONGEST_PAUSE {
+            self.pause = FIRST_PAUSE;
+        }
+        self.try_later();
+    }
+
+    fn try_later(&mut self) {
+        if let Err(e) = self.timer.reset(self.pause, None) {
+            log::error!("{}: no other back end is tried for: {e}", self.name);
+        }
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+impl MutEventSubscriber for Session {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        if events.fd() != self.timer.as_raw_fd() {
+            // It has nothing to say of its own accord, so this is its end.
+            self.lose(ops);
+            return;
+        }
+        let _ = self.timer.wait();
+        match self.connect(ops) {
+            Ok(()) => log::warn!(
+                "{}: another back end is there; the guest has to mount again",
+                self.name
+            ),
+            Err(e) => {
+                log::info!("{}: no other back end yet: {}", self.name, error_line(&e));
+                self.try_later();
+            }
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(e) = ops.add(Events::new(&self.timer, EventSet::IN)) {
+            log::error!(
+                "{}: no other back end will be tried for: {}",
+                self.name,
+                error_line(&e)
+            );
+        }
+        if let Err(e) = self.connect(ops) {
+            log::warn!("{}: {}", self.name, error_line(&e));
+            self.try_later();
+        }
+    }
+}
