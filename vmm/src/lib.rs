@@ -37,6 +37,7 @@ pub mod boot;
 pub mod console;
 pub mod control;
 pub mod devices;
+pub mod kernels;
 pub mod kvm;
 pub mod memory;
 pub mod metrics;

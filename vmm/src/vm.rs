@@ -14,10 +14,12 @@ use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::transport::bus::{BusError, PciBus};
 use virtio_devices::transport::machine::Machine;
-use vpmu::{Backability, BackingPolicy, Generation, Model, Vendor};
+use vpmu::{Backability, BackingPolicy, Generation, Model};
 
-use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, event_tables, layout};
+use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, layout};
 use crate::devices::{Bus, ports};
+use crate::kernels::running::RunningKernels;
+use crate::kernels::uncounted::Uncounted;
 use crate::kvm::chips::{ChipError, Chips};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::event_filter::KvmFilterError;
@@ -32,11 +34,9 @@ use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::{GuestRam, MemoryError, MemoryKind};
 use crate::numbers::VcpuNumbers;
-use crate::pmu::countable::Countable;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::RdpmcMode;
 use crate::rdpmc::hwbp::{self, HwbpError};
-use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::Sites;
 use crate::vcpu::affinity::{PinError, Pinning};
 use crate::vcpu::control::{OnReset, RunControl};
@@ -181,7 +181,8 @@ impl Vm {
         let ram = GuestRam::of_kind(config.memory_bytes, config.memory_kind)?;
         let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
         let breakpoints = plan.breakpoints(&loaded)?;
-        plan.check_kernel(kvm, probe, &loaded, &ram)?;
+        let uncounted = Arc::new(plan.uncounted(probe));
+        plan.check_kernel(kvm, &uncounted, &loaded, &ram)?;
 
         let fd = plan.make_vm(kvm)?;
         let slots = ram.register(&fd)?;
@@ -204,12 +205,22 @@ impl Vm {
         };
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
-        let maker = plan.vcpu_maker(&fd, model, gate, &loaded, &ram, &bus, pmu.as_ref(), &control)?;
+        let maker = plan.vcpu_maker(
+            &fd,
+            model,
+            gate,
+            &loaded,
+            &ram,
+            &bus,
+            pmu.as_ref(),
+            &control,
+            &uncounted,
+        )?;
         let again = match config.on_reset {
             OnReset::Exit => None,
             OnReset::Restart => Some(Again {
                 config: config.clone(),
-                probe: probe.clone(),
+                uncounted,
                 model,
                 gate,
                 needs_full_kvm: needs_full_kvm(&loaded.kind),
@@ -430,6 +441,7 @@ impl<'a> Plan<'a> {
         bus: &Arc<Bus>,
         pmu: Option<&Arc<VmPmu>>,
         control: &Arc<RunControl>,
+        uncounted: &Arc<Uncounted>,
     ) -> Result<VcpuMaker, VmError> {
         let breakpoints = self.breakpoints(loaded)?;
         let gate = gate && breakpoints.len() < BREAKPOINTS;
@@ -441,7 +453,7 @@ impl<'a> Plan<'a> {
             memory: ram.memory().clone(),
             breakpoints,
             keeps_debug_control: model.intel_version() >= 2,
-            rdpmc: self.rdpmc_parts(loaded, ram, gate),
+            rdpmc: self.rdpmc_parts(loaded, ram, gate, uncounted),
             stepper: self.stepped.then(|| StepperParts {
                 vendor: model.vendor(),
                 host: self.config.pmu.stepping,
@@ -476,7 +488,7 @@ impl<'a> Plan<'a> {
     fn check_kernel(
         &self,
         kvm: &Kvm,
-        probe: &HostProbe,
+        uncounted: &Uncounted,
         loaded: &Loaded,
         ram: &GuestRam,
     ) -> Result<(), VmError> {
@@ -491,7 +503,7 @@ impl<'a> Plan<'a> {
             .into());
         }
         if self.has_pmu {
-            hide_uncounted(self.config, probe, loaded, ram, true);
+            uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
         }
         Ok(())
     }
@@ -645,8 +657,21 @@ impl<'a> Plan<'a> {
         Ok(KvmVcpu::new(id, vcpu, tsc_khz, table, first))
     }
 
+    /// What the guest's kernels are told that nobody counts.
+    fn uncounted(&self, probe: &HostProbe) -> Uncounted {
+        let VmConfig { pmu, backability, .. } = self.config;
+        let hides = self.config.hide_uncounted;
+        Uncounted::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides)
+    }
+
     /// What serves RDPMC; `None`: KVM does.
-    fn rdpmc_parts(&self, loaded: &Loaded, ram: &GuestRam, gate: bool) -> Option<RdpmcParts> {
+    fn rdpmc_parts(
+        &self,
+        loaded: &Loaded,
+        ram: &GuestRam,
+        gate: bool,
+        uncounted: &Arc<Uncounted>,
+    ) -> Option<RdpmcParts> {
         if !self.traps || self.config.rdpmc == RdpmcMode::Off {
             return None;
         }
@@ -660,6 +685,7 @@ impl<'a> Plan<'a> {
                 loaded.text.clone(),
                 &loaded.rdpmc_sites,
                 gate,
+                uncounted.clone(),
             ))
         });
         Some(RdpmcParts {
@@ -668,54 +694,6 @@ impl<'a> Plan<'a> {
             gate: gate.then(|| (planted, loaded.symbols.clone())),
             running,
         })
-    }
-}
-
-/// Takes what cannot be counted out of a Linux kernel's tables of events, if that is asked for, and
-/// unless it was told before says in one line what the guest will not count.
-fn hide_uncounted(config: &VmConfig, probe: &HostProbe, loaded: &Loaded, ram: &GuestRam, tell: bool) {
-    let vendor = config.pmu.model.vendor();
-    let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
-    let countable = Countable::new(
-        &config.pmu.model,
-        host,
-        config.pmu.policy,
-        config.backability,
-        probe,
-    );
-    let hidden = if config.hide_uncounted {
-        let tables = &loaded.event_tables;
-        event_tables::hide(ram, tables, vendor, |event, n| countable.can_count(event, n))
-    } else {
-        Vec::new()
-    };
-    if !tell {
-        return;
-    }
-    for table in &hidden {
-        log::info!(
-            "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
-            table.virt,
-            table.hidden.len(),
-            table.left
-        );
-        let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
-        log::debug!("taken out at {:#x}: {}", table.virt, names.join(", "));
-    }
-    let missing = countable.missing();
-    if !missing.is_empty() {
-        // What CPUID says an Intel guest needs no table for.
-        let shown = if !hidden.is_empty() || vendor == Vendor::Intel && config.hide_uncounted {
-            "perf there says <not supported>"
-        } else if config.hide_uncounted {
-            "this kernel's tables are not known, so perf there reads 0"
-        } else {
-            "perf there may read 0 (--hide-uncounted off)"
-        };
-        log::warn!(
-            "the guest cannot count {} here: {shown}; raw events that cannot be counted read 0, and uncounted-ns tells for how long",
-            missing.join(", ")
-        );
     }
 }
 

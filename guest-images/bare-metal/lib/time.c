@@ -14,24 +14,53 @@ static u32 pit_read(void)
     return inb(PIT_CH0) << 8 | lo;
 }
 
-/* Channel 0 counts down from 65536 in mode 2; its interrupt is masked at the PIC. */
+/*
+ * What the PIT shows and the TSC at that moment: of some readings the one with the least time around it. Where the host takes the CPU
+ * away between the two, they belong to different moments.
+ */
+static u64 pit_and_tsc(u32 *pit)
+{
+    u64 least = ~0UL, at = 0;
+
+    for (u32 i = 0; i < 8; i++) {
+        u64 before = rdtsc();
+        u32 now = pit_read();
+        u64 after = rdtsc();
+
+        if (after - before < least) {
+            least = after - before;
+            at = before + least / 2;
+            *pit = now;
+        }
+    }
+    return at;
+}
+
+/*
+ * Channel 0 counts down from 65536 in mode 2; its interrupt is masked at the PIC. If the CPU is taken away for longer than the 55 ms
+ * of a round, the PIT seems to have counted too little and the TSC too fast: the slowest of some measurements is right.
+ */
 void time_setup(void)
 {
-    u32 start, now, spin = 0;
-    u64 t0, t1;
-
     outb(PIT_MODE, 0x34);
     outb(PIT_CH0, 0);
     outb(PIT_CH0, 0);
-    start = pit_read();
-    t0 = rdtsc();
-    do {
-        now = pit_read();
-        t1 = rdtsc();
-        spin++;
-    } while (((start - now) & 0xffff) < PIT_HZ / 50 && spin < 1000000);
-    if (((start - now) & 0xffff) >= PIT_HZ / 50)
-        tsc_hz = (t1 - t0) * PIT_HZ / ((start - now) & 0xffff);
+    for (u32 measured = 0; measured < 3; measured++) {
+        u32 start = 0, now = 0, spin = 0;
+        u64 t0 = pit_and_tsc(&start), t1, hz;
+
+        do
+            spin++;
+        while (((start - pit_read()) & 0xffff) < PIT_HZ / 50 && spin < 1000000);
+        if (spin == 1000000)
+            break; /* no PIT */
+        t1 = pit_and_tsc(&now);
+        if (((start - now) & 0xffff) < PIT_HZ / 50)
+            continue; /* it began anew meanwhile */
+        hz = (t1 - t0) * PIT_HZ / ((start - now) & 0xffff);
+        if (!tsc_hz || hz < tsc_hz)
+            tsc_hz = hz;
+    }
     if (tsc_hz < 1000000)
         tsc_hz = 2000000000; /* no PIT: assume 2 GHz; only the length of the loops depends on it */
 }

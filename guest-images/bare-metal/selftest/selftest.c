@@ -5,7 +5,7 @@
  * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
  * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), gaps (no test:
  * one CPU at CPL3 tells how much of its time it was not run), no-user (CPL3 cannot be counted here), clock (cycles are
- * counted by a clock that runs at the TSC's rate), reset=WAY (no test: resets the machine), button (no test: powers off
+ * counted by a clock that runs at the TSC's rate), has-instructions, has-branches (somebody counts them), reset=WAY (no test: resets the machine), button (no test: powers off
  * when the power button is pressed).
  */
 #include "selftest.h"

@@ -7,20 +7,22 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use guest_agent::request::{Exec, Exit, Terminal};
 use guest_agent::wire::{Frame, INPUT_WINDOW, Kind, read_frame, write_frame};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
-use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::sys::wait::{Id, WaitPidFlag, waitid, waitpid};
 use nix::unistd::Pid;
 
 use crate::terminal;
@@ -60,6 +62,14 @@ struct Streams {
 /// # Errors
 /// The system lacks what is needed to watch it.
 pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
+    // All that may be refused is had before there is a command.
+    let (news, mut bell) = io::pipe()?;
+    let ended = bell.try_clone()?;
+    nonblocking(&news)?;
+    let mut host = Host {
+        stream: stream.try_clone()?,
+        gone: false,
+    };
     let (child, streams, master) = match start(exec) {
         Ok(started) => started,
         Err(why) => {
@@ -71,33 +81,56 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     let pid = i32::try_from(child.id()).map_or(Pid::from_raw(0), Pid::from_raw);
     let group = Arc::new(Group(Mutex::new(Some(pid))));
     let (input, inputs) = channel();
-    let (news, mut bell) = io::pipe()?;
-    let ended = bell.try_clone()?;
-    nonblocking(&news)?;
     let waiting = group.clone();
-    let waiter = std::thread::spawn(move || wait(child, pid, &waiting, ended));
-    let mut out = stream.try_clone()?;
-    let pump = std::thread::spawn(move || {
-        let exit = pump(streams, &news, &inputs, &mut out).and_then(|()| {
-            // The last byte of the news was that it has ended.
-            let exit = waiter.join().unwrap_or(Exit::Status(255));
-            write_frame(&mut out, Kind::Exit, &serde_json::to_vec(&exit)?)
-        });
-        if exit.is_err() {
-            // The host has gone: the thread that reads is to notice it too.
-            let _ = out.shutdown(std::net::Shutdown::Both);
+    let waiter = thread::Builder::new().spawn(move || wait(child, pid, &waiting, ended));
+    let waiter = waiter.inspect_err(|_| {
+        // Nobody else waits for it.
+        group.signal(Signal::SIGKILL);
+        let _ = waitpid(pid, None);
+    })?;
+    let pump = thread::Builder::new().spawn(move || {
+        let moved = pump(streams, &news, &inputs, &mut host);
+        if moved.is_err() {
+            host.leave();
+        }
+        // The last byte of the news was that it has ended, or it will be ended.
+        let exit = waiter.join().unwrap_or(Exit::Status(255));
+        if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
+            host.send(Kind::Exit, &exit);
         }
     });
+    let pump = pump.inspect_err(|_| group.signal(Signal::SIGKILL))?;
     obey(&stream, &group, &input, &mut bell, master.as_ref());
     group.signal(Signal::SIGHUP);
     drop((input, bell));
-    let until = std::time::Instant::now() + GRACE;
-    while !pump.is_finished() && std::time::Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(20));
+    let until = Instant::now() + GRACE;
+    while !pump.is_finished() && Instant::now() < until {
+        thread::sleep(Duration::from_millis(20));
     }
     group.signal(Signal::SIGKILL);
     let _ = pump.join();
     Ok(())
+}
+
+/// The way to the host. When that has gone, what is sent is lost, and the command goes on: it gets SIGHUP and
+/// may have something to bring to its end.
+struct Host {
+    stream: UnixStream,
+    gone: bool,
+}
+
+impl Host {
+    fn send(&mut self, kind: Kind, payload: &[u8]) {
+        if !self.gone && write_frame(&mut self.stream, kind, payload).is_err() {
+            self.leave();
+        }
+    }
+
+    /// The thread that reads notices it, too.
+    fn leave(&mut self) {
+        self.gone = true;
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
 }
 
 /// Starts it; the terminal's end if it has one. Why not, as text for the host.
@@ -227,9 +260,9 @@ fn pump(
     mut streams: Streams,
     mut news: &PipeReader,
     inputs: &Receiver<Vec<u8>>,
-    out: &mut UnixStream,
+    out: &mut Host,
 ) -> io::Result<()> {
-    write_frame(out, Kind::Accepted, &[])?;
+    out.send(Kind::Accepted, &[]);
     let mut pending = Pending::default();
     let mut ended = false;
     while !ended {
@@ -260,11 +293,11 @@ fn pump(
         if pending.bytes.len() > usize::try_from(INPUT_WINDOW).unwrap_or(usize::MAX) {
             return Err(io::Error::other("the host sends more input than it may"));
         }
-        feed(&mut streams, &mut pending, out)?;
+        feed(&mut streams, &mut pending, out);
         // After its end all it wrote is taken; before, one piece of each in turn.
         for _ in 0..if ended { LAST_PIECES } else { 1 } {
-            let more = forward(&mut streams.stdout, Kind::Stdout, out)?;
-            if !(forward(&mut streams.stderr, Kind::Stderr, out)? | more) {
+            let more = forward(&mut streams.stdout, Kind::Stdout, out);
+            if !(forward(&mut streams.stderr, Kind::Stderr, out) | more) {
                 break;
             }
         }
@@ -273,7 +306,7 @@ fn pump(
 }
 
 /// Gives the command what it takes of its input.
-fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut UnixStream) -> io::Result<()> {
+fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut Host) {
     let mut taken = 0;
     while let Some(stdin) = &mut streams.stdin {
         let (first, _) = pending.bytes.as_slices();
@@ -306,28 +339,27 @@ fn feed(streams: &mut Streams, pending: &mut Pending, out: &mut UnixStream) -> i
     }
     if taken > 0 {
         let taken = u32::try_from(taken).unwrap_or(u32::MAX);
-        write_frame(out, Kind::Taken, &taken.to_le_bytes())?;
+        out.send(Kind::Taken, &taken.to_le_bytes());
     }
-    Ok(())
 }
 
 /// Sends a piece of output. Whether there was one.
-fn forward(stream: &mut Option<File>, kind: Kind, out: &mut UnixStream) -> io::Result<bool> {
+fn forward(stream: &mut Option<File>, kind: Kind, out: &mut Host) -> bool {
     let Some(file) = stream else {
-        return Ok(false);
+        return false;
     };
     let mut buffer = vec![0; PIECE];
     match file.read(&mut buffer) {
         Ok(count @ 1..) => {
-            write_frame(out, kind, &buffer[..count])?;
-            Ok(true)
+            out.send(kind, &buffer[..count]);
+            true
         }
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
         // The end; of a terminal it is an error.
         Ok(_) | Err(_) => {
             *stream = None;
-            Ok(false)
+            false
         }
     }
 }

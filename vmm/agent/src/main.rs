@@ -86,17 +86,25 @@ fn serve() -> io::Result<()> {
             );
             continue;
         }
-        let done = busy.clone();
+        let place = Place(busy.clone());
         let spawned = std::thread::Builder::new().name("host".into()).spawn(move || {
+            let _place = place;
             if let Err(error) = answer(stream) {
                 eprintln!("perfvisor-agent: {error}");
             }
-            done.fetch_sub(1, Ordering::AcqRel);
         });
         if let Err(error) = spawned {
-            busy.fetch_sub(1, Ordering::AcqRel);
             eprintln!("perfvisor-agent: {error}");
         }
+    }
+}
+
+/// The place of a connection among those that there may be, given back however its thread ends.
+struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -3,6 +3,9 @@
 //! Each path is opened by openat2(2) below the target's directory with RESOLVE_BENEATH and
 //! RESOLVE_NO_SYMLINKS: not even links that were just received, or that somebody puts there at the same time,
 //! lead out of it.
+//!
+//! Permissions are those that were sent, as far as this process' umask allows them. What was there already
+//! keeps its own: the sender may be hostile, and what it sends is not to open anything to others.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -56,13 +59,25 @@ pub enum Progress {
     Done,
 }
 
+/// A file or directory, and whether it was not there before.
+#[derive(Debug)]
+struct Made {
+    file: File,
+    new: bool,
+}
+
+/// Bits of a mode that can be sent: no set-user-ID and the like.
+const PERMISSIONS: u32 = 0o777;
+
 /// A tree that is being made.
 #[derive(Debug)]
 pub struct Receiver {
     parent: OwnedFd,
     directory: PathBuf,
     name: OsString,
-    file: Option<(File, Entry)>,
+    file: Option<(Made, Entry)>,
+    /// Directories that are being filled, each in the one before it.
+    directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
@@ -98,6 +113,7 @@ impl Receiver {
             directory,
             name,
             file: None,
+            directories: Vec::new(),
             begun: false,
         })
     }
@@ -121,14 +137,14 @@ impl Receiver {
                 self.begun = true;
                 self.make(entry)?;
             }
-            (Kind::Data, Some((file, entry))) => {
-                let written = file.write_all(&frame.payload);
+            (Kind::Data, Some((made, entry))) => {
+                let written = made.file.write_all(&frame.payload);
                 let path = entry.path.clone();
                 written.map_err(|source| self.target(&path, source))?;
             }
             (Kind::FileEnd, Some(_)) => {
-                if let Some((file, entry)) = self.file.take() {
-                    Self::finish(&file, &entry).map_err(|source| self.target(&entry.path, source))?;
+                if let Some((made, entry)) = self.file.take() {
+                    Self::finish(&made, &entry).map_err(|source| self.target(&entry.path, source))?;
                 }
             }
             (Kind::Skipped, _) => return Ok(Progress::Skipped(frame.text())),
@@ -158,27 +174,30 @@ impl Receiver {
     fn make(&mut self, entry: Entry) -> Result<(), ReceiveError> {
         let path = self.below(&entry.path);
         let made = match &entry.what {
-            What::Directory => self.make_directory(&path),
+            What::Directory => self
+                .make_directory(&path, entry.mode)
+                .map(|new| self.directories.push((path, new))),
             What::DirectoryEnd => {
-                let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY);
-                directory.and_then(|file| Self::finish(&file, &entry))
+                let last = self.directories.pop();
+                let Some((_, new)) = last.filter(|(last, _)| *last == path) else {
+                    return Err(ReceiveError::Order);
+                };
+                let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0);
+                directory.and_then(|file| Self::finish(&Made { file, new }, &entry))
             }
             What::File => self
-                .make_file(&path)
-                .map(|file| self.file = Some((file, entry.clone()))),
+                .make_file(&path, entry.mode)
+                .map(|made| self.file = Some((made, entry.clone()))),
             What::Link(target) => self.make_link(&path, target),
         };
         made.map_err(|source| self.target(&entry.path, source))
     }
 
-    fn open(&self, path: &Path, flags: OFlag) -> io::Result<File> {
+    /// `mode` is for what is made.
+    fn open(&self, path: &Path, flags: OFlag, mode: u32) -> io::Result<File> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
-            .mode(if flags.contains(OFlag::O_CREAT) {
-                Mode::S_IRUSR | Mode::S_IWUSR
-            } else {
-                Mode::empty()
-            })
+            .mode(Mode::from_bits_truncate(mode))
             .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
         match openat2(&self.parent, path, how) {
             Ok(fd) => Ok(File::from(fd)),
@@ -193,27 +212,38 @@ impl Receiver {
         let parent = path.parent().filter(|parent| *parent != Path::new(""));
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
         Ok((
-            self.open(parent.unwrap_or(Path::new(".")), flags)?,
+            self.open(parent.unwrap_or(Path::new(".")), flags, 0)?,
             name.to_owned(),
         ))
     }
 
-    fn make_directory(&self, path: &Path) -> io::Result<()> {
+    /// Whether it was not there.
+    fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
         let (parent, name) = self.place(path)?;
-        match mkdirat(&parent, name.as_os_str(), Mode::S_IRWXU) {
+        // The owner has to fill it first.
+        let mode = Mode::from_bits_truncate(mode & PERMISSIONS) | Mode::S_IRWXU;
+        match mkdirat(&parent, name.as_os_str(), mode) {
             // One that is there is filled.
-            Err(Errno::EEXIST) => self.open(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY).map(drop),
-            result => Ok(result?),
+            Err(Errno::EEXIST) => {
+                self.open(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0)?;
+                Ok(false)
+            }
+            result => Ok(result.map(|()| true)?),
         }
     }
 
-    fn make_file(&self, path: &Path) -> io::Result<File> {
-        let file = self.open(path, OFlag::O_WRONLY | OFlag::O_CREAT)?;
+    fn make_file(&self, path: &Path, mode: u32) -> io::Result<Made> {
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT;
+        let new = self.open(path, flags | OFlag::O_EXCL, mode & PERMISSIONS);
+        let (file, new) = match new {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => (self.open(path, flags, 0)?, false),
+            file => (file?, true),
+        };
         if !file.metadata()?.is_file() {
             return Err(io::Error::other("something that is no file is in the way"));
         }
         file.set_len(0)?;
-        Ok(file)
+        Ok(Made { file, new })
     }
 
     fn make_link(&self, path: &Path, target: &Path) -> io::Result<()> {
@@ -229,8 +259,12 @@ impl Receiver {
     }
 
     /// Permissions and time come last: writing changes the time, and may need the permissions it had.
-    fn finish(file: &File, entry: &Entry) -> io::Result<()> {
-        file.set_permissions(Permissions::from_mode(entry.mode))?;
+    fn finish(made: &Made, entry: &Entry) -> io::Result<()> {
+        let Made { file, new } = made;
+        if *new {
+            let granted = file.metadata()?.permissions().mode() & PERMISSIONS;
+            file.set_permissions(Permissions::from_mode(granted & entry.mode))?;
+        }
         file.set_modified(entry.modified())
     }
 }
@@ -314,6 +348,48 @@ mod tests {
             Path::new("../nowhere")
         );
         assert!(copy.join("d/e").is_dir() && !copy.join("pipe").exists());
+    }
+
+    /// Others get no more than this process gives them, and what was there stays as it was.
+    #[test]
+    fn a_sender_opens_nothing_to_others() {
+        let temp = tempfile::tempdir().unwrap();
+        let umask = {
+            fs::write(temp.path().join("probe"), "").unwrap();
+            0o666 & !fs::metadata(temp.path().join("probe")).unwrap().mode()
+        };
+        let open = |path: &str, what| {
+            let entry = Entry {
+                path: path.into(),
+                what,
+                mode: 0o6777,
+                modified: (0, 0),
+            };
+            Frame {
+                kind: Kind::Entry,
+                payload: entry.to_bytes().unwrap(),
+            }
+        };
+        let sent = [
+            open("", What::Directory),
+            open("old", What::File),
+            frame(Kind::FileEnd),
+            open("new", What::File),
+            frame(Kind::FileEnd),
+            open("d", What::Directory),
+            open("d", What::DirectoryEnd),
+            open("", What::DirectoryEnd),
+            frame(Kind::Done),
+        ];
+        let target = temp.path().join("t");
+        fs::create_dir(&target).unwrap();
+        fs::set_permissions(&target, Permissions::from_mode(0o700)).unwrap();
+        fs::write(target.join("old"), "mine").unwrap();
+        fs::set_permissions(target.join("old"), Permissions::from_mode(0o600)).unwrap();
+        receive(&sent, temp.path(), "t").unwrap();
+        let mode = |path: &str| fs::metadata(target.join(path)).unwrap().mode() & 0o7777;
+        assert_eq!((mode(""), mode("old")), (0o700, 0o600));
+        assert_eq!((mode("new"), mode("d")), (0o777 & !umask, 0o777 & !umask));
     }
 
     #[test]

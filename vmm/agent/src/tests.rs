@@ -151,6 +151,38 @@ fn a_host_that_goes_ends_the_command() {
     agent.join().unwrap();
 }
 
+/// A command that is writing when its host goes has its time to end in order: a recording is written to its
+/// end.
+#[test]
+fn a_command_that_writes_ends_in_order_when_its_host_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("ended");
+    let script = format!(
+        "trap 'echo x; sleep 0.5; echo x; touch {}; exit' HUP; while :; do echo y; sleep 0.05; done",
+        file.display()
+    );
+    let (mut host, agent) = agent();
+    ask(&mut host, exec(&["sh", "-c", &script], None));
+    let mut frames = std::iter::from_fn(|| read_frame(&mut host).unwrap());
+    assert!(frames.any(|frame| frame.kind == Kind::Stdout));
+    drop(host);
+    agent.join().unwrap();
+    assert!(file.exists());
+}
+
+/// A place is given back also by a thread that panics.
+#[test]
+fn a_place_is_given_back_however_its_thread_ends() {
+    let busy = Arc::new(AtomicUsize::new(1));
+    let place = Place(busy.clone());
+    let ended = std::thread::spawn(move || {
+        let _place = place;
+        panic!("as it must not");
+    });
+    assert!(ended.join().is_err());
+    assert_eq!(busy.load(Ordering::Acquire), 0);
+}
+
 #[test]
 fn a_terminal_has_a_size_and_takes_ctrl_c() {
     let (mut host, agent) = agent();

@@ -86,8 +86,11 @@ pub fn check_name(name: &str) -> Result<(), PlaceError> {
     }
 }
 
-/// The directory, made if it is not there, and only if it is ours alone.
-fn private(dir: &Path) -> Result<(), PlaceError> {
+/// Makes the directory if it is not there.
+///
+/// # Errors
+/// [`PlaceError`]; [`PlaceError::NotPrivate`] if it is not ours alone.
+pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
     match fs::DirBuilder::new().mode(0o700).create(dir) {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -120,7 +123,7 @@ impl Socket {
     /// [`PlaceError`].
     pub fn bind(dir: &Path, name: &str) -> Result<Self, PlaceError> {
         check_name(name)?;
-        private(dir)?;
+        make_directory(dir)?;
         let path = dir.join(format!("{name}{SUFFIX}"));
         // Bound under another name and linked in place: at its own name it is never seen before it listens,
         // and of two VMs that want one name the link decides.

@@ -41,6 +41,7 @@ use perfvisor_vmm::vcpu::affinity::Pinning;
 use perfvisor_vmm::vcpu::control::OnReset;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
+use virtio_devices::share::config::ShareConfig;
 use virtio_devices::vsock::VsockConfig;
 
 const EXIT_STATUS_HELP: &str = "\
@@ -98,6 +99,17 @@ pub enum Command {
     Flamegraph(FlamegraphArgs),
     /// Write the samples of a file as a profile for pprof, Pyroscope or Parca.
     Pprof(PprofArgs),
+    /// Keeps the back end of a shared directory running, for as long as the VM is there that started this.
+    #[command(hide = true)]
+    KeepShare(KeepShareArgs),
+}
+
+/// What `run --share-dir` starts.
+#[derive(Clone, Debug, Args)]
+pub struct KeepShareArgs {
+    /// The back end and its words.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+    pub command: Vec<OsString>,
 }
 
 /// Names of the commands, for messages.
@@ -209,6 +221,11 @@ pub struct RunArgs {
     /// May be there several times.
     #[arg(long, value_name = "FILE[,ro][,serial=TEXT]")]
     pub disk: Vec<DiskConfig>,
+    /// A directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a virtiofsd of its own:
+    /// the tag is share0, share1 and so on if none is given; ro: the guest cannot write. Or a back end that
+    /// runs already, by its socket. May be there several times.
+    #[arg(long, value_name = "DIR[,ro][,tag=NAME]|socket=PATH[,tag=NAME]")]
+    pub share_dir: Vec<ShareConfig>,
     /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub rng: bool,
@@ -570,7 +587,10 @@ mod tests {
         let defaults = perf_core::CoreConfig::default();
         for default in [
             format!("0 is no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
-            format!("[default for Linux: {}]", crate::run::DEFAULT_LINUX_CMDLINE),
+            format!(
+                "[default for Linux: {}]",
+                crate::run::machine::DEFAULT_LINUX_CMDLINE
+            ),
             format!(
                 "1 to {} [default: {}]",
                 crate::values::MAX_SAMPLE_RATE_HZ,

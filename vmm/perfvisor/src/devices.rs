@@ -11,6 +11,9 @@ use virtio_devices::net::config::{Mac, NetConfig, Vhost};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
 use virtio_devices::net::vhost::{Kernel, VhostError};
 use virtio_devices::rng::Rng;
+use virtio_devices::share::Share;
+use virtio_devices::share::backend::BackendError;
+use virtio_devices::share::config::ShareConfig;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
 use crate::cli::RunArgs;
@@ -34,6 +37,18 @@ pub enum DeviceError {
     /// A tap device twice.
     #[error("--net tap={0} is there twice: give each network device a tap of its own")]
     TapTwice(String),
+    /// No shared directory.
+    #[error("--share-dir")]
+    Share(#[from] BackendError),
+    /// Two by the same name.
+    #[error("--share-dir: tag={0} is there twice: give each directory a tag of its own")]
+    TagTwice(String),
+    /// No directory for its socket.
+    #[error("--share-dir")]
+    Place(#[from] place::PlaceError),
+    /// This program cannot be found again, to keep a back end running.
+    #[error("--share-dir: this program's own path")]
+    OwnPath(#[source] io::Error),
     /// No entropy.
     #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
     Rng(#[source] io::Error),
@@ -58,6 +73,13 @@ pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, De
         }
         devices.push(Box::new(network(config, i, vm)?));
     }
+    let tags: Vec<String> = args.share_dir.iter().enumerate().map(tag).collect();
+    for (i, config) in args.share_dir.iter().enumerate() {
+        if tags[..i].contains(&tags[i]) {
+            return Err(DeviceError::TagTwice(tags[i].clone()));
+        }
+        devices.push(Box::new(share(config, i, &tags[i], vm)?));
+    }
     // The built-in guests have no use for one.
     if args.rng && args.kernel.is_some() {
         devices.push(Box::new(Rng::new().map_err(DeviceError::Rng)?));
@@ -66,6 +88,29 @@ pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, De
         devices.push(Box::new(sockets(config, vm)?));
     }
     Ok(devices)
+}
+
+/// What the guest mounts a shared directory by.
+fn tag((index, config): (usize, &ShareConfig)) -> String {
+    config.tag.clone().unwrap_or_else(|| format!("share{index}"))
+}
+
+/// Shared directory `index` of VM `vm`.
+fn share(config: &ShareConfig, index: usize, tag: &str, vm: &str) -> Result<Share, DeviceError> {
+    let program = std::env::current_exe().map_err(DeviceError::OwnPath)?;
+    let keeper = [program.into_os_string(), "keep-share".into(), "--".into()];
+    let name = format!("share{index}");
+    let directory = place::directory();
+    place::make_directory(&directory)?;
+    let socket = directory.join(format!("{vm}.{name}"));
+    log::info!("{name}: tag {tag}");
+    Ok(Share::new(
+        name,
+        tag.to_owned(),
+        &config.source,
+        &socket,
+        &keeper,
+    )?)
 }
 
 /// The vsock device of VM `vm`.

@@ -18,6 +18,15 @@
 //! one: `vmm` (the machine), `control-api`, `guest-profile`, `kernel-images`, `validate`. Nothing depends on
 //! this one.
 
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 // They panic when the reader has gone away; `commands::print` and `say` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
@@ -38,6 +47,8 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
 use commands::{cp, ctl, exec, files, ps, record, stat, top, validate};
@@ -99,6 +110,10 @@ fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn E
         Command::Script(args) => files::script(&args)?,
         Command::Flamegraph(args) => files::flamegraph(&args)?,
         Command::Pprof(args) => files::pprof(&args)?,
+        Command::KeepShare(args) => {
+            keeper::keep(&args.command)?;
+            ExitStatus::PoweredOff
+        }
     })
 }
 

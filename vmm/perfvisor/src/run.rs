@@ -4,6 +4,8 @@
     reason = "asks the kernel for the process's CPU time, sets malloc's parameters"
 )]
 
+pub(crate) mod machine;
+
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -19,7 +21,7 @@ use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::backing::EVENTS_OF_A_COUNTER;
 use vpmu::filter::FilterError;
-use vpmu::{BackingPolicy, EventFilter, Generation, HostPmu, Model, ModelError, Vendor};
+use vpmu::{BackingPolicy, ModelError};
 
 use crate::background::{self, DaemonError};
 use crate::cli::RunArgs;
@@ -31,30 +33,23 @@ use control_api::events::list::{self, ListError};
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
-use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::console::{Console, ConsoleError, ConsoleTarget, RawTerminal};
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
 use perfvisor_vmm::kvm::host::{self, HostError};
 use perfvisor_vmm::kvm::own_pmu::NotThisModel;
-use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::memory::MemoryKind;
 use perfvisor_vmm::metrics::address::{ListenError, Listener};
 use perfvisor_vmm::metrics::server::MetricsServer;
 use perfvisor_vmm::pmu::backing::BackingError;
-use perfvisor_vmm::pmu::fit::{Fitted, fit};
-use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, VmPmu, backing};
+use perfvisor_vmm::pmu::{PmuConfig, VmPmu};
 use perfvisor_vmm::privileges::{self, PrivilegeError};
 use perfvisor_vmm::rdpmc::RdpmcMode;
-use perfvisor_vmm::turns::{MuxChoice, Ticks, Turns};
+use perfvisor_vmm::turns::{Ticks, Turns};
 use perfvisor_vmm::vcpu::control::{OnReset, RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::restart::Restarter;
 use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig, VmError};
 
-/// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
-/// needs.
-pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 /// Descriptors that a VM without vCPUs has open, with room for servers' clients and devices.
 const DESCRIPTORS: u64 = 64;
 /// Descriptors of a vCPU without events of the host: of KVM, its statistics, its timers, its run time.
@@ -210,136 +205,10 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     kick::install_handlers().map_err(|e| RunError::Start("sigaction failed", e))?;
     ignore_sigio().map_err(|e| RunError::Start("sigaction failed", e))?;
 
-    let mut read_cpuid = perfvisor_vmm::kvm::cpuid::read_host;
-    let width = args.pmu_width.map(u32::from);
-    let mut model = Model::resolve(args.pmu, args.pmu_counters, width, &mut read_cpuid)?;
-    let filter = match &args.pmu_filter {
-        Some(path) => EventFilter::from_file(path)?,
-        None => EventFilter::allow_all(),
-    };
-    let has_pmu = !matches!(model.generation(), Generation::Off(_));
     let kvm = host::open()?;
     let probe = HostProbe::run();
-    let policy = args.backing;
-    let free = probe.slots();
-    if args.reserve_counters > free.saturating_sub(1) {
-        let asked = args.reserve_counters;
-        return Err(RunError::Reserve { asked, free });
-    }
-    if has_pmu {
-        backing::check_policy(policy, &probe)?;
-    }
-    let own_pmu = if has_pmu && policy == BackingPolicy::Kvm {
-        let own = backing::check_own(&kvm, &probe, args.rdpmc, args.pmi_limit)?;
-        model = own.model(args.pmu, args.pmu_counters, width)?;
-        Some(own)
-    } else {
-        None
-    };
-    let Fitted {
-        model: fitted,
-        competition,
-    } = fit(
-        model,
-        args.pmu_counters.is_some(),
-        policy,
-        own_pmu.as_ref(),
-        &without_reserved(&probe, args.reserve_counters),
-    );
-    model = fitted;
-    if let Some(line) = competition {
-        log::warn!("{line}");
-    }
-    if has_pmu && policy == BackingPolicy::Auto && probe.hybrid {
-        log::warn!(
-            "cycles are counted by the clock: {}",
-            probe.no_slots_because.as_deref().unwrap_or_default()
-        );
-    }
-    let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
-    let stepping = if has_pmu && needs_debug {
-        stepping::probe(&kvm)?
-    } else {
-        Stepping::default()
-    };
-    if has_pmu && policy == BackingPolicy::Exact {
-        backing::check_stepping(stepping, args.cpus.max())?;
-    }
-    let backability = match own_pmu {
-        Some(own) if model.vendor() == Vendor::Intel => own.events,
-        _ => backing::backability(policy, &probe, model.vendor(), HostPmu::vendor(&mut read_cpuid)),
-    };
-    let asked = model;
-    // What KVM's own vPMU has is KVM's to say.
-    if own_pmu.is_none() {
-        model = asked.without_uncountable_slots(backability);
-    }
-    if model != asked {
-        log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
-    }
-    let hardware = probe.slots() > 0 && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
-    tell_of_few_descriptors(descriptors, args.cpus.max(), &model, hardware);
-    let (mux, turn) = match (args.mux, args.mux_turn) {
-        (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => return Err(RunError::TurnOfRotate),
-        (_, Some(turn)) => (MuxPolicy::Adaptive, Some(turn)),
-        (choice, None) => choice.settle(&kvm, &probe, has_pmu),
-    };
-    let config = VmConfig {
-        kernel: match &args.kernel {
-            Some(path) => KernelSource::File(path.clone()),
-            None => KernelSource::Builtin(
-                args.builtin
-                    .map_or(guest_images::bare_metal::BUILTIN, |guest| guest.image),
-            ),
-        },
-        initrd: args.initrd.clone(),
-        cmdline: match (&args.cmdline, &args.kernel) {
-            (Some(line), _) => line.clone(),
-            (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
-            (None, None) => String::new(),
-        } + match policy {
-            // What cannot be counted here is not supported, and no failure of the built-in guest's test.
-            BackingPolicy::Exact if args.kernel.is_none() && has_pmu && !stepping.user => " no-user",
-            // Cycles at the TSC's rate, which the test can hold them to.
-            BackingPolicy::Clock if args.kernel.is_none() && has_pmu => " clock",
-            BackingPolicy::Auto if args.kernel.is_none() && has_pmu && probe.slots() == 0 => " clock",
-            _ => "",
-        },
-        cpus: args.cpus,
-        memory_bytes: args.memory,
-        memory_kind: MemoryKind {
-            shared: false,
-            huge_pages: args.hugepages,
-            prealloc: args.prealloc,
-        },
-        backability,
-        own_pmu,
-        pmu: PmuConfig {
-            model,
-            policy,
-            filter: Arc::new(filter),
-            pmi_limit: match args.pmi_limit {
-                None => vpmu::DEFAULT_PMI_LIMIT,
-                Some(0) => u32::MAX,
-                Some(limit) => limit,
-            },
-            share: args.share,
-            mux,
-            turn,
-            stepping,
-            limits: OperatorLimits {
-                sample_rate_hz: args.sample_limit,
-                ring_bytes: args.ring_memory,
-                reserved_slots: args.reserve_counters,
-            },
-        },
-        rdpmc: args.rdpmc,
-        hide_uncounted: args.hide_uncounted,
-        nested: args.nested,
-        on_reset: args.on_reset,
-        pins: args.pin.clone().unwrap_or_default(),
-        cpu_signature: args.cpu_signature,
-    };
+    let config = machine::asked_for(args, &kvm, &probe)?;
+    tell_of_few_descriptors(descriptors, &config, &probe);
 
     // Mistakes in what is asked for end it before anything runs.
     config.pmu.core_config().check()?;
@@ -421,9 +290,11 @@ fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(),
     Ok(())
 }
 
-/// Says so if `limit` is less than the descriptors that a VM of `cpus` vCPUs may come to need, each with a
-/// `model` PMU.
-fn tell_of_few_descriptors(limit: Option<u64>, cpus: u8, model: &Model, hardware: bool) {
+/// Says so if `limit` is less than the descriptors that a VM of `config` may come to need.
+fn tell_of_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostProbe) {
+    let PmuConfig { model, policy, .. } = &config.pmu;
+    let cpus = config.cpus.max();
+    let hardware = probe.slots() > 0 && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
     let counters = u64::from(model.general() + model.fixed());
     let events = if hardware {
         counters * EVENTS_OF_A_COUNTER as u64
@@ -437,13 +308,6 @@ fn tell_of_few_descriptors(limit: Option<u64>, cpus: u8, model: &Model, hardware
              (ulimit -Hn, LimitNOFILE=), or give the guest fewer counters (--pmu-counters)"
         );
     }
-}
-
-/// The host as the guest's counters find it when `reserved` counters are kept for events of the whole VM.
-fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
-    let mut probe = probe.clone();
-    probe.counters.general = probe.counters.general.saturating_sub(reserved);
-    probe
 }
 
 /// The VM's name and the socket it is controlled at. A VM whose name was left to us runs without one if need

@@ -158,14 +158,14 @@ pub enum BootError {
         position: usize,
     },
     /// Writing what was checked to fit failed.
-    #[error("cannot write {what} into guest memory at {address:#x}: {reason}")]
+    #[error("cannot write {what} into guest memory at {address:#x}")]
     GuestMemory {
         /// What was written.
         what: &'static str,
         /// Guest-physical address.
         address: u64,
         /// What the memory said.
-        reason: String,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// KVM refused a vCPU's initial state.
     #[error("KVM refused the boot processor's {what}")]
@@ -183,4 +183,19 @@ pub enum BootError {
         /// The module.
         flavour: String,
     },
+}
+
+impl BootError {
+    /// Writing `what` at `address` failed.
+    pub(super) fn memory(
+        what: &'static str,
+        address: u64,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self::GuestMemory {
+            what,
+            address,
+            source: source.into(),
+        }
+    }
 }

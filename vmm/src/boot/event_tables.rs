@@ -13,10 +13,9 @@
 use std::fmt;
 
 use memchr::memmem;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
 
-use crate::memory::GuestRam;
 use kernel_images::elf::Segment;
 
 /// Generic hardware events (`PERF_COUNT_HW_*`), one entry each.
@@ -167,6 +166,33 @@ pub(crate) fn find(segments: &[Segment<'_>]) -> Vec<EventTable> {
     tables
 }
 
+/// Finds the tables in the memory of a kernel that runs: `bytes` are at `start`, a page's first address, and
+/// `physical` translates. A table that is not in one piece in physical memory is none.
+pub(crate) fn find_in_memory(
+    start: u64,
+    bytes: &[u8],
+    mut physical: impl FnMut(u64) -> Option<u64>,
+) -> Vec<EventTable> {
+    let mut tables = find(&[Segment {
+        index: 0,
+        virt: start,
+        phys: start,
+        mem_bytes: bytes.len() as u64,
+        data: bytes,
+        executable: false,
+    }]);
+    tables.retain_mut(|table| {
+        let behind_first = 8 * (table.entries.len() as u64 - 1);
+        let ends = [table.virt, table.virt.wrapping_add(behind_first)].map(&mut physical);
+        let [Some(first), Some(last)] = ends else {
+            return false;
+        };
+        table.phys = first;
+        first.checked_add(behind_first) == Some(last)
+    });
+    tables
+}
+
 fn hardware_table(segment: &Segment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
     let entries = entries(segment, at, HARDWARE_EVENTS)?;
     let known = match vendor {
@@ -209,13 +235,16 @@ fn table(segment: &Segment<'_>, at: usize, vendor: Vendor, kind: Kind, entries: 
 /// shares memory with another one, or is not in memory as the file has it, is not what it looks like: it is
 /// left alone, and the log says so.
 pub fn hide(
-    ram: &GuestRam,
+    memory: &GuestMemoryMmap,
     tables: &[EventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(TableEvent, u64) -> bool,
 ) -> Vec<Hidden> {
     // Before anything is changed.
-    let known: Vec<bool> = tables.iter().map(|table| is_known(ram, tables, table)).collect();
+    let known: Vec<bool> = tables
+        .iter()
+        .map(|table| is_known(memory, tables, table))
+        .collect();
     let mut done = Vec::new();
     for (table, _) in tables
         .iter()
@@ -229,7 +258,7 @@ pub fn hide(
         };
         for (at, event, config) in table.events() {
             let counted = can_count(event, config);
-            if !counted && ram.memory().write_obj(ABSENT, table.entry(at)).is_ok() {
+            if !counted && memory.write_obj(ABSENT, table.entry(at)).is_ok() {
                 result.hidden.push(event);
             } else {
                 result.left += 1;
@@ -241,13 +270,13 @@ pub fn hide(
 }
 
 /// Whether `table` has its memory for itself, and what it has in the file is there.
-fn is_known(ram: &GuestRam, tables: &[EventTable], table: &EventTable) -> bool {
+fn is_known(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable) -> bool {
     let shared = tables
         .iter()
         .any(|other| !std::ptr::eq(other, table) && other.phys < table.end() && table.phys < other.end());
     let as_in_file = || {
         table.entries.iter().enumerate().all(|(at, config)| {
-            ram.memory()
+            memory
                 .read_obj::<u64>(table.entry(at))
                 .is_ok_and(|there| there == *config)
         })
@@ -269,6 +298,7 @@ fn is_known(ram: &GuestRam, tables: &[EventTable], table: &EventTable) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::GuestRam;
     use proptest::prelude::*;
 
     const LOAD_AT: u64 = 0x10_0000;
@@ -336,7 +366,7 @@ mod tests {
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         // As on the clock: cycles only.
-        let done = hide(&ram, &tables, Vendor::Amd, |_, config| config == 0x76);
+        let done = hide(ram.memory(), &tables, Vendor::Amd, |_, config| config == 0x76);
         let names: Vec<Vec<String>> = done
             .iter()
             .map(|d| d.hidden.iter().map(ToString::to_string).collect())
@@ -380,15 +410,47 @@ mod tests {
         assert_eq!(there, expected);
     }
 
-    /// A kernel that is not known is left alone.
+    /// In the memory of a kernel that runs a table is where the page tables say; one that lies in two pieces
+    /// is none.
+    #[test]
+    fn tables_of_a_kernel_that_runs_are_where_its_pages_are() {
+        const START: u64 = 0xFFFF_FFFF_8100_0000;
+        let data = kernel();
+        let in_one_piece = |linear: u64| Some(linear - START + LOAD_AT);
+        let found = find_in_memory(START, &data, in_one_piece);
+        assert_eq!(found, find(&[segment(&data)]));
+        // The last entries of AMD's cache events and what follows lie in another page.
+        let apart = |linear: u64| {
+            let offset = linear - START;
+            Some(offset + if offset < 480 { LOAD_AT } else { 2 * LOAD_AT })
+        };
+        let found = find_in_memory(START, &data, apart);
+        let places: Vec<_> = found
+            .iter()
+            .map(|table| (table.vendor, table.kind, table.phys))
+            .collect();
+        assert_eq!(
+            places,
+            [
+                (Vendor::Amd, Kind::Hardware, LOAD_AT + 64),
+                (Vendor::Intel, Kind::Hardware, 2 * LOAD_AT + 832),
+                (Vendor::Intel, Kind::Cache, 2 * LOAD_AT + 496),
+            ]
+        );
+        assert_eq!(find_in_memory(START, &data, |_| None), []);
+    }
+
     #[test]
     fn reference_cycles_can_be_taken_out_of_intels_table() {
         let data = kernel();
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
-        let done = hide(&ram, &find(&[segment(&data)]), Vendor::Intel, |event, _| {
-            event != TableEvent::Hardware(9)
-        });
+        let done = hide(
+            ram.memory(),
+            &find(&[segment(&data)]),
+            Vendor::Intel,
+            |event, _| event != TableEvent::Hardware(9),
+        );
         let hidden: Vec<_> = done.iter().flat_map(|d| d.hidden.clone()).collect();
         assert_eq!(hidden, [TableEvent::Hardware(9)]);
         let mut there = vec![0; data.len()];
@@ -400,6 +462,7 @@ mod tests {
         assert_eq!(changed, [data.len() - 7]);
     }
 
+    /// A kernel that is not known is left alone.
     #[test]
     fn what_is_not_quite_a_table_is_none() {
         let mut other = hardware();
@@ -438,13 +501,13 @@ mod tests {
             there
         };
         // Nothing was loaded.
-        assert_eq!(hide(&ram, &tables, Vendor::Intel, |_, _| false), []);
+        assert_eq!(hide(ram.memory(), &tables, Vendor::Intel, |_, _| false), []);
         // The kernel has another number in the last entry of AMD's cache events.
         ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         let last = tables[2].entry(CACHE_EVENTS - 1);
         ram.memory().write_obj(0x1234u64, last).unwrap();
         let before = there(&ram);
-        let done = hide(&ram, &tables, Vendor::Amd, |_, _| false);
+        let done = hide(ram.memory(), &tables, Vendor::Amd, |_, _| false);
         assert_eq!(done.iter().map(|d| d.virt).collect::<Vec<_>>(), [tables[0].virt]);
         assert_eq!(there(&ram)[160..], before[160..], "that table as it was");
         assert_ne!(there(&ram)[..160], before[..160], "and the other changed");
@@ -454,7 +517,7 @@ mod tests {
             let mut other = segment(&data);
             other.phys += shift;
             let overlapping = find(&[segment(&data), other]);
-            assert_eq!(hide(&ram, &overlapping, Vendor::Amd, |_, _| false), []);
+            assert_eq!(hide(ram.memory(), &overlapping, Vendor::Amd, |_, _| false), []);
             assert_eq!(there(&ram), data);
         }
     }

@@ -76,21 +76,15 @@ pub(crate) fn write_boot_params(
     }
     params.e820_entries = map.len() as u8;
     let zero_page = BootParams::new(&params, GuestAddress(layout::ZERO_PAGE));
-    LinuxBootConfigurator::write_bootparams(&zero_page, ram.memory()).map_err(|e| {
-        BootError::GuestMemory {
-            what: "boot_params",
-            address: layout::ZERO_PAGE,
-            reason: e.to_string(),
-        }
-    })?;
-    let failed = |reason: String| BootError::GuestMemory {
-        what: "the command line",
-        address: layout::CMDLINE,
-        reason,
-    };
-    let mut line = Cmdline::new(layout::CMDLINE_MAX_BYTES).map_err(|e| failed(e.to_string()))?;
-    line.insert_str(cmdline).map_err(|e| failed(e.to_string()))?;
-    load_cmdline(ram.memory(), GuestAddress(layout::CMDLINE), &line).map_err(|e| failed(e.to_string()))
+    LinuxBootConfigurator::write_bootparams(&zero_page, ram.memory())
+        .map_err(|e| BootError::memory("boot_params", layout::ZERO_PAGE, e))?;
+    const WHAT: &str = "the command line";
+    let address = layout::CMDLINE;
+    let mut line =
+        Cmdline::new(layout::CMDLINE_MAX_BYTES).map_err(|e| BootError::memory(WHAT, address, e))?;
+    line.insert_str(cmdline)
+        .map_err(|e| BootError::memory(WHAT, address, e))?;
+    load_cmdline(ram.memory(), GuestAddress(address), &line).map_err(|e| BootError::memory(WHAT, address, e))
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ use crate::rdpmc;
 use kernel_images::elf::{self, ElfImage, Segment};
 use kernel_images::rdpmc::{CodeBits, PatchedSite, Text, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageError, bzimage, kallsyms};
+use kernel_images::{Damage, ImageError, bzimage, kallsyms};
 
 /// Largest kernel file read.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -170,7 +170,7 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
         let header = bzimage::setup_header(&name, data)?;
         let (payload, compression) = bzimage::payload(&name, data, &header)?;
         if !elf::is_elf(&payload) {
-            return Err(ImageError::malformed(&name, "its payload is not an ELF image".into()).into());
+            return Err(ImageError::malformed(&name, Damage::NoElfPayload).into());
         }
         let image = elf::parse(&name, &payload)?;
         let kind = KernelKind::BzImage { compression };
@@ -331,11 +331,7 @@ fn load_segments(
     for segment in segments {
         ram.memory()
             .write_slice(segment.data, GuestAddress(segment.phys))
-            .map_err(|e| BootError::GuestMemory {
-                what: "a kernel segment",
-                address: segment.phys,
-                reason: e.to_string(),
-            })?;
+            .map_err(|e| BootError::memory("a kernel segment", segment.phys, e))?;
     }
     Ok(first..last)
 }
@@ -379,11 +375,7 @@ fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result
     for (address, bytes) in tables {
         ram.memory()
             .write_slice(&bytes, GuestAddress(address))
-            .map_err(|e| BootError::GuestMemory {
-                what: "a firmware table",
-                address,
-                reason: e.to_string(),
-            })?;
+            .map_err(|e| BootError::memory("a firmware table", address, e))?;
     }
     Ok(())
 }

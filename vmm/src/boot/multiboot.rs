@@ -7,9 +7,9 @@ use vm_memory::{Bytes, GuestAddress};
 use super::error::BootError;
 use super::layout;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, RangeKind};
-use kernel_images::ImageError;
 use kernel_images::elf::Segment;
 use kernel_images::le::u32_at;
+use kernel_images::{Damage, ImageError};
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
@@ -163,17 +163,19 @@ pub(crate) fn address_fields<'a>(
     };
     let (header_addr, load_addr, load_end, bss_end, entry) =
         (field(0)?, field(1)?, field(2)?, field(3)?, field(4)?);
-    let before = header_addr.checked_sub(load_addr).ok_or_else(|| {
-        ImageError::malformed(name, "its multiboot load address lies after its header".into())
-    })?;
-    let start = header.offset.checked_sub(before as usize).ok_or_else(|| {
-        ImageError::malformed(name, "its multiboot load address lies before the file".into())
-    })?;
+    let damaged = |field, place| ImageError::malformed(name, Damage::Multiboot { field, place });
+    let before = header_addr
+        .checked_sub(load_addr)
+        .ok_or_else(|| damaged("load address", "after its header"))?;
+    let start = header
+        .offset
+        .checked_sub(before as usize)
+        .ok_or_else(|| damaged("load address", "before the file"))?;
     let file_bytes = match load_end {
         0 => data.len() - start,
-        end => end.checked_sub(load_addr).ok_or_else(|| {
-            ImageError::malformed(name, "its multiboot load end lies before its start".into())
-        })? as usize,
+        end => end
+            .checked_sub(load_addr)
+            .ok_or_else(|| damaged("load end", "before its start"))? as usize,
     };
     let end = start.saturating_add(file_bytes);
     let bytes = data
@@ -184,9 +186,7 @@ pub(crate) fn address_fields<'a>(
         end => u64::from(end)
             .checked_sub(u64::from(load_addr))
             .filter(|m| *m >= file_bytes as u64)
-            .ok_or_else(|| {
-                ImageError::malformed(name, "its multiboot bss end lies before its data's end".into())
-            })?,
+            .ok_or_else(|| damaged("bss end", "before its data's end"))?,
     };
     if mem_bytes == 0 {
         return Err(ImageError::NoSegments { name: name.into() });
@@ -216,11 +216,7 @@ pub(crate) fn write_info(
     let write = |what: &'static str, address: u64, bytes: &[u8]| {
         ram.memory()
             .write_slice(bytes, GuestAddress(address))
-            .map_err(|e| BootError::GuestMemory {
-                what,
-                address,
-                reason: e.to_string(),
-            })
+            .map_err(|e| BootError::memory(what, address, e))
     };
     let mut info = [0u8; INFO_BYTES as usize];
     let mut set = |offset: usize, value: u64| {

@@ -94,11 +94,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &Entry) -> Result<(), BootErro
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         ram.memory()
             .write_slice(&bytes, GuestAddress(address))
-            .map_err(|e| BootError::GuestMemory {
-                what,
-                address,
-                reason: e.to_string(),
-            })
+            .map_err(|e| BootError::memory(what, address, e))
     };
     put("the descriptor table", layout::GDT, &gdt(entry))?;
     if let Entry::Long64 { .. } = entry {

@@ -16,20 +16,24 @@ const ESCAPE: u8 = 0x01;
 
 /// What a keyboard byte means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Key {
+pub enum Key {
+    /// It is for the other side.
     Guest(u8),
+    /// Ctrl-A x.
     Quit,
+    /// It is part of an escape.
     Nothing,
 }
 
 /// The escape sequence: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A.
-#[derive(Debug, Default)]
-struct Escape {
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Escape {
     pending: bool,
 }
 
 impl Escape {
-    fn feed(&mut self, byte: u8) -> Key {
+    /// What a byte from the terminal is, after those before it.
+    pub fn feed(&mut self, byte: u8) -> Key {
         if !std::mem::take(&mut self.pending) {
             if byte == ESCAPE {
                 self.pending = true;

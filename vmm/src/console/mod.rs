@@ -25,7 +25,7 @@ mod terminal;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use backend::{Console, ConsoleError};
-pub use input::ConsoleInput;
+pub use input::{ConsoleInput, Escape, Key};
 pub use output::ConsoleOutput;
 pub use target::{ConsoleTarget, TargetError};
 pub use terminal::{RawTerminal, restore_terminal};

@@ -4,6 +4,8 @@
 //! connection makes at most `REQUESTS_PER_SECOND` of them, and replies a client does not fetch are kept up to
 //! `MAX_UNSENT` bytes. Who goes beyond a bound loses the connection, and with it its events.
 
+mod answer;
+
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -15,26 +17,23 @@ use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use perf_core::{Role, SharePolicy, UnknownSharePolicy};
-use serde::Serialize;
+use perf_core::Role;
 use serde_json::Value;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
-use vpmu::EventFilter;
 
-use super::session::{EventSession, On, fail, role};
+use super::session::{EventSession, fail};
 use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{RunControl, RunState, StopReason};
-use crate::vcpu::roster::{Roster, RosterError};
+use crate::vcpu::control::{RunControl, RunState};
+use crate::vcpu::roster::Roster;
 use control_api::peer;
 use control_api::place::Socket;
 use control_api::protocol::{
-    Call, ClientRole, Failure, FailureKind, Generation, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine,
-    RequestLine, SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
+    Call, ClientRole, Failure, FailureKind, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine, RequestLine,
+    SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
 };
 use kernel_images::symbols::KernelSymbols;
-use perf_core::error_line;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -437,253 +436,11 @@ impl ControlServer {
             }
         }
     }
-
-    fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
-        let vm = &self.vm;
-        match call {
-            Call::Hello { protocol } if protocol == PROTOCOL => {
-                connection.greeted = true;
-                value(vm.info(role(connection.uid)))
-            }
-            Call::Hello { protocol } => fail(
-                FailureKind::Protocol,
-                format!(
-                    "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
-                ),
-            ),
-            Call::Status => value(vm.info(role(connection.uid))),
-            Call::Pause | Call::Resume => {
-                if !vm.control.set_paused(call == Call::Pause) {
-                    return fail(FailureKind::Invalid, "the VM has ended");
-                }
-                vm.roster.kicker().kick();
-                value(vm.info(role(connection.uid)))
-            }
-            Call::Stop => {
-                vm.control.stop(StopReason::Operator);
-                vm.roster.kicker().kick();
-                value(vm.info(role(connection.uid)))
-            }
-            Call::Powerdown => {
-                if vm.control.state() != RunState::Running {
-                    return fail(FailureKind::Invalid, "only a running VM hears its power button");
-                }
-                if !vm.bus.press_power_button() {
-                    return fail(
-                        FailureKind::Invalid,
-                        "the guest does not listen to the power button (Linux does with its module `button`); ctl stop ends the VM without it",
-                    );
-                }
-                value(vm.info(role(connection.uid)))
-            }
-            Call::Vcpus { count } => {
-                let come = vm
-                    .roster
-                    .begin(count)
-                    .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
-                // Who counts all vCPUs is there before the guest knows of them.
-                for vcpu in come.numbers() {
-                    let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
-                    for events in others.chain(connection.events.as_mut()) {
-                        events.vcpu_came(vcpu.into());
-                    }
-                }
-                self.vm.roster.show(come);
-                value(self.vm.vcpu_plug())
-            }
-            Call::VcpuPlug => value(vm.vcpu_plug()),
-            Call::VcpusWithdraw => {
-                vm.roster.withdraw();
-                value(vm.vcpu_plug())
-            }
-            Call::Joined => value(
-                connection
-                    .events
-                    .as_mut()
-                    .map(EventSession::joined)
-                    .unwrap_or_default(),
-            ),
-            Call::Share { policy } => {
-                let policy = share_policy(&policy)?;
-                self.pmu()?.core().set_share(policy);
-                value(Value::Null)
-            }
-            Call::Filter { toml } => {
-                self.pmu()?;
-                let filter =
-                    EventFilter::from_toml(&toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
-                self.pmu()?
-                    .set_kvms_filter(&filter)
-                    .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
-                let filter = Arc::new(filter);
-                self.pmu()?.set_filter(filter.clone());
-                for seat in vm.roster.taken() {
-                    seat.mailbox().send_filter(filter.clone());
-                }
-                vm.deliver();
-                value(Value::Null)
-            }
-            Call::Open {
-                events,
-                vcpus,
-                whole,
-                sampling,
-            } => {
-                let pmu = self.pmu()?.clone();
-                let roster = vm.roster.clone();
-                let session = connection
-                    .events
-                    .get_or_insert_with(|| EventSession::new(pmu, connection.uid, roster));
-                let where_to = if whole {
-                    if vcpus.is_some() || sampling.is_some() {
-                        let why = "an event for the whole VM goes with neither vCPUs nor sampling";
-                        return fail(FailureKind::Invalid, why);
-                    }
-                    On::Whole
-                } else {
-                    vcpus.as_deref().map_or(On::Each, On::These)
-                };
-                value(session.open(&events, where_to, sampling)?)
-            }
-            Call::Enable | Call::Disable => {
-                if let Some(events) = &mut connection.events {
-                    events.set_enabled(call == Call::Enable);
-                }
-                value(Value::Null)
-            }
-            Call::Read => value(
-                connection
-                    .events
-                    .as_ref()
-                    .map(EventSession::read)
-                    .unwrap_or_default(),
-            ),
-            Call::Close => {
-                connection.events = None;
-                value(Value::Null)
-            }
-            Call::Ring { vcpu, pages } => {
-                let Some(events) = &mut connection.events else {
-                    return fail(FailureKind::Invalid, "no event is open");
-                };
-                let (info, ring) = events.ring(vcpu, pages)?;
-                Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
-            }
-            Call::HostRing { handle } => {
-                let (info, fd) = connection.opened()?.give_host_ring(handle)?;
-                Ok(Done::WithFd(to_value(info)?, FdSource::Event(fd)))
-            }
-            Call::Chains { handle, every } => {
-                connection.opened()?.take_chains(handle, every)?;
-                value(Value::Null)
-            }
-            Call::RingLosses => value(
-                connection
-                    .events
-                    .as_ref()
-                    .map(EventSession::losses)
-                    .unwrap_or_default(),
-            ),
-            Call::Kernel => {
-                let probe = self.pmu()?.probe();
-                if !vm.flat
-                    && let Some(first) = vm.roster.taken().next()
-                    && probe.begin_search()
-                {
-                    first.mailbox().ask_kernel();
-                    vm.deliver();
-                }
-                value(probe.kernel_info())
-            }
-            Call::Symbols => self.symbols(),
-            Call::GuestView => {
-                self.pmu()?;
-                value(Generation {
-                    generation: vm.ask_views(),
-                })
-            }
-            Call::GuestViewResult { generation } => value(vm.views(generation)),
-        }
-    }
-
-    fn pmu(&self) -> Result<&Arc<VmPmu>, Failure> {
-        match &self.vm.pmu {
-            Some(pmu) => Ok(pmu),
-            None => fail(
-                FailureKind::Unsupported,
-                "this VM has no PMU and counts nothing; run it without --pmu off",
-            ),
-        }
-    }
-
-    fn symbols(&mut self) -> Result<Done, Failure> {
-        let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
-        let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
-        let loaded = self.vm.symbols.load_full();
-        let internal = |e: io::Error| Failure {
-            kind: FailureKind::Internal,
-            message: format!("symbols: {e}"),
-        };
-        let kept = self
-            .symbols
-            .take()
-            .filter(|(of_running, of, ..)| *of_running == running.is_some() && Arc::ptr_eq(of, &loaded));
-        let (of_running, _, info, text) = match kept {
-            Some(kept) => kept,
-            None => {
-                let (text, source) = match running {
-                    Some((symbols, slide)) => {
-                        let mut text = Vec::new();
-                        // Writing to a Vec does not fail.
-                        let _ = symbols.slid(slide).write_text(&mut text);
-                        (text, "guest memory".to_owned())
-                    }
-                    None => (self.vm.symbol_text(), self.vm.guest.clone()),
-                };
-                let info = SymbolsInfo {
-                    bytes: text.len() as u64,
-                    flat: self.vm.flat,
-                    source,
-                };
-                let file = peer::sealed_text("symbols", &text).map_err(internal)?;
-                (running.is_some(), loaded.clone(), info, file)
-            }
-        };
-        let file = peer::opened_again(&text).map_err(internal)?;
-        let value = to_value(&info)?;
-        self.symbols = Some((of_running, loaded, info, text));
-        Ok(Done::WithFd(value, FdSource::File(file)))
-    }
 }
 
 /// Whether a call failed because this process, or the host, has no more descriptors.
 fn no_descriptors(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
-}
-
-/// The kind of failure that a number of vCPUs was refused for.
-fn kind_of(error: &RosterError) -> FailureKind {
-    match error {
-        RosterError::Fixed(_) => FailureKind::Unsupported,
-        RosterError::OutOfRange { .. } | RosterError::NotRunning(_) | RosterError::Leaving(_) => {
-            FailureKind::Invalid
-        }
-        RosterError::Start(..) => FailureKind::Limit,
-        RosterError::State(..) | RosterError::Make(..) | RosterError::Slow(_) => FailureKind::Internal,
-    }
-}
-
-fn to_value(of: impl Serialize) -> Result<Value, Failure> {
-    serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, error_line(&e)))
-}
-
-fn value(of: impl Serialize) -> Result<Done, Failure> {
-    to_value(of).map(Done::Value)
-}
-
-fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
-    name.parse()
-        .or_else(|why: UnknownSharePolicy| fail(FailureKind::Invalid, format!("share: {why}")))
 }
 
 impl Connection {

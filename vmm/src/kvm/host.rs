@@ -10,7 +10,8 @@ use kvm_bindings::{
     KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
     kvm_enable_cap,
 };
-use kvm_ioctls::{Cap, Kvm, VcpuExit, VmFd};
+pub use kvm_ioctls::Kvm;
+use kvm_ioctls::{Cap, VcpuExit, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::memslot::{MemorySlots, SlotError};

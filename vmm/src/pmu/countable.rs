@@ -24,30 +24,30 @@ const REFERENCE_COUNTER: u8 = 1 << 2;
 
 /// What can be counted under one policy on one host, for one model.
 #[derive(Debug)]
-pub struct Countable<'a> {
+pub struct Countable {
     vendor: Vendor,
     /// An Intel model has the fixed counter of reference cycles.
     reference_counter: bool,
     sources: Sources,
     backability: Backability,
-    probe: &'a HostProbe,
+    probe: HostProbe,
 }
 
-impl<'a> Countable<'a> {
+impl Countable {
     /// For `model`; `host` is the vendor of this host's processor.
     pub fn new(
         model: &Model,
         host: Vendor,
         policy: BackingPolicy,
         backability: Backability,
-        probe: &'a HostProbe,
+        probe: HostProbe,
     ) -> Self {
         let vendor = model.vendor();
         Self {
             vendor,
             reference_counter: model.fixed_bitmap() & REFERENCE_COUNTER != 0,
             // The statistics of KVM back no generic event.
-            sources: backing::sources(policy, probe, host, |_| None),
+            sources: backing::sources(policy, &probe, host, |_| None),
             backability,
             probe,
         }
@@ -120,7 +120,7 @@ mod tests {
 
     fn check(policy: BackingPolicy, probe: &HostProbe, event: TableEvent, config: u64) -> bool {
         let backability = crate::pmu::backing::backability(policy, probe, Vendor::Amd, Vendor::Amd);
-        Countable::new(&amd(), Vendor::Amd, policy, backability, probe).can_count(event, config)
+        Countable::new(&amd(), Vendor::Amd, policy, backability, probe.clone()).can_count(event, config)
     }
 
     const CYCLES: (TableEvent, u64) = (TableEvent::Hardware(0), 0x76);
@@ -166,7 +166,7 @@ mod tests {
             Vendor::Amd,
             BackingPolicy::Auto,
             Backability::CLOCK,
-            &some,
+            some,
         );
         assert!(!foreign.can_count(TableEvent::Cache(0), 0x81D0));
     }
@@ -187,10 +187,98 @@ mod tests {
             let model = Model::new(generation, numbers, None).unwrap();
             let policy = BackingPolicy::Clock;
             let backability = crate::pmu::backing::backability(policy, &none, Vendor::Intel, Vendor::Intel);
-            let countable = Countable::new(&model, Vendor::Intel, policy, backability, &none);
+            let countable = Countable::new(&model, Vendor::Intel, policy, backability, none.clone());
             let of = |number, config| countable.can_count(TableEvent::Hardware(number), config);
             assert_eq!(of(REF_CPU_CYCLES, 0x300), counted, "{generation:?} {fixed:?}");
             assert!(of(1, 0xC0), "CPUID says that there are no instructions");
+        }
+    }
+
+    /// What a table's event needs to stay.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum By {
+        /// Its own clock, so any backing.
+        Clock,
+        /// Each instruction is seen.
+        Steps,
+        /// The host's kernel knows it.
+        Host,
+        /// CPUID decides.
+        Cpuid,
+        /// Only fixed counter 2.
+        Reference,
+    }
+
+    /// Each model with each backing, on a host without a PMU and on one that knows cycles and instructions:
+    /// an event stays in the table exactly where somebody counts it.
+    #[test]
+    fn each_model_keeps_with_each_backing_what_somebody_counts() {
+        use By::{Clock, Cpuid, Host, Reference, Steps};
+        let amd = [
+            (CYCLES, Clock),
+            (INSTRUCTIONS, Steps),
+            ((TableEvent::Hardware(4), 0xC2), Steps),
+            ((TableEvent::Hardware(5), 0xC3), Host),
+            (STALLED, Host),
+            (BRANCH_LOADS, Steps),
+            (L1_LOADS, Host),
+        ];
+        let intel = [
+            ((TableEvent::Hardware(0), 0x3C), Cpuid),
+            ((TableEvent::Hardware(1), 0xC0), Cpuid),
+            ((TableEvent::Hardware(9), 0x300), Reference),
+            ((TableEvent::Cache(0), 0x81D0), Steps),
+            ((TableEvent::Cache(1 << 16), 0x151), Host),
+            ((TableEvent::Cache(5), 0xC4), Steps),
+        ];
+        let models: [(Generation, &[_]); 8] = [
+            (Generation::Intel(1), &intel),
+            (Generation::Intel(2), &intel),
+            (Generation::Intel(3), &intel),
+            (Generation::Intel(4), &intel),
+            (Generation::Intel(5), &intel),
+            (Generation::AmdK7, &amd),
+            (Generation::AmdCore, &amd),
+            (Generation::AmdV2, &amd),
+        ];
+        let policies = [
+            BackingPolicy::Auto,
+            BackingPolicy::Clock,
+            BackingPolicy::Exact,
+            BackingPolicy::Hardware,
+            BackingPolicy::None,
+        ];
+        let hosts = [probe(&[]), probe(&[("cycles", 0), ("instructions", 1)])];
+        for (generation, events) in models {
+            let model = Model::new(generation, None, None).unwrap();
+            let vendor = model.vendor();
+            for (host, policy) in hosts
+                .iter()
+                .flat_map(|host| policies.map(|policy| (host, policy)))
+            {
+                let backability = crate::pmu::backing::backability(policy, host, vendor, vendor);
+                let countable = Countable::new(&model, vendor, policy, backability, host.clone());
+                let uses_host =
+                    host.hardware_pmu && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
+                for ((event, config), by) in events.iter().copied() {
+                    let known = matches!(event, TableEvent::Hardware(0 | 1));
+                    let expected = match by {
+                        Cpuid => true,
+                        Reference => model.fixed_bitmap() & REFERENCE_COUNTER != 0,
+                        _ if policy == BackingPolicy::None => false,
+                        _ if uses_host && known => true,
+                        Clock => policy != BackingPolicy::Hardware,
+                        Steps => policy == BackingPolicy::Exact,
+                        Host => false,
+                    };
+                    let found = countable.can_count(event, config);
+                    assert_eq!(
+                        found, expected,
+                        "{generation:?} {policy:?} {event} {config:#x}, hardware: {}",
+                        host.hardware_pmu
+                    );
+                }
+            }
         }
     }
 
@@ -202,7 +290,7 @@ mod tests {
             Vendor::Amd,
             BackingPolicy::Clock,
             Backability::CLOCK,
-            &none,
+            none,
         );
         assert_eq!(
             clock.missing(),

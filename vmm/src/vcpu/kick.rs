@@ -93,11 +93,16 @@ impl KickTimer {
         }
     }
 
-    /// Kicks once, after `delay`, or before: who asked for a kick that is due earlier gets that one, and all
-    /// look again then. A zero delay counts as one nanosecond.
+    /// Who asks again has read the clock anew: what is due so little later is what was asked for.
+    const SLACK: Duration = Duration::from_micros(200);
+
+    /// Kicks once, after `delay`, or before: who asked for a kick that is due earlier gets that one. All look
+    /// then, and who finds nothing has to ask again, for the time that is left. That is no system call as
+    /// long as a kick is due by then, or so little later. A zero delay counts as one nanosecond.
     pub fn kick_in(&self, delay: Duration) {
         let now = Instant::now();
-        if self.due.get().is_some_and(|due| now < due && due <= now + delay) {
+        let soon = now + delay + Self::SLACK;
+        if self.due.get().is_some_and(|due| now < due && due <= soon) {
             return;
         }
         self.due.set(Some(now + delay));
@@ -307,5 +312,20 @@ mod tests {
         );
         timer.kick_in(Duration::from_secs(7200));
         assert!(left(&timer) <= urgent, "it is not put off");
+    }
+
+    /// Who asks again for the same moment costs no system call: the timer stays as it was set.
+    #[test]
+    fn who_asks_again_for_the_same_moment_changes_nothing() {
+        let timer = KickTimer::for_current_thread().unwrap();
+        let hour = Duration::from_secs(3600);
+        timer.kick_in(hour);
+        let due = timer.due.get().unwrap();
+        for _ in 0..1000 {
+            timer.kick_in(due.saturating_duration_since(Instant::now()));
+            assert_eq!(timer.due.get(), Some(due));
+        }
+        timer.kick_in(hour / 2);
+        assert!(timer.due.get().unwrap() < due);
     }
 }

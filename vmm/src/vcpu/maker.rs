@@ -22,9 +22,9 @@ use super::step::Stepper;
 use super::{Rdpmc, RestartError, Vcpu, VcpuError};
 use crate::boot;
 use crate::devices::Bus;
+use crate::kernels::running::RunningKernels;
 use crate::kvm::stepping::Stepping;
 use crate::pmu::{VcpuPmu, VmPmu};
-use crate::rdpmc::running::RunningKernels;
 use crate::rdpmc::sites::{Sites, SitesOfVcpu};
 
 /// KVM's vCPU, configured.

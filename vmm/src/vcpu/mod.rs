@@ -584,9 +584,7 @@ impl Running {
             self.pmi_waits = pmu.pmi_must_wait();
             if self.pmi_waits {
                 self.seat.stats().pmi_masked_waits.inc();
-                if let Some(wait) = self.recheck.waits(Instant::now()) {
-                    timer.kick_in(wait);
-                }
+                timer.kick_in(self.recheck.waits(Instant::now()));
             } else {
                 self.seat.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
                 self.recheck.over();

@@ -15,7 +15,7 @@ use super::exit::Completed;
 use super::gate::{Gate, Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
 use super::step::state::{Linear, State};
 use super::{Running, Turn};
-use crate::rdpmc::running::RunningKernels;
+use crate::kernels::running::RunningKernels;
 use crate::rdpmc::sites::{Hit, SitesOfVcpu};
 use guest_profile::GuestRegs;
 use kernel_images::rdpmc::{LONGEST, is_out};

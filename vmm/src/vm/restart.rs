@@ -11,13 +11,13 @@ use arc_swap::ArcSwap;
 use kernel_images::symbols::KernelSymbols;
 use kvm_ioctls::VmFd;
 use perf_core::error_line;
-use perf_core::pmu::host::HostProbe;
 use vmm_sys_util::eventfd::EventFd;
 use vpmu::Model;
 
-use super::{Plan, VmConfig, VmError, hide_uncounted, needs_full_kvm};
+use super::{Plan, VmConfig, VmError, needs_full_kvm};
 use crate::boot;
 use crate::devices::Bus;
+use crate::kernels::uncounted::Uncounted;
 use crate::kvm::chips::Chips;
 use crate::memory::GuestRam;
 use crate::pmu::VmPmu;
@@ -31,7 +31,7 @@ const MOST_LINES: u64 = 16;
 /// What a machine is made anew with.
 pub(super) struct Again {
     pub config: VmConfig,
-    pub probe: HostProbe,
+    pub uncounted: Arc<Uncounted>,
     pub model: Model,
     /// RDPMC that was not replaced may be served at the guest's handler of #GP.
     pub gate: bool,
@@ -110,13 +110,23 @@ impl Again {
             return Err(VmError::OtherKernel);
         }
         if self.needs_full_kvm && plan.has_pmu {
-            hide_uncounted(&self.config, &self.probe, &loaded, ram, false);
+            self.uncounted.hide(ram.memory(), &loaded.event_tables);
         }
         self.chips.restore(&self.fd)?;
         if let Some(pmu) = pmu {
             pmu.probe().forget();
         }
         symbols.store(loaded.symbols.clone());
-        plan.vcpu_maker(&self.fd, self.model, self.gate, &loaded, ram, bus, pmu, control)
+        plan.vcpu_maker(
+            &self.fd,
+            self.model,
+            self.gate,
+            &loaded,
+            ram,
+            bus,
+            pmu,
+            control,
+            &self.uncounted,
+        )
     }
 }

@@ -1,5 +1,5 @@
 //! Small kernels made in memory.
-#![allow(dead_code, missing_docs)]
+#![allow(dead_code, missing_docs, reason = "each program uses its part")]
 
 use std::path::{Path, PathBuf};
 

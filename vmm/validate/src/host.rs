@@ -69,3 +69,11 @@ pub struct Host {
     /// What the host's PMU counts.
     pub hardware_events: Vec<ArchEvent>,
 }
+
+impl Host {
+    /// Nanoseconds as ticks of a guest's TSC.
+    pub(crate) fn ticks(&self, ns: u64) -> u64 {
+        let ticks = u128::from(ns) * u128::from(self.tsc_hz) / 1_000_000_000;
+        u64::try_from(ticks).unwrap_or(u64::MAX)
+    }
+}

@@ -137,6 +137,16 @@ pub fn judge_unbacked(
     }
 }
 
+/// The whole part of a number of something; 0 for what is negative or none.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "floating-point numbers saturate, and no count is beyond 2^64"
+)]
+pub fn whole(number: f64) -> u64 {
+    number as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -20,6 +20,16 @@
 //! registers, `perf-core` for records and rings. This crate starts VMs as programs: it knows neither KVM nor
 //! the machine.
 
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
+
 mod builtin;
 pub mod child;
 pub mod guest;

@@ -17,6 +17,7 @@ use super::procfs::ThreadFacts;
 use super::report::{Row, Summary};
 use crate::host::Stop;
 use crate::host::{Host, LinuxFiles, Options};
+use crate::judge::whole;
 use control_api::protocol::VcpuView;
 
 /// How long the guest may take to its first line.
@@ -155,11 +156,6 @@ impl Linux<'_> {
     fn percent(&self) -> f64 {
         self.options.tolerance_percent
     }
-
-    /// Nanoseconds as TSC ticks.
-    fn ticks(&self, ns: u64) -> u64 {
-        (u128::from(ns) * u128::from(self.host.tsc_hz) / 1_000_000_000) as u64
-    }
 }
 
 impl LinuxGuest {
@@ -283,7 +279,7 @@ fn count(line: &str) -> Option<Count> {
         "<not supported>" | "<not counted>" => None,
         number => {
             let number: f64 = number.parse().ok()?;
-            Some((number * if unit == "msec" { 1e6 } else { 1.0 }) as u64)
+            Some(whole(number * if unit == "msec" { 1e6 } else { 1.0 }))
         }
     };
     Some(Count {

@@ -25,6 +25,17 @@ const EVENT_WIDTH: usize = 32;
 /// Width of what it says behind `#`.
 const NOTE_WIDTH: usize = 32;
 
+/// The nearest whole number of something; 0 for what is negative or none.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "floating-point numbers saturate, and no count is beyond 2^64"
+)]
+#[must_use]
+pub fn rounded(n: f64) -> u64 {
+    n.round() as u64
+}
+
 /// 1234567 as `1,234,567`.
 pub fn thousands(n: u64) -> String {
     let digits = n.to_string();

@@ -193,7 +193,7 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
         Ok(()) | Err(SendError::Connection(_)) => {}
         Err(error) => return Err(error.into()),
     }
-    match way.next(&stream)? {
+    match way.next(&mut &stream)? {
         Frame { kind: Kind::Done, .. } => Ok(meter.end()),
         frame => {
             meter.clear();
@@ -216,7 +216,7 @@ fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
     })?;
     let mut meter = Meter::new();
     loop {
-        let frame = way.next(&stream)?;
+        let frame = way.next(&mut &stream)?;
         if frame.kind == Kind::Data {
             meter.add(frame.payload.len());
         }

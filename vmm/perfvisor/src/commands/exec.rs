@@ -1,15 +1,21 @@
 //! `perfvisor exec`: a command in a VM's guest, as if it ran here.
 
+use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use guest_agent::request::{Exec, Exit, Job, Terminal};
 use guest_agent::wire::{INPUT_WINDOW, Kind, write_frame};
 use perf_core::error_line;
+use perfvisor_vmm::console::{Escape, Key};
 use ratatui::crossterm::terminal;
 
 use super::guest::{GuestError, Way};
@@ -25,9 +31,17 @@ const SIZE_LOOKS: u32 = 10;
 /// What a shell says of a program whose reader has gone (SIGPIPE).
 const READER_GONE: u8 = 141;
 
+/// Stop signals that end this program, whatever the guest does.
+const MOST_SIGNALS: usize = 3;
+/// The time in which they must come.
+const IMPATIENCE: Duration = Duration::from_secs(5);
+
 const EXIT_STATUS_HELP: &str = "\
 Exit status: the command's; 128 and the number of the signal that ended it; 2 if it could not be started; 8 if
-the VM or its agent was lost while it ran.";
+the VM or its agent was lost while it ran, or was left.
+
+SIGINT, SIGTERM and SIGHUP go to the command. Three of them within 5 seconds leave it, whatever the guest does;
+with -t so does Ctrl-A x (Ctrl-A Ctrl-A sends one Ctrl-A). A command that is left gets SIGHUP.";
 
 /// `perfvisor exec`.
 #[derive(Clone, Debug, Args)]
@@ -138,7 +152,6 @@ fn send(out: &Out, kind: Kind, payload: &[u8]) -> io::Result<()> {
 /// # Errors
 /// [`ExecError`].
 pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let way = Way {
         name: args.name.clone(),
         socket: args.socket.clone(),
@@ -154,20 +167,36 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
         cwd: args.directory.clone(),
         terminal: args.terminal.then(size),
     }))?;
+    // Before there is a command, they end this program as any other.
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let raw = if args.terminal {
         Raw::enter().map_err(ExecError::Terminal)?
     } else {
         None
     };
-    let copy = stream.try_clone().map_err(|error| lost(&way, error))?;
-    let out: Out = Arc::new(Mutex::new(copy));
+    let copy = || stream.try_clone().map_err(|error| lost(&way, error));
+    let out: Out = Arc::new(Mutex::new(copy()?));
+    let exit = Arc::new(WayOut {
+        stream: copy()?,
+        taken: AtomicBool::new(false),
+    });
     let window = Arc::new(Window::default());
     // These end with the program.
     let (input_out, input_window) = (out.clone(), window.clone());
-    std::thread::spawn(move || forward_input(&input_out, &input_window));
+    let escape = raw.is_some().then(|| exit.clone());
+    std::thread::spawn(move || forward_input(&input_out, &input_window, escape.as_deref()));
     let follows_size = args.terminal;
-    std::thread::spawn(move || forward_signals(&out, &signals, follows_size));
-    let status = serve(&way, &stream, &window);
+    let (signals_exit, (words, to_send)) = (exit.clone(), mpsc::channel());
+    std::thread::spawn(move || forward_signals(&words, &signals, follows_size, &signals_exit));
+    // Apart, because an agent that reads nothing holds it up.
+    std::thread::spawn(move || {
+        for (kind, payload) in to_send {
+            if send(&out, kind, &payload).is_err() {
+                return;
+            }
+        }
+    });
+    let status = serve(&way, &stream, &window, &exit);
     drop(raw);
     status
 }
@@ -177,11 +206,33 @@ fn lost(way: &Way, error: io::Error) -> GuestError {
     GuestError::Wire { name, source }
 }
 
+/// How to leave while the command runs: the connection ends, and with it all that waits for it.
+struct WayOut {
+    stream: UnixStream,
+    taken: AtomicBool,
+}
+
+impl WayOut {
+    fn take(&self) {
+        self.taken.store(true, Ordering::SeqCst);
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
 /// Prints what comes until the command has ended.
-fn serve(way: &Way, stream: &UnixStream, window: &Window) -> Result<ExitStatus, ExecError> {
+fn serve(
+    way: &Way,
+    mut stream: &UnixStream,
+    window: &Window,
+    exit: &WayOut,
+) -> Result<ExitStatus, ExecError> {
     loop {
-        let frame = match way.next(stream) {
+        let frame = match way.next(&mut stream) {
             Ok(frame) => frame,
+            Err(_) if exit.taken.load(Ordering::SeqCst) => {
+                say("perfvisor: left; the command in the guest gets SIGHUP\r\n");
+                return Ok(ExitStatus::Internal);
+            }
             Err(error) => {
                 // The command ran: that is no bad input.
                 say(&format!("perfvisor: {}\r\n", error_line(&error)));
@@ -212,36 +263,67 @@ fn serve(way: &Way, stream: &UnixStream, window: &Window) -> Result<ExitStatus, 
     }
 }
 
-fn forward_input(out: &Out, window: &Window) {
+/// `escape`: standard input is a raw terminal, whose Ctrl-A x takes it.
+fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
     let mut buffer = vec![0; PIECE];
+    let mut keys = Escape::default();
     loop {
         let count = match io::stdin().read(&mut buffer) {
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(_) => 0,
         };
+        let mut piece = Cow::Borrowed(&buffer[..count]);
+        if let Some(exit) = escape {
+            let mut typed = Vec::with_capacity(count);
+            for &byte in &buffer[..count] {
+                match keys.feed(byte) {
+                    Key::Guest(byte) => typed.push(byte),
+                    Key::Nothing => {}
+                    Key::Quit => return exit.take(),
+                }
+            }
+            if typed.is_empty() && count > 0 {
+                continue;
+            }
+            piece = Cow::Owned(typed);
+        }
         // No more than PIECE.
-        window.take(u32::try_from(count).unwrap_or(0));
-        if send(out, Kind::Stdin, &buffer[..count]).is_err() || count == 0 {
+        window.take(u32::try_from(piece.len()).unwrap_or(0));
+        if send(out, Kind::Stdin, &piece).is_err() || count == 0 {
             return;
         }
     }
 }
 
-/// Signals of this program are the command's, and so are changes of the terminal's size.
-fn forward_signals(out: &Out, signals: &StopSignals, follows_size: bool) {
+/// Signals of this program are the command's, and so are changes of the terminal's size. Who sends signal
+/// after signal wants to leave.
+fn forward_signals(
+    words: &Sender<(Kind, Vec<u8>)>,
+    signals: &StopSignals,
+    follows_size: bool,
+    exit: &WayOut,
+) {
     let mut last = size();
+    let mut came: VecDeque<Instant> = VecDeque::new();
     for nap in 0_u32.. {
         std::thread::sleep(NAP);
         let signal = signals.take().and_then(|signal| u32::try_from(signal).ok());
-        if let Some(signal) = signal
-            && send(out, Kind::Signal, &signal.to_le_bytes()).is_err()
-        {
-            return;
+        if let Some(signal) = signal {
+            came.retain(|at| at.elapsed() < IMPATIENCE);
+            came.push_back(Instant::now());
+            if came.len() >= MOST_SIGNALS {
+                return exit.take();
+            }
+            if words.send((Kind::Signal, signal.to_le_bytes().to_vec())).is_err() {
+                return;
+            }
         }
         if follows_size && nap.is_multiple_of(SIZE_LOOKS) {
             let now = size();
-            if now != std::mem::replace(&mut last, now) && send(out, Kind::Resize, &now.to_bytes()).is_err() {
+            if now != std::mem::replace(&mut last, now)
+                && words.send((Kind::Resize, now.to_bytes().to_vec())).is_err()
+            {
                 return;
             }
         }

@@ -68,6 +68,29 @@ pub enum GuestError {
     TooLong,
 }
 
+/// A stream that is read until some time: who sends a byte now and then holds nobody up for ever.
+struct Until<'s> {
+    stream: &'s UnixStream,
+    end: Instant,
+}
+
+impl<'s> Until<'s> {
+    fn patience(stream: &'s UnixStream) -> Self {
+        let end = Instant::now() + PATIENCE;
+        Self { stream, end }
+    }
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        // No time at all would be no limit.
+        self.stream
+            .set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        self.stream.read(buffer)
+    }
+}
+
 /// How to find the agent.
 #[derive(Clone, Debug)]
 pub struct Way {
@@ -87,13 +110,10 @@ impl Way {
     pub fn ask(&self, job: Job) -> Result<UnixStream, GuestError> {
         let until = self.wait.map(|wait| Instant::now() + wait);
         let stream = loop {
-            match (self.connect(), until) {
+            // Whatever lacks may come: the VM itself, its sockets, the guest's kernel, the agent.
+            match (self.connect(until), until) {
                 (Ok(stream), _) => break stream,
-                (Err(GuestError::NoAgent(_) | GuestError::NoAnswer(_)), Some(until))
-                    if Instant::now() < until =>
-                {
-                    std::thread::sleep(10 * NAP);
-                }
+                (Err(_), Some(until)) if Instant::now() < until => std::thread::sleep(10 * NAP),
                 (Err(error), _) => return Err(error),
             }
         };
@@ -103,7 +123,7 @@ impl Way {
             io::ErrorKind::InvalidInput => GuestError::TooLong,
             _ => self.wire(error.into()),
         })?;
-        match self.next(&stream)? {
+        match self.next(&mut Until::patience(&stream))? {
             Frame {
                 kind: Kind::Accepted, ..
             } => {}
@@ -115,7 +135,8 @@ impl Way {
         Ok(stream)
     }
 
-    fn connect(&self) -> Result<UnixStream, GuestError> {
+    /// Connects to the agent, by `until` if that is sooner than patience ends.
+    fn connect(&self, until: Option<Instant>) -> Result<UnixStream, GuestError> {
         let path = match &self.socket {
             Some(path) => path.clone(),
             None => {
@@ -125,7 +146,6 @@ impl Way {
             }
         };
         let connected = UnixStream::connect(&path).and_then(|stream| {
-            stream.set_read_timeout(Some(PATIENCE))?;
             (&stream).write_all(format!("CONNECT {PORT}\n").as_bytes())?;
             Ok(stream)
         });
@@ -134,10 +154,12 @@ impl Way {
             Err(_) if self.socket.is_none() => return Err(GuestError::NoVsock(self.name.clone())),
             Err(source) => return Err(GuestError::Socket { path, source }),
         };
+        let mut reader = Until::patience(&stream);
+        reader.end = until.map_or(reader.end, |until| until.min(reader.end));
         let mut line = Vec::new();
         loop {
             let mut byte = [0];
-            match (&stream).read(&mut byte) {
+            match reader.read(&mut byte) {
                 Ok(1) if byte == *b"\n" => break,
                 Ok(1) if line.len() < 64 => line.extend(byte),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -158,8 +180,8 @@ impl Way {
     ///
     /// # Errors
     /// The connection ended.
-    pub fn next(&self, mut stream: &UnixStream) -> Result<Frame, GuestError> {
-        match read_frame(&mut stream) {
+    pub fn next(&self, stream: &mut impl Read) -> Result<Frame, GuestError> {
+        match read_frame(stream) {
             Ok(Some(frame)) => Ok(frame),
             Ok(None) => Err(self.wire(io::Error::from(io::ErrorKind::UnexpectedEof).into())),
             Err(source) => Err(self.wire(source)),
@@ -179,5 +201,94 @@ impl Way {
     fn wire(&self, source: WireError) -> GuestError {
         let name = self.name.clone();
         GuestError::Wire { name, source }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::path::Path;
+
+    use guest_agent::request::Exec;
+
+    use super::*;
+
+    fn way(socket: &Path, wait: Duration) -> Way {
+        Way {
+            name: "vm".into(),
+            socket: Some(socket.into()),
+            wait: Some(wait),
+        }
+    }
+
+    fn job() -> Job {
+        Job::Exec(Exec {
+            argv: vec!["true".into()],
+            env: vec![],
+            cwd: None,
+            terminal: None,
+        })
+    }
+
+    /// An agent that accepts whatever it is asked for.
+    fn accept(listener: &UnixListener) {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            line.extend(byte);
+        }
+        stream.write_all(b"OK 1\n").unwrap();
+        let request = read_frame(&mut stream).unwrap().unwrap();
+        assert_eq!(request.kind, Kind::Request);
+        write_frame(&mut stream, Kind::Accepted, &[]).unwrap();
+    }
+
+    /// A guest that is waited for need not be there yet, nor its VM.
+    #[test]
+    fn who_waits_may_come_before_the_vm() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("vsock");
+        let late = socket.clone();
+        let agent = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            accept(&UnixListener::bind(late).unwrap());
+        });
+        way(&socket, Duration::from_secs(600)).ask(job()).unwrap();
+        agent.join().unwrap();
+        let error = way(&dir.path().join("none"), Duration::from_millis(100)).ask(job());
+        assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
+    }
+
+    /// The time is that of the user: a kernel that says nothing is not waited for any longer.
+    #[test]
+    fn who_waits_a_moment_does_not_wait_for_a_silent_guest() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("vsock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let began = Instant::now();
+        let error = way(&socket, Duration::from_millis(300)).ask(job());
+        assert!(matches!(error, Err(GuestError::NoAnswer(_))), "{error:?}");
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+        drop(listener);
+    }
+
+    #[test]
+    fn a_byte_now_and_then_holds_nobody_up() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let drips = std::thread::spawn(move || {
+            while theirs.write_all(b"x").is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let mut reader = Until {
+            stream: &ours,
+            end: Instant::now() + Duration::from_millis(200),
+        };
+        let error = std::iter::from_fn(|| Some(reader.read_exact(&mut [0; 64]))).find_map(Result::err);
+        assert_eq!(error.unwrap().kind(), io::ErrorKind::WouldBlock);
+        drop(ours);
+        drips.join().unwrap();
     }
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code, missing_docs, reason = "each test program uses its part")]
 
 pub mod machine;
+pub mod operator;
 #[path = "../../../../perf-core/tests/common/skip.rs"]
 pub mod skip;
 pub mod vm;

@@ -25,7 +25,7 @@ const SHADOW_STI: u8 = 2;
 impl Stepper {
     /// Breakpoints on the gates of `vectors`, for one entry.
     pub(super) fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
-        self.watched.clear();
+        self.gates.watched.clear();
         let mut memory = Linear::new(&self.memory, state);
         let room = if self.alone {
             usize::MAX
@@ -35,31 +35,31 @@ impl Stepper {
             0
         };
         for &vector in vectors {
-            if self.watched.len() >= room {
+            if self.gates.watched.len() >= room {
                 break;
             }
             if let Some(handler) = memory.gate(vector)
                 && handler != state.regs.rip
-                && !self.watched.iter().any(|&(at, _)| at == handler)
+                && !self.gates.watched.iter().any(|&(at, _)| at == handler)
             {
-                self.watched.push((handler, vector));
+                self.gates.watched.push((handler, vector));
             }
         }
         if !self.alone {
-            for (slot, &(at, _)) in want.at.iter_mut().zip(&self.watched) {
+            for (slot, &(at, _)) in want.at.iter_mut().zip(&self.gates.watched) {
                 *slot = Some(at);
             }
             return;
         }
         // Both bytes in one page; a handler that begins with an RDPMC trap needs none.
-        for &(at, _) in self.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
+        for &(at, _) in self.gates.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
             if let Some(gpa) = memory.physical(at).map(GuestAddress)
                 && let Ok(there) = self.memory.get_slice(gpa, TRAP.len())
                 && let Ok(code) = there.read_obj::<[u8; 2]>(0)
                 && code != TRAP
                 && there.write_obj(TRAP, 0).is_ok()
             {
-                self.planted.push((gpa, code));
+                self.gates.planted.push((gpa, code));
             }
         }
     }

@@ -92,6 +92,68 @@ enum AfterKernel {
     Faults,
 }
 
+/// What is stepped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    /// Nothing: no counter asks for it.
+    Rest,
+    /// All that can be.
+    All,
+    /// CPL 1 to 3, which alone are counted; the guest's kernel runs freely.
+    UserOnly,
+}
+
+/// A step under way.
+#[derive(Clone, Copy, Debug)]
+struct Present {
+    /// Where it began.
+    before: CpuState,
+    /// The kind of its instruction.
+    ahead: Ahead,
+    /// The guest's kernel runs before its instruction does.
+    after_kernel: Option<AfterKernel>,
+}
+
+/// User code that cannot be stepped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unstepped {
+    /// None runs.
+    None,
+    /// The IRET is being stepped that leads there.
+    Entered {
+        /// Where to.
+        at: u64,
+    },
+    /// It runs, or ran until now.
+    Runs,
+}
+
+/// Breakpoints on gates, for one entry.
+#[derive(Debug)]
+struct Gates {
+    /// Handler and vector of each.
+    watched: Vec<(u64, u8)>,
+    /// Code that was replaced by an exit.
+    planted: Vec<(GuestAddress, [u8; 2])>,
+}
+
+impl Default for Gates {
+    fn default() -> Self {
+        Self {
+            watched: Vec::with_capacity(256),
+            planted: Vec::with_capacity(256),
+        }
+    }
+}
+
+impl Gates {
+    /// The vector whose handler begins at `rip`, if that is watched.
+    fn vector_at(&self, rip: u64) -> Option<u8> {
+        let gate = self.watched.iter().find(|&&(at, _)| at == rip);
+        gate.map(|&(_, vector)| vector)
+    }
+}
+
 /// Steps one vCPU.
 #[derive(Debug)]
 pub struct Stepper {
@@ -100,21 +162,12 @@ pub struct Stepper {
     host: Stepping,
     /// The only vCPU: guest memory may be changed for the length of one entry.
     alone: bool,
-    /// Stepping was on at the last entry.
-    on: bool,
-    /// Only CPL 1 to 3 are counted, and can be.
-    user_only: bool,
-    ahead: Ahead,
-    /// Where the present step began.
-    before: Option<CpuState>,
+    /// As of the last entry.
+    mode: Mode,
+    present: Option<Present>,
     /// The registers as the last stop found them, until something may have changed them.
     fresh: Option<State>,
-    /// The guest's kernel runs before the instruction of the present step does.
-    after_kernel: Option<AfterKernel>,
-    /// User code runs or ran unstepped since here.
-    gap: bool,
-    /// Where the IRET leads that is being stepped, out to user code that cannot be stepped.
-    outward: Option<u64>,
+    unstepped: Unstepped,
     /// A HLT was stepped.
     halted: bool,
     /// The number of steps before which the local APIC's timer is held back.
@@ -123,12 +176,10 @@ pub struct Stepper {
     walked: Option<u32>,
     /// Saved flags with our trap flag may be left in the guest.
     strays: bool,
-    /// Code replaced by an exit for this entry.
-    planted: Vec<(GuestAddress, [u8; 2])>,
-    /// Gates with a breakpoint for this entry: handler and vector.
-    watched: Vec<(u64, u8)>,
+    gates: Gates,
     tally: Tally,
-    warned_gap: bool,
+    /// It was said that user code is not counted.
+    said_unstepped: bool,
 }
 
 impl Stepper {
@@ -139,22 +190,17 @@ impl Stepper {
             memory,
             host,
             alone,
-            on: false,
-            user_only: false,
-            ahead: Ahead::Plain,
-            before: None,
+            mode: Mode::Rest,
+            present: None,
             fresh: None,
-            after_kernel: None,
-            gap: false,
-            outward: None,
+            unstepped: Unstepped::None,
             halted: false,
             timer_waits: 0,
             walked: None,
             strays: false,
-            planted: Vec::with_capacity(256),
-            watched: Vec::with_capacity(256),
+            gates: Gates::default(),
             tally: Tally::default(),
-            warned_gap: false,
+            said_unstepped: false,
         }
     }
 
@@ -179,7 +225,7 @@ impl Stepper {
     /// # Errors
     /// [`StepError`].
     pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<Step>, StepError> {
-        let Some(before) = self.before.filter(|_| self.on) else {
+        let Some(Present { before, .. }) = self.present.filter(|_| self.mode != Mode::Rest) else {
             return Ok(None);
         };
         let state = self.read(fd)?;
@@ -203,8 +249,11 @@ impl Stepper {
         if !levels.any() {
             return self.rest(fd, debug).map(|()| Prepared::Enter);
         }
-        self.on = true;
-        self.user_only = !levels.kernel && !self.emulated();
+        self.mode = if levels.kernel || self.emulated() {
+            Mode::All
+        } else {
+            Mode::UserOnly
+        };
         let state = match fresh {
             Some(state) => state,
             None => self.read(fd)?,
@@ -220,11 +269,10 @@ impl Stepper {
 
     /// Nothing is counted by steps.
     fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), StepError> {
-        if self.on {
-            self.on = false;
+        if self.mode != Mode::Rest {
+            self.mode = Mode::Rest;
             self.drop_step();
-            self.gap = false;
-            self.outward = None;
+            self.unstepped = Unstepped::None;
             self.halted = false;
         }
         self.walked = None;
@@ -244,7 +292,8 @@ impl Stepper {
     ) -> Result<Prepared, StepError> {
         if state.cpl() != 0 {
             self.drop_step();
-            if !std::mem::replace(&mut self.gap, true) {
+            if self.unstepped != Unstepped::Runs {
+                self.unstepped = Unstepped::Runs;
                 self.left_for_user(levels);
             }
         } else if !self.meter.in_step() && self.begin(state) == Ahead::Halt {
@@ -254,13 +303,15 @@ impl Stepper {
             step: true,
             ..Want::default()
         };
-        if state.cpl() == 0 && self.ahead == Ahead::InterruptReturn {
+        if state.cpl() == 0 && self.ahead() == Some(Ahead::InterruptReturn) {
             // Emulators have a way of their own out of a handler, without a stop behind it. Out to user code
             // there is no stop at all.
             let target = self.meter.known_target();
             let selector = Linear::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
             if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
-                self.outward = target;
+                if let Some(at) = target {
+                    self.unstepped = Unstepped::Entered { at };
+                }
                 self.left_for_user(levels);
             } else {
                 want.at[0] = target;
@@ -274,7 +325,7 @@ impl Stepper {
     fn left_for_user(&mut self, levels: SteppedLevels) {
         if levels.user {
             self.tally.unstepped += 1;
-            if !std::mem::replace(&mut self.warned_gap, true) {
+            if !std::mem::replace(&mut self.said_unstepped, true) {
                 log::warn!(
                     "user-mode code of the guest is not counted: this host's KVM cannot single-step it"
                 );
@@ -332,7 +383,7 @@ impl Stepper {
             step: true,
             ..Want::default()
         };
-        if let Ahead::Interrupt(vector) = self.ahead {
+        if let Some(Ahead::Interrupt(vector)) = self.ahead() {
             want.step = false;
             self.watch_gates(&state, &[vector, 13, 14, 12], debug, &mut want);
         } else {
@@ -353,8 +404,11 @@ impl Stepper {
         // What was begun will begin again after the handler, if it was not completed.
         let cpu = state.cpu();
         self.meter.begin(&cpu, &mut Nothing);
-        self.before = Some(cpu);
-        self.ahead = Ahead::Plain;
+        self.present = Some(Present {
+            before: cpu,
+            ahead: Ahead::Plain,
+            after_kernel: None,
+        });
         let mut want = Want::default();
         self.watch_gates(state, vectors, debug, &mut want);
         apply(fd, debug, want)?;
@@ -379,7 +433,7 @@ impl Stepper {
             };
             *walked += 1;
             let too_far = *walked > MOST_WALKED;
-            if self.before.is_some_and(|before| before.cpl != 0) {
+            if self.began_in_user() {
                 self.drop_step();
             }
             if !self.meter.in_step() {
@@ -390,7 +444,7 @@ impl Stepper {
                 self.drop_step();
                 return Ok(Prepared::Executed(Step::default()));
             }
-            if too_far || self.ahead == Ahead::Halt {
+            if too_far || self.ahead() == Some(Ahead::Halt) {
                 // Other code than ours is waited for. Whoever comes back to user code first is not known.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
                 self.tally.lost += u64::from(too_far);
@@ -406,7 +460,7 @@ impl Stepper {
             }
         } else {
             self.walked = None;
-            if self.before.is_some_and(|before| before.cpl == 0) {
+            if self.present.is_some_and(|step| step.before.cpl == 0) {
                 self.drop_step();
             }
             if !self.meter.in_step() {
@@ -416,7 +470,11 @@ impl Stepper {
                             return Ok(Prepared::Executed(step));
                         }
                     }
-                    Ahead::Unreadable => self.after_kernel = Some(AfterKernel::Faults),
+                    Ahead::Unreadable => {
+                        if let Some(step) = &mut self.present {
+                            step.after_kernel = Some(AfterKernel::Faults);
+                        }
+                    }
                     _ => {}
                 }
             }
@@ -429,7 +487,7 @@ impl Stepper {
     /// After every KVM_RUN, whatever it returned: guest memory is as the guest left it.
     #[inline]
     pub fn after_run(&mut self) {
-        for (at, code) in self.planted.drain(..).rev() {
+        for (at, code) in self.gates.planted.drain(..).rev() {
             // Still ours to replace only if nothing was written there meanwhile.
             if let Ok(there) = self.memory.get_slice(at, TRAP.len())
                 && there.read_obj::<[u8; 2]>(0).is_ok_and(|code| code == TRAP)
@@ -452,12 +510,12 @@ impl Stepper {
             state.regs.rflags,
             stop.exception,
             stop.dr6,
-            self.ahead
+            self.ahead()
         );
         if stop.exception == 3 {
             return Ok(None);
         }
-        if !self.on {
+        if self.mode == Mode::Rest {
             if !self.strays {
                 return Ok(None);
             }
@@ -480,13 +538,13 @@ impl Stepper {
     /// # Errors
     /// [`StepError`].
     pub fn trapped(&mut self, fd: &mut ArmedVcpu) -> Result<Option<Step>, StepError> {
-        if !self.on || self.watched.is_empty() {
+        if self.mode == Mode::Rest || self.gates.watched.is_empty() {
             return Ok(None);
         }
         let mut state = self.read(fd)?;
         let length = TRAP.len() as u64;
         let handler = state.regs.rip;
-        if !self.watched.iter().any(|&(at, _)| at == handler) {
+        if self.gates.vector_at(handler).is_none() {
             return Ok(None);
         }
         // KVM would step over the OUT on the next entry unless the vCPU has gone elsewhere.
@@ -502,7 +560,17 @@ impl Stepper {
 
     /// User code alone is counted and the guest is in its kernel.
     fn is_away(&self, state: &State) -> bool {
-        self.user_only && state.cpl() == 0 && self.before.is_some_and(|before| before.cpl != 0)
+        self.mode == Mode::UserOnly && state.cpl() == 0 && self.began_in_user()
+    }
+
+    /// The present step, if there is one, began at CPL 1 to 3.
+    fn began_in_user(&self) -> bool {
+        self.present.is_some_and(|step| step.before.cpl != 0)
+    }
+
+    /// The kind of the present step's instruction.
+    fn ahead(&self) -> Option<Ahead> {
+        self.present.map(|step| step.ahead)
     }
 
     fn read(&self, fd: &VcpuFd) -> Result<State, StepError> {
@@ -511,10 +579,13 @@ impl Stepper {
 
     fn begin(&mut self, state: &State) -> Ahead {
         let cpu = state.cpu();
-        self.before = Some(cpu);
-        self.after_kernel = None;
-        self.ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
-        self.ahead
+        let ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
+        self.present = Some(Present {
+            before: cpu,
+            ahead,
+            after_kernel: None,
+        });
+        ahead
     }
 
     /// The first bytes of the next instruction, if that many can be read.
@@ -528,24 +599,24 @@ impl Stepper {
 
     fn drop_step(&mut self) {
         self.meter.abandon();
-        self.before = None;
-        self.after_kernel = None;
+        self.present = None;
     }
 
     fn end(&mut self, state: &State) -> Step {
         let cpu = state.cpu();
         let mut memory = Linear::new(&self.memory, state);
-        if let Some(target) = self.outward.take() {
+        if let Unstepped::Entered { at } = self.unstepped {
+            self.unstepped = Unstepped::None;
             let out = CpuState {
-                rip: target,
+                rip: at,
                 cpl: 3,
                 ..cpu
             };
             let mut step = self.meter.end(&out, &mut memory);
-            self.before = None;
+            self.present = None;
             self.tally.steps += 1;
             if cpu.cpl != 0 {
-                self.gap = true;
+                self.unstepped = Unstepped::Runs;
                 return step;
             }
             self.meter.begin(&out, &mut Nothing);
@@ -560,39 +631,45 @@ impl Stepper {
             step.kernel.stores += back.kernel.stores;
             return step;
         }
-        if std::mem::take(&mut self.gap) {
+        if self.unstepped == Unstepped::Runs {
             if cpu.cpl != 0 {
-                self.gap = true;
                 return Step::default();
             }
+            self.unstepped = Unstepped::None;
             // Something led out of the user code. What, the meter finds out by where the vCPU is.
             self.meter.begin(&CpuState { cpl: 3, ..cpu }, &mut Nothing);
         }
-        let before = self.before.take();
-        let from_user = before.is_some_and(|before| before.cpl != 0);
-        let mut step = match (before, self.after_kernel.take()) {
-            (Some(mut before), Some(why)) if cpu.cpl != 0 => {
+        let from_user = self.began_in_user();
+        let present = self.present.take();
+        let mut step = match present {
+            Some(Present {
+                mut before,
+                after_kernel: Some(why),
+                ..
+            }) if cpu.cpl != 0 => {
                 if why == AfterKernel::Called {
                     before.gpr[0] = cpu.gpr[0];
                 }
                 self.meter.begin(&before, &mut memory);
                 self.meter.end(&cpu, &mut memory)
             }
-            (Some(called), _)
-                if from_user
-                    && cpu.cpl != 0
-                    && matches!(self.ahead, Ahead::SystemCall | Ahead::Interrupt(_)) =>
-            {
-                came_back(&mut self.meter, &called, &cpu, &mut memory)
-            }
+            Some(Present {
+                before: called,
+                ahead: Ahead::SystemCall | Ahead::Interrupt(_),
+                ..
+            }) if from_user && cpu.cpl != 0 => came_back(&mut self.meter, &called, &cpu, &mut memory),
             _ => self.meter.end(&cpu, &mut memory),
         };
-        self.watched.clear();
+        self.gates.watched.clear();
         self.tally.steps += 1;
         // The kernel's steps on the way to user code count nothing.
-        if step.lost && (from_user || !self.user_only) {
+        if step.lost && (from_user || self.mode != Mode::UserOnly) {
             self.tally.lost += 1;
-            log::debug!("lost track: {before:x?} led to {:#x} at CPL {}", cpu.rip, cpu.cpl);
+            log::debug!(
+                "lost track: {present:x?} led to {:#x} at CPL {}",
+                cpu.rip,
+                cpu.cpl
+            );
             step.user = Default::default();
         }
         step
@@ -610,16 +687,15 @@ impl Stepper {
         let mut memory = Linear::new(&self.memory, state);
         let bit = (RFLAGS_TF >> 8) as u8;
         let rsp = state.regs.rsp;
-        if let Some(&(_, vector)) = self.watched.iter().find(|&&(at, _)| at == state.regs.rip) {
+        if let Some(vector) = self.gates.vector_at(state.regs.rip) {
             // RIP, CS, RFLAGS, RSP, SS, below them an error code for some (SDM vol. 3 §6.14.2, table 6-1).
             let error_code = matches!(vector, 8 | 10..=14 | 17 | 21 | 29 | 30);
             let flags = rsp.wrapping_add(16 + if error_code { 8 } else { 0 });
             memory.clear_bits(flags.wrapping_add(1), bit);
-        } else if self.ahead == Ahead::Flags
-            && self
-                .before
-                .is_some_and(|before| before.gpr[4].wrapping_sub(rsp) < 9 && before.gpr[4] != rsp)
-        {
+        } else if self.present.is_some_and(|step| {
+            let old = step.before.gpr[4];
+            step.ahead == Ahead::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
+        }) {
             // PUSHF: the stack has grown.
             memory.clear_bits(rsp.wrapping_add(1), bit);
         }

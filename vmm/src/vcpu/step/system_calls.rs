@@ -5,7 +5,7 @@ use vpmu::exact::{CpuState, Step, StepMeter};
 
 use super::debug::{GuestDebug, Want};
 use super::state::{Linear, Nothing, State};
-use super::{AfterKernel, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply, failed};
+use super::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply, failed};
 
 /// EFER.SCE: SYSCALL and SYSRET exist.
 const EFER_SCE: u64 = 1;
@@ -74,9 +74,12 @@ impl Stepper {
         behind.rip = called.rip.wrapping_add(2);
         behind.gpr[1] = behind.rip;
         behind.gpr[11] = called.rflags;
-        self.ahead = self.meter.begin(&behind, &mut Linear::new(&self.memory, state));
-        self.before = Some(behind);
-        self.after_kernel = Some(AfterKernel::Called);
+        let ahead = self.meter.begin(&behind, &mut Linear::new(&self.memory, state));
+        self.present = Some(Present {
+            before: behind,
+            ahead,
+            after_kernel: Some(AfterKernel::Called),
+        });
         Ok(Some(step))
     }
 

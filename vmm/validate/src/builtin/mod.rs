@@ -14,6 +14,7 @@ use super::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
 use super::report::{Check, Row};
 use crate::host::Stop;
 use crate::host::{Host, Options};
+use crate::judge::whole;
 
 /// How often a measurement of time is taken before it counts as wrong: hosts have other things to do.
 const TRIES: u32 = 3;
@@ -126,7 +127,7 @@ impl Builtin<'_> {
         };
         // Long enough that what is around it, which varies, does not matter.
         let least_ms = guest.overhead_ns as f64 * OVERHEADS / 1e6;
-        Ok(((per_ms * least_ms.max(ms as f64)) as u64).max(1))
+        Ok(whole(per_ms * least_ms.max(ms as f64)).max(1))
     }
 
     /// CPU time of vCPU `cpu` in TSC ticks, as the host's kernel accounts it.
@@ -134,7 +135,7 @@ impl Builtin<'_> {
     fn cpu_ticks(&self, outcome: &Outcome, cpu: usize) -> u64 {
         let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
         let ns = ns.saturating_sub(outcome.overhead_ns);
-        (u128::from(ns) * u128::from(self.host.tsc_hz) / 1_000_000_000) as u64
+        self.host.ticks(ns)
     }
 }
 

@@ -5,7 +5,7 @@ use vpmu::ArchEvent;
 use super::{BOTH, Builtin, CPU_TIME, all_settled, selector};
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, Operator, Outcome};
-use crate::judge::{Evidence, Expected, Tolerance};
+use crate::judge::{Evidence, Expected, Tolerance, whole};
 use crate::report::{Check, Row};
 
 /// CPU time of the profiled work, in ms.
@@ -22,13 +22,10 @@ fn by_chance(all: u64, percent: u64) -> (Expected, &'static str) {
     let (all, share) = (all as f64, percent as f64 / 100.0);
     let slack = (0.05 * all).max(3.0 * (all * share * (1.0 - share)).sqrt());
     let expected = all * share;
-    let range = Tolerance::Range(
-        (expected - slack).max(0.0) as u64,
-        (expected + slack).ceil() as u64,
-    );
+    let range = Tolerance::Range(whole(expected - slack), whole((expected + slack).ceil()));
     (
         Expected {
-            value: expected.round() as u64,
+            value: whole(expected.round()),
             tolerance: range,
         },
         "the function's share of the work, within 5 points or three standard deviations",

@@ -7,7 +7,7 @@ use vpmu::ArchEvent;
 use super::{BOTH, Builtin, CPU_TIME, Counter, judged, selector, settled};
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, Operator};
-use crate::judge::{Evidence, Expected, Tolerance};
+use crate::judge::{Evidence, Expected, Tolerance, whole};
 use crate::report::{Check, Row};
 use control_api::request;
 
@@ -88,7 +88,7 @@ impl Turns {
             let off = estimate.value.abs_diff(self.all) as f64 / slack.max(1.0);
             let worst = Worst {
                 estimate: estimate.value,
-                slack: slack as u64,
+                slack: whole(slack),
                 running_ns: *running_ns,
             };
             Some((off, worst))

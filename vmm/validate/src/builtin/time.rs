@@ -7,7 +7,7 @@ use super::{
 };
 use crate::child::ChildError;
 use crate::guest::{Job, MeasuringGuest, OS, Operator, Outcome, USR};
-use crate::judge::{Expected, Tolerance};
+use crate::judge::{Expected, Tolerance, whole};
 use crate::report::{Check, KNOWN, Row};
 
 /// CPU time of a measurement, in ms.
@@ -97,7 +97,7 @@ impl Builtin<'_> {
             // The processor's clock is not the TSC: the host's own count of the same vCPU, enabled and
             // disabled around.
             let saw = outcome.operator.as_ref()?;
-            let reading = saw.reading(0, cpu as u32)?;
+            let reading = saw.reading(0, u32::try_from(cpu).ok()?)?;
             let tolerance = Tolerance::PercentAnd(percent, 20_000);
             let value = reading.estimate?;
             return Some((Expected { value, tolerance }, "the host's own event on the vCPU"));
@@ -214,7 +214,7 @@ impl Builtin<'_> {
         let Some([user, kernel, both]) = outcome.cpus.first().and_then(|cpu| cpu.c.get(..3)) else {
             return Ok(row.failed("the guest did not count it"));
         };
-        let slack = (*both as f64 * LEVEL_PERCENT / 100.0) as u64;
+        let slack = whole(*both as f64 * LEVEL_PERCENT / 100.0);
         let expected = Expected {
             value: if cpl == 3 { *both } else { 0 },
             tolerance: if on_host_pmu(backing) {

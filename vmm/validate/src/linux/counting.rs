@@ -4,7 +4,7 @@ use super::{Count, Done, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::builtin::on_host_pmu;
 use crate::child::ChildError;
 use crate::guest::Operator;
-use crate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked};
+use crate::judge::{Evidence, Expected, Tolerance, Verdict, judge_unbacked, whole};
 use crate::report::{Check, KNOWN, Row};
 use control_api::request;
 use perf_core::SharePolicy;
@@ -140,7 +140,7 @@ impl Linux<'_> {
         let (expected, basis) = if on_host_pmu(backing) && event == "cycles" {
             (own(), "the host's own event on the vCPU")
         } else {
-            let value = self.ticks(gate.cpu_ns);
+            let value = self.host.ticks(gate.cpu_ns);
             let tolerance = Tolerance::Percent(self.percent());
             (Some(Expected { value, tolerance }), GUEST_CPU_TIME)
         };
@@ -164,7 +164,7 @@ impl Linux<'_> {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0),
             expected: Some(Expected {
-                value: self.ticks(2_000_000_000) * IDLE_PERCENT / 100,
+                value: self.host.ticks(2_000_000_000) * IDLE_PERCENT / 100,
                 tolerance: Tolerance::AtMost,
             }),
         };
@@ -259,7 +259,7 @@ impl Linux<'_> {
             let counted = counts(&done.text);
             let value = |event| of(&counted, event).and_then(|count| count.value);
             let both = value("cycles").unwrap_or(0);
-            let slack = (both as f64 * LEVEL_PERCENT / 100.0) as u64;
+            let slack = whole(both as f64 * LEVEL_PERCENT / 100.0);
             for (event, expected) in [("cycles:u", both), ("cycles:k", 0)] {
                 let seen = Evidence {
                     guest: value(event),
@@ -312,7 +312,7 @@ impl Linux<'_> {
                 };
                 let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
                 let expected = (!on_host_pmu(backing)).then(|| Expected {
-                    value: self.ticks(ns),
+                    value: self.host.ticks(ns),
                     tolerance: Tolerance::Percent(self.percent()),
                 });
                 let operator = gate
@@ -453,7 +453,7 @@ impl Linux<'_> {
                 tolerance: Tolerance::Percent(2.0 * self.percent()),
             }),
             expected: (!on_host_pmu(backing)).then(|| Expected {
-                value: self.ticks(gate.cpu_ns),
+                value: self.host.ticks(gate.cpu_ns),
                 tolerance: Tolerance::Percent(self.percent()),
             }),
         };

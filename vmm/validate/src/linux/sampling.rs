@@ -4,7 +4,7 @@ use super::counting::settled;
 use super::{Linux, LinuxGuest};
 use crate::child::ChildError;
 use crate::guest::Operator;
-use crate::judge::{Evidence, Expected, Tolerance};
+use crate::judge::{Evidence, Expected, Tolerance, whole};
 use crate::report::{Check, Row};
 use control_api::protocol::VcpuView;
 
@@ -80,8 +80,8 @@ impl Linux<'_> {
                 guest: Some(hits),
                 host: None,
                 expected: Some(Expected {
-                    value: (of * share).round() as u64,
-                    tolerance: Tolerance::PercentAnd(0.0, slack as u64),
+                    value: whole((of * share).round()),
+                    tolerance: Tolerance::PercentAnd(0.0, whole(slack)),
                 }),
             };
             let row = row.judged(

@@ -26,7 +26,7 @@ const KEEP_EVERY: Duration = Duration::from_secs(1);
 /// Most different mappings.
 const MAX_MAPPINGS: usize = 1 << 16;
 /// Values from here up in a chain are markers.
-const CONTEXT_MAX: u64 = (-4095i64) as u64;
+const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 
 /// The file that is being written.
 pub(super) struct Recording {

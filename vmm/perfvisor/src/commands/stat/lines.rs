@@ -126,11 +126,10 @@ fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
         None => format!("{seconds:>18.9} seconds time elapsed"),
         Some(percent) => {
             let error = seconds * percent / 100.0;
-            let places = if error > 0.0 {
-                (2.0 - error.log10().floor()).clamp(2.0, 9.0) as usize
-            } else {
-                9
-            };
+            let places = (2..9)
+                .find(|&places| error * 10f64.powi(places) >= 100.0)
+                .unwrap_or(9);
+            let places = usize::try_from(places).unwrap_or(9);
             format!("{seconds:>18.places$} +- {error:.places$} seconds time elapsed  ( +-{percent:6.2}% )")
         }
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use control_api::events::format::{Counted, Doubt, Unit, mean_and_error};
+use control_api::events::format::{Counted, Doubt, Unit, mean_and_error, rounded};
 use control_api::protocol::{EventReading, Opened};
 
 /// What came out for an event, on one vCPU or on all.
@@ -160,7 +160,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
                 let (mean, error) = mean_and_error(&counts);
                 let n = values.len() as u64;
                 let counted = Counted::Value {
-                    count: mean.round() as u64,
+                    count: rounded(mean),
                     enabled_ns: values.iter().map(|v| v.1).sum::<u64>() / n,
                     running_ns: values.iter().map(|v| v.2).sum::<u64>() / n,
                 };

@@ -8,7 +8,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Row, Table};
 
-use control_api::events::format::thousands;
+use control_api::events::format::{rounded, thousands};
 use control_api::protocol::{VcpuView, VmInfo};
 
 /// Lines of symbols in the text.
@@ -281,7 +281,7 @@ impl Screen {
         let row = |v: &VcpuRow| {
             let cell = |at: usize| v.cells.get(at).copied().unwrap_or(Cell::NotSupported);
             let percent = |ns: f64| format!("{:.1}%", ns / 1e7);
-            let whole = |n: f64| thousands(n.round() as u64);
+            let whole = |n: f64| thousands(rounded(n));
             let cells = vec![
                 v.vcpu.to_string(),
                 cell(0).with(percent),

@@ -1,0 +1,219 @@
+//! The machine that the arguments of `run` ask for, as this host can have it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use perf_core::mux::MuxPolicy;
+use perf_core::pmu::host::HostProbe;
+use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, Generation, HostPmu, Model, Vendor};
+
+use super::RunError;
+use crate::cli::RunArgs;
+use perfvisor_vmm::boot::KernelSource;
+use perfvisor_vmm::kvm::cpuid;
+use perfvisor_vmm::kvm::host::Kvm;
+use perfvisor_vmm::kvm::own_pmu::OwnPmu;
+use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use perfvisor_vmm::memory::MemoryKind;
+use perfvisor_vmm::pmu::fit::{Fitted, fit};
+use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, backing};
+use perfvisor_vmm::rdpmc::RdpmcMode;
+use perfvisor_vmm::turns::MuxChoice;
+use perfvisor_vmm::vm::VmConfig;
+
+/// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
+/// needs.
+pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
+
+/// The guest's PMU, as this host can back it.
+struct Backed {
+    model: Model,
+    has_pmu: bool,
+    own: Option<OwnPmu>,
+    stepping: Stepping,
+    backability: Backability,
+}
+
+/// The machine. What is less than was asked for, or not what one would think, is said in the log.
+///
+/// # Errors
+/// [`RunError`]: what cannot be had here.
+pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<VmConfig, RunError> {
+    let free = probe.slots();
+    if args.reserve_counters > free.saturating_sub(1) {
+        let asked = args.reserve_counters;
+        return Err(RunError::Reserve { asked, free });
+    }
+    let backed = backed(args, kvm, probe)?;
+    let filter = match &args.pmu_filter {
+        Some(path) => EventFilter::from_file(path)?,
+        None => EventFilter::allow_all(),
+    };
+    let (mux, turn) = turns(args, kvm, probe, backed.has_pmu)?;
+    Ok(VmConfig {
+        kernel: match &args.kernel {
+            Some(path) => KernelSource::File(path.clone()),
+            None => KernelSource::Builtin(
+                args.builtin
+                    .map_or(guest_images::bare_metal::BUILTIN, |guest| guest.image),
+            ),
+        },
+        initrd: args.initrd.clone(),
+        cmdline: match (&args.cmdline, &args.kernel) {
+            (Some(line), _) => line.clone(),
+            (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
+            (None, None) => String::new(),
+        } + &words(args, probe, &backed),
+        cpus: args.cpus,
+        memory_bytes: args.memory,
+        memory_kind: MemoryKind {
+            // A back end in another process maps it.
+            shared: !args.share_dir.is_empty(),
+            huge_pages: args.hugepages,
+            prealloc: args.prealloc,
+        },
+        backability: backed.backability,
+        own_pmu: backed.own,
+        pmu: PmuConfig {
+            model: backed.model,
+            policy: args.backing,
+            filter: Arc::new(filter),
+            pmi_limit: match args.pmi_limit {
+                None => vpmu::DEFAULT_PMI_LIMIT,
+                Some(0) => u32::MAX,
+                Some(limit) => limit,
+            },
+            share: args.share,
+            mux,
+            turn,
+            stepping: backed.stepping,
+            limits: OperatorLimits {
+                sample_rate_hz: args.sample_limit,
+                ring_bytes: args.ring_memory,
+                reserved_slots: args.reserve_counters,
+            },
+        },
+        rdpmc: args.rdpmc,
+        hide_uncounted: args.hide_uncounted,
+        nested: args.nested,
+        on_reset: args.on_reset,
+        pins: args.pin.clone().unwrap_or_default(),
+        cpu_signature: args.cpu_signature,
+    })
+}
+
+fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunError> {
+    let policy = args.backing;
+    let width = args.pmu_width.map(u32::from);
+    let mut model = Model::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
+    let has_pmu = !matches!(model.generation(), Generation::Off(_));
+    if has_pmu {
+        backing::check_policy(policy, probe)?;
+    }
+    let own = if has_pmu && policy == BackingPolicy::Kvm {
+        let own = backing::check_own(kvm, probe, args.rdpmc, args.pmi_limit)?;
+        model = own.model(args.pmu, args.pmu_counters, width)?;
+        Some(own)
+    } else {
+        None
+    };
+    let Fitted {
+        model: fitted,
+        competition,
+    } = fit(
+        model,
+        args.pmu_counters.is_some(),
+        policy,
+        own.as_ref(),
+        &without_reserved(probe, args.reserve_counters),
+    );
+    if let Some(line) = competition {
+        log::warn!("{line}");
+    }
+    if has_pmu && policy == BackingPolicy::Auto && probe.hybrid {
+        log::warn!(
+            "cycles are counted by the clock: {}",
+            probe.no_slots_because.as_deref().unwrap_or_default()
+        );
+    }
+    let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
+    let stepping = if has_pmu && needs_debug {
+        stepping::probe(kvm)?
+    } else {
+        Stepping::default()
+    };
+    if has_pmu && policy == BackingPolicy::Exact {
+        backing::check_stepping(stepping, args.cpus.max())?;
+    }
+    let backability = match own {
+        Some(own) if fitted.vendor() == Vendor::Intel => own.events,
+        _ => {
+            let host = HostPmu::vendor(&mut cpuid::read_host);
+            backing::backability(policy, probe, fitted.vendor(), host)
+        }
+    };
+    // What KVM's own vPMU has is KVM's to say.
+    let model = match own {
+        Some(_) => fitted,
+        None => fitted.without_uncountable_slots(backability),
+    };
+    if model != fitted {
+        log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
+    }
+    Ok(Backed {
+        model,
+        has_pmu,
+        own,
+        stepping,
+        backability,
+    })
+}
+
+/// The host as the guest's counters find it when `reserved` counters are kept for events of the whole VM.
+fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
+    let mut probe = probe.clone();
+    probe.counters.general = probe.counters.general.saturating_sub(reserved);
+    probe
+}
+
+/// How events take turns, and how long a turn is if that is not a tick.
+fn turns(
+    args: &RunArgs,
+    kvm: &Kvm,
+    probe: &HostProbe,
+    has_pmu: bool,
+) -> Result<(MuxPolicy, Option<Duration>), RunError> {
+    match (args.mux, args.mux_turn) {
+        (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
+        (_, Some(turn)) => Ok((MuxPolicy::Adaptive, Some(turn))),
+        (choice, None) => Ok(choice.settle(kvm, probe, has_pmu)),
+    }
+}
+
+/// What the built-in guest is told of its PMU on its command line; nothing if another guest runs.
+fn words(args: &RunArgs, probe: &HostProbe, backed: &Backed) -> String {
+    if args.kernel.is_some() || !backed.has_pmu {
+        return String::new();
+    }
+    let has = |event| backed.backability.has(event);
+    let by_clock = match args.backing {
+        BackingPolicy::Clock => true,
+        BackingPolicy::Auto => probe.slots() == 0,
+        _ => false,
+    };
+    [
+        // What cannot be counted here is not supported, and no failure of the guest's test.
+        (
+            " no-user",
+            args.backing == BackingPolicy::Exact && !backed.stepping.user,
+        ),
+        // Cycles at the TSC's rate, which the test can hold them to.
+        (" clock", by_clock),
+        // CPUID tells that to Intel guests only.
+        (" has-instructions", has(ArchEvent::Instructions)),
+        (" has-branches", has(ArchEvent::Branches)),
+    ]
+    .into_iter()
+    .filter_map(|(word, holds)| holds.then_some(word))
+    .collect()
+}

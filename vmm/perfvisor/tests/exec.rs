@@ -1,0 +1,94 @@
+//! `perfvisor exec` beside a guest that does not do its part: whoever started it gets away.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use common::vm::PROGRAM;
+use guest_agent::wire::{Kind, read_frame, write_frame};
+
+fn exec(socket: &Path, words: &[&str]) -> Child {
+    Command::new(PROGRAM)
+        .args(["exec", "vm", "--socket"])
+        .arg(socket)
+        .args(words)
+        .args(["--", "sleep", "1000"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn signal(child: &Child, name: &str) {
+    let sent = Command::new("kill")
+        .args([name, &child.id().to_string()])
+        .status();
+    assert!(sent.unwrap().success());
+}
+
+/// What an agent does up to the command's start.
+fn accept(listener: &UnixListener) -> UnixStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    let mut byte = [0];
+    while byte != *b"\n" {
+        stream.read_exact(&mut byte).unwrap();
+    }
+    stream.write_all(b"OK 1\n").unwrap();
+    assert_eq!(read_frame(&mut stream).unwrap().unwrap().kind, Kind::Request);
+    write_frame(&mut stream, Kind::Accepted, &[]).unwrap();
+    stream
+}
+
+/// Before there is a command its signals are its own: nobody waits for a guest against his will.
+#[test]
+fn exec_ends_at_a_signal_while_it_waits_for_a_guest() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("vsock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    for (name, number) in [
+        ("-INT", libc::SIGINT),
+        ("-TERM", libc::SIGTERM),
+        ("-HUP", libc::SIGHUP),
+    ] {
+        let mut child = exec(&socket, &["--wait", "600"]);
+        // It has asked, and gets no answer.
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut [0; 8]).unwrap();
+        signal(&child, name);
+        assert_eq!(child.wait().unwrap().signal(), Some(number));
+    }
+}
+
+/// Signals go to the command. A guest that does nothing with them is left at the third.
+#[test]
+fn exec_can_be_left_whatever_the_guest_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("vsock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let mut child = exec(&socket, &[]);
+    let mut stream = accept(&listener);
+    // The end of its input: from now on signals are not its own.
+    let begun = read_frame(&mut stream).unwrap().unwrap();
+    assert_eq!((begun.kind, begun.payload.len()), (Kind::Stdin, 0));
+    let mut forwarded = 0;
+    // Three within five seconds leave it, and this machine may be slow.
+    for _ in 0..100 {
+        signal(&child, "-TERM");
+        let Some(frame) = read_frame(&mut stream).unwrap() else {
+            break;
+        };
+        let number = u32::try_from(libc::SIGTERM).unwrap().to_le_bytes();
+        assert_eq!((frame.kind, &frame.payload[..]), (Kind::Signal, &number[..]));
+        forwarded += 1;
+    }
+    assert!((2..100).contains(&forwarded), "{forwarded}");
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(8), "{said}");
+    assert!(said.contains("left") && said.lines().count() == 1, "{said}");
+}

@@ -1,0 +1,242 @@
+//! What an operator records of a running VM, with the real program and KVM.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use common::operator::TestVm;
+use common::vm::{PROGRAM, eventually};
+
+use guest_profile::export::symbolize::{Symbolizer, complete_chains};
+use guest_profile::export::{Profile, folded, reader, report};
+
+/// Functions that take 60, 30 and 10 % of the time are found to do so, with the chains that lead to them, and
+/// every output is made from the file. So it is when the vCPU is stopped for every sample, and when it is for
+/// few of them.
+#[test]
+fn a_recording_attributes_time_to_functions_and_chains() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    for chain_every in [1, 10] {
+        profile_of_the_spinning_guest(&vm, chain_every);
+    }
+}
+
+fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
+    let data = vm.vm.runtime.path().join("perf.data");
+    let file = data.to_str().unwrap();
+    vm.say(&[
+        "record",
+        "test",
+        "-F",
+        "1000",
+        "--chain-every",
+        &chain_every.to_string(),
+        "-d",
+        "3",
+        "-q",
+        "-o",
+        file,
+    ]);
+    let profile: Profile = reader::read_file(&data).unwrap();
+    let samples = profile.len();
+    assert!(samples > 200, "{samples} samples");
+    // Samples weigh as much as their periods, which differ where frequency was being adjusted: so many equal
+    // ones would be as certain (Kish's effective sample size).
+    let (sum, squares) = profile.samples().fold((0.0, 0.0), |(sum, squares), s| {
+        let w = s.period as f64;
+        (sum + w, squares + w * w)
+    });
+    let effective: f64 = sum * sum / squares;
+    let mut symbols = Symbolizer::new(&profile, None, None);
+    let table = report::tables(&profile, &mut symbols, &report::ReportOptions::default()).remove(0);
+    let share = |name: &str| -> f64 {
+        let rows = table
+            .rows
+            .iter()
+            .filter(|r| r.keys.iter().any(|k| k.ends_with(name)));
+        rows.map(|r| r.percent).sum()
+    };
+    let program = share("spin_hot") + share("spin_warm") + share("spin_cool");
+    for (name, percent) in [("spin_hot", 60.0), ("spin_warm", 30.0), ("spin_cool", 10.0f64)] {
+        let p = percent / 100.0;
+        // Three points, or four standard errors where a busy machine left few samples.
+        let tolerance = f64::max(3.0, 400.0 * (p * (1.0 - p) / effective).sqrt());
+        // Of the program's time: on a busy host the guest's kernel, which is emulated here, has some too.
+        let found = 100.0 * share(name) / program;
+        assert!(
+            (found - percent).abs() <= tolerance,
+            "{name}: {found:.2} % of {samples} samples"
+        );
+    }
+    let stacks = folded::stacks(&complete_chains(&profile, &mut symbols), &mut symbols, None);
+    let weight = |part: &str| -> u64 {
+        let found = stacks.iter().filter(|(stack, _)| stack.contains(part));
+        found.map(|(_, n)| n).sum()
+    };
+    // The caller is in the chain of all but the samples at the edges of a function. Few chains stand for many
+    // samples.
+    let percent = if chain_every == 1 { 97 } else { 80 };
+    for (function, chain) in [
+        ("spin_hot", "spin_chunk;spin_hot"),
+        ("spin_warm", "spin_chunk;spin_rest;spin_warm"),
+        ("spin_cool", "spin_chunk;spin_rest;spin_cool"),
+    ] {
+        let (all, with) = (weight(function), weight(chain));
+        assert!(with * 100 >= all * percent, "{chain}: {with} of {all}");
+    }
+
+    let text = vm.say(&["report", "-i", file, "--sort", "vcpu,sym"]);
+    assert!(text.contains("spin_hot") && text.contains("VCPU"), "{text}");
+    assert!(
+        vm.say(&["script", "-i", file])
+            .lines()
+            .any(|l| l.contains("spin_warm+"))
+    );
+    assert!(
+        vm.say(&["flamegraph", "-i", file, "--folded"])
+            .contains("spin_chunk;spin_hot ")
+    );
+    let svg = vm.say(&["flamegraph", "-i", file, "-o", "-"]);
+    assert!(svg.contains("<svg") && svg.contains("spin_hot"));
+    let packed = vm.vm.runtime.path().join("profile.pb.gz");
+    vm.say(&["pprof", "-i", file, "-o", packed.to_str().unwrap()]);
+    assert!(std::fs::read(&packed).unwrap().starts_with(&[0x1f, 0x8b]));
+}
+
+/// Sampling is on while a pipe says so, and each word is answered when it was followed.
+#[test]
+fn a_recording_is_switched_on_and_off_through_pipes() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let place = |name: &str| vm.vm.runtime.path().join(name);
+    let (ctl, ack, data) = (place("ctl"), place("ack"), place("perf.data"));
+    for path in [&ctl, &ack] {
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    }
+    let pipes = format!("fifo:{},{}", ctl.display(), ack.display());
+    let recorder = Command::new(PROGRAM)
+        .args([
+            "record",
+            "test",
+            "-q",
+            "-F",
+            "500",
+            "-D",
+            "-1",
+            "--control",
+            &pipes,
+        ])
+        .args(["-o", data.to_str().unwrap()])
+        .env("XDG_RUNTIME_DIR", vm.vm.runtime.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let both = |path| {
+        std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .unwrap()
+    };
+    let (mut ctl, mut ack) = (both(&ctl), both(&ack));
+    let mut say = |word: &str| {
+        ctl.write_all(word.as_bytes()).unwrap();
+        let mut answer = [0; 4];
+        ack.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"ack\n", "{word}");
+        perf_core::pmu::host::monotonic_ns()
+    };
+    let mut on = Vec::new();
+    for _ in 0..2 {
+        say("ping\n");
+        std::thread::sleep(Duration::from_millis(200));
+        let from = perf_core::pmu::host::monotonic_ns();
+        let used = vm.cpu_time();
+        say("enable\n");
+        // Samples are of the vCPU's time, of which a busy host gives it little.
+        while vm.cpu_time() - used < Duration::from_millis(300) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        on.push((from, say("disable\n")));
+    }
+    say("stop\n");
+    let out = recorder.wait_with_output().unwrap();
+    assert_eq!(
+        out.status.code(),
+        Some(0),
+        "{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    let profile: Profile = reader::read_file(&data).unwrap();
+    let times: Vec<u64> = profile.samples().map(|sample| sample.time_ns).collect();
+    // The file's clock began with the VM; what counts is how far apart samples are.
+    let first = *times.iter().min().unwrap();
+    let gap = on[1].0 - on[0].1;
+    let mut sorted = times.clone();
+    sorted.sort_unstable();
+    let widest = sorted.windows(2).map(|two| two[1] - two[0]).max().unwrap();
+    assert!(times.len() > 50, "{} samples", times.len());
+    assert!(widest >= gap, "{widest} ns without a sample, off for {gap}");
+    assert!(sorted[sorted.len() - 1] - first <= on[1].1 - on[0].0);
+    for (arguments, part) in [
+        (&["-D", "-1"][..], "--control"),
+        (&["--control", "fifo:/nowhere/x"], "/nowhere/x"),
+        (&["--control", "x"], "mkfifo"),
+        (&["-D", "-2"], "-2"),
+    ] {
+        let run = Command::new(PROGRAM)
+            .args(["record", "test"])
+            .args(arguments)
+            .env("XDG_RUNTIME_DIR", vm.vm.runtime.path())
+            .output()
+            .unwrap();
+        let err = String::from_utf8_lossy(&run.stderr);
+        assert_eq!(run.status.code(), Some(2), "{arguments:?}: {err}");
+        assert!(err.contains(part), "{err}");
+    }
+}
+
+/// A VM that ends while it is recorded leaves a whole file.
+#[test]
+fn a_recording_outlives_its_vm() {
+    let Some(mut vm) = TestVm::spinning(1) else { return };
+    let data = vm.vm.runtime.path().join("perf.data");
+    let recorder = Command::new(PROGRAM)
+        .args(["record", "test", "-q", "-o", data.to_str().unwrap()])
+        .env("XDG_RUNTIME_DIR", vm.vm.runtime.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    eventually("samples arrive", || {
+        std::fs::metadata(&data).is_ok_and(|m| m.len() > 8192)
+    });
+    vm.vm.child.kill().unwrap();
+    vm.vm.child.wait().unwrap();
+    let out = recorder.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(0));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("the VM ended"));
+    assert!(!reader::read_file(&data).unwrap().is_empty());
+}
+
+/// An empty file is no failure, a broken one is; neither is a panic.
+#[test]
+fn empty_and_broken_files_are_told_apart() {
+    let temp = tempfile::tempdir().unwrap();
+    let empty = temp.path().join("empty");
+    let broken = temp.path().join("broken");
+    std::fs::write(&empty, "").unwrap();
+    std::fs::write(&broken, "PERFILE2 and then nothing").unwrap();
+    for command in ["report", "script", "flamegraph", "pprof"] {
+        for (file, status) in [(&empty, 0), (&broken, 2)] {
+            let out = Command::new(PROGRAM)
+                .args([command, "-i", file.to_str().unwrap()])
+                .current_dir(temp.path())
+                .output()
+                .unwrap();
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(status), "{command}: {stderr}");
+            assert_eq!(stderr.trim_end().lines().count(), 1, "{command}: {stderr}");
+        }
+    }
+}

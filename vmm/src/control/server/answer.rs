@@ -1,0 +1,275 @@
+//! What the VM answers to each request.
+
+use std::io;
+use std::sync::Arc;
+
+use perf_core::{SharePolicy, UnknownSharePolicy, error_line};
+use serde::Serialize;
+use serde_json::Value;
+use vpmu::EventFilter;
+
+use super::{Connection, ControlServer, Done, FdSource};
+use crate::control::session::{EventSession, On, fail, role};
+use crate::pmu::VmPmu;
+use crate::vcpu::control::{RunState, StopReason};
+use crate::vcpu::roster::RosterError;
+use control_api::peer;
+use control_api::protocol::{Call, Failure, FailureKind, Generation, PROTOCOL, SymbolsInfo};
+
+impl ControlServer {
+    pub(super) fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
+        let vm = &self.vm;
+        match call {
+            Call::Hello { protocol } if protocol == PROTOCOL => {
+                connection.greeted = true;
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Hello { protocol } => fail(
+                FailureKind::Protocol,
+                format!(
+                    "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
+                ),
+            ),
+            Call::Status => value(vm.info(role(connection.uid))),
+            Call::Pause | Call::Resume => {
+                if !vm.control.set_paused(call == Call::Pause) {
+                    return fail(FailureKind::Invalid, "the VM has ended");
+                }
+                vm.roster.kicker().kick();
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Stop => {
+                vm.control.stop(StopReason::Operator);
+                vm.roster.kicker().kick();
+                value(vm.info(role(connection.uid)))
+            }
+            Call::Powerdown => self.powerdown(connection),
+            Call::Vcpus { count } => self.vcpus(connection, count),
+            Call::VcpuPlug => value(vm.vcpu_plug()),
+            Call::VcpusWithdraw => {
+                vm.roster.withdraw();
+                value(vm.vcpu_plug())
+            }
+            Call::Joined => value(
+                connection
+                    .events
+                    .as_mut()
+                    .map(EventSession::joined)
+                    .unwrap_or_default(),
+            ),
+            Call::Share { policy } => {
+                let policy = share_policy(&policy)?;
+                self.pmu()?.core().set_share(policy);
+                value(Value::Null)
+            }
+            Call::Filter { toml } => self.filter(&toml),
+            Call::Open {
+                events,
+                vcpus,
+                whole,
+                sampling,
+            } => {
+                let where_to = match (whole, &vcpus) {
+                    (true, None) if sampling.is_none() => On::Whole,
+                    (true, _) => {
+                        let why = "an event for the whole VM goes with neither vCPUs nor sampling";
+                        return fail(FailureKind::Invalid, why);
+                    }
+                    (false, Some(these)) => On::These(these),
+                    (false, None) => On::Each,
+                };
+                let session = self.session(connection)?;
+                value(session.open(&events, where_to, sampling)?)
+            }
+            Call::Enable | Call::Disable => {
+                if let Some(events) = &mut connection.events {
+                    events.set_enabled(call == Call::Enable);
+                }
+                value(Value::Null)
+            }
+            Call::Read => value(
+                connection
+                    .events
+                    .as_ref()
+                    .map(EventSession::read)
+                    .unwrap_or_default(),
+            ),
+            Call::Close => {
+                connection.events = None;
+                value(Value::Null)
+            }
+            Call::Ring { vcpu, pages } => {
+                let Some(events) = &mut connection.events else {
+                    return fail(FailureKind::Invalid, "no event is open");
+                };
+                let (info, ring) = events.ring(vcpu, pages)?;
+                Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
+            }
+            Call::HostRing { handle } => {
+                let (info, fd) = connection.opened()?.give_host_ring(handle)?;
+                Ok(Done::WithFd(to_value(info)?, FdSource::Event(fd)))
+            }
+            Call::Chains { handle, every } => {
+                connection.opened()?.take_chains(handle, every)?;
+                value(Value::Null)
+            }
+            Call::RingLosses => value(
+                connection
+                    .events
+                    .as_ref()
+                    .map(EventSession::losses)
+                    .unwrap_or_default(),
+            ),
+            Call::Kernel => self.kernel(),
+            Call::Symbols => self.symbols(),
+            Call::GuestView => {
+                self.pmu()?;
+                value(Generation {
+                    generation: vm.ask_views(),
+                })
+            }
+            Call::GuestViewResult { generation } => value(vm.views(generation)),
+        }
+    }
+
+    fn powerdown(&self, connection: &Connection) -> Result<Done, Failure> {
+        let vm = &self.vm;
+        if vm.control.state() != RunState::Running {
+            return fail(FailureKind::Invalid, "only a running VM hears its power button");
+        }
+        if !vm.bus.press_power_button() {
+            return fail(
+                FailureKind::Invalid,
+                "the guest does not listen to the power button (Linux does with its module `button`); ctl stop ends the VM without it",
+            );
+        }
+        value(vm.info(role(connection.uid)))
+    }
+
+    fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<Done, Failure> {
+        let come = self
+            .vm
+            .roster
+            .begin(count)
+            .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
+        // Who counts all vCPUs is there before the guest knows of them.
+        for vcpu in come.numbers() {
+            let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
+            for events in others.chain(connection.events.as_mut()) {
+                events.vcpu_came(vcpu.into());
+            }
+        }
+        self.vm.roster.show(come);
+        value(self.vm.vcpu_plug())
+    }
+
+    fn filter(&self, toml: &str) -> Result<Done, Failure> {
+        let pmu = self.pmu()?;
+        let filter = EventFilter::from_toml(toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
+        pmu.set_kvms_filter(&filter)
+            .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
+        let filter = Arc::new(filter);
+        pmu.set_filter(filter.clone());
+        for seat in self.vm.roster.taken() {
+            seat.mailbox().send_filter(filter.clone());
+        }
+        self.vm.deliver();
+        value(Value::Null)
+    }
+
+    /// The events of the connection; none yet if it has opened none.
+    fn session<'a>(&self, connection: &'a mut Connection) -> Result<&'a mut EventSession, Failure> {
+        let pmu = self.pmu()?.clone();
+        let (uid, roster) = (connection.uid, self.vm.roster.clone());
+        let new = || EventSession::new(pmu, uid, roster);
+        Ok(connection.events.get_or_insert_with(new))
+    }
+
+    /// What is known of the guest's kernel; a look at it begins if there was none yet.
+    fn kernel(&self) -> Result<Done, Failure> {
+        let vm = &self.vm;
+        let probe = self.pmu()?.probe();
+        if !vm.flat
+            && let Some(first) = vm.roster.taken().next()
+            && probe.begin_search()
+        {
+            first.mailbox().ask_kernel();
+            vm.deliver();
+        }
+        value(probe.kernel_info())
+    }
+
+    fn pmu(&self) -> Result<&Arc<VmPmu>, Failure> {
+        match &self.vm.pmu {
+            Some(pmu) => Ok(pmu),
+            None => fail(
+                FailureKind::Unsupported,
+                "this VM has no PMU and counts nothing; run it without --pmu off",
+            ),
+        }
+    }
+
+    fn symbols(&mut self) -> Result<Done, Failure> {
+        let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
+        let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
+        let loaded = self.vm.symbols.load_full();
+        let internal = |e: io::Error| Failure {
+            kind: FailureKind::Internal,
+            message: format!("symbols: {e}"),
+        };
+        let kept = self
+            .symbols
+            .take()
+            .filter(|(of_running, of, ..)| *of_running == running.is_some() && Arc::ptr_eq(of, &loaded));
+        let (of_running, _, info, text) = match kept {
+            Some(kept) => kept,
+            None => {
+                let (text, source) = match running {
+                    Some((symbols, slide)) => {
+                        let mut text = Vec::new();
+                        // Writing to a Vec does not fail.
+                        let _ = symbols.slid(slide).write_text(&mut text);
+                        (text, "guest memory".to_owned())
+                    }
+                    None => (self.vm.symbol_text(), self.vm.guest.clone()),
+                };
+                let info = SymbolsInfo {
+                    bytes: text.len() as u64,
+                    flat: self.vm.flat,
+                    source,
+                };
+                let file = peer::sealed_text("symbols", &text).map_err(internal)?;
+                (running.is_some(), loaded.clone(), info, file)
+            }
+        };
+        let file = peer::opened_again(&text).map_err(internal)?;
+        let value = to_value(&info)?;
+        self.symbols = Some((of_running, loaded, info, text));
+        Ok(Done::WithFd(value, FdSource::File(file)))
+    }
+}
+
+/// The kind of failure that a number of vCPUs was refused for.
+fn kind_of(error: &RosterError) -> FailureKind {
+    match error {
+        RosterError::Fixed(_) => FailureKind::Unsupported,
+        RosterError::OutOfRange { .. } | RosterError::NotRunning(_) | RosterError::Leaving(_) => {
+            FailureKind::Invalid
+        }
+        RosterError::Start(..) => FailureKind::Limit,
+        RosterError::State(..) | RosterError::Make(..) | RosterError::Slow(_) => FailureKind::Internal,
+    }
+}
+
+fn to_value(of: impl Serialize) -> Result<Value, Failure> {
+    serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, error_line(&e)))
+}
+
+fn value(of: impl Serialize) -> Result<Done, Failure> {
+    to_value(of).map(Done::Value)
+}
+
+fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
+    name.parse()
+        .or_else(|why: UnknownSharePolicy| fail(FailureKind::Invalid, format!("share: {why}")))
+}
