@@ -48,7 +48,7 @@ pub fn beat() -> io::Result<()> {
 }
 
 /// Keeps the calling thread on a processor.
-#[allow(unsafe_code)]
+#[expect(unsafe_code, reason = "calls of the system")]
 fn bind(processor: usize) -> io::Result<()> {
     // SAFETY: a cpu_set_t is an array of integers, for which all zeroes are valid; CPU_SET checks its bounds;
     // the call reads as many bytes as it is told and gets.
@@ -66,7 +66,7 @@ fn bind(processor: usize) -> io::Result<()> {
 
 /// Lets the calling thread run as soon as it is woken: for others the kernel may wait until its next tick,
 /// which may be what was lost.
-#[allow(unsafe_code)]
+#[expect(unsafe_code, reason = "calls of the system")]
 fn before_others() -> io::Result<()> {
     // SAFETY: a sched_param is integers, for which zero is valid; the call reads it.
     let result = unsafe {

@@ -1,25 +1,31 @@
 //! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/guide/lab.md`.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod initrd;
+mod link;
+
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Read as _, Write as _};
-use std::net::Shutdown;
+use std::io::{self, Read as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use guest_images::cpio::Archive;
 use guest_images::linux::{Images, KernelChoice};
 use guest_images::qemu::Qemu;
+use tempfile::TempDir;
 
 use crate::artefacts::{self, ArtefactError, Binaries};
 use crate::hang::Monitor;
 use crate::process::{Command, Control, Process, ProcessError, Progress, last_lines};
-use crate::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame, write_frame};
+use crate::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame};
+
+pub use initrd::refused_place;
+use initrd::write_initrd;
+use link::Link;
 
 /// How long the lab may take from QEMU's start to the agent's greeting. It takes about four seconds on an
 /// idle machine, and took 45 on one with nine times as much to do as it has processors.
@@ -173,153 +179,6 @@ impl Remains {
     }
 }
 
-/// The connection to the agent and everything that waits for an answer on it.
-struct Link {
-    stream: Mutex<UnixStream>,
-    next_id: AtomicU32,
-    waiting: Mutex<Waiting>,
-    answered: Condvar,
-}
-
-#[derive(Default)]
-struct Waiting {
-    processes: HashMap<u32, Arc<Progress>>,
-    transfers: HashMap<u32, Transfer>,
-    gone: Option<String>,
-}
-
-#[derive(Default)]
-struct Transfer {
-    data: Vec<u8>,
-    result: Option<Result<(), String>>,
-}
-
-impl Link {
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        write_frame(&mut *stream, kind, id, payload)
-    }
-
-    fn new_id(&self) -> u32 {
-        self.next_id.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Delivers what the agent sends until it hangs up.
-    fn receive(&self, mut stream: UnixStream, remains: &Remains) {
-        let reason = loop {
-            match read_frame(&mut stream) {
-                Ok(Some(frame)) => self.deliver(frame),
-                Ok(None) => break "it hung up".to_owned(),
-                Err(error) => break error.to_string(),
-            }
-        };
-        let reason = remains.obituary(&reason);
-        let mut waiting = self.waiting();
-        for (_, progress) in waiting.processes.drain() {
-            progress.lab_gone(reason.clone());
-        }
-        for transfer in waiting.transfers.values_mut() {
-            transfer.result.get_or_insert(Err(reason.clone()));
-        }
-        waiting.gone = Some(reason);
-        self.answered.notify_all();
-    }
-
-    fn deliver(&self, frame: Frame) {
-        let Frame { kind, id, payload } = frame;
-        let mut waiting = self.waiting();
-        match kind {
-            Kind::Stdout => {
-                if let Some(progress) = waiting.processes.get(&id) {
-                    progress.stdout(&payload);
-                }
-            }
-            Kind::Stderr => {
-                if let Some(progress) = waiting.processes.get(&id) {
-                    progress.stderr(&payload);
-                }
-            }
-            Kind::Used => {
-                if let (Some(progress), Ok(ticks)) = (waiting.processes.get(&id), payload.try_into()) {
-                    progress.used(u64::from_le_bytes(ticks));
-                }
-            }
-            Kind::Exit => {
-                let ended = serde_json::from_slice(&payload).unwrap_or(Ended {
-                    code: None,
-                    signal: None,
-                });
-                if let Some(progress) = waiting.processes.remove(&id) {
-                    progress.exited(ended);
-                }
-            }
-            Kind::Data => {
-                if let Some(transfer) = waiting.transfers.get_mut(&id) {
-                    transfer.data.extend_from_slice(&payload);
-                }
-            }
-            Kind::Done => {
-                if let Some(transfer) = waiting.transfers.get_mut(&id) {
-                    transfer.result = Some(Ok(()));
-                    self.answered.notify_all();
-                }
-            }
-            Kind::Failed => {
-                let message = String::from_utf8_lossy(&payload).into_owned();
-                if let Some(progress) = waiting.processes.remove(&id) {
-                    progress.not_started(message);
-                } else if let Some(transfer) = waiting.transfers.get_mut(&id) {
-                    transfer.result = Some(Err(message));
-                    self.answered.notify_all();
-                }
-            }
-            // Not for us; an agent that sends them is broken, and the waits have limits.
-            Kind::Hello | Kind::Start | Kind::Stdin | Kind::Signal | Kind::Create | Kind::Fetch => {}
-        }
-    }
-
-    fn start_transfer(&self) -> u32 {
-        let id = self.new_id();
-        let mut waiting = self.waiting();
-        let result = waiting.gone.clone().map(Err);
-        waiting.transfers.insert(
-            id,
-            Transfer {
-                data: Vec::new(),
-                result,
-            },
-        );
-        id
-    }
-
-    fn finish_transfer(&self, id: u32, path: &str) -> Result<Vec<u8>, LabError> {
-        let (mut waiting, timeout) = self
-            .answered
-            .wait_timeout_while(self.waiting(), TRANSFER_LIMIT, |waiting| {
-                waiting
-                    .transfers
-                    .get(&id)
-                    .is_some_and(|transfer| transfer.result.is_none())
-            })
-            .unwrap_or_else(PoisonError::into_inner);
-        let transfer = waiting.transfers.remove(&id).unwrap_or_default();
-        let error = |message: String| LabError::Transfer {
-            path: path.to_owned(),
-            message,
-        };
-        match transfer.result {
-            Some(Ok(())) => Ok(transfer.data),
-            Some(Err(message)) => Err(error(message)),
-            None if timeout.timed_out() => Err(error(format!("not done after {TRANSFER_LIMIT:?}"))),
-            None => Err(error("no answer".to_owned())),
-        }
-    }
-}
-
 impl Lab {
     /// Boots a lab with Perfvisor and the Linux guest in it, and waits until it answers. Once more where the
     /// emulator's own fault ended it (`is_emulators_fault`).
@@ -342,17 +201,7 @@ impl Lab {
         let host = artefacts::images_of(&options.kernel)?;
         let binaries = artefacts::binaries()?;
         let started = Instant::now();
-        let scratch = tempfile::tempdir().map_err(|source| LabError::File {
-            path: std::env::temp_dir(),
-            source,
-        })?;
-        let initrd = scratch.path().join("initrd");
-        write_initrd(&initrd, &host, artefacts::images()?, binaries, options).map_err(|source| {
-            LabError::File {
-                path: initrd.clone(),
-                source,
-            }
-        })?;
+        let (scratch, initrd) = make_initrd(&host, binaries, options)?;
         let socket = scratch.path().join("agent");
         let listener = UnixListener::bind(&socket).map_err(|source| LabError::File {
             path: socket.clone(),
@@ -436,12 +285,7 @@ impl Lab {
         let reader = stream
             .try_clone()
             .map_err(|error| boot_error(error.to_string()))?;
-        let link = Arc::new(Link {
-            stream: Mutex::new(stream),
-            next_id: AtomicU32::new(1),
-            waiting: Mutex::default(),
-            answered: Condvar::new(),
-        });
+        let link = Arc::new(Link::new(stream));
         let receiver = Arc::clone(&link);
         thread::spawn(move || receiver.receive(reader, &remains));
         Ok(Self {
@@ -456,7 +300,7 @@ impl Lab {
 
     /// Whether it has ended, by itself or not; nothing can be run in it any more.
     pub fn is_gone(&self) -> bool {
-        self.ending.has_come() || self.link.waiting().gone.is_some()
+        self.ending.has_come() || self.link.is_gone()
     }
 
     /// Whether it still does something when asked, within `limit`.
@@ -515,13 +359,7 @@ impl Lab {
             command: command.line(),
             message,
         };
-        {
-            let mut waiting = self.link.waiting();
-            if let Some(reason) = &waiting.gone {
-                return Err(gone(reason.clone()));
-            }
-            waiting.processes.insert(id, Arc::clone(&progress));
-        }
+        self.link.report_to(id, &progress).map_err(gone)?;
         let start = Start {
             argv: command.argv.clone(),
             env: command.env.clone(),
@@ -580,9 +418,7 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         // The agent reads the end of the stream, ends, and init powers the machine off.
-        let stream = self.link.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = stream.shutdown(Shutdown::Both);
-        drop(stream);
+        self.link.hang_up();
         self.ending.wait(Duration::from_secs(10));
     }
 }
@@ -667,100 +503,6 @@ fn command_line(
     command
 }
 
-/// The lab's own initrd with an archive appended that holds Perfvisor, the agent and the guest.
-fn write_initrd(
-    path: &Path,
-    host: &Images,
-    guest: &Images,
-    binaries: &Binaries,
-    options: &LabOptions,
-) -> io::Result<()> {
-    let mut out = BufWriter::new(File::create(path)?);
-    let mut append = |file: &Path| io::copy(&mut File::open(file)?, &mut out).map(drop);
-    append(&host.lab_initrd)?;
-    if options.perf {
-        append(&host.perf_cpio)?;
-    }
-    let mut archive = Archive::new(out);
-    // Directories of the archives before this one may come again: the kernel leaves those that are there as
-    // they are, but for their mode.
-    for directory in directories(&options.files) {
-        archive.directory(directory)?;
-    }
-    add(&mut archive, "bin/perfvisor", 0o755, &binaries.perfvisor)?;
-    add(&mut archive, "bin/lab-agent", 0o755, &binaries.lab_agent)?;
-    add(&mut archive, "bin/pvload", 0o755, &guest.pvload)?;
-    add(&mut archive, "guest/vmlinux", 0o644, &guest.vmlinux)?;
-    add(&mut archive, "guest/bzImage", 0o644, &guest.bz_image)?;
-    add(&mut archive, "guest/initrd", 0o644, &guest.initrd)?;
-    for kernel in &guest_images::bare_metal::GUESTS {
-        archive.file(&format!("guest/{}.elf", kernel.name), 0o644, kernel.image)?;
-    }
-    for (name, file) in &options.files {
-        let others = options.files.iter().map(|(other, _)| other.as_str());
-        if let Some(why) = refused_place(name, others) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
-        }
-        let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(file)?.permissions());
-        add(&mut archive, name, mode, file)?;
-    }
-    archive.finish()?.flush()
-}
-
-/// Directories of the lab that its init mounts something over, which hides what an initrd had there.
-const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
-
-/// Why a file cannot be at `place` in the lab, beside `others`, if it cannot.
-pub fn refused_place<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
-    let path = place.trim_start_matches('/');
-    let mut names = path.split('/');
-    if path.split('/').any(|name| ["", ".", ".."].contains(&name)) {
-        return Some(format!(
-            "{place:?} names no file: give a path without \".\", \"..\" and empty names"
-        ));
-    }
-    if let Some(first) = names.next()
-        && COVERED.contains(&first)
-        && names.next().is_some()
-    {
-        return Some(format!(
-            "{place}: the lab mounts a file system of its own over /{first}, which hides the file; choose another directory"
-        ));
-    }
-    let below = |lower: &str, upper: &str| {
-        lower
-            .strip_prefix(upper)
-            .is_some_and(|rest| rest.starts_with('/'))
-    };
-    let other = others.find(|other| {
-        let other = other.trim_start_matches('/');
-        below(path, other) || below(other, path)
-    })?;
-    Some(format!(
-        "{place} and {other}: one is a file and the other is below it"
-    ))
-}
-
-/// The directories that the lab's own files and `files` are in, each behind the one it is in: the kernel
-/// makes none for a file, and leaves the file out.
-fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
-    let mut directories = BTreeSet::from(["guest", "tests"]);
-    for (name, _) in files {
-        let name = name.trim_start_matches('/');
-        directories.extend(
-            name.match_indices('/')
-                .map(|(at, _)| name[..at].trim_end_matches('/')),
-        );
-    }
-    directories
-}
-
-fn add<W: io::Write>(archive: &mut Archive<W>, name: &str, mode: u32, file: &Path) -> io::Result<()> {
-    let data = fs::read(file)
-        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", file.display())))?;
-    archive.file(name, mode, &data)
-}
-
 /// Whether the lab whose console is in `log` ended because QEMU executed a translation of a breakpoint that
 /// the kernel had taken out again. Dropping such translations comes too late for the one that is found.
 fn is_emulators_fault(log: &Path) -> bool {
@@ -817,6 +559,22 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, String> {
     Ok(hello)
 }
 
+/// Writes the lab's initrd, in a directory that goes when what is returned does.
+fn make_initrd(
+    host: &Images,
+    binaries: &Binaries,
+    options: &LabOptions,
+) -> Result<(TempDir, PathBuf), LabError> {
+    let error = |path: &Path| {
+        let path = path.to_owned();
+        |source| LabError::File { path, source }
+    };
+    let scratch = tempfile::tempdir().map_err(error(&std::env::temp_dir()))?;
+    let initrd = scratch.path().join("initrd");
+    write_initrd(&initrd, host, artefacts::images()?, binaries, options).map_err(error(&initrd))?;
+    Ok((scratch, initrd))
+}
+
 /// Boots a lab with its console on this terminal, and waits until it ends.
 ///
 /// # Errors
@@ -824,17 +582,7 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, String> {
 pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
     let host = artefacts::images_of(&options.kernel)?;
     let binaries = artefacts::binaries()?;
-    let scratch = tempfile::tempdir().map_err(|source| LabError::File {
-        path: std::env::temp_dir(),
-        source,
-    })?;
-    let initrd = scratch.path().join("initrd");
-    write_initrd(&initrd, &host, artefacts::images()?, binaries, options).map_err(|source| {
-        LabError::File {
-            path: initrd.clone(),
-            source,
-        }
-    })?;
+    let (_scratch, initrd) = make_initrd(&host, binaries, options)?;
     let qemu = artefacts::qemu()?;
     let mut command = command_line(qemu, &host, &initrd, options, "lab.mode=shell");
     // Ctrl-C goes to the lab; Ctrl-A x ends QEMU.
@@ -843,37 +591,4 @@ pub fn interactive(options: &LabOptions) -> Result<(), LabError> {
     // QEMU warns once per processor feature that it does not emulate.
     command.stderr(Stdio::null());
     command.status().map_err(LabError::Start).map(drop)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_directory_of_a_file_is_made_before_it() {
-        let files = ["/new/deeper/x", "guest/y", "new/z"].map(|name| (name.to_owned(), PathBuf::new()));
-        let made: Vec<_> = directories(&files).into_iter().collect();
-        assert_eq!(made, ["guest", "new", "new/deeper", "tests"]);
-    }
-
-    #[test]
-    fn places_where_a_file_would_be_lost_are_refused() {
-        let refused = |place: &str| refused_place(place, ["guest/x", place].into_iter());
-        for place in ["bin/x", "/a/b/c", "x", "tmpfiles/x"] {
-            assert_eq!(refused(place), None);
-        }
-        for (place, word) in [
-            ("/tmp/x", "/tmp"),
-            ("dev/x", "/dev"),
-            ("", "no file"),
-            ("a/", "no file"),
-            ("a//b", "no file"),
-            ("../x", "no file"),
-            ("guest", "below"),
-            ("guest/x/y", "below"),
-        ] {
-            let why = refused(place).unwrap_or_else(|| panic!("{place:?} is not refused"));
-            assert!(why.contains(word) && why.lines().count() == 1, "{why}");
-        }
-    }
 }

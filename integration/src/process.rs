@@ -504,7 +504,7 @@ impl Control for Here {
         Ok(())
     }
 
-    #[allow(unsafe_code)]
+    #[expect(unsafe_code, reason = "calls of the system")]
     fn signal(&mut self, number: i32) {
         if self.pid > 0 {
             // SAFETY: kill(2) takes two integers and touches no memory of ours.

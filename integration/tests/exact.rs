@@ -218,3 +218,21 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     }
     run.expect_success();
 }
+
+/// On an Intel model CPUID says which of the architectural events are counted, and the kernel's tables the
+/// rest.
+#[test]
+fn perf_stat_in_an_intel_guest_shows_no_number_that_nobody_counted() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let run = LinuxGuest::new("exact-intel", "intel")
+        .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
+        .script("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n")
+        .args(["--backing", "exact", "--stats"])
+        .limit(LIMIT)
+        .run(&place)
+        .unwrap_or_else(|error| panic!("{error}"));
+    eprintln!("{}{:.1?}", run.section("stat"), run.elapsed);
+    let shown = judge_detail(run.section("stat"), &["cycles", "instructions", "branches"]);
+    assert!(shown.is_ok(), "{shown:?}\n{run}");
+    run.expect_success();
+}

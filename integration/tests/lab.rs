@@ -40,6 +40,21 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
     assert_eq!(output.stderr_text(), "err\n");
     assert_eq!(output.code(), Some(7));
 
+    // What this host can do is no news: nothing of it is an error.
+    let check = lab.start(&Command::new("perfvisor").args(["check"])).unwrap();
+    let output = check.wait(LIMIT).unwrap();
+    assert!(output.success(), "{}", output.stderr_text());
+    assert!(
+        output.stdout_text().contains("vhost-net               yes"),
+        "{}",
+        output.stdout_text()
+    );
+    assert!(
+        !output.stderr_text().contains("error:"),
+        "{}",
+        output.stderr_text()
+    );
+
     // Input, two processes at a time, and signals.
     let mut cat = lab.start(&Command::new("cat")).unwrap();
     let sleeper = lab.start(&Command::shell("echo ready; sleep 1000")).unwrap();

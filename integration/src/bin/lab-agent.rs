@@ -317,7 +317,7 @@ fn fetch(path: &str, id: u32, runner: &Runner) {
 }
 
 /// Signals a process group.
-#[allow(unsafe_code)]
+#[expect(unsafe_code, reason = "calls of the system")]
 fn signal(pid: i32, number: i32) {
     if pid > 0 {
         // SAFETY: kill(2) takes two integers and touches no memory of ours.

@@ -1,0 +1,188 @@
+//! The connection to the agent in the lab.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::{LabError, Remains, TRANSFER_LIMIT};
+use crate::process::Progress;
+use crate::wire::{Ended, Frame, Kind, read_frame, write_frame};
+
+/// The connection to the agent and everything that waits for an answer on it.
+pub(super) struct Link {
+    stream: Mutex<UnixStream>,
+    next_id: AtomicU32,
+    waiting: Mutex<Waiting>,
+    answered: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    processes: HashMap<u32, Arc<Progress>>,
+    transfers: HashMap<u32, Transfer>,
+    gone: Option<String>,
+}
+
+#[derive(Default)]
+struct Transfer {
+    data: Vec<u8>,
+    result: Option<Result<(), String>>,
+}
+
+impl Link {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Self {
+            stream: Mutex::new(stream),
+            next_id: AtomicU32::new(1),
+            waiting: Mutex::default(),
+            answered: Condvar::new(),
+        }
+    }
+
+    /// Whether the agent has hung up.
+    pub(super) fn is_gone(&self) -> bool {
+        self.waiting().gone.is_some()
+    }
+
+    /// What is sent of process `id` goes to `progress`; or why nothing will be sent any more.
+    pub(super) fn report_to(&self, id: u32, progress: &Arc<Progress>) -> Result<(), String> {
+        let mut waiting = self.waiting();
+        if let Some(reason) = &waiting.gone {
+            return Err(reason.clone());
+        }
+        waiting.processes.insert(id, Arc::clone(progress));
+        Ok(())
+    }
+
+    pub(super) fn hang_up(&self) {
+        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        write_frame(&mut *stream, kind, id, payload)
+    }
+
+    pub(super) fn new_id(&self) -> u32 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Delivers what the agent sends until it hangs up.
+    pub(super) fn receive(&self, mut stream: UnixStream, remains: &Remains) {
+        let reason = loop {
+            match read_frame(&mut stream) {
+                Ok(Some(frame)) => self.deliver(frame),
+                Ok(None) => break "it hung up".to_owned(),
+                Err(error) => break error.to_string(),
+            }
+        };
+        let reason = remains.obituary(&reason);
+        let mut waiting = self.waiting();
+        for (_, progress) in waiting.processes.drain() {
+            progress.lab_gone(reason.clone());
+        }
+        for transfer in waiting.transfers.values_mut() {
+            transfer.result.get_or_insert(Err(reason.clone()));
+        }
+        waiting.gone = Some(reason);
+        self.answered.notify_all();
+    }
+
+    fn deliver(&self, frame: Frame) {
+        let Frame { kind, id, payload } = frame;
+        let mut waiting = self.waiting();
+        match kind {
+            Kind::Stdout => {
+                if let Some(progress) = waiting.processes.get(&id) {
+                    progress.stdout(&payload);
+                }
+            }
+            Kind::Stderr => {
+                if let Some(progress) = waiting.processes.get(&id) {
+                    progress.stderr(&payload);
+                }
+            }
+            Kind::Used => {
+                if let (Some(progress), Ok(ticks)) = (waiting.processes.get(&id), payload.try_into()) {
+                    progress.used(u64::from_le_bytes(ticks));
+                }
+            }
+            Kind::Exit => {
+                let ended = serde_json::from_slice(&payload).unwrap_or(Ended {
+                    code: None,
+                    signal: None,
+                });
+                if let Some(progress) = waiting.processes.remove(&id) {
+                    progress.exited(ended);
+                }
+            }
+            Kind::Data => {
+                if let Some(transfer) = waiting.transfers.get_mut(&id) {
+                    transfer.data.extend_from_slice(&payload);
+                }
+            }
+            Kind::Done => {
+                if let Some(transfer) = waiting.transfers.get_mut(&id) {
+                    transfer.result = Some(Ok(()));
+                    self.answered.notify_all();
+                }
+            }
+            Kind::Failed => {
+                let message = String::from_utf8_lossy(&payload).into_owned();
+                if let Some(progress) = waiting.processes.remove(&id) {
+                    progress.not_started(message);
+                } else if let Some(transfer) = waiting.transfers.get_mut(&id) {
+                    transfer.result = Some(Err(message));
+                    self.answered.notify_all();
+                }
+            }
+            // Not for us; an agent that sends them is broken, and the waits have limits.
+            Kind::Hello | Kind::Start | Kind::Stdin | Kind::Signal | Kind::Create | Kind::Fetch => {}
+        }
+    }
+
+    pub(super) fn start_transfer(&self) -> u32 {
+        let id = self.new_id();
+        let mut waiting = self.waiting();
+        let result = waiting.gone.clone().map(Err);
+        waiting.transfers.insert(
+            id,
+            Transfer {
+                data: Vec::new(),
+                result,
+            },
+        );
+        id
+    }
+
+    pub(super) fn finish_transfer(&self, id: u32, path: &str) -> Result<Vec<u8>, LabError> {
+        let (mut waiting, timeout) = self
+            .answered
+            .wait_timeout_while(self.waiting(), TRANSFER_LIMIT, |waiting| {
+                waiting
+                    .transfers
+                    .get(&id)
+                    .is_some_and(|transfer| transfer.result.is_none())
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        let transfer = waiting.transfers.remove(&id).unwrap_or_default();
+        let error = |message: String| LabError::Transfer {
+            path: path.to_owned(),
+            message,
+        };
+        match transfer.result {
+            Some(Ok(())) => Ok(transfer.data),
+            Some(Err(message)) => Err(error(message)),
+            None if timeout.timed_out() => Err(error(format!("not done after {TRANSFER_LIMIT:?}"))),
+            None => Err(error("no answer".to_owned())),
+        }
+    }
+}
