@@ -82,15 +82,15 @@ fn serve(path: &str) -> io::Result<()> {
 /// migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// A virtual machine with a vCPU, and perf events, that do nothing for as long as the lab runs.
+/// Virtual machines with a vCPU each, and perf events, that do nothing for as long as the lab runs.
 ///
 /// The kernel patches its own code, its scheduler's among it, when the first VM, the first vCPU without a
-/// local APIC in the kernel or the first event comes, and when the last one goes. QEMU before 8.1 may then
-/// need all its translations afresh (docs/guide/lab.md). With these there is neither a first nor a last.
+/// local APIC in the kernel, with one that is switched off, or the first event comes, and when the last one
+/// goes. QEMU before 8.1 may then need all its translations afresh (docs/guide/lab.md). With these there is
+/// neither a first nor a last.
 struct InUse {
-    _vm: Option<VmFd>,
-    /// Without a local APIC in the kernel, and never run.
-    _vcpu: Option<VcpuFd>,
+    /// None of them ever runs.
+    _vms: Vec<(VmFd, VcpuFd)>,
     _events: Vec<Box<dyn PmuEvent>>,
 }
 
@@ -112,13 +112,33 @@ impl InUse {
             event.start(None).ok()?;
             Some(event)
         });
-        let vm = Kvm::new().and_then(|kvm| kvm.create_vm()).ok();
-        Self {
-            _vcpu: vm.as_ref().and_then(|vm| vm.create_vcpu(0).ok()),
-            _vm: vm,
-            _events: events.collect(),
-        }
+        let _events = events.collect();
+        let vms = [vm_without_apic(), vm_with_apic_off()].into_iter();
+        // A kernel without KVM is the tests' to find.
+        let _vms = vms.filter_map(Result::ok).collect();
+        Self { _vms, _events }
     }
+}
+
+/// A vCPU without a local APIC in the kernel (`kvm_has_noapic_vcpu`).
+fn vm_without_apic() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
+    let vm = Kvm::new()?.create_vm()?;
+    let vcpu = vm.create_vcpu(0)?;
+    Ok((vm, vcpu))
+}
+
+/// A vCPU whose local APIC is off in both ways: by its spurious-vector register, as after any reset
+/// (`apic_sw_disabled`), and by IA32_APIC_BASE (`apic_hw_disabled`; SDM volume 3A, "Enabling or Disabling the
+/// Local APIC").
+fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
+    const APIC_GLOBAL_ENABLE: u64 = 1 << 11;
+    let vm = Kvm::new()?.create_vm()?;
+    vm.create_irq_chip()?;
+    let vcpu = vm.create_vcpu(0)?;
+    let mut sregs = vcpu.get_sregs()?;
+    sregs.apic_base &= !APIC_GLOBAL_ENABLE;
+    vcpu.set_sregs(&sregs)?;
+    Ok((vm, vcpu))
 }
 
 /// A process the runner may still write to or signal.
