@@ -7,7 +7,7 @@ KERNEL ?= cloud
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 
 # What building, the lab and the tests need beyond a Rust toolchain.
-PACKAGES := gcc libc6-dev binutils qemu-system-x86
+PACKAGES := gcc libc6-dev binutils qemu-system-x86 qemu-utils
 APT_INSTALL := apt-get install -y --no-install-recommends -o Acquire::Retries=3 $(PACKAGES)
 
 .DEFAULT_GOAL := help
@@ -253,7 +253,7 @@ lab-files: setup
 .PHONY: setup
 setup:
 	@missing=; \
-	for tool in gcc ld qemu-system-x86_64; do \
+	for tool in gcc ld qemu-system-x86_64 qemu-img; do \
 		command -v $$tool >/dev/null || missing="$$missing $$tool"; \
 	done; \
 	[ -e /usr/lib/x86_64-linux-gnu/libc.a ] || missing="$$missing libc.a"; \

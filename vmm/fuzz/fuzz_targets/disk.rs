@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
 use virtio_devices::device::{ActiveQueue, Interrupt};
+use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::disk::image::Image;
 use virtio_devices::disk::request::Disk;
 use virtio_devices::serve::serve_queue;
@@ -20,7 +21,7 @@ const MEMORY_BYTES: usize = 1 << 18;
 fn image() -> Arc<Image> {
     let path = std::env::temp_dir().join(format!("perfvisor-fuzz-disk-{}", std::process::id()));
     std::fs::write(&path, [0x5A; 32 * 512]).expect("a file in the temporary directory");
-    let image = Image::open(&path, false).expect("it is a disk");
+    let image = Image::open(&DiskConfig::raw(&path)).expect("it is a disk");
     // It lives as long as it is open.
     let _ = std::fs::remove_file(&path);
     Arc::new(image)

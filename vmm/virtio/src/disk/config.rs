@@ -7,12 +7,52 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
 /// Longest serial number, in bytes (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
+/// Most images behind a qcow2 image.
+pub const MAX_BACKING: usize = 8;
+/// What may follow a disk's file.
+const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]";
+
+/// How an image holds the disk. It is never guessed: a guest writes what it likes to a raw disk, also what
+/// looks like another format, whose header names files of the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Format {
+    /// Byte for byte.
+    #[default]
+    Raw,
+    /// QEMU's, versions 2 and 3.
+    Qcow2,
+}
+
+impl FromStr for Format {
+    type Err = DiskConfigError;
+
+    fn from_str(text: &str) -> Result<Self, DiskConfigError> {
+        match text {
+            "raw" => Ok(Self::Raw),
+            "qcow2" => Ok(Self::Qcow2),
+            other => Err(DiskConfigError::Format(other.to_owned())),
+        }
+    }
+}
+
+/// An image that the one before it takes what it does not have from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backing {
+    /// The image.
+    pub path: PathBuf,
+    /// Its format.
+    pub format: Format,
+}
 
 /// A disk to be attached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskConfig {
     /// The image, or a block device of the host.
     pub path: PathBuf,
+    /// Its format.
+    pub format: Format,
+    /// The images behind it, the nearest first. What an image says itself about files opens none.
+    pub backing: Vec<Backing>,
     /// The guest cannot write it.
     pub read_only: bool,
     /// What the guest reads as its serial number.
@@ -23,19 +63,57 @@ pub struct DiskConfig {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiskConfigError {
     /// Nothing before the first comma.
-    #[error("a disk needs a file first: FILE[,ro][,serial=TEXT]")]
+    #[error("a disk needs a file first: FILE{WORDS}")]
     NoFile,
     /// A word that is none of ours.
-    #[error(
-        "'{0}' is not known: FILE may be followed by ,ro and ,serial=TEXT (a file's name cannot have a comma)"
-    )]
+    #[error("'{0}' is not known: FILE may be followed by {WORDS} (a file's name cannot have a comma)")]
     Unknown(String),
     /// A serial number that a guest cannot be told.
     #[error("serial={0}: a serial number has 1 to {MAX_SERIAL} letters, digits, '-', '_' and '.'")]
     Serial(String),
+    /// A format that we do not read.
+    #[error("'{0}' is no format: raw or qcow2; qemu-img convert makes one of them of others")]
+    Format(String),
+    /// Nothing behind `backing=`.
+    #[error("backing= needs a file")]
+    NoBacking,
+    /// The format of no image.
+    #[error("backing-format= belongs behind the backing=FILE that it is the format of")]
+    BackingFormat,
+    /// An image that has none.
+    #[error("backing={}: a raw image has no backing file; format=qcow2 behind the image's name says that it is one", .0.display())]
+    RawBacking(PathBuf),
+    /// More images than anybody needs, one behind the other.
+    #[error("more than {MAX_BACKING} backing files: qemu-img rebase or convert makes them fewer")]
+    Deep,
     /// The same word again.
     #[error("'{0}' is there twice")]
     Twice(&'static str),
+}
+
+impl DiskConfig {
+    /// A raw disk and nothing else said of it.
+    pub fn raw(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            format: Format::Raw,
+            backing: Vec::new(),
+            read_only: false,
+            serial: None,
+        }
+    }
+
+    /// Each image that may have one behind it is a qcow2 image.
+    fn check_backing(&self) -> Result<(), DiskConfigError> {
+        let mut format = self.format;
+        for backing in &self.backing {
+            if format == Format::Raw {
+                return Err(DiskConfigError::RawBacking(backing.path.clone()));
+            }
+            format = backing.format;
+        }
+        Ok(())
+    }
 }
 
 impl FromStr for DiskConfig {
@@ -44,11 +122,8 @@ impl FromStr for DiskConfig {
     fn from_str(text: &str) -> Result<Self, DiskConfigError> {
         let mut words = text.split(',');
         let path = words.next().filter(|path| !path.is_empty());
-        let mut config = Self {
-            path: path.ok_or(DiskConfigError::NoFile)?.into(),
-            read_only: false,
-            serial: None,
-        };
+        let mut config = Self::raw(path.ok_or(DiskConfigError::NoFile)?);
+        let (mut format, mut backing_format) = (None, None);
         for word in words {
             match word.split_once('=') {
                 None if word == "ro" => {
@@ -68,9 +143,36 @@ impl FromStr for DiskConfig {
                         return Err(DiskConfigError::Twice("serial"));
                     }
                 }
+                Some(("format", text)) => {
+                    if format.replace(text.parse()?).is_some() {
+                        return Err(DiskConfigError::Twice("format"));
+                    }
+                }
+                Some(("backing", path)) => {
+                    if path.is_empty() {
+                        return Err(DiskConfigError::NoBacking);
+                    }
+                    if config.backing.len() == MAX_BACKING {
+                        return Err(DiskConfigError::Deep);
+                    }
+                    backing_format = None;
+                    config.backing.push(Backing {
+                        path: path.into(),
+                        format: Format::Raw,
+                    });
+                }
+                Some(("backing-format", text)) => {
+                    let last = config.backing.last_mut().ok_or(DiskConfigError::BackingFormat)?;
+                    last.format = text.parse()?;
+                    if backing_format.replace(last.format).is_some() {
+                        return Err(DiskConfigError::Twice("backing-format"));
+                    }
+                }
                 _ => return Err(DiskConfigError::Unknown(word.to_owned())),
             }
         }
+        config.format = format.unwrap_or_default();
+        config.check_backing()?;
         Ok(config)
     }
 }
@@ -98,5 +200,54 @@ mod tests {
         assert!(error("a,serial=a b").contains("1 to 20"));
         assert!(error("a,ro,ro").contains("twice"));
         assert!(error("a,serial=1,serial=2").contains("twice"));
+        assert!(error("a,format=vmdk").contains("'vmdk' is no format"));
+        assert!(error("a,format=raw,format=qcow2").contains("'format' is there twice"));
+    }
+
+    /// Nothing but a word makes a qcow2 image of a file.
+    #[test]
+    fn an_image_is_raw_unless_a_word_says_otherwise() {
+        let format = |text: &str| text.parse::<DiskConfig>().unwrap().format;
+        assert_eq!(format("a.qcow2"), Format::Raw);
+        assert_eq!(format("a.img,format=raw"), Format::Raw);
+        assert_eq!(format("a.img,ro,format=qcow2"), Format::Qcow2);
+    }
+
+    #[test]
+    fn backing_files_are_named_one_by_one_with_their_formats() {
+        let text = "a,backing=b,backing-format=qcow2,format=qcow2,backing=c,ro";
+        let disk: DiskConfig = text.parse().unwrap();
+        let backing = |path: &str, format| Backing {
+            path: path.into(),
+            format,
+        };
+        assert_eq!(
+            disk.backing,
+            [backing("b", Format::Qcow2), backing("c", Format::Raw)]
+        );
+        assert!(disk.read_only);
+
+        let error = |text: &str| text.parse::<DiskConfig>().unwrap_err();
+        assert_eq!(
+            error("a,backing=b"),
+            DiskConfigError::RawBacking("b".into()),
+            "the image itself is raw"
+        );
+        assert_eq!(
+            error("a,format=qcow2,backing=b,backing=c"),
+            DiskConfigError::RawBacking("c".into()),
+            "the first behind it is raw"
+        );
+        assert_eq!(
+            error("a,format=qcow2,backing-format=raw"),
+            DiskConfigError::BackingFormat
+        );
+        assert_eq!(error("a,format=qcow2,backing="), DiskConfigError::NoBacking);
+        assert_eq!(
+            error("a,format=qcow2,backing=b,backing-format=raw,backing-format=qcow2"),
+            DiskConfigError::Twice("backing-format")
+        );
+        let deep = ",backing=b,backing-format=qcow2".repeat(MAX_BACKING + 1);
+        assert_eq!(error(&format!("a,format=qcow2{deep}")), DiskConfigError::Deep);
     }
 }

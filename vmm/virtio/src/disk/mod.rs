@@ -3,14 +3,20 @@
 //! | module | story |
 //! |---|---|
 //! | [`config`] | what a user writes behind `--disk` |
-//! | [`image`] | the image: opened, locked, read and written with guest memory in place |
+//! | [`image`] | the image, whatever its format |
+//! | [`open`] | its file: opened, and locked against others |
+//! | [`raw`] | a raw image: read and written with guest memory in place |
+//! | [`qcow2`] | a qcow2 image and those behind it |
 //! | [`request`] | a request, from its chain of descriptors to its status |
 //!
-//! Requests are served one after the other on the disk's thread. Nothing of a request's data is copied or
-//! kept by us: the kernel reads and writes guest memory.
+//! Requests are served one after the other on the disk's thread. Of a raw disk nothing of a request's data is
+//! copied or kept by us: the kernel reads and writes guest memory.
 
 pub mod config;
 pub mod image;
+pub mod open;
+pub mod qcow2;
+pub mod raw;
 pub mod request;
 
 #[cfg(test)]
@@ -31,7 +37,8 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
-use self::image::{Image, ImageError, SECTOR_BYTES};
+use self::image::{Image, ImageError};
+use self::open::SECTOR_BYTES;
 use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS};
 use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
 use crate::serve::{serve_queue, tell_of_driver};
@@ -64,7 +71,7 @@ impl Block {
     /// # Errors
     /// [`ImageError`].
     pub fn open(name: String, config: &DiskConfig) -> Result<Self, ImageError> {
-        let image = Image::open(&config.path, config.read_only)?;
+        let image = Image::open(config)?;
         let mut serial = [0; MAX_SERIAL];
         let text = config.serial.as_ref().unwrap_or(&name).as_bytes();
         let count = text.len().min(MAX_SERIAL);
@@ -81,7 +88,10 @@ impl Block {
 }
 
 /// What the driver reads of the disk.
-#[expect(clippy::cast_possible_truncation, reason = "small constants")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "small constants, and clusters of 2 MiB at most"
+)]
 fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
     let mut config = [0; CONFIG_BYTES];
     let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
@@ -93,8 +103,9 @@ fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
         put(at, &MAX_RANGE_SECTORS.to_le_bytes());
         put(at + 4, &(MAX_RANGES as u32).to_le_bytes());
     }
-    // Discards of any alignment; zeros may give the space back.
-    put(44, &1u32.to_le_bytes());
+    // What is smaller keeps its space. Zeros may give it back.
+    let discard = image.discard_bytes().unwrap_or(SECTOR_BYTES) / SECTOR_BYTES;
+    put(44, &(discard as u32).to_le_bytes());
     put(56, &[1]);
     config
 }
@@ -113,11 +124,16 @@ impl VirtioDevice for Block {
             | 1 << VIRTIO_BLK_F_SEG_MAX
             | 1 << VIRTIO_BLK_F_BLK_SIZE
             | 1 << VIRTIO_BLK_F_FLUSH;
+        let discard = self
+            .image
+            .discard_bytes()
+            .map_or(0, |_| 1 << VIRTIO_BLK_F_DISCARD);
         always
+            | discard
             | if self.image.read_only() {
                 1 << VIRTIO_BLK_F_RO
             } else {
-                1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES
+                1 << VIRTIO_BLK_F_WRITE_ZEROES
             }
     }
 
@@ -157,6 +173,12 @@ impl VirtioDevice for Block {
 
     fn reset(&mut self) {
         self.worker = None;
+        if let Err(error) = self.image.write_back()
+            && is_due(&self.said)
+        {
+            let why = error_line(&error);
+            log::warn!("{}: its image may lack what was written last: {why}", self.name);
+        }
     }
 }
 

@@ -12,7 +12,9 @@ use virtio_bindings::virtio_blk::{
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::config::MAX_SERIAL;
-use super::image::{Image, Piece, SECTOR_BYTES};
+use super::image::Image;
+use super::open::SECTOR_BYTES;
+use super::raw::Piece;
 use crate::serve::Chain;
 
 /// The most pieces of data in a request.

@@ -91,8 +91,12 @@ impl Rig {
 fn disk(path: &Path, read_only: bool) -> Disk {
     let mut serial = [0; MAX_SERIAL];
     serial[..5].copy_from_slice(b"disk7");
+    let config = DiskConfig {
+        read_only,
+        ..DiskConfig::raw(path)
+    };
     Disk {
-        image: Arc::new(Image::open(path, read_only).unwrap()),
+        image: Arc::new(Image::open(&config).unwrap()),
         serial,
         write_through: false,
     }

@@ -1,0 +1,166 @@
+//! A file of a disk: opened, looked at, and locked against others.
+#![expect(unsafe_code, reason = "fcntl")]
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+/// The unit of a disk's size and of its addresses, in bytes (virtio 1.2, 5.2.4).
+pub const SECTOR_BYTES: u64 = 512;
+
+/// Why a file of a disk cannot be had.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// It cannot be opened.
+    #[error("{} cannot be opened{}", path.display(), open_remedy(source, *read_only))]
+    Open {
+        /// The image.
+        path: PathBuf,
+        /// Whether it was to be read only.
+        read_only: bool,
+        /// What the host said.
+        #[source]
+        source: io::Error,
+    },
+    /// Neither a file nor a block device.
+    #[error("{} is {what}: a disk is a regular file or a block device", path.display())]
+    Kind {
+        /// The image.
+        path: PathBuf,
+        /// What it is.
+        what: &'static str,
+    },
+    /// Somebody else uses it.
+    #[error(
+        "{} is in use by {}: end it first, or give both the disk with ,ro",
+        path.display(),
+        by
+    )]
+    Locked {
+        /// The image.
+        path: PathBuf,
+        /// Who uses it.
+        by: String,
+    },
+    /// A call that should not fail.
+    #[error("{}: {what} failed", path.display())]
+    Call {
+        /// The image.
+        path: PathBuf,
+        /// Which.
+        what: &'static str,
+        /// What the host said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn open_remedy(source: &io::Error, read_only: bool) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound => "; truncate -s 8G FILE makes an empty disk",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem if !read_only => {
+            " to be written; ,ro behind its name attaches it to be read only"
+        }
+        _ => "",
+    }
+}
+
+/// The processes that have the file at `path` open, as far as this user may see.
+fn users(path: &Path) -> String {
+    let Ok(wanted) = path.metadata() else {
+        return "another program".into();
+    };
+    let mut users = Vec::new();
+    for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Ok(pid) = process.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        let files = std::fs::read_dir(process.path().join("fd"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let open = files
+            .filter_map(|file| std::fs::metadata(file.path()).ok())
+            .filter(|file| (file.dev(), file.ino()) == (wanted.dev(), wanted.ino()));
+        // The descriptor that could not be locked is ours, and open still.
+        let others = open.count() > usize::from(pid == std::process::id());
+        if others && pid == std::process::id() {
+            users.push("another --disk of this VM".to_owned());
+        } else if others {
+            let name = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+            users.push(format!("process {pid} ({})", name.trim()));
+        }
+    }
+    if users.is_empty() {
+        "another program".into()
+    } else {
+        users.join(", ")
+    }
+}
+
+/// Opens and locks the file at `path`: to be read only, or to be written by nobody else. Its size in bytes.
+///
+/// # Errors
+/// [`OpenError`]; the file is as it was.
+pub fn open(path: &Path, read_only: bool) -> Result<(File, u64), OpenError> {
+    let open = |source| OpenError::Open {
+        path: path.into(),
+        read_only,
+        source,
+    };
+    let call = |what| {
+        move |source| OpenError::Call {
+            path: path.into(),
+            what,
+            source,
+        }
+    };
+    // Looked at before it is opened: opening a pipe or a tape may wait, or do something.
+    let kind = path.metadata().map_err(open)?.file_type();
+    let what = match () {
+        () if kind.is_file() || kind.is_block_device() => None,
+        () if kind.is_dir() => Some("a directory"),
+        () if kind.is_char_device() => Some("a character device"),
+        () => Some("a pipe or socket"),
+    };
+    if let Some(what) = what {
+        let path = path.into();
+        return Err(OpenError::Kind { path, what });
+    }
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(!read_only)
+        .open(path)
+        .map_err(open)?;
+    if !lock(&file, read_only).map_err(call("locking"))? {
+        let by = users(path);
+        return Err(OpenError::Locked {
+            path: path.into(),
+            by,
+        });
+    }
+    let bytes = file.seek(SeekFrom::End(0)).map_err(call("seeking"))?;
+    Ok((file, bytes))
+}
+
+/// Locks the file against other open file descriptions, also in this process; whether that was possible.
+/// It is unlocked when it is closed, however the process ends.
+fn lock(file: &File, read_only: bool) -> io::Result<bool> {
+    let kind = if read_only { libc::F_RDLCK } else { libc::F_WRLCK };
+    // SAFETY: a plain C struct for which all zeros is a value: the whole file.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = i16::try_from(kind).map_err(io::Error::other)?;
+    // SAFETY: `lock` lives during the call, which only reads it.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+        _ => Err(error),
+    }
+}

@@ -1,0 +1,568 @@
+//! Images that qemu-img makes, read and written by us and judged by qemu-img.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+
+use perf_core::error_line;
+use tempfile::TempDir;
+use vm_memory::GuestAddress;
+
+use super::*;
+use crate::disk::config::DiskConfig;
+use crate::disk::image::{Image, ImageError};
+use crate::serve::testing::{BUFFERS, memory};
+
+/// Bytes of the disks here.
+const DISK: usize = 1 << 20;
+
+/// A directory for images, if there is a qemu-img to make them.
+fn directory() -> Option<TempDir> {
+    if Command::new("qemu-img").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: no qemu-img (Debian's package qemu-utils)");
+        return None;
+    }
+    Some(tempfile::tempdir().unwrap())
+}
+
+/// What qemu-img says, and its status.
+fn ask(dir: &Path, words: &str) -> (i32, String) {
+    let output = Command::new("qemu-img")
+        .args(words.split(' '))
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (
+        output.status.code().unwrap(),
+        String::from_utf8_lossy(&said).into_owned(),
+    )
+}
+
+fn qemu_img(dir: &Path, words: &str) {
+    let (status, said) = ask(dir, words);
+    assert_eq!(status, 0, "qemu-img {words}: {said}");
+}
+
+fn config(dir: &Path, words: &str) -> DiskConfig {
+    let (name, words) = words.split_once(',').unwrap_or((words, ""));
+    let comma = if words.is_empty() { "" } else { "," };
+    format!("{}/{name},format=qcow2{comma}{words}", dir.display())
+        .parse()
+        .unwrap()
+}
+
+fn open_image(dir: &Path, words: &str) -> Image {
+    Image::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
+}
+
+fn refusal(dir: &Path, words: &str) -> String {
+    let line = error_line(&Image::open(&config(dir, words)).unwrap_err());
+    assert!(!line.contains('\n'), "{line}");
+    line
+}
+
+fn read(image: &Image, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
+    let memory = memory();
+    // In two pieces, of which the first is odd.
+    let pieces = [
+        (GuestAddress(BUFFERS + 1), bytes / 3),
+        (GuestAddress(BUFFERS + 0x20_0000), bytes - bytes / 3),
+    ];
+    image.read(&memory, &pieces, at)?;
+    let mut data = vec![0; bytes];
+    let (first, second) = data.split_at_mut(bytes / 3);
+    memory.read_slice(first, pieces[0].0).unwrap();
+    memory.read_slice(second, pieces[1].0).unwrap();
+    Ok(data)
+}
+
+fn write(image: &Image, at: u64, data: &[u8]) -> io::Result<()> {
+    let memory = memory();
+    memory.write_slice(data, GuestAddress(BUFFERS + 3)).unwrap();
+    image.write(&memory, &[(GuestAddress(BUFFERS + 3), data.len())], at)
+}
+
+/// A disk's content: half of it zeros, the rest different everywhere.
+fn content(seed: u8) -> Vec<u8> {
+    (0..DISK)
+        .map(|at| match (at / 70_000) % 2 {
+            0 => 0,
+            _ => seed ^ u8::try_from((at * 31 + at / 512) % 251).unwrap(),
+        })
+        .collect()
+}
+
+/// The kinds of images that there are, by qemu-img's options.
+const KINDS: [&str; 9] = [
+    "-o compat=1.1",
+    "-o compat=0.10",
+    "-o cluster_size=512",
+    "-o cluster_size=4k,refcount_bits=1",
+    "-o cluster_size=2M,refcount_bits=64",
+    "-o lazy_refcounts=on",
+    "-o preallocation=metadata",
+    "-c",
+    "-c -o compat=0.10,cluster_size=16k",
+];
+
+fn make(dir: &Path, name: &str, kind: &str, content: &[u8]) {
+    std::fs::write(dir.join("raw"), content).unwrap();
+    qemu_img(dir, &format!("convert -f raw -O qcow2 {kind} raw {name}"));
+}
+
+#[test]
+fn each_kind_of_image_reads_as_it_was_made_and_is_written_as_qemu_reads_it() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    for kind in KINDS {
+        let mut model = content(0x11);
+        make(dir, "a.qcow2", kind, &model);
+        let image = open_image(dir, "a.qcow2");
+        assert_eq!(image.sectors() * 512, DISK as u64);
+        assert!(read(&image, 0, DISK).unwrap() == model, "{kind}");
+
+        // Over what is there and what is not, within and across clusters.
+        for (at, bytes) in [(512, 512), (69_632, 1024), (130_048, 90_112), (DISK - 512, 512)] {
+            let data: Vec<u8> = (0..bytes).map(|n| u8::try_from(n % 253).unwrap()).collect();
+            write(&image, at as u64, &data).unwrap();
+            model[at..at + bytes].copy_from_slice(&data);
+        }
+        for (at, bytes, unmap) in [
+            (4096, 140_288, true),
+            (300_032, 140_800, false),
+            // Within a cluster, to its end, and from within the last to the disk's.
+            (460_800, 512, true),
+            (461_824, 512, false),
+            (523_776, 512, true),
+            (DISK - 66_048, 66_048, false),
+        ] {
+            image.write_zeros(at as u64, bytes as u64, unmap).unwrap();
+            model[at..at + bytes].fill(0);
+        }
+        assert!(read(&image, 0, DISK).unwrap() == model, "{kind}");
+        image.flush().unwrap();
+        assert!(read(&image, 512, 512 * 3).unwrap() == model[512..2048], "{kind}");
+        drop(image);
+
+        let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
+        assert_eq!(status, 0, "{kind}: {said}");
+        qemu_img(dir, "convert -f qcow2 -O raw a.qcow2 back");
+        assert!(std::fs::read(dir.join("back")).unwrap() == model, "{kind}");
+    }
+}
+
+/// What the guest has flushed is there when the VM is killed, and what it has not may be; the image is
+/// whole, but for space that is lost.
+#[test]
+fn what_was_flushed_survives_a_vm_that_is_killed() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
+    let image = open_image(dir, "a.qcow2");
+    write(&image, 65_536, &[0x5A; 70_144]).unwrap();
+    image.flush().unwrap();
+    write(&image, 300_032, &[0xA5; 512]).unwrap();
+    std::fs::copy(dir.join("a.qcow2"), dir.join("b.qcow2")).unwrap();
+    drop(image);
+
+    let (status, said) = ask(dir, "check -f qcow2 b.qcow2");
+    assert!(matches!(status, 0 | 3), "no damage: {said}");
+    let image = open_image(dir, "b.qcow2,ro");
+    assert!(read(&image, 65_536, 70_144).unwrap().iter().all(|b| *b == 0x5A));
+    let unflushed = read(&image, 300_032, 512).unwrap();
+    assert!(unflushed.iter().all(|b| *b == 0 || *b == 0xA5));
+
+    // One that ends as it should leaves nothing behind.
+    let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
+    assert_eq!(status, 0, "{said}");
+}
+
+/// A reset of the device writes to the file what is known of the image.
+#[test]
+fn what_is_written_back_is_in_the_file() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
+    let image = open_image(dir, "a.qcow2");
+    write(&image, 0, &[0x5A; 512]).unwrap();
+    image.write_back().unwrap();
+    std::fs::copy(dir.join("a.qcow2"), dir.join("b.qcow2")).unwrap();
+    let (status, said) = ask(dir, "check -f qcow2 b.qcow2");
+    assert_eq!(status, 0, "{said}");
+    assert_eq!(read(&open_image(dir, "b.qcow2"), 0, 512).unwrap(), [0x5A; 512]);
+}
+
+#[test]
+fn discarded_space_is_free_again() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
+    let image = open_image(dir, "a.qcow2");
+    assert_eq!(image.discard_bytes(), Some(65_536));
+    let size = || std::fs::metadata(dir.join("a.qcow2")).unwrap().len();
+    for round in 0..8u8 {
+        write(&image, 0, &vec![round + 1; 524_288]).unwrap();
+        image.discard(0, 524_288).unwrap();
+        image.flush().unwrap();
+        assert!(read(&image, 0, 524_288).unwrap().iter().all(|b| *b == 0));
+    }
+    // Eight times the data would be 4 MiB.
+    assert!(size() < 2 << 20, "{}", size());
+    drop(image);
+    let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
+    assert_eq!(status, 0, "{said}");
+
+    qemu_img(dir, &format!("create -f qcow2 -o compat=0.10 old.qcow2 {DISK}"));
+    assert_eq!(open_image(dir, "old.qcow2").discard_bytes(), None);
+    assert_eq!(open_image(dir, "a.qcow2,ro").discard_bytes(), None);
+}
+
+#[test]
+fn snapshots_in_an_image_stay_as_they_are() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    let model = content(0x22);
+    make(dir, "a.qcow2", "-o compat=1.1", &model);
+    qemu_img(dir, "snapshot -c before a.qcow2");
+    let image = open_image(dir, "a.qcow2");
+    write(&image, 65_536, &[0x77; 131_072]).unwrap();
+    drop(image);
+    let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
+    assert_eq!(status, 0, "{said}");
+    qemu_img(
+        dir,
+        "convert -f qcow2 -l snapshot.name=before -O raw a.qcow2 back",
+    );
+    assert!(std::fs::read(dir.join("back")).unwrap() == model);
+}
+
+#[test]
+fn images_behind_it_are_read_and_never_written() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    let base = content(0x33);
+    std::fs::write(dir.join("base"), &base[..DISK / 2]).unwrap();
+    qemu_img(dir, &format!("create -f qcow2 -b base -F raw middle {DISK}"));
+    qemu_img(dir, &format!("create -f qcow2 -b middle -F qcow2 top {DISK}"));
+    let middle_before = std::fs::read(dir.join("middle")).unwrap();
+    let at = |name: &str| dir.join(name).display().to_string();
+    let words = format!(
+        "top,backing={},backing-format=qcow2,backing={}",
+        at("middle"),
+        at("base")
+    );
+    let image = open_image(dir, &words);
+    let mut model = base.clone();
+    model[DISK / 2..].fill(0);
+    assert!(read(&image, 0, DISK).unwrap() == model);
+    for place in [70_144, DISK / 2 - 512, DISK - 1024] {
+        write(&image, place as u64, &[0x44; 1024]).unwrap();
+        model[place..place + 1024].fill(0x44);
+    }
+    image.write_zeros(73_728, 66_048, true).unwrap();
+    model[73_728..73_728 + 66_048].fill(0);
+    assert!(read(&image, 0, DISK).unwrap() == model);
+
+    // Each of them is locked: nobody writes it meanwhile.
+    for behind in ["middle", "base"] {
+        let line = error_line(&Image::open(&DiskConfig::raw(dir.join(behind))).unwrap_err());
+        assert!(line.contains("in use by"), "{line}");
+    }
+    drop(image);
+    let (status, said) = ask(dir, "check -f qcow2 top");
+    assert_eq!(status, 0, "{said}");
+    qemu_img(dir, "convert -f qcow2 -O raw top back");
+    assert!(std::fs::read(dir.join("back")).unwrap() == model);
+    assert!(std::fs::read(dir.join("base")).unwrap() == base[..DISK / 2]);
+    assert!(std::fs::read(dir.join("middle")).unwrap() == middle_before);
+}
+
+/// An image of a stranger's that is based on a file of the host does not get to it: only words of the
+/// operator's name files.
+#[test]
+fn no_file_is_opened_because_an_image_says_so() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    std::fs::write(dir.join("secret"), [0x53; 4096]).unwrap();
+    std::fs::write(dir.join("named"), [0x4E; 4096]).unwrap();
+    qemu_img(dir, "create -f qcow2 -b secret -F raw evil.qcow2 4096");
+    let line = refusal(dir, "evil.qcow2");
+    assert!(
+        line.contains("is based on 'secret'") && line.contains("type backing=FILE"),
+        "{line}"
+    );
+    // What the operator names is used, whatever the image says.
+    let named = dir.join("named").display().to_string();
+    let image = open_image(dir, &format!("evil.qcow2,backing={named}"));
+    assert_eq!(read(&image, 0, 4096).unwrap(), [0x4E; 4096]);
+    drop(image);
+
+    // One image further.
+    qemu_img(dir, "create -f qcow2 -b evil.qcow2 -F qcow2 top.qcow2 4096");
+    let evil = dir.join("evil.qcow2").display().to_string();
+    let line = refusal(dir, &format!("top.qcow2,backing={evil},backing-format=qcow2"));
+    assert!(line.contains("is based on 'secret'"), "{line}");
+    // Taken as raw it leads nowhere, although it says that it is a qcow2 image.
+    let image = open_image(dir, &format!("top.qcow2,backing={evil}"));
+    assert_eq!(read(&image, 0, 4).unwrap(), b"QFI\xfb");
+    drop(image);
+
+    qemu_img(
+        dir,
+        "create -f qcow2 -o data_file=secret,data_file_raw=on data.qcow2 4096",
+    );
+    assert!(refusal(dir, "data.qcow2").contains("its data is in another file"));
+    qemu_img(dir, "create -f qcow2 plain.qcow2 4096");
+    let line = refusal(dir, &format!("plain.qcow2,backing={named}"));
+    assert!(line.contains("has no backing file"), "{line}");
+
+    // Raw, unless a word says otherwise: so a guest that writes a header to its raw disk gains nothing.
+    let file = std::fs::File::options().write(true).open(dir.join("evil.qcow2"));
+    file.unwrap().set_len(262_144).unwrap();
+    let image = Image::open(&DiskConfig::raw(dir.join("evil.qcow2"))).unwrap();
+    assert_eq!(read(&image, 0, 4).unwrap(), b"QFI\xfb");
+}
+
+#[test]
+fn what_cannot_be_read_is_told_with_a_remedy() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    let made = |options: &str, expected: &str| {
+        qemu_img(dir, &format!("create -q -f qcow2 {options} a.qcow2 1M"));
+        let line = refusal(dir, "a.qcow2");
+        assert!(line.contains(expected), "{options}: {line}");
+        assert!(line.contains("qemu-img"), "{options}: {line}");
+    };
+    made("-o compression_type=zstd", "compression is not zlib");
+    made("-o extended_l2=on", "extended L2 entries");
+    let taken = refusal(dir, "nowhere/a.qcow2");
+    assert!(taken.contains("cannot be opened"), "{taken}");
+}
+
+/// A byte of the header or of a table that is not what it was.
+#[test]
+fn a_damaged_or_short_image_is_refused_in_one_line() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    let refused = |what: &str, change: &dyn Fn(&std::fs::File), expected: &str| {
+        make(dir, "a.qcow2", "-o compat=1.1", &content(0x55));
+        let file = std::fs::File::options()
+            .write(true)
+            .open(dir.join("a.qcow2"))
+            .unwrap();
+        change(&file);
+        drop(file);
+        let line = refusal(dir, "a.qcow2");
+        assert!(line.contains(expected), "{what}: {line}");
+    };
+    let put = |at: u64, data: &[u8]| {
+        let data = data.to_vec();
+        move |file: &std::fs::File| file.write_all_at(&data, at).unwrap()
+    };
+    let cut = |bytes: u64| move |file: &std::fs::File| file.set_len(bytes).unwrap();
+    refused("empty", &cut(0), "it has 0 bytes");
+    refused("a part of a header", &cut(71), "it has 71 bytes");
+    refused("a header of version 2", &cut(72), "it has 72 bytes");
+    refused("a header alone", &cut(65_536), "it is short or damaged");
+    refused("magic", &put(0, b"KDMV"), "does not begin as one does");
+    refused("version", &put(4, &4u32.to_be_bytes()), "version 4");
+    refused("clusters", &put(20, &63u32.to_be_bytes()), "2^63 bytes");
+    refused("no clusters", &put(20, &8u32.to_be_bytes()), "2^8 bytes");
+    refused("no disk", &put(24, &[0; 8]), "a disk of 0 bytes");
+    refused("an odd disk", &put(31, &[1]), "a disk of 1048577 bytes");
+    refused(
+        "the largest disk",
+        &put(24, &[0xFF; 8]),
+        "a disk of 18446744073709551615",
+    );
+    refused(
+        "a large disk",
+        &put(24, &[0x10, 0, 0, 0, 0, 0, 0, 0]),
+        "asks for 2147483648",
+    );
+    refused(
+        "L1 entries",
+        &put(36, &u32::MAX.to_be_bytes()),
+        "has 4294967295 entries",
+    );
+    refused("no L1", &put(36, &[0; 4]), "has 0 entries");
+    refused(
+        "L1 place",
+        &put(40, &[0xFF; 8]),
+        "L1 table is at byte 18446744073709551615",
+    );
+    refused("L1 at the header", &put(40, &[0; 8]), "L1 table is at byte 0");
+    refused(
+        "refcount place",
+        &put(48, &(1u64 << 50).to_be_bytes()),
+        "refcount table is at byte",
+    );
+    refused(
+        "refcount size",
+        &put(56, &u32::MAX.to_be_bytes()),
+        "refcount table is at byte",
+    );
+    refused("no refcounts", &put(56, &[0; 4]), "refcount table is at byte");
+    refused("encrypted", &put(35, &[2]), "it is encrypted; qemu-img convert");
+    refused("dirty", &put(79, &[1]), "qemu-img check -r all");
+    refused("corrupt", &put(79, &[2]), "marked as corrupt");
+    refused("unknown", &put(72, &[0x80]), "0x8000000000000000");
+    refused("refcount width", &put(96, &7u32.to_be_bytes()), "2^7 bits");
+    refused(
+        "header length",
+        &put(100, &8u32.to_be_bytes()),
+        "is damaged; qemu-img check",
+    );
+    refused(
+        "name",
+        &put(8, &[0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 9]),
+        "is based on",
+    );
+    refused(
+        "long name",
+        &put(8, &[0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 4, 0]),
+        "name of its backing file",
+    );
+    refused(
+        "far name",
+        &put(8, &[0x7F, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 9]),
+        "name of its backing file",
+    );
+    // The tables of such an image: refcounts in cluster 1, L1 in 3.
+    refused(
+        "refcounts far away",
+        &put(65_536, &(1u64 << 40).to_be_bytes()),
+        "entry 0 of its refcount table",
+    );
+    let twice = [131_072u64.to_be_bytes(), 131_072u64.to_be_bytes()].concat();
+    refused(
+        "refcounts in a loop",
+        &put(65_536, &twice),
+        "entry 1 of its refcount table",
+    );
+    refused(
+        "L2 far away",
+        &put(196_608, &(1u64 << 40).to_be_bytes()),
+        "entry 0 of its L1 table",
+    );
+}
+
+/// What tables say that are looked at later is an error of the disk at most, and the file stays the only one
+/// that is touched.
+#[test]
+fn nonsense_in_the_tables_ends_requests_and_nothing_else() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    make(dir, "good", "-o cluster_size=512", &content(0x66));
+    let good = std::fs::read(dir.join("good")).unwrap();
+    let mut random = 0x9E37_79B9_7F4A_7C15u64;
+    let mut next = move || {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        usize::try_from(random >> 8).unwrap()
+    };
+    let (mut opened, mut failed) = (0, 0);
+    for _ in 0..150 {
+        let mut bad = good.clone();
+        for _ in 0..1 + next() % 40 {
+            // Tables are at the beginning of the file.
+            let at = 104 + next() % 40_000;
+            bad[at] = [0, 0xFF, 0x80, 1, u8::try_from(next() % 256).unwrap()][next() % 5];
+        }
+        std::fs::write(dir.join("bad"), &bad).unwrap();
+        let Ok(image) = Image::open(&config(dir, "bad")) else {
+            continue;
+        };
+        opened += 1;
+        for _ in 0..20 {
+            let (at, bytes) = ((next() % 2000) as u64 * 512, (1 + next() % 40) * 512);
+            let done = match next() % 5 {
+                0 => write(&image, at, &vec![7; bytes]),
+                1 => image.discard(at, bytes as u64),
+                2 => image.write_zeros(at, bytes as u64, true),
+                3 => image.flush(),
+                _ => read(&image, at, bytes).map(|_| ()),
+            };
+            failed += u32::from(done.is_err());
+        }
+    }
+    assert!(opened > 20 && failed > 0, "{opened} opened, {failed} failed");
+}
+
+#[test]
+fn a_piece_that_is_no_ram_is_an_error_of_the_guest() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    qemu_img(dir, &format!("create -f qcow2 a.qcow2 {DISK}"));
+    let image = open_image(dir, "a.qcow2");
+    let memory = memory();
+    for at in [crate::serve::testing::MEMORY_BYTES as u64 - 256, u64::MAX - 100] {
+        let piece = [(GuestAddress(at), 512)];
+        for done in [image.read(&memory, &piece, 0), image.write(&memory, &piece, 0)] {
+            let error = done.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+            assert_eq!(error.raw_os_error(), None);
+        }
+    }
+    // The image still works.
+    write(&image, 0, &[1; 512]).unwrap();
+}
+
+#[test]
+fn one_writer_or_many_readers() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    qemu_img(dir, "create -f qcow2 a.qcow2 1M");
+    let writer = open_image(dir, "a.qcow2");
+    assert!(refusal(dir, "a.qcow2,ro").contains("in use by"));
+    drop(writer);
+    let _readers = [(); 2].map(|()| open_image(dir, "a.qcow2,ro"));
+    assert!(matches!(
+        Image::open(&config(dir, "a.qcow2")),
+        Err(ImageError::Open(OpenError::Locked { .. }))
+    ));
+}
+
+/// What panics inside of the reader ends the disk: the thread goes on, and each later request fails.
+#[test]
+fn a_reader_that_panics_is_a_disk_that_fails() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    qemu_img(dir, "create -f qcow2 a.qcow2 1M");
+    let disk = config(dir, "a.qcow2");
+    let opened = open(&disk.path, false).unwrap();
+    let image = Qcow2::open(&disk.path, opened, false, &[]).unwrap();
+    let error = image.with(|_, _| -> io::Result<()> { panic!("as a test wants it") });
+    assert!(error.unwrap_err().to_string().contains("its reader panicked"));
+    let error = image.flush().unwrap_err();
+    assert!(error.to_string().contains("before"), "{error}");
+}
+
+#[test]
+fn whole_clusters_are_those_that_are_in_a_range() {
+    let Some(dir) = directory() else { return };
+    qemu_img(dir.path(), "create -f qcow2 a.qcow2 200704");
+    let disk = config(dir.path(), "a.qcow2");
+    let image = Qcow2::open(&disk.path, open(&disk.path, false).unwrap(), false, &[]).unwrap();
+    assert_eq!(image.whole_clusters(512, 1024), 1536..1536);
+    assert_eq!(image.whole_clusters(512, 65_024), 65_536..65_536);
+    assert_eq!(image.whole_clusters(512, 131_072), 65_536..131_072);
+    assert_eq!(image.whole_clusters(0, 196_608), 0..196_608);
+    assert_eq!(image.whole_clusters(196_608, 512), 196_608..196_608);
+    assert_eq!(image.whole_clusters(196_608, 4096), 196_608..200_704);
+    assert_eq!(image.whole_clusters(197_120, 3584), 200_704..200_704);
+}
+
+#[test]
+fn steps_end_at_the_buffers_multiples() {
+    let all = |at, bytes| steps(at, bytes).collect::<Vec<_>>();
+    assert_eq!(all(512, 1024), [(512, 1024)]);
+    assert_eq!(all(0, 0), []);
+    let most = BUFFER_BYTES as u64;
+    assert_eq!(
+        all(most - 512, most + 1024),
+        [(most - 512, 512), (most, BUFFER_BYTES), (2 * most, 512)]
+    );
+}

@@ -1,0 +1,166 @@
+//! A raw image: read and written with guest memory in place.
+#![expect(unsafe_code, reason = "preadv, pwritev and fallocate")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+use libc::{c_int, iovec, off_t};
+use smallvec::SmallVec;
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+/// Most pieces of guest memory in one call (`UIO_MAXIOV`).
+const MAX_PIECES: usize = 1024;
+/// Zeros that are written where the file system cannot make them.
+static ZEROS: [u8; 65_536] = [0; 65_536];
+
+/// A piece of guest memory: address and bytes.
+pub type Piece = (GuestAddress, usize);
+
+/// The image's file. Its callers have checked ranges against the disk's size.
+#[derive(Debug)]
+pub struct Raw {
+    file: File,
+}
+
+impl Raw {
+    /// The disk in `file`.
+    pub fn new(file: File) -> Self {
+        Self { file }
+    }
+
+    /// Reads the disk from byte `at` into `pieces` of guest memory.
+    ///
+    /// # Errors
+    /// That of the host; `UnexpectedEof` if somebody has truncated the image; `InvalidInput` that is not the
+    /// host's for `pieces` that are not RAM.
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+        // SAFETY: `transfer` gives pieces of guest memory, which stay mapped during the call.
+        self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
+            libc::preadv(fd, vecs, count, at)
+        })
+    }
+
+    /// Writes `pieces` of guest memory to the disk from byte `at` on.
+    ///
+    /// # Errors
+    /// As [`Raw::read`].
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[Piece], at: u64) -> io::Result<()> {
+        // SAFETY: as above.
+        self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
+            libc::pwritev(fd, vecs, count, at)
+        })
+    }
+
+    fn transfer(
+        &self,
+        memory: &GuestMemoryMmap,
+        pieces: &[Piece],
+        mut at: u64,
+        call: impl Fn(c_int, *const iovec, c_int, off_t) -> libc::ssize_t,
+    ) -> io::Result<()> {
+        let mut vecs: SmallVec<[iovec; 32]> = SmallVec::new();
+        for &(address, bytes) in pieces {
+            for slice in GuestMemoryBackend::get_slices(memory, address, bytes) {
+                let slice = slice.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+                vecs.push(iovec {
+                    iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+                    iov_len: slice.len(),
+                });
+            }
+        }
+        let mut rest = vecs.as_mut_slice();
+        while let Some(first) = rest.first_mut() {
+            if first.iov_len == 0 {
+                rest = &mut rest[1..];
+                continue;
+            }
+            let count = c_int::try_from(rest.len().min(MAX_PIECES)).map_err(io::Error::other)?;
+            let offset = off_t::try_from(at).map_err(io::Error::other)?;
+            let done = call(self.file.as_raw_fd(), rest.as_ptr(), count, offset);
+            let Ok(mut done) = usize::try_from(done) else {
+                let error = io::Error::last_os_error();
+                if error.kind() == io::ErrorKind::Interrupted {
+                    continue;
+                }
+                return Err(error);
+            };
+            if done == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            at += done as u64;
+            while let Some(first) = rest.first_mut()
+                && done > 0
+            {
+                let step = done.min(first.iov_len);
+                first.iov_base = first.iov_base.wrapping_byte_add(step);
+                first.iov_len -= step;
+                done -= step;
+                if first.iov_len == 0 {
+                    rest = &mut rest[1..];
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all that was written is on the disk.
+    ///
+    /// # Errors
+    /// That of `fdatasync(2)`.
+    pub fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// Gives the space of `bytes` from byte `at` on back to the host; it reads zeros afterwards.
+    ///
+    /// # Errors
+    /// `Unsupported` if the file system cannot; what else the host says.
+    pub fn discard(&self, at: u64, bytes: u64) -> io::Result<()> {
+        self.allocate(libc::FALLOC_FL_PUNCH_HOLE, at, bytes)
+    }
+
+    /// Makes `bytes` from byte `at` on read zeros. `unmap`: the space may be given back.
+    ///
+    /// # Errors
+    /// What the host says.
+    pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
+        let mode = if unmap {
+            libc::FALLOC_FL_PUNCH_HOLE
+        } else {
+            libc::FALLOC_FL_ZERO_RANGE
+        };
+        match self.allocate(mode, at, bytes) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                use std::os::unix::fs::FileExt;
+                let (mut at, mut left) = (at, bytes);
+                while left > 0 {
+                    let count = usize::try_from(left).map_or(ZEROS.len(), |left| left.min(ZEROS.len()));
+                    self.file.write_all_at(&ZEROS[..count], at)?;
+                    at += count as u64;
+                    left -= count as u64;
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn allocate(&self, mode: c_int, at: u64, bytes: u64) -> io::Result<()> {
+        let at = off_t::try_from(at).map_err(io::Error::other)?;
+        let bytes = off_t::try_from(bytes).map_err(io::Error::other)?;
+        loop {
+            let fd = self.file.as_raw_fd();
+            // SAFETY: no memory is passed; the descriptor is ours.
+            if unsafe { libc::fallocate(fd, mode | libc::FALLOC_FL_KEEP_SIZE, at, bytes) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EOPNOTSUPP | libc::ENOSYS) => return Err(io::ErrorKind::Unsupported.into()),
+                _ => return Err(error),
+            }
+        }
+    }
+}
