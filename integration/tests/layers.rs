@@ -57,11 +57,16 @@ const ONE_USER: &[(&str, &str)] = &[
     ("linux-perf-data", "guest-profile"),
 ];
 
-/// Modules that are in a cycle and are still to be taken out of it. None may join them.
-const KNOWN_CYCLES: &[(&str, &[&str])] = &[("vpmu", &["amd", "cpuid", "events", "intel", "model", "vendor"])];
-
 /// Crates whose files import each other one way, too, and not only the modules at their top.
-const FILES_ONE_WAY: &[&str] = &["perf-core"];
+const FILES_ONE_WAY: &[&str] = &[
+    "perf-core",
+    "vpmu",
+    "kernel-images",
+    "guest-agent",
+    "guest-profile",
+    "control-api",
+    "validate",
+];
 
 /// The layers of perf-core, the lowest first. Each may import those before it, and the modules that are none
 /// of them: attributes, drivers, rings, records and the like, which import no layer.
@@ -150,18 +155,13 @@ fn modules_of_a_crate_import_each_other_one_way() {
     for (name, _) in MAY_DEPEND_ON {
         let imports = imports(&packages[*name].source);
         assert!(imports.len() > 1, "{name}: no imports were read");
-        let known = KNOWN_CYCLES
+        let circles: Vec<_> = cycles(&imports)
             .iter()
-            .find(|(of, _)| of == name)
-            .map_or(&[][..], |(_, known)| known);
-        let new: Vec<_> = cycles(&imports)
-            .into_iter()
-            .filter(|cycle| !cycle.iter().all(|module| known.contains(&module.as_str())))
-            .map(|cycle| edges_within(&imports, &cycle))
+            .map(|cycle| edges_within(&imports, cycle))
             .collect();
         assert!(
-            new.is_empty(),
-            "{name}: modules import each other in a circle: {new:#?}"
+            circles.is_empty(),
+            "{name}: modules import each other in a circle: {circles:#?}"
         );
     }
 }
@@ -171,7 +171,7 @@ fn files_import_each_other_one_way() {
     let packages = packages();
     for name in FILES_ONE_WAY {
         let imports = file_imports(&packages[*name].source);
-        assert!(imports.len() > 50, "{name}: files were not read");
+        assert!(imports.len() > 5, "{name}: files were not read");
         let circles: Vec<_> = cycles(&imports)
             .iter()
             .map(|cycle| edges_within(&imports, cycle))

@@ -5,8 +5,9 @@
 
 use crate::events::{EventRequest, EventSelect};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
-use crate::model::{Generation, Model, Vendor};
-use crate::vendor::{Register, Registers, VendorOps, Written, general_request, selector};
+use crate::model::Model;
+use crate::names::{Generation, Vendor};
+use crate::vendor::{Register, Registers, VendorOps, Written, general_msrs, general_request, selector};
 
 /// PerfEvtSeln (0xC0010000..=0xC0010003): always.
 pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
@@ -34,7 +35,7 @@ const LEGACY_COUNTERS: u32 = 4;
 const SELECTOR_RESERVED: u64 = 0xFFFF_FFF0_0028_0000;
 
 /// Every address at which an AMD processor may have a PMU register, whether ours exist or not.
-pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
+const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     // Lightweight profiling: LWP_CFG, LWP_CBADDR.
     0xC000_0105..=0xC000_0106,
     // LBR_SELECT, DBG_EXTN_CFG: branch records of version 2.
@@ -160,6 +161,24 @@ impl VendorOps for Amd {
 
     fn in_use(&self, _: &Model, _: &Registers) -> u64 {
         0
+    }
+
+    fn state_msrs(&self, model: &Model) -> Vec<MsrAddress> {
+        let global: &[u32] = match model.generation() {
+            Generation::AmdV2 => &[PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS],
+            _ => &[],
+        };
+        let general = match model.generation() {
+            Generation::AmdCore | Generation::AmdV2 => {
+                general_msrs(model, |n| [PERF_CTL0 + 2 * n, PERF_CTR0 + 2 * n])
+            }
+            _ => general_msrs(model, |n| [PERF_LEGACY_CTL0 + n, PERF_LEGACY_CTR0 + n]),
+        };
+        global.iter().copied().chain(general).map(MsrAddress).collect()
+    }
+
+    fn addresses(&self) -> &'static [std::ops::RangeInclusive<u32>] {
+        ADDRESSES
     }
 
     fn has_status(&self, model: &Model) -> bool {

@@ -1,28 +1,11 @@
-//! What CPUID tells a guest of its PMU, and what the host's CPUID tells us.
+//! What CPUID tells a guest of its PMU.
 
 use crate::events::{ArchEvent, Backability};
-use crate::model::{Generation, Model, Vendor};
+use crate::host_pmu::{CpuidRegs, EXT1_ECX_PERFCTR_CORE, EXT22_EAX_PERFMON_V2};
+use crate::model::Model;
+use crate::names::Generation;
 
-/// The four registers CPUID fills.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CpuidRegs {
-    /// EAX.
-    pub eax: u32,
-    /// EBX.
-    pub ebx: u32,
-    /// ECX.
-    pub ecx: u32,
-    /// EDX.
-    pub edx: u32,
-}
-
-/// Executes CPUID for a leaf and subleaf.
-pub type CpuidReader<'a> = dyn FnMut(u32, u32) -> CpuidRegs + 'a;
-
-/// Architectural performance monitoring leaf. Intel SDM vol. 2, CPUID.
-pub const LEAF_ARCH_PERFMON: u32 = 0xA;
-/// Extended performance monitoring and debug. AMD APM vol. 3, appendix E.
-pub const LEAF_AMD_PERFMON_V2: u32 = 0x8000_0022;
+pub use crate::host_pmu::{LEAF_AMD_PERFMON_V2, LEAF_ARCH_PERFMON};
 
 /// CPUID.01H:ECX.PDCM: IA32_PERF_CAPABILITIES (0x345) exists.
 const LEAF1_ECX_PDCM: u32 = 1 << 15;
@@ -36,15 +19,11 @@ const LEAF7_EBX_TRACE: u32 = 1 << 25;
 const LEAF7_EDX_HYBRID_ARCH_LBR: u32 = 1 << 15 | 1 << 19;
 /// CPUID.(07H,1):EAX: the extended performance monitoring leaf 23H exists.
 const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
-/// CPUID.80000001H:ECX: PERFCTR_CORE, six counters at 0xC0010200.
-const EXT1_ECX_PERFCTR_CORE: u32 = 1 << 23;
 /// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge counters
 /// (24), performance timestamp (27) and last-level-cache counters (28).
 const EXT1_ECX_OTHER_PMU: u32 = 1 << 10 | 1 << 15 | 1 << 24 | 1 << 27 | 1 << 28;
 /// CPUID.80000008H:ECX: size of the performance timestamp.
 const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;
-/// CPUID.80000022H:EAX: performance monitoring version 2.
-const EXT22_EAX_PERFMON_V2: u32 = 1;
 
 /// Architectural events in the order of their bits in CPUID.0AH:EBX.
 const EBX_EVENTS: [ArchEvent; 8] = [
@@ -170,93 +149,10 @@ impl Model {
     }
 }
 
-/// The PMU the host's CPUID shows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostPmu {
-    /// Its generation; versions above 5 are shown as 5, which they contain.
-    pub generation: Generation,
-    /// General-purpose counters.
-    pub general: u32,
-    /// Bit n: fixed counter n.
-    pub fixed_bitmap: u32,
-    /// Width in bits.
-    pub width: u32,
-}
-
-impl HostPmu {
-    /// The vendor whose manual the host follows. Anything that does not call itself AMD's or Hygon's is taken
-    /// for Intel's.
-    pub fn vendor(host: &mut CpuidReader<'_>) -> Vendor {
-        let leaf = host(0, 0);
-        let mut name = [0; 12];
-        for (bytes, reg) in name.chunks_exact_mut(4).zip([leaf.ebx, leaf.edx, leaf.ecx]) {
-            bytes.copy_from_slice(&reg.to_le_bytes());
-        }
-        if &name == b"AuthenticAMD" || &name == b"HygonGenuine" {
-            Vendor::Amd
-        } else {
-            Vendor::Intel
-        }
-    }
-
-    /// What CPUID shows, `None` when it shows no PMU.
-    pub fn read(host: &mut CpuidReader<'_>) -> Option<Self> {
-        match Self::vendor(host) {
-            Vendor::Intel => {
-                if host(0, 0).eax < LEAF_ARCH_PERFMON {
-                    return None;
-                }
-                let leaf = host(LEAF_ARCH_PERFMON, 0);
-                let version = leaf.eax & 0xFF;
-                let general = leaf.eax >> 8 & 0xFF;
-                // One counter is no PMU for Linux either.
-                if version == 0 || general < 2 {
-                    return None;
-                }
-                let run = (1u32 << (leaf.edx & 0x1F)) - 1;
-                let fixed_bitmap = match version {
-                    1 => 0,
-                    2..=4 => run,
-                    _ => run | leaf.ecx,
-                };
-                Some(Self {
-                    generation: Generation::Intel(version.min(5) as u8),
-                    general,
-                    fixed_bitmap,
-                    width: leaf.eax >> 16 & 0xFF,
-                })
-            }
-            Vendor::Amd => {
-                let last = host(0x8000_0000, 0).eax;
-                if last < 0x8000_0001 {
-                    return None;
-                }
-                let core = host(0x8000_0001, 0).ecx & EXT1_ECX_PERFCTR_CORE != 0;
-                let v2 = if last >= LEAF_AMD_PERFMON_V2 {
-                    Some(host(LEAF_AMD_PERFMON_V2, 0)).filter(|leaf| leaf.eax & EXT22_EAX_PERFMON_V2 != 0)
-                } else {
-                    None
-                };
-                let (generation, general) = match v2 {
-                    Some(leaf) if core => (Generation::AmdV2, leaf.ebx & 0xF),
-                    _ if core => (Generation::AmdCore, 6),
-                    _ => (Generation::AmdK7, 4),
-                };
-                Some(Self {
-                    generation,
-                    general,
-                    fixed_bitmap: 0,
-                    width: 48,
-                })
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::CounterNumbers;
+    use crate::names::CounterNumbers;
 
     fn intel(version: u8, general: u32, fixed: u32) -> Model {
         let numbers = CounterNumbers {

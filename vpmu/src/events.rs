@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::model::Vendor;
+use crate::names::{Vendor, printable};
 
 /// Event select: 8 bits on Intel, 12 bits on AMD (EVNTSEL bits 35:32 and 7:0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -450,7 +450,7 @@ impl FromStr for BackingPolicy {
             "exact" => Self::Exact,
             "kvm" => Self::Kvm,
             "none" => Self::None,
-            _ => return Err(UnknownPolicy(crate::model::printable(name))),
+            _ => return Err(UnknownPolicy(printable(name))),
         })
     }
 }

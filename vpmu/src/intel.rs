@@ -4,9 +4,10 @@
 //! Monitoring" (one subsection per version), and vol. 4 for the addresses.
 
 use crate::events::{EventRequest, EventSelect, Selection, decode_fixed};
-use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
-use crate::model::{Model, Vendor};
-use crate::vendor::{Register, Registers, VendorOps, Written, general_request, selector};
+use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
+use crate::model::Model;
+use crate::names::Vendor;
+use crate::vendor::{Register, Registers, VendorOps, Written, general_msrs, general_request, selector};
 
 /// IA32_PMCn (0xC1..=0xC8): CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0, sign-extended.
 pub const IA32_PMC0: u32 = 0xC1;
@@ -92,7 +93,7 @@ const RDPMC_FIXED: u32 = 1 << 30;
 ///
 /// KVM answers some of them with 0 on its own when its PMU is off, so all of them must come to us.
 /// IA32_DEBUGCTL is not among them: see [`Model::trapped_msrs`].
-pub(crate) const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
+const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     // MSR_LASTBRANCH_n_FROM_IP and _TO_IP of the Core 2 and of Atoms.
     0x40..=0x47,
     0x60..=0x67,
@@ -340,7 +341,7 @@ impl VendorOps for Intel {
     /// SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR": a general-purpose counter is in use when its event select is
     /// not 0, a fixed counter when its enable field is not 0, the PMI when any control would interrupt.
     fn in_use(&self, model: &Model, registers: &Registers) -> u64 {
-        crate::index::counters_in(model.counters_mask()).fold(0, |bits, counter| {
+        counters_in(model.counters_mask()).fold(0, |bits, counter| {
             let programmed = match counter.fixed_number() {
                 Some(_) => self.is_selected(registers, counter),
                 None => registers.selectors[counter.slot()] & selector::SELECT != 0,
@@ -352,6 +353,25 @@ impl VendorOps for Intel {
             };
             bits | pmi | if programmed { counter.mask() } else { 0 }
         })
+    }
+
+    fn state_msrs(&self, model: &Model) -> Vec<MsrAddress> {
+        let mut addresses = Vec::new();
+        if model.intel_version() >= 2 {
+            addresses.extend([
+                IA32_FIXED_CTR_CTRL,
+                IA32_PERF_GLOBAL_CTRL,
+                IA32_PERF_GLOBAL_STATUS,
+            ]);
+            let fixed = counters_in(model.counters_mask()).filter_map(CounterIndex::fixed_number);
+            addresses.extend(fixed.map(|n| IA32_FIXED_CTR0 + n));
+        }
+        addresses.extend(general_msrs(model, |n| [IA32_PERFEVTSEL0 + n, IA32_PMC0 + n]));
+        addresses.into_iter().map(MsrAddress).collect()
+    }
+
+    fn addresses(&self) -> &'static [std::ops::RangeInclusive<u32>] {
+        ADDRESSES
     }
 
     fn has_status(&self, model: &Model) -> bool {

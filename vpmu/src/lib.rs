@@ -49,11 +49,14 @@ pub mod events;
 pub mod exact;
 pub mod fed;
 pub mod filter;
+mod host_pmu;
 mod index;
 mod intel;
 mod limit;
 mod lost;
-pub mod model;
+mod model;
+mod names;
+pub mod registers;
 pub mod sim;
 mod source;
 pub mod sources;
@@ -63,31 +66,18 @@ mod vpmu;
 mod width;
 
 pub use backing::{PerfCoreEvents, SteppedLevels};
-pub use cpuid::{CpuidReader, CpuidRegs, HostPmu};
 pub use events::{
     ArchEvent, Backability, Backing, BackingPolicy, EventRequest, EventSelect, GuestEvent, ParavirtualEvent,
     Selection, UnitMask,
 };
 pub use filter::EventFilter;
+pub use host_pmu::{CpuidReader, CpuidRegs, HostPmu};
 pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 pub use limit::DEFAULT_PMI_LIMIT;
-pub use model::{CounterNumbers, Generation, Model, ModelError, ModelName, Vendor};
+pub use model::Model;
+pub use names::{CounterNumbers, Generation, ModelError, ModelName, Vendor};
 pub use source::{CounterEvents, CounterTimes, Enabled, Lack, Loss};
 pub use sources::{Sources, Way};
 pub use state::{StateError, fix_checksum};
 pub use vpmu::{CounterView, Cpl, MsrRead, MsrWrite, PmiCounts, PmiReady, Vpmu};
 pub use width::{Advanced, CounterWidth};
-
-/// Addresses of the registers, for VMMs and tests.
-pub mod registers {
-    pub use crate::amd::{
-        PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS, PERF_CNTR_GLOBAL_STATUS_CLR,
-        PERF_CNTR_GLOBAL_STATUS_SET, PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0, PERF_LEGACY_CTR0,
-    };
-    pub use crate::intel::{
-        DEBUGCTL_FREEZE_ON_PMI, DEBUGCTL_PMU, IA32_A_PMC0, IA32_DEBUGCTL, IA32_FIXED_CTR_CTRL,
-        IA32_FIXED_CTR0, IA32_PERF_CAPABILITIES, IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_INUSE,
-        IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERF_GLOBAL_STATUS_SET,
-        IA32_PERFEVTSEL0, IA32_PMC0, STATUS_CTR_FRZ,
-    };
-}

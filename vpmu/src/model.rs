@@ -1,23 +1,12 @@
 //! Which PMU a guest gets: vendor, generation, number and width of counters.
 
-mod names;
-
 use std::fmt;
 
-use crate::amd::{
-    PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS, PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0, PERF_LEGACY_CTR0,
-};
-use crate::cpuid::{CpuidReader, HostPmu};
 use crate::events::{ArchEvent, Backability};
-use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL, MsrAddress};
-use crate::intel::{
-    IA32_FIXED_CTR_CTRL, IA32_FIXED_CTR0, IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERFEVTSEL0,
-    IA32_PMC0,
-};
+use crate::host_pmu::{CpuidReader, HostPmu};
+use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
+use crate::names::{CounterNumbers, Generation, ModelError, ModelName, Vendor};
 use crate::width::CounterWidth;
-
-pub(crate) use names::printable;
-pub use names::{CounterNumbers, Generation, ModelError, ModelName, Vendor};
 
 /// A PMU that can be built: everything in it is within the limits of its generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -310,41 +299,6 @@ impl Model {
             fixed_bitmap: bitmap,
             ..self
         })
-    }
-
-    /// The registers that together are the state of such a PMU: selectors, controls and status, then
-    /// counters.
-    #[expect(clippy::cast_possible_truncation, reason = "a constant")]
-    pub fn state_msrs(&self) -> Vec<MsrAddress> {
-        let general = |of: &dyn Fn(u32) -> [u32; 2]| -> Vec<u32> {
-            let pairs: Vec<_> = (0..u32::from(self.general)).map(of).collect();
-            let selectors = pairs.iter().map(|pair| pair[0]);
-            selectors.chain(pairs.iter().map(|pair| pair[1])).collect()
-        };
-        let mut globals: Vec<u32> = Vec::new();
-        let general = match self.generation {
-            Generation::Off(_) => Vec::new(),
-            Generation::Intel(version) => {
-                if version >= 2 {
-                    globals.extend([
-                        IA32_FIXED_CTR_CTRL,
-                        IA32_PERF_GLOBAL_CTRL,
-                        IA32_PERF_GLOBAL_STATUS,
-                    ]);
-                    let fixed = (0..MAX_FIXED as u32).filter(|n| self.fixed_bitmap >> n & 1 != 0);
-                    globals.extend(fixed.map(|n| IA32_FIXED_CTR0 + n));
-                }
-                general(&|n| [IA32_PERFEVTSEL0 + n, IA32_PMC0 + n])
-            }
-            Generation::AmdK7 => general(&|n| [PERF_LEGACY_CTL0 + n, PERF_LEGACY_CTR0 + n]),
-            Generation::AmdCore | Generation::AmdV2 => {
-                if self.generation == Generation::AmdV2 {
-                    globals.extend([PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS]);
-                }
-                general(&|n| [PERF_CTL0 + 2 * n, PERF_CTR0 + 2 * n])
-            }
-        };
-        globals.into_iter().chain(general).map(MsrAddress).collect()
     }
 
     /// The same model on a processor that shows the guest transactions (CPUID.(07H,0):EBX.RTM or HLE).

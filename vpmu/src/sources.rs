@@ -13,7 +13,7 @@ use crate::events::{
     ArchEvent, Backability, Backing, BackingPolicy, EventRequest, GuestEvent, ParavirtualEvent,
 };
 use crate::fed;
-use crate::model::Vendor;
+use crate::names::Vendor;
 
 /// `PERF_COUNT_SW_*` of the host's software events that serve paravirtual events.
 mod software {

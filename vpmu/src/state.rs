@@ -7,7 +7,9 @@
 //! what to count, and the other host chooses who does.
 
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::model::{CounterNumbers, Generation, Model, Vendor};
+use crate::model::Model;
+use crate::names::{CounterNumbers, Generation, Vendor};
+use crate::registers;
 use crate::source::CounterEvents;
 use crate::vendor::{Register, Registers, Written};
 use crate::vpmu::{Counter, Vpmu};
@@ -182,7 +184,7 @@ impl Vpmu {
 
 /// Whether the guest could have written these values.
 fn check_registers(model: &Model, registers: &Registers) -> Result<(), StateError> {
-    let ops = model.vendor().ops();
+    let ops = registers::of(model.vendor());
     let at_reset = ops.at_reset(model);
     let writable = |register, value| ops.write(model, register, value) == Written::Store(value);
     for counter in counters_in(model.counters_mask() & u64::from(u32::MAX)) {

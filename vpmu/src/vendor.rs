@@ -5,7 +5,8 @@
 
 use crate::events::{EventRequest, EventSelect, Selection, UnitMask, decode};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
-use crate::model::{Model, Vendor};
+use crate::model::Model;
+use crate::names::Vendor;
 
 /// What a PMU register is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +96,14 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Value of the register that tells which counters are programmed.
     fn in_use(&self, model: &Model, registers: &Registers) -> u64;
 
+    /// The registers that together are the state of such a PMU: controls and status, selectors, then
+    /// counters. None with the PMU off.
+    fn state_msrs(&self, model: &Model) -> Vec<MsrAddress>;
+
+    /// Every address at which a processor of the vendor may have a PMU register, sorted, whether ours exist
+    /// or not.
+    fn addresses(&self) -> &'static [std::ops::RangeInclusive<u32>];
+
     /// Whether guests see which counters overflowed in a status register.
     fn has_status(&self, model: &Model) -> bool;
 
@@ -105,14 +114,12 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn capabilities(&self) -> u64;
 }
 
-impl Vendor {
-    /// The vendor's definition of a PMU.
-    pub(crate) const fn ops(self) -> &'static dyn VendorOps {
-        match self {
-            Self::Intel => &crate::intel::Intel,
-            Self::Amd => &crate::amd::Amd,
-        }
-    }
+/// The addresses of the selectors of a model's general-purpose counters, then those of the counters; `pair`
+/// has both for one counter.
+pub(crate) fn general_msrs(model: &Model, pair: impl Fn(u32) -> [u32; 2]) -> Vec<u32> {
+    let pairs: Vec<_> = (0..model.general()).map(pair).collect();
+    let selectors = pairs.iter().map(|pair| pair[0]);
+    selectors.chain(pairs.iter().map(|pair| pair[1])).collect()
 }
 
 /// A request from the selector fields the vendors share.

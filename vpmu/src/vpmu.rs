@@ -17,6 +17,7 @@ use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_
 use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
 use crate::lost::Lost;
 use crate::model::Model;
+use crate::registers;
 use crate::source::{CounterEvents, CounterTimes, Enabled};
 use crate::vendor::{Register, Registers, VendorOps, Written};
 
@@ -162,7 +163,7 @@ pub struct Vpmu {
 impl Vpmu {
     /// A PMU in its reset state, that counts everything and limits PMIs to [`DEFAULT_PMI_LIMIT`].
     pub fn new(model: Model) -> Self {
-        let vendor = model.vendor().ops();
+        let vendor = registers::of(model.vendor());
         Self {
             model,
             vendor,
@@ -761,19 +762,5 @@ impl Vpmu {
                 "the guest counts {event} events, which nothing here can count: the counter stays as it is"
             );
         }
-    }
-}
-
-impl Model {
-    /// Every MSR that must come to [`Vpmu::read_msr`] and [`Vpmu::write_msr`], sorted: all PMU registers of
-    /// *both* vendors, whether the model has them or not, because a hypervisor may answer some of them
-    /// itself; and IA32_DEBUGCTL for models that can freeze counters on a PMI.
-    pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
-        let mut ranges = [crate::intel::ADDRESSES, crate::amd::ADDRESSES].concat();
-        if self.intel_version() >= 2 {
-            ranges.push(crate::intel::IA32_DEBUGCTL..=crate::intel::IA32_DEBUGCTL);
-        }
-        ranges.sort_by_key(|range| *range.start());
-        ranges
     }
 }

@@ -4,7 +4,7 @@ use iced_x86::{
     ConditionCode, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register,
 };
 
-use super::{Ahead, CodeSize, CpuState, GuestMemory};
+use super::cpu::{Ahead, CodeSize, CpuState, GuestMemory};
 
 /// Longest instruction, in bytes.
 const LONGEST: usize = 15;

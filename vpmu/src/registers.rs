@@ -1,0 +1,49 @@
+//! The registers of both vendors: their addresses, for VMMs and tests; whose definition is a model's; which
+//! of them are its state; and which must trap.
+//!
+//! The definitions are in `intel.rs` and `amd.rs`. Here is the one place that knows both.
+
+use crate::index::MsrAddress;
+use crate::model::Model;
+use crate::names::Vendor;
+use crate::vendor::VendorOps;
+
+pub use crate::amd::{
+    PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS, PERF_CNTR_GLOBAL_STATUS_CLR, PERF_CNTR_GLOBAL_STATUS_SET,
+    PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0, PERF_LEGACY_CTR0,
+};
+pub use crate::intel::{
+    DEBUGCTL_FREEZE_ON_PMI, DEBUGCTL_PMU, IA32_A_PMC0, IA32_DEBUGCTL, IA32_FIXED_CTR_CTRL, IA32_FIXED_CTR0,
+    IA32_PERF_CAPABILITIES, IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_INUSE, IA32_PERF_GLOBAL_STATUS,
+    IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERF_GLOBAL_STATUS_SET, IA32_PERFEVTSEL0, IA32_PMC0, STATUS_CTR_FRZ,
+};
+
+/// The vendor's definition of a PMU.
+pub(crate) const fn of(vendor: Vendor) -> &'static dyn VendorOps {
+    match vendor {
+        Vendor::Intel => &crate::intel::Intel,
+        Vendor::Amd => &crate::amd::Amd,
+    }
+}
+
+impl Model {
+    /// The registers that together are the state of such a PMU: controls and status, selectors, then
+    /// counters. None with the PMU off.
+    pub fn state_msrs(&self) -> Vec<MsrAddress> {
+        of(self.vendor()).state_msrs(self)
+    }
+
+    /// Every MSR that must come to [`crate::Vpmu::read_msr`] and [`crate::Vpmu::write_msr`], sorted: all PMU
+    /// registers of *both* vendors, whether the model has them or not, because a hypervisor may answer some
+    /// of them itself; and IA32_DEBUGCTL for models that can freeze counters on a PMI.
+    pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
+        let mut ranges = [Vendor::Intel, Vendor::Amd]
+            .map(|vendor| of(vendor).addresses())
+            .concat();
+        if self.intel_version() >= 2 {
+            ranges.push(IA32_DEBUGCTL..=IA32_DEBUGCTL);
+        }
+        ranges.sort_by_key(|range| *range.start());
+        ranges
+    }
+}
