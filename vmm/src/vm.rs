@@ -23,7 +23,7 @@ use crate::kernels::uncounted::Uncounted;
 use crate::kvm::chips::{ChipError, Chips};
 use crate::kvm::cpuid::{self, CpuidError, GuestCpu};
 use crate::kvm::event_filter::KvmFilterError;
-use crate::kvm::host::{self, HostError};
+use crate::kvm::host::{self, Flavour, HostError};
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
@@ -191,7 +191,7 @@ impl Vm {
         if cpuid::has_transactions(&supported) {
             model = model.with_transactions();
         }
-        let pmu = plan.make_pmu(model, probe, &fd, &ram)?;
+        let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
         let bus = Arc::new(Plan::add_pci(bus, devices, loaded.pci, &fd, &ram)?);
         let control = Arc::new(RunControl::new(config.on_reset).map_err(|e| VmError::Os("eventfd", e))?);
@@ -495,10 +495,9 @@ impl<'a> Plan<'a> {
         if !needs_full_kvm(&loaded.kind) {
             return Ok(());
         }
-        let facts = host::facts(kvm)?;
-        if !facts.runs_linux {
+        if host::interprets_kernels(kvm)? {
             return Err(BootError::NeedsFullKvm {
-                flavour: facts.flavour.to_string(),
+                flavour: Flavour::SoftwareOnly.to_string(),
             }
             .into());
         }
@@ -533,6 +532,7 @@ impl<'a> Plan<'a> {
     /// The PMU of the VM, and what KVM is to leave to it.
     fn make_pmu(
         &self,
+        kvm: &Kvm,
         model: Model,
         probe: &HostProbe,
         fd: &Arc<VmFd>,
@@ -549,6 +549,7 @@ impl<'a> Plan<'a> {
             config,
             probe,
             statistics(&**fd),
+            host::interprets_kernels(kvm)?,
             GuestProbe::new(ram.memory().clone()),
         );
         let pmu = match self.config.own_pmu {

@@ -127,10 +127,10 @@ pub struct KvmFacts {
 /// # Errors
 /// [`HostError::Probe`] when KVM refuses what every VM needs.
 pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
-    let runs_linux = runs_x87(kvm)?;
+    let interprets_kernels = interprets_kernels(kvm)?;
     Ok(KvmFacts {
-        flavour: flavour(runs_linux),
-        runs_linux,
+        flavour: flavour(interprets_kernels),
+        runs_linux: !interprets_kernels,
         traps_msrs: kvm.check_extension(Cap::X86UserSpaceMsr) && kvm.check_extension(Cap::X86MsrFilter),
         can_disable_own_pmu: own_pmu_can_be_disabled(kvm),
         rdpmc_faults: rdpmc_faults(kvm)?,
@@ -208,9 +208,9 @@ pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
     goes_on_behind(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
-fn flavour(runs_linux: bool) -> Flavour {
+fn flavour(interprets_kernels: bool) -> Flavour {
     let module = |name: &str| Path::new("/sys/module").join(name).exists();
-    if !runs_linux || module("kvm_pvm") {
+    if interprets_kernels {
         Flavour::SoftwareOnly
     } else if module("kvm_amd") {
         Flavour::Svm
@@ -223,10 +223,14 @@ fn flavour(runs_linux: bool) -> Flavour {
     }
 }
 
-/// Runs `fld1`. KVM's emulator has no x87 arithmetic, so where guest kernels are emulated this ends in
-/// `KVM_EXIT_INTERNAL_ERROR`; on hardware the next instruction follows.
-fn runs_x87(kvm: &Kvm) -> Result<bool, HostError> {
-    goes_on_behind(kvm, [0xd9, 0xe8])
+/// Whether this KVM interprets the code of guest kernels, found out by running `fld1`. KVM's emulator has no
+/// x87 arithmetic, so where guest kernels are interpreted this ends in `KVM_EXIT_INTERNAL_ERROR`; on hardware
+/// the next instruction follows.
+///
+/// # Errors
+/// [`HostError::Probe`] when KVM refuses what every VM needs.
+pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
+    goes_on_behind(kvm, [0xd9, 0xe8]).map(|goes_on| !goes_on)
 }
 
 /// Runs an instruction in real mode, without a table of interrupts. Whether the next one is reached; a fault

@@ -2,6 +2,7 @@
 //! [`VcpuPmu`] per vCPU that joins the register file (`vpmu`) to the vCPU's perf-core context.
 
 pub mod backing;
+mod config;
 pub mod countable;
 pub mod fit;
 mod operator;
@@ -24,20 +25,20 @@ use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::SchedPmu;
-use perf_core::{Core, CoreConfig, Overflowed, SharePolicy, VcpuContext, error_line};
+use perf_core::{Core, Overflowed, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::Step;
 use vpmu::{
-    Backability, BackingPolicy, CounterIndex, Cpl, EventFilter, Model, MsrAddress, MsrRead, MsrWrite,
-    ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vendor, Vpmu,
+    Backability, CounterIndex, Cpl, EventFilter, MsrAddress, MsrRead, MsrWrite, ParavirtualEvent,
+    PerfCoreEvents, PmiCounts, PmiReady, RdpmcIndex, Sources, SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmFilterError;
-use crate::kvm::stepping::Stepping;
 use control_api::protocol::GuestCounter;
 use steal::StealClock;
 
+pub use config::{OperatorLimits, PmuConfig};
 pub use operator::{HostSampling, NoHostSamples, NotCountable, OperatorEvent};
 pub use own::OwnVmPmu;
 pub use regs::{GuestProbe, SampleMemory, Synced, VcpuRegs};
@@ -51,72 +52,6 @@ pub enum PmuSetupError {
     /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
-}
-
-/// What the PMU of a VM is to be.
-#[derive(Clone, Debug)]
-pub struct PmuConfig {
-    /// The model guests see.
-    pub model: Model,
-    /// What counts for its counters.
-    pub policy: BackingPolicy,
-    /// Which events may be counted.
-    pub filter: Arc<EventFilter>,
-    /// Most PMIs per second and vCPU.
-    pub pmi_limit: u32,
-    /// What can be stepped on this host, for the exact backing.
-    pub stepping: Stepping,
-    /// Who gets the host's counters when they run out.
-    pub share: SharePolicy,
-    /// How events that have to share counters take turns.
-    pub mux: MuxPolicy,
-    /// How long turns are at first under the adaptive policy, if not as it has them by itself.
-    pub turn: Option<Duration>,
-    /// What operators may take.
-    pub limits: OperatorLimits,
-}
-
-/// What operators of a VM may take. What is `None` is as in [`CoreConfig::default`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OperatorLimits {
-    /// Most samples a second of one event, and the highest frequency that may be asked for.
-    pub sample_rate_hz: Option<u64>,
-    /// Memory for rings that a user who is not root may have, in bytes.
-    pub ring_bytes: Option<u64>,
-    /// Host counters of each vCPU that only events of the whole VM may use.
-    pub reserved_slots: usize,
-}
-
-impl PmuConfig {
-    /// Whether the guest has KVM's own vPMU.
-    pub fn is_kvms(&self) -> bool {
-        self.policy == BackingPolicy::Kvm
-    }
-
-    /// How the perf core is set up for it.
-    pub fn core_config(&self) -> CoreConfig {
-        let mut core = CoreConfig {
-            share: self.share,
-            mux: self.mux,
-            owner_uid: control_api::peer::own_uid(),
-            turn_ns: self
-                .turn
-                .map(|turn| u64::try_from(turn.as_nanos()).unwrap_or(u64::MAX)),
-            // The VM is its user's own: events of all its vCPUs at once tell no more than one on each does.
-            paranoid: 0,
-            reserved_slots: self.limits.reserved_slots,
-            ..CoreConfig::default()
-        };
-        if let Some(hz) = self.limits.sample_rate_hz {
-            core.sample_rate_hz = hz;
-        }
-        if let Some(bytes) = self.limits.ring_bytes {
-            // One number for both parts of what the kernel allows: per CPU, and by the limit of locked
-            // memory.
-            (core.mlock_kb, core.memlock_kb) = (0, bytes >> 10);
-        }
-        core
-    }
 }
 
 /// The signal that host perf events send to the vCPU thread at an overflow.
@@ -147,8 +82,15 @@ pub struct VmPmu {
 
 impl VmPmu {
     /// Sets up the perf core with the drivers this host has. `vm_stats`: KVM's statistics of the VM, if it
-    /// keeps any; `guest`: what samples look into.
-    pub fn new(config: PmuConfig, probe: &HostProbe, vm_stats: Option<OwnedFd>, guest: GuestProbe) -> Self {
+    /// keeps any; `interprets_kernel`: this KVM interprets the guest's kernel; `guest`: what samples look
+    /// into.
+    pub fn new(
+        config: PmuConfig,
+        probe: &HostProbe,
+        vm_stats: Option<OwnedFd>,
+        interprets_kernel: bool,
+        guest: GuestProbe,
+    ) -> Self {
         let core = Core::new(config.core_config());
         let signal = Some(overflow_signal());
         if probe.hardware_pmu {
@@ -156,7 +98,7 @@ impl VmPmu {
         }
         core.register(Arc::new(HostPmu::software(signal)));
         core.register(Arc::new(SchedPmu));
-        let clock = Arc::new(ClockPmu::new(signal));
+        let clock = Arc::new(ClockPmu::new(signal).interpreting_kernel(interprets_kernel));
         core.register(clock.clone());
         let fed = Arc::new(FedPmu::new());
         core.register(fed.clone());
@@ -677,11 +619,13 @@ impl VcpuPmu {
 
 #[cfg(test)]
 mod tests {
-    use perf_core::pmu::host::HostProbe;
+    use perf_core::SharePolicy;
     use vm_memory::{GuestAddress, GuestMemoryMmap};
     use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
+    use vpmu::{BackingPolicy, Model};
 
     use super::*;
+    use crate::kvm::stepping::Stepping;
 
     /// Select 0xFF with ENABLE, OS and USR.
     fn selector(event: ParavirtualEvent) -> u64 {
@@ -704,7 +648,7 @@ mod tests {
             limits: OperatorLimits::default(),
         };
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
-        let vm = VmPmu::new(config, &HostProbe::run(), None, GuestProbe::new(memory));
+        let vm = VmPmu::new(config, &HostProbe::run(), None, false, GuestProbe::new(memory));
         let mut pmu = Arc::new(vm).vcpu(0, 1_000_000);
         pmu.attach_to_current_thread().unwrap();
         pmu

@@ -2,7 +2,7 @@
 
 use perf_core::Attr;
 use perf_core::EventType;
-use perf_core::pmu::clock::{ClockPmu, LevelSource};
+use perf_core::pmu::clock::ClockPmu;
 use perf_core::pmu::host::GuestSampler;
 use perf_core::pmu::{PmuError, VcpuId};
 use vpmu::{ArchEvent, Backing, CounterView, EventRequest, GuestEvent, ParavirtualEvent, Way};
@@ -113,7 +113,7 @@ impl VmPmu {
                 sampler: GuestSampler::clock(clock.tid(), period_ns)?,
                 period: Some(attr.sample_period),
                 sees_host: true,
-                interpreted: LevelSource::of_host() == LevelSource::KernelRingInterpreted,
+                interpreted: self.clock.interprets_kernel(),
             });
         }
         if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {

@@ -22,7 +22,6 @@
 //! given up, for all vCPUs.
 
 use std::io;
-use std::path::Path;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
@@ -64,12 +63,8 @@ pub enum LevelSource {
 }
 
 impl LevelSource {
-    /// The source to begin with on this host.
-    #[must_use]
-    pub fn of_host() -> Self {
-        if Path::new("/sys/module/kvm_pvm").exists() {
-            return Self::KernelRingInterpreted;
-        }
+    /// The source to begin with.
+    fn first() -> Self {
         match SAMPLES.load(Ordering::Relaxed) {
             SHOW_GUEST => Self::KernelRing,
             _ => Self::Kicks,
@@ -162,7 +157,7 @@ impl CplSplit {
     pub(crate) fn new(tid: i32) -> Self {
         Self {
             tid,
-            source: LevelSource::of_host(),
+            source: LevelSource::first(),
             signal: None,
             ring: None,
             kicks: None,
@@ -181,6 +176,11 @@ impl CplSplit {
 
     pub(crate) fn source(&self) -> LevelSource {
         self.source
+    }
+
+    /// This host's KVM interprets the guest's kernel. To be said before the first event starts.
+    pub(crate) fn kernel_is_interpreted(&mut self) {
+        self.source = LevelSource::KernelRingInterpreted;
     }
 
     /// An event that wants one level starts at guest time `now_ns`.
@@ -398,6 +398,17 @@ fn open_ring(tid: i32) -> io::Result<(PerfFd, PerfMap)> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// Only who knows the KVM can tell that it interprets the guest's kernel: the driver takes nothing for
+    /// granted.
+    #[test]
+    fn host_kernel_time_is_the_guests_only_where_its_kernel_is_interpreted() {
+        assert_ne!(CplSplit::new(0).source(), LevelSource::KernelRingInterpreted);
+        let mut split = CplSplit::new(0);
+        split.kernel_is_interpreted();
+        assert_eq!(split.source(), LevelSource::KernelRingInterpreted);
+        assert!(!split.by_kicks());
+    }
 
     /// A split with an event on, that is told levels as if its timer had rung.
     fn running() -> CplSplit {

@@ -53,6 +53,7 @@ pub const GUEST_NS: u64 = 2;
 #[derive(Debug)]
 pub struct ClockPmu {
     signal: Option<i32>,
+    interprets_kernel: bool,
     clocks: Mutex<BTreeMap<VcpuId, Arc<VcpuClock>>>,
 }
 
@@ -64,12 +65,33 @@ impl ClockPmu {
     pub fn new(signal: Option<i32>) -> Self {
         Self {
             signal,
+            interprets_kernel: false,
             clocks: Mutex::new(BTreeMap::new()),
         }
     }
 
+    /// The same for a KVM that interprets the guest's kernel (`true`), as software-only ones do. The host's
+    /// kernel then takes such time for its own: see [`LevelSource::KernelRingInterpreted`]. The caller, who
+    /// knows the KVM, finds that out.
+    #[must_use]
+    pub fn interpreting_kernel(self, interprets_kernel: bool) -> Self {
+        Self {
+            interprets_kernel,
+            ..self
+        }
+    }
+
+    /// Whether this KVM interprets the guest's kernel.
+    #[must_use]
+    pub fn interprets_kernel(&self) -> bool {
+        self.interprets_kernel
+    }
+
     /// Makes `clock` the clock of `vcpu`. Events opened from now on use it; a former one keeps its events.
     pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
+        if self.interprets_kernel {
+            clock.cpl_split().kernel_is_interpreted();
+        }
         self.lock().insert(vcpu, clock);
     }
 
