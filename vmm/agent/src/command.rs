@@ -73,7 +73,7 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     let (child, streams, master) = match start(exec) {
         Ok(started) => started,
         Err(why) => {
-            crate::refuse(&stream, &why);
+            crate::refuse(&stream, &crate::line(&why));
             crate::close(&stream);
             return Ok(());
         }
@@ -133,17 +133,37 @@ impl Host {
     }
 }
 
-/// Starts it; the terminal's end if it has one. Why not, as text for the host.
-fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), String> {
-    let (program, arguments) = exec.argv.split_first().ok_or("no command")?;
+/// Why a command did not start. The host prints it with its cause.
+#[derive(Debug, thiserror::Error)]
+enum StartError {
+    #[error("no command")]
+    Empty,
+    #[error("{0}: no such command in the guest")]
+    NoCommand(String),
+    #[error("{0}: no such directory in the guest")]
+    NoDirectory(String),
+    #[error("{program}")]
+    System {
+        program: String,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Starts it; the terminal's end if it has one.
+fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), StartError> {
+    let (program, arguments) = exec.argv.split_first().ok_or(StartError::Empty)?;
     let mut command = Command::new(program);
     command.args(arguments).envs(exec.env.iter().cloned());
     let home = std::env::var("HOME").unwrap_or_else(|_| "/".to_owned());
     let directory = exec.cwd.clone().unwrap_or(home);
     command.current_dir(&directory);
-    let text = |error: io::Error| format!("{program}: {error}");
+    let system = |source| StartError::System {
+        program: program.clone(),
+        source,
+    };
     let master = match exec.terminal {
-        Some(size) => Some(terminal::attach(&mut command, size).map_err(text)?),
+        Some(size) => Some(terminal::attach(&mut command, size).map_err(system)?),
         None => {
             let pipe = Stdio::piped;
             command
@@ -156,10 +176,10 @@ fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), String> {
     };
     let mut child = command.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound if !std::path::Path::new(&directory).is_dir() => {
-            format!("{directory}: no such directory in the guest")
+            StartError::NoDirectory(directory.clone())
         }
-        io::ErrorKind::NotFound => format!("{program}: no such command in the guest"),
-        _ => text(error),
+        io::ErrorKind::NotFound => StartError::NoCommand(program.clone()),
+        _ => system(error),
     })?;
     // It holds the terminal's other end open, and then the terminal has no end.
     drop(command);
@@ -188,7 +208,7 @@ fn start(exec: &Exec) -> Result<(Child, Streams, Option<OwnedFd>), String> {
         Err(error) => {
             let _ = child.kill();
             let _ = child.wait();
-            Err(text(error))
+            Err(system(error))
         }
     }
 }
