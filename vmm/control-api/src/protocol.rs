@@ -52,7 +52,7 @@ pub enum Call {
     },
     /// Which vCPUs come and go. Reply: [`VcpuPlug`].
     VcpuPlug,
-    /// Has the guest no longer asked for vCPUs that it has not given up. Reply: [`VcpuPlug`].
+    /// Withdraws the request to give up vCPUs, for those that the guest still has. Reply: [`VcpuPlug`].
     VcpusWithdraw,
     /// Who gets the host's counters from now on: guest-first, operator-first or strict.
     Share {

@@ -95,7 +95,8 @@ requests! {
     } => protocol::VcpuPlug;
     /// Which vCPUs come and go. Reply: [`protocol::VcpuPlug`].
     VcpuPlug => protocol::VcpuPlug;
-    /// Has the guest no longer asked for vCPUs that it has not given up. Reply: [`protocol::VcpuPlug`].
+    /// Withdraws the request to give up vCPUs, for those that the guest still has. Reply:
+    /// [`protocol::VcpuPlug`].
     VcpusWithdraw => protocol::VcpuPlug;
     /// Replaces the filter of the events the guest may count.
     Filter {

@@ -128,7 +128,7 @@ impl GuestPage for &[u8] {
 
 /// The registers of one vCPU that a sample needs. All values are the guest's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the architecture's names")]
+#[expect(missing_docs, reason = "the architecture's names")]
 pub struct GuestRegs {
     pub rip: u64,
     pub rsp: u64,

@@ -156,7 +156,7 @@ impl RunControl {
         self.look_at_reset();
     }
 
-    /// Has the main loop look how far a reset is.
+    /// Wakes the main loop, so that it looks how far a reset is.
     pub(super) fn look_at_reset(&self) {
         if let Err(e) = self.reset.write(1) {
             log::error!("cannot announce a reset: {e}");

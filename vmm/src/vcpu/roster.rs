@@ -313,7 +313,7 @@ impl Roster {
         }
     }
 
-    /// Has the vCPUs that the guest ejected leave.
+    /// Ends the vCPUs that the guest ejected.
     pub fn let_go(&self) {
         let Some(plug) = &self.plug else { return };
         let ejected = plug.take_ejected();
@@ -370,7 +370,7 @@ impl Roster {
         *self.reminded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Has the threads of `vcpus` end.
+    /// Asks the threads of `vcpus` to end.
     fn dismiss(&self, vcpus: VcpuSet) {
         for seat in self.seats.iter().filter(|seat| vcpus.has(seat.id)) {
             seat.leave.store(true, Ordering::SeqCst);

@@ -172,7 +172,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         Ok(writer)
     }
 
-    /// Has the file say that the records so far are its own, so that they can be read if it ends here.
+    /// Writes the length so far into the header, so that the records can be read if the file ends here.
     ///
     /// # Errors
     /// What writing said, such as a full disk: then the file is as it was at the last checkpoint, with more

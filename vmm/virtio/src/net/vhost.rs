@@ -180,7 +180,7 @@ impl Kernel {
         Ok(watch)
     }
 
-    /// Has it move nothing any more. When this returns it does not touch the guest's memory.
+    /// Stops it. It does not touch the guest's memory once this returns.
     pub fn stop(&self) {
         let taken = self.has.iter().enumerate();
         for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {

@@ -281,7 +281,7 @@ impl Function {
         ConfigChange::new(self.common.generation.clone(), interrupt)
     }
 
-    /// Has the machine ring for the queues of an active device, where the guest has put the BAR.
+    /// Registers the doorbells of an active device's queues where the guest has put the BAR.
     fn settle_doorbells(&mut self) {
         let wanted: Vec<(u64, usize)> = match (&self.active, self.decodes()) {
             (Some(queues), Some(base)) => queues

@@ -155,7 +155,7 @@ impl Msix {
         }
     }
 
-    /// Has the machine send what the entry says, or nothing.
+    /// Tells the machine what message the vector sends: the entry's, or none.
     fn settle(&mut self, n: usize) {
         let Some((entry, line)) = self
             .entries

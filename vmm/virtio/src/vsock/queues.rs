@@ -189,7 +189,7 @@ impl Queues {
         }
     }
 
-    /// Has the event loop watch what the muxer wants, and the clock if anything must happen in time.
+    /// Tells the event loop what the muxer waits for, and a deadline if anything must happen in time.
     fn watch(&mut self, ops: &mut EventOps) {
         // What is lost makes new watches, each of which takes a connection away.
         loop {
