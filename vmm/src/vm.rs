@@ -11,7 +11,7 @@ use kernel_images::symbols::KernelSymbols;
 use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use perf_core::pmu::host::HostProbe;
-use virtio_devices::device::VirtioDevice;
+use virtio_devices::device::{LastResort, VirtioDevice};
 use virtio_devices::transport::bus::{BusError, PciBus};
 use virtio_devices::transport::machine::Machine;
 use vpmu::{Backability, BackingPolicy, Generation, Model};
@@ -39,7 +39,7 @@ use crate::rdpmc::RdpmcMode;
 use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::sites::Sites;
 use crate::vcpu::affinity::{PinError, Pinning};
-use crate::vcpu::control::{OnReset, RunControl};
+use crate::vcpu::control::{OnReset, RunControl, StopReason};
 use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
 use crate::vcpu::roster::{Roster, RosterError};
 use crate::vcpu::{FirstState, Kicker, StateError};
@@ -193,8 +193,8 @@ impl Vm {
         }
         let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
-        let bus = Arc::new(Plan::add_pci(bus, devices, loaded.pci, &fd, &ram)?);
         let control = Arc::new(RunControl::new(config.on_reset).map_err(|e| VmError::Os("eventfd", e))?);
+        let bus = Arc::new(Plan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
         let parts = VcpuParts {
             supported,
@@ -360,7 +360,7 @@ impl RunningVm {
             return;
         }
         if self.control.reason().is_none() {
-            self.control.stop(crate::vcpu::control::StopReason::Operator);
+            self.control.stop(StopReason::Operator);
         }
         self.kicker().join();
         // Nobody uses the devices any more: their threads finish what was begun, and end.
@@ -589,11 +589,14 @@ impl<'a> Plan<'a> {
         told: bool,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
+        control: &Arc<RunControl>,
     ) -> Result<Bus, VmError> {
         if !told {
             return Ok(bus);
         }
-        let machine: Arc<dyn Machine> = Arc::new(KvmMachine::new(fd.clone()));
+        let control = control.clone();
+        let last_resort = LastResort::new(Arc::new(move || control.stop(StopReason::Failed)));
+        let machine: Arc<dyn Machine> = Arc::new(KvmMachine::new(fd.clone(), last_resort));
         let pci = PciBus::new(devices, ram.memory(), layout::PCI_WINDOW, &machine)?;
         Ok(bus.with_pci(pci))
     }

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::VirtioDevice;
+use virtio_devices::device::{LastResort, VirtioDevice};
 use virtio_devices::rng::Rng;
 use virtio_devices::transport::bus::{CONFIG_PORT, PciBus};
 use virtio_devices::transport::machine::{Machine, Message};
@@ -35,6 +35,10 @@ impl Machine for Nothing {
 
     fn disconnect(&self, _: u32, _: &EventFd) -> io::Result<()> {
         Ok(())
+    }
+
+    fn last_resort(&self) -> LastResort {
+        LastResort::default()
     }
 }
 

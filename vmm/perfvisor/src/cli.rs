@@ -218,11 +218,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "WHAT", default_value = "exit")]
     pub on_reset: OnReset,
     /// A disk: an image or a block device; ro: the guest cannot write it; serial: its serial number; format:
-    /// raw or qcow2, never guessed; backing: what a qcow2 image is based on, once for each image behind it.
-    /// May be there several times.
+    /// raw or qcow2, never guessed; backing: what a qcow2 image is based on, once for each image behind it;
+    /// block-size: 512 or 4096 bytes, by itself those of the block device. May be there several times.
     #[arg(
         long,
-        value_name = "FILE[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]"
+        value_name = "FILE[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]][,block-size=512|4096]"
     )]
     pub disk: Vec<DiskConfig>,
     /// A directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a virtiofsd of its own:

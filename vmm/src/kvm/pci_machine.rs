@@ -9,6 +9,7 @@ use kvm_bindings::{
     kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_irq_routing_msi__bindgen_ty_1,
 };
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
+use virtio_devices::device::LastResort;
 use virtio_devices::transport::machine::{Machine, Message};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -23,14 +24,16 @@ pub struct KvmMachine {
     vm: Arc<VmFd>,
     /// The message of each line that has had one.
     messages: Mutex<Vec<Option<Message>>>,
+    last_resort: LastResort,
 }
 
 impl KvmMachine {
-    /// For a VM whose interrupt controllers are KVM's.
-    pub fn new(vm: Arc<VmFd>) -> Self {
+    /// For a VM whose interrupt controllers are KVM's, and that ends by `last_resort`.
+    pub fn new(vm: Arc<VmFd>, last_resort: LastResort) -> Self {
         Self {
             vm,
             messages: Mutex::default(),
+            last_resort,
         }
     }
 
@@ -73,6 +76,10 @@ impl Machine for KvmMachine {
 
     fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()> {
         Ok(self.vm.unregister_irqfd(vector, gsi(line))?)
+    }
+
+    fn last_resort(&self) -> LastResort {
+        self.last_resort.clone()
     }
 }
 
@@ -141,7 +148,7 @@ mod tests {
         };
         let vm = Arc::new(kvm.create_vm().unwrap());
         vm.create_irq_chip().unwrap();
-        Some(KvmMachine::new(vm))
+        Some(KvmMachine::new(vm, LastResort::default()))
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! What a virtio device is to its transport.
 
+use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use thiserror::Error;
 use virtio_queue::Queue;
@@ -51,26 +52,61 @@ impl Interrupt {
     }
 }
 
-/// Tells the driver that the device's configuration has changed (virtio 1.2, 2.5).
+/// Tells the driver that the device's configuration has changed (virtio 1.2, 2.5), or that the device is to
+/// be reset (2.1.2).
 #[derive(Clone, Debug, Default)]
 pub struct ConfigChange {
     generation: Arc<AtomicU8>,
+    broken: Arc<AtomicBool>,
     interrupt: Interrupt,
 }
 
 impl ConfigChange {
-    /// Of a transport whose driver reads `generation` around each look at the configuration.
-    pub fn new(generation: Arc<AtomicU8>, interrupt: Interrupt) -> Self {
+    /// Of a transport whose driver reads `generation` around each look at the configuration, and finds
+    /// DEVICE_NEEDS_RESET in the status while `broken` is set.
+    pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: Interrupt) -> Self {
         Self {
             generation,
+            broken,
             interrupt,
         }
+    }
+
+    /// The device cannot go on before the driver has reset it: sets DEVICE_NEEDS_RESET, and tells.
+    pub fn needs_reset(&self) {
+        self.broken.store(true, Ordering::Release);
+        self.tell();
     }
 
     /// To be called after the configuration has changed.
     pub fn tell(&self) {
         self.generation.fetch_add(1, Ordering::Release);
         self.interrupt.raise();
+    }
+}
+
+/// Ends the machine, for a device's thread that ends although nobody has stopped it: a guest that waits for a
+/// device for ever helps nobody.
+#[derive(Clone, Default)]
+pub struct LastResort(Option<Arc<dyn Fn() + Send + Sync>>);
+
+impl LastResort {
+    /// `end` is called by threads of devices, and must not wait for them.
+    pub fn new(end: Arc<dyn Fn() + Send + Sync>) -> Self {
+        Self(Some(end))
+    }
+
+    /// Ends the machine.
+    pub fn take(&self) {
+        if let Some(end) = &self.0 {
+            end();
+        }
+    }
+}
+
+impl fmt::Debug for LastResort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LastResort").finish_non_exhaustive()
     }
 }
 
@@ -97,6 +133,8 @@ pub struct Activation {
     pub queues: Vec<Option<ActiveQueue>>,
     /// To tell of a new configuration.
     pub config_change: ConfigChange,
+    /// For [`crate::worker::Worker::spawn`].
+    pub last_resort: LastResort,
 }
 
 /// A virtio device behind a transport, which calls it with the device's lock held.
@@ -162,9 +200,15 @@ mod tests {
     fn a_change_is_told_with_a_new_generation() {
         let vector = Arc::new(EventFd::new(0).unwrap());
         let generation = Arc::new(AtomicU8::new(255));
-        let change = ConfigChange::new(generation.clone(), Interrupt::new(Some(vector.clone())));
+        let broken = Arc::new(AtomicBool::new(false));
+        let interrupt = Interrupt::new(Some(vector.clone()));
+        let change = ConfigChange::new(generation.clone(), broken.clone(), interrupt);
         change.tell();
         assert_eq!(generation.load(Ordering::Acquire), 0);
         assert_eq!(vector.read().unwrap(), 1);
+        assert!(!broken.load(Ordering::Acquire));
+        change.needs_reset();
+        assert!(broken.load(Ordering::Acquire));
+        assert_eq!(vector.read().unwrap(), 1, "and the driver is told");
     }
 }

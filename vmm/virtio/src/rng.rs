@@ -9,7 +9,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 
-use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice};
+use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, VirtioDevice};
 use crate::serve::{Chain, serve_queue, tell_of_driver};
 use crate::worker::Worker;
 
@@ -72,9 +72,11 @@ impl VirtioDevice for Rng {
             source: self.source.try_clone().map_err(host("dup"))?,
             queue,
             memory: activation.memory,
+            config_change: activation.config_change,
             broken: false,
         };
-        self.worker = Some(Worker::spawn(self.name(), server).map_err(host("starting a thread"))?);
+        let worker = Worker::spawn(self.name(), server, activation.last_resort);
+        self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }
 
@@ -88,6 +90,7 @@ struct Server {
     source: File,
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
+    config_change: ConfigChange,
     broken: bool,
 }
 
@@ -98,6 +101,7 @@ impl Server {
         if let Err(error) = served {
             tell_of_driver("rng0", "it stops until it is reset", &error);
             self.broken = true;
+            self.config_change.needs_reset();
         }
     }
 }
@@ -145,7 +149,22 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
-    use crate::serve::testing::{BUFFERS, Driver, memory};
+    use crate::serve::testing::{BUFFERS, Driver, activation, memory};
+
+    #[test]
+    fn a_broken_ring_asks_for_a_reset() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 16);
+        // No descriptor of this queue.
+        driver.offer(16);
+        let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
+        let mut rng = Rng::new().unwrap();
+        rng.activate(activation).unwrap();
+        driver.active.kick.write(1).unwrap();
+        seen.changed.read().unwrap();
+        assert!(seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+        rng.reset();
+    }
 
     fn serve(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> u32 {
         let mut driver = Driver::new(memory, 64);

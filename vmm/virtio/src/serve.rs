@@ -112,6 +112,7 @@ pub(crate) mod testing {
     //! A queue as a driver makes it, in memory of its own.
 
     use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, AtomicU8};
 
     use virtio_queue::Queue;
     use virtio_queue::desc::RawDescriptor;
@@ -121,7 +122,7 @@ pub(crate) mod testing {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::device::Interrupt;
+    use crate::device::{Activation, ConfigChange, Interrupt, LastResort};
 
     /// Bytes of guest memory; the queue lies at its beginning.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
@@ -130,6 +131,35 @@ pub(crate) mod testing {
 
     pub(crate) fn memory() -> GuestMemoryMmap {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
+    }
+
+    /// What a driver sees of a device beside its queues.
+    pub(crate) struct Seen {
+        /// The interrupt for changes, whose reader waits.
+        pub changed: Arc<EventFd>,
+        /// DEVICE_NEEDS_RESET.
+        pub needs_reset: Arc<AtomicBool>,
+    }
+
+    /// What a device gets when a driver with these queues is ready.
+    pub(crate) fn activation(
+        memory: &GuestMemoryMmap,
+        queues: Vec<Option<ActiveQueue>>,
+    ) -> (Activation, Seen) {
+        let seen = Seen {
+            changed: Arc::new(EventFd::new(0).unwrap()),
+            needs_reset: Arc::default(),
+        };
+        let interrupt = Interrupt::new(Some(seen.changed.clone()));
+        let generation = Arc::new(AtomicU8::new(0));
+        let activation = Activation {
+            memory: memory.clone(),
+            features: 0,
+            queues,
+            config_change: ConfigChange::new(generation, seen.needs_reset.clone(), interrupt),
+            last_resort: LastResort::default(),
+        };
+        (activation, seen)
     }
 
     /// The driver's side of a queue, and the device's.
@@ -142,6 +172,15 @@ pub(crate) mod testing {
     }
 
     impl<'m> Driver<'m> {
+        /// The device's side, for a device that takes it.
+        pub(crate) fn active(&self) -> ActiveQueue {
+            ActiveQueue {
+                queue: self.mock.create_queue().unwrap(),
+                kick: self.active.kick.clone(),
+                interrupt: self.active.interrupt.clone(),
+            }
+        }
+
         pub(crate) fn new(memory: &'m GuestMemoryMmap, size: u16) -> Self {
             let mock = MockSplitQueue::create(memory, GuestAddress(0x1000), size);
             let queue: Queue = mock.create_queue().unwrap();

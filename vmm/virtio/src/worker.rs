@@ -1,6 +1,8 @@
 //! The thread of a device.
 
+use std::any::Any;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
@@ -10,6 +12,8 @@ use nix::unistd::Pid;
 use perf_core::error_line;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use crate::device::LastResort;
 
 /// A thread that serves a device's queues until it is stopped or dropped.
 #[derive(Debug)]
@@ -76,16 +80,18 @@ impl<H: MutEventSubscriber> MutEventSubscriber for Part<H> {
 
 impl Worker {
     /// Starts a thread `name` (at most 15 bytes) that calls `handler` for the descriptors it adds to its
-    /// event loop: `init` adds them, `process` is called for each that is ready.
+    /// event loop: `init` adds them, `process` is called for each that is ready. If the thread ends before it
+    /// is stopped, that is said in one line, and `last_resort` is taken.
     ///
     /// # Errors
     /// The host has no descriptor or no thread left.
-    pub fn spawn<H>(name: &str, handler: H) -> io::Result<Self>
+    pub fn spawn<H>(name: &str, handler: H, last_resort: LastResort) -> io::Result<Self>
     where
         H: MutEventSubscriber + Send + 'static,
     {
         let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let fd = stop.try_clone()?;
+        let device = name.to_owned();
         let thread = std::thread::Builder::new()
             .name(name.to_owned())
             .stack_size(STACK_BYTES)
@@ -98,9 +104,14 @@ impl Worker {
                         error_line(&error)
                     );
                 }
-                if let Err(error) = serve(fd, handler) {
-                    log::error!("a device's thread ends: {}", error_line(&error));
-                }
+                // A panic here would be a bug of ours.
+                let why = match catch_unwind(AssertUnwindSafe(|| serve(fd, handler))) {
+                    Ok(Ok(())) => return,
+                    Ok(Err(error)) => error_line(&error),
+                    Err(panic) => format!("it panicked: {}", message(&*panic)),
+                };
+                log::error!("the thread of {device} has ended, and the VM ends with it: {why}");
+                last_resort.take();
             })?;
         Ok(Self {
             stop,
@@ -125,6 +136,13 @@ impl Drop for Worker {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// What a panic said, in one line.
+fn message(panic: &(dyn Any + Send)) -> String {
+    let said = panic.downcast_ref::<&str>().copied();
+    let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    said.unwrap_or("nothing").replace('\n', " ")
 }
 
 /// The thread.
@@ -167,7 +185,7 @@ mod tests {
             one.set(first).unwrap();
             sched_setaffinity(Pid::from_raw(0), &one).unwrap();
             let (sender, receiver) = std::sync::mpsc::channel();
-            let _worker = Worker::spawn("looks", Looks(sender)).unwrap();
+            let _worker = Worker::spawn("looks", Looks(sender), LastResort::default()).unwrap();
             receiver.recv().unwrap()
         });
         assert_eq!(seen.join().unwrap(), all);
@@ -202,6 +220,7 @@ mod tests {
                 done: done.try_clone().unwrap(),
                 kicks: kicks.clone(),
             },
+            LastResort::default(),
         )
         .unwrap();
         kick.write(3).unwrap();
@@ -211,5 +230,34 @@ mod tests {
         kick.write(1).unwrap();
         worker.stop();
         assert_eq!((kicks.load(Ordering::Relaxed), kick.read().unwrap()), (3, 1));
+    }
+
+    /// What a guest of a device without a thread would do is wait.
+    #[test]
+    fn a_thread_that_panics_ends_the_machine_and_one_that_is_stopped_does_not() {
+        struct Panics(Arc<EventFd>);
+        impl MutEventSubscriber for Panics {
+            fn process(&mut self, _: Events, _: &mut EventOps) {
+                panic!("as a test\nwants it");
+            }
+            fn init(&mut self, ops: &mut EventOps) {
+                ops.add(Events::new(&*self.0, EventSet::IN)).unwrap();
+            }
+        }
+        let kick = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        for panics in [false, true] {
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let end = move || sender.send(()).unwrap();
+            let last_resort = LastResort::new(Arc::new(end));
+            let mut worker = Worker::spawn("panics", Panics(kick.clone()), last_resort).unwrap();
+            if panics {
+                kick.write(1).unwrap();
+                receiver.recv().unwrap();
+            }
+            worker.stop();
+            assert!(receiver.try_recv().is_err(), "once, or never");
+        }
+        let said = catch_unwind(|| panic!("as a test\nwants {}", "it")).unwrap_err();
+        assert_eq!(message(&*said), "as a test wants it");
     }
 }

@@ -10,7 +10,8 @@ pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
 /// Most images behind a qcow2 image.
 pub const MAX_BACKING: usize = 8;
 /// What may follow a disk's file.
-const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]";
+const WORDS: &str =
+    "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]][,block-size=512|4096]";
 
 /// How an image holds the disk. It is never guessed: a guest writes what it likes to a raw disk, also what
 /// looks like another format, whose header names files of the host.
@@ -57,6 +58,8 @@ pub struct DiskConfig {
     pub read_only: bool,
     /// What the guest reads as its serial number.
     pub serial: Option<String>,
+    /// Bytes of the blocks that the guest reads and writes, if not those of the device below.
+    pub block_bytes: Option<u32>,
 }
 
 /// What is wrong with it.
@@ -86,6 +89,9 @@ pub enum DiskConfigError {
     /// More images than anybody needs, one behind the other.
     #[error("more than {MAX_BACKING} backing files: qemu-img rebase or convert makes them fewer")]
     Deep,
+    /// Blocks of a size that a disk cannot have.
+    #[error("block-size={0}: 512 and 4096 are possible")]
+    BlockSize(String),
     /// The same word again.
     #[error("'{0}' is there twice")]
     Twice(&'static str),
@@ -100,6 +106,7 @@ impl DiskConfig {
             backing: Vec::new(),
             read_only: false,
             serial: None,
+            block_bytes: None,
         }
     }
 
@@ -146,6 +153,16 @@ impl FromStr for DiskConfig {
                 Some(("format", text)) => {
                     if format.replace(text.parse()?).is_some() {
                         return Err(DiskConfigError::Twice("format"));
+                    }
+                }
+                Some(("block-size", text)) => {
+                    let bytes = match text {
+                        "512" => 512,
+                        "4096" | "4K" | "4k" => 4096,
+                        _ => return Err(DiskConfigError::BlockSize(text.to_owned())),
+                    };
+                    if config.block_bytes.replace(bytes).is_some() {
+                        return Err(DiskConfigError::Twice("block-size"));
                     }
                 }
                 Some(("backing", path)) => {
@@ -202,6 +219,26 @@ mod tests {
         assert!(error("a,serial=1,serial=2").contains("twice"));
         assert!(error("a,format=vmdk").contains("'vmdk' is no format"));
         assert!(error("a,format=raw,format=qcow2").contains("'format' is there twice"));
+    }
+
+    #[test]
+    fn blocks_are_of_two_sizes() {
+        let blocks = |text: &str| text.parse::<DiskConfig>().unwrap().block_bytes;
+        assert_eq!(blocks("a"), None);
+        assert_eq!(
+            (blocks("a,block-size=4096"), blocks("a,block-size=4K")),
+            (Some(4096), Some(4096))
+        );
+        assert_eq!(blocks("a,block-size=512"), Some(512));
+        let error = |text: &str| text.parse::<DiskConfig>().unwrap_err();
+        for bad in ["", "1024", "4097", "-1"] {
+            let text = format!("a,block-size={bad}");
+            assert_eq!(error(&text), DiskConfigError::BlockSize(bad.into()));
+        }
+        assert_eq!(
+            error("a,block-size=512,block-size=512"),
+            DiskConfigError::Twice("block-size")
+        );
     }
 
     /// Nothing but a word makes a qcow2 image of a file.

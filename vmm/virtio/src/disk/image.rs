@@ -8,9 +8,12 @@ use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
 use super::config::{DiskConfig, Format};
-use super::open::{OpenError, SECTOR_BYTES, open};
+use super::open::{OpenError, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
 use super::raw::{Piece, Raw};
+
+/// Bytes of a block where nobody says otherwise.
+const SMALL_BLOCK: u32 = 512;
 
 /// Why an image cannot be a disk.
 #[derive(Debug, Error)]
@@ -32,6 +35,19 @@ pub enum ImageError {
         /// It begins as an image of the other format.
         qcow2: bool,
     },
+    /// No whole number of blocks.
+    #[error("{}: a disk of {bytes} bytes has no whole number of blocks of {block}; block-size=512 does", path.display())]
+    Blocks {
+        /// The image.
+        path: PathBuf,
+        /// The disk's size.
+        bytes: u64,
+        /// That of a block.
+        block: u32,
+    },
+    /// A block device that does not say what it is.
+    #[error("{}: its logical block size cannot be read", .0.display())]
+    BlockDevice(PathBuf, #[source] io::Error),
     /// A qcow2 image that is none, or leads where it must not.
     #[error(transparent)]
     Qcow2(#[from] Qcow2Error),
@@ -42,6 +58,7 @@ pub enum ImageError {
 pub struct Image {
     store: Store,
     sectors: u64,
+    block_bytes: u32,
     read_only: bool,
     /// How often it was flushed.
     #[cfg(test)]
@@ -63,6 +80,7 @@ impl Image {
     pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
         let path = &config.path;
         let (file, bytes) = open(path, config.read_only)?;
+        let below = block_bytes(&file).map_err(|error| ImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
             Format::Raw => {
                 let qcow2 = claims::begins_as_one(&file);
@@ -85,9 +103,15 @@ impl Image {
                 (Store::Qcow2(Box::new(qcow2)), bytes)
             }
         };
+        let block = config.block_bytes.or(below).unwrap_or(SMALL_BLOCK);
+        if !bytes.is_multiple_of(block.into()) {
+            let path = path.clone();
+            return Err(ImageError::Blocks { path, bytes, block });
+        }
         Ok(Self {
             store,
             sectors: bytes / SECTOR_BYTES,
+            block_bytes: block,
             read_only: config.read_only,
             #[cfg(test)]
             flushes: Default::default(),
@@ -99,6 +123,11 @@ impl Image {
         self.sectors
     }
 
+    /// Bytes of a block: the guest reads and writes whole ones.
+    pub fn block_bytes(&self) -> u32 {
+        self.block_bytes
+    }
+
     /// Whether it cannot be written.
     pub fn read_only(&self) -> bool {
         self.read_only
@@ -107,8 +136,10 @@ impl Image {
     /// The unit in which space can be given back, in bytes; `None`: it cannot.
     pub fn discard_bytes(&self) -> Option<u64> {
         match &self.store {
-            Store::Raw(_) => Some(SECTOR_BYTES),
-            Store::Qcow2(image) => image.discard_bytes(),
+            Store::Raw(_) => Some(self.block_bytes.into()),
+            Store::Qcow2(image) => image
+                .discard_bytes()
+                .map(|bytes| bytes.max(self.block_bytes.into())),
         }
         .filter(|_| !self.read_only)
     }
@@ -227,6 +258,21 @@ mod tests {
             line.contains("format=qcow2") && !line.contains("truncate"),
             "{line}"
         );
+    }
+
+    #[test]
+    fn a_disk_has_whole_blocks() {
+        let disk = |bytes, block_bytes| {
+            let file = file(bytes);
+            Image::open(&DiskConfig {
+                block_bytes,
+                ..DiskConfig::raw(file.path())
+            })
+        };
+        assert_eq!(disk(512 * 9, None).unwrap().block_bytes(), 512);
+        assert_eq!(disk(8192, Some(4096)).unwrap().block_bytes(), 4096);
+        let line = error_line(&disk(512 * 9, Some(4096)).unwrap_err());
+        assert!(line.contains("block-size=512"), "{line}");
     }
 
     #[test]

@@ -40,7 +40,7 @@ use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{Image, ImageError};
 use self::open::SECTOR_BYTES;
 use self::request::{Disk, Failure, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS};
-use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChange, VirtioDevice, read_config_bytes};
 use crate::serve::{serve_queue, tell_of_driver};
 use crate::worker::Worker;
 
@@ -98,7 +98,7 @@ fn configuration(image: &Image) -> [u8; CONFIG_BYTES] {
     put(0, &image.sectors().to_le_bytes());
     put(8, &MAX_SEGMENT_BYTES.to_le_bytes());
     put(12, &(MAX_SEGMENTS as u32).to_le_bytes());
-    put(20, &(SECTOR_BYTES as u32).to_le_bytes());
+    put(20, &image.block_bytes().to_le_bytes());
     for at in [36, 48] {
         put(at, &MAX_RANGE_SECTORS.to_le_bytes());
         put(at + 4, &(MAX_RANGES as u32).to_le_bytes());
@@ -160,12 +160,15 @@ impl VirtioDevice for Block {
             },
             queue,
             memory: activation.memory,
+            config_change: activation.config_change,
             broken: false,
             said: self.said.clone(),
         };
-        let worker = Worker::spawn(&self.name, server).map_err(|source| ActivateError::Host {
-            what: "starting a thread",
-            source,
+        let worker = Worker::spawn(&self.name, server, activation.last_resort).map_err(|source| {
+            ActivateError::Host {
+                what: "starting a thread",
+                source,
+            }
         })?;
         self.worker = Some(worker);
         Ok(())
@@ -188,6 +191,7 @@ struct Server {
     disk: Disk,
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
+    config_change: ConfigChange,
     broken: bool,
     said: Said,
 }
@@ -212,6 +216,7 @@ impl Server {
         if let Err(error) = served {
             tell_of_driver(&self.name, "it stops until it is reset", &error);
             self.broken = true;
+            self.config_change.needs_reset();
         }
     }
 }

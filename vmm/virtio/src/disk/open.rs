@@ -1,5 +1,5 @@
 //! A file of a disk: opened, looked at, and locked against others.
-#![expect(unsafe_code, reason = "fcntl")]
+#![expect(unsafe_code, reason = "fcntl and ioctl")]
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -145,6 +145,24 @@ pub fn open(path: &Path, read_only: bool) -> Result<(File, u64), OpenError> {
     }
     let bytes = file.seek(SeekFrom::End(0)).map_err(call("seeking"))?;
     Ok((file, bytes))
+}
+
+/// Bytes of the blocks of a block device of the host; `None` for a file.
+///
+/// # Errors
+/// That of the call.
+pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
+    /// `_IO(0x12, 104)` of linux/fs.h.
+    const BLKSSZGET: libc::c_ulong = 0x1268;
+    if !file.metadata()?.file_type().is_block_device() {
+        return Ok(None);
+    }
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes an int, and `bytes` is one that lives during it.
+    if unsafe { libc::ioctl(file.as_raw_fd(), BLKSSZGET, &raw mut bytes) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    u32::try_from(bytes).map(Some).map_err(io::Error::other)
 }
 
 /// Locks the file against other open file descriptions, also in this process; whether that was possible.

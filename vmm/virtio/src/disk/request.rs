@@ -130,10 +130,14 @@ impl Disk {
         Ok(0)
     }
 
-    /// The byte at which `bytes` from `sector` on begin, if they are whole sectors of the disk.
+    /// The byte at which `bytes` from `sector` on begin, if they are whole blocks of the disk.
     fn place(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
-        if bytes.is_multiple_of(SECTOR_BYTES) && end.is_some_and(|end| end <= self.image.sectors()) {
+        let block = u64::from(self.image.block_bytes());
+        if bytes.is_multiple_of(block)
+            && sector.is_multiple_of(block / SECTOR_BYTES)
+            && end.is_some_and(|end| end <= self.image.sectors())
+        {
             Ok(sector * SECTOR_BYTES)
         } else {
             Err(Failure::Guest)

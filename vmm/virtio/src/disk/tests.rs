@@ -14,7 +14,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use super::image::Image;
 use super::request::{Disk, Failure, MAX_REQUEST_BYTES};
 use super::*;
-use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, memory};
+use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, activation, memory};
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -354,5 +354,118 @@ fn the_disk_is_flushed_when_it_must_be_and_not_otherwise() {
         assert_eq!(flushes(&rig), 0, "what is refused");
         assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, 0, false).0, OK);
         assert_eq!(flushes(&rig), 1, "a flush");
+    }
+}
+
+/// Addresses stay in sectors of 512 bytes, whatever the blocks are (5.2.6.4).
+#[test]
+fn a_disk_of_large_blocks_takes_whole_ones() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(65_536).unwrap();
+    let config = DiskConfig {
+        block_bytes: Some(4096),
+        ..DiskConfig::raw(file.path())
+    };
+    let block = Block::open("disk7".into(), &config).unwrap();
+    let mut word = [0; 4];
+    block.read_config(20, &mut word);
+    assert_eq!(u32::from_le_bytes(word), 4096, "blk_size");
+    block.read_config(44, &mut word);
+    assert_eq!(u32::from_le_bytes(word), 8, "discard_sector_alignment");
+    drop(block);
+
+    let mut rig = Rig::new(128, false);
+    rig.disk.image = Arc::new(Image::open(&config).unwrap());
+    for (sector, bytes, status) in [(8, 4096, OK), (0, 65_536, OK), (1, 4096, IOERR), (8, 512, IOERR)] {
+        assert_eq!(rig.request(VIRTIO_BLK_T_OUT, sector, bytes, false).0, status);
+        assert_eq!(rig.request(VIRTIO_BLK_T_IN, sector, bytes, true).0, status);
+    }
+    assert_eq!(rig.range(VIRTIO_BLK_T_WRITE_ZEROES, 8, 8, 0), OK);
+    assert_eq!(rig.range(VIRTIO_BLK_T_WRITE_ZEROES, 8, 7, 0), IOERR);
+    assert_eq!(rig.range(VIRTIO_BLK_T_DISCARD, 4, 8, 0), IOERR);
+}
+
+/// A disk of 8 sectors as a device, and its file.
+fn device() -> (Block, tempfile::NamedTempFile) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(8 * 512).unwrap();
+    let block = Block::open("disk7".into(), &DiskConfig::raw(file.path())).unwrap();
+    (block, file)
+}
+
+#[test]
+fn a_broken_ring_asks_for_a_reset_after_which_the_disk_works() {
+    let memory = memory();
+    let (mut block, _file) = device();
+    for breaks in [true, false] {
+        let mut driver = Driver::new(&memory, 16);
+        driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
+        // Of this queue is descriptor 15 at most.
+        driver.offer(if breaks { 16 } else { 0 });
+        let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
+        block.activate(activation).unwrap();
+        driver.active.kick.write(1).unwrap();
+        if breaks {
+            seen.changed.read().unwrap();
+        }
+        // What was begun is finished before it has stopped.
+        while !breaks && driver.used().is_empty() {
+            std::thread::yield_now();
+        }
+        block.reset();
+        let needs_reset = seen.needs_reset.load(std::sync::atomic::Ordering::Acquire);
+        assert_eq!((needs_reset, driver.used().len()), (breaks, usize::from(!breaks)));
+    }
+}
+
+/// Requests that nobody tells of wait, and the disk can be stopped.
+#[test]
+fn a_guest_that_never_kicks_is_not_served_and_keeps_nobody() {
+    let memory = memory();
+    let (mut block, _file) = device();
+    let mut driver = Driver::new(&memory, 16);
+    driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
+    driver.offer(0);
+    let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
+    block.activate(activation).unwrap();
+    block.reset();
+    assert_eq!(driver.used(), []);
+    assert!(!seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+}
+
+/// Kicks without end are one kick each time that the thread looks. It does what there is to do once, and
+/// stops when it is to; so do kicks of a queue that is broken.
+#[test]
+fn a_guest_that_always_kicks_is_served_once_and_keeps_nobody() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let memory = memory();
+    for breaks in [false, true] {
+        let (mut block, _file) = device();
+        let mut driver = Driver::new(&memory, 16);
+        driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
+        driver.offer(0);
+        if breaks {
+            driver.offer(16);
+        }
+        let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
+        let (kick, end) = (driver.active.kick.clone(), Arc::new(AtomicBool::new(false)));
+        let kicks = std::thread::spawn({
+            let end = end.clone();
+            move || {
+                let mut kicks = 0u64;
+                while !end.load(Ordering::Relaxed) {
+                    kicks += u64::from(kick.write(1).is_ok());
+                }
+                kicks
+            }
+        });
+        block.activate(activation).unwrap();
+        while driver.used().is_empty() {
+            std::thread::yield_now();
+        }
+        block.reset();
+        end.store(true, Ordering::Relaxed);
+        assert!(kicks.join().unwrap() > 0);
+        assert_eq!(driver.used().len(), 1);
     }
 }

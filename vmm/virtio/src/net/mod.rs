@@ -87,13 +87,7 @@ impl Net {
     /// A device `name` on `tap`, whose longest packet is `mtu` bytes. Frames are moved by `kernel`, or by a
     /// thread of its own.
     pub fn new(name: String, tap: Tap, mac: Mac, mtu: u16, kernel: Option<Kernel>) -> Self {
-        // What this host's kernel has of it: each alone, for one it does not know refuses all.
-        let known = |offload: Offloads| tap.set_offloads(offload | Offloads::CSUM).is_ok();
-        let guest = OFFLOADS
-            .iter()
-            .filter(|(offload, _)| known(*offload))
-            .map(|(_, bit)| *bit);
-        let offered = ALWAYS.into_iter().chain(guest).fold(0, |all, bit| all | 1 << bit);
+        let offered = offered(|offloads| tap.set_offloads(offloads).is_ok());
         Self {
             name,
             tap: Arc::new(tap),
@@ -104,6 +98,37 @@ impl Net {
             kernel,
             worker: None,
         }
+    }
+}
+
+/// The device's feature bits, where the host's kernel takes offloads that are `known`. Each is asked for with
+/// no more than what it builds upon (`set_offload` in drivers/net/tun.c): one that the kernel does not know
+/// would have it refuse all.
+fn offered(known: impl Fn(Offloads) -> bool) -> u64 {
+    let guest = OFFLOADS
+        .iter()
+        .filter(|(offload, _)| {
+            let segments = match *offload {
+                Offloads::TSO_ECN => Offloads::TSO4,
+                _ => Offloads::empty(),
+            };
+            known(*offload | segments | Offloads::CSUM)
+        })
+        .map(|(_, bit)| *bit);
+    ALWAYS.into_iter().chain(guest).fold(0, |all, bit| all | 1 << bit)
+}
+
+/// What the tap device may leave unfinished for a driver that has accepted `features`.
+fn offloads(features: u64) -> Offloads {
+    let accepted = OFFLOADS
+        .iter()
+        .filter(|(_, bit)| features & (1 << bit) != 0)
+        .fold(Offloads::empty(), |all, (offload, _)| all | *offload);
+    // Without segments there is no congestion bit in them, and the kernel would refuse all.
+    if accepted.intersects(Offloads::TSO4 | Offloads::TSO6) {
+        accepted
+    } else {
+        accepted - Offloads::TSO_ECN
     }
 }
 
@@ -143,6 +168,7 @@ impl VirtioDevice for Net {
             features,
             queues,
             config_change,
+            last_resort,
         } = activation;
         let mut queues = queues.into_iter();
         let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {
@@ -150,10 +176,7 @@ impl VirtioDevice for Net {
                 "a network device without both of its queues",
             ));
         };
-        let offloads = OFFLOADS
-            .iter()
-            .filter(|(_, bit)| features & (1 << bit) != 0)
-            .fold(Offloads::empty(), |all, (offload, _)| all | *offload);
+        let offloads = offloads(features);
         if self.status.load(Ordering::Relaxed) == LINK_UP
             && let Err(source) = self.tap.set_offloads(offloads)
         {
@@ -177,7 +200,7 @@ impl VirtioDevice for Net {
                     source: io::Error::other(e),
                 })?;
             let tap = Some(self.tap.clone());
-            Worker::spawn(&self.name, Watcher { watch, tap, link })
+            Worker::spawn(&self.name, Watcher { watch, tap, link }, last_resort)
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
@@ -191,6 +214,7 @@ impl VirtioDevice for Net {
                     sender: Lane::new(transmit, Sender::new),
                     watching: false,
                 },
+                last_resort,
             )
         };
         match spawned {
@@ -226,6 +250,11 @@ pub struct Link {
 impl Link {
     fn is_up(&self) -> bool {
         self.status.load(Ordering::Relaxed) == LINK_UP
+    }
+
+    /// The driver has broken a queue, and nothing works before it resets the device.
+    fn needs_reset(&self) {
+        self.config_change.needs_reset();
     }
 
     /// The tap device is gone, for good: the link goes down.
@@ -269,7 +298,7 @@ impl<Q> Lane<Q> {
     }
 
     /// The end of a run: raises the interrupt, or gives up a queue that is broken.
-    fn settle(&mut self, name: &str, result: Result<(Pause, bool), FramesError>) -> Pause {
+    fn settle(&mut self, link: &Link, result: Result<(Pause, bool), FramesError>) -> Pause {
         match result {
             Ok((pause, wanted)) => {
                 if wanted {
@@ -279,8 +308,9 @@ impl<Q> Lane<Q> {
             }
             Err(e) => {
                 // Once for each time that the driver sets the device up.
-                log::info!("{name}: a queue is served no more: {}", error_line(&e));
+                log::info!("{}: a queue is served no more: {}", link.name, error_line(&e));
                 self.queue = None;
+                link.needs_reset();
                 Pause::NoBuffer
             }
         }
@@ -293,7 +323,7 @@ impl Lanes {
             return;
         };
         let result = sender.run(&self.memory, self.tap.as_deref());
-        if let Pause::More = self.sender.settle(&self.link.name, result) {
+        if let Pause::More = self.sender.settle(&self.link, result) {
             // After the other direction had its turn. Only a full counter fails, and then it comes anyway.
             let _ = self.sender.kick.write(1);
         }
@@ -304,7 +334,7 @@ impl Lanes {
             return;
         };
         let result = receiver.run(&self.memory, &tap);
-        match self.receiver.settle(&self.link.name, result) {
+        match self.receiver.settle(&self.link, result) {
             // The tap device is asked again as long as it has something.
             Pause::More | Pause::Idle => self.watch(&tap, true, ops),
             // Until the driver kicks.
@@ -362,5 +392,64 @@ impl MutEventSubscriber for Lanes {
         }
         self.send();
         self.receive(ops);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_queue::QueueT;
+
+    use super::*;
+    use crate::serve::testing::{Driver, activation, memory};
+
+    /// As Linux takes them (`set_offload` in drivers/net/tun.c): what is left over refuses all.
+    fn linux(offloads: Offloads) -> bool {
+        let mut known = Offloads::CSUM | Offloads::TSO4 | Offloads::TSO6 | Offloads::UFO;
+        if offloads.intersects(Offloads::TSO4 | Offloads::TSO6) {
+            known |= Offloads::TSO_ECN;
+        }
+        offloads.contains(Offloads::CSUM) && known.contains(offloads)
+    }
+
+    #[test]
+    fn a_guest_is_offered_all_that_the_kernel_has() {
+        let all = offered(linux);
+        for (_, bit) in OFFLOADS {
+            assert_ne!(all & (1 << bit), 0, "bit {bit}");
+        }
+        // A kernel without one of them still has the others.
+        let some = offered(|offloads| linux(offloads) && !offloads.contains(Offloads::UFO));
+        assert_eq!(some, all & !(1 << VIRTIO_NET_F_GUEST_UFO));
+    }
+
+    #[test]
+    fn whatever_a_driver_accepts_is_taken_by_the_kernel() {
+        for features in 0..1 << OFFLOADS.len() {
+            let bits = OFFLOADS.iter().enumerate();
+            let features = bits
+                .filter(|(n, _)| features & (1 << n) != 0)
+                .fold(1u64 << VIRTIO_NET_F_GUEST_CSUM, |all, (_, (_, bit))| {
+                    all | 1 << bit
+                });
+            assert!(linux(offloads(features)), "{features:#x}");
+        }
+        assert_eq!(offloads(0), Offloads::empty());
+    }
+
+    #[test]
+    fn a_broken_ring_asks_for_a_reset() {
+        let memory = memory();
+        let driver = Driver::new(&memory, 16);
+        let (activation, seen) = activation(&memory, vec![]);
+        let link = Link {
+            name: "net7".into(),
+            status: Arc::default(),
+            config_change: activation.config_change,
+        };
+        let mut lane = Lane::new(driver.active(), |queue| queue.size());
+        let pause = lane.settle(&link, Err(FramesError::Head(16)));
+        assert!(matches!(pause, Pause::NoBuffer) && lane.queue.is_none());
+        assert!(seen.needs_reset.load(Ordering::Acquire));
+        assert_eq!(seen.changed.read().unwrap(), 1);
     }
 }

@@ -277,6 +277,7 @@ impl MutEventSubscriber for Watcher {
             if events.fd() == broken.as_raw_fd() {
                 log::info!("{}: vhost-net finds a queue broken by the driver", self.link.name);
                 let _ = ops.remove(Events::new(broken, EventSet::IN));
+                self.link.needs_reset();
             }
         }
     }

@@ -96,6 +96,7 @@ impl VirtioDevice for Share {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let host = |what| move |source| ActivateError::Host { what, source };
+        let last_resort = activation.last_resort.clone();
         let session = Session::new(
             self.name.clone(),
             self.backend.clone(),
@@ -103,8 +104,8 @@ impl VirtioDevice for Share {
             activation,
         )
         .map_err(host("what a shared directory's thread needs"))?;
-        let worker = Worker::spawn(&self.name, session).map_err(host("the thread of a shared directory"))?;
-        self.worker = Some(worker);
+        let worker = Worker::spawn(&self.name, session, last_resort);
+        self.worker = Some(worker.map_err(host("the thread of a shared directory"))?);
         Ok(())
     }
 

@@ -484,6 +484,39 @@ mod tests {
         assert_eq!(guest.read(0x5000, 1), 1);
     }
 
+    /// A device that finds a queue broken while it works says so in the status until it is reset.
+    #[test]
+    fn a_device_that_cannot_go_on_asks_for_a_reset_and_tells_so() {
+        let guest = Guest::new(&[&[16]]);
+        guest.negotiate(0);
+        guest.write(16, 0, 2);
+        guest.set_queue(0, 0x8000);
+        guest.set_status(DRIVER_OK);
+        assert_eq!(guest.status() & NEEDS_RESET, 0);
+        let change = |seen: &Seen| seen.activation.as_ref().unwrap().config_change.clone();
+        change(&guest.seen[0].lock().unwrap()).needs_reset();
+        assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
+        assert_eq!(guest.read(0x5000, 1), 1, "the interrupt");
+        // A driver does not clear it by what it writes, but for a reset.
+        guest.set_status(DRIVER_OK);
+        assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
+        guest.write(20, 0, 1);
+        assert_eq!(guest.status(), 0);
+        guest.negotiate(0);
+        assert_eq!(guest.status() & NEEDS_RESET, 0);
+    }
+
+    #[test]
+    fn a_device_whose_thread_ends_has_what_ends_the_machine() {
+        let guest = Guest::new(&[&[16]]);
+        guest.negotiate(0);
+        guest.set_status(DRIVER_OK);
+        assert!(!guest.machine.ended.load(Ordering::Relaxed));
+        let seen = guest.seen[0].lock().unwrap();
+        seen.activation.as_ref().unwrap().last_resort.take();
+        assert!(guest.machine.ended.load(Ordering::Relaxed));
+    }
+
     #[test]
     fn the_window_of_the_configuration_space_reaches_the_bar() {
         let guest = Guest::new(&[&[16]]);

@@ -4,7 +4,7 @@
 //! value. So no order and no width of accesses leaves a half-written register behind.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
@@ -159,6 +159,8 @@ pub(super) struct Common {
     pub config_vector: u16,
     status: u8,
     pub generation: Arc<AtomicU8>,
+    /// DEVICE_NEEDS_RESET, which the device's thread sets.
+    pub broken: Arc<AtomicBool>,
     queue_select: u16,
     pub queues: Vec<QueueRegisters>,
     /// Interrupts that there are.
@@ -175,14 +177,17 @@ impl Common {
             config_vector: NO_VECTOR,
             status: 0,
             generation: Arc::new(AtomicU8::new(0)),
+            broken: Arc::new(AtomicBool::new(false)),
             queue_select: 0,
             queues: queue_max_sizes.iter().copied().map(QueueRegisters::new).collect(),
             vectors,
         }
     }
 
-    /// As after power-on, but for the generation, which a driver may be comparing.
+    /// As after power-on, but for the generation, which a driver may be comparing. The device's thread has
+    /// ended.
     pub(super) fn reset(&mut self) {
+        self.broken.store(false, Ordering::Release);
         self.accepted = 0;
         self.device_feature_select = 0;
         self.driver_feature_select = 0;
@@ -204,9 +209,13 @@ impl Common {
         self.accepted & 1 << VIRTIO_RING_F_EVENT_IDX != 0
     }
 
-    /// The device cannot go on as it was set up.
-    pub(super) fn needs_reset(&mut self) {
-        self.status |= NEEDS_RESET;
+    /// The status with what the device adds to it.
+    fn status(&self) -> u8 {
+        if self.broken.load(Ordering::Acquire) {
+            self.status | NEEDS_RESET
+        } else {
+            self.status
+        }
     }
 
     /// A driver's read of any length anywhere.
@@ -257,7 +266,7 @@ impl Common {
         put(12, &half(self.accepted, self.driver_feature_select).to_le_bytes());
         put(16, &self.config_vector.to_le_bytes());
         put(18, &(self.queues.len() as u16).to_le_bytes());
-        put(20, &[self.status, self.generation.load(Ordering::Acquire)]);
+        put(20, &[self.status(), self.generation.load(Ordering::Acquire)]);
         put(22, &self.queue_select.to_le_bytes());
         // A queue that does not exist has size 0 (4.1.4.3.1).
         let Some(queue) = self.queues.get(usize::from(self.queue_select)) else {
@@ -369,7 +378,7 @@ impl Common {
             added &= !DRIVER_OK;
         }
         self.status |= added;
-        if added & DRIVER_OK != 0 && self.status & NEEDS_RESET == 0 {
+        if added & DRIVER_OK != 0 && self.status() & NEEDS_RESET == 0 {
             Effect::Activate
         } else {
             Effect::None

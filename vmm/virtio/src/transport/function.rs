@@ -243,8 +243,7 @@ impl Function {
                         error_line(&error)
                     );
                 }
-                self.common.needs_reset();
-                self.config_change().tell();
+                self.config_change().needs_reset();
             }
         }
     }
@@ -273,12 +272,16 @@ impl Function {
             features: self.common.accepted(),
             queues: queues.collect::<Result<_, _>>()?,
             config_change: self.config_change(),
+            last_resort: self.machine.last_resort(),
         })
     }
 
     fn config_change(&self) -> ConfigChange {
         let interrupt = Interrupt::new(self.msix.vector(self.common.config_vector));
-        ConfigChange::new(self.common.generation.clone(), interrupt)
+        let Common {
+            generation, broken, ..
+        } = &self.common;
+        ConfigChange::new(generation.clone(), broken.clone(), interrupt)
     }
 
     /// Registers the doorbells of an active device's queues where the guest has put the BAR.

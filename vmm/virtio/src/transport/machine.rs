@@ -4,6 +4,8 @@ use std::io;
 
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::device::LastResort;
+
 /// A message-signalled interrupt: a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Message {
@@ -39,4 +41,7 @@ pub trait Machine: Send + Sync {
     /// # Errors
     /// It was not connected.
     fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()>;
+
+    /// What ends the machine when a device's thread has ended that nobody has stopped.
+    fn last_resort(&self) -> LastResort;
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::machine::{Machine, Message};
-use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, Activation, LastResort, VirtioDevice, read_config_bytes};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Call {
@@ -21,6 +21,8 @@ pub(super) enum Call {
 pub(super) struct FakeMachine {
     calls: Mutex<Vec<Call>>,
     refuses: AtomicBool,
+    /// A device has taken the last resort.
+    pub ended: Arc<AtomicBool>,
 }
 
 impl FakeMachine {
@@ -57,6 +59,11 @@ impl Machine for FakeMachine {
 
     fn disconnect(&self, line: u32, _: &EventFd) -> io::Result<()> {
         self.add(Call::Disconnect(line))
+    }
+
+    fn last_resort(&self) -> LastResort {
+        let ended = self.ended.clone();
+        LastResort::new(Arc::new(move || ended.store(true, Ordering::Relaxed)))
     }
 }
 

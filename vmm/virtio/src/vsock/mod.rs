@@ -16,19 +16,25 @@
 
 mod chains;
 mod connection;
+#[cfg(test)]
+mod limits;
 pub mod muxer;
 pub mod packet;
 pub mod queues;
 #[cfg(test)]
 mod tests;
 
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use thiserror::Error;
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -46,6 +52,10 @@ const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
 pub const DEFAULT_CID: u32 = 3;
 /// Longest path of a Unix socket with the longest `_PORT` behind it (unix(7), sun_path).
 const MAX_PATH: usize = 107 - "_4294967295".len();
+
+/// How often the lock of a directory is tried for. Who has it looks at one path and makes one socket.
+const LOCK_TRIES: usize = 300;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// What `--vsock` asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,6 +129,9 @@ pub enum VsockError {
     /// Somebody listens there, or it is no socket.
     #[error("{}: there is a file already, or a VM that uses it; choose another path or remove it", .0.display())]
     Taken(PathBuf),
+    /// Somebody holds the lock under which paths are looked at and taken.
+    #[error("{}: another program has locked this directory; choose another for socket=", .0.display())]
+    Locked(PathBuf),
     /// The host refuses.
     #[error("{}", path.display())]
     Host {
@@ -154,6 +167,8 @@ impl VsockDevice {
             path: path.to_owned(),
             source,
         };
+        // Two VMs that find the socket of a third that is dead: one takes its path, the other finds it taken.
+        let _lock = lock_directory(path)?;
         remove_dead(path)?;
         let listener = UnixListener::bind(path).map_err(host)?;
         let file = identity(path).map_err(host)?;
@@ -176,7 +191,31 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((meta.dev(), meta.ino()))
 }
 
-/// Removes the socket of a VM that was killed.
+/// Locks the directory of `path` against others who look at a path in it and take it. `None`: its file system
+/// has no locks.
+fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
+    let directory = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    let host = |source| VsockError::Host {
+        path: directory.to_owned(),
+        source,
+    };
+    let mut file = File::open(directory).map_err(host)?;
+    for _ in 0..LOCK_TRIES {
+        file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(Some(lock)),
+            Err((file, Errno::EAGAIN | Errno::EINTR)) => file,
+            Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP)) => return Ok(None),
+            Err((_, error)) => return Err(host(error.into())),
+        };
+        std::thread::sleep(LOCK_PAUSE);
+    }
+    Err(VsockError::Locked(directory.to_owned()))
+}
+
+/// Removes the socket of a VM that was killed. With [`lock_directory`] only.
 fn remove_dead(path: &Path) -> Result<(), VsockError> {
     let taken = || VsockError::Taken(path.to_owned());
     match std::fs::symlink_metadata(path) {
@@ -242,7 +281,9 @@ impl VirtioDevice for VsockDevice {
         })?;
         let muxer = Muxer::new(self.cid.into(), self.path.clone(), FIRST_TOKEN);
         let queues = Queues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
-        self.worker = Some(Worker::spawn(self.name(), queues).map_err(host("starting a thread"))?);
+        let queues = queues.telling(activation.config_change);
+        let worker = Worker::spawn(self.name(), queues, activation.last_resort);
+        self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }
 

@@ -1,5 +1,6 @@
 //! The queues of the device, between the guest's driver and the muxer, on the device's thread.
 
+use std::io;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::chains::{self, Room};
 use super::muxer::{Muxer, Watch};
 use super::packet::{Header, MAX_DATA};
-use crate::device::ActiveQueue;
+use crate::device::{ActiveQueue, ConfigChange};
 use crate::serve::tell_of_driver;
 
 /// Tokens of the event loop; those of the muxer are above.
@@ -44,10 +45,17 @@ pub struct Queues {
     muxer: Muxer,
     timer: TimerFd,
     ticking: bool,
+    /// The listener is watched: not for a while after the host had no descriptor for a program.
+    listening: bool,
+    /// That was told.
+    told: bool,
     /// Data on its way, so that a packet is taken out of the guest's memory once.
     buffer: Vec<u8>,
     /// A driver that breaks the rules was told of.
     complained: bool,
+    /// Its rings make no sense: nothing is moved before the driver has reset the device.
+    broken: bool,
+    config_change: ConfigChange,
 }
 
 impl Queues {
@@ -68,13 +76,28 @@ impl Queues {
             muxer,
             timer,
             ticking: false,
+            listening: false,
+            told: false,
             buffer: vec![0; MAX_DATA],
             complained: false,
+            broken: false,
+            config_change: ConfigChange::default(),
+        }
+    }
+
+    /// The driver is told by `config_change` when the device is to be reset.
+    pub fn telling(self, config_change: ConfigChange) -> Self {
+        Self {
+            config_change,
+            ..self
         }
     }
 
     /// Moves packets both ways until neither side has any, or the budget is spent.
     pub fn pump(&mut self, now: Instant) {
+        if self.broken {
+            return;
+        }
         let mut budget = BUDGET;
         let (mut sent, mut received) = (false, false);
         loop {
@@ -105,7 +128,7 @@ impl Queues {
                 Next::Chain(chain) => chain,
                 Next::None => break,
                 Next::Broken(error) => {
-                    self.complain(&error);
+                    self.give_up(&error);
                     break;
                 }
             };
@@ -126,7 +149,8 @@ impl Queues {
                 Err(error) => self.complain(&error),
             }
             if let Err(error) = self.tx.queue.add_used(&self.memory, head, 0) {
-                self.complain(&error);
+                self.give_up(&error);
+                break;
             }
             used = true;
         }
@@ -141,7 +165,7 @@ impl Queues {
                 Next::Chain(chain) => chain,
                 Next::None => break,
                 Next::Broken(error) => {
-                    self.complain(&error);
+                    self.give_up(&error);
                     break;
                 }
             };
@@ -166,7 +190,8 @@ impl Queues {
             *budget -= 1;
             let written = u32::try_from(written).unwrap_or(0);
             if let Err(error) = self.rx.queue.add_used(&self.memory, head, written) {
-                self.complain(&error);
+                self.give_up(&error);
+                break;
             }
             used = true;
         }
@@ -179,14 +204,44 @@ impl Queues {
         }
     }
 
-    fn accept(&mut self, now: Instant) {
+    /// The rings make no sense.
+    fn give_up(&mut self, error: &dyn std::error::Error) {
+        self.complain(error);
+        if !std::mem::replace(&mut self.broken, true) {
+            self.config_change.needs_reset();
+        }
+    }
+
+    fn accept(&mut self, now: Instant, ops: &mut EventOps) {
         for _ in 0..ACCEPTS {
             match self.listener.accept() {
                 Ok((stream, _)) => self.muxer.accepted(stream, now),
-                // Nobody more, or no descriptor left: the level-triggered event comes again.
-                Err(_) => return,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return,
+                    // The program has gone again, or a signal came.
+                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
+                    _ => return self.wait_for_descriptors(&error, ops),
+                },
             }
         }
+    }
+
+    /// The host has no descriptor or no memory for a program that has connected. It would be told of that
+    /// program again at once and without end, so the listener is left alone until the next tick.
+    fn wait_for_descriptors(&mut self, error: &io::Error, ops: &mut EventOps) {
+        if !std::mem::replace(&mut self.told, true) {
+            log::warn!(
+                "vsock: programs of the host have to wait: {error}; raise the limit of open files (ulimit -n)"
+            );
+        }
+        let events = Events::with_data(&*self.listener, LISTENER, EventSet::IN);
+        self.listening = ops.remove(events).is_err();
+    }
+
+    fn listen(&mut self, ops: &mut EventOps) -> Result<(), event_manager::Error> {
+        ops.add(Events::with_data(&*self.listener, LISTENER, EventSet::IN))?;
+        self.listening = true;
+        Ok(())
     }
 
     /// Tells the event loop what the muxer waits for, and a deadline if anything must happen in time.
@@ -213,7 +268,7 @@ impl Queues {
                 }
             }
         }
-        let wanted = self.muxer.has_deadlines();
+        let wanted = self.muxer.has_deadlines() || !self.listening;
         if wanted != self.ticking {
             let set = if wanted {
                 self.timer.reset(TICK, Some(TICK))
@@ -258,10 +313,13 @@ impl MutEventSubscriber for Queues {
         match events.data() {
             RX => drop(self.rx.kick.read()),
             TX => drop(self.tx.kick.read()),
-            LISTENER => self.accept(now),
+            LISTENER => self.accept(now, ops),
             TIMER => {
                 let _ = self.timer.wait();
                 self.muxer.tick(now);
+                if !self.listening && self.listen(ops).is_err() {
+                    log::debug!("vsock: programs of the host have to wait longer");
+                }
             }
             token => {
                 let set = events.event_set();
@@ -279,13 +337,12 @@ impl MutEventSubscriber for Queues {
         let watched = [
             Events::with_data(&*self.rx.kick, RX, EventSet::IN),
             Events::with_data(&*self.tx.kick, TX, EventSet::IN),
-            Events::with_data(&*self.listener, LISTENER, EventSet::IN),
             Events::with_data(&self.timer, TIMER, EventSet::IN),
         ];
-        for events in watched {
-            if let Err(error) = ops.add(events) {
-                log::error!("vsock: the device does not work: {}", error_line(&error));
-            }
+        let added = watched.into_iter().try_for_each(|events| ops.add(events));
+        if let Err(error) = added.and_then(|()| self.listen(ops)) {
+            log::error!("vsock: the device does not work: {}", error_line(&error));
+            self.config_change.needs_reset();
         }
     }
 }

@@ -20,7 +20,7 @@ use super::muxer::{MAX_CONNECTIONS, Muxer, Watch, port_path};
 use super::packet::{HEADER_BYTES, HOST_CID, Header, MAX_DATA, NO_RECEIVE, NO_SEND, Op, STREAM};
 use super::queues::{FIRST_TOKEN, Queues};
 use super::*;
-use crate::device::{ActiveQueue, ConfigChange, Interrupt};
+use crate::device::{ActiveQueue, ConfigChange, Interrupt, LastResort};
 
 const CID: u64 = 3;
 
@@ -820,6 +820,7 @@ fn a_device_starts_stops_and_leaves_no_file() {
             features: 0,
             queues,
             config_change: ConfigChange::default(),
+            last_resort: LastResort::default(),
         };
         assert!(matches!(
             device.activate(activation(vec![None, None, None])),

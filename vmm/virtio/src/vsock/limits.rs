@@ -1,0 +1,146 @@
+//! What a host without descriptors, two VMs at once and a driver that breaks its rings lead to.
+
+use std::io::{Read, Write};
+use std::sync::Barrier;
+use std::sync::atomic::Ordering;
+
+use event_manager::{EventManager, SubscriberOps};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::*;
+use crate::device::ActiveQueue;
+use crate::serve::testing::{Driver, activation, memory};
+
+/// Another queue of the driver's at the same place, with a kick of its own.
+fn other(driver: &Driver<'_>) -> ActiveQueue {
+    ActiveQueue {
+        kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
+        ..driver.active()
+    }
+}
+
+#[test]
+fn a_broken_ring_asks_for_a_reset() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut device = VsockDevice::new(3, &directory.path().join("v")).unwrap();
+    let memory = memory();
+    let driver = Driver::new(&memory, 16);
+    let queues = vec![Some(other(&driver)), Some(driver.active()), None];
+    let (activation, seen) = activation(&memory, queues);
+    device.activate(activation).unwrap();
+    let mut program = UnixStream::connect(directory.path().join("v")).unwrap();
+    program.write_all(b"nonsense\n").unwrap();
+    assert_eq!(program.read(&mut [0]).unwrap_or(0), 0, "it works");
+    assert!(!seen.needs_reset.load(Ordering::Acquire));
+    // More chains than the queue has entries.
+    driver.mock.avail().idx().store(100u16.to_le());
+    driver.active.kick.write(1).unwrap();
+    seen.changed.read().unwrap();
+    assert!(seen.needs_reset.load(Ordering::Acquire));
+    driver.active.kick.write(1).unwrap();
+    device.reset();
+}
+
+/// Of two that find the socket of a dead VM one gets its path, and keeps it.
+#[test]
+fn the_path_of_a_dead_vm_goes_to_one_of_those_who_want_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v");
+    for round in 0..200 {
+        drop(UnixListener::bind(&path).unwrap());
+        let start = Barrier::new(3);
+        let devices: Vec<_> = std::thread::scope(|scope| {
+            let wants = [(); 3].map(|()| {
+                scope.spawn(|| {
+                    start.wait();
+                    VsockDevice::new(3, &path)
+                })
+            });
+            wants.map(|want| want.join().unwrap()).into()
+        });
+        let got = devices.iter().filter(|device| device.is_ok()).count();
+        assert_eq!(got, 1, "round {round}");
+        assert!(
+            devices
+                .iter()
+                .all(|device| matches!(device, Ok(_) | Err(VsockError::Taken(_)))),
+            "{devices:?}"
+        );
+        UnixStream::connect(&path).expect("the socket is that of the one who got it");
+        drop(devices);
+        assert!(!path.exists());
+    }
+}
+
+#[test]
+fn a_directory_that_somebody_else_locks_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let other = File::open(directory.path()).unwrap();
+    let _other = Flock::lock(other, FlockArg::LockExclusive).unwrap();
+    let error = VsockDevice::new(3, &directory.path().join("v")).unwrap_err();
+    assert!(matches!(error, VsockError::Locked(_)), "{error}");
+}
+
+/// In a process of its own: the limit of descriptors is the process's.
+#[test]
+fn a_host_without_descriptors_does_not_keep_the_thread_busy() {
+    let test = "vsock::limits::without_descriptors";
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "run by the test above, in a process of its own"]
+fn without_descriptors() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v");
+    let listener = UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let memory = memory();
+    let driver = Driver::new(&memory, 16);
+    let timer = TimerFd::new().unwrap();
+    let muxer = Muxer::new(3, path.clone(), FIRST_TOKEN);
+    let queues = Queues::new(
+        memory.clone(),
+        other(&driver),
+        driver.active(),
+        Arc::new(listener),
+        muxer,
+        timer,
+    );
+    let mut manager = EventManager::new().unwrap();
+    manager.add_subscriber(queues);
+    let mut program = UnixStream::connect(&path).unwrap();
+    program.write_all(b"nonsense\n").unwrap();
+
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    // The lowest number that is free is above the limit.
+    let lowest = File::open("/dev/null").unwrap();
+    let limit = u64::try_from(std::os::fd::AsRawFd::as_raw_fd(&lowest)).unwrap();
+    drop(lowest);
+    setrlimit(Resource::RLIMIT_NOFILE, limit, hard).unwrap();
+    let events: usize = (0..1000).map(|_| manager.run_with_timeout(0).unwrap()).sum();
+    assert!(
+        (1..20).contains(&events),
+        "{events} events for one program that waits"
+    );
+
+    // It is let in when there are descriptors again.
+    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+    program.set_nonblocking(true).unwrap();
+    loop {
+        manager.run_with_timeout(100).unwrap();
+        match program.read(&mut [0]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            // Its words are no good, and it is told so.
+            Ok(0) | Err(_) => break,
+            Ok(_) => panic!("an answer to nonsense"),
+        }
+    }
+}
