@@ -132,6 +132,16 @@ mutants:
 		$(CARGO) mutants -p perf-core -j1 --no-shuffle --exclude-re 'impl (fmt::)?(Debug|Display)' \
 		$(MUTANTS:%=-f perf-core/%) $(MUTANT_TESTS:%=-C=%) -o $(TARGET_DIR)
 
+## bench-check: instructions of each hot path beside the committed baseline; more than 3 % more fails (a minute)
+.PHONY: bench-check
+bench-check:
+	$(CARGO) bench -q -p vpmu --bench instructions
+
+## bench-baseline: makes this tree's instructions the baseline of bench-check; commit it with the reason
+.PHONY: bench-baseline
+bench-baseline:
+	$(CARGO) bench -q -p vpmu --bench instructions -- --keep
+
 ## bench: criterion benchmarks, and their medians as JSON in target/bench.json
 .PHONY: bench
 bench:

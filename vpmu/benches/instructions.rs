@@ -1,0 +1,467 @@
+//! Instructions that each hot path takes, counted one by one, beside a committed baseline:
+//! `make bench-check`.
+//!
+//! A time depends on the machine and on who else uses it; a number of instructions hardly does. So this is
+//! what decides whether a change made a path dearer: at more than 3 % over the baseline it fails. Work of the
+//! host's kernel is not in it: events are fed, and time is set by hand.
+//!
+//! Each figure is a difference of two runs, so that what surrounds the work is not in it. A baseline holds
+//! for one compiler. With another, and where processes may not be traced, nothing is compared, and that is
+//! said.
+//!
+//! `--only NAME` does one of them 20,000 times and counts nothing: for `valgrind --tool=callgrind`.
+#![expect(
+    unsafe_code,
+    reason = "the counting of instructions makes calls of the system"
+)]
+
+#[path = "../../perf-core/tests/machine/steps.rs"]
+mod steps;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+
+use perf_core::attr::{ReadFormat, SampleType};
+use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::{Capacity, PmuError, Target, VcpuId};
+use perf_core::record::{Encode, Format, Sample};
+use perf_core::ring::{Ring, RingMode, RingReader};
+use perf_core::time::{Clock, ManualClock};
+use perf_core::*;
+use serde::{Deserialize, Serialize};
+use vpmu::registers::*;
+use vpmu::{ArchEvent, BackingPolicy, Model, PerfCoreEvents, RdpmcIndex, Sources, Vpmu, fed};
+use vpmu::{Cpl, MsrAddress};
+
+const VCPU: VcpuId = VcpuId(0);
+/// More than the baseline by this share fails.
+const TOLERANCE: f64 = 0.03;
+/// A difference of so few instructions is none: the least step of a short path is more than 3 %.
+const FEW: f64 = 4.0;
+/// How often an operation is done before it is counted: tables have grown, and each kind of turn was had.
+const WARM_UP: u64 = 16;
+/// How often it is done in the shorter of the two runs.
+const TIMES: u64 = 4;
+/// How often for a profiler.
+const PROFILED: u64 = 20_000;
+
+#[derive(Serialize, Deserialize)]
+struct Baseline {
+    /// First line of `rustc --version`.
+    rustc: String,
+    /// Instructions for each operation, by its name.
+    instructions: BTreeMap<String, f64>,
+}
+
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// A driver of some slots that does nothing, so that what is counted is the core's alone.
+#[derive(Debug)]
+struct Nothing {
+    slots: usize,
+}
+
+#[derive(Debug)]
+struct NoEvent(u64);
+
+impl Pmu for Nothing {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+    fn serves(&self, ty: EventType) -> bool {
+        ty == EventType::SIM
+    }
+    fn capacity(&self) -> Capacity {
+        Capacity::counters(self.slots)
+    }
+    fn open(&self, _: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+        Ok(Box::new(NoEvent(0)))
+    }
+}
+
+impl PmuEvent for NoEvent {
+    fn start(&mut self, _: Option<u64>) -> Result<(), PmuError> {
+        Ok(())
+    }
+    fn stop(&mut self) {}
+    fn read(&mut self) -> u64 {
+        self.0 += 1;
+        self.0
+    }
+    fn arm(&mut self, _: u64) -> Result<(), PmuError> {
+        Ok(())
+    }
+    fn take_overflows(&mut self) -> u32 {
+        0
+    }
+}
+
+/// One vCPU of a core, with counts that are fed and a driver of some slots.
+struct Machine {
+    core: Core,
+    session: Session,
+    context: Arc<VcpuContext>,
+    fed: Arc<FedCounts>,
+    clock: Arc<ManualClock>,
+}
+
+impl Machine {
+    fn new(slots: usize) -> Self {
+        let clock = Arc::new(ManualClock::new());
+        let core = Core::new(CoreConfig {
+            clock: Arc::clone(&clock) as Arc<dyn Clock>,
+            ..CoreConfig::default()
+        });
+        let fed = Arc::new(FedCounts::new(fed::SELECTORS));
+        let driver = FedPmu::new();
+        driver.add_vcpu(VCPU, fed.clone());
+        core.register(Arc::new(driver));
+        core.register(Arc::new(Nothing { slots }));
+        let context = core.add_vcpu(VCPU, 0).expect("the first vCPU");
+        context.sched_in();
+        let session = core.session(0, Role::Admin);
+        Self {
+            core,
+            session,
+            context,
+            fed,
+            clock,
+        }
+    }
+
+    fn open(&self, leader: Option<&Handle>) -> Handle {
+        let attr = Attr::counting(EventType::SIM, 0);
+        self.core
+            .open(
+                &self.session,
+                attr,
+                OpenTarget::Vcpu(VCPU),
+                leader,
+                OpenFlags::default(),
+            )
+            .expect("the driver opens every event")
+    }
+}
+
+fn instructions() -> usize {
+    fed::exact(ArchEvent::Instructions).expect("they are fed")
+}
+
+/// A vCPU whose four counters count, as a guest's exits see it.
+struct Guest {
+    machine: Machine,
+    vpmu: Vpmu,
+    events: PerfCoreEvents,
+}
+
+impl Guest {
+    fn new(model: Model) -> Self {
+        let machine = Machine::new(0);
+        let sources = Sources::new(BackingPolicy::Exact, None, |_| None);
+        let events = PerfCoreEvents::new(machine.core.clone(), VCPU, sources);
+        let mut new = Self {
+            machine,
+            vpmu: Vpmu::new(model),
+            events,
+        };
+        for n in 0..4 {
+            new.write(new.selector(n), 0x53_00C0);
+        }
+        new
+    }
+
+    fn selector(&self, n: u32) -> u32 {
+        if *self.vpmu.model() == Model::AMD {
+            PERF_CTL0 + 2 * n
+        } else {
+            IA32_PERFEVTSEL0 + n
+        }
+    }
+
+    /// What an exit for a WRMSR does.
+    fn write(&mut self, msr: u32, value: u64) {
+        let done = self
+            .vpmu
+            .write_msr(black_box(MsrAddress(msr)), value, &mut self.events);
+        black_box(done);
+        self.vpmu.reconcile(&mut self.events);
+    }
+
+    /// What an exit for a RDMSR does.
+    fn read(&mut self, msr: u32) {
+        black_box(self.vpmu.read_msr(black_box(MsrAddress(msr)), &mut self.events));
+    }
+
+    /// The counter of `IA32_A_PMC0` passes its end, and the guest is told.
+    fn overflow(&mut self, n: u64) {
+        self.write(IA32_A_PMC0, (1 << 48) - 1);
+        self.machine.fed.add(instructions(), 0, 1);
+        let Self {
+            machine,
+            vpmu,
+            events,
+            ..
+        } = self;
+        machine.context.service_overflows(&mut NoRegs, &mut |report| {
+            if let Some(counter) = PerfCoreEvents::counter_of(report.cookie) {
+                vpmu.overflowed(counter, events);
+            }
+        });
+        self.vpmu.reconcile(&mut self.events);
+        self.vpmu.pmi_delivered(n);
+    }
+}
+
+/// What was counted, and whether it is counted at all.
+#[derive(Default)]
+struct Counted {
+    all: BTreeMap<String, f64>,
+    /// The one operation to do very often, without counting: for a profiler.
+    only: Option<String>,
+}
+
+impl Counted {
+    /// Instructions of one `work` of many. `None` where processes may not be traced.
+    fn put(&mut self, name: &str, work: &mut dyn FnMut(u64)) -> Option<f64> {
+        if let Some(only) = &self.only {
+            if only == name {
+                (0..PROFILED).for_each(work);
+            }
+            return Some(0.0);
+        }
+        (0..WARM_UP).for_each(&mut *work);
+        let mut run = |times: u64| steps::instructions(|| (WARM_UP..WARM_UP + times).for_each(&mut *work));
+        let (once, twice) = (run(TIMES)?, run(2 * TIMES)?);
+        let each = twice.saturating_sub(once) as f64 / TIMES as f64;
+        self.all.insert(name.to_owned(), each);
+        Some(each)
+    }
+}
+
+/// Counts what the core does.
+fn of_the_core(all: &mut Counted) -> Option<()> {
+    for groups in [10, 100] {
+        let m = Machine::new(4);
+        let _events: Vec<_> = (0..groups).map(|_| m.open(None)).collect();
+        let mut tick = |_| {
+            m.clock.advance(10_000_000);
+            m.context.tick();
+        };
+        // Each group has been on, which costs less the first time.
+        (0..groups + 10).for_each(&mut tick);
+        all.put(&format!("core: tick, {groups} groups"), &mut tick)?;
+    }
+    let m = Machine::new(8);
+    let leader = m.open(None);
+    let _members: Vec<_> = (0..7).map(|_| m.open(Some(&leader))).collect();
+    all.put("core: read one event", &mut |_| drop(black_box(leader.read())))?;
+    all.put("core: read one event's count alone", &mut |_| {
+        let _ = black_box(leader.count());
+    })?;
+    all.put("core: read a group of 8", &mut |_| {
+        drop(black_box(leader.read_group()))
+    })?;
+    all.put("core: vCPU out and in, 8 events", &mut |_| {
+        m.context.sched_out();
+        m.context.sched_in();
+    })?;
+    all.put("core: disable and enable a group of 8", &mut |_| {
+        let _ = black_box(leader.disable(Scope::Event));
+        let _ = black_box(leader.enable(Scope::Event));
+    })?;
+    all.put("core: a software event that nobody counts", &mut |_| {
+        m.context
+            .software_event(black_box(SoftwareId::Halts), 1, None, &mut |_| {});
+    })?;
+    Some(())
+}
+
+/// Counts writing and reading of records.
+fn of_the_ring(all: &mut Counted) -> Option<()> {
+    let format = Format {
+        sample_type: SampleType::IP | SampleType::TID | SampleType::TIME | SampleType::PERIOD,
+        read_format: ReadFormat::empty(),
+        sample_id_all: false,
+    };
+    let ring = Arc::new(Ring::new(64, RingMode::Overwrite).ok()?);
+    let sample = |n| Sample {
+        ip: 0xffff_ffff_8100_0000 + n,
+        pid: 1,
+        tid: 2,
+        time_ns: n,
+        period: 1000,
+        ..Sample::default()
+    };
+    all.put("ring: write a sample of 40 bytes", &mut |n| {
+        let _ = black_box(sample(black_box(n)).write(format, &ring));
+    })?;
+    let ring = Arc::new(Ring::new(64, RingMode::Writable).ok()?);
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    all.put("ring: write a sample of 40 bytes and read it", &mut |n| {
+        assert!(sample(black_box(n)).write(format, &ring).is_ok());
+        assert!(black_box(reader.next_record()).is_ok_and(|record| record.is_some()));
+    })?;
+    Some(())
+}
+
+/// Counts what exits of a guest do.
+fn of_the_registers(all: &mut Counted) -> Option<()> {
+    let mut g = Guest::new(Model::INTEL);
+    g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    all.put("vpmu: RDMSR of a running counter", &mut |_| g.read(IA32_PMC0))?;
+    all.put("vpmu: RDPMC of a running counter", &mut |_| {
+        let value = g
+            .vpmu
+            .rdpmc(black_box(RdpmcIndex(1)), Cpl(0), false, &mut g.events);
+        black_box(value);
+    })?;
+    all.put("vpmu: before an entry, nothing changed", &mut |_| {
+        g.vpmu.reconcile(black_box(&mut g.events));
+    })?;
+    all.put("vpmu: WRMSR to a running counter", &mut |n| {
+        g.write(IA32_PMC0, n & 0xffff);
+    })?;
+    all.put("vpmu: WRMSR to a selector, two events by turns", &mut |n| {
+        g.write(IA32_PERFEVTSEL0, if n % 2 == 0 { 0x53_00C0 } else { 0x53_00C4 });
+    })?;
+    all.put(
+        "vpmu: WRMSR of global control, four counters off or on",
+        &mut |n| {
+            g.write(IA32_PERF_GLOBAL_CTRL, if n % 2 == 0 { 0 } else { 0xF });
+        },
+    )?;
+    // Off, four counters read and set, on: Linux at a switch between two tasks with four events each.
+    all.put("vpmu: a guest's context switch, four events", &mut |n| {
+        g.write(IA32_PERF_GLOBAL_CTRL, 0);
+        for counter in 0..4 {
+            g.read(IA32_PMC0 + counter);
+            g.write(IA32_PMC0 + counter, n);
+        }
+        g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
+    })?;
+    all.put("vpmu: an overflow, from the driver to the PMI", &mut |n| {
+        g.overflow(n);
+    })?;
+    let mut g = Guest::new(Model::AMD);
+    all.put("vpmu: WRMSR to a selector of AMD's, off or on", &mut |n| {
+        let selector = g.selector(0);
+        g.write(selector, if n % 2 == 0 { 0x13_00C0 } else { 0x53_00C0 });
+    })?;
+    Some(())
+}
+
+fn compiler() -> String {
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let output = Command::new(rustc).arg("--version").output();
+    output.map_or_else(
+        |_| "unknown".into(),
+        |output| String::from_utf8_lossy(&output.stdout).trim().to_owned(),
+    )
+}
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    if words.iter().any(|word| word == "--test" || word == "--list") {
+        return ExitCode::SUCCESS;
+    }
+    let only = words.iter().position(|word| word == "--only");
+    let mut all = Counted {
+        only: only.and_then(|at| words.get(at + 1).cloned()),
+        ..Counted::default()
+    };
+    let counted = of_the_core(&mut all)
+        .and_then(|()| of_the_ring(&mut all))
+        .and_then(|()| of_the_registers(&mut all));
+    if all.only.is_some() {
+        return ExitCode::SUCCESS;
+    }
+    if counted.is_none() {
+        println!("bench-check: SKIPPED, nothing was compared: processes may not be traced here");
+        return ExitCode::SUCCESS;
+    }
+    let now = Baseline {
+        rustc: compiler(),
+        instructions: all.all,
+    };
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/instructions.json");
+    let result = if words.iter().any(|word| word == "--keep") {
+        keep(&now, &kept)
+    } else {
+        compare(&now, &kept)
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("bench-check: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+/// Makes `now` the baseline.
+fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
+    let text = serde_json::to_string_pretty(now).map_err(|e| e.to_string())?;
+    fs::write(path, text + "\n").map_err(|e| format!("{}: {e}", path.display()))?;
+    println!("bench-check: the baseline is now what this run counted");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints both and judges.
+fn compare(now: &Baseline, path: &PathBuf) -> Result<ExitCode, String> {
+    let name = path.display();
+    let text = fs::read_to_string(path).map_err(|e| format!("{name}: {e}"))?;
+    let kept: Baseline = serde_json::from_str(&text).map_err(|e| format!("{name}: {e}"))?;
+    let same = kept.rustc == now.rustc;
+    println!(
+        "{:<52} {:>9} {:>9} {:>8}",
+        "instructions", "now", "baseline", "change"
+    );
+    let mut dearer = 0;
+    for (operation, &count) in &now.instructions {
+        let Some(&before) = kept.instructions.get(operation) else {
+            println!("{operation:<52} {count:>9.1} {:>9} {:>8}", "-", "-");
+            continue;
+        };
+        let more = count - before;
+        let worse = more > FEW && more > TOLERANCE * before;
+        dearer += usize::from(worse);
+        println!(
+            "{operation:<52} {count:>9.1} {before:>9.1} {:>+7.1}%{}",
+            100.0 * more / before.max(1.0),
+            if worse { " DEARER" } else { "" }
+        );
+    }
+    for gone in kept
+        .instructions
+        .keys()
+        .filter(|name| !now.instructions.contains_key(*name))
+    {
+        println!("{gone:<52} is in the baseline and was not counted");
+        dearer += 1;
+    }
+    if !same {
+        println!(
+            "bench-check: SKIPPED, nothing was judged: the baseline is of {}, this is {}",
+            kept.rustc, now.rustc
+        );
+        return Ok(ExitCode::SUCCESS);
+    }
+    if dearer == 0 {
+        println!("bench-check: nothing takes more than 3 % more instructions than the baseline");
+        return Ok(ExitCode::SUCCESS);
+    }
+    Err(format!(
+        "{dearer} of them took more than 3 % more instructions than the baseline; if that is meant, say why and type: make bench-baseline"
+    ))
+}
