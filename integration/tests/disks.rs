@@ -47,6 +47,7 @@ section refused sh -c 'echo x | dd of=/dev/vdb conv=fsync'
 umount /mnt
 if [ -e /dev/vdc ]; then
 	section third sh -c 'dd if=/dev/vdc bs=64k skip=3 count=9 2>/dev/null | head -c $(stat -c %s /tmp/second) | cmp - /tmp/second'
+	section blocks cat /sys/block/vdc/queue/logical_block_size
 	section base sh -c 'head -c 9 /dev/vdc'
 	section trim blkdiscard -o 196608 -l 2097152 /dev/vdc
 	section trimmed sh -c 'head -c 2293760 /dev/vdc | tail -c 2097152 | tr -d "\0" | wc -c'
@@ -146,6 +147,7 @@ fn what_was_flushed_is_there_after_the_vm_was_killed() {
     if let Some((_, image, dir)) = third {
         assert_eq!(status(&run, "third"), Some(0), "{run}");
         assert_eq!(section(&run, "base"), "perfvisor", "{run}");
+        assert_eq!(section(&run, "blocks"), "4096", "{run}");
         assert_eq!(
             (status(&run, "trim"), section(&run, "trimmed")),
             (Some(0), "0"),
@@ -182,7 +184,11 @@ fn qcow2_disk(place: &Place) -> Option<(String, String, TempDir)> {
             .unwrap();
         path
     });
-    Some((format!("{top},format=qcow2,backing={base}"), top, dir))
+    Some((
+        format!("{top},format=qcow2,backing={base},block-size=4096"),
+        top,
+        dir,
+    ))
 }
 
 /// qemu-img finds nothing wrong with the image at `path`, but for space that is lost where a VM was killed.

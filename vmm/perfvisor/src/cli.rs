@@ -217,13 +217,11 @@ pub struct RunArgs {
     /// ends), or restart (the guest boots again).
     #[arg(long, value_name = "WHAT", default_value = "exit")]
     pub on_reset: OnReset,
-    /// A disk: an image or a block device; ro: the guest cannot write it; serial: its serial number; format:
-    /// raw or qcow2, never guessed; backing: what a qcow2 image is based on, once for each image behind it;
-    /// block-size: 512 or 4096 bytes, by itself those of the block device. May be there several times.
-    #[arg(
-        long,
-        value_name = "FILE[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]][,block-size=512|4096]"
-    )]
+    /// A disk: an image or a block device, and what is to be known of it: ro (the guest cannot write it),
+    /// serial=TEXT, format=raw|qcow2 (raw by default, never guessed), backing=FILE with
+    /// backing-format=raw|qcow2 (what a qcow2 image is based on, once for each image behind it),
+    /// block-size=512|4096. May be there several times.
+    #[arg(long, value_name = "FILE[,ro][,format=qcow2][,...]")]
     pub disk: Vec<DiskConfig>,
     /// A directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a virtiofsd of its own:
     /// the tag is share0, share1 and so on if none is given; ro: the guest cannot write. Or a back end that

@@ -18,7 +18,7 @@ const SOURCE: &str = "/dev/urandom";
 /// Entries of the queue. Linux uses one at a time.
 const QUEUE_SIZE: u16 = 16;
 /// The most bytes for one chain; a driver gets the rest by asking again (5.4.6.1).
-const MOST_BYTES: usize = 4096;
+pub const MOST_BYTES: usize = 4096;
 
 /// The device.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ impl Server {
 
 /// Fills a chain's buffers; how many bytes it was.
 #[expect(clippy::cast_possible_truncation, reason = "at most MOST_BYTES")]
-fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
+pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: Chain<'_>) -> u32 {
     let mut left = MOST_BYTES;
     for buffer in chain.writable() {
         let count = left.min(buffer.len() as usize);

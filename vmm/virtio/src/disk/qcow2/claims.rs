@@ -24,7 +24,7 @@ const MAX_NAME: u32 = 1023;
 const MAX_L1_BYTES: u64 = 32 << 20;
 const MAX_REFCOUNT_BYTES: u64 = 8 << 20;
 /// The bits of an entry of either table that are an offset.
-const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
+pub const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 
 const DIRTY: u64 = 1 << 0;
 const CORRUPT: u64 = 1 << 1;
@@ -107,9 +107,24 @@ pub enum ClaimError {
         /// Where it leads.
         at: u64,
     },
+    /// What is looked through has a bound.
+    #[error("its file or its tables are too large; qemu-img convert -o cluster_size=2M makes them smaller")]
+    Large,
+    /// Data that is not there.
+    #[error("its tables lead to byte {0}, which is not in the file: it has lost its end, or is damaged")]
+    Outside(u64),
+    /// Data and something else in one place.
+    #[error("its tables lead to byte {0} twice; qemu-img check says what is wrong")]
+    Twice(u64),
+    /// A cluster that would be taken for a free one.
+    #[error("its cluster at byte {0} is in use and not counted; qemu-img check -r all repairs that")]
+    Uncounted(u64),
     /// No name.
     #[error("the name of its backing file is damaged")]
     BackingName,
+    /// The host cannot write it.
+    #[error("its counts cannot be written")]
+    Write(#[source] io::Error),
     /// The host cannot read it.
     #[error("it cannot be read")]
     Read(#[source] io::Error),
@@ -128,6 +143,19 @@ pub struct Claims {
     pub backing: Option<String>,
 }
 
+/// Where an image's tables are.
+#[derive(Debug)]
+pub struct Layout {
+    /// log2 of the bytes of a cluster.
+    pub cluster_bits: u32,
+    /// log2 of the bits of a count.
+    pub count_order: u32,
+    /// The L1 table and the refcount table: where each begins, and its entries' offsets.
+    pub l1: (u64, Vec<u64>),
+    /// Likewise.
+    pub counts: (u64, Vec<u64>),
+}
+
 /// A table of offsets in the file.
 struct Table {
     what: &'static str,
@@ -136,11 +164,12 @@ struct Table {
 }
 
 impl Claims {
-    /// Reads and checks what the image in `file` of `bytes` bytes says.
+    /// Reads and checks what the image in `file` of `bytes` bytes says; and its first tables, with which
+    /// [`super::tables::check`] goes on.
     ///
     /// # Errors
     /// [`ClaimError`].
-    pub fn read(file: &File, bytes: u64) -> Result<Self, ClaimError> {
+    pub fn read(file: &File, bytes: u64) -> Result<(Self, Layout), ClaimError> {
         let mut header = [0; V3_BYTES];
         let count = usize::try_from(bytes).map_or(V3_BYTES, |bytes| bytes.min(V3_BYTES));
         file.read_exact_at(&mut header[..count], 0)
@@ -189,7 +218,7 @@ impl Claims {
             at: large(40),
             bytes: u64::from(entries) * 8,
         };
-        first.check(file, bytes, cluster_bytes)?;
+        let l1 = first.check(file, bytes, cluster_bytes)?;
         let refcounts = Table {
             what: "refcount table",
             at: large(48),
@@ -198,13 +227,21 @@ impl Claims {
         if refcounts.bytes == 0 || refcounts.bytes > MAX_REFCOUNT_BYTES {
             return Err(refcounts.misplaced(bytes));
         }
-        refcounts.check(file, bytes, cluster_bytes)?;
-        Ok(Self {
+        let counts = refcounts.check(file, bytes, cluster_bytes)?;
+        let claims = Self {
             version,
             bytes: size,
             cluster_bytes,
             backing: backing_name(file, large(8), small(16))?,
-        })
+        };
+        let layout = Layout {
+            cluster_bits,
+            // Two bytes in version 2.
+            count_order: if version == 3 { small(96) } else { 4 },
+            l1: (first.at, l1),
+            counts: (refcounts.at, counts),
+        };
+        Ok((claims, layout))
     }
 }
 
@@ -255,19 +292,20 @@ impl Table {
     }
 
     /// It is in the file, and each of its entries leads to a cluster of its own in the file: so a search
-    /// through all that it leads to ends with the file.
-    fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<(), ClaimError> {
+    /// through all that it leads to ends with the file. Its entries.
+    fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<Vec<u64>, ClaimError> {
         let end = self.at.checked_add(self.bytes);
         if self.at == 0 || !self.at.is_multiple_of(cluster_bytes) || end.is_none_or(|end| end > file_bytes) {
             return Err(self.misplaced(file_bytes));
         }
         let mut data = vec![0; usize::try_from(self.bytes).map_err(|_| self.misplaced(file_bytes))?];
         file.read_exact_at(&mut data, self.at).map_err(ClaimError::Read)?;
-        let entries = data
+        let entries: Vec<u64> = data
             .chunks_exact(8)
-            .map(|entry| u64::from_be_bytes(std::array::from_fn(|n| entry[n])) & OFFSET);
+            .map(|entry| u64::from_be_bytes(std::array::from_fn(|n| entry[n])) & OFFSET)
+            .collect();
         let mut places: Vec<(u64, usize)> = Vec::new();
-        for (index, at) in entries.enumerate().filter(|(_, at)| *at != 0) {
+        for (index, at) in entries.iter().copied().enumerate().filter(|(_, at)| *at != 0) {
             // A table that is being extended may end with the file; it has begun in it.
             if !at.is_multiple_of(cluster_bytes) || at >= file_bytes {
                 let what = self.what;
@@ -282,7 +320,7 @@ impl Table {
                 index,
                 at,
             }),
-            _ => Ok(()),
+            _ => Ok(entries),
         }
     }
 }

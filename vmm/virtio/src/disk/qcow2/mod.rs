@@ -3,6 +3,7 @@
 //! | module | story |
 //! |---|---|
 //! | [`claims`] | what an image says of itself, before it is believed |
+//! | [`tables`] | the clusters that its tables lead to |
 //! | this one | opening it and what the operator named behind it, reading and writing |
 //!
 //! `imago` is used without its asynchronous half: a disk's thread serves one request after the other and
@@ -11,6 +12,7 @@
 //! the VM.
 
 pub mod claims;
+pub mod tables;
 #[cfg(test)]
 mod tests;
 
@@ -107,7 +109,7 @@ impl Qcow2 {
         read_only: bool,
         backing: &[Backing],
     ) -> Result<Self, Qcow2Error> {
-        let claims = believed(path, &file, file_bytes, backing)?;
+        let claims = believed(path, &file, file_bytes, backing, !read_only)?;
         let behind = backing.first().map(|_| chain(backing)).transpose()?;
         let image = qcow2(path, file, !read_only, behind)?;
         Ok(Self {
@@ -264,9 +266,16 @@ impl Drop for Qcow2 {
     }
 }
 
-/// What the image at `path` says, if it may be used with this `backing`.
-fn believed(path: &Path, file: &File, bytes: u64, backing: &[Backing]) -> Result<Claims, Qcow2Error> {
-    let claims = Claims::read(file, bytes).map_err(|error| Qcow2Error::Claims(path.into(), error))?;
+/// What the image at `path` says, if it may be used with this `backing`, and perhaps `written`.
+fn believed(
+    path: &Path,
+    file: &File,
+    bytes: u64,
+    backing: &[Backing],
+    written: bool,
+) -> Result<Claims, Qcow2Error> {
+    let refused = |error| Qcow2Error::Claims(path.into(), error);
+    let (claims, layout) = Claims::read(file, bytes).map_err(refused)?;
     match (&claims.backing, backing.first()) {
         (Some(name), None) => Err(Qcow2Error::Unnamed {
             path: path.into(),
@@ -276,7 +285,17 @@ fn believed(path: &Path, file: &File, bytes: u64, backing: &[Backing]) -> Result
             path: path.into(),
             backing: backing.path.clone(),
         }),
-        _ => Ok(claims),
+        _ => {
+            let missing = tables::check(file, bytes, &layout, written).map_err(refused)?;
+            if missing > 0 {
+                log::warn!(
+                    "{}: {missing} clusters were in use and not counted, as a VM that is killed leaves them; \
+                     they are counted now",
+                    path.display()
+                );
+            }
+            Ok(claims)
+        }
     }
 }
 
@@ -288,7 +307,7 @@ fn chain(backing: &[Backing]) -> Result<FormatAccess<Storage>, Qcow2Error> {
         behind = Some(match image.format {
             Format::Raw => raw(&image.path, file)?,
             Format::Qcow2 => {
-                believed(&image.path, &file, bytes, &backing[n + 1..])?;
+                believed(&image.path, &file, bytes, &backing[n + 1..], false)?;
                 qcow2(&image.path, file, false, behind)?
             }
         });

@@ -448,6 +448,140 @@ fn a_damaged_or_short_image_is_refused_in_one_line() {
     );
 }
 
+/// What `imago` would believe: clusters that nobody counts, of which it looks for a free one without end;
+/// data in the place of a table, or of other data; data behind the end of the file.
+#[test]
+fn tables_that_lead_where_they_must_not_are_refused() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    let refused = |kind: &str, change: &dyn Fn(&std::fs::File), expected: &str| {
+        make(dir, "a.qcow2", kind, &content(0x77));
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(dir.join("a.qcow2"))
+            .unwrap();
+        change(&file);
+        drop(file);
+        let line = refusal(dir, "a.qcow2");
+        assert!(line.contains(expected), "{kind}: {line}");
+    };
+    let word = |file: &std::fs::File, at: u64| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).unwrap();
+        u64::from_be_bytes(bytes)
+    };
+    let set = |file: &std::fs::File, at: u64, value: u64| {
+        file.write_all_at(&value.to_be_bytes(), at).unwrap();
+    };
+    const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
+    for kind in [
+        "-o compat=1.1",
+        "-o cluster_size=4k,refcount_bits=1",
+        "-o compat=0.10",
+    ] {
+        let l2 = |file: &std::fs::File| word(file, word(file, 40)) & OFFSET;
+        // The entry of the first data, and the one behind it.
+        let first = |file: &std::fs::File| {
+            let table = l2(file);
+            (table..)
+                .step_by(8)
+                .find(|at| word(file, *at) & OFFSET != 0)
+                .unwrap()
+        };
+        let block = |file: &std::fs::File| word(file, word(file, 48)) & OFFSET;
+        refused(kind, &|f| set(f, first(f), 1 << 63 | 1 << 40), "not in the file");
+        refused(
+            kind,
+            &|f| set(f, first(f), word(f, first(f)) | 512),
+            "not in the file",
+        );
+        refused(kind, &|f| set(f, first(f), 1 << 63 | l2(f)), "twice");
+        refused(kind, &|f| set(f, first(f) + 8, word(f, first(f))), "twice");
+        refused(kind, &|f| set(f, first(f), 1 << 63 | block(f)), "twice");
+        refused(kind, &|f| set(f, word(f, 48), 0), "in use and not counted");
+        let half = |f: &std::fs::File| f.set_len(f.metadata().unwrap().len() / 2).unwrap();
+        refused(kind, &half, "not in the file");
+    }
+    // Compressed data in the place of the table that leads to it.
+    let compressed = |f: &std::fs::File| {
+        let table = word(f, word(f, 40)) & OFFSET;
+        let at = (table..).step_by(8).find(|at| word(f, *at) >> 62 == 1).unwrap();
+        set(f, at, 1 << 62 | table);
+    };
+    refused("-c", &compressed, "twice");
+    let uncounted = |f: &std::fs::File| {
+        let block = word(f, word(f, 48)) & OFFSET;
+        f.write_all_at(&[0; 64], block).unwrap();
+    };
+    refused("-c", &uncounted, "in use and not counted");
+}
+
+/// Counts that a VM which was killed did not write are made when the image is to be written again.
+#[test]
+fn what_is_in_use_is_counted_before_it_is_written() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    for kind in &KINDS[..7] {
+        let model = content(0x79);
+        make(dir, "a.qcow2", kind, &model);
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(dir.join("a.qcow2"))
+            .unwrap();
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            file.read_exact_at(&mut bytes, at).unwrap();
+            u64::from_be_bytes(bytes)
+        };
+        // Counts of the first clusters; there are at least three whatever their width is.
+        let block = word(word(48)) & 0x00FF_FFFF_FFFF_FE00;
+        file.write_all_at(&[0; 32], block).unwrap();
+        let (status, _) = ask(dir, "check -f qcow2 a.qcow2");
+        assert_eq!(status, 2, "{kind}: qemu-img calls it corrupt");
+        // Nobody writes to it to read it.
+        assert!(read(&open_image(dir, "a.qcow2,ro"), 0, DISK).unwrap() == model);
+        assert_eq!(ask(dir, "check -f qcow2 a.qcow2").0, 2, "{kind}");
+        let image = open_image(dir, "a.qcow2");
+        assert!(read(&image, 0, DISK).unwrap() == model, "{kind}");
+        drop(image);
+        let (status, said) = ask(dir, "check -f qcow2 a.qcow2");
+        assert_eq!(status, 0, "{kind}: {said}");
+    }
+}
+
+/// Nothing of what is right is refused: images that were written, with snapshots, and with space that is
+/// lost.
+#[test]
+fn tables_that_are_right_are_not_refused() {
+    let Some(dir) = directory() else { return };
+    let dir = dir.path();
+    for kind in KINDS {
+        make(dir, "a.qcow2", kind, &content(0x78));
+        let image = open_image(dir, "a.qcow2");
+        write(&image, 8192, &[0x31; 131_072]).unwrap();
+        image.write_zeros(262_144, 262_144, true).unwrap();
+        image.flush().unwrap();
+        // As a VM that is killed leaves it.
+        write(&image, 700_416, &[0x32; 65_536]).unwrap();
+        std::fs::copy(dir.join("a.qcow2"), dir.join("b.qcow2")).unwrap();
+        drop(image);
+        for name in ["a.qcow2", "b.qcow2"] {
+            drop(open_image(dir, name));
+            // A count of one bit does not count to two.
+            if kind.contains("refcount_bits=1") {
+                continue;
+            }
+            qemu_img(dir, &format!("snapshot -c s {name}"));
+            let image = open_image(dir, name);
+            write(&image, 8192, &[0x33; 4096]).unwrap();
+            drop(image);
+            drop(open_image(dir, name));
+        }
+    }
+}
+
 /// What tables say that are looked at later is an error of the disk at most, and the file stays the only one
 /// that is touched.
 #[test]

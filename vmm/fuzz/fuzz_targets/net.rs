@@ -1,0 +1,57 @@
+//! A hostile guest's queues of a network device, and frames of any length from the host. Whatever its rings
+//! and its descriptors say, only guest memory and the tap device are touched, and each round ends.
+//!
+//! Input: one byte of choices; then pieces of guest memory, written one after the other from 0x1000 on. The
+//! receive queue's tables begin there, the transmit queue's at 0x2000.
+#![no_main]
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+
+use libfuzzer_sys::fuzz_target;
+use virtio_devices::net::frames::{Receiver, Sender};
+use virtio_devices::net::tap::Tap;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+const MEMORY: usize = 0x1_0000;
+const ENTRIES: u16 = 16;
+
+/// A queue whose table, available ring and used ring begin at `at`.
+fn queue(at: u32, event_idx: bool) -> Queue {
+    let mut queue = Queue::new(ENTRIES).expect("a size");
+    queue.set_size(ENTRIES);
+    queue.set_desc_table_address(Some(at), Some(0));
+    queue.set_avail_ring_address(Some(at + 0x100), Some(0));
+    queue.set_used_ring_address(Some(at + 0x200), Some(0));
+    queue.set_event_idx(event_idx);
+    queue.set_ready(true);
+    queue
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((choices, data)) = data.split_first() else {
+        return;
+    };
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY)]).expect("memory");
+    let (host, ours) = UnixDatagram::pair().expect("a pair of sockets");
+    for socket in [&host, &ours] {
+        socket.set_nonblocking(true).expect("a socket");
+    }
+    let tap = Tap::on(OwnedFd::from(ours));
+    let event_idx = choices & 1 != 0;
+    let mut receiver = Receiver::new(queue(0x1000, event_idx), choices & 2 != 0);
+    let mut sender = Sender::new(queue(0x2000, event_idx));
+    let (mut receives, mut sends) = (true, true);
+    let mut frame = vec![0; 70_000];
+    for piece in data.chunks(0x2000) {
+        memory.write_slice(piece, GuestAddress(0x1000)).expect("it fits");
+        let bytes = usize::from(piece[0]) * 270 + 12;
+        let _ = host.send(&frame[..bytes]);
+        // A queue that is broken is left alone, as the device does.
+        receives = receives && receiver.run(&memory, &tap).is_ok();
+        sends = sends && sender.run(&memory, Some(&tap)).is_ok();
+        while host.recv(&mut frame).is_ok() {}
+        frame.fill(piece[0]);
+    }
+});

@@ -1,0 +1,284 @@
+//! The clusters that an image's tables lead to: each is in the file, is counted, and is there once.
+//!
+//! `imago` believes its tables. With a cluster that nothing counts its search for a free one has no end
+//! (0.2.6), and one that holds data and a table at once lets a guest write tables. So the tables are looked
+//! through before, as `qemu-img check` does it, in time and memory that have bounds.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use super::claims::{ClaimError, Layout, OFFSET};
+
+/// The most clusters of a file: so many bits of memory are needed for them.
+const MAX_CLUSTERS: u64 = 1 << 30;
+/// The most bytes of L2 tables, which are read: of a disk of 8 TiB with clusters of 64 KiB.
+const MAX_L2_BYTES: u64 = 1 << 30;
+/// An entry of an L2 table is for compressed data.
+const COMPRESSED: u64 = 1 << 62;
+
+/// A bit for each cluster of the file.
+struct Clusters(Vec<u64>);
+
+impl Clusters {
+    fn new(count: u64) -> Self {
+        Self(vec![0; usize::try_from(count.div_ceil(64)).unwrap_or(0)])
+    }
+
+    fn word(cluster: u64) -> (usize, u64) {
+        (
+            usize::try_from(cluster / 64).unwrap_or(usize::MAX),
+            1 << (cluster % 64),
+        )
+    }
+
+    fn has(&self, cluster: u64) -> bool {
+        let (word, bit) = Self::word(cluster);
+        self.0.get(word).is_some_and(|bits| bits & bit != 0)
+    }
+
+    /// The clusters that are here or in `other`.
+    fn with<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = u64> + 'a {
+        let words = (0u64..).zip(self.0.iter().zip(&other.0));
+        let taken = words
+            .map(|(n, (one, other))| (n, one | other))
+            .filter(|(_, bits)| *bits != 0);
+        taken.flat_map(|(n, bits)| {
+            (0..64)
+                .filter(move |bit| bits & (1 << bit) != 0)
+                .map(move |bit| n * 64 + bit)
+        })
+    }
+
+    /// Adds a cluster; whether it is in the file and was not there.
+    fn add(&mut self, cluster: u64) -> bool {
+        let (word, bit) = Self::word(cluster);
+        let Some(bits) = self.0.get_mut(word) else {
+            return false;
+        };
+        let fresh = *bits & bit == 0;
+        *bits |= bit;
+        fresh
+    }
+}
+
+/// What is looked through.
+struct Walk<'f> {
+    file: &'f File,
+    layout: &'f Layout,
+    /// Clusters of the file, the last perhaps a part of one.
+    count: u64,
+    /// Those that belong to one thing.
+    whole: Clusters,
+    /// Those that compressed data is in, of which several may be in one.
+    shared: Clusters,
+}
+
+/// Looks through the tables in `layout` of the image in `file` of `file_bytes` bytes. In an image that is to
+/// be `written`, each cluster is counted afterwards: how many were not before.
+///
+/// A VM that is killed, and a host that loses power, may leave clusters that are in use and have a count of
+/// 0, because counts and what leads to clusters are written one after the other.
+///
+/// # Errors
+/// [`ClaimError`].
+pub fn check(file: &File, file_bytes: u64, layout: &Layout, written: bool) -> Result<u64, ClaimError> {
+    let count = file_bytes.div_ceil(1 << layout.cluster_bits);
+    let l2_bytes = (layout.l1.1.iter().filter(|at| **at != 0).count() as u64) << layout.cluster_bits;
+    if count > MAX_CLUSTERS || l2_bytes > MAX_L2_BYTES {
+        return Err(ClaimError::Large);
+    }
+    let mut walk = Walk {
+        file,
+        layout,
+        count,
+        whole: Clusters::new(count),
+        shared: Clusters::new(count),
+    };
+    walk.run()?;
+    // Nothing is looked for in an image that is only read.
+    if written { walk.count() } else { Ok(0) }
+}
+
+impl Walk<'_> {
+    fn run(&mut self) -> Result<(), ClaimError> {
+        // The header.
+        self.take(0)?;
+        for (at, entries) in [&self.layout.l1, &self.layout.counts] {
+            let bytes = entries.len() as u64 * 8;
+            let clusters = bytes.div_ceil(1 << self.layout.cluster_bits);
+            for n in 0..clusters {
+                self.take(at + (n << self.layout.cluster_bits))?;
+            }
+            for at in entries.iter().filter(|at| **at != 0) {
+                self.take(*at)?;
+            }
+        }
+        let mut table = vec![0; 1 << self.layout.cluster_bits];
+        for at in self.layout.l1.1.iter().filter(|at| **at != 0) {
+            self.read(&mut table, *at)?;
+            for entry in table.chunks_exact(8) {
+                let entry = u64::from_be_bytes(std::array::from_fn(|n| entry[n]));
+                if entry & COMPRESSED != 0 {
+                    self.take_compressed(entry)?;
+                } else if entry & OFFSET != 0 {
+                    self.take(entry & OFFSET)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A cluster that belongs to one thing, at byte `at`.
+    fn take(&mut self, at: u64) -> Result<(), ClaimError> {
+        let cluster = at >> self.layout.cluster_bits;
+        let aligned = at.is_multiple_of(1 << self.layout.cluster_bits);
+        if !aligned || cluster >= self.count {
+            return Err(ClaimError::Outside(at));
+        }
+        if self.shared.has(cluster) || !self.whole.add(cluster) {
+            return Err(ClaimError::Twice(at));
+        }
+        Ok(())
+    }
+
+    /// The clusters of compressed data; the last may be behind the file's end, which is no multiple of
+    /// sectors.
+    fn take_compressed(&mut self, entry: u64) -> Result<(), ClaimError> {
+        // Behind bit 61 - (cluster_bits - 8) there are the sectors that follow that of the offset.
+        let offset_bits = 62 - (self.layout.cluster_bits - 8);
+        let at = entry & ((1 << offset_bits) - 1);
+        let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
+        let first = at >> self.layout.cluster_bits;
+        if first >= self.count {
+            return Err(ClaimError::Outside(at));
+        }
+        let end = (at & !511) + (sectors + 1) * 512;
+        let last = ((end - 1) >> self.layout.cluster_bits).min(self.count - 1);
+        for cluster in first..=last {
+            if self.whole.has(cluster) {
+                return Err(ClaimError::Twice(at));
+            }
+            self.shared.add(cluster);
+        }
+        Ok(())
+    }
+
+    /// Counts each cluster that was taken and has no count.
+    fn count(&self) -> Result<u64, ClaimError> {
+        // A block of counts is a cluster.
+        let per_block = 1u64 << (self.layout.cluster_bits + 3 - self.layout.count_order);
+        let mut block = vec![0; 1 << self.layout.cluster_bits];
+        let (mut read, mut missing) = (None, 0);
+        for cluster in self.whole.with(&self.shared) {
+            let index = usize::try_from(cluster / per_block).unwrap_or(usize::MAX);
+            let at = self.layout.counts.1.get(index).copied().unwrap_or(0);
+            if at == 0 {
+                return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
+            }
+            if read != Some(index) {
+                self.read(&mut block, at)?;
+                read = Some(index);
+            }
+            let within = cluster % per_block;
+            if is_zero(&block, within, self.layout.count_order) {
+                // Whatever is in it more than once is not what a machine that ended left.
+                if self.shared.has(cluster) {
+                    return Err(ClaimError::Uncounted(cluster << self.layout.cluster_bits));
+                }
+                let changed = set_one(&mut block, within, self.layout.count_order);
+                let place = at + changed.start as u64;
+                self.file
+                    .write_all_at(&block[changed], place)
+                    .map_err(ClaimError::Write)?;
+                missing += 1;
+            }
+        }
+        Ok(missing)
+    }
+
+    /// Reads at `at`; zeros behind the file's end.
+    fn read(&self, data: &mut [u8], at: u64) -> Result<(), ClaimError> {
+        let mut done = 0;
+        while done < data.len() {
+            match self.file.read_at(&mut data[done..], at + done as u64) {
+                Ok(0) => {
+                    data[done..].fill(0);
+                    break;
+                }
+                Ok(count) => done += count,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(ClaimError::Read(error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether count `index` in a block of counts of 2^`order` bits is zero. Those of less than a byte begin with
+/// the lowest bits.
+fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
+    let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
+    let bits = 1usize << order;
+    if bits >= 8 {
+        let bytes = block.get(bit / 8..(bit + bits) / 8);
+        bytes.is_none_or(|bytes| bytes.iter().all(|byte| *byte == 0))
+    } else {
+        let mask = ((1u16 << bits) - 1) << (bit % 8);
+        block.get(bit / 8).is_none_or(|byte| u16::from(*byte) & mask == 0)
+    }
+}
+
+/// Makes count `index`, which is zero, 1; the bytes that have changed.
+fn set_one(block: &mut [u8], index: u64, order: u32) -> Range<usize> {
+    let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
+    let bits = 1usize << order;
+    // Big-endian, or the lowest bit of a part of a byte.
+    let (byte, one) = if bits >= 8 {
+        ((bit + bits) / 8 - 1, 1)
+    } else {
+        (bit / 8, 1 << (bit % 8))
+    };
+    match block.get_mut(byte) {
+        Some(value) => {
+            *value |= one;
+            byte..byte + 1
+        }
+        None => 0..0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_of_each_width_are_found() {
+        for order in 0..=6 {
+            for index in [0u64, 1, 7, 8, 63] {
+                let mut block = vec![0; 512];
+                assert!(is_zero(&block, index, order));
+                let bit = usize::try_from(index << order).unwrap();
+                // The highest bit of the count.
+                if order < 3 {
+                    let highest = bit + (1 << order) - 1;
+                    block[highest / 8] |= 1 << (highest % 8);
+                } else {
+                    block[bit / 8] = 0x80;
+                }
+                assert!(!is_zero(&block, index, order), "{order} {index}");
+                assert!(is_zero(&block, index + 1, order), "{order} {index}");
+                assert!(index == 0 || is_zero(&block, index - 1, order), "{order} {index}");
+                let mut block = vec![0; 512];
+                let changed = set_one(&mut block, index, order);
+                assert_eq!(changed.len(), 1);
+                assert!(!is_zero(&block, index, order), "{order} {index}");
+                assert_eq!(block.iter().map(|byte| byte.count_ones()).sum::<u32>(), 1);
+                if order >= 3 {
+                    assert_eq!(block[changed.start], 1, "big-endian");
+                    assert_eq!((changed.start + 1) % (1 << (order - 3)), 0);
+                }
+            }
+        }
+    }
+}
