@@ -3,7 +3,7 @@
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vpmu::exact::{CodeSize, CpuState, GuestMemory};
+use vpmu::exact::{CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
 
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestPhys, GuestRegs};
@@ -159,39 +159,16 @@ impl GuestMemory for Linear<'_> {
         read + second.len()
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the halves of a gate")]
     fn gate(&mut self, vector: u8) -> Option<u64> {
-        let idt = self.state.sregs.idt;
-        let long = self.state.sregs.efer & EFER_LMA != 0;
-        let protected = self.state.sregs.cr0 & CR0_PE != 0;
-        let size = match (long, protected) {
-            (true, _) => 16,
-            (false, true) => 8,
-            (false, false) => 4,
+        let kvm_sregs { idt, efer, cr0, .. } = self.state.sregs;
+        let format = match (efer & EFER_LMA != 0, cr0 & CR0_PE != 0) {
+            (true, _) => GateFormat::Long,
+            (false, true) => GateFormat::Protected,
+            (false, false) => GateFormat::Real,
         };
-        let offset = size * u64::from(vector);
-        if offset + size - 1 > u64::from(idt.limit) {
-            return None;
-        }
-        let at = idt.base.wrapping_add(offset);
-        let (low, high) = if long {
-            let gate = u128::from_le_bytes(self.bytes(at)?);
-            (gate as u64, (gate >> 64) as u64)
-        } else {
-            (self.quad(at)?, 0)
-        };
-        if !protected {
-            return Some(low & 0xffff).filter(|&target| target != 0);
-        }
-        // Interrupt- and trap-gate descriptors (SDM vol. 3 figures 6-2 and 6-8): P is bit 47.
-        if low >> 47 & 1 == 0 {
-            return None;
-        }
-        let target = low & 0xffff | low >> 32 & 0xffff_0000;
-        if !long {
-            return Some(target);
-        }
-        Some(target | high << 32)
+        let target = gate_in_table(format, idt.base, idt.limit, vector, self)?;
+        // A table of zeroes, as firmware leaves it, leads nowhere.
+        (format != GateFormat::Real || target != 0).then_some(target)
     }
 }
 
@@ -205,5 +182,150 @@ impl GuestMemory for Nothing {
 
     fn gate(&mut self, _: u8) -> Option<u64> {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CR4_PAE: u64 = 1 << 5;
+    const TABLES: u64 = 0x1000;
+    /// Two pages that lie the other way round in physical memory, and nothing behind them.
+    const LINEAR: u64 = 0x40_0000;
+    const FIRST: u64 = 0x9000;
+    const SECOND: u64 = 0x8000;
+
+    fn memory() -> GuestMemoryMmap {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
+        let entry = |table: u64, index: u64, value: u64| {
+            memory
+                .write_obj(value, GuestAddress(TABLES + table * PAGE + index * 8))
+                .unwrap();
+        };
+        for table in 0..3 {
+            let index = if table == 2 { LINEAR >> 21 } else { 0 };
+            entry(table, index, TABLES + (table + 1) * PAGE | 3);
+        }
+        entry(3, 0, FIRST | 3);
+        entry(3, 1, SECOND | 3);
+        memory
+    }
+
+    fn state() -> State {
+        let mut sregs = kvm_sregs {
+            cr0: CR0_PE | CR0_PG,
+            cr3: TABLES,
+            cr4: CR4_PAE,
+            efer: EFER_LMA | 1 << 8,
+            ..Default::default()
+        };
+        sregs.cs.l = 1;
+        State {
+            regs: kvm_regs::default(),
+            sregs,
+        }
+    }
+
+    #[test]
+    fn what_lies_across_two_pages_is_read_as_the_guest_would() {
+        let memory = memory();
+        memory.write_slice(b"ab", GuestAddress(FIRST + PAGE - 2)).unwrap();
+        memory.write_slice(b"cdefgh", GuestAddress(SECOND)).unwrap();
+        let mut linear = Linear::new(&memory, &state());
+        assert_eq!(linear.physical(LINEAR + PAGE), Some(SECOND));
+        assert_eq!(
+            linear.quad(LINEAR + PAGE - 2),
+            Some(u64::from_le_bytes(*b"abcdefgh"))
+        );
+        // Up to where nothing is mapped, and no further.
+        let mut rest = [0; 8];
+        assert_eq!(
+            GuestMemory::read(&mut linear, LINEAR + 2 * PAGE - 3, &mut rest),
+            3
+        );
+        assert_eq!(linear.quad(LINEAR + 2 * PAGE - 3), None);
+        assert_eq!(GuestMemory::read(&mut linear, LINEAR + 2 * PAGE, &mut rest), 0);
+    }
+
+    #[test]
+    fn tables_that_lead_into_nothing_are_holes() {
+        let memory = memory();
+        let mut beyond = state();
+        beyond.sregs.cr3 = 1 << 40;
+        let mut linear = Linear::new(&memory, &beyond);
+        assert_eq!(linear.physical(LINEAR), None);
+        assert_eq!(linear.quad(LINEAR), None);
+        assert!(!linear.clear_bits(LINEAR, 1));
+    }
+
+    #[test]
+    fn a_look_has_a_bound() {
+        let memory = memory();
+        let mut linear = Linear::new(&memory, &state());
+        // Each of these is another page, so nothing that is remembered helps.
+        for n in 0..u64::from(READS) {
+            linear.physical((n + 1) << 32);
+        }
+        assert_eq!(linear.physical(LINEAR), None, "it is done");
+        assert_eq!(Linear::new(&memory, &state()).physical(LINEAR), Some(FIRST));
+    }
+
+    #[test]
+    fn bits_are_cleared_where_the_guest_has_them() {
+        let memory = memory();
+        let at = GuestAddress(SECOND + 5);
+        memory.write_obj(0xFFu8, at).unwrap();
+        assert!(Linear::new(&memory, &state()).clear_bits(LINEAR + PAGE + 5, 1));
+        assert_eq!(memory.read_obj::<u8>(at).unwrap(), 0xFE);
+        assert!(Linear::new(&memory, &state()).clear_bits(LINEAR + PAGE + 5, 1));
+        assert_eq!(memory.read_obj::<u8>(at).unwrap(), 0xFE);
+    }
+
+    #[test]
+    fn without_paging_addresses_are_those_of_memory() {
+        let memory = memory();
+        memory.write_obj(0x1234u16, GuestAddress(0x8002)).unwrap();
+        let mut real = state();
+        (real.sregs.cr0, real.sregs.efer, real.sregs.cs.l) = (0, 0, 0);
+        let mut linear = Linear::new(&memory, &real);
+        assert_eq!(linear.physical(0x1_0000_8002), Some(0x8002));
+        assert_eq!(linear.quad(0x8002).unwrap() as u16, 0x1234);
+        assert!(!real.is_64bit());
+        assert_eq!(real.cpu().size, CodeSize::Bits16);
+    }
+
+    #[test]
+    fn gates_are_read_as_the_mode_has_them() {
+        let memory = memory();
+        // An interrupt gate of vector 2 to 0xFFFF_8000_1234_5678, selector 0x10, present, type 14.
+        let (low, high) = (0x1234_8E00_0010_5678u64, 0xFFFF_8000u64);
+        for (n, half) in [low, high].into_iter().enumerate() {
+            memory
+                .write_obj(half, GuestAddress(FIRST + 32 + 8 * n as u64))
+                .unwrap();
+        }
+        let mut long = state();
+        (long.sregs.idt.base, long.sregs.idt.limit) = (LINEAR, 3 * 16 - 1);
+        let mut linear = Linear::new(&memory, &long);
+        assert_eq!(linear.gate(2), Some(0xFFFF_8000_1234_5678));
+        assert_eq!(linear.gate(1), None, "not present");
+        assert_eq!(linear.gate(3), None, "beyond the table");
+        long.sregs.idt.limit -= 1;
+        assert_eq!(
+            Linear::new(&memory, &long).gate(2),
+            None,
+            "not whole in the table"
+        );
+
+        let mut real = state();
+        (real.sregs.cr0, real.sregs.efer, real.sregs.cs.l) = (0, 0, 0);
+        (real.sregs.idt.base, real.sregs.idt.limit) = (0x8000, 0x3FF);
+        memory
+            .write_obj(0xF000_E987u32, GuestAddress(0x8000 + 4 * 8))
+            .unwrap();
+        let mut linear = Linear::new(&memory, &real);
+        assert_eq!(linear.gate(8), Some(0xE987));
+        assert_eq!(linear.gate(9), None);
     }
 }
