@@ -233,3 +233,198 @@ impl Line {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::os::fd::AsRawFd;
+    use std::thread;
+
+    use crate::peer;
+    use crate::place::Socket;
+    use crate::protocol::{ClientRole, FailureKind, VmState};
+
+    use super::*;
+
+    fn info(name: &str) -> VmInfo {
+        VmInfo {
+            protocol: PROTOCOL,
+            version: "1".into(),
+            name: name.into(),
+            pid: 1,
+            vcpus: 1,
+            max_vcpus: 0,
+            pmu: "off".into(),
+            guest: "none".into(),
+            console: String::new(),
+            threads: Vec::new(),
+            state: VmState::Running,
+            parked: 0,
+            uptime_ms: 0,
+            role: ClientRole::Operator,
+        }
+    }
+
+    fn ok(id: u64, value: &impl serde::Serialize) -> Vec<u8> {
+        let mut line = serde_json::to_vec(&serde_json::json!({ "id": id, "ok": value })).unwrap();
+        line.push(b'\n');
+        line
+    }
+
+    /// Takes one request, and gives its number.
+    fn heard(stream: &UnixStream) -> u64 {
+        let mut line = String::new();
+        BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();
+        serde_json::from_str::<RequestLine>(&line).unwrap().id
+    }
+
+    /// A client of a VM that greets as it should and then does `vm`.
+    fn client(vm: impl FnOnce(UnixStream) + Send + 'static) -> Client {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        thread::spawn(move || {
+            let id = heard(&theirs);
+            (&theirs).write_all(&ok(id, &info("vm"))).unwrap();
+            vm(theirs);
+        });
+        Client::over(ours).unwrap()
+    }
+
+    /// What the client makes of `reply` to its first request behind the greeting, whose number is 2.
+    fn made_of(reply: &'static [u8]) -> ClientError {
+        let mut client = client(|stream| {
+            heard(&stream);
+            (&stream).write_all(reply).unwrap();
+        });
+        client.call(request::Status).unwrap_err()
+    }
+
+    #[test]
+    fn a_reply_may_come_in_pieces_and_two_at_once() {
+        let mut client = client(|mut stream| {
+            let id = heard(&stream);
+            for byte in ok(id, &info("first")) {
+                stream.write_all(&[byte]).unwrap();
+            }
+            let id = heard(&stream);
+            let both = [ok(id, &info("second")), ok(id + 1, &info("third"))].concat();
+            stream.write_all(&both).unwrap();
+            heard(&stream);
+        });
+        assert_eq!(client.info().name, "vm");
+        for name in ["first", "second", "third"] {
+            assert_eq!(client.call(request::Status).unwrap().name, name);
+        }
+    }
+
+    #[test]
+    fn what_is_no_reply_is_refused() {
+        for (reply, why) in [
+            (&b"hello\n"[..], "not JSON"),
+            (b"\xff\n", "not JSON"),
+            (b"{}\n", "not JSON"),
+            (br#"{"id":1,"ok":{}}"#, "closed"),
+            (b"{\"id\":1,\"ok\":{}}\n", "out of order"),
+            (b"{\"id\":3}\n", "out of order"),
+            (b"{\"id\":2,\"ok\":{\"protocol\":1}}\n", "fields"),
+            (b"{\"id\":2}\n", "fields"),
+        ] {
+            let error = made_of(reply);
+            match &error {
+                ClientError::Reply(what) => assert_eq!(*what, why),
+                ClientError::Io(_) => assert_eq!(why, "closed"),
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(error.is_gone(), why == "closed", "{error:?}");
+        }
+    }
+
+    #[test]
+    fn the_vms_refusal_is_passed_on_as_it_is() {
+        let error = made_of(
+            b"{\"id\":2,\"error\":{\"kind\":\"protocol\",\"message\":\"the guest does not listen\"}}\n",
+        );
+        let ClientError::Refused(failure) = &error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(failure.kind, FailureKind::Protocol);
+        assert_eq!(error.to_string(), "the guest does not listen");
+        assert!(!error.is_gone());
+    }
+
+    /// A VM cannot make its client take memory without end.
+    #[test]
+    fn a_reply_without_an_end_is_given_up() {
+        let mut client = client(|mut stream| {
+            heard(&stream);
+            while stream.write_all(&[b' '; 64 << 10]).is_ok() {}
+        });
+        let error = client.call(request::Status).unwrap_err();
+        assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
+    }
+
+    /// A descriptor belongs to the reply it comes with: one that came with another is not taken for it.
+    #[test]
+    fn a_descriptor_is_that_of_its_own_reply() {
+        let mut client = client(|stream| {
+            let symbols = SymbolsInfo {
+                bytes: 3,
+                flat: false,
+                source: "test".into(),
+            };
+            for text in [&b"old"[..], b"new", b""] {
+                let id = heard(&stream);
+                let reply = match text {
+                    b"old" => ok(id, &info("vm")),
+                    _ => ok(id, &symbols),
+                };
+                if text.is_empty() {
+                    (&stream).write_all(&reply).unwrap();
+                    continue;
+                }
+                let file = peer::sealed_text("t", text).unwrap();
+                stream.send_with_fd(&reply[..], file.as_raw_fd()).unwrap();
+            }
+        });
+        client.call(request::Status).unwrap();
+        let (said, text) = client.symbols().unwrap();
+        assert_eq!((said.bytes, &text[..]), (3, &b"new"[..]));
+        let missing = client.symbols().unwrap_err();
+        assert!(matches!(
+            missing,
+            ClientError::Reply("no descriptor came with it")
+        ));
+    }
+
+    #[test]
+    fn a_vm_is_found_by_its_name_or_because_it_is_the_only_one() {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("sockets");
+        crate::place::make_directory(&dir).unwrap();
+        let refused = |name: Option<&str>| Client::connect_in(&dir, name).unwrap_err().to_string();
+        assert_eq!(refused(None), "no VM is running; start one with perfvisor run");
+        assert_eq!(refused(Some("a")), "no VM named 'a' is running; no VM is");
+        assert!(refused(Some("../a")).contains("is no name for a VM"));
+
+        let serve = |name: &'static str| {
+            let socket = Socket::bind(&dir, name).unwrap();
+            let listener = socket.listener.try_clone().unwrap();
+            listener.set_nonblocking(false).unwrap();
+            thread::spawn(move || {
+                for stream in listener.incoming().flatten() {
+                    let mut line = String::new();
+                    if BufReader::new(&stream).read_line(&mut line).is_ok_and(|n| n > 0) {
+                        let id = serde_json::from_str::<RequestLine>(&line).unwrap().id;
+                        (&stream).write_all(&ok(id, &info(name))).unwrap();
+                    }
+                }
+            });
+            socket
+        };
+        let _a = serve("a");
+        assert_eq!(Client::connect_in(&dir, None).unwrap().info().name, "a");
+        assert_eq!(refused(Some("b")), "no VM named 'b' is running; running are a");
+        let _b = serve("b");
+        assert_eq!(Client::connect_in(&dir, Some("b")).unwrap().info().name, "b");
+        assert_eq!(refused(None), "more than one VM is running, name one: a, b");
+    }
+}

@@ -64,3 +64,78 @@ impl Pty {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read, Write};
+
+    use super::*;
+
+    fn user_end(pty: &Pty) -> File {
+        File::options().read(true).write(true).open(&pty.name).unwrap()
+    }
+
+    /// Bytes go through as they are in both directions: no echo, no line editing, no carriage returns.
+    #[test]
+    fn bytes_pass_as_they_are() {
+        let mut pty = Pty::open().unwrap();
+        let mut user = user_end(&pty);
+        let all: Vec<u8> = (0..=255).collect();
+        pty.master.write_all(&all).unwrap();
+        let mut read = [0; 256];
+        user.read_exact(&mut read).unwrap();
+        assert_eq!(read[..], all);
+        // The terminal would have sent the guest's own output back before this.
+        user.write_all(&all).unwrap();
+        let mut read = Vec::new();
+        while read.len() < all.len() {
+            let mut piece = [0; 256];
+            match pty.master.read(&mut piece) {
+                Ok(n) => read.extend_from_slice(&piece[..n]),
+                Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),
+            }
+        }
+        assert_eq!(read, all);
+    }
+
+    /// A guest that prints while nobody reads does not make the VMM wait.
+    #[test]
+    fn a_terminal_that_nobody_reads_blocks_nobody() {
+        let mut pty = Pty::open().unwrap();
+        let mut written = 0;
+        let full = loop {
+            match pty.master.write(&[b'x'; 4096]) {
+                Ok(n) => written += n,
+                Err(e) => break e,
+            }
+            assert!(written < 1 << 24, "it takes everything");
+        };
+        assert_eq!(full.kind(), ErrorKind::WouldBlock);
+    }
+
+    /// The terminal outlives each of its users, and a program that the VMM starts inherits no end of it.
+    #[test]
+    fn users_come_and_go_and_programs_inherit_nothing() {
+        let mut pty = Pty::open().unwrap();
+        drop(user_end(&pty));
+        let mut byte = [0];
+        assert_eq!(
+            pty.master.read(&mut byte).unwrap_err().kind(),
+            ErrorKind::WouldBlock,
+            "no hang-up"
+        );
+        let mut user = user_end(&pty);
+        user.write_all(b"y").unwrap();
+        while pty.master.read(&mut byte).is_err() {}
+        assert_eq!(byte, *b"y");
+        for fd in [pty.master.as_raw_fd(), pty._slave.as_raw_fd()] {
+            let flags = std::fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap();
+            let flags = flags
+                .lines()
+                .find_map(|line| line.strip_prefix("flags:"))
+                .unwrap();
+            let flags = libc::c_int::from_str_radix(flags.trim(), 8).unwrap();
+            assert_eq!(flags & libc::O_CLOEXEC, libc::O_CLOEXEC);
+        }
+    }
+}

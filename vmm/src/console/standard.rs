@@ -54,3 +54,62 @@ impl AsRawFd for StandardStream {
         self.0.as_raw_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A pipe whose ends do not block, full.
+    fn full_pipe() -> (File, OwnedFd) {
+        let (read, write) = io::pipe().unwrap();
+        let write = OwnedFd::from(write);
+        let mut stream = StandardStream::of(write.as_raw_fd());
+        // SAFETY: the descriptor is open, and F_SETFL takes an integer.
+        let set = unsafe { libc::fcntl(write.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+        assert_eq!(set, 0);
+        while stream.0.write(&[0; 4096]).is_ok() {}
+        (OwnedFd::from(read).into(), write)
+    }
+
+    /// Whoever started us has the same stream: it is not ours to close.
+    #[test]
+    fn the_descriptor_stays_open() {
+        let (mut read, write) = io::pipe().unwrap();
+        for byte in *b"ab" {
+            StandardStream::of(write.as_raw_fd()).write_all(&[byte]).unwrap();
+        }
+        drop(write);
+        let mut text = String::new();
+        read.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "ab");
+    }
+
+    /// A standard output that somebody made non-blocking loses nothing: the writer waits for room.
+    #[test]
+    fn a_full_stream_is_waited_for() {
+        let (mut read, write) = full_pipe();
+        let writer = std::thread::spawn(move || {
+            StandardStream::of(write.as_raw_fd())
+                .write_all(b"the end")
+                .unwrap();
+        });
+        let mut all = Vec::new();
+        read.read_to_end(&mut all).unwrap();
+        writer.join().unwrap();
+        assert!(all.ends_with(b"\0the end"));
+    }
+
+    /// A wait with a limit ends, and one for a stream whose reader has gone does too.
+    #[test]
+    fn waits_end() {
+        let (read, write) = full_pipe();
+        wait_for_room(write.as_raw_fd(), Some(Duration::from_millis(1)));
+        drop(read);
+        wait_for_room(write.as_raw_fd(), None);
+        let gone = StandardStream::of(write.as_raw_fd()).write(b"x").unwrap_err();
+        assert_eq!(gone.kind(), io::ErrorKind::BrokenPipe);
+    }
+}

@@ -66,3 +66,62 @@ impl std::fmt::Debug for Chips {
         f.debug_struct("Chips").finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+#[expect(unsafe_code, reason = "reads the union in which KVM gives a chip's registers")]
+mod tests {
+    use kvm_bindings::kvm_pit_config;
+
+    use super::*;
+
+    /// A guest has programmed the PIT and the PICs; after a reset they are as in a new machine.
+    #[test]
+    fn chips_that_a_guest_programmed_are_as_new_after_a_reset() {
+        let Ok(kvm) = crate::kvm::host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let vm = kvm.create_vm().unwrap();
+        assert_eq!(
+            Chips::of(&vm).unwrap_err().to_string(),
+            "KVM_GET_IRQCHIP failed",
+            "a VM without chips"
+        );
+        vm.create_irq_chip().unwrap();
+        vm.create_pit2(kvm_pit_config::default()).unwrap();
+        let new = Chips::of(&vm).unwrap();
+
+        let mut pit = vm.get_pit2().unwrap();
+        let count = pit.channels[2].count;
+        pit.channels[2].count = count ^ 0x1234;
+        vm.set_pit2(&pit).unwrap();
+        let mut masks = Vec::new();
+        for chip_id in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE] {
+            let mut chip = kvm_irqchip {
+                chip_id,
+                ..Default::default()
+            };
+            vm.get_irqchip(&mut chip).unwrap();
+            // SAFETY: KVM has filled the part of the union that a PIC has.
+            let pic = unsafe { &mut chip.chip.pic };
+            masks.push(pic.imr);
+            pic.imr ^= 0x5A;
+            vm.set_irqchip(&chip).unwrap();
+        }
+
+        new.restore(&vm).unwrap();
+        assert_eq!(vm.get_pit2().unwrap().channels[2].count, count);
+        for (chip_id, mask) in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE]
+            .into_iter()
+            .zip(masks)
+        {
+            let mut chip = kvm_irqchip {
+                chip_id,
+                ..Default::default()
+            };
+            vm.get_irqchip(&mut chip).unwrap();
+            // SAFETY: KVM has filled the part of the union that a PIC has.
+            assert_eq!(unsafe { chip.chip.pic }.imr, mask, "PIC {chip_id}");
+        }
+    }
+}

@@ -269,3 +269,32 @@ fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A probe tells an instruction that completes from one that faults.
+    #[test]
+    fn a_probe_can_say_either() {
+        let Ok(kvm) = open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        assert!(goes_on_behind(&kvm, [0x90, 0x90]).unwrap(), "two NOPs");
+        assert!(!goes_on_behind(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
+    }
+
+    /// What the self-description says of a host comes from one probe.
+    #[test]
+    fn a_kvm_that_interprets_kernels_runs_no_linux() {
+        let Ok(kvm) = open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let facts = facts(&kvm).unwrap();
+        let interprets = interprets_kernels(&kvm).unwrap();
+        assert_eq!(facts.runs_linux, !interprets);
+        assert_eq!(facts.flavour == Flavour::SoftwareOnly, interprets);
+    }
+}

@@ -61,3 +61,41 @@ pub fn clear(vcpu: &VcpuFd) -> io::Result<()> {
         _ => Err(io::Error::last_os_error()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::mem::{offset_of, size_of};
+
+    use vmm_sys_util::signal::create_sigset;
+
+    use super::*;
+
+    /// The kernel reads `len` and then, right behind it, as many bytes as that says.
+    #[test]
+    fn the_set_lies_right_behind_its_length() {
+        assert_eq!(offset_of!(KvmSignalMask, set), 4);
+        assert_eq!(size_of::<KvmSignalMask>(), 4 + KERNEL_SIGSET_BYTES);
+        assert_eq!(
+            KVM_SET_SIGNAL_MASK(),
+            0x4004_AE8B,
+            "the flexible part is not in the number"
+        );
+    }
+
+    /// KVM takes a mask, another in its place, and that there is none; taking away what is not there is no
+    /// error either.
+    #[test]
+    fn kvm_takes_masks_and_gives_them_up() {
+        let Ok(kvm) = crate::kvm::host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let vcpu = kvm.create_vm().unwrap().create_vcpu(0).unwrap();
+        clear(&vcpu).unwrap();
+        for signals in [&[libc::SIGUSR2][..], &[]] {
+            set(&vcpu, &create_sigset(signals).unwrap()).unwrap();
+        }
+        clear(&vcpu).unwrap();
+        clear(&vcpu).unwrap();
+    }
+}

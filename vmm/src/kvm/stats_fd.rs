@@ -28,3 +28,47 @@ pub fn stats_fd(fd: &impl AsRawFd) -> io::Result<OwnedFd> {
     // SAFETY: the kernel has just returned `raw` as a new descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    /// The VM and each of its vCPUs have statistics of their own. They begin with the header that says where
+    /// the descriptors are, and no program that is started inherits them.
+    #[test]
+    fn a_vm_and_its_vcpus_have_statistics_of_their_own() {
+        let Ok(kvm) = crate::kvm::host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let vm = kvm.create_vm().unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let (Ok(of_vm), Ok(of_vcpu)) = (stats_fd(&vm), stats_fd(&vcpu)) else {
+            eprintln!("SKIP: this KVM has no binary statistics");
+            return;
+        };
+        let mut ids = Vec::new();
+        for fd in [of_vm, of_vcpu] {
+            let file = File::from(fd);
+            let (mut header, mut id) = ([0; 24], [0; 48]);
+            file.read_exact_at(&mut header, 0).unwrap();
+            let word = |n: usize| u32::from_le_bytes(header[4 * n..4 * n + 4].try_into().unwrap());
+            assert!((1..=64).contains(&word(1)), "the size of a name: {}", word(1));
+            assert!(word(2) > 0, "no descriptors");
+            file.read_exact_at(&mut id, u64::from(word(3))).unwrap();
+            let id = String::from_utf8_lossy(&id).into_owned();
+            assert!(id.starts_with("kvm-"), "{id:?}");
+            ids.push(id.trim_end_matches('\0').to_owned());
+        }
+        assert_ne!(ids[0], ids[1]);
+    }
+
+    #[test]
+    fn a_descriptor_that_is_not_kvms_has_none() {
+        let file = File::open("/dev/null").unwrap();
+        assert_eq!(stats_fd(&file).unwrap_err().raw_os_error(), Some(libc::ENOTTY));
+    }
+}
