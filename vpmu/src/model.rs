@@ -86,72 +86,7 @@ impl Model {
             .and_then(|c| c.fixed)
             .unwrap_or(default.fixed.unwrap_or(0));
 
-        let (may_have, limit, remedy) = match generation {
-            Generation::Off(_) => (
-                general == 0,
-                "none",
-                "choose a model by name, for example --pmu intel",
-            ),
-            // Linux takes a processor with one counter for one that has no PMU (its
-            // X86_FEATURE_ARCH_PERFMON).
-            Generation::Intel(_) => (
-                (2..=8).contains(&general),
-                "2 to 8",
-                "ask for a number in that range",
-            ),
-            Generation::AmdK7 => (
-                general == 4,
-                "4",
-                "choose --pmu amd for 6, or --pmu amd-v2 for 4 to 15",
-            ),
-            // CPUID enumerates the core extension as one bit that stands for six counters. Four of them
-            // without the bit are what K7 has; five cannot be told to a guest.
-            Generation::AmdCore => (
-                general == 4 || general == 6,
-                "4 (without the core extension) or 6",
-                "choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
-            ),
-            Generation::AmdV2 => (
-                (4..=MAX_GENERAL as u32).contains(&general),
-                "4 to 15",
-                "ask for a number in that range",
-            ),
-        };
-        if !may_have {
-            return Err(ModelError::General {
-                given: general,
-                generation,
-                limit,
-                remedy,
-            });
-        }
-
-        let (may_have, limit, remedy) = match generation {
-            Generation::Intel(2..) => (
-                fixed <= MAX_FIXED as u32,
-                "0 to 4",
-                "ask for a number in that range, or leave it out for 3",
-            ),
-            Generation::Intel(_) => (
-                fixed == 0,
-                "none",
-                "fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
-            ),
-            _ => (
-                fixed == 0,
-                "none",
-                "fixed counters exist on Intel models only; leave the +FIXED part out",
-            ),
-        };
-        if !may_have {
-            return Err(ModelError::Fixed {
-                given: fixed,
-                generation,
-                limit,
-                remedy,
-            });
-        }
-
+        check_numbers(generation, general, fixed)?;
         let bits = width.unwrap_or(48);
         let (may_have, limit) = match generation {
             Generation::Intel(_) => (Self::INTEL_WIDTHS.contains(&bits), "32 to 48"),
@@ -384,6 +319,76 @@ impl Model {
     pub const fn has(&self, counter: CounterIndex) -> bool {
         self.counters_mask() & counter.mask() != 0
     }
+}
+
+/// Whether a model of `generation` can have so many general-purpose and fixed counters.
+fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(), ModelError> {
+    let (may_have, limit, remedy) = match generation {
+        Generation::Off(_) => (
+            general == 0,
+            "none",
+            "choose a model by name, for example --pmu intel",
+        ),
+        // Linux takes a processor with one counter for one that has no PMU (its
+        // X86_FEATURE_ARCH_PERFMON).
+        Generation::Intel(_) => (
+            (2..=8).contains(&general),
+            "2 to 8",
+            "ask for a number in that range",
+        ),
+        Generation::AmdK7 => (
+            general == 4,
+            "4",
+            "choose --pmu amd for 6, or --pmu amd-v2 for 4 to 15",
+        ),
+        // CPUID enumerates the core extension as one bit that stands for six counters. Four of them
+        // without the bit are what K7 has; five cannot be told to a guest.
+        Generation::AmdCore => (
+            general == 4 || general == 6,
+            "4 (without the core extension) or 6",
+            "choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+        ),
+        Generation::AmdV2 => (
+            (4..=MAX_GENERAL as u32).contains(&general),
+            "4 to 15",
+            "ask for a number in that range",
+        ),
+    };
+    if !may_have {
+        return Err(ModelError::General {
+            given: general,
+            generation,
+            limit,
+            remedy,
+        });
+    }
+
+    let (may_have, limit, remedy) = match generation {
+        Generation::Intel(2..) => (
+            fixed <= MAX_FIXED as u32,
+            "0 to 4",
+            "ask for a number in that range, or leave it out for 3",
+        ),
+        Generation::Intel(_) => (
+            fixed == 0,
+            "none",
+            "fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+        ),
+        _ => (
+            fixed == 0,
+            "none",
+            "fixed counters exist on Intel models only; leave the +FIXED part out",
+        ),
+    };
+    if !may_have {
+        return Err(ModelError::Fixed {
+            given: fixed,
+            generation,
+            limit,
+            remedy,
+        });
+    }
+    Ok(())
 }
 
 /// For example `intel-v2 with 4+3 counters of 48 bits`.

@@ -217,6 +217,61 @@ impl Report {
         })
     }
 
+    /// What this KVM can do.
+    fn about_kvm(&self, kvm: &KvmFacts, line: &mut dyn FnMut(&str, &str)) {
+        line("KVM", &kvm.flavour.to_string());
+        line(
+            "  Linux guests",
+            if kvm.runs_linux {
+                "yes"
+            } else {
+                "no: guest kernels run in KVM's instruction emulator; use the lab (make lab, make demo)"
+            },
+        );
+        line("  PMU registers trapped", yes(kvm.traps_msrs));
+        line(
+            "  --backing kvm",
+            &match &self.own_pmu {
+                Ok(own) => format!("KVM's own vPMU: {own}"),
+                Err(why) => {
+                    let why = error_line(why);
+                    format!("no: {}", why.split("; ").next().unwrap_or(&why))
+                }
+            },
+        );
+        if let Some(auto) = &self.own_pmu_auto {
+            line("    --pmu auto", auto);
+        }
+        if let Some(asked) = &self.own_pmu_asked {
+            line(
+                "    --pmu as asked",
+                &asked.as_ref().map_or_else(|e| error_line(e), String::clone),
+            );
+        }
+        if let Some(competition) = &self.own_pmu_competition {
+            line("      counters", competition);
+        }
+        line(
+            "  RDPMC in programs",
+            if kvm.rdpmc_faults {
+                "is served"
+            } else {
+                "is not served: KVM answers it with counters that do not count (AMD-V in Linux 6.1; fixed in 6.12)"
+            },
+        );
+        line("  binary statistics", yes(kvm.binary_stats));
+        line("  --backing exact", exact(self.stepping));
+        line(
+            "  --rdpmc hwbp",
+            if self.stepping.is_some_and(|s| s.breakpoints) {
+                "yes"
+            } else {
+                "no: hardware breakpoints in guests do not stop here"
+            },
+        );
+        line("  vCPUs per VM", &kvm.max_vcpus.to_string());
+    }
+
     fn text(&self) -> String {
         let mut out = String::new();
         let mut line = |name: &str, value: &str| {
@@ -225,59 +280,7 @@ impl Report {
         line("perfvisor", self.perfvisor);
         line("host kernel", &self.kernel);
         match &self.kvm {
-            Ok(kvm) => {
-                line("KVM", &kvm.flavour.to_string());
-                line(
-                    "  Linux guests",
-                    if kvm.runs_linux {
-                        "yes"
-                    } else {
-                        "no: guest kernels run in KVM's instruction emulator; use the lab (make lab, make demo)"
-                    },
-                );
-                line("  PMU registers trapped", yes(kvm.traps_msrs));
-                line(
-                    "  --backing kvm",
-                    &match &self.own_pmu {
-                        Ok(own) => format!("KVM's own vPMU: {own}"),
-                        Err(why) => {
-                            let why = error_line(why);
-                            format!("no: {}", why.split("; ").next().unwrap_or(&why))
-                        }
-                    },
-                );
-                if let Some(auto) = &self.own_pmu_auto {
-                    line("    --pmu auto", auto);
-                }
-                if let Some(asked) = &self.own_pmu_asked {
-                    line(
-                        "    --pmu as asked",
-                        &asked.as_ref().map_or_else(|e| error_line(e), String::clone),
-                    );
-                }
-                if let Some(competition) = &self.own_pmu_competition {
-                    line("      counters", competition);
-                }
-                line(
-                    "  RDPMC in programs",
-                    if kvm.rdpmc_faults {
-                        "is served"
-                    } else {
-                        "is not served: KVM answers it with counters that do not count (AMD-V in Linux 6.1; fixed in 6.12)"
-                    },
-                );
-                line("  binary statistics", yes(kvm.binary_stats));
-                line("  --backing exact", exact(self.stepping));
-                line(
-                    "  --rdpmc hwbp",
-                    if self.stepping.is_some_and(|s| s.breakpoints) {
-                        "yes"
-                    } else {
-                        "no: hardware breakpoints in guests do not stop here"
-                    },
-                );
-                line("  vCPUs per VM", &kvm.max_vcpus.to_string());
-            }
+            Ok(kvm) => self.about_kvm(kvm, &mut line),
             Err(e) => line("KVM", &format!("unusable: {}", error_line(e))),
         }
         line(

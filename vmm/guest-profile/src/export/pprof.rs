@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use prost::Message;
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{Profile, Rate, frames};
+use super::{Frame, Profile, Rate, frames};
 
 /// The messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>; field numbers are theirs.
 mod proto {
@@ -123,6 +123,75 @@ impl Strings {
     }
 }
 
+/// Numbers of the places that are in the profile already.
+#[derive(Default)]
+struct Places {
+    /// By address, side and, for programs, process.
+    locations: HashMap<(u64, bool, u32), u64>,
+    /// By file and name.
+    functions: HashMap<(String, String), u64>,
+    /// By file.
+    mappings: HashMap<String, u64>,
+}
+
+impl Places {
+    /// The number of a frame's location, which is added to the profile if it is new there.
+    fn location(
+        &mut self,
+        f: Frame,
+        pid: u32,
+        symbols: &mut Symbolizer<'_>,
+        strings: &mut Strings,
+        p: &mut proto::Profile,
+    ) -> u64 {
+        // As pprof wants it, the address of a caller is within its call: so an address is in one function
+        // only.
+        let address = f.instruction();
+        let key = (address, f.kernel, if f.kernel { 0 } else { pid });
+        if let Some(&id) = self.locations.get(&key) {
+            return id;
+        }
+        let n = symbols.name(f, pid);
+        let next = self.mappings.len() as u64 + 1;
+        let mapping_id = *self.mappings.entry(n.object.to_string()).or_insert_with(|| {
+            let filename = strings.id(&n.object);
+            p.mapping.push(proto::Mapping {
+                id: next,
+                filename,
+                has_functions: true,
+            });
+            next
+        });
+        let line = if n.known {
+            let next = self.functions.len() as u64 + 1;
+            let id = *self
+                .functions
+                .entry((n.object.to_string(), n.name.clone()))
+                .or_insert_with(|| {
+                    let name = strings.id(&n.name);
+                    p.function.push(proto::Function {
+                        id: next,
+                        name,
+                        system_name: name,
+                    });
+                    next
+                });
+            vec![proto::Line { function_id: id }]
+        } else {
+            Vec::new()
+        };
+        let id = self.locations.len() as u64 + 1;
+        p.location.push(proto::Location {
+            id,
+            mapping_id,
+            address,
+            line,
+        });
+        self.locations.insert(key, id);
+        id
+    }
+}
+
 /// Writes a profile.
 pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -> io::Result<()> {
     let mut strings = Strings {
@@ -150,58 +219,11 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
         .max()
         .zip(times().min())
         .map_or(0, |(b, a)| (b - a).cast_signed());
-    let mut locations: HashMap<(u64, bool, u32), u64> = HashMap::new();
-    let mut functions: HashMap<(String, String), u64> = HashMap::new();
-    let mut mappings: HashMap<String, u64> = HashMap::new();
+    let mut places = Places::default();
     let mut stacks: HashMap<(Vec<u64>, u32, u32, u64, String), usize> = HashMap::new();
     for s in profile.samples() {
         let location_id: Vec<u64> = frames(&s)
-            .map(|f| {
-                // As pprof wants it, the address of a caller is within its call: so an address is in one
-                // function only.
-                let address = f.instruction();
-                let key = (address, f.kernel, if f.kernel { 0 } else { s.pid });
-                if let Some(&id) = locations.get(&key) {
-                    return id;
-                }
-                let n = symbols.name(f, s.pid);
-                let next = mappings.len() as u64 + 1;
-                let mapping_id = *mappings.entry(n.object.to_string()).or_insert_with(|| {
-                    let filename = strings.id(&n.object);
-                    p.mapping.push(proto::Mapping {
-                        id: next,
-                        filename,
-                        has_functions: true,
-                    });
-                    next
-                });
-                let line = if n.known {
-                    let next = functions.len() as u64 + 1;
-                    let id = *functions
-                        .entry((n.object.to_string(), n.name.clone()))
-                        .or_insert_with(|| {
-                            let name = strings.id(&n.name);
-                            p.function.push(proto::Function {
-                                id: next,
-                                name,
-                                system_name: name,
-                            });
-                            next
-                        });
-                    vec![proto::Line { function_id: id }]
-                } else {
-                    Vec::new()
-                };
-                let id = locations.len() as u64 + 1;
-                p.location.push(proto::Location {
-                    id,
-                    mapping_id,
-                    address,
-                    line,
-                });
-                locations.insert(key, id);
-                id
-            })
+            .map(|f| places.location(f, s.pid, symbols, &mut strings, &mut p))
             .collect();
         let task = task_label(profile, s.tid, s.cr3, s.time_ns);
         let period = i64::try_from(s.period).unwrap_or(i64::MAX);
