@@ -158,6 +158,63 @@ fn every_page_under_docs_that_a_file_names_exists() {
     assert_eq!(missing, BTreeMap::new(), "pages that do not exist");
 }
 
+/// What is wrong with the places that `walks` names: `NAME` (`FILE`) where the file does not have that name,
+/// and files that do not exist. `read` gives a file's text. With it the number of places.
+fn lost(walks: &str, read: impl Fn(&str) -> Option<String>) -> (usize, Vec<String>) {
+    let words: Vec<&str> = walks.split('`').collect();
+    let (mut places, mut wrong) = (0, Vec::new());
+    for at in (1..words.len()).step_by(2) {
+        let file = words[at];
+        if !["perf-core/", "vpmu/", "vmm/"]
+            .iter()
+            .any(|crates| file.starts_with(crates))
+        {
+            continue;
+        }
+        let Some(source) = read(file) else {
+            wrong.push(format!("{file}: no such file"));
+            continue;
+        };
+        places += 1;
+        let named = at.checked_sub(2).filter(|_| words[at - 1].trim() == "(");
+        for name in named.into_iter().flat_map(|at| words[at].split("::")) {
+            let is_there = source.match_indices(name).any(|(start, _)| {
+                !source[..start].ends_with(is_name) && !source[start + name.len()..].starts_with(is_name)
+            });
+            if !is_there {
+                wrong.push(format!("{file}: no {name}"));
+            }
+        }
+    }
+    (places, wrong)
+}
+
+fn is_name(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_'
+}
+
+/// The two walks of architecture.md lead through code that is there.
+#[test]
+fn the_walks_lead_through_what_there_is() {
+    let page = fs::read_to_string(workspace().join("docs/architecture.md")).unwrap();
+    let (_, walks) = page.split_once("\n## Two walks\n").expect("the walks");
+    let walks = walks.split("\n## ").next().unwrap();
+    let (places, wrong) = lost(walks, |file| fs::read_to_string(workspace().join(file)).ok());
+    assert!(places > 20, "{places} places");
+    assert_eq!(wrong, Vec::<String>::new());
+}
+
+#[test]
+fn a_walk_that_has_lost_its_way_is_found() {
+    let read = |file: &str| (file == "vmm/src/a.rs").then(|| "impl Some { fn step(&self) {} }".to_owned());
+    let (places, wrong) = lost(
+        "`Some::step` (`vmm/src/a.rs`), `Some::ste`\n(`vmm/src/a.rs`), `vmm/src/a.rs`, `x` and `vmm/src/b.rs`",
+        read,
+    );
+    assert_eq!(places, 3);
+    assert_eq!(wrong, ["vmm/src/a.rs: no ste", "vmm/src/b.rs: no such file"]);
+}
+
 #[test]
 fn a_link_that_leads_nowhere_is_found() {
     let folder = tempfile::tempdir().unwrap();

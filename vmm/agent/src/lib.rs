@@ -13,6 +13,15 @@
 //! anything to the host, and must not make it write outside of what the user named.
 //!
 //! **Dependencies.** None of ours. Start with [`request::Request`].
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 
 pub mod entry;
 pub mod receive;

@@ -8,6 +8,15 @@
 //! | `terminal` | a terminal for a command |
 //!
 //! Only the host itself (address 2) is listened to: no program of this guest, and no other guest.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::cast_lossless,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+    )
+)]
 
 mod command;
 mod signals;
