@@ -322,6 +322,7 @@ impl Model {
 }
 
 /// Whether a model of `generation` can have so many general-purpose and fixed counters.
+#[expect(clippy::cast_possible_truncation, reason = "constants")]
 fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(), ModelError> {
     let (may_have, limit, remedy) = match generation {
         Generation::Off(_) => (

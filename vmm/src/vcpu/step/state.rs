@@ -205,7 +205,7 @@ mod tests {
         };
         for table in 0..3 {
             let index = if table == 2 { LINEAR >> 21 } else { 0 };
-            entry(table, index, TABLES + (table + 1) * PAGE | 3);
+            entry(table, index, (TABLES + (table + 1) * PAGE) | 3);
         }
         entry(3, 0, FIRST | 3);
         entry(3, 1, SECOND | 3);
