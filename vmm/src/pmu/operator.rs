@@ -258,3 +258,177 @@ fn request_name(request: &EventRequest) -> String {
         _ => name,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use control_api::events::list;
+    use perf_core::SharePolicy;
+    use perf_core::mux::MuxPolicy;
+    use perf_core::pmu::clock::VcpuClock;
+    use perf_core::pmu::host::{GenericEvent, HostProbe};
+    use vm_memory::{GuestAddress, GuestMemoryMmap};
+    use vpmu::{BackingPolicy, EventFilter, Model};
+
+    use super::*;
+    use crate::kvm::stepping::Stepping;
+    use crate::pmu::{GuestProbe, OperatorLimits, PmuConfig};
+
+    /// The PMU of a VM on a host whose kernel opens these of its generic events, `None`: has no PMU.
+    fn vm(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
+        let mut probe = HostProbe::run();
+        probe.hardware_pmu = opens.is_some();
+        for GenericEvent {
+            name, opens: opened, ..
+        } in &mut probe.generic
+        {
+            *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
+        }
+        let config = PmuConfig {
+            model: Model::INTEL,
+            policy: BackingPolicy::None,
+            filter: Arc::new(EventFilter::allow_all()),
+            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
+            stepping: Stepping::default(),
+            share: SharePolicy::default(),
+            mux: MuxPolicy::default(),
+            turn: None,
+            limits: OperatorLimits::default(),
+        };
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        VmPmu::new(config, &probe, None, interprets_kernel, GuestProbe::new(memory))
+    }
+
+    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, NotCountable> {
+        let groups = list::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        vm.operator_event(&groups[0].events[0])
+    }
+
+    /// Whatever counts for the guest (here nothing), an operator gets what this host can count, and is told
+    /// who counts it.
+    #[test]
+    fn without_a_pmu_the_clock_and_the_kernel_count() {
+        let vm = vm(None, false);
+        for (text, backing, nanoseconds) in [
+            ("cycles", "clock", false),
+            ("ref-cycles", "clock", false),
+            ("task-clock", "software", true),
+            ("page-faults", "software", false),
+            ("io-exits", "vmm", false),
+            ("steal-ns", "software", true),
+        ] {
+            let event = event(&vm, text).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!(
+                (event.backing, event.nanoseconds),
+                (backing, nanoseconds),
+                "{text}"
+            );
+            assert!(event.attr.disabled && !event.estimate, "{text}");
+        }
+        for (text, why) in [
+            ("instructions", NotCountable::NoPmu),
+            ("stalled-cycles-frontend", NotCountable::NoPmu),
+            ("r1a8", NotCountable::NoPmu),
+            ("L1-dcache-load-misses", NotCountable::NoPmu),
+            ("kvm:exits", NotCountable::NoStatistic("exits".into())),
+            ("vm-exits", NotCountable::NoParavirtual("vm-exits".into())),
+        ] {
+            assert_eq!(event(&vm, text).unwrap_err(), why, "{text}");
+        }
+    }
+
+    #[test]
+    fn with_a_pmu_what_the_host_does_not_open_is_named() {
+        let vm = vm(Some(&["cycles", "instructions"]), false);
+        for (text, ty, config) in [
+            ("cycles", EventType::HARDWARE, 0),
+            ("instructions", EventType::HARDWARE, 1),
+            ("r1a8", EventType::RAW, 0x1A8),
+            ("L1-dcache-load-misses", EventType::HW_CACHE, 0x1_0000),
+        ] {
+            let event = event(&vm, text).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!((event.attr.ty, event.attr.config), (ty, config), "{text}");
+            assert_eq!(event.backing, "hardware");
+        }
+        assert_eq!(
+            event(&vm, "branch-misses").unwrap_err(),
+            NotCountable::NotOnHost("branch-misses".into())
+        );
+    }
+
+    /// An event of the guest never counts the host; what the host does for a guest is the host's.
+    #[test]
+    fn modifiers_choose_levels_and_never_the_host() {
+        let vm = vm(None, false);
+        let user = event(&vm, "cycles:uD").unwrap();
+        assert!(user.attr.exclude_kernel && !user.attr.exclude_user && user.attr.exclude_host);
+        assert!(user.attr.pinned && user.estimate, "the clock does not see levels");
+        assert!(!event(&vm, "page-faults").unwrap().attr.exclude_host);
+        assert_eq!(event(&vm, "cycles:H").unwrap_err(), NotCountable::HostOnly);
+        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), NotCountable::Precise);
+    }
+
+    #[test]
+    fn a_frequency_of_the_clock_is_the_period_it_means() {
+        let vm = vm(None, false);
+        let at_1000_hz = || {
+            let mut attr = event(&vm, "cycles").unwrap().attr;
+            (attr.freq, attr.sample_period) = (true, 1000);
+            attr
+        };
+        let mut attr = at_1000_hz();
+        vm.clock_period(VcpuId(0), &mut attr);
+        assert_eq!(
+            (attr.freq, attr.sample_period),
+            (true, 1000),
+            "its clock is not known"
+        );
+        vm.clock
+            .add_vcpu(VcpuId(0), Arc::new(VcpuClock::for_current_thread(2_000_000)));
+        vm.clock_period(VcpuId(0), &mut attr);
+        assert_eq!((attr.freq, attr.sample_period), (false, 2_000_000));
+        let mut never = at_1000_hz();
+        never.sample_period = 0;
+        vm.clock_period(VcpuId(0), &mut never);
+        assert!(never.sample_period > 0);
+    }
+
+    /// The client must know whether the host's samples show the guest's kernel: only the VM knows its KVM.
+    #[test]
+    fn samples_of_the_host_say_whether_the_guests_kernel_shows() {
+        for interprets in [false, true] {
+            let vm = vm(None, interprets);
+            let clock = event(&vm, "cycles").unwrap().attr;
+            let refused = |attr: &Attr| vm.host_sampling(VcpuId(0), attr).unwrap_err();
+            assert!(matches!(refused(&clock), NoHostSamples::NotRunning(0)));
+            vm.clock
+                .add_vcpu(VcpuId(0), Arc::new(VcpuClock::for_current_thread(2_000_000)));
+            let of = |ty, exclude_user| Attr {
+                ty,
+                exclude_user,
+                sample_period: 2_000_000,
+                ..clock.clone()
+            };
+            assert!(matches!(
+                refused(&of(EventType::CLOCK, true)),
+                NoHostSamples::OneLevel
+            ));
+            assert!(matches!(
+                refused(&of(EventType::HARDWARE, false)),
+                NoHostSamples::NoPmu
+            ));
+            assert!(matches!(
+                refused(&of(EventType::KVM, false)),
+                NoHostSamples::OtherDriver
+            ));
+            match vm.host_sampling(VcpuId(0), &of(EventType::CLOCK, false)) {
+                Ok(sampling) => {
+                    assert_eq!(sampling.interpreted, interprets);
+                    assert_eq!((sampling.period, sampling.sees_host), (Some(2_000_000), true));
+                }
+                Err(e) => eprintln!("SKIP: this user may not sample: {}", perf_core::error_line(&e)),
+            }
+        }
+    }
+}
