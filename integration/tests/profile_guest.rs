@@ -95,6 +95,7 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         )
     };
     let (data, kallsyms) = (place.scratch("profiled.data"), place.scratch("kallsyms"));
+    let (as_host, for_perf) = (place.scratch("as-host.data"), place.scratch("buildids"));
     let (_, said) = ours(&[
         "-v",
         "record",
@@ -112,8 +113,24 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
         &root,
         "--save-kallsyms",
         &kallsyms,
+        "--buildid-dir",
+        &for_perf,
         "-o",
         &data,
+    ]);
+    ours(&[
+        "record",
+        "profiled",
+        "--as-host",
+        "-F",
+        "200",
+        "--chain-every",
+        "4",
+        "-d",
+        "5",
+        "-q",
+        "-o",
+        &as_host,
     ]);
     eprintln!("{said}");
     assert!(said.contains("stacks by ORC, tasks named"), "{said}");
@@ -182,7 +199,9 @@ fn the_host_sees_kernel_and_program_of_a_linux_guest() {
     );
     assert!(folded.contains(";run;syscall;entry_SYSCALL_64_[k] "), "{folded}");
 
-    perf_reads_it(&place, &data, &kallsyms, &root);
+    if perf_reads_it(&place, &data, &for_perf) {
+        perf_kvm_reads_it(&place, &as_host, &kallsyms, &root);
+    }
     let svg = place.scratch("profiled.svg");
     ours(&[
         "flamegraph",
@@ -279,8 +298,14 @@ fn keep(place: &Place, from: &str, name: &str) {
     eprintln!("kept: {}", path.display());
 }
 
-/// Debian's perf and linux-perf-data read the recording and agree with it.
-fn perf_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
+/// A command, with what the lab has outside of its path.
+fn shell(line: String) -> Command {
+    Command::shell(format!("PATH=$PATH:/usr/bin; {line}"))
+}
+
+/// Debian's perf, without an option that names a guest, and linux-perf-data read the recording and agree
+/// with it. False: there is no perf.
+fn perf_reads_it(place: &Place, data: &str, for_perf: &str) -> bool {
     let bytes = place.get(data).unwrap();
     let PerfFileReader {
         mut perf_file,
@@ -300,27 +325,38 @@ fn perf_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
     eprintln!("linux-perf-data: {samples} samples, {chains} with chains");
     assert!(samples > 1000 && chains > 100);
 
-    // The lab has it outside of its path.
-    let shell = |line: String| Command::shell(format!("PATH=$PATH:/usr/bin; {line}"));
     let there = shell("command -v perf".to_owned());
     if !place.run(&there, LIMIT).unwrap().success() {
-        return skipped("no perf at this place", matches!(place, Place::Lab(_)));
+        skipped("no perf at this place", matches!(place, Place::Lab(_)));
+        return false;
     }
-    let symbols = format!("--guestkallsyms={kallsyms}");
-    let script = format!("perf script -i {data} {symbols} -F comm,ip,sym 2>/dev/null");
+    let perf = format!("perf --buildid-dir {for_perf}");
+    let script = format!("{perf} script -i {data} -F comm,ip,sym 2>/dev/null");
     let (text, _) = run(place, &shell(format!("{script} | head -n 4000")));
     assert!(
         text.contains("three") && text.contains("syscalls"),
         "{text:.2000}"
     );
     assert!(text.contains("do_syscall_64"), "{text:.2000}");
-    let count = format!("perf script -i {data} {symbols} -F comm 2>/dev/null | wc -l");
+    let count = format!("{perf} script -i {data} -F comm 2>/dev/null | wc -l");
     let (count, _) = run(place, &shell(count));
     assert_eq!(
         count.trim().parse::<i32>().ok(),
         Some(samples),
         "samples that perf script shows"
     );
+    let report = format!("{perf} report -i {data} --stdio --no-children -G --sort comm,sym 2>/dev/null");
+    let (text, _) = run(place, &shell(report));
+    eprintln!("{}", text.lines().take(60).collect::<Vec<_>>().join("\n"));
+    for part in ["three", "[k] do_syscall_64", "entry_SYSCALL_64"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    true
+}
+
+/// Debian's perf reads the recording of a guest as one.
+fn perf_kvm_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
+    let symbols = format!("--guestkallsyms={kallsyms}");
     let vmlinux = vmlinux_with_symbols(place, kallsyms);
     for symbols in [symbols, format!("--guestvmlinux={vmlinux}")] {
         let report = format!(

@@ -481,6 +481,9 @@ pub struct RingInfo {
     pub vcpu: u32,
     /// `sample_type` of its samples.
     pub sample_type: u64,
+    /// What to add to its samples' time for the host's `CLOCK_MONOTONIC`, in ns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clock_offset_ns: Option<u64>,
 }
 
 /// The host kernel's ring of one event. The perf event's descriptor comes with the reply.
@@ -536,6 +539,12 @@ pub struct SymbolsInfo {
     pub flat: bool,
     /// Where they come from.
     pub source: String,
+    /// The kernel's build-id in hexadecimal digits, if it runs and has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub build_id: Option<String>,
+    /// The kernel's release, as `uname -r` tells it, if it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub release: Option<String>,
 }
 
 /// Which look at the guest's counters.

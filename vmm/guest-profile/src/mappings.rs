@@ -4,6 +4,9 @@
 //! data, which is too much for every sample; so each vCPU remembers what it told lately. It tells it again
 //! after a while, because programs map other files at the same place, because records get lost, and because a
 //! recording may begin at any time.
+//!
+//! Behind the mappings come their files' build-ids, in entries whose length is 0: readers that do not know
+//! them end there.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +16,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::task::{Mapping, TaskReader};
 use crate::{Budget, GuestPhys};
+use kernel_images::build_id::{self, BuildId};
 
 /// Mappings a vCPU remembers.
 const REMEMBERED: usize = 64;
@@ -43,7 +47,7 @@ struct Head {
 const HEAD: usize = size_of::<Head>();
 const _: () = assert!(HEAD == 32);
 /// Most bytes that one sample's mappings take.
-pub const MAX_BYTES: usize = PER_SAMPLE * (HEAD + MAX_PATH);
+pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
 
 /// Counts up whenever somebody begins to listen: what was told before must be told again.
 #[derive(Debug, Default)]
@@ -121,6 +125,7 @@ impl TellOnce {
         let now = Instant::now();
         let mut budget = Budget::new(READS, Some(TIME));
         let (mut at, mut count) = (0, 0);
+        let mut ids = [None; PER_SAMPLE];
         for &address in addresses {
             if count == PER_SAMPLE || self.knows(whose, address, now) {
                 continue;
@@ -146,8 +151,22 @@ impl TellOnce {
                 },
             };
             self.remember(whose, mapping.start, mapping.end, now);
-            at += put(&mut out[at..], &mapping, path);
+            at += put(&mut out[at..], &mapping, path.as_bytes());
+            if mapping.file != 0 {
+                let id = reader.build_id(whose.1, &mapping, &mut budget);
+                ids[count] = id.map(|id| (mapping.start, id));
+            }
             count += 1;
+        }
+        for (start, id) in ids.into_iter().flatten() {
+            let of_mapping = Mapping {
+                start,
+                end: start,
+                file_offset: 0,
+                executable: false,
+                file: 0,
+            };
+            at += put(&mut out[at..], &of_mapping, id.as_bytes());
         }
         at
     }
@@ -185,7 +204,7 @@ const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
 #[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_PATH")]
-fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
+fn put(out: &mut [u8], mapping: &Mapping, path: &[u8]) -> usize {
     let len = HEAD + path.len().next_multiple_of(8);
     let Some(out) = out.get_mut(..len) else { return 0 };
     out.fill(0);
@@ -197,25 +216,42 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &str) -> usize {
         zero: [0; 6],
     };
     out[..HEAD].copy_from_slice(head.as_bytes());
-    out[HEAD..HEAD + path.len()].copy_from_slice(path.as_bytes());
+    out[HEAD..HEAD + path.len()].copy_from_slice(path);
     len
 }
 
-/// The mappings in what [`TellOnce::tell`] wrote. Ends at the first bytes that are no mapping.
-pub fn read(mut bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+/// The entries in what [`TellOnce::tell`] wrote.
+fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (Head, &[u8])> {
     std::iter::from_fn(move || {
         let (head, rest) = Head::ref_from_prefix(bytes).ok()?;
-        let path_len = usize::from(head.path_len.get());
-        let path = std::str::from_utf8(rest.get(..path_len)?).ok()?;
-        bytes = rest.get(path_len.next_multiple_of(8)..).unwrap_or(&[]);
-        let (start, len, file_offset) = (head.start.get(), head.len.get(), head.file_offset.get());
-        (len > 0 && !path.is_empty()).then_some(ToldMapping {
+        let len = usize::from(head.path_len.get());
+        let entry = rest.get(..len).filter(|entry| !entry.is_empty())?;
+        bytes = rest.get(len.next_multiple_of(8)..).unwrap_or(&[]);
+        Some((*head, entry))
+    })
+}
+
+/// The mappings in what [`TellOnce::tell`] wrote. Ends at the first bytes that are no mapping.
+pub fn read(bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+    entries(bytes).map_while(|(head, path)| {
+        let len = head.len.get();
+        let path = std::str::from_utf8(path).ok().filter(|_| len > 0)?;
+        let (start, file_offset) = (head.start.get(), head.file_offset.get());
+        Some(ToldMapping {
             start,
             len,
             file_offset,
             path,
         })
     })
+}
+
+/// The build-id of the file whose mapping begins at `start`, if it was told with it.
+pub fn build_id(bytes: &[u8], start: u64) -> Option<BuildId> {
+    entries(bytes)
+        .skip_while(|(head, _)| head.len.get() > 0)
+        .find(|(head, _)| head.start.get() == start)
+        .and_then(|(_, id)| BuildId::new(id))
 }
 
 #[cfg(test)]
@@ -233,13 +269,16 @@ mod tests {
             file: 1,
         };
         let mut out = [0; MAX_BYTES];
-        let first = put(&mut out, &mapping(0x40_0000), "/bin/three");
-        let second = put(
-            &mut out[first..],
-            &mapping(0x7f00_0000_0000),
-            &"x".repeat(MAX_PATH),
-        );
-        let told: Vec<_> = read(&out[..first + second]).collect();
+        let first = put(&mut out, &mapping(0x40_0000), b"/bin/three");
+        let second = put(&mut out[first..], &mapping(0x7f00_0000_0000), &[b'x'; MAX_PATH]);
+        let id: Vec<u8> = (200..220).collect();
+        let of_first = Mapping {
+            end: 0x40_0000,
+            ..mapping(0x40_0000)
+        };
+        let third = put(&mut out[first + second..], &of_first, &id);
+        let out = &out[..first + second + third];
+        let told: Vec<_> = read(out).collect();
         assert_eq!(told.len(), 2);
         assert_eq!(
             told[0],
@@ -251,8 +290,10 @@ mod tests {
             }
         );
         assert_eq!(told[1].path.len(), MAX_PATH);
+        assert_eq!(build_id(out, 0x40_0000), BuildId::new(&id));
+        assert_eq!(build_id(out, 0x7f00_0000_0000), None);
         // What does not fit is not begun.
-        assert_eq!(put(&mut [0; 40], &mapping(0), "/a/long/path"), 0);
+        assert_eq!(put(&mut [0; 40], &mapping(0), b"/a/long/path"), 0);
     }
 
     #[test]
@@ -276,6 +317,7 @@ mod tests {
         fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             for mapping in read(&bytes).take(100) {
                 prop_assert!(mapping.len > 0);
+                let _ = build_id(&bytes, mapping.start);
             }
         }
     }

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
+use kernel_images::build_id::BuildId;
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
 use perf_core::error_line;
 
@@ -60,6 +61,7 @@ pub struct UserObject {
     functions: Vec<Function>,
     /// (file offset, size, address) of the loaded segments.
     segments: Vec<(u64, u64, u64)>,
+    build_id: Option<BuildId>,
     lines: Option<addr2line::Context<gimli::EndianArcSlice<gimli::RunTimeEndian>>>,
 }
 
@@ -105,6 +107,7 @@ impl UserObject {
         Ok(Self {
             functions,
             segments,
+            build_id: file.build_id().ok().flatten().and_then(BuildId::new),
             lines,
         })
     }
@@ -116,6 +119,11 @@ impl UserObject {
             .iter()
             .find(|(from, size, _)| offset >= *from && offset - from < *size)?;
         address.checked_add(offset - from)
+    }
+
+    /// What names this build of it.
+    pub fn build_id(&self) -> Option<BuildId> {
+        self.build_id
     }
 
     /// The function that link-time address `address` is in.
@@ -193,6 +201,13 @@ impl GuestMount {
         }
         let data = std::fs::read(&path).map_err(read_error)?;
         UserObject::parse(&data).map_err(|source| GuestFileError::Elf { path, source })
+    }
+
+    /// The file on the host that is the guest's file `guest_path`, and its build-id. `None`: it is not there,
+    /// not usable ([`Self::problems`]) or without build-id.
+    pub fn identified(&mut self, guest_path: &str) -> Option<(PathBuf, BuildId)> {
+        let id = self.object(guest_path)?.build_id()?;
+        Some((self.inside(guest_path), id))
     }
 
     /// The host path of a guest path. Links are followed as inside the guest: `..` and absolute targets stay

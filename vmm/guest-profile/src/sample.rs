@@ -11,6 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::mappings::{self, ToldMapping};
 use crate::task::COMM_LEN;
 use crate::unwind::Ends;
+use kernel_images::build_id::BuildId;
 
 /// In a ring: the raw data's head. Mappings ([`mappings`]) may follow.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -131,6 +132,11 @@ impl RawSample {
     /// The mappings of the task that were told with the sample.
     pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
         mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
+    }
+
+    /// The build-id of the file of one of these mappings, by where it starts.
+    pub fn build_id(raw: &[u8], start: u64) -> Option<BuildId> {
+        mappings::build_id(raw.get(RAW_BYTES..)?, start)
     }
 }
 

@@ -8,7 +8,9 @@
 use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
 use kernel_images::btf::Btf;
+use kernel_images::build_id::BuildId;
 use kernel_images::image::KernelImage;
+use kernel_images::le::{u16_at, u32_at, u64_at};
 
 /// Offsets of the members, in bytes.
 #[derive(Debug, Clone)]
@@ -234,6 +236,11 @@ const MAX_MOUNTS: u32 = 16;
 const VM_EXEC: u64 = 4;
 /// Slots of the two maple-tree nodes (`include/linux/maple_tree.h`, 64-bit).
 const RANGE_SLOTS: u64 = 16;
+/// Mappings of one file between its code and its beginning, program headers of it, and bytes of a segment of
+/// notes that are looked at for its build-id.
+const MAX_PARTS: u32 = 4;
+const MAX_PROGRAM_HEADERS: u16 = 32;
+const MAX_NOTES: usize = 512;
 const ARANGE_SLOTS: u64 = 10;
 
 /// Reads tasks of one vCPU's kernel. Make one for each sample, like the address space it holds.
@@ -398,6 +405,56 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             .for_each(|b| *b = b'?');
         let path: &'b str = std::str::from_utf8(path).ok()?;
         (!path.is_empty()).then_some(path)
+    }
+
+    /// The build-id of the program or library that `mapping` is of: from its headers, which are mapped below
+    /// its code. `None` when it has none, they have never been touched, or the program is one of 32 bits.
+    pub fn build_id(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<BuildId> {
+        let mut first = *mapping;
+        let mut left = MAX_PARTS;
+        while first.file_offset != 0 {
+            left = left.checked_sub(1)?;
+            first = self.mapping(mm, first.start.checked_sub(1)?, budget)?;
+            if first.file != mapping.file {
+                return None;
+            }
+        }
+        let mut header = [0; 64];
+        self.file_bytes(&first, 0, &mut header, budget)?;
+        const ELF_OF_64_BITS: &[u8] = b"\x7fELF\x02\x01";
+        const PROGRAM_HEADER: u16 = 56;
+        if !header.starts_with(ELF_OF_64_BITS) || u16_at(&header, 54) != Some(PROGRAM_HEADER) {
+            return None;
+        }
+        let (at, count) = (u64_at(&header, 32)?, u16_at(&header, 56)?);
+        (0..count.min(MAX_PROGRAM_HEADERS)).find_map(|i| {
+            const PT_NOTE: u32 = 4;
+            let mut segment = [0; PROGRAM_HEADER as usize];
+            let at = at.checked_add(u64::from(i * PROGRAM_HEADER))?;
+            self.file_bytes(&first, at, &mut segment, budget)?;
+            if u32_at(&segment, 0) != Some(PT_NOTE) {
+                return None;
+            }
+            let mut notes = [0; MAX_NOTES];
+            let len = usize::try_from(u64_at(&segment, 32)?).ok()?;
+            let notes = notes.get_mut(..len)?;
+            self.file_bytes(&first, u64_at(&segment, 8)?, notes, budget)?;
+            BuildId::in_notes(notes)
+        })
+    }
+
+    /// Bytes of a file from `offset` on, of which `first` has the beginning mapped.
+    fn file_bytes(
+        &mut self,
+        first: &Mapping,
+        offset: u64,
+        bytes: &mut [u8],
+        budget: &mut Budget,
+    ) -> Option<()> {
+        let mapped = first.end.checked_sub(first.start)?;
+        let inside = offset.checked_add(bytes.len() as u64)? <= mapped;
+        let at = first.start.checked_add(offset).filter(|_| inside)?;
+        self.space.read(at, bytes, budget).ok()
     }
 
     fn kernel_bytes(&mut self, at: u64, buf: &mut [u8], budget: &mut Budget) -> Option<()> {

@@ -49,6 +49,7 @@ fn profile() -> Profile {
         len: 0x1000,
         file_offset: 0,
         path: "/bin/three".into(),
+        build_id: None,
     }];
     p.symbols = vec![
         SavedSymbol {

@@ -6,15 +6,18 @@ mod skip;
 use std::io::Cursor;
 use std::process::Command;
 
+use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName, perfdata, reader,
-    script,
+    EventInfo, FileMapping, Form, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName, WallClock,
+    perfdata, reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
-use linux_perf_data::{PerfFileReader, PerfFileRecord, UserRecordType};
+use linux_perf_data::linux_perf_event_reader::CpuMode;
+use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 
 const KALLSYMS: &str = "\
 ffffffff95000000 T _stext
@@ -38,6 +41,12 @@ fn profile() -> Profile {
             os_release: "6.1.0-test".into(),
             vcpus: 2,
             command: vec!["perfvisor".into(), "record".into()],
+            form: Form::InGuest,
+            // A quarter past two on 14 November 2023, and 10 s after the host's start.
+            clock: Some(WallClock {
+                wall_ns: 1_699_971_300_000_000_000,
+                clock_ns: 10_000_000_000,
+            }),
         },
         vec![EventInfo {
             name: "cycles".into(),
@@ -52,6 +61,7 @@ fn profile() -> Profile {
         len: 0x100_0000,
         reference_symbol: "_stext".into(),
         reference_address: KERNEL,
+        build_id: BuildId::new(&[0xcd; 16]),
     });
     p.tasks = vec![TaskName {
         time_ns: 5,
@@ -66,6 +76,7 @@ fn profile() -> Profile {
         len: 0x1000,
         file_offset: 0x1000,
         path: "/usr/bin/three".into(),
+        build_id: BuildId::new(&[0xab; 20]),
     }];
     p.symbols = vec![
         SavedSymbol {
@@ -121,20 +132,38 @@ fn profile() -> Profile {
     p
 }
 
+/// The same as a host's perf sees a guest, which has no build-ids.
+fn as_host() -> Profile {
+    let mut p = profile();
+    p.meta.form = Form::AsHost;
+    p.kernel.as_mut().unwrap().build_id = None;
+    p.mappings[0].build_id = None;
+    p
+}
+
 fn bytes(p: &Profile) -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
 }
 
-/// Runs perf on our file with our kallsyms; `None`, with a message, where there is no perf.
-fn perf(args: &[&str]) -> Option<String> {
+/// Runs perf on a file of `p`, in a directory with our kallsyms, and with them where perf looks for symbols
+/// by build-id; `None`, with a message, where there is no perf.
+fn perf(p: &Profile, args: &[&str]) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
         // `make setup` does not install it.
         skip::skipped("perf is not installed", false);
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
-    std::fs::write(dir.path().join("perf.data"), bytes(&profile())).unwrap();
+    std::fs::write(dir.path().join("perf.data"), bytes(p)).unwrap();
     std::fs::write(dir.path().join("kallsyms"), KALLSYMS).unwrap();
+    if let Some(id) = p.kernel.as_ref().and_then(|kernel| kernel.build_id) {
+        let directory = BuildIdDir::new(dir.path().join(".debug"));
+        // Those of another boot: perf sees by the reference symbol how far this one is away.
+        let elsewhere = KALLSYMS.replace("ffffffff9", "ffffffff8");
+        directory
+            .add_kallsyms(id, |out| out.write_all(elsewhere.as_bytes()))
+            .unwrap();
+    }
     let out = Command::new("perf")
         .args(args)
         .current_dir(dir.path())
@@ -152,8 +181,9 @@ fn perf(args: &[&str]) -> Option<String> {
 
 #[test]
 fn what_we_write_we_read() {
-    let p = profile();
-    assert_eq!(reader::read(&bytes(&p)).unwrap(), p);
+    for p in [profile(), as_host()] {
+        assert_eq!(reader::read(&bytes(&p)).unwrap(), p);
+    }
 }
 
 /// Whoever made the file chose its names: none of them tells a terminal what to do.
@@ -194,21 +224,106 @@ fn linux_perf_data_reads_it_whole() {
     while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
         let record = match record {
             PerfFileRecord::EventRecord { record, .. } => record,
-            // The event's name, for a file that ends without features.
-            PerfFileRecord::UserRecord(update) => {
-                assert_eq!(update.record_type, UserRecordType::PERF_EVENT_UPDATE);
+            // The event's name and the kernel's build-id, for a file that ends without features.
+            PerfFileRecord::UserRecord(record) => {
+                assert!(
+                    [
+                        UserRecordType::PERF_EVENT_UPDATE,
+                        UserRecordType::PERF_HEADER_BUILD_ID
+                    ]
+                    .contains(&record.record_type)
+                );
                 continue;
             }
         };
         match record.parse().unwrap() {
             linux_perf_data::linux_perf_event_reader::EventRecord::Sample(s) => {
                 assert_eq!((s.pid, s.tid, s.period), (Some(42), Some(43), Some(1000)));
+                let kernel = s.ip.unwrap() >= KERNEL;
+                let mode = if kernel { CpuMode::Kernel } else { CpuMode::User };
+                assert_eq!(s.cpu_mode, mode);
                 samples += 1;
             }
             _ => others += 1,
         }
     }
-    assert_eq!((samples, others), (100, 3));
+    // The others: the kernel, a thread and its name, a mapping.
+    assert_eq!((samples, others), (100, 4));
+    let ids = perf_file.build_ids().unwrap();
+    assert_eq!(ids[&DsoKey::Kernel].build_id, [0xcd; 16]);
+    let program = DsoKey::detect(b"/usr/bin/three", CpuMode::User).unwrap();
+    assert_eq!(ids[&program].build_id, [0xab; 20]);
+    assert_eq!(perf_file.clock_data().unwrap().unwrap().clockid, 1);
+}
+
+/// The parser stops the process at a build-id that is longer than one can be.
+#[test]
+fn a_build_id_of_no_length_is_left_out() {
+    let mut bytes = bytes(&profile());
+    let id = [vec![20, 0, 0, 0], vec![0xab; 20]].concat();
+    let at = bytes.windows(24).position(|w| w == id).unwrap();
+    bytes[at] = 21;
+    let read = reader::read(&bytes).unwrap();
+    assert!(read.mappings.is_empty() && read.len() == 100);
+}
+
+/// What anybody types first: no option names the guest, and none its symbols.
+#[test]
+fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
+    let args = ["report", "-i", "perf.data", "--stdio", "--no-children", "-G"];
+    let Some(text) = perf(&profile(), &args) else {
+        return;
+    };
+    let line = text
+        .lines()
+        .find(|l| l.contains("vfs_read"))
+        .expect("vfs_read in the report");
+    assert!(
+        line.contains("10.00%") && line.contains("three") && line.contains("[k] vfs_read"),
+        "{line}"
+    );
+    // The program has no file here: its addresses are shown, with its name.
+    assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
+    for caller in ["ksys_read", "do_syscall_64", "entry_SYSCALL_64_after_hwframe"] {
+        assert!(text.contains(caller), "{caller}\n{text}");
+    }
+}
+
+/// perf does not look for the guest's program on the host: one of the same path is another build.
+#[test]
+fn a_program_of_the_host_gives_no_names_to_the_guest_s() {
+    let mut p = profile();
+    let exe = std::env::current_exe().unwrap();
+    p.mappings[0].path = exe.to_str().unwrap().to_owned();
+    p.mappings[0].file_offset = 0;
+    let args = [
+        "report",
+        "-i",
+        "perf.data",
+        "--stdio",
+        "--no-children",
+        "-g",
+        "none",
+    ];
+    let Some(text) = perf(&p, &args) else { return };
+    assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
+}
+
+/// The time of day is in the file, for reports beside other logs.
+#[test]
+fn perf_script_tells_the_time_of_day() {
+    let args = ["script", "-i", "perf.data", "-F", "tod,comm", "--ns"];
+    let Some(text) = perf(&profile(), &args) else {
+        return;
+    };
+    assert!(text.contains("2023-11-14 14:14:50.000000010"), "{text:.300}");
+    let args = ["report", "-i", "perf.data", "--header-only"];
+    let text = perf(&profile(), &args).unwrap();
+    assert!(
+        text.contains("reference time") && text.contains("CLOCK_MONOTONIC")
+            || text.contains("clockid: monotonic"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -223,7 +338,9 @@ fn perf_kvm_report_names_guest_kernel_functions_and_tasks() {
         "--stdio",
         "--no-children",
     ];
-    let Some(text) = perf(&args) else { return };
+    let Some(text) = perf(&as_host(), &args) else {
+        return;
+    };
     let line = text
         .lines()
         .find(|l| l.contains("vfs_read"))
@@ -234,20 +351,26 @@ fn perf_kvm_report_names_guest_kernel_functions_and_tasks() {
 
 #[test]
 fn perf_script_shows_the_samples_with_their_chains() {
-    let Some(text) = perf(&["script", "-i", "perf.data", "--guestkallsyms=kallsyms"]) else {
-        return;
-    };
-    assert_eq!(text.matches("cycles:").count(), 100, "{text}");
-    for name in [
-        "vfs_read",
-        "ksys_read",
-        "do_syscall_64",
-        "entry_SYSCALL_64_after_hwframe",
-        "/usr/bin/three",
+    for (p, args) in [
+        (profile(), &["script", "-i", "perf.data"][..]),
+        (
+            as_host(),
+            &["script", "-i", "perf.data", "--guestkallsyms=kallsyms"],
+        ),
     ] {
-        assert!(text.contains(name), "{name}\n{text}");
+        let Some(text) = perf(&p, args) else { return };
+        assert_eq!(text.matches("cycles:").count(), 100, "{text}");
+        for name in [
+            "vfs_read",
+            "ksys_read",
+            "do_syscall_64",
+            "entry_SYSCALL_64_after_hwframe",
+            "/usr/bin/three",
+        ] {
+            assert!(text.contains(name), "{name}\n{text}");
+        }
+        assert!(text.contains("[001]") && text.contains("three"));
     }
-    assert!(text.contains("[001]") && text.contains("three"));
 }
 
 #[test]

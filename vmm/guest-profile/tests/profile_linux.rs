@@ -350,6 +350,18 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
             }
         }
         assert!(seen > 5);
+        // The build-id in the program's memory is that of its file.
+        let mut mount = GuestMount::new(&g.dir);
+        let (_, of_file) = mount.identified("/three").unwrap();
+        let code = g
+            .console
+            .lines()
+            .find(|l| l.contains("r-xp") && l.ends_with("/three"));
+        let start = code.unwrap().trim().trim_start_matches("FIXTURE map ");
+        let start = u64::from_str_radix(start.split('-').next().unwrap(), 16).unwrap();
+        let mut budget = Budget::new(1500, None);
+        let code = reader.mapping(task.mm, start, &mut budget).unwrap();
+        assert_eq!(reader.build_id(task.mm, &code, &mut budget), Some(of_file));
         assert_eq!(reader.mapping(task.mm, 0x1000, &mut budget), None);
     }
 }

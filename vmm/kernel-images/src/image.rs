@@ -4,6 +4,7 @@
 //! the operator, but may be anything, so it is parsed defensively.
 
 use crate::btf::Btf;
+use crate::build_id::BuildId;
 use crate::elf;
 use crate::error::{Damage, ImageError};
 use crate::kallsyms::{self, KallsymsError};
@@ -17,6 +18,7 @@ pub struct KernelImage {
     btf: Option<Btf>,
     symbols: Option<KernelSymbols>,
     banner: Option<String>,
+    build_id: Option<BuildId>,
     text: std::ops::Range<u64>,
     entry_text: std::ops::Range<u64>,
     notes: Vec<String>,
@@ -92,6 +94,7 @@ impl KernelImage {
             entry_text: symbols.as_ref().map_or(0..0, entry_text),
             symbols,
             banner,
+            build_id: section(".notes").and_then(|(_, notes)| BuildId::in_notes(notes)),
             text,
             notes,
         })
@@ -132,12 +135,14 @@ impl KernelImage {
             Some(at) => bytes.get(at as usize..).and_then(find_banner),
             None => find_banner(bytes),
         };
+        let build_id = span("__start_notes", "__stop_notes").and_then(|(_, notes)| BuildId::in_notes(notes));
         Ok(Self {
             orc,
             btf,
             entry_text: entry_text(&symbols),
             symbols: Some(symbols),
             banner,
+            build_id,
             text,
             notes,
         })
@@ -166,6 +171,11 @@ impl KernelImage {
     /// The kernel's release, for example `6.1.0-56-cloud-amd64`.
     pub fn release(&self) -> Option<&str> {
         self.banner()?.split(' ').nth(2)
+    }
+
+    /// What names this build of the kernel, if its notes are there.
+    pub fn build_id(&self) -> Option<BuildId> {
+        self.build_id
     }
 
     /// `.text`.

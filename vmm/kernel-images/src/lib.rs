@@ -9,6 +9,7 @@
 //! | [`symbols`] | the table that all symbols end in |
 //! | [`orc`] | the kernel's unwind tables |
 //! | [`btf`] | the kernel's types: where members of its structures are |
+//! | [`build_id`] | what names the build of a kernel or a program |
 //! | [`image`] | all tables of one kernel together, from a file or from memory |
 //! | [`rdpmc`] | the RDPMC instructions in a kernel's text |
 //! | [`le`] | little-endian numbers at an offset, for all of these |
@@ -37,6 +38,7 @@
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod btf;
+pub mod build_id;
 pub mod bzimage;
 pub mod elf;
 mod error;

@@ -455,7 +455,7 @@ impl EventSession {
         let fd = ring.sampling.sampler.as_fd().try_clone_to_owned();
         let info = HostRingInfo {
             period: ring.sampling.period,
-            clock_offset_ns: host::monotonic_ns().saturating_sub(self.pmu.core().now_ns()),
+            clock_offset_ns: self.clock_offset_ns(),
             interpreted: ring.sampling.interpreted,
         };
         Ok((info, fd.map_err(internal)?))
@@ -573,16 +573,28 @@ impl EventSession {
         };
         if let Some(ring) = self.rings.get(&vcpu) {
             // It was made when the vCPU came.
-            let sample_type = first.attr().sample_type.bits();
-            return Ok((RingInfo { vcpu, sample_type }, ring.clone()));
+            return Ok((self.ring_info(vcpu, first.attr()), ring.clone()));
         }
         let others: Vec<&Handle> = of_vcpu.collect();
         let ring = shared_ring(first, &others, pages as usize)?;
-        let sample_type = first.attr().sample_type.bits();
+        let info = self.ring_info(vcpu, first.attr());
         self.rings.insert(vcpu, ring.clone());
         self.ring_pages = Some(pages);
         self.pmu.probe().add_listener();
-        Ok((RingInfo { vcpu, sample_type }, ring))
+        Ok((info, ring))
+    }
+
+    fn ring_info(&self, vcpu: u32, attr: &Attr) -> RingInfo {
+        RingInfo {
+            vcpu,
+            sample_type: attr.sample_type.bits(),
+            clock_offset_ns: Some(self.clock_offset_ns()),
+        }
+    }
+
+    /// What the host's `CLOCK_MONOTONIC` has over the time that samples carry, ns.
+    fn clock_offset_ns(&self) -> u64 {
+        host::monotonic_ns().saturating_sub(self.pmu.core().now_ns())
     }
 }
 

@@ -2,18 +2,21 @@
 //!
 //! Everything stands on one neutral model ([`Profile`]): samples of vCPUs with their guest call chains, and
 //! what is known of the guest's kernel, tasks and mappings. It is written to and read from `perf.data`, which
-//! is also our own file format, so that `perf` reads our files and we need no second one.
+//! is also our own file format, so that `perf` reads our files and we need no second one. [`Form`] says as
+//! what `perf` sees the guest.
 //!
 //! | module | makes or reads |
 //! |---|---|
 //! | [`perfdata`] | `perf.data`, written as samples come |
 //! | [`reader`] | the same, read back; hostile input |
+//! | [`build_id_dir`] | the directory where `perf` looks for symbols by build-id |
 //! | [`symbolize`] | names for a profile's addresses |
 //! | [`report`] | a table like `perf report`'s |
 //! | [`script`] | one paragraph per sample, like `perf script` |
 //! | [`folded`] | folded stacks, and flame graphs from them |
 //! | [`pprof`] | gzipped protobuf for pprof, Pyroscope, Parca |
 
+pub mod build_id_dir;
 pub mod folded;
 pub mod perfdata;
 pub mod pprof;
@@ -25,6 +28,7 @@ pub mod symbolize;
 use serde::{Deserialize, Serialize};
 
 use crate::unwind::Ends;
+use kernel_images::build_id::BuildId;
 
 /// One sampled event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,6 +54,33 @@ pub enum Rate {
     FrequencyHz(u64),
 }
 
+/// As what a file shows the guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Form {
+    /// As if `perf` had recorded inside the guest: its kernel is the kernel, its programs are the programs.
+    /// What reads `perf.data` reads it.
+    #[default]
+    InGuest,
+    /// As a guest that the host's `perf kvm` recorded.
+    AsHost,
+}
+
+/// Where the samples' clock, `CLOCK_MONOTONIC` of the host, was at a time of day.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WallClock {
+    /// Time since 1970 (UTC), ns.
+    pub wall_ns: u64,
+    /// The samples' clock at that moment, ns.
+    pub clock_ns: u64,
+}
+
+impl WallClock {
+    /// When a sample was taken: ns since 1970.
+    pub fn at(&self, time_ns: u64) -> u64 {
+        self.wall_ns.wrapping_sub(self.clock_ns).wrapping_add(time_ns)
+    }
+}
+
 /// The circumstances of a profile. Strings are cut at 4 KiB when written.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Meta {
@@ -61,6 +92,10 @@ pub struct Meta {
     pub vcpus: u32,
     /// The command that recorded it.
     pub command: Vec<String>,
+    /// As what the file shows the guest.
+    pub form: Form,
+    /// The time of day of the samples' clock, if it is known: then that clock is `CLOCK_MONOTONIC`.
+    pub clock: Option<WallClock>,
 }
 
 /// Where the guest kernel's text runs.
@@ -74,6 +109,8 @@ pub struct KernelMap {
     pub reference_symbol: String,
     /// Running address of that symbol.
     pub reference_address: u64,
+    /// What names its symbols.
+    pub build_id: Option<BuildId>,
 }
 
 /// A name for a guest task, valid from a time on.
@@ -104,6 +141,8 @@ pub struct FileMapping {
     pub file_offset: u64,
     /// Guest path.
     pub path: String,
+    /// The file's build-id, if it is known.
+    pub build_id: Option<BuildId>,
 }
 
 /// One sample. `chain` is as [`crate::unwind::walk`] leaves it: context markers and addresses,

@@ -3,9 +3,13 @@
 //!
 //! A file is: header, event ids, attributes, records, feature sections; and behind all of it, where `perf`
 //! does not look, our own section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer that tells
-//! where it starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU, and the CPU
-//! mode in a record's header is GUEST_KERNEL or GUEST_USER, so `perf kvm --guest --guestkallsyms=… report`
-//! and `perf script --guestkallsyms=…` read it.
+//! where it starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU. The CPU mode
+//! in a record's header, and what the kernel is called, depend on the [`Form`]:
+//!
+//! | form | CPU modes | kernel | read by |
+//! |---|---|---|---|
+//! | [`Form::InGuest`] | KERNEL, USER | `[kernel.kallsyms]` | whatever reads `perf.data` |
+//! | [`Form::AsHost`] | GUEST_KERNEL, GUEST_USER | `[guest.kernel.kallsyms]` | `perf kvm --host --guest … report`, `perf script` |
 //!
 //! A recording may end at any moment. The header is written first and told of the records so far now and then
 //! ([`PerfDataWriter::checkpoint`]), so that what was written until then can be read, without the features.
@@ -14,14 +18,16 @@
 //! CR3, the privilege level and how the chain ended, for which a sample has no field, are in its raw data
 //! ([`FileRaw`]).
 
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use zerocopy::IntoBytes;
 
-use super::{EventInfo, FileMapping, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
+use super::{EventInfo, FileMapping, Form, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
 use crate::sample::FileRaw;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
+use kernel_images::build_id::{self, BuildId};
 
 /// `PERF_CONTEXT_KERNEL`.
 pub const CONTEXT_KERNEL: u64 = (-128i64).cast_unsigned();
@@ -53,27 +59,65 @@ mod attr_flag {
     pub const MMAP: u64 = 1 << 8;
     pub const COMM: u64 = 1 << 9;
     pub const FREQ: u64 = 1 << 10;
+    pub const TASK: u64 = 1 << 13;
     pub const SAMPLE_ID_ALL: u64 = 1 << 18;
     pub const EXCLUDE_HOST: u64 = 1 << 19;
     pub const MMAP2: u64 = 1 << 23;
+    pub const USE_CLOCKID: u64 = 1 << 25;
 }
 
 mod record {
     pub const MMAP: u32 = 1;
     pub const LOST: u32 = 2;
     pub const COMM: u32 = 3;
+    pub const FORK: u32 = 7;
     pub const SAMPLE: u32 = 9;
     pub const MMAP2: u32 = 10;
+    pub const BUILD_ID: u32 = 67;
     pub const EVENT_UPDATE: u32 = 78;
 }
 
 /// `PERF_EVENT_UPDATE__NAME`: what an EVENT_UPDATE record tells is the event's name.
 pub(super) const UPDATES_NAME: u64 = 2;
 
+/// `PERF_RECORD_MISC_*`: the CPU modes.
+const MISC_KERNEL: u16 = 1;
+const MISC_USER: u16 = 2;
 const MISC_GUEST_KERNEL: u16 = 4;
 const MISC_GUEST_USER: u16 = 5;
+/// An MMAP2 record has a build-id where else device and inode are.
+pub(super) const MISC_MMAP_BUILD_ID: u16 = 1 << 14;
+/// A build-id comes with its length.
+const MISC_BUILD_ID_SIZE: u16 = 1 << 15;
+
+impl Form {
+    fn kernel_mode(self) -> u16 {
+        match self {
+            Self::InGuest => MISC_KERNEL,
+            Self::AsHost => MISC_GUEST_KERNEL,
+        }
+    }
+
+    fn user_mode(self) -> u16 {
+        match self {
+            Self::InGuest => MISC_USER,
+            Self::AsHost => MISC_GUEST_USER,
+        }
+    }
+}
+
+/// What `perf` calls the kernel whose symbols are in the form of /proc/kallsyms.
+pub(super) const KERNEL_NAME: &str = "[kernel.kallsyms]";
+/// The same for a guest's, as its host sees it.
+pub(super) const GUEST_KERNEL_NAME: &str = "[guest.kernel.kallsyms]";
+/// `perf`'s process id of the kernel itself.
+const KERNEL_PID: u32 = u32::MAX;
+/// `CLOCK_MONOTONIC`, and where in an attribute the clock's number is.
+const MONOTONIC: u32 = 1;
+const ATTR_CLOCKID: usize = 92;
 
 mod feature {
+    pub const BUILD_ID: u32 = 2;
     pub const HOSTNAME: u32 = 3;
     pub const OSRELEASE: u32 = 4;
     pub const VERSION: u32 = 5;
@@ -82,8 +126,12 @@ mod feature {
     pub const CMDLINE: u32 = 11;
     pub const EVENT_DESC: u32 = 12;
     pub const SAMPLE_TIME: u32 = 21;
+    pub const CLOCKID: u32 = 23;
+    pub const CLOCK_DATA: u32 = 29;
 }
 
+/// Most build-ids of programs.
+const MAX_IDS: usize = 1 << 14;
 /// Longest string written anywhere.
 const MAX_STRING: usize = 4096;
 /// perf pads strings in its features to this.
@@ -101,6 +149,11 @@ pub struct PerfDataWriter<W: Write + Seek> {
     samples: u64,
     /// Bytes of records and samples at the last checkpoint.
     kept: (u64, u64),
+    /// Threads that were told to belong to their process.
+    threads: HashSet<u32>,
+    kernel_id: Option<BuildId>,
+    /// Build-ids of programs and libraries by their paths.
+    ids: BTreeMap<String, BuildId>,
     buf: Vec<u8>,
 }
 
@@ -145,7 +198,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             buf.extend_from_slice(&e.id.to_le_bytes());
         }
         for (i, e) in events.iter().enumerate() {
-            put_attr(&mut buf, e);
+            put_attr(&mut buf, e, &meta);
             buf.extend_from_slice(&(HEADER_SIZE + 8 * i as u64).to_le_bytes());
             buf.extend_from_slice(&8u64.to_le_bytes());
         }
@@ -160,6 +213,9 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             times: None,
             samples: 0,
             kept: (0, 0),
+            threads: HashSet::new(),
+            kernel_id: None,
+            ids: BTreeMap::new(),
             buf,
         };
         for (id, name) in names {
@@ -197,10 +253,24 @@ impl<W: Write + Seek> PerfDataWriter<W> {
 
     /// The guest kernel's place. Before the first sample, or `perf` has no map to look addresses up in.
     pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
-        let name = format!("[guest.kernel.kallsyms]{}", k.reference_symbol);
-        self.record(record::MMAP, MISC_GUEST_KERNEL, |b| {
-            // perf knows guests by pid; 0 is the one that `--guestkallsyms` is for (and -1 the host).
-            put32(b, 0);
+        let form = self.meta.form;
+        // perf knows guests by pid; 0 is the one that `--guestkallsyms` is for.
+        let (name, pid) = match form {
+            Form::InGuest => (KERNEL_NAME, KERNEL_PID),
+            Form::AsHost => (GUEST_KERNEL_NAME, 0),
+        };
+        if form == Form::InGuest
+            && let Some(id) = k.build_id
+        {
+            // Now and not only with the features, which a file that is cut off has not got: perf takes the
+            // symbols of the host for a kernel without build-id.
+            self.kernel_id = Some(id);
+            let (misc, body) = build_id_record(MISC_KERNEL, KERNEL_NAME, id);
+            self.record(record::BUILD_ID, misc, |b| b.extend_from_slice(&body))?;
+        }
+        let name = format!("{name}{}", k.reference_symbol);
+        self.record(record::MMAP, form.kernel_mode(), |b| {
+            put32(b, pid);
             put32(b, 0);
             put64(b, k.start);
             put64(b, k.len);
@@ -213,7 +283,18 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     /// A task's name.
     pub fn task(&mut self, t: &TaskName) -> io::Result<()> {
         let comm: String = t.comm.chars().take(15).collect();
-        self.record(record::COMM, MISC_GUEST_USER, |b| {
+        let form = self.meta.form;
+        // A thread comes out of its process.
+        if form == Form::InGuest && t.tid != t.pid && self.threads.insert(t.tid) {
+            self.record(record::FORK, 0, |b| {
+                [t.pid, t.pid, t.tid, t.pid]
+                    .into_iter()
+                    .for_each(|id| put32(b, id));
+                put64(b, t.time_ns);
+                put_sample_id(b, t.pid, t.tid, t.time_ns);
+            })?;
+        }
+        self.record(record::COMM, form.user_mode(), |b| {
             put32(b, t.pid);
             put32(b, t.tid);
             put_padded(b, &comm);
@@ -225,16 +306,23 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     pub fn mapping(&mut self, m: &FileMapping) -> io::Result<()> {
         const PROT_READ_EXEC: u32 = 5;
         const MAP_PRIVATE: u32 = 2;
-        self.record(record::MMAP2, MISC_GUEST_USER, |b| {
+        let form = self.meta.form;
+        let id = m.build_id.filter(|_| form == Form::InGuest);
+        if let Some(id) = id {
+            self.know(&m.path, id);
+        }
+        let misc = form.user_mode() | id.map_or(0, |_| MISC_MMAP_BUILD_ID);
+        self.record(record::MMAP2, misc, |b| {
             put32(b, m.pid);
             put32(b, m.pid);
             put64(b, m.start);
             put64(b, m.len);
             put64(b, m.file_offset);
-            // Device, inode and its generation are not read from the guest.
-            put64(b, 0);
-            put64(b, 0);
-            put64(b, 0);
+            match id {
+                Some(id) => put_build_id(b, id),
+                // Device, inode and its generation are not read from the guest.
+                None => (0..3).for_each(|_| put64(b, 0)),
+            }
             put32(b, PROT_READ_EXEC);
             put32(b, MAP_PRIVATE);
             put_padded(b, &m.path);
@@ -242,13 +330,20 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
+    /// The build-id of the file at a guest path, for the list of them at the file's end.
+    pub fn know(&mut self, path: &str, id: BuildId) {
+        if !self.ids.contains_key(path) && self.ids.len() < MAX_IDS {
+            self.ids.insert(path.to_owned(), id);
+        }
+    }
+
     /// A sample.
     #[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
     pub fn sample(&mut self, s: &Sample<'_>) -> io::Result<()> {
         let misc = if s.cpl == 3 {
-            MISC_GUEST_USER
+            self.meta.form.user_mode()
         } else {
-            MISC_GUEST_KERNEL
+            self.meta.form.kernel_mode()
         };
         self.times = Some(match self.times {
             None => (s.time_ns, s.time_ns),
@@ -277,7 +372,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
 
     /// Samples of an event that were lost before here.
     pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
-        self.record(record::LOST, MISC_GUEST_KERNEL, |b| {
+        self.record(record::LOST, self.meta.form.kernel_mode(), |b| {
             put64(b, event_id);
             put64(b, count);
             put_sample_id(b, u32::MAX, u32::MAX, time_ns);
@@ -338,7 +433,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         put32(&mut events, self.events.len() as u32);
         put32(&mut events, ATTR_SIZE);
         for e in &self.events {
-            put_attr(&mut events, e);
+            put_attr(&mut events, e, &self.meta);
             put32(&mut events, 1);
             events.extend(string(&e.name));
             put64(&mut events, e.id);
@@ -350,6 +445,23 @@ impl<W: Write + Seek> PerfDataWriter<W> {
                 [first.to_le_bytes(), last.to_le_bytes()].concat(),
             ));
         }
+        if let Some(clock) = self.meta.clock {
+            // Its resolution, ns.
+            features.push((feature::CLOCKID, 1u64.to_le_bytes().to_vec()));
+            const VERSION: u32 = 1;
+            let mut data = Vec::new();
+            put32(&mut data, VERSION);
+            put32(&mut data, MONOTONIC);
+            put64(&mut data, clock.wall_ns);
+            put64(&mut data, clock.clock_ns);
+            features.push((feature::CLOCK_DATA, data));
+        }
+        let ids = self.build_ids();
+        if !ids.is_empty() {
+            features.push((feature::BUILD_ID, ids));
+        }
+        // In the order of their bits.
+        features.sort_by_key(|(bit, _)| *bit);
         let mut bits = [0u64; 4];
         let mut table = Vec::new();
         let mut at = end + 16 * features.len() as u64;
@@ -378,6 +490,45 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         self.write_header(self.data_len, bits)?;
         Ok(self.out)
     }
+
+    /// The section of build-ids: the records of all that are known.
+    #[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_STRING")]
+    fn build_ids(&self) -> Vec<u8> {
+        let kernel = self
+            .kernel_id
+            .map(|id| build_id_record(MISC_KERNEL, KERNEL_NAME, id));
+        let programs = self
+            .ids
+            .iter()
+            .map(|(path, id)| build_id_record(MISC_USER, path, *id));
+        let mut section = Vec::new();
+        for (misc, body) in kernel.into_iter().chain(programs) {
+            put32(&mut section, record::BUILD_ID);
+            section.extend_from_slice(&misc.to_le_bytes());
+            section.extend_from_slice(&(8 + body.len() as u16).to_le_bytes());
+            section.extend_from_slice(&body);
+        }
+        section
+    }
+}
+
+/// `misc` and body of a record that tells the build-id of what is called `name`.
+fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
+    let mut body = KERNEL_PID.to_le_bytes().to_vec();
+    body.extend_from_slice(id.as_bytes());
+    body.resize(4 + build_id::MAX_BYTES, 0);
+    put32(&mut body, id.length().into());
+    put_padded(&mut body, name);
+    (mode | MISC_BUILD_ID_SIZE, body)
+}
+
+/// A build-id in the place of device, inode and generation.
+fn put_build_id(b: &mut Vec<u8>, id: BuildId) {
+    let bytes = id.as_bytes();
+    put32(b, id.length().into());
+    let end = b.len() + build_id::MAX_BYTES;
+    b.extend_from_slice(bytes);
+    b.resize(end, 0);
 }
 
 /// The file's header: of `events`, and of `data_len` bytes of records from `data_start` on.
@@ -428,7 +579,7 @@ fn marker_for_perf(frame: u64) -> u64 {
     }
 }
 
-fn put_attr(b: &mut Vec<u8>, e: &EventInfo) {
+fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &Meta) {
     let start = b.len();
     let (rate, freq) = match e.rate {
         Rate::Period(p) => (p, 0),
@@ -443,11 +594,19 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo) {
     let flags = attr_flag::MMAP
         | attr_flag::COMM
         | attr_flag::SAMPLE_ID_ALL
-        | attr_flag::EXCLUDE_HOST
         | attr_flag::MMAP2
-        | freq;
+        | freq
+        | match meta.form {
+            Form::InGuest => attr_flag::TASK,
+            Form::AsHost => attr_flag::EXCLUDE_HOST,
+        }
+        | meta.clock.map_or(0, |_| attr_flag::USE_CLOCKID);
     put64(b, flags);
     b.resize(start + ATTR_SIZE as usize, 0);
+    if meta.clock.is_some() {
+        let at = start + ATTR_CLOCKID;
+        b[at..at + 4].copy_from_slice(&MONOTONIC.to_le_bytes());
+    }
 }
 
 /// What `sample_id_all` puts behind records that are no samples, for our sample type.

@@ -27,6 +27,8 @@ mod proto {
         pub function: Vec<Function>,
         #[prost(string, repeated, tag = "6")]
         pub string_table: Vec<String>,
+        #[prost(int64, tag = "9")]
+        pub time_nanos: i64,
         #[prost(int64, tag = "10")]
         pub duration_nanos: i64,
         #[prost(message, optional, tag = "11")]
@@ -219,6 +221,12 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
         .max()
         .zip(times().min())
         .map_or(0, |(b, a)| (b - a).cast_signed());
+    p.time_nanos = profile
+        .meta
+        .clock
+        .zip(times().min())
+        .and_then(|(clock, first_ns)| i64::try_from(clock.at(first_ns)).ok())
+        .unwrap_or(0);
     let mut places = Places::default();
     let mut stacks: HashMap<(Vec<u64>, u32, u32, u64, String), usize> = HashMap::new();
     for s in profile.samples() {

@@ -5,14 +5,21 @@ use std::io::{Cursor, Read};
 use std::path::Path;
 
 use linux_perf_data::linux_perf_event_reader::{
-    CpuMode, EventRecord, RawEventRecord, RecordType, SampleFormat,
+    CpuMode, EventRecord, Mmap2FileId, RawEventRecord, RecordType, SampleFormat,
 };
-use linux_perf_data::{PerfFileReader, PerfFileRecord, UserRecordType};
+use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 
-use super::perfdata::{CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, UPDATES_NAME};
-use super::{EventInfo, FileMapping, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName};
+use super::perfdata::{
+    CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID,
+    UPDATES_NAME,
+};
+use super::{
+    EventInfo, FileMapping, Form, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName,
+    WallClock,
+};
 use crate::sample::FileRaw;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
+use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
 /// Why a file gives no profile.
@@ -182,6 +189,11 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                 .ok()
                 .flatten()
                 .map_or_else(Vec::new, |words| words.into_iter().map(str::to_owned).collect()),
+            form: Form::InGuest,
+            clock: perf_file.clock_data().ok().flatten().map(|clock| WallClock {
+                wall_ns: clock.wall_clock_ns,
+                clock_ns: clock.clockid_time_ns,
+            }),
         },
         symbols: saved_symbols(bytes),
         ..Profile::default()
@@ -206,6 +218,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                 }
                 // A record whose inside is damaged is left out; the others are as good as they were.
                 if chain_is_sane(&record)
+                    && build_id_is_sane(&record)
                     && let Ok(parsed) = record.parse()
                 {
                     add(&mut profile, &parsed, record.timestamp(), id);
@@ -217,6 +230,18 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                 }
             }
             Err(e) => return Err(ReadError::Broken(e)),
+        }
+    }
+    if let Ok(ids) = perf_file.build_ids() {
+        let id_of = |path: &str, mode| {
+            let info = ids.get(&DsoKey::detect(path.as_bytes(), mode)?)?;
+            BuildId::new(&info.build_id)
+        };
+        if let Some(kernel) = &mut profile.kernel {
+            kernel.build_id = id_of(KERNEL_NAME, CpuMode::Kernel);
+        }
+        for mapping in profile.mappings.iter_mut().filter(|m| m.build_id.is_none()) {
+            mapping.build_id = id_of(&mapping.path, CpuMode::User);
         }
     }
     plain_names(&mut profile);
@@ -241,6 +266,18 @@ fn plain_names(profile: &mut Profile) {
         .chain(profile.symbols.iter_mut().map(|symbol| &mut symbol.name))
         .filter(|name| name.contains(char::is_control))
         .for_each(|name| *name = name.replace(char::is_control, "?"));
+}
+
+/// Whether a build-id in an MMAP2 record has a length that one can have; the parser stops the process at
+/// others.
+fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
+    const AT: usize = 32;
+    record.record_type != RecordType::MMAP2
+        || record.misc & MISC_MMAP_BUILD_ID == 0
+        || record
+            .data
+            .get(AT..AT + 1)
+            .is_some_and(|len| usize::from(len.as_slice()[0]) <= build_id::MAX_BYTES)
 }
 
 /// Whether the length of a sample's chain fits its record, which the parser multiplies before it checks.
@@ -337,6 +374,9 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
                 (0..c.len()).filter_map(|i| c.get(i)).map(marker_for_us).collect()
             });
             let user = matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::User);
+            if matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::GuestKernel) {
+                profile.meta.form = Form::AsHost;
+            }
             let ours = s.raw.and_then(|raw| FileRaw::read(&raw.as_slice()));
             let unknown = (0, if user { 3 } else { 0 }, Ends::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
@@ -362,35 +402,45 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
         }),
         EventRecord::Mmap(m) => {
             let path = String::from_utf8_lossy(&m.path.as_slice()).into_owned();
-            if let Some(symbol) = path.strip_prefix("[guest.kernel.kallsyms]") {
+            let symbol = path.strip_prefix(GUEST_KERNEL_NAME);
+            if let Some(symbol) = symbol.or_else(|| path.strip_prefix(KERNEL_NAME)) {
+                if m.cpu_mode == CpuMode::GuestKernel {
+                    profile.meta.form = Form::AsHost;
+                }
                 profile.kernel = Some(KernelMap {
                     start: m.address,
                     len: m.length,
                     reference_symbol: symbol.to_owned(),
                     reference_address: m.page_offset,
+                    build_id: None,
                 });
             } else if m.is_executable {
-                map(profile, time_ns, m.pid, m.address, m.length, m.page_offset, path);
+                profile.mappings.push(FileMapping {
+                    time_ns,
+                    pid: pid(m.pid),
+                    start: m.address,
+                    len: m.length,
+                    file_offset: m.page_offset,
+                    path,
+                    build_id: None,
+                });
             }
         }
-        EventRecord::Mmap2(m) => {
-            let path = String::from_utf8_lossy(&m.path.as_slice()).into_owned();
-            map(profile, time_ns, m.pid, m.address, m.length, m.page_offset, path);
-        }
+        EventRecord::Mmap2(m) => profile.mappings.push(FileMapping {
+            time_ns,
+            pid: pid(m.pid),
+            start: m.address,
+            len: m.length,
+            file_offset: m.page_offset,
+            path: String::from_utf8_lossy(&m.path.as_slice()).into_owned(),
+            build_id: match &m.file_id {
+                Mmap2FileId::BuildId(id) => BuildId::new(id),
+                Mmap2FileId::InodeAndVersion(_) => None,
+            },
+        }),
         EventRecord::Lost(l) => profile.lost = profile.lost.saturating_add(l.count),
         _ => {}
     }
-}
-
-fn map(profile: &mut Profile, time_ns: u64, of: i32, start: u64, len: u64, file_offset: u64, path: String) {
-    profile.mappings.push(FileMapping {
-        time_ns,
-        pid: pid(of),
-        start,
-        len,
-        file_offset,
-        path,
-    });
 }
 
 /// The markers of a guest's sample, as our unwinder writes them.

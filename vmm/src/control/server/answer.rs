@@ -211,6 +211,7 @@ impl ControlServer {
 
     fn symbols(&mut self) -> Result<Done, Failure> {
         let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
+        let image = kernel.as_ref().map(|k| &k.image);
         let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
         let loaded = self.vm.symbols.load_full();
         let internal = |e: io::Error| Failure {
@@ -237,6 +238,8 @@ impl ControlServer {
                     bytes: text.len() as u64,
                     flat: self.vm.flat,
                     source,
+                    build_id: image.and_then(|image| image.build_id()).map(|id| id.to_string()),
+                    release: image.and_then(|image| image.release()).map(str::to_owned),
                 };
                 let file = peer::sealed_text("symbols", &text).map_err(internal)?;
                 (running.is_some(), loaded.clone(), info, file)

@@ -28,6 +28,7 @@ use control_api::events::list;
 use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opened, RingInfo, Sampling};
 use control_api::request::{self, Request};
 use guest_profile::export::NO_PID;
+use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::merge::{Merge, RingTerms, Totals, Whose};
 use guest_profile::sample::RawSample;
 use names::Names;
@@ -79,8 +80,19 @@ pub struct RecordArgs {
     /// Where names come from; without, from the guest's memory.
     #[command(flatten)]
     pub symbols: SymbolArgs,
-    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with
-    /// --guestkallsyms.
+    /// Write a file that shows the guest as a guest, for perf kvm, instead of one as if perf had recorded
+    /// inside it.
+    #[arg(long)]
+    pub as_host: bool,
+    /// Where perf looks for symbols by build-id: the guest kernel's are put there and, with --guestmount, the
+    /// guest's programs [default: perf's own, ~/.debug]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["as_host", "no_buildid_cache"])]
+    pub buildid_dir: Option<PathBuf>,
+    /// Put nothing where perf looks for symbols.
+    #[arg(short = 'N', long)]
+    pub no_buildid_cache: bool,
+    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with --kallsyms, or
+    /// with --guestkallsyms for a file made with --as-host.
     #[arg(long, value_name = "FILE")]
     pub save_kallsyms: Option<PathBuf>,
     /// Only these vCPUs, as in 0,2-3.
@@ -109,6 +121,17 @@ pub struct RecordArgs {
 }
 
 impl RecordArgs {
+    /// Where symbols are put for perf.
+    fn for_perf(&self) -> Option<BuildIdDir> {
+        if self.as_host || self.no_buildid_cache {
+            return None;
+        }
+        self.buildid_dir
+            .as_ref()
+            .map(BuildIdDir::new)
+            .or_else(BuildIdDir::of_user)
+    }
+
     fn sampling(&self) -> Sampling {
         let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
         let by_default = match self.period {
@@ -181,7 +204,8 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     find_kernel(&mut client, args, &signals)?;
     let names = Names::of(&mut client, args)?;
     let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
-    let mut recording = Recording::start(args, &client, &opened, sampling, names)?;
+    let clock_offset_ns = streams.rings.first().and_then(|(_, info)| info.clock_offset_ns);
+    let mut recording = Recording::start(args, &client, &opened, sampling, clock_offset_ns, names)?;
     let recorded = match sample(
         args,
         &mut client,

@@ -1,21 +1,31 @@
 //! Names for the addresses of a recording, kept in its file.
 
 use std::collections::{BTreeMap, HashSet};
+use std::io;
 
 use super::RecordArgs;
 use crate::commands::{CommandError, files};
 use control_api::client::Client;
+use guest_profile::export::build_id_dir::BuildIdDir;
+use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
 use guest_profile::programs::GuestMount;
+use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
+/// Most programs and libraries that are copied for perf.
+const MAX_PROGRAMS: usize = 1024;
 /// Most different addresses whose names are kept in the file.
 const MAX_ADDRESSES: usize = 1 << 20;
 
 /// Names of the guest's addresses: as the user gave them, else as the VM knows them.
 pub(super) struct Names {
     kernel: Option<KernelSymbols>,
+    /// What names the running kernel, if it told.
+    build_id: Option<BuildId>,
+    /// The running kernel's release, if it told.
+    pub(super) release: String,
     /// The kernel's symbols serve user addresses too.
     flat: bool,
     mount: Option<GuestMount>,
@@ -40,6 +50,8 @@ impl Names {
         let flat = info.flat && given.is_none();
         Ok(Self {
             kernel: given.or(running),
+            build_id: info.build_id.as_deref().and_then(BuildId::from_hex),
+            release: info.release.unwrap_or_default(),
             flat,
             mount: files::guest_mount(args)?,
             addresses: HashSet::new(),
@@ -68,7 +80,50 @@ impl Names {
             len: end.unwrap_or(last).saturating_sub(start),
             reference_symbol: name.to_owned(),
             reference_address: start,
+            build_id: self.build_id.or_else(|| made_up_id(symbols, start)),
         })
+    }
+
+    /// Has perf find the names of what was sampled: writes the kernel's symbols to `directory`, and copies the
+    /// guest's programs there if the user told where they are. `writer` is told the build-ids of these.
+    pub(super) fn keep_for_perf<W: io::Write + io::Seek>(
+        &mut self,
+        directory: Option<&BuildIdDir>,
+        mapped: &Profile,
+        writer: &mut PerfDataWriter<W>,
+    ) -> io::Result<()> {
+        let mut result = Ok(());
+        if let Some(directory) = directory
+            && let Some(id) = self.kernel_map().and_then(|kernel| kernel.build_id)
+            && let Some(symbols) = &self.kernel
+        {
+            result = directory.add_kallsyms(id, |out| symbols.write_text(out));
+        }
+        let Some(mount) = &mut self.mount else {
+            return result;
+        };
+        let mut told: BTreeMap<&str, Option<BuildId>> = BTreeMap::new();
+        for mapping in mapped.mappings.iter().filter(|m| is_file(&m.path)) {
+            let id = told.entry(&mapping.path).or_default();
+            *id = id.or(mapping.build_id);
+        }
+        for (path, told) in told.into_iter().take(MAX_PROGRAMS) {
+            let Some((file, id)) = mount.identified(path) else {
+                continue;
+            };
+            if told.is_some_and(|told| told != id) {
+                log::warn!(
+                    "{} is not the build that the guest runs; it has build-id {id}",
+                    file.display()
+                );
+                continue;
+            }
+            writer.know(path, id);
+            if let Some(directory) = directory {
+                result = result.and(directory.add_program(id, path, &file));
+            }
+        }
+        result
     }
 
     /// Keeps in mind that `address` needs a name. `pid`: of the process; `None` for the kernel's addresses.
@@ -128,6 +183,24 @@ impl Names {
         }
         saved.into_values().collect()
     }
+}
+
+/// Whether what a mapping is of is a file: what is none is named in brackets, or begins with two slashes.
+fn is_file(path: &str) -> bool {
+    path.starts_with('/') && !path.starts_with("//")
+}
+
+/// What names the symbols of a kernel that has no build-id: a hash of them (FNV-1a, 128 bits), the same
+/// wherever the kernel runs. Without one perf would take the names of the host's kernel.
+fn made_up_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
+    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    const PRIME: u128 = 0x0100_0000_0000_0000_0000_013b;
+    let hash = symbols.iter().fold(BASIS, |hash, symbol| {
+        let offset = symbol.address.wrapping_sub(start).to_le_bytes();
+        let bytes = offset.iter().chain(symbol.name.as_bytes());
+        bytes.fold(hash, |hash, &byte| (hash ^ u128::from(byte)).wrapping_mul(PRIME))
+    });
+    BuildId::new(&hash.to_le_bytes())
 }
 
 /// The symbol by which the kernel's place is told.

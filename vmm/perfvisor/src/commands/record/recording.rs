@@ -4,8 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
 use super::RecordArgs;
@@ -13,8 +14,11 @@ use super::names::Names;
 use super::{CommandError, RecordError, say};
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
+use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
-use guest_profile::export::{EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, TaskName};
+use guest_profile::export::{
+    EventInfo, FileMapping, Form, Meta, NO_PID, Profile, Rate, Sample, TaskName, WallClock,
+};
 use guest_profile::merge::{Light, Totals, Whose};
 use guest_profile::sample::RawSample;
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
@@ -53,6 +57,10 @@ pub(super) struct Recording {
     lost: u64,
     throttled: u64,
     damaged: u64,
+    /// What the file's clock has over that of the samples, ns.
+    clock_offset_ns: u64,
+    /// Where perf looks for symbols.
+    for_perf: Option<BuildIdDir>,
     /// When the file was last told what it has.
     kept: Instant,
 }
@@ -63,6 +71,7 @@ impl Recording {
         client: &Client,
         opened: &[Opened],
         sampling: Sampling,
+        clock_offset_ns: Option<u64>,
         names: Names,
     ) -> Result<Self, CommandError> {
         let mut events: Vec<(u32, EventInfo)> = Vec::new();
@@ -91,10 +100,12 @@ impl Recording {
         }
         let meta = Meta {
             hostname: client.info().name.clone(),
-            os_release: String::new(),
+            os_release: names.release.clone(),
             // Those that come while it records too.
             vcpus: client.info().max_vcpus,
             command: std::env::args().collect(),
+            form: if args.as_host { Form::AsHost } else { Form::InGuest },
+            clock: clock_offset_ns.and_then(|_| wall_clock()),
         };
         keep_old(&args.output)?;
         let of_file = || CommandError::file(&args.output);
@@ -130,6 +141,8 @@ impl Recording {
             lost: 0,
             throttled: 0,
             damaged: 0,
+            clock_offset_ns: clock_offset_ns.unwrap_or(0),
+            for_perf: args.for_perf(),
             kept: Instant::now(),
         })
     }
@@ -141,6 +154,11 @@ impl Recording {
                 self.ids.insert(o.id, *id);
             }
         }
+    }
+
+    /// A time of the samples in the file's clock.
+    fn file_ns(&self, time_ns: u64) -> u64 {
+        time_ns.saturating_add(self.clock_offset_ns)
     }
 
     fn event_id(&self, stream_id: u64) -> u64 {
@@ -166,7 +184,7 @@ impl Recording {
             && self.tasks.insert(tid, comm) != Some(comm)
         {
             let task = TaskName {
-                time_ns: since_ns,
+                time_ns: self.file_ns(since_ns),
                 pid,
                 tid,
                 comm: printable(&comm),
@@ -175,12 +193,13 @@ impl Recording {
         }
         for mapping in RawSample::mappings(sample.raw) {
             self.mapping(FileMapping {
-                time_ns: since_ns,
+                time_ns: self.file_ns(since_ns),
                 pid,
                 start: mapping.start,
                 len: mapping.len,
                 file_offset: mapping.file_offset,
                 path: mapping.path.to_owned(),
+                build_id: RawSample::build_id(sample.raw, mapping.start),
             })?;
         }
         self.chain.clear();
@@ -197,9 +216,10 @@ impl Recording {
         self.note_chain(kernel, pid);
         self.last_ns = self.last_ns.max(sample.time_ns);
         let event_id = self.event_id(sample.stream_id);
+        let time_ns = self.file_ns(sample.time_ns);
         self.writer
             .sample(&Sample {
-                time_ns: sample.time_ns,
+                time_ns,
                 vcpu: sample.cpu,
                 pid,
                 tid,
@@ -227,9 +247,10 @@ impl Recording {
         self.names.note(user.then_some(pid), light.ip);
         self.last_ns = self.last_ns.max(light.time_ns);
         let event_id = self.event_id(stream_id);
+        let time_ns = self.file_ns(light.time_ns);
         self.writer
             .sample(&Sample {
-                time_ns: light.time_ns,
+                time_ns,
                 vcpu,
                 pid,
                 tid,
@@ -277,7 +298,7 @@ impl Recording {
         }
         self.lost += lost;
         self.writer
-            .lost(self.first_id, lost, self.last_ns)
+            .lost(self.first_id, lost, self.file_ns(self.last_ns))
             .map_err(RecordError::Write)
     }
 
@@ -330,6 +351,17 @@ impl Recording {
     ) -> Result<(), RecordError> {
         if let Err(source) = self.writer.checkpoint() {
             return Err(self.cut_back(&args.output, source));
+        }
+        if !args.as_host
+            && let Err(e) = self
+                .names
+                .keep_for_perf(self.for_perf.as_ref(), &self.mapped, &mut self.writer)
+        {
+            let place = self.for_perf.as_ref().map_or(Path::new("."), |dir| dir.path());
+            log::warn!(
+                "{}: perf has no names of this recording there: {e}",
+                place.display()
+            );
         }
         let symbols = self.names.saved(&self.mapped);
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
@@ -394,6 +426,16 @@ impl Recording {
         }
         Ok(())
     }
+}
+
+/// What time of day the host's `CLOCK_MONOTONIC` is at; `None` before 1970.
+fn wall_clock() -> Option<WallClock> {
+    let before_ns = monotonic_ns();
+    let wall = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    Some(WallClock {
+        wall_ns: u64::try_from(wall.as_nanos()).ok()?,
+        clock_ns: before_ns.midpoint(monotonic_ns()),
+    })
 }
 
 /// Who took the samples.

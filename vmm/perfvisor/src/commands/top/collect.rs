@@ -202,6 +202,7 @@ impl Collector {
                                 len: told.len,
                                 file_offset: told.file_offset,
                                 path: told.path.to_owned(),
+                                build_id: None,
                             });
                         }
                         let place = Place {
@@ -500,6 +501,7 @@ mod tests {
             len: 0x1000,
             file_offset: 0,
             path: "/bin/\x1b]0;x\x07".into(),
+            build_id: None,
         });
         let place = |kernel, pid, ip| Place { kernel, pid, ip };
         for place in [
