@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use crate::nearest::did_you_mean;
 use crate::place::{self, PlaceError};
 use crate::protocol::{Failure, PROTOCOL, ReplyLine, RequestLine, SymbolsInfo, VmInfo};
 use crate::request::{self, Request};
@@ -27,7 +28,7 @@ pub enum ClientError {
     #[error(transparent)]
     Place(#[from] PlaceError),
     /// No such VM.
-    #[error("no VM named '{name}' is running{}", running(.others))]
+    #[error("no VM named '{name}' is running{}", running(name, .others))]
     NoSuchVm {
         /// The name.
         name: String,
@@ -48,10 +49,13 @@ pub enum ClientError {
     Reply(&'static str),
 }
 
-fn running(others: &[String]) -> String {
+fn running(name: &str, others: &[String]) -> String {
     match others {
         [] => "; no VM is".to_owned(),
-        others => format!("; running are {}", others.join(", ")),
+        others => {
+            let meant = did_you_mean(name, others.iter().map(String::as_str));
+            format!("{meant}; running are {}", others.join(", "))
+        }
     }
 }
 
@@ -370,6 +374,8 @@ mod tests {
                 bytes: 3,
                 flat: false,
                 source: "test".into(),
+                build_id: None,
+                release: None,
             };
             for text in [&b"old"[..], b"new", b""] {
                 let id = heard(&stream);

@@ -30,6 +30,7 @@
 
 pub mod client;
 pub mod events;
+pub mod nearest;
 pub mod peer;
 pub mod place;
 pub mod protocol;

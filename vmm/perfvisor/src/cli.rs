@@ -20,6 +20,7 @@ use crate::commands::cp::CpArgs;
 use crate::commands::ctl::CtlArgs;
 use crate::commands::exec::ExecArgs;
 use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
+use crate::commands::list::ListArgs;
 use crate::commands::ps::PsArgs;
 use crate::commands::record::RecordArgs;
 use crate::commands::stat::StatArgs;
@@ -29,6 +30,7 @@ use crate::values::{
     parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
     parse_stop_timeout, parse_turn, parse_width,
 };
+use control_api::nearest::did_you_mean;
 use perf_core::error_line;
 use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::kvm::signature::CpuSignature;
@@ -79,6 +81,8 @@ pub enum Command {
     Validate(ValidateArgs),
     /// List the running VMs.
     Ps(PsArgs),
+    /// List the events that stat, record and top can count and sample.
+    List(ListArgs),
     /// Pause, resume or stop a VM, add and remove vCPUs, change its sharing policy or its event filter.
     Ctl(CtlArgs),
     /// Run a command in a VM's guest, by the agent there.
@@ -87,11 +91,11 @@ pub enum Command {
     Cp(CpArgs),
     /// Count events of a VM's vCPUs, or show what its guest counts.
     Stat(StatArgs),
-    /// Sample a VM's vCPUs, with guest call chains, into a perf.data file.
+    /// Record samples of a VM's vCPUs, with guest call chains, into a perf.data file.
     Record(RecordArgs),
     /// Show live where a VM's vCPUs spend their time, and what its guest counts.
     Top(TopArgs),
-    /// Show where the samples of a file fell.
+    /// Show where the samples of a file fell: a table of shares by task, object and function.
     Report(ReportArgs),
     /// Print every sample of a file.
     Script(FileArgs),
@@ -112,9 +116,44 @@ pub struct KeepShareArgs {
     pub command: Vec<OsString>,
 }
 
-/// Names of the commands, for messages.
-const COMMANDS: &str =
-    "run, check, validate, ps, ctl, exec, cp, stat, record, top, report, script, flamegraph or pprof";
+/// The program's command line, with what clap is not told by the types.
+pub fn command() -> clap::Command {
+    with_negative_numbers(Cli::command())
+}
+
+/// `-1` after an option is a value, so that what is said of it is what is wrong with the value.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    command
+        .mut_args(|arg| {
+            let takes_value = arg.get_action().takes_values() && !arg.is_positional();
+            if takes_value && !arg.is_allow_hyphen_values_set() {
+                arg.allow_negative_numbers(true)
+            } else {
+                arg
+            }
+        })
+        .mut_subcommands(with_negative_numbers)
+}
+
+/// The names of what `path` (`perfvisor ctl`) can be asked to do.
+fn commands_of(path: &str) -> String {
+    let mut command = command();
+    for name in path.split(' ').skip(1) {
+        match command.find_subcommand(name) {
+            Some(found) => command = found.clone(),
+            None => break,
+        }
+    }
+    let known: Vec<&str> = command
+        .get_subcommands()
+        .filter(|known| !known.is_hide_set())
+        .map(clap::Command::get_name)
+        .collect();
+    match known.split_last() {
+        Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        _ => known.join(""),
+    }
+}
 
 /// `perfvisor check`.
 #[derive(Clone, Debug, Args)]
@@ -296,7 +335,7 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
-    let command = Cli::command();
+    let command = command();
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
     let args = args.into_iter().map(Into::into).collect();
     let Expanded { args, from_file } = config::expand(&command, args).map_err(wrong)?;
@@ -343,26 +382,35 @@ fn explain(error: &clap::Error) -> CliExit {
         Some(ContextValue::Strings(s)) => s.join(", "),
         _ => String::new(),
     };
-    let see = format!("see `{} --help`", command_of(error));
+    let path = command_of(error);
+    let see = format!("see `{path} --help`");
+    // clap's own guess.
+    let meant = |kind| match context(kind) {
+        guess if guess.is_empty() => String::new(),
+        guess => format!("; did you mean '{guess}'?"),
+    };
     let line = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             return CliExit::Text(error.render().to_string());
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            format!("a command is missing: {COMMANDS}; {see}")
+            format!("a command is missing: {}; {see}", commands_of(&path))
         }
         ErrorKind::MissingSubcommand => {
             let known = context(ContextKind::ValidSubcommand);
             format!("a command is missing: {known}; {see}")
         }
         ErrorKind::UnknownArgument => {
-            format!("unknown argument '{}'; {see}", context(ContextKind::InvalidArg))
+            let meant = meant(ContextKind::SuggestedArg);
+            format!(
+                "unknown argument '{}'{meant}; {see}",
+                context(ContextKind::InvalidArg)
+            )
         }
         ErrorKind::InvalidSubcommand => {
-            format!(
-                "unknown command '{}': must be {COMMANDS}; {see}",
-                context(ContextKind::InvalidSubcommand)
-            )
+            let (wrong, known) = (context(ContextKind::InvalidSubcommand), commands_of(&path));
+            let meant = did_you_mean(&wrong, known.split(", ").flat_map(|known| known.split(" or ")));
+            format!("unknown command '{wrong}'{meant}; known are {known}; {see}")
         }
         ErrorKind::MissingRequiredArgument => {
             format!("missing argument: {}; {see}", context(ContextKind::InvalidArg))
@@ -370,6 +418,7 @@ fn explain(error: &clap::Error) -> CliExit {
         ErrorKind::ValueValidation => {
             use std::error::Error;
             let reason = error.source().map(error_line).unwrap_or_default();
+            let reason = in_words(&reason).unwrap_or(reason);
             let (value, option) = (
                 context(ContextKind::InvalidValue),
                 context(ContextKind::InvalidArg),
@@ -378,9 +427,10 @@ fn explain(error: &clap::Error) -> CliExit {
         }
         ErrorKind::InvalidValue if !context(ContextKind::ValidValue).is_empty() => {
             format!(
-                "invalid value '{}' for '{}': must be one of {}",
+                "invalid value '{}' for '{}'{}; must be one of {}",
                 context(ContextKind::InvalidValue),
                 context(ContextKind::InvalidArg),
+                meant(ContextKind::SuggestedValue),
                 context(ContextKind::ValidValue)
             )
         }
@@ -404,6 +454,40 @@ fn explain(error: &clap::Error) -> CliExit {
         }
     };
     CliExit::Error(one_line(&line))
+}
+
+/// What clap and the standard library say of a number, in the words of the other messages. `None`: they say
+/// something else.
+fn in_words(reason: &str) -> Option<String> {
+    if let Some((_, range)) = reason.split_once(" is not in ") {
+        let (from, to) = range.split_once("..")?;
+        let to: Option<i128> = match to.strip_prefix('=') {
+            Some(last) => last.parse().ok(),
+            None => to.parse().ok().map(|end: i128| end - 1),
+        };
+        return Some(match to {
+            Some(to) => format!("must be a whole number, {from} to {}", large(to)),
+            None => format!("must be a whole number, at least {from}"),
+        });
+    }
+    Some(match reason {
+        "invalid digit found in string" | "cannot parse integer from empty string" => {
+            "must be a whole number".to_owned()
+        }
+        "number too large to fit in target type" => "is too large".to_owned(),
+        "number too small to fit in target type" => "is too small".to_owned(),
+        _ => return None,
+    })
+}
+
+/// A limit; one of more digits than are read at a glance as a power of two, if it is next to one.
+fn large(limit: i128) -> String {
+    let power = limit.cast_unsigned() + 1;
+    if limit > 9_999_999 && power.is_power_of_two() {
+        format!("2^{} - 1", power.trailing_zeros())
+    } else {
+        limit.to_string()
+    }
 }
 
 /// The command that was being parsed, from the usage that clap would print: `perfvisor run`.
@@ -521,7 +605,8 @@ mod tests {
         for (args, value, allowed) in [
             (&["--cpus", "0"][..], "'0'", "1 to 64"),
             (&["--cpus", "65"], "'65'", "1 to 64"),
-            (&["--cpus", "-1"], "-1", ""),
+            (&["--cpus", "-1"], "'-1'", "1 to 64"),
+            (&["--memory", "-1"], "'-1'", "512M"),
             (&["--cpus", "two"], "'two'", "1 to 64"),
             (&["--cpus", "4,max=2"], "'4,max=2'", "max=2"),
             (&["--cpus", "4,most=8"], "'4,most=8'", "N,max=M"),
@@ -540,7 +625,7 @@ mod tests {
             (&["--hide-uncounted", "x"], "'x'", "on or off"),
             (&["--on-reset", "x"], "'x'", "restart"),
             (&["--pin", "0"], "'0'", "0=2,1=3"),
-            (&["--stop-timeout", "-1"], "-1", ""),
+            (&["--stop-timeout", "-1"], "'-1'", "86400"),
             (&["--stop-timeout", "x"], "'x'", "86400"),
             (&["--share", "x"], "'x'", "strict"),
             (&["--mux", "x"], "'x'", "adaptive"),
@@ -551,11 +636,12 @@ mod tests {
             (&["--sample-limit", "2000000"], "'2000000'", "1 to 1000000"),
             (&["--ring-memory", "4K"], "'4K'", "64K to 64G"),
             (&["--ring-memory", "1T"], "'1T'", "64K to 64G"),
-            (&["--reserve-counters", "-1"], "-1", ""),
-            (&["--reserve-counters", "x"], "'x'", ""),
+            (&["--reserve-counters", "-1"], "'-1'", "whole number"),
+            (&["--reserve-counters", "x"], "'x'", "whole number"),
             (&["--cpu-signature", "skylake"], "'skylake'", "6/94/3"),
             (&["--cpu-signature", "6/94/16"], "'6/94/16'", "0 to 15"),
             (&["--frobnicate"], "--frobnicate", "--help"),
+            (&["--memroy", "1G"], "'--memroy'", "did you mean '--memory'?"),
             (&["--initrd", "x"], "--kernel", ""),
             (&["stray"], "stray", ""),
         ] {
@@ -625,10 +711,24 @@ mod tests {
             ),
             (&["ctl", "vm", "fly"], ["'fly'", "`perfvisor ctl --help`"]),
             (
+                &["ctl", "vm", "staus"],
+                [
+                    "did you mean 'status'?",
+                    "known are pause, resume, powerdown, stop, status, vcpus, share or filter",
+                ],
+            ),
+            (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
+            (&["record", "-c", "0"], ["'0'", "a whole number, 1 to 2^62 - 1"]),
+            (&["record", "-F", "x"], ["'x'", "must be a whole number"]),
+            (&["record", "-d", "-1"], ["'-1'", "above 0"]),
+            (
                 &["run", "--frobnicate"],
                 ["'--frobnicate'", "`perfvisor run --help`"],
             ),
-            (&["record", "--call-graph", "dwarf"], ["'dwarf'", "fp, none"]),
+            (
+                &["record", "--call-graph", "dwarf"],
+                ["'dwarf'", "must be one of fp, none"],
+            ),
             (
                 &["stat", "--guest-view", "-e", "cycles"],
                 ["--guest-view", "--event"],

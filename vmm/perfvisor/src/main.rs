@@ -44,14 +44,14 @@ mod values;
 
 use std::error::Error;
 use std::fs::File;
-use std::io;
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
-use commands::{cp, ctl, exec, files, ps, record, stat, top, validate};
+use commands::{cp, ctl, exec, files, list, ps, record, stat, top, validate};
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
@@ -100,6 +100,7 @@ fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn E
         Command::Check(args) => check::check(&args)?,
         Command::Validate(args) => validate::validate(&args)?,
         Command::Ps(args) => ps::ps(&args)?,
+        Command::List(args) => list::list(&args)?,
         Command::Ctl(args) => ctl::ctl(&args)?,
         Command::Exec(args) => exec::exec(&args)?,
         Command::Cp(args) => cp::cp(&args)?,
@@ -131,8 +132,8 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<(), LogFileError> {
         _ => log::LevelFilter::Trace,
     };
     let mut builder = env_logger::Builder::new();
-    // A raw terminal needs the carriage return.
-    let mut end = "\r\n";
+    // A raw terminal needs the carriage return; files and pipes do not want it.
+    let mut end = if io::stderr().is_terminal() { "\r\n" } else { "\n" };
     if let Some(path) = file {
         let opened = File::options().append(true).create(true).open(path);
         let file = opened.map_err(|e| LogFileError(path.into(), e))?;

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use kvm_bindings::KVMIO;
+use kvm_ioctls::Kvm;
 use vmm_sys_util::ioctl::ioctl;
 use vmm_sys_util::ioctl_io_nr;
 
@@ -13,6 +14,21 @@ mod request {
     ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
 }
 use request::KVM_GET_STATS_FD;
+
+use super::host::probe_vm;
+
+/// Passes the statistics of a VM and of a vCPU that are made for this only: what they are is the same for all
+/// of a host.
+///
+/// # Errors
+/// The system call's error; `ENOTTY` on kernels before 5.14.
+pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::Result<T> {
+    let failed = |e: kvm_ioctls::Error| io::Error::from_raw_os_error(e.errno());
+    let vm = probe_vm(kvm).map_err(failed)?;
+    let vcpu = vm.create_vcpu(0).map_err(failed)?;
+    // Both are there while they are read: before Linux 6.5 their descriptors did not keep them.
+    Ok(read(stats_fd(&vm)?, stats_fd(&vcpu)?))
+}
 
 /// The binary statistics of a VM or a vCPU, as a descriptor to `pread(2)` from.
 ///

@@ -15,6 +15,11 @@
 
 use std::fmt;
 
+use crate::nearest::did_you_mean;
+
+use super::names::{self, cache, hardware, paravirtual, software};
+pub use super::names::{HardwareEvent, SoftwareEvent};
+
 /// Most events of one list.
 pub const MAX_EVENTS: usize = 256;
 /// Longest list, in bytes.
@@ -43,7 +48,7 @@ pub enum ListError {
     #[error("an event is missing beside a comma in the event list")]
     MissingEvent,
     /// A name that is no event's.
-    #[error("unknown event '{}'; known are {}, kvm:STATISTIC, rNNN and cpu/event=N,umask=N/", .0, NAMES_FOR_HELP)]
+    #[error("unknown event '{}'{}", .0, names::known(.0))]
     Unknown(String),
     /// A character that is no modifier.
     #[error("unknown modifier '{modifier}' of event '{event}'; known are u k h G H p P D e I")]
@@ -70,45 +75,11 @@ pub enum ListError {
     #[error("event '{0}' has no closing '/'")]
     Slash(String),
     /// A PMU that there is none of.
-    #[error("unknown PMU '{0}'; known are cpu, software, kvm and pv")]
+    #[error("unknown PMU '{}'{}; known are cpu, software, kvm and pv", .0, did_you_mean(.0, names::PMUS))]
     Pmu(String),
     /// A raw selector that is no number of at most 64 bits.
     #[error("'{0}' is no raw event; write r and up to 16 hexadecimal digits")]
     Raw(String),
-}
-
-/// A hardware event, by perf's generic numbers (`PERF_COUNT_HW_*`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(missing_docs, reason = "perf's names")]
-pub enum HardwareEvent {
-    Cycles = 0,
-    Instructions = 1,
-    CacheReferences = 2,
-    CacheMisses = 3,
-    Branches = 4,
-    BranchMisses = 5,
-    BusCycles = 6,
-    StalledCyclesFrontend = 7,
-    StalledCyclesBackend = 8,
-    RefCycles = 9,
-}
-
-/// A host software event (`PERF_COUNT_SW_*`) of the vCPU's thread.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(missing_docs, reason = "perf's names")]
-pub enum SoftwareEvent {
-    CpuClock = 0,
-    TaskClock = 1,
-    PageFaults = 2,
-    ContextSwitches = 3,
-    CpuMigrations = 4,
-    MinorFaults = 5,
-    MajorFaults = 6,
-    AlignmentFaults = 7,
-    EmulationFaults = 8,
-    Dummy = 9,
-    BpfOutput = 10,
-    CgroupSwitches = 11,
 }
 
 /// What an event counts.
@@ -249,96 +220,6 @@ impl fmt::Display for EventSpec {
     }
 }
 
-const NAMES_FOR_HELP: &str = "cycles, instructions, ref-cycles, branches, branch-misses, cache-references, cache-misses, bus-cycles, \
-     task-clock, cpu-clock, page-faults, context-switches, cpu-migrations, L1-dcache-load-misses and the like, pv/vm-exits/ and the like";
-
-fn hardware(name: &str) -> Option<HardwareEvent> {
-    Some(match name {
-        "cycles" | "cpu-cycles" => HardwareEvent::Cycles,
-        "instructions" => HardwareEvent::Instructions,
-        "cache-references" => HardwareEvent::CacheReferences,
-        "cache-misses" => HardwareEvent::CacheMisses,
-        "branches" | "branch-instructions" => HardwareEvent::Branches,
-        "branch-misses" => HardwareEvent::BranchMisses,
-        "bus-cycles" => HardwareEvent::BusCycles,
-        "stalled-cycles-frontend" | "idle-cycles-frontend" => HardwareEvent::StalledCyclesFrontend,
-        "stalled-cycles-backend" | "idle-cycles-backend" => HardwareEvent::StalledCyclesBackend,
-        "ref-cycles" => HardwareEvent::RefCycles,
-        _ => return None,
-    })
-}
-
-fn software(name: &str) -> Option<SoftwareEvent> {
-    Some(match name {
-        "cpu-clock" => SoftwareEvent::CpuClock,
-        "task-clock" => SoftwareEvent::TaskClock,
-        "page-faults" | "faults" => SoftwareEvent::PageFaults,
-        "context-switches" | "cs" => SoftwareEvent::ContextSwitches,
-        "cpu-migrations" | "migrations" => SoftwareEvent::CpuMigrations,
-        "minor-faults" => SoftwareEvent::MinorFaults,
-        "major-faults" => SoftwareEvent::MajorFaults,
-        "alignment-faults" => SoftwareEvent::AlignmentFaults,
-        "emulation-faults" => SoftwareEvent::EmulationFaults,
-        "dummy" => SoftwareEvent::Dummy,
-        "bpf-output" => SoftwareEvent::BpfOutput,
-        "cgroup-switches" => SoftwareEvent::CgroupSwitches,
-        _ => return None,
-    })
-}
-
-/// The paravirtual events' names.
-pub const PARAVIRTUAL: [&str; 12] = [
-    "vm-exits",
-    "io-exits",
-    "mmio-exits",
-    "halts",
-    "host-page-faults",
-    "host-context-switches",
-    "host-migrations",
-    "irq-injections",
-    "nmi-injections",
-    "msr-exits",
-    "steal-ns",
-    "uncounted-ns",
-];
-
-fn paravirtual(name: &str) -> Option<EventKind> {
-    PARAVIRTUAL
-        .into_iter()
-        .find(|n| *n == name)
-        .map(EventKind::Paravirtual)
-}
-
-/// `L1-dcache-load-misses` and its like: cache, operation and result.
-fn cache(name: &str) -> Option<u64> {
-    const CACHES: [(&str, u64); 8] = [
-        ("L1-dcache", 0),
-        ("L1-icache", 1),
-        ("LLC", 2),
-        ("dTLB", 3),
-        ("iTLB", 4),
-        ("branch", 5),
-        ("bpu", 5),
-        ("node", 6),
-    ];
-    const OPERATIONS: [(&str, u64, u64); 9] = [
-        ("-load-misses", 0, 1),
-        ("-loads", 0, 0),
-        ("-load", 0, 0),
-        ("-store-misses", 1, 1),
-        ("-stores", 1, 0),
-        ("-store", 1, 0),
-        ("-prefetch-misses", 2, 1),
-        ("-prefetches", 2, 0),
-        ("-prefetch", 2, 0),
-    ];
-    let (cache, rest) = CACHES
-        .iter()
-        .find_map(|(n, id)| Some((*id, name.strip_prefix(n)?)))?;
-    let (_, operation, result) = OPERATIONS.iter().find(|(n, ..)| *n == rest)?;
-    Some(cache | operation << 8 | result << 16)
-}
-
 /// Parses a list. The order of groups and events is the operator's.
 pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
     if list.len() > MAX_LIST {
@@ -451,7 +332,7 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
             .map(EventKind::Hardware)
             .or_else(|| software(name).map(EventKind::Software))
             .or_else(|| cache(name).map(EventKind::Cache))
-            .or_else(|| paravirtual(name)),
+            .or_else(|| paravirtual(name).map(EventKind::Paravirtual)),
     };
     let kind = match (known, name.strip_prefix('r')) {
         (Some(kind), _) => kind,
@@ -532,7 +413,7 @@ fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Resul
                 .map(EventKind::Hardware)
                 .or_else(|| cache(key).map(EventKind::Cache)),
             "software" => software(key).map(EventKind::Software),
-            "pv" => paravirtual(key),
+            "pv" => paravirtual(key).map(EventKind::Paravirtual),
             "kvm" => match key {
                 "period" | "freq" => None,
                 name => Some(kvm(name)?),
@@ -768,6 +649,34 @@ mod tests {
         #[test]
         fn any_bytes_never_panic(text: String) {
             let _ = parse(&text);
+        }
+    }
+
+    #[test]
+    fn a_slip_is_told_and_other_words_get_the_list() {
+        let error = |text| parse(text).unwrap_err().to_string();
+        assert_eq!(
+            error("cylces:u"),
+            "unknown event 'cylces:u'; did you mean 'cycles'? (perfvisor list shows all)"
+        );
+        assert!(error("LLC-load-mises").contains("'LLC-load-misses'"));
+        assert!(error("bananas").contains("known are cycles, instructions"));
+        assert_eq!(
+            error("cpus/event=1/"),
+            "unknown PMU 'cpus'; did you mean 'cpu'?; known are cpu, software, kvm and pv"
+        );
+    }
+
+    /// Every name that is shown can be asked for.
+    #[test]
+    fn every_name_parses() {
+        let hardware = names::HARDWARE.iter().map(|(name, _)| (*name).to_owned());
+        let software = names::SOFTWARE.iter().map(|(name, _)| (*name).to_owned());
+        let own = names::PARAVIRTUAL.map(|name| format!("pv/{name}/"));
+        let caches = names::caches();
+        assert!(caches.len() > 30, "{}", caches.len());
+        for name in hardware.chain(software).chain(own).chain(caches) {
+            assert!(parse(&name).is_ok(), "{name}");
         }
     }
 }

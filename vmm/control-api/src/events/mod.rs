@@ -1,4 +1,5 @@
-//! Events as operators write and read them: perf's event lists, and perf stat's number formats.
+//! Events as operators write and read them: perf's event lists, their names, and perf stat's number formats.
 
 pub mod format;
 pub mod list;
+pub mod names;

@@ -3,8 +3,8 @@
 //!
 //! A file is: header, event ids, attributes, records, feature sections; and behind all of it, where `perf`
 //! does not look, our own section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer that tells
-//! where it starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU. The CPU mode
-//! in a record's header, and what the kernel is called, depend on the [`Form`]:
+//! where it starts. Records are in guest terms: pid and tid are the guest's, the CPU is the vCPU. The CPU
+//! mode in a record's header, and what the kernel is called, depend on the [`Form`]:
 //!
 //! | form | CPU modes | kernel | read by |
 //! |---|---|---|---|

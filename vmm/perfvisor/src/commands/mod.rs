@@ -5,6 +5,7 @@ pub mod ctl;
 pub mod exec;
 pub mod files;
 mod guest;
+pub mod list;
 pub mod ps;
 pub mod record;
 pub mod stat;

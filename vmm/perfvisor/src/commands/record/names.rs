@@ -84,8 +84,8 @@ impl Names {
         })
     }
 
-    /// Has perf find the names of what was sampled: writes the kernel's symbols to `directory`, and copies the
-    /// guest's programs there if the user told where they are. `writer` is told the build-ids of these.
+    /// Has perf find the names of what was sampled: writes the kernel's symbols to `directory`, and copies
+    /// the guest's programs there if the user told where they are. `writer` is told the build-ids of these.
     pub(super) fn keep_for_perf<W: io::Write + io::Seek>(
         &mut self,
         directory: Option<&BuildIdDir>,

@@ -376,24 +376,19 @@ impl Recording {
         let name = args.output.display();
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
-            let chains = if args.call_graph == "fp" {
-                format!(", {} with call chains", self.with_chain)
-            } else {
-                String::new()
-            };
-            let held = match self.held {
-                (0, _) => String::new(),
-                (n, ns) => format!(
-                    "; the VMM took {:.1} us for each it took",
-                    ns as f64 / n as f64 / 1e3
-                ),
-            };
             say(&format!(
-                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}{held}) ]\n"
+                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples) ]\n"
             ));
         }
+        if args.call_graph == "fp" {
+            log::info!("{} samples have call chains", self.with_chain);
+        }
+        if let (n @ 1.., ns) = self.held {
+            let us = ns as f64 / n as f64 / 1e3;
+            log::info!("the VMM took {us:.1} us for each sample that stopped the vCPU");
+        }
         if let Some(totals) = totals {
-            say_totals(args, &totals);
+            tell_totals(&totals);
         }
         if samples == 0 {
             log::warn!(
@@ -439,25 +434,24 @@ fn wall_clock() -> Option<WallClock> {
 }
 
 /// Who took the samples.
-fn say_totals(args: &RecordArgs, totals: &Totals) {
+fn tell_totals(totals: &Totals) {
     let all = totals.light + totals.full;
-    if args.quiet || all == 0 {
+    if all == 0 {
         return;
     }
     let percent = |n: u64, of: u64| 100.0 * n as f64 / of.max(1) as f64;
     let light = percent(totals.light, all);
-    let mut line = format!(
+    log::info!(
         "{light:.1} % of the samples were taken by the host's kernel, the others by stopping the vCPU"
     );
     if totals.instead > 0 {
         let instead = percent(totals.instead, all);
-        line += &format!(" ({instead:.1} % because the host's kernel did not see the guest)");
+        log::info!("{instead:.1} % stopped the vCPU because the host's kernel did not see the guest");
     }
     if totals.host > 0 {
         let host = percent(totals.host, all + totals.host);
-        line += &format!("; {host:.1} % of the vCPU's time was the host's own or not seen");
+        log::info!("{host:.1} % of the vCPU's time was the host's own or not seen");
     }
-    say(&format!("[ {line} ]\n"));
 }
 
 fn printable(comm: &[u8; 16]) -> String {

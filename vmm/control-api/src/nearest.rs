@@ -1,0 +1,49 @@
+//! "Did you mean": the known word that is nearest to one that is not known.
+
+/// The one of `known` that `word` is taken for: at most a third of its letters are wrong, missing, too many
+/// or changed places. The first of the nearest.
+pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
+    // What is longer is no slip, and comparing takes the product of the lengths.
+    const LONGEST: usize = 64;
+    if word.len() > LONGEST {
+        return None;
+    }
+    let word = word.to_lowercase();
+    let most = (word.chars().count() / 3).max(1);
+    known
+        .into_iter()
+        .map(|known| (strsim::damerau_levenshtein(&word, &known.to_lowercase()), known))
+        .filter(|(wrong, known)| *wrong <= most && *wrong < known.chars().count())
+        .min_by_key(|(wrong, _)| *wrong)
+        .map(|(_, known)| known)
+}
+
+/// The question to put behind a message, or nothing.
+pub fn did_you_mean<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> String {
+    nearest(word, known).map_or_else(String::new, |known| format!("; did you mean '{known}'?"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slips_are_seen_and_other_words_are_not() {
+        const KNOWN: [&str; 4] = ["cycles", "instructions", "vm-exits", "cs"];
+        for (word, meant) in [
+            ("cylces", Some("cycles")),
+            ("Cycle", Some("cycles")),
+            ("instuctions", Some("instructions")),
+            ("vm_exits", Some("vm-exits")),
+            ("c", Some("cs")),
+            ("x", None),
+            ("", None),
+            ("bananas", None),
+        ] {
+            assert_eq!(nearest(word, KNOWN), meant, "{word}");
+        }
+        assert_eq!(nearest(&"cycles".repeat(20), KNOWN), None);
+        assert_eq!(did_you_mean("cylces", KNOWN), "; did you mean 'cycles'?");
+        assert_eq!(did_you_mean("web1", ["web2", "web1x"]), "; did you mean 'web2'?");
+    }
+}
