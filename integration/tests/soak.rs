@@ -1,5 +1,5 @@
-//! A VM under load for long: two disks that are written and verified, four vCPUs, perf in the guest and
-//! recordings by the host, all at once. Nothing fails, and the VMM does not grow.
+//! A VM under load for long: two disks, raw and qcow2, that are written and verified, four vCPUs, perf in the
+//! guest and recordings by the host, all at once. Nothing fails, and the VMM does not grow.
 //!
 //! `make soak SECONDS=1800`.
 
@@ -9,6 +9,7 @@ use integration::debian::{Debian, says};
 use integration::footprint::{Footprint, footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
+use integration::place::Place;
 use integration::process::Command;
 
 const LIMIT: Limit = Limit {
@@ -44,6 +45,20 @@ echo "fio-status $status"
 exit $status
 "#;
 
+/// An empty qcow2 image of 96 MiB at `path` there.
+fn put_qcow2(place: &Place, path: &str) {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    let made = std::process::Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(image.path())
+        .arg("96M")
+        .status()
+        .expect("qemu-img, of Debian's package qemu-utils");
+    assert!(made.success());
+    let bytes = std::fs::read(image.path()).unwrap();
+    place.put(path, 0o644, &bytes).unwrap();
+}
+
 #[test]
 #[ignore = "half an hour: make soak"]
 fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
@@ -73,10 +88,10 @@ fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
         output.stdout_text()
     };
     let ours = |words: &[&str]| Command::new(&perfvisor).args(words.iter().copied());
-    let disks = ["soak-1.img", "soak-2.img"].map(|name| place.scratch(name));
-    for disk in &disks {
-        run(&Command::shell(format!("truncate -s 96M '{disk}'")));
-    }
+    let [raw, qcow2] = ["soak-1.img", "soak-2.qcow2"].map(|name| place.scratch(name));
+    run(&Command::shell(format!("truncate -s 96M '{raw}'")));
+    put_qcow2(place, &qcow2);
+    let disks = [raw, format!("{qcow2},format=qcow2")];
     let command = debian
         .command("soak", 0)
         .unwrap()
