@@ -104,7 +104,7 @@ fn disks_and_networks_work_again_after_each_reboot() {
 /// A program that is counted reads the disk itself, past the page cache.
 const COUNTED: &str = r#"
 drivers
-seq 1 400000 | head -c 1048576 >/tmp/data
+seq 1 200000 | head -c 1048576 >/tmp/data
 dd if=/tmp/data of=/dev/vda bs=64k conv=fsync 2>/dev/null
 for n in 0 1 2; do
 	section stat-$n perf stat -x, -e EVENT dd if=/dev/vda of=/tmp/again iflag=direct bs=4k count=8 status=none
@@ -159,4 +159,61 @@ fn a_guest_with_breakpoints_on_rdpmc_has_its_disk() {
     }
     let counts = counted_with_a_disk(&place, "hwbp", &["--rdpmc", "hwbp"], "cycles");
     assert!(counts.iter().all(|counted| *counted > 1e6), "{counts:?}");
+}
+
+/// What nobody reads is more than the guest's and the host's buffers together.
+const CONSOLE: &str = r#"
+drivers
+until [ -c /dev/hvc0 ]; do sleep 0.1; done
+exec 3<>/dev/hvc0
+stty raw -echo <&3
+echo marker-console
+read word <&3
+section word echo "got $word"
+echo "hello from hvc0" >&3
+read word </dev/ttyS0
+seq 1 20000 >&3
+section unread echo "the guest runs on"
+echo "the last line" >&3
+read word </dev/ttyS0
+"#;
+
+/// A user at the other end of a pseudo-terminal types a line and reads one. Then nobody reads: the guest gets on,
+/// and the newest of what it wrote is there for who comes later.
+#[test]
+fn a_virtio_console_speaks_with_its_user_and_waits_for_nobody() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let guest = LinuxGuest::new("devices-console", "off")
+        .script(CONSOLE)
+        .limit(LIMIT)
+        .args(["--name", "hvc", "--virtio-console", "pty"]);
+    let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
+    assert!(
+        running.wait_for("marker-console", LIMIT),
+        "{}",
+        running.stdout_so_far()
+    );
+    let perfvisor = place.perfvisor().unwrap();
+    let status = shell(&place, &format!("'{perfvisor}' ctl hvc status"));
+    let terminal = status
+        .lines()
+        .find_map(|line| line.strip_prefix("hvc0 at pty="))
+        .unwrap_or_else(|| panic!("{status}"));
+    let said = shell(&place, &format!("echo typed >{terminal}; head -n 1 <{terminal}"));
+    assert_eq!(said.trim_end(), "hello from hvc0");
+    running.write(b"on\n").unwrap();
+    assert!(
+        running.wait_for("the guest runs on", LIMIT),
+        "{}",
+        running.stdout_so_far()
+    );
+    let rest = "while read -r line; do echo \"$line\"; case $line in 'the last line'*) break ;; esac; done";
+    let said = shell(&place, &format!("{rest} <{terminal}")).replace('\r', "");
+    running.write(b"on\n").unwrap();
+    let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
+    run.expect_success();
+    assert_eq!(run.section("word").trim(), "got typed");
+    // 108,908 bytes were written; 64 KiB wait here, and a pseudo-terminal keeps a little.
+    assert!((1000..100_000).contains(&said.len()), "{} bytes", said.len());
+    assert!(said.contains("\n20000\nthe last line"), "{said}");
 }

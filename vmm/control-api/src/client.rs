@@ -261,6 +261,7 @@ mod tests {
             pmu: "off".into(),
             guest: "none".into(),
             console: String::new(),
+            virtio_console: String::new(),
             threads: Vec::new(),
             state: VmState::Running,
             parked: 0,

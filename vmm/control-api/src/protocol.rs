@@ -226,6 +226,9 @@ pub struct VmInfo {
     /// Where its first serial port is, such as `tty` or `pty=/dev/pts/3`; empty from a VM that does not say.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub console: String,
+    /// Where its virtio console is, in the same words; empty without one.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub virtio_console: String,
     /// Threads that run the vCPUs there are, in their order; empty from a VM that does not say.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<u32>,

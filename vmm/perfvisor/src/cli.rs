@@ -189,6 +189,9 @@ pub struct RunArgs {
     /// input), socket=PATH (clients, one at a time), pty (a new one), none.
     #[arg(long, value_name = "WHERE", default_value = "tty")]
     pub console: ConsoleTarget,
+    /// Give the guest a virtio console (hvc0) too, and where it goes: the places of --console.
+    #[arg(long, value_name = "WHERE")]
+    pub virtio_console: Option<ConsoleTarget>,
     /// Number of vCPUs, 1 to 64; N,max=M for more that `perfvisor ctl NAME vcpus` can add later.
     #[arg(long, value_name = "N[,max=M]", default_value = "1")]
     pub cpus: VcpuNumbers,

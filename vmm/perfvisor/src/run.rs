@@ -4,6 +4,7 @@
     reason = "asks the kernel for the process's CPU time, sets malloc's parameters"
 )]
 
+mod consoles;
 pub(crate) mod machine;
 
 use std::fs::File;
@@ -14,10 +15,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use consoles::{Consoles, ConsolesError};
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use perf_core::ConfigError;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
+use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::backing::EVENTS_OF_A_COUNTER;
 use vpmu::filter::FilterError;
@@ -33,7 +36,7 @@ use control_api::events::list::{self, ListError};
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
-use perfvisor_vmm::console::{Console, ConsoleError, ConsoleTarget, RawTerminal};
+use perfvisor_vmm::console::RawTerminal;
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
 use perfvisor_vmm::kvm::host::{self, HostError};
 use perfvisor_vmm::kvm::own_pmu::NotThisModel;
@@ -137,9 +140,9 @@ pub enum RunError {
     /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] ListenError),
-    /// The guest's serial port cannot go there.
-    #[error("--console")]
-    Console(#[source] ConsoleError),
+    /// A console of the guest's cannot be where it is to be.
+    #[error(transparent)]
+    Console(#[from] ConsolesError),
     /// The VM cannot be controlled by that name.
     #[error(transparent)]
     Name(#[from] PlaceError),
@@ -201,7 +204,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     let descriptors = privileges::raise_descriptor_limit();
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
-    let stop_signals = StopSignals::block().map_err(|e| RunError::Start("the signals that end it", e))?;
+    let stop_signals =
+        StopSignals::block_with_window().map_err(|e| RunError::Start("the signals that end it", e))?;
     kick::install_handlers().map_err(|e| RunError::Start("sigaction failed", e))?;
     ignore_sigio().map_err(|e| RunError::Start("sigaction failed", e))?;
 
@@ -215,15 +219,11 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
-    let console = Console::open(&args.console).map_err(RunError::Console)?;
-    let mut vm = Vm::new(
-        &kvm,
-        &config,
-        devices::wanted(args, &name)?,
-        &probe,
-        console.writer(),
-    )?;
-    say_place(&args.console, &console);
+    let (consoles, virtio_console) = Consoles::open(args)?;
+    let mut devices = devices::wanted(args, &name)?;
+    // Last: the others stay where guests know them.
+    devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
+    let mut vm = Vm::new(&kvm, &config, devices, &probe, consoles.serial().writer())?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || {
         log::info!(
@@ -232,7 +232,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
             start.before_main.as_secs_f64() * 1e3
         );
     }));
-    let terminal = if console.is_terminal() {
+    let terminal = if consoles.has_terminal() {
         RawTerminal::enter().map_err(|e| RunError::Start("the terminal cannot be made raw", e))?
     } else {
         None
@@ -243,7 +243,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     }
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let controlled = Arc::new(controlled(name, pmu_name, args, &console, &running));
+    let controlled = Arc::new(controlled(name, pmu_name, args, &consoles, &running));
     let mut servers: Vec<Subscriber> = Vec::new();
     if let Some(socket) = socket {
         servers.push(Arc::new(Mutex::new(ControlServer::new(
@@ -259,18 +259,21 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     }
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
+    let resized = stop_signals
+        .resized()
+        .map_err(|e| RunError::Start("dup failed", e))?;
     let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus)
         .map_err(|e| RunError::Start("timerfd_create failed", e))?;
     if let Some(starting) = starting {
         starting.runs().map_err(RunError::Daemon)?;
     }
     background::tell_ready();
-    let served = serve(&running, restarter, stopping, &console, servers);
+    let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     background::tell_stopping();
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
-    console.stop();
+    consoles.stop();
     running.stop_and_join();
-    let lost = console.finish(CONSOLE_DRAIN);
+    let lost = consoles.finish(CONSOLE_DRAIN);
     drop(terminal);
     if lost > 0 {
         log::warn!("{lost} bytes of guest output were not written");
@@ -337,7 +340,7 @@ fn controlled(
     name: String,
     pmu_name: String,
     args: &RunArgs,
-    console: &Console,
+    consoles: &Consoles,
     running: &RunningVm,
 ) -> Controlled {
     let loaded = running.loaded();
@@ -348,7 +351,8 @@ fn controlled(
             Some(path) => path.display().to_string(),
             None => "built-in guest".into(),
         },
-        console: console.place().to_owned(),
+        console: consoles.serial().place().to_owned(),
+        virtio_console: consoles.virtio_place().unwrap_or_default().to_owned(),
         started: Instant::now(),
         control: running.control().clone(),
         pmu: running.pmu().cloned(),
@@ -357,13 +361,6 @@ fn controlled(
         bus: running.bus().clone(),
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelKind::Multiboot,
-    }
-}
-
-/// Says where a console is that the user could not know.
-fn say_place(target: &ConsoleTarget, console: &Console) {
-    if *target == ConsoleTarget::Pty {
-        crate::commands::say(&format!("perfvisor: the console is {}\n", console.place()));
     }
 }
 
@@ -415,14 +412,15 @@ fn serve(
     running: &RunningVm,
     restarter: Option<Restarter>,
     stopping: Stopping,
-    console: &Console,
+    consoles: &Consoles,
+    resized: EventFd,
     servers: Vec<Subscriber>,
 ) -> Result<(), event_manager::Error> {
     let quit = EventFd::new(EFD_NONBLOCK).map_err(io_error)?;
     let mut manager: EventManager<Subscriber> = EventManager::new()?;
     let serial = running.bus().serial().clone();
-    if let Some(input) = console.subscriber(serial, quit.try_clone().map_err(io_error)?) {
-        manager.add_subscriber(input);
+    for part in consoles.subscribers(serial, resized, &quit).map_err(io_error)? {
+        manager.add_subscriber(part);
     }
     let mux = running.pmu().map_or(MuxPolicy::default(), |pmu| pmu.mux());
     let housekeeping = Arc::new(Mutex::new(Housekeeping {

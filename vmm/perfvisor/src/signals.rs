@@ -1,5 +1,5 @@
 //! SIGTERM, SIGINT and SIGHUP as a descriptor, so that they end the VM in order and not the process in the
-//! middle.
+//! middle; SIGWINCH as another.
 //!
 //! A thread waits for them, and not a signalfd: the kernel wakes whoever waits for a signalfd at every signal
 //! of the process, in its set or not, and the vCPUs are kicked by signals a thousand times a second.
@@ -23,6 +23,7 @@ const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHU
 pub struct StopSignals {
     came: EventFd,
     last: Arc<AtomicI32>,
+    resized: EventFd,
 }
 
 impl StopSignals {
@@ -32,12 +33,25 @@ impl StopSignals {
     /// # Errors
     /// The system call's error.
     pub fn block() -> io::Result<Self> {
+        Self::block_all(&STOP_SIGNALS)
+    }
+
+    /// The same with SIGWINCH, which [`StopSignals::resized`] tells of then.
+    ///
+    /// # Errors
+    /// The system call's error.
+    pub fn block_with_window() -> io::Result<Self> {
+        let [a, b, c] = STOP_SIGNALS;
+        Self::block_all(&[a, b, c, libc::SIGWINCH])
+    }
+
+    fn block_all(signals: &[libc::c_int]) -> io::Result<Self> {
         let mut set = MaybeUninit::<libc::sigset_t>::uninit();
         // SAFETY: sigemptyset initialises the set it is given; the later calls get that initialised set.
         let set = unsafe {
             libc::sigemptyset(set.as_mut_ptr());
-            for signal in STOP_SIGNALS {
-                libc::sigaddset(set.as_mut_ptr(), signal);
+            for signal in signals {
+                libc::sigaddset(set.as_mut_ptr(), *signal);
             }
             let error = libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
             if error != 0 {
@@ -46,19 +60,32 @@ impl StopSignals {
             set.assume_init()
         };
         let came = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let resized = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let last = Arc::new(AtomicI32::new(0));
-        let (tell, store) = (came.try_clone()?, last.clone());
+        let (tell, store, tell_size) = (came.try_clone()?, last.clone(), resized.try_clone()?);
         thread::Builder::new().name("signals".into()).spawn(move || {
             privileges::keep_no_capability();
             let mut signal = 0;
             // SAFETY: both point to valid values of this thread for the length of the call.
             while unsafe { libc::sigwait(&set, &mut signal) } == 0 {
+                // A counter that is full says what these writes would.
+                if signal == libc::SIGWINCH {
+                    let _ = tell_size.write(1);
+                    continue;
+                }
                 store.store(signal, Ordering::SeqCst);
-                // A counter that is full says what this write would.
                 let _ = tell.write(1);
             }
         })?;
-        Ok(Self { came, last })
+        Ok(Self { came, last, resized })
+    }
+
+    /// A descriptor that is readable when the terminal's window has got another size.
+    ///
+    /// # Errors
+    /// The host has no descriptor left.
+    pub fn resized(&self) -> io::Result<EventFd> {
+        self.resized.try_clone()
     }
 
     /// The number of the last signal that came, if one did since the last call.

@@ -1,4 +1,4 @@
-//! `run --console`: the built-in guest's output reaches each place, and the operator can find it.
+//! `run --console` and `--virtio-console`: the built-in guest's output reaches each place, and the operator can find it.
 #![allow(missing_docs, reason = "a test program")]
 
 mod common;
@@ -24,6 +24,10 @@ struct Vm {
 impl Vm {
     /// A VM that spins, with its console at `place`; `None` where there is no KVM.
     fn start(dir: TempDir, place: &str) -> Option<Self> {
+        Self::start_with(dir, place, &[])
+    }
+
+    fn start_with(dir: TempDir, place: &str, more: &[&str]) -> Option<Self> {
         if !Path::new("/dev/kvm").exists() {
             skip::skipped("no /dev/kvm here", false);
             return None;
@@ -31,6 +35,7 @@ impl Vm {
         let child = Command::new(PROGRAM)
             .args(["run", "--name", "c", "--memory", "32M", "--cmdline", "loop"])
             .args(["--console", place])
+            .args(more)
             .env("XDG_RUNTIME_DIR", dir.path())
             .env_remove("RUST_LOG")
             .stdin(Stdio::null())
@@ -150,4 +155,38 @@ fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
         assert_eq!((out.status.code(), line.lines().count()), (Some(2), 1), "{line}");
         assert!(line.contains("--console"), "{line}");
     }
+}
+
+/// Two consoles never share one place, and mistakes in the virtio console's are told like those in the other's.
+#[test]
+fn a_virtio_console_has_a_place_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let both = format!("socket={}", dir.path().join("both").display());
+    for (args, says) in [
+        (&["--virtio-console", "tty"][..], "--console none"),
+        (&["--console", &both, "--virtio-console", &both], "there already"),
+        (&["--virtio-console", "file=/nonexistent/log"], "--virtio-console"),
+        (&["--virtio-console", "screen"], "--virtio-console"),
+    ] {
+        let out = Command::new(PROGRAM).arg("run").args(args).output().unwrap();
+        let line = String::from_utf8_lossy(&out.stderr);
+        assert_eq!((out.status.code(), line.lines().count()), (Some(2), 1), "{line}");
+        assert!(line.contains(says), "{line}");
+    }
+}
+
+#[test]
+fn the_status_says_where_the_virtio_console_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let place = format!("file={}", path.display());
+    let Some(vm) = Vm::start_with(dir, "none", &["--virtio-console", &place]) else {
+        return;
+    };
+    eventually("the VM can be controlled", || {
+        vm.say(&["ctl", "c", "status"])
+            .contains(&format!("hvc0 at {place}"))
+    });
+    assert!(vm.say(&["ps"]).contains(&format!("none,hvc0:{place}")));
+    assert_eq!(vm.stop(), "");
 }

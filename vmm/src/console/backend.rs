@@ -9,11 +9,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use event_manager::MutEventSubscriber;
+use virtio_devices::console::port::WindowSize;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::poll::wait_for_room;
 use super::pty::Pty;
 use super::stream::{Backlog, Listener, StreamConsole};
+use super::terminal;
 use super::{ConsoleInput, ConsoleOutput, ConsoleTarget, GuestInput};
 
 /// Why there is no console.
@@ -113,13 +115,27 @@ impl Console {
         matches!(self.kind, Kind::Terminal(_))
     }
 
-    /// A writer for a device.
+    /// A writer for a device whose vCPU waits for standard output and files as long as that takes.
     pub fn writer(&self) -> Box<dyn Write + Send> {
         match &self.kind {
             Kind::Terminal(output) | Kind::File(output) => output.writer(),
             Kind::Stream(backlog, _) => backlog.writer(),
             Kind::None => Box::new(io::sink()),
         }
+    }
+
+    /// A writer for a device whose guest spins until its output is taken: see
+    /// [`ConsoleOutput::impatient_writer`].
+    pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
+        match &self.kind {
+            Kind::Terminal(output) | Kind::File(output) => output.impatient_writer(),
+            Kind::Stream(..) | Kind::None => self.writer(),
+        }
+    }
+
+    /// The size of the window it is shown in, where there is one.
+    pub fn window_size(&self) -> Option<WindowSize> {
+        self.is_terminal().then(terminal::window_size).flatten()
     }
 
     /// What the main loop has to serve so that `guest` gets input, and clients get output. `quit` is written

@@ -1,4 +1,5 @@
-//! The guest's console: where the output of its serial port goes, and where its input comes from.
+//! The guest's consoles: where the output of its serial port and of its virtio console goes, and where their
+//! input comes from.
 //!
 //! | module | story |
 //! |---|---|
@@ -10,7 +11,8 @@
 //! | `terminal` | raw mode of the operator's terminal, and its end on every way out |
 //!
 //! Only standard output and files can make a vCPU wait, when they are slower than the guest and the buffer is
-//! full. A client never can: what it does not take in time is lost, the oldest first.
+//! full: one that writes to the serial port as long as it takes, one that writes to the virtio console for a
+//! tenth of a second. A client never can: what it does not take in time is lost, the oldest first.
 
 pub mod backend;
 mod input;
@@ -22,13 +24,14 @@ pub mod stream;
 pub mod target;
 mod terminal;
 
+use virtio_devices::console::port::Port;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use backend::{Console, ConsoleError};
 pub use input::{ConsoleInput, Escape, Key};
 pub use output::ConsoleOutput;
 pub use target::{ConsoleTarget, TargetError};
-pub use terminal::{RawTerminal, restore_terminal};
+pub use terminal::{RawTerminal, restore_terminal, window_size};
 
 /// Bytes read ahead of the guest.
 const INPUT_BUFFER_BYTES: usize = 4096;
@@ -40,6 +43,17 @@ pub trait GuestInput: Send + Sync {
 
     /// Written when there is room again for what [`GuestInput::send`] did not take.
     fn room(&self) -> &EventFd;
+}
+
+/// The virtio console.
+impl GuestInput for Port {
+    fn send(&self, bytes: &[u8]) -> usize {
+        Port::send(self, bytes)
+    }
+
+    fn room(&self) -> &EventFd {
+        Port::room(self)
+    }
 }
 
 #[cfg(test)]

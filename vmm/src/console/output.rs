@@ -14,6 +14,8 @@ use crate::privileges;
 
 /// Bytes the guest may be ahead of standard output.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
+/// How long a guest that spins until its output is taken may wait for a sink that takes nothing.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
 struct OutputState {
@@ -25,6 +27,8 @@ struct OutputState {
     /// The last sender is gone or standard output is closed: the thread ends.
     closed: bool,
     dropped_bytes: u64,
+    /// A writer that does not wait for long has waited for nothing: the thread has taken no bytes since.
+    stalled: bool,
 }
 
 #[derive(Default)]
@@ -63,10 +67,20 @@ impl ConsoleOutput {
         Ok(ConsoleOutput { shared })
     }
 
-    /// A writer for a device.
+    /// A writer for a device. It waits for room.
     pub fn writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
+            patience: None,
+        })
+    }
+
+    /// A writer that waits for room for [`PATIENCE`] at most. After that it drops what does not fit and does not
+    /// wait again before the sink has taken something.
+    pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
+        Box::new(ConsoleWriter {
+            shared: Arc::clone(&self.shared),
+            patience: Some(PATIENCE),
         })
     }
 
@@ -115,6 +129,7 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
         chunk.clear();
         chunk.extend(state.buffer.drain(..));
         state.writing = true;
+        state.stalled = false;
         shared.changed.notify_all();
         drop(state);
         let result = sink.write_all(&chunk).and_then(|()| sink.flush());
@@ -131,19 +146,39 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
 
 struct ConsoleWriter {
     shared: Arc<Output>,
+    /// How long it waits for room; without it as long as it takes.
+    patience: Option<Duration>,
+}
+
+impl ConsoleWriter {
+    /// Waits until there is room, or nobody waits any more.
+    fn wait_for_room<'a>(&self, mut state: MutexGuard<'a, OutputState>) -> MutexGuard<'a, OutputState> {
+        let end = self.patience.map(|patience| Instant::now() + patience);
+        while state.buffer.len() >= OUTPUT_BUFFER_BYTES && !state.stopped && !state.closed {
+            let changed = &self.shared.changed;
+            let Some(end) = end else {
+                state = changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = end.saturating_duration_since(Instant::now());
+            if state.stalled || left.is_zero() {
+                state.stalled = true;
+                break;
+            }
+            state = changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        state
+    }
 }
 
 impl Write for ConsoleWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut state = self.shared.lock();
         for byte in bytes {
-            while state.buffer.len() >= OUTPUT_BUFFER_BYTES && !state.stopped && !state.closed {
-                state = self
-                    .shared
-                    .changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
-            }
+            state = self.wait_for_room(state);
             if state.closed || state.buffer.len() >= OUTPUT_BUFFER_BYTES {
                 state.dropped_bytes += 1;
                 continue;
@@ -193,6 +228,30 @@ mod tests {
         assert_eq!(vcpu.join().unwrap(), 1_000_000);
         assert!(output.finish(Duration::from_millis(10)) > 0);
         drop(reader);
+    }
+
+    /// A guest that spins until its output is taken: a reader that reads nothing costs it one wait, not one for
+    /// each byte, and what there is room for still arrives when the reader goes on.
+    #[test]
+    fn an_impatient_writer_waits_once_for_a_reader_that_reads_nothing() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let output = ConsoleOutput::on(writer).unwrap();
+        let mut device = output.impatient_writer();
+        let waited = || output.shared.lock().stalled;
+        while !waited() {
+            device.write_all(&[b'x'; 4096]).unwrap();
+        }
+        // A wait for each of these bytes would take a day.
+        let before = output.shared.lock().dropped_bytes;
+        device.write_all(&[b'y'; 1_000_000]).unwrap();
+        assert!(output.shared.lock().dropped_bytes >= before + 1_000_000);
+        let mut bytes = [0; 4096];
+        while waited() {
+            io::Read::read(&mut reader, &mut bytes).unwrap();
+        }
+        let before = output.shared.lock().dropped_bytes;
+        device.write_all(b"z").unwrap();
+        assert_eq!(output.shared.lock().dropped_bytes, before);
     }
 
     #[test]

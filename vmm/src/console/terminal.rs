@@ -5,6 +5,8 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Once, OnceLock};
 
+use virtio_devices::console::port::WindowSize;
+
 /// The terminal's settings to go back to, set once in the process's life.
 static SAVED: OnceLock<libc::termios> = OnceLock::new();
 /// The terminal is raw now.
@@ -62,6 +64,18 @@ impl RawTerminal {
         }
         Ok(Some(RawTerminal(())))
     }
+}
+
+/// The size of the window on standard output, if that is a terminal.
+pub fn window_size() -> Option<WindowSize> {
+    // SAFETY: winsize is a plain C struct for which all zeroes is a valid value.
+    let mut size: libc::winsize = unsafe { std::mem::zeroed() };
+    // SAFETY: TIOCGWINSZ writes one winsize (ioctl_tty(2)); `size` is one, valid for the length of the call.
+    let result = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &mut size) };
+    (result == 0).then_some(WindowSize {
+        columns: size.ws_col,
+        rows: size.ws_row,
+    })
 }
 
 impl Drop for RawTerminal {

@@ -58,6 +58,8 @@ pub struct Controlled {
     pub guest: String,
     /// Where its first serial port is.
     pub console: String,
+    /// Where its virtio console is; empty without one.
+    pub virtio_console: String,
     /// When it was started.
     pub started: Instant,
     /// Run state and end.
@@ -89,6 +91,7 @@ impl Controlled {
             pmu: self.pmu_name.clone(),
             guest: self.guest.clone(),
             console: self.console.clone(),
+            virtio_console: self.virtio_console.clone(),
             state: match self.control.state() {
                 RunState::Resetting if self.control.is_to_pause() => VmState::Paused,
                 RunState::Running | RunState::Resetting => VmState::Running,

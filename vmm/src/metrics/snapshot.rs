@@ -478,6 +478,7 @@ mod tests {
                 pmu: "amd".into(),
                 guest: "a \"b\\c\"\nd".into(),
                 console: "tty".into(),
+                virtio_console: String::new(),
                 threads: Vec::new(),
                 state: VmState::Paused,
                 parked: 1,

@@ -3,6 +3,7 @@
 //! | module | story |
 //! |---|---|
 //! | [`device`] | what every device offers to its transport, and what it gets when its driver is ready |
+//! | [`console`] | a console: Linux's hvc0 |
 //! | [`disk`] | a disk: an image file or a block device |
 //! | [`net`] | a network device on a tap device |
 //! | [`vsock`] | sockets between the guest and programs of the host |
@@ -31,6 +32,7 @@
 // A library prints nothing: what there is to say goes to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod console;
 pub mod device;
 pub mod disk;
 pub mod net;

@@ -55,6 +55,20 @@ const LONGEST_ROUND: Duration = Duration::from_millis(50);
 pub fn serve_queue(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
+    serve: impl FnMut(Chain<'_>) -> u32,
+) -> Result<(), QueueError> {
+    serve_queue_while(active, memory, || true, serve)
+}
+
+/// As [`serve_queue`], as long as the device has a use for chains: `wants` is asked before each. Those it has no
+/// use for stay in the queue. The driver's kicks may be off afterwards, until the next call.
+///
+/// # Errors
+/// [`QueueError`]; the driver knows of all chains that were served before.
+pub fn serve_queue_while(
+    active: &mut ActiveQueue,
+    memory: &GuestMemoryMmap,
+    wants: impl Fn() -> bool,
     mut serve: impl FnMut(Chain<'_>) -> u32,
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
@@ -62,7 +76,9 @@ pub fn serve_queue(
     let end = Instant::now() + LONGEST_ROUND;
     let outcome = loop {
         active.queue.disable_notification(memory)?;
-        match serve_round(active, memory, &mut left, end, &mut serve) {
+        match serve_round(active, memory, &mut left, end, &wants, &mut serve) {
+            // It comes back when it has a use for more.
+            Ok(()) if !wants() => break Ok(()),
             Ok(()) if left == 0 || Instant::now() >= end => {
                 // A full counter is a kick too.
                 let _ = active.kick.write(1);
@@ -87,10 +103,12 @@ fn serve_round(
     memory: &GuestMemoryMmap,
     left: &mut u16,
     end: Instant,
+    wants: &impl Fn() -> bool,
     serve: &mut impl FnMut(Chain<'_>) -> u32,
 ) -> Result<(), QueueError> {
     let size = active.queue.size();
     while *left > 0
+        && wants()
         && let Some(chain) = active.queue.iter(memory)?.next()
     {
         let head = chain.head_index();
@@ -182,7 +200,12 @@ pub(crate) mod testing {
         }
 
         pub(crate) fn new(memory: &'m GuestMemoryMmap, size: u16) -> Self {
-            let mock = MockSplitQueue::create(memory, GuestAddress(0x1000), size);
+            Self::at(memory, size, 0x1000)
+        }
+
+        /// With its rings from address `start` on.
+        pub(crate) fn at(memory: &'m GuestMemoryMmap, size: u16, start: u64) -> Self {
+            let mock = MockSplitQueue::create(memory, GuestAddress(start), size);
             let queue: Queue = mock.create_queue().unwrap();
             let vector = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
             let active = ActiveQueue {

@@ -249,6 +249,9 @@ fn say_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
     if !matches!(info.console.as_str(), "" | "tty") {
         print(&format!("ttyS0 at {}\n", info.console))?;
     }
+    if !info.virtio_console.is_empty() {
+        print(&format!("hvc0 at {}\n", info.virtio_console))?;
+    }
     Ok(DONE)
 }
 

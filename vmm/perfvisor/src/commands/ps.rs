@@ -63,7 +63,7 @@ fn table(vms: &[VmInfo]) -> String {
             vm.state.to_string(),
             uptime(vm.uptime_ms / 1000),
             vm.pmu.clone(),
-            vm.console.clone(),
+            consoles(vm),
             vm.guest.clone(),
         ]
     }));
@@ -78,6 +78,14 @@ fn table(vms: &[VmInfo]) -> String {
         let _ = writeln!(out, "{}", line.trim_end());
     }
     out
+}
+
+/// Where the consoles are.
+fn consoles(vm: &VmInfo) -> String {
+    match vm.virtio_console.as_str() {
+        "" => vm.console.clone(),
+        virtio => format!("{},hvc0:{virtio}", vm.console),
+    }
 }
 
 /// The threads of the vCPUs, in the order of these: each number, or the first and the last of those in a row.

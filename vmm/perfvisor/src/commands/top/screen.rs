@@ -476,6 +476,7 @@ mod tests {
                 pmu: "amd".into(),
                 guest: String::new(),
                 console: String::new(),
+                virtio_console: String::new(),
                 threads: Vec::new(),
                 state: VmState::Running,
                 parked: 0,

@@ -1,0 +1,171 @@
+//! A console (virtio 1.2, 5.3): one port, two queues. Linux calls it `hvc0`.
+//!
+//! | module | story |
+//! |---|---|
+//! | this one | the device, and its thread |
+//! | [`port`] | input for the guest, the size of the window |
+//! | [`queues`] | the driver's two queues |
+//!
+//! Linux spins with a lock held until the device has taken what it writes, so the writer of the output must
+//! not make it wait for long: see the machine's console for what happens to output that nobody reads.
+
+pub mod port;
+pub mod queues;
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use perf_core::error_line;
+use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::epoll::EventSet;
+
+use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::serve::tell_of_driver;
+use crate::worker::Worker;
+use port::{Port, WindowSize};
+use queues::Queues;
+
+/// Feature bit: the configuration has the window's size (virtio 1.2, 5.3.3).
+const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
+/// Entries of each queue: the driver's input, then its output.
+const QUEUE_SIZES: [u16; 2] = [64, 64];
+
+/// Where the output goes, from one start of the driver to the next.
+type Output = Arc<Mutex<Box<dyn Write + Send>>>;
+
+/// The device.
+pub struct Console {
+    output: Output,
+    port: Arc<Port>,
+    has_size: bool,
+    worker: Option<Worker>,
+}
+
+impl Console {
+    /// A console whose output goes to `output`; `size` is that of the window it is shown in, where there is
+    /// one.
+    ///
+    /// # Errors
+    /// The host has no descriptor left.
+    pub fn new(output: Box<dyn Write + Send>, size: Option<WindowSize>) -> io::Result<Self> {
+        // A terminal of no size does not say what it has.
+        let size = size.filter(|size| size.columns != 0 && size.rows != 0);
+        Ok(Self {
+            output: Arc::new(Mutex::new(output)),
+            port: Arc::new(Port::new(size)?),
+            has_size: size.is_some(),
+            worker: None,
+        })
+    }
+
+    /// What takes its input.
+    pub fn port(&self) -> &Arc<Port> {
+        &self.port
+    }
+}
+
+impl VirtioDevice for Console {
+    fn id(&self) -> u32 {
+        VIRTIO_ID_CONSOLE
+    }
+
+    fn name(&self) -> &str {
+        "hvc0"
+    }
+
+    fn features(&self) -> u64 {
+        u64::from(self.has_size) << VIRTIO_CONSOLE_F_SIZE
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.port.config(), offset, data);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let queues = <[_; 2]>::try_from(activation.queues)
+            .map_err(|_| ActivateError::Driver("another number of queues"))?;
+        let [Some(input), Some(output)] = queues else {
+            return Err(ActivateError::Driver("a console without one of its queues"));
+        };
+        let server = Server {
+            queues: Queues { input, output },
+            sink: self.output.clone(),
+            port: self.port.clone(),
+            memory: activation.memory,
+            broken: false,
+        };
+        self.port.tells_changes_by(Some(activation.config_change));
+        let started = Worker::spawn(self.name(), server);
+        self.worker = Some(started.map_err(|source| ActivateError::Host {
+            what: "starting a thread",
+            source,
+        })?);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.port.tells_changes_by(None);
+        self.worker = None;
+    }
+}
+
+/// What runs on the device's thread.
+struct Server {
+    queues: Queues,
+    sink: Output,
+    port: Arc<Port>,
+    memory: GuestMemoryMmap,
+    broken: bool,
+}
+
+impl Server {
+    fn fds(&self) -> [Events; 3] {
+        let readable = |fd| Events::new(fd, EventSet::IN);
+        [
+            readable(&*self.queues.input.kick),
+            readable(&*self.queues.output.kick),
+            readable(self.port.came()),
+        ]
+    }
+}
+
+impl MutEventSubscriber for Server {
+    fn process(&mut self, _: Events, _: &mut EventOps) {
+        for fd in [
+            &*self.queues.input.kick,
+            &*self.queues.output.kick,
+            self.port.came(),
+        ] {
+            let _ = fd.read();
+        }
+        if self.broken {
+            return;
+        }
+        let mut sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
+        let served = self.queues.serve_output(&self.memory, &mut **sink);
+        let served = served.and_then(|()| self.queues.serve_input(&self.memory, &self.port));
+        if let Err(error) = served {
+            tell_of_driver("hvc0", "it stops until it is reset", &error);
+            self.broken = true;
+        }
+    }
+
+    fn init(&mut self, ops: &mut EventOps) {
+        for events in self.fds() {
+            if let Err(error) = ops.add(events) {
+                log::error!("hvc0 hears no kicks: {}", error_line(&error));
+            }
+        }
+        // What came before the driver did.
+        let _ = self.port.came().write(1);
+    }
+}
+
+#[cfg(test)]
+mod tests;

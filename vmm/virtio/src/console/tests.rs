@@ -1,0 +1,273 @@
+use std::sync::atomic::AtomicU8;
+
+use proptest::prelude::*;
+use virtio_queue::QueueT;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::port::INPUT_BYTES;
+use super::queues::{MOST_BYTES, take};
+use super::*;
+use crate::device::{ActiveQueue, ConfigChange, Interrupt};
+use crate::serve::testing::{BUFFERS, Driver, memory};
+use crate::serve::{serve_queue, serve_queue_while};
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+
+/// A sink whose contents a test can look at.
+#[derive(Clone, Default)]
+struct Sink(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a chain of the driver's leads to at the sink.
+fn written(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> Vec<u8> {
+    let mut driver = Driver::new(memory, 64);
+    driver.write(0, chain);
+    driver.offer(0);
+    let mut out = Vec::new();
+    serve_queue(&mut driver.active, memory, |chain| {
+        take(&mut out, memory, chain);
+        0
+    })
+    .unwrap();
+    assert_eq!(
+        driver.used(),
+        [(0, 0)],
+        "each chain comes back, with nothing written"
+    );
+    out
+}
+
+#[test]
+fn what_the_guest_writes_arrives_in_order() {
+    let memory = memory();
+    let text: Vec<u8> = (0..9000u32).map(|i| i as u8).collect();
+    memory.write_slice(&text, GuestAddress(BUFFERS)).unwrap();
+    let chain = [
+        Descriptor::new(BUFFERS, 5000, NEXT, 1),
+        Descriptor::new(BUFFERS + 5000, 4000, 0, 0),
+    ];
+    assert!(written(&memory, &chain) == text);
+}
+
+#[test]
+fn hostile_chains_give_at_most_the_bound_and_what_is_memory() {
+    let memory = memory();
+    // A loop; a buffer as long as it can be; one outside of RAM behind one inside; one to be written.
+    assert_eq!(
+        written(&memory, &[Descriptor::new(BUFFERS, 4096, NEXT, 0)]).len(),
+        MOST_BYTES
+    );
+    assert_eq!(
+        written(&memory, &[Descriptor::new(0, u32::MAX, 0, 0)]).len(),
+        MOST_BYTES
+    );
+    let outside = [
+        Descriptor::new(BUFFERS, 10, NEXT, 1),
+        Descriptor::new(u64::MAX - 8, 100, 0, 0),
+    ];
+    assert_eq!(written(&memory, &outside).len(), 10);
+    assert!(written(&memory, &[Descriptor::new(BUFFERS, 100, WRITE, 0)]).is_empty());
+    assert!(written(&memory, &[Descriptor::new(BUFFERS, 0, 0, 0)]).is_empty());
+}
+
+fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (Queues, Driver<'m>, Driver<'m>) {
+    let output = Driver::at(memory, 16, 0x8000);
+    let copy = |driver: &Driver<'_>| ActiveQueue {
+        queue: driver.mock.create_queue().unwrap(),
+        kick: driver.active.kick.clone(),
+        interrupt: Interrupt::new(Some(driver.vector.clone())),
+    };
+    let queues = Queues {
+        input: copy(&input),
+        output: copy(&output),
+    };
+    (queues, input, output)
+}
+
+/// Input waits for buffers, fills them as far as it goes, and leaves the others to the driver.
+#[test]
+fn input_takes_the_buffers_that_it_needs() {
+    let memory = memory();
+    let port = Port::new(None).unwrap();
+    let driver = Driver::new(&memory, 16);
+    assert_eq!(port.send(b"hello"), 5);
+    for (head, at) in [(0, BUFFERS), (2, BUFFERS + 64), (3, BUFFERS + 128)] {
+        driver.write(head, &[Descriptor::new(at, 4, WRITE, 0)]);
+    }
+    let (mut queues, mut driver, _output) = queues(&memory, driver);
+    queues.serve_input(&memory, &port).unwrap();
+    assert!(port.has_input(), "there is no buffer yet");
+    for head in [0, 2, 3] {
+        driver.offer(head);
+    }
+    queues.serve_input(&memory, &port).unwrap();
+    assert_eq!(driver.used(), [(0, 4), (2, 1)]);
+    assert_eq!(
+        memory.read_obj::<[u8; 4]>(GuestAddress(BUFFERS)).unwrap(),
+        *b"hell"
+    );
+    assert_eq!(memory.read_obj::<u8>(GuestAddress(BUFFERS + 64)).unwrap(), b'o');
+    assert_eq!(driver.vector.read().unwrap(), 1);
+    // The third buffer is there for what comes next.
+    port.send(b"!");
+    queues.serve_input(&memory, &port).unwrap();
+    assert_eq!(driver.used().last(), Some(&(3, 1)));
+}
+
+/// A buffer that is no memory costs its chain, not the input.
+#[test]
+fn input_outlives_buffers_that_cannot_be_written() {
+    let memory = memory();
+    let port = Port::new(None).unwrap();
+    let driver = Driver::new(&memory, 16);
+    driver.write(0, &[Descriptor::new(u64::MAX - 8, 100, WRITE, 0)]);
+    driver.write(1, &[Descriptor::new(BUFFERS, 100, 0, 0)]);
+    driver.write(2, &[Descriptor::new(BUFFERS, 100, WRITE, 0)]);
+    let (mut queues, mut driver, _output) = queues(&memory, driver);
+    port.send(b"x");
+    for head in 0..3 {
+        driver.offer(head);
+    }
+    queues.serve_input(&memory, &port).unwrap();
+    assert_eq!(driver.used(), [(0, 0), (1, 0), (2, 1)]);
+}
+
+/// A guest that reads nothing: what waits stays bounded, and who sends is told when there is room.
+#[test]
+fn input_is_bounded_and_room_is_told_of_once() {
+    let memory = memory();
+    let port = Port::new(None).unwrap();
+    assert_eq!(port.send(&[b'x'; 10_000]), INPUT_BYTES);
+    assert_eq!(port.send(b"y"), 0);
+    assert!(port.room().read().is_err());
+    let driver = Driver::new(&memory, 16);
+    driver.write(0, &[Descriptor::new(BUFFERS, 16, WRITE, 0)]);
+    let (mut queues, mut driver, _output) = queues(&memory, driver);
+    driver.offer(0);
+    queues.serve_input(&memory, &port).unwrap();
+    assert_eq!(port.room().read().unwrap(), 1);
+    assert_eq!(port.send(&[b'z'; 100]), 16);
+}
+
+#[test]
+fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
+    let new = |size| Console::new(Box::new(io::sink()), size).unwrap();
+    let size = |columns, rows| WindowSize { columns, rows };
+    for unknown in [None, Some(size(0, 0)), Some(size(80, 0))] {
+        let console = new(unknown);
+        console.port().resize(size(80, 25));
+        let mut data = [0xff; 8];
+        console.read_config(0, &mut data);
+        assert_eq!((console.features(), data), (0, [0; 8]));
+    }
+    let console = new(Some(size(80, 25)));
+    assert_eq!(console.features(), 1);
+    let vector = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+    let change = ConfigChange::new(Arc::new(AtomicU8::new(0)), Interrupt::new(Some(vector.clone())));
+    console.port().tells_changes_by(Some(change));
+    console.port().resize(size(80, 25));
+    assert!(vector.read().is_err(), "it is the same");
+    console.port().resize(size(132, 50));
+    assert_eq!(vector.read().unwrap(), 1);
+    let mut data = [0xff; 8];
+    console.read_config(0, &mut data);
+    assert_eq!(data, [132, 0, 50, 0, 0, 0, 0, 0]);
+}
+
+/// The whole device: both directions on its thread, and again after a reset.
+#[test]
+fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
+    let memory = memory();
+    let sink = Sink::default();
+    let mut console = Console::new(Box::new(sink.clone()), None).unwrap();
+    for round in 0..2u8 {
+        let mut input = Driver::new(&memory, 16);
+        input.write(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);
+        input.offer(0);
+        // The other queue's rings lie behind those of the first.
+        let mut output = Driver::at(&memory, 16, 0x8000);
+        memory
+            .write_slice(&[b'a' + round], GuestAddress(BUFFERS + 64))
+            .unwrap();
+        output.write(0, &[Descriptor::new(BUFFERS + 64, 1, 0, 0)]);
+        output.offer(0);
+        output.active.kick.write(1).unwrap();
+        console.port().send(&[b'0' + round]);
+        let told: Vec<_> = [&input, &output]
+            .map(|driver| {
+                let vector = Arc::new(EventFd::new(0).unwrap());
+                let active = ActiveQueue {
+                    queue: driver.mock.create_queue().unwrap(),
+                    kick: driver.active.kick.clone(),
+                    interrupt: Interrupt::new(Some(vector.clone())),
+                };
+                (vector, Some(active))
+            })
+            .into();
+        let (vectors, queues): (Vec<_>, Vec<_>) = told.into_iter().unzip();
+        console
+            .activate(Activation {
+                memory: memory.clone(),
+                features: 0,
+                queues,
+                config_change: ConfigChange::default(),
+            })
+            .unwrap();
+        for vector in vectors {
+            vector.read().unwrap();
+        }
+        assert_eq!((input.used(), output.used()), (vec![(0, 1)], vec![(0, 0)]));
+        assert_eq!(
+            memory.read_obj::<u8>(GuestAddress(BUFFERS)).unwrap(),
+            b'0' + round
+        );
+        console.reset();
+    }
+    assert_eq!(*sink.0.lock().unwrap(), *b"ab");
+}
+
+proptest! {
+    /// Whatever the rings and descriptors say, each round ends, and output stays within its bound.
+    #[test]
+    fn any_rings_end_the_round(
+        words in proptest::collection::vec(any::<u64>(), 64),
+        heads in proptest::collection::vec(0u16..8, 0..12),
+    ) {
+        let memory = memory();
+        let port = Port::new(None).unwrap();
+        port.send(&[b'i'; 100]);
+        let mut driver = Driver::new(&memory, 8);
+        for (at, word) in words.chunks(2).enumerate().take(8) {
+            let [address, rest] = [word[0] % (8 << 20), word[1]];
+            let descriptor = Descriptor::new(address, rest as u32, (rest >> 32) as u16 & 7, (rest >> 48) as u16 % 9);
+            driver.write(at as u16, &[descriptor]);
+        }
+        for head in heads {
+            driver.offer(head);
+        }
+        let mut out = Vec::new();
+        let mut served = 0;
+        let _ = serve_queue(&mut driver.active, &memory, |chain| {
+            served += 1;
+            take(&mut out, &memory, chain);
+            0
+        });
+        prop_assert!(served <= driver.active.queue.size() && out.len() <= usize::from(served) * MOST_BYTES);
+        let mut driver = Driver::new(&memory, 8);
+        driver.offer(1);
+        let _ = serve_queue_while(&mut driver.active, &memory, || port.has_input(), |chain| port.fill(&memory, chain));
+    }
+}
