@@ -109,3 +109,39 @@ fn linux_reboots_in_place_and_hears_its_power_button() {
     let interrupts = section("interrupts");
     eprintln!("boots: {boots:?}\nhost: {}\n{interrupts}", counted.stdout_text());
 }
+
+/// What a kernel notes of who loaded it, and that it has what it was handed: all memory, both vCPUs, the initrd
+/// that runs this, a PMU that counts.
+const HANDED: &str = r#"
+section loader cat /proc/sys/kernel/bootloader_type
+section cpus cat /sys/devices/system/cpu/online
+section memory grep MemTotal /proc/meminfo
+section stat perf stat -x, -e cycles spin 0.2
+"#;
+
+/// The same kernel by both of its entries: they differ in who Linux thinks has loaded it, and in nothing else.
+#[test]
+fn linux_boots_by_its_pvh_entry_too() {
+    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    // arch/x86/platform/pvh/enlighten.c: loader 0xb, version 0. Documentation/arch/x86/boot.rst: 0xff is none.
+    for (protocol, loader) in [("pvh", "176"), ("auto", "255")] {
+        let run = LinuxGuest::new(format!("machine-{protocol}"), "amd")
+            .cpus(2)
+            .script(HANDED)
+            .limit(LIMIT)
+            .args(["--boot-protocol", protocol])
+            .run(&place)
+            .unwrap_or_else(|error| panic!("{error}"));
+        run.expect_success();
+        assert_eq!(run.section("loader").trim(), loader, "{run}");
+        assert_eq!(run.section("cpus").trim(), "0-1");
+        let memory: u64 = run
+            .section("memory")
+            .split_whitespace()
+            .find_map(|word| word.parse().ok())
+            .unwrap();
+        assert!((400_000..=512 << 10).contains(&memory), "{memory} KiB");
+        let cycles = parse_stat_csv(run.section("stat")).value("cycles");
+        assert!(cycles.is_ok_and(|cycles| cycles > 0.0), "{run}");
+    }
+}

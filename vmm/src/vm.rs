@@ -16,7 +16,7 @@ use virtio_devices::transport::bus::{BusError, PciBus};
 use virtio_devices::transport::machine::Machine;
 use vpmu::{Backability, BackingPolicy, Generation, Model};
 
-use crate::boot::{self, BootError, BootRequest, KernelKind, KernelSource, Loaded, layout};
+use crate::boot::{self, BootError, BootProtocol, BootRequest, KernelKind, KernelSource, Loaded, layout};
 use crate::devices::{Bus, ports};
 use crate::kernels::running::RunningKernels;
 use crate::kernels::uncounted::Uncounted;
@@ -119,6 +119,8 @@ pub enum VmError {
 pub struct VmConfig {
     /// The kernel.
     pub kernel: KernelSource,
+    /// How the kernel is entered.
+    pub boot_protocol: BootProtocol,
     /// Its initrd.
     pub initrd: Option<PathBuf>,
     /// Its command line.
@@ -467,6 +469,7 @@ impl<'a> Plan<'a> {
     fn boot_request(&self, pci: bool) -> BootRequest<'a> {
         BootRequest {
             kernel: &self.config.kernel,
+            protocol: self.config.boot_protocol,
             initrd: self.config.initrd.as_deref(),
             cmdline: &self.config.cmdline,
             cpus: self.config.cpus,
@@ -702,12 +705,9 @@ impl<'a> Plan<'a> {
 }
 
 /// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses
-/// instructions that KVM's emulator lacks. Multiboot kernels may do without.
+/// instructions that KVM's emulator lacks. Other kernels may do without.
 fn needs_full_kvm(kind: &KernelKind) -> bool {
-    match kind {
-        KernelKind::Vmlinux | KernelKind::BzImage { .. } => true,
-        KernelKind::Multiboot => false,
-    }
+    kind.is_linux()
 }
 
 /// KVM's binary statistics of a VM or vCPU; kernels before 5.14 have none, and the events they back are not

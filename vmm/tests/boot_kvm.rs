@@ -9,11 +9,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use common::{EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, Seg};
+use common::{EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY, Seg};
 use kernel_images::rdpmc;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use kvm_ioctls::{Kvm, VcpuExit};
-use perfvisor_vmm::boot::{self, BootRequest, KernelSource, Loaded, layout};
+use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, Loaded, layout};
 use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
 use perfvisor_vmm::memory::GuestRam;
 
@@ -44,6 +44,10 @@ struct Run {
 const COUNTER: u64 = 0x10;
 
 fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
+    run_by(BootProtocol::Auto, kernel, initrd, cmdline)
+}
+
+fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
     let Ok(kvm) = Kvm::new() else {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
@@ -52,6 +56,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
     let kernel = KernelSource::File(kernel);
     let request = BootRequest {
         kernel: &kernel,
+        protocol,
         initrd,
         cmdline,
         cpus: "1".parse().unwrap(),
@@ -208,5 +213,74 @@ fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
         let initrd = run.loaded.initrd.unwrap();
         assert_eq!(initrd.end - initrd.start, 5000);
         assert!(initrd.start >= run.loaded.kernel.end);
+    }
+}
+
+/// Of 32 and of 64 bits. Such a kernel has an entry point of its own for PVH, and the header's would do something
+/// else.
+#[test]
+fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
+    let dir = tempfile::tempdir().unwrap();
+    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
+    let segment = || Seg {
+        phys: 0x10_0000,
+        bytes: PVH_CODE,
+        mem_bytes: 0x4000,
+    };
+    let note = common::note(b"Xen\0", 18, &(0x10_0000 + PVH_ENTRY).to_le_bytes());
+    let images = [
+        common::with_notes(common::elf32(EM_386, 0x10_0000, &[segment()]), &note),
+        common::with_notes(common::elf64(EM_X86_64, 0x10_0000, &[segment()]), &note),
+    ];
+    for image in images {
+        let kernel = common::file(dir.path(), "k", &image);
+        let Some(run) = run(kernel, Some(&initrd), "hello pvh") else {
+            return;
+        };
+        assert_eq!(run.loaded.kind.to_string(), "PVH image");
+        assert_eq!(run.console, "hello pvh");
+        assert_eq!(
+            run.outcome,
+            BusOutcome::Exit(0x43),
+            "the first byte of the module"
+        );
+    }
+}
+
+/// Linux has both entries: it takes its own protocol, unless PVH is asked for.
+#[test]
+fn linux_takes_the_pvh_entry_only_when_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    // Linux's entry first, PVH's behind it.
+    let mut code = LINUX_CODE.to_vec();
+    code.resize(0x100, 0x90);
+    code.extend_from_slice(PVH_CODE);
+    let segment = Seg {
+        phys: 0x100_0000,
+        bytes: &code,
+        mem_bytes: 0x4000,
+    };
+    let mut notes = common::note(b"Linux\0", 0x100, b"salt");
+    notes.extend(common::note(
+        b"Xen\0",
+        18,
+        &(0x100_0100 + u64::from(PVH_ENTRY)).to_le_bytes(),
+    ));
+    let elf = common::with_notes(common::elf64(EM_X86_64, 0x100_0000, &[segment]), &notes);
+    let initrd = common::file(dir.path(), "initrd", &[0x21; 5000]);
+    for image in [elf.clone(), common::bzimage(&elf)] {
+        let kernel = common::file(dir.path(), "k", &image);
+        for protocol in [BootProtocol::Auto, BootProtocol::Pvh] {
+            let Some(run) = run_by(protocol, kernel.clone(), Some(&initrd), "both") else {
+                return;
+            };
+            assert!(run.loaded.kind.is_linux(), "{}", run.loaded.kind);
+            let by_pvh = matches!(run.loaded.entry, boot::Entry::Protected32 { .. });
+            assert_eq!(by_pvh, protocol == BootProtocol::Pvh);
+            assert_eq!(
+                (run.console.as_str(), run.outcome),
+                ("both", BusOutcome::Exit(0x43))
+            );
+        }
     }
 }

@@ -6,7 +6,7 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use common::{EM_386, EM_X86_64, LINUX_CODE, Seg};
-use perfvisor_vmm::boot::{self, BootError, BootRequest, KernelSource, layout};
+use perfvisor_vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::numbers::VcpuNumbers;
 use proptest::prelude::*;
@@ -14,12 +14,23 @@ use proptest::prelude::*;
 const RAM_BYTES: u64 = 32 << 20;
 
 fn attempt(kernel: &Path, initrd: Option<&Path>, cmdline: &str, cpus: u8) -> Result<(), BootError> {
+    attempt_by(BootProtocol::Auto, kernel, initrd, cmdline, cpus)
+}
+
+fn attempt_by(
+    protocol: BootProtocol,
+    kernel: &Path,
+    initrd: Option<&Path>,
+    cmdline: &str,
+    cpus: u8,
+) -> Result<(), BootError> {
     let ram = GuestRam::new(RAM_BYTES).unwrap();
     let kernel = KernelSource::File(kernel.into());
     boot::load(
         &ram,
         &BootRequest {
             kernel: &kernel,
+            protocol,
             initrd,
             cmdline,
             cpus: VcpuNumbers::fixed(cpus).unwrap(),
@@ -326,4 +337,35 @@ proptest! {
             line(e);
         }
     }
+}
+
+#[test]
+fn a_pvh_entry_that_is_missing_or_outside_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = |notes: &[u8]| {
+        let segment = Seg {
+            phys: 0x10_0000,
+            bytes: common::PVH_CODE,
+            mem_bytes: 0x1000,
+        };
+        let elf = common::elf64(EM_X86_64, 0x10_0000, &[segment]);
+        common::file(dir.path(), "k", &common::with_notes(elf, notes))
+    };
+    let entry = |at: u32| common::note(b"Xen\0", 18, &at.to_le_bytes());
+    let refused = |notes: &[u8]| line(attempt_by(BootProtocol::Pvh, &image(notes), None, "", 1).unwrap_err());
+    // No note; one without its address; one whose name is another; one that is cut off.
+    for notes in [
+        vec![],
+        common::note(b"Xen\0", 18, &[]),
+        common::note(b"Xem\0", 18, &[0; 4]),
+        entry(0x10_0008)[..15].to_vec(),
+    ] {
+        let said = refused(&notes);
+        assert!(said.contains("no PVH entry"), "{said}");
+    }
+    for outside in [0, 0xF_FFFF, 0x10_1000, u32::MAX] {
+        let said = refused(&entry(outside));
+        assert!(said.contains("lies in no loaded segment"), "{said}");
+    }
+    attempt_by(BootProtocol::Pvh, &image(&entry(0x10_0008)), None, "", 1).unwrap();
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use kernel_images::rdpmc;
 use kernel_images::symbols::KernelSymbols;
-use perfvisor_vmm::boot::{self, BootRequest, KernelKind, KernelSource, Loaded};
+use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelKind, KernelSource, Loaded};
 use perfvisor_vmm::memory::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -49,6 +49,7 @@ fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, Loaded) {
     let kernel = KernelSource::File(path.into());
     let request = BootRequest {
         kernel: &kernel,
+        protocol: BootProtocol::Auto,
         initrd: None,
         cmdline: "console=ttyS0",
         cpus: "2".parse().unwrap(),

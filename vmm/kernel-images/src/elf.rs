@@ -14,6 +14,10 @@ use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
 /// Program headers looked at; Linux has five.
 const MAX_SEGMENTS: usize = 64;
+/// Notes looked at in one segment of them; Linux has a dozen.
+const MAX_NOTES: usize = 256;
+/// Type of the note that has the 32-bit entry point of PVH, by the name "Xen" (Xen, public/elfnote.h).
+const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
 
 /// One PT_LOAD segment.
 #[derive(Clone, Debug)]
@@ -49,6 +53,10 @@ pub struct ElfImage<'a> {
     pub machine: u16,
     /// Entry point as the header has it.
     pub entry: u64,
+    /// Entry point of the PVH boot protocol, a guest-physical address, if a note names one.
+    pub pvh_entry: Option<u32>,
+    /// A note is by the name "Linux": every Linux kernel since 4.19 has one.
+    pub is_linux: bool,
     /// PT_LOAD segments with bytes in memory.
     pub segments: Vec<Segment<'a>>,
     /// Executable bytes: the sections where the image has section headers, else the segments.
@@ -116,7 +124,9 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
         ));
     }
     let mut segments = Vec::new();
+    let mut notes = Notes::default();
     for (index, ph) in program_headers.iter().enumerate() {
+        notes.read(ph, endian, data);
         if ph.p_type(endian) != elf::PT_LOAD {
             continue;
         }
@@ -160,6 +170,8 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
         is_64,
         machine: header.e_machine(endian).0,
         entry: header.e_entry(endian).into(),
+        pvh_entry: notes.pvh_entry,
+        is_linux: notes.is_linux,
         segments,
         code: Vec::new(),
         symbols: KernelSymbols::default(),
@@ -182,6 +194,33 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
             .collect();
     }
     Ok(image)
+}
+
+/// What the notes of an image say. Those that are damaged say nothing.
+#[derive(Debug, Default)]
+struct Notes {
+    pvh_entry: Option<u32>,
+    is_linux: bool,
+}
+
+impl Notes {
+    fn read<P: ProgramHeader<Endian = Endianness>>(&mut self, header: &P, endian: Endianness, data: &[u8]) {
+        let Ok(Some(mut notes)) = header.notes(endian, data) else {
+            return;
+        };
+        for _ in 0..MAX_NOTES {
+            let Ok(Some(note)) = notes.next() else { return };
+            match note.name() {
+                b"Linux" => self.is_linux = true,
+                b"Xen" if note.n_type(endian).0 == XEN_ELFNOTE_PHYS32_ENTRY => {
+                    // Four bytes, or eight of which the upper are zero.
+                    let low = note.desc().first_chunk();
+                    self.pvh_entry = self.pvh_entry.or(low.map(|bytes| u32::from_le_bytes(*bytes)));
+                }
+                _ => {}
+            }
+        }
+    }
 }
 
 /// A section with bytes in the file.

@@ -32,6 +32,7 @@ use crate::values::{
 };
 use control_api::nearest::did_you_mean;
 use perf_core::error_line;
+use perfvisor_vmm::boot::BootProtocol;
 use perfvisor_vmm::console::ConsoleTarget;
 use perfvisor_vmm::kvm::signature::CpuSignature;
 use perfvisor_vmm::memory::HugePages;
@@ -173,12 +174,17 @@ pub struct CheckArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = EXIT_STATUS_HELP)]
 pub struct RunArgs {
-    /// Kernel: an x86-64 ELF vmlinux, a bzImage or a multiboot v1 image. Without it the built-in guest runs.
+    /// Kernel: an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image or an ELF image with a PVH entry. Without it
+    /// the built-in guest runs.
     #[arg(long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
     /// Another built-in guest instead, by its name.
     #[arg(long, value_name = "NAME", hide = true, conflicts_with = "kernel", value_parser = parse_builtin)]
     pub builtin: Option<&'static guest_images::bare_metal::Guest>,
+    /// How the kernel is entered: auto (what its file asks for; Linux by its own protocol), or pvh (the PVH
+    /// entry point of an ELF kernel, Linux too).
+    #[arg(long, value_name = "HOW", default_value = "auto", requires = "kernel")]
+    pub boot_protocol: BootProtocol,
     /// Initial RAM disk; a multiboot kernel gets it as its module.
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub initrd: Option<PathBuf>,

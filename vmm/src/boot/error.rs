@@ -120,6 +120,14 @@ pub enum BootError {
         /// The entry point.
         entry: u64,
     },
+    /// It cannot be entered as asked.
+    #[error(
+        "kernel {name} has no PVH entry point (an ELF note by the name Xen, of type 18); use --boot-protocol auto"
+    )]
+    NoPvhEntry {
+        /// The file.
+        name: String,
+    },
     /// The initrd does not fit.
     #[error(
         "initrd {} has {size_bytes} bytes but only {room_bytes} are free between the kernel (ends at {kernel_end:#x}) and {limit:#x}; use a larger --memory",

@@ -14,6 +14,8 @@ pub const LOW_KERNEL_START: u64 = 0x1000;
 pub const MULTIBOOT_INFO: u64 = 0x6000;
 /// Linux boot_params ("zero page").
 pub const ZERO_PAGE: u64 = 0x7000;
+/// A PVH kernel's start_info, with the memory map and the list of modules; it gets no boot_params.
+pub const PVH_START_INFO: u64 = ZERO_PAGE;
 /// First-level page table of 64-bit entry.
 pub const PML4: u64 = 0x9000;
 /// Second level.

@@ -1,8 +1,8 @@
 //! Loading a guest: from a kernel file to memory contents and the boot processor's registers.
 //!
-//! Three kinds of kernel are told apart by their bytes, never by their name: an x86-64 ELF `vmlinux`
+//! Four kinds of kernel are told apart by their bytes, never by their name: an x86-64 ELF `vmlinux`
 //! and a `bzImage` (whose payload is unpacked here) boot by the Linux 64-bit protocol, a multiboot v1
-//! image by its own. Files are untrusted: [`BootError`] has one line for each thing that can be wrong.
+//! image by its own, another ELF image with a PVH entry point by PVH. Files are untrusted: [`BootError`] has one line for each thing that can be wrong.
 
 mod acpi;
 mod error;
@@ -12,6 +12,7 @@ mod linux;
 mod mptable;
 mod multiboot;
 mod processors;
+mod pvh;
 mod regs;
 
 use std::fs::File;
@@ -66,11 +67,41 @@ impl KernelSource {
     }
 }
 
+/// By which protocol a kernel is entered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BootProtocol {
+    /// By multiboot where it has a header for that, by PVH where it has an entry for that and is not Linux, else
+    /// by Linux's.
+    #[default]
+    Auto,
+    /// By PVH, Linux too.
+    Pvh,
+}
+
+/// Not one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be auto (what the kernel's file asks for) or pvh (its PVH entry point)")]
+pub struct NotAProtocol;
+
+impl std::str::FromStr for BootProtocol {
+    type Err = NotAProtocol;
+
+    fn from_str(text: &str) -> Result<Self, NotAProtocol> {
+        match text {
+            "auto" => Ok(BootProtocol::Auto),
+            "pvh" => Ok(BootProtocol::Pvh),
+            _ => Err(NotAProtocol),
+        }
+    }
+}
+
 /// What to load.
 #[derive(Clone, Debug)]
 pub struct BootRequest<'a> {
     /// The kernel.
     pub kernel: &'a KernelSource,
+    /// How it is entered.
+    pub protocol: BootProtocol,
     /// The initrd (a multiboot kernel gets it as its module).
     pub initrd: Option<&'a Path>,
     /// The command line, printable ASCII.
@@ -95,6 +126,18 @@ pub enum KernelKind {
     },
     /// A multiboot v1 image.
     Multiboot,
+    /// An ELF image that is not Linux, with a PVH entry point.
+    Pvh,
+}
+
+impl KernelKind {
+    /// Whether it is Linux.
+    pub fn is_linux(&self) -> bool {
+        match self {
+            KernelKind::Vmlinux | KernelKind::BzImage { .. } => true,
+            KernelKind::Multiboot | KernelKind::Pvh => false,
+        }
+    }
 }
 
 impl std::fmt::Display for KernelKind {
@@ -103,6 +146,7 @@ impl std::fmt::Display for KernelKind {
             KernelKind::Vmlinux => f.write_str("ELF vmlinux"),
             KernelKind::BzImage { compression } => write!(f, "bzImage ({compression})"),
             KernelKind::Multiboot => f.write_str("multiboot image"),
+            KernelKind::Pvh => f.write_str("PVH image"),
         }
     }
 }
@@ -157,14 +201,24 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
         }
         KernelSource::Builtin(data) => data,
     };
-    if let Some(header) = multiboot::find_header(data)
+    if request.protocol != BootProtocol::Pvh
+        && let Some(header) = multiboot::find_header(data)
         && (elf::is_elf(data) || header.has_addresses())
     {
         return load_multiboot(ram, request, &name, data, &header);
     }
     if elf::is_elf(data) {
         let image = elf::parse(&name, data)?;
-        return load_linux(ram, request, &name, image, KernelKind::Vmlinux, None);
+        let by_pvh = match request.protocol {
+            BootProtocol::Auto => image.pvh_entry.is_some() && !image.is_linux,
+            BootProtocol::Pvh => true,
+        };
+        let kind = if by_pvh && !image.is_linux {
+            KernelKind::Pvh
+        } else {
+            KernelKind::Vmlinux
+        };
+        return load_elf(ram, request, &name, image, kind, by_pvh, None);
     }
     if bzimage::is_bzimage(data) {
         let header = bzimage::setup_header(&name, data)?;
@@ -174,7 +228,8 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<Loaded, BootErr
         }
         let image = elf::parse(&name, &payload)?;
         let kind = KernelKind::BzImage { compression };
-        return load_linux(ram, request, &name, image, kind, Some((data, &header)));
+        let by_pvh = request.protocol == BootProtocol::Pvh;
+        return load_elf(ram, request, &name, image, kind, by_pvh, Some((data, &header)));
     }
     Err(ImageError::NotAKernel {
         name,
@@ -425,16 +480,26 @@ fn trap_rdpmc(
     Ok(sites)
 }
 
-fn load_linux(
+/// Loads an ELF image that is entered by Linux's protocol or by PVH.
+#[expect(clippy::cast_possible_truncation, reason = "the layout is below 1 MiB")]
+fn load_elf(
     ram: &GuestRam,
     request: &BootRequest<'_>,
     name: &str,
     image: ElfImage<'_>,
     kind: KernelKind,
+    by_pvh: bool,
     bzimage: Option<(&[u8], &bzimage::SetupHeader)>,
 ) -> Result<Loaded, BootError> {
+    const EM_386: u16 = 3;
     const EM_X86_64: u16 = 62;
-    if !image.is_64 || image.machine != EM_X86_64 {
+    let linux = kind.is_linux();
+    let fits = match image.machine {
+        EM_X86_64 => image.is_64,
+        EM_386 => !linux,
+        _ => false,
+    };
+    if !fits {
         return Err(ImageError::NotAKernel {
             name: name.into(),
             found: "it is an ELF image for another processor, or a 32-bit one without a multiboot header",
@@ -450,7 +515,7 @@ fn load_linux(
     };
     check_cmdline(request.cmdline, cmdline_max)?;
     let kernel = load_segments(ram, name, &image.segments, false)?;
-    let rip = entry_point(name, image.entry, &image.segments)?;
+    let pvh_entry = by_pvh.then(|| pvh_entry(name, &image)).transpose()?;
     let initrd = request
         .initrd
         .map(|path| {
@@ -458,15 +523,28 @@ fn load_linux(
             load_initrd(ram, path, kernel.end..limit, false)
         })
         .transpose()?;
-    write_firmware_tables(ram, request.cpus, true)?;
-    linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
-    let entry = Entry::Long64 {
-        rip,
-        rsi: layout::ZERO_PAGE,
-        cr3: layout::PML4,
+    let pci = linux || request.pci;
+    write_firmware_tables(ram, request.cpus, pci)?;
+    let entry = match pvh_entry {
+        Some(eip) => {
+            pvh::write_start_info(ram, request.cmdline, initrd.as_ref())?;
+            Entry::Protected32 {
+                eip,
+                eax: 0,
+                ebx: layout::PVH_START_INFO as u32,
+            }
+        }
+        None => {
+            linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
+            Entry::Long64 {
+                rip: entry_point(name, image.entry, &image.segments)?,
+                rsi: layout::ZERO_PAGE,
+                cr3: layout::PML4,
+            }
+        }
     };
     regs::write_tables(ram, &entry)?;
-    let symbols = if image.symbols.is_empty() {
+    let symbols = if image.symbols.is_empty() && linux {
         // Stripped, as what comes out of a bzImage is: the kernel's own table is still inside.
         let loaded = image.segments.iter();
         loaded
@@ -482,18 +560,37 @@ fn load_linux(
         &image.code,
         &symbols,
         &image.orc_ips,
-        CodeBits::Only64,
+        if linux { CodeBits::Only64 } else { CodeBits::Either },
     )?;
     Ok(Loaded {
         kind,
         entry,
         kernel,
         initrd,
-        pci: true,
+        pci,
         text: text_ranges(&image.code),
         symbols: Arc::new(symbols),
         rdpmc_sites,
-        event_tables: event_tables::find(&image.segments),
+        event_tables: if linux {
+            event_tables::find(&image.segments)
+        } else {
+            Vec::new()
+        },
+    })
+}
+
+/// The PVH entry point of an image. The note names a guest-physical address.
+fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
+    let Some(eip) = image.pvh_entry else {
+        return Err(BootError::NoPvhEntry { name: name.into() });
+    };
+    let inside = |s: &Segment<'_>| u64::from(eip).wrapping_sub(s.phys) < s.mem_bytes;
+    if image.segments.iter().any(inside) {
+        return Ok(eip);
+    }
+    Err(BootError::EntryOutside {
+        name: name.into(),
+        entry: eip.into(),
     })
 }
 
@@ -587,6 +684,7 @@ fn load_multiboot(
     )?;
     let entry = Entry::Protected32 {
         eip,
+        eax: multiboot::ENTRY_MAGIC,
         ebx: places.info as u32,
     };
     regs::write_tables(ram, &entry)?;

@@ -5,7 +5,7 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::error::BootError;
-use super::{layout, multiboot};
+use super::layout;
 use crate::memory::GuestRam;
 
 /// How the kernel is entered.
@@ -20,11 +20,13 @@ pub enum Entry {
         /// Guest-physical address of the first-level page table.
         cr3: u64,
     },
-    /// 32-bit protected mode, flat segments, paging off, EAX = 0x2BADB002.
+    /// 32-bit protected mode, flat segments, paging off: multiboot and PVH.
     Protected32 {
         /// Entry point.
         eip: u32,
-        /// Guest-physical address of the multiboot information.
+        /// Multiboot's magic number; PVH asks for nothing.
+        eax: u32,
+        /// Guest-physical address of the multiboot information, or of PVH's start_info.
         ebx: u32,
     },
 }
@@ -146,13 +148,13 @@ pub(crate) fn configure_bsp(entry: &Entry, vcpu: &VcpuFd) -> Result<(), BootErro
             regs.rsp = layout::BOOT_STACK;
             regs.rbp = layout::BOOT_STACK;
         }
-        Entry::Protected32 { eip, ebx } => {
+        Entry::Protected32 { eip, eax, ebx } => {
             sregs.cr0 = CR0_PE | CR0_ET;
             sregs.cr3 = 0;
             sregs.cr4 = 0;
             sregs.efer = 0;
             regs.rip = u64::from(eip);
-            regs.rax = u64::from(multiboot::ENTRY_MAGIC);
+            regs.rax = u64::from(eax);
             regs.rbx = u64::from(ebx);
         }
     }

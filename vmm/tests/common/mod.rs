@@ -77,6 +77,41 @@ fn append_segments(mut file: Vec<u8>, segments: &[Seg<'_>]) -> Vec<u8> {
     file
 }
 
+/// An ELF note.
+pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for word in [name.len() as u32, desc.len() as u32, kind] {
+        bytes.extend_from_slice(&word.to_le_bytes());
+    }
+    for part in [name, desc] {
+        bytes.extend_from_slice(part);
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+    }
+    bytes
+}
+
+/// An image of [`elf32`] or [`elf64`] with one more program header, for `notes` at its end.
+pub fn with_notes(mut elf: Vec<u8>, notes: &[u8]) -> Vec<u8> {
+    let is_64 = elf[4] == 2;
+    // Where the headers begin, the size of one, and where their number is.
+    let (headers, size, number) = if is_64 { (64, 56, 56) } else { (52, 32, 44) };
+    let count = u16::from_le_bytes([elf[number], elf[number + 1]]);
+    elf.resize(elf.len().next_multiple_of(0x1000), 0);
+    let (offset, length) = (elf.len() as u64, notes.len() as u64);
+    elf.extend_from_slice(notes);
+    elf[number..number + 2].copy_from_slice(&(count + 1).to_le_bytes());
+    let header: Vec<u8> = if is_64 {
+        let words = [4 | 4 << 32, offset, 0, 0, length, length, 4];
+        words.iter().flat_map(|w: &u64| w.to_le_bytes()).collect()
+    } else {
+        let words = [4, offset as u32, 0, 0, length as u32, length as u32, 4, 4];
+        words.iter().flat_map(|w| w.to_le_bytes()).collect()
+    };
+    let at = headers + size * usize::from(count);
+    elf[at..at + size].copy_from_slice(&header);
+    elf
+}
+
 /// A multiboot v1 header: magic, flags, checksum and, if given, the address fields.
 pub fn multiboot_header(flags: u32, addresses: Option<[u32; 5]>) -> Vec<u8> {
     let magic = 0x1BAD_B002u32;
@@ -159,3 +194,33 @@ pub const MULTIBOOT_CODE: &[u8] = &[
 ];
 /// Offset of the RDPMC in [`MULTIBOOT_CODE`].
 pub const MULTIBOOT_RDPMC: u64 = 28;
+
+/// 32-bit code for a PVH kernel, from [`PVH_ENTRY`] on: checks the magic number, prints the command line on COM1,
+/// writes the first module's first byte to the debug-exit port. Before that, where another protocol would enter,
+/// code that ends with another status.
+pub const PVH_CODE: &[u8] = &[
+    0xB0, 0x7E, // mov al, 0x7e
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, 0xEB, 0xFD, // hlt; jmp back
+    0x90, // nop
+    0x81, 0x3B, 0x78, 0xC5, 0x6E, 0x33, // cmp dword [ebx], 0x336ec578
+    0x75, 0x1D, // jne fail
+    0x8B, 0x73, 0x18, // mov esi, [ebx+24]
+    0xBA, 0xF8, 0x03, 0x00, 0x00, // mov edx, 0x3f8
+    0xAC, // next: lodsb
+    0x84, 0xC0, // test al, al
+    0x74, 0x03, // jz done
+    0xEE, // out dx, al
+    0xEB, 0xF8, // jmp next
+    0x8B, 0x7B, 0x10, // done: mov edi, [ebx+16]
+    0x8B, 0x3F, // mov edi, [edi]
+    0x8A, 0x07, // mov al, [edi]
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, 0xEB, 0xFD, // hlt; jmp back
+    0x90, // nop
+    0xB0, 0x7F, // fail: mov al, 0x7f
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, 0xEB, 0xFD, // hlt; jmp back
+];
+/// Offset of the entry in [`PVH_CODE`].
+pub const PVH_ENTRY: u32 = 8;

@@ -58,6 +58,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
                     .map_or(guest_images::bare_metal::BUILTIN, |guest| guest.image),
             ),
         },
+        boot_protocol: args.boot_protocol,
         initrd: args.initrd.clone(),
         cmdline: match (&args.cmdline, &args.kernel) {
             (Some(line), _) => line.clone(),
