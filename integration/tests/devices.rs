@@ -178,8 +178,8 @@ echo "the last line" >&3
 read word </dev/ttyS0
 "#;
 
-/// A user at the other end of a pseudo-terminal types a line and reads one. Then nobody reads: the guest gets on,
-/// and the newest of what it wrote is there for who comes later.
+/// A user at the other end of a pseudo-terminal types a line and reads one. Then nobody reads: the guest gets
+/// on, and the newest of what it wrote is there for who comes later.
 #[test]
 fn a_virtio_console_speaks_with_its_user_and_waits_for_nobody() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));

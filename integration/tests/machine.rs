@@ -110,8 +110,8 @@ fn linux_reboots_in_place_and_hears_its_power_button() {
     eprintln!("boots: {boots:?}\nhost: {}\n{interrupts}", counted.stdout_text());
 }
 
-/// What a kernel notes of who loaded it, and that it has what it was handed: all memory, both vCPUs, the initrd
-/// that runs this, a PMU that counts.
+/// What a kernel notes of who loaded it, and that it has what it was handed: all memory, both vCPUs, the
+/// initrd that runs this, a PMU that counts.
 const HANDED: &str = r#"
 section loader cat /proc/sys/kernel/bootloader_type
 section cpus cat /sys/devices/system/cpu/online
@@ -119,11 +119,13 @@ section memory grep MemTotal /proc/meminfo
 section stat perf stat -x, -e cycles spin 0.2
 "#;
 
-/// The same kernel by both of its entries: they differ in who Linux thinks has loaded it, and in nothing else.
+/// The same kernel by both of its entries: they differ in who Linux thinks has loaded it, and in nothing
+/// else.
 #[test]
 fn linux_boots_by_its_pvh_entry_too() {
     let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    // arch/x86/platform/pvh/enlighten.c: loader 0xb, version 0. Documentation/arch/x86/boot.rst: 0xff is none.
+    // arch/x86/platform/pvh/enlighten.c: loader 0xb, version 0. Documentation/arch/x86/boot.rst: 0xff is
+    // none.
     for (protocol, loader) in [("pvh", "176"), ("auto", "255")] {
         let run = LinuxGuest::new(format!("machine-{protocol}"), "amd")
             .cpus(2)

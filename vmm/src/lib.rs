@@ -9,6 +9,7 @@
 //! | [`kvm`] | CPUID, the MSR filter, what the host's KVM can do |
 //! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
 //! | [`devices`], [`console`] | the rest of the machine |
+//! | [`gdb`] | a debugger's end in a running VM |
 //! | [`control`] | the control socket's end in a running VM |
 //! | [`metrics`] | counts for Prometheus |
 //! | [`privileges`] | what the process keeps of its rights while the guest runs |
@@ -37,6 +38,7 @@ pub mod boot;
 pub mod console;
 pub mod control;
 pub mod devices;
+pub mod gdb;
 pub mod kernels;
 pub mod kvm;
 pub mod memory;

@@ -31,7 +31,7 @@ use crate::kvm::own_pmu::{self, OwnPmu};
 use crate::kvm::pci_machine::KvmMachine;
 use crate::kvm::signature::CpuSignature;
 use crate::kvm::stats_fd::stats_fd;
-use crate::kvm::stepping::BREAKPOINTS;
+use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::memory::{GuestRam, MemoryError, MemoryKind};
 use crate::numbers::VcpuNumbers;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
@@ -40,6 +40,7 @@ use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::sites::Sites;
 use crate::vcpu::affinity::{PinError, Pinning};
 use crate::vcpu::control::{OnReset, RunControl, StopReason};
+use crate::vcpu::debugger::Debugger;
 use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
 use crate::vcpu::roster::{Roster, RosterError};
 use crate::vcpu::{FirstState, Kicker, StateError};
@@ -141,6 +142,8 @@ pub struct VmConfig {
     pub rdpmc: RdpmcMode,
     /// Whether perf in the guest is told what cannot be counted, by its kernel's own tables.
     pub hide_uncounted: bool,
+    /// Whether a debugger may come, and whether the guest waits for it.
+    pub debugger: Option<DebuggerWanted>,
     /// vCPUs that stay on one CPU of the host.
     pub pins: Pinning,
     /// Whether the guest may run guests of its own.
@@ -149,6 +152,13 @@ pub struct VmConfig {
     pub on_reset: OnReset,
     /// Family, model and stepping of its processors, if not the usual ones.
     pub cpu_signature: Option<CpuSignature>,
+}
+
+/// That a debugger may come.
+#[derive(Clone, Copy, Debug)]
+pub struct DebuggerWanted {
+    /// No vCPU runs before.
+    pub wait: bool,
 }
 
 /// A VM that is ready to start.
@@ -163,6 +173,7 @@ pub struct Vm {
     slots: MemorySlots,
     ram: GuestRam,
     again: Option<Again>,
+    free_breakpoints: usize,
 }
 
 impl Vm {
@@ -195,7 +206,7 @@ impl Vm {
         }
         let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
-        let control = Arc::new(RunControl::new(config.on_reset).map_err(|e| VmError::Os("eventfd", e))?);
+        let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
         let bus = Arc::new(Plan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
         let parts = VcpuParts {
@@ -242,6 +253,11 @@ impl Vm {
             slots,
             ram,
             again,
+            // Where breakpoints serve RDPMC, the kernel that is found later may need one more.
+            free_breakpoints: match config.rdpmc {
+                RdpmcMode::Hwbp => BREAKPOINTS.saturating_sub(breakpoints.len() + usize::from(gate)),
+                _ => BREAKPOINTS,
+            },
         })
     }
 
@@ -291,6 +307,7 @@ impl Vm {
             pmu: self.pmu,
             _slots: self.slots,
             ram: self.ram,
+            free_breakpoints: self.free_breakpoints,
         };
         running.roster.start(self.cpus.present(), self.on_first_entry)?;
         Ok(running)
@@ -308,6 +325,7 @@ pub struct RunningVm {
     pmu: Option<Arc<VmPmu>>,
     _slots: MemorySlots,
     ram: GuestRam,
+    free_breakpoints: usize,
 }
 
 impl RunningVm {
@@ -344,6 +362,11 @@ impl RunningVm {
     /// What starts the VM again when its guest resets it; once, and only if that is configured.
     pub fn take_restarter(&mut self) -> Option<Restarter> {
         self.restarter.take()
+    }
+
+    /// How many hardware breakpoints RDPMC leaves free.
+    pub fn free_breakpoints(&self) -> usize {
+        self.free_breakpoints
     }
 
     /// The vCPUs.
@@ -464,6 +487,23 @@ impl<'a> Plan<'a> {
             entry: loaded.entry,
             pins: self.config.pins.clone(),
         })
+    }
+
+    /// The run state, with a place for a debugger if one may come.
+    fn make_control(&self, kvm: &Kvm) -> io::Result<RunControl> {
+        let control = RunControl::new(self.config.on_reset)?;
+        let Some(wanted) = self.config.debugger else {
+            return Ok(control);
+        };
+        let blocks = stepping::blocks_interrupts(kvm);
+        let debugger = Debugger::new(self.config.cpus.max(), blocks)?;
+        let control = control.with_debugger(Some(debugger));
+        if wanted.wait
+            && let Some(debugger) = control.debugger()
+        {
+            debugger.hold(&control);
+        }
+        Ok(control)
     }
 
     fn boot_request(&self, pci: bool) -> BootRequest<'a> {

@@ -216,8 +216,8 @@ fn vmlinux_and_bzimage_start_by_the_linux_protocol_with_their_initrd() {
     }
 }
 
-/// Of 32 and of 64 bits. Such a kernel has an entry point of its own for PVH, and the header's would do something
-/// else.
+/// Of 32 and of 64 bits. Such a kernel has an entry point of its own for PVH, and the header's would do
+/// something else.
 #[test]
 fn a_kernel_that_is_not_linux_starts_by_its_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();

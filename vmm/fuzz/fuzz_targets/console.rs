@@ -1,5 +1,5 @@
-//! A hostile guest's queues at the virtio console: whatever rings and descriptors say, each round ends, output
-//! stays within its bound, and input goes to guest memory only.
+//! A hostile guest's queues at the virtio console: whatever rings and descriptors say, each round ends,
+//! output stays within its bound, and input goes to guest memory only.
 //!
 //! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100. Bit 1 of the first
 //! byte chooses the queue.

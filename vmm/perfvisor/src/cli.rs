@@ -34,6 +34,7 @@ use control_api::nearest::did_you_mean;
 use perf_core::error_line;
 use perfvisor_vmm::boot::BootProtocol;
 use perfvisor_vmm::console::ConsoleTarget;
+use perfvisor_vmm::gdb::config::GdbConfig;
 use perfvisor_vmm::kvm::signature::CpuSignature;
 use perfvisor_vmm::memory::HugePages;
 use perfvisor_vmm::metrics::DEFAULT_EVENTS;
@@ -174,8 +175,8 @@ pub struct CheckArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = EXIT_STATUS_HELP)]
 pub struct RunArgs {
-    /// Kernel: an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image or an ELF image with a PVH entry. Without it
-    /// the built-in guest runs.
+    /// Kernel: an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image or an ELF image with a PVH entry.
+    /// Without it the built-in guest runs.
     #[arg(long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
     /// Another built-in guest instead, by its name.
@@ -317,6 +318,9 @@ pub struct RunArgs {
     /// Append messages to a file instead of writing them to standard error.
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
+    /// Let gdb debug the guest (`target remote SOCKET`); wait: no vCPU runs before gdb is there.
+    #[arg(long, value_name = "SOCKET[,wait]")]
+    pub gdb: Option<GdbConfig>,
     /// Take options from a TOML file whose keys are the names of these options; those given here count
     /// instead.
     #[arg(long, value_name = "FILE")]

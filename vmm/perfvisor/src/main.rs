@@ -142,6 +142,8 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<(), LogFileError> {
     }
     builder
         .filter_level(level)
+        // It tells of each packet that it does not know.
+        .filter_module("gdbstub", level.min(log::LevelFilter::Warn))
         .parse_default_env()
         .format(move |out, record| {
             use std::io::Write;

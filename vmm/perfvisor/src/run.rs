@@ -38,6 +38,7 @@ use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::console::RawTerminal;
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
+use perfvisor_vmm::gdb::server::{GdbError, GdbSocket};
 use perfvisor_vmm::kvm::host::{self, HostError};
 use perfvisor_vmm::kvm::own_pmu::NotThisModel;
 use perfvisor_vmm::metrics::address::{ListenError, Listener};
@@ -143,6 +144,15 @@ pub enum RunError {
     /// A console of the guest's cannot be where it is to be.
     #[error(transparent)]
     Console(#[from] ConsolesError),
+    /// Both need KVM's single steps.
+    #[error(
+        "--gdb with --backing exact: both step the guest, and KVM has one step for both; use another backing, or leave \
+         --gdb out"
+    )]
+    GdbExact,
+    /// No debugger can come.
+    #[error(transparent)]
+    Gdb(#[from] GdbError),
     /// The VM cannot be controlled by that name.
     #[error(transparent)]
     Name(#[from] PlaceError),
@@ -219,6 +229,8 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
+    let gdb = args.gdb.as_ref();
+    let gdb = gdb.map(|gdb| GdbSocket::bind(&gdb.socket)).transpose()?;
     let (consoles, virtio_console) = Consoles::open(args)?;
     let mut devices = devices::wanted(args, &name)?;
     // Last: the others stay where guests know them.
@@ -257,6 +269,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
         log::info!("metrics at {}", server.address());
         servers.push(Arc::new(Mutex::new(server)));
     }
+    let gdb = gdb.map(|socket| socket.serve(&running)).transpose()?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
     let resized = stop_signals
@@ -270,6 +283,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     background::tell_ready();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     background::tell_stopping();
+    drop(gdb);
     // Whatever ended the loop: no vCPU may wait for room in the console any more.
     consoles.stop();
     running.stop_and_join();

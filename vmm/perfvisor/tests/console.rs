@@ -1,4 +1,5 @@
-//! `run --console` and `--virtio-console`: the built-in guest's output reaches each place, and the operator can find it.
+//! `run --console` and `--virtio-console`: the built-in guest's output reaches each place, and the operator
+//! can find it.
 #![allow(missing_docs, reason = "a test program")]
 
 mod common;
@@ -157,7 +158,8 @@ fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
     }
 }
 
-/// Two consoles never share one place, and mistakes in the virtio console's are told like those in the other's.
+/// Two consoles never share one place, and mistakes in the virtio console's are told like those in the
+/// other's.
 #[test]
 fn a_virtio_console_has_a_place_of_its_own() {
     let dir = tempfile::tempdir().unwrap();

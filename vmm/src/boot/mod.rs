@@ -1,8 +1,9 @@
 //! Loading a guest: from a kernel file to memory contents and the boot processor's registers.
 //!
-//! Four kinds of kernel are told apart by their bytes, never by their name: an x86-64 ELF `vmlinux`
-//! and a `bzImage` (whose payload is unpacked here) boot by the Linux 64-bit protocol, a multiboot v1
-//! image by its own, another ELF image with a PVH entry point by PVH. Files are untrusted: [`BootError`] has one line for each thing that can be wrong.
+//! Four kinds of kernel are told apart by their bytes, never by their name: an x86-64 ELF `vmlinux` and a
+//! `bzImage` (whose payload is unpacked here) boot by the Linux 64-bit protocol, a multiboot v1 image by its
+//! own, another ELF image with a PVH entry point by PVH. Files are untrusted: [`BootError`] has one line for
+//! each thing that can be wrong.
 
 mod acpi;
 mod error;
@@ -70,8 +71,8 @@ impl KernelSource {
 /// By which protocol a kernel is entered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BootProtocol {
-    /// By multiboot where it has a header for that, by PVH where it has an entry for that and is not Linux, else
-    /// by Linux's.
+    /// By multiboot where it has a header for that, by PVH where it has an entry for that and is not Linux,
+    /// else by Linux's.
     #[default]
     Auto,
     /// By PVH, Linux too.

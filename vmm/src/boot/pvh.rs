@@ -1,6 +1,6 @@
-//! What a kernel finds that is entered by the PVH boot protocol: in EBX the address of `hvm_start_info`, and with
-//! it the command line, the memory map, the initrd and the ACPI root pointer (Xen, docs/misc/pvh.pandoc and
-//! public/arch-x86/hvm/start_info.h).
+//! What a kernel finds that is entered by the PVH boot protocol: in EBX the address of `hvm_start_info`, and
+//! with it the command line, the memory map, the initrd and the ACPI root pointer (Xen, docs/misc/pvh.pandoc
+//! and public/arch-x86/hvm/start_info.h).
 
 use std::ops::Range;
 
@@ -23,8 +23,8 @@ const MODULES: u64 = 0x100;
 /// And the memory map.
 const MEMORY_MAP: u64 = 0x200;
 
-/// Writes the structure and what it points to. Its page is that of Linux's boot_params, which such a kernel does
-/// not get.
+/// Writes the structure and what it points to. Its page is that of Linux's boot_params, which such a kernel
+/// does not get.
 #[expect(clippy::cast_possible_truncation, reason = "a handful of ranges")]
 pub(crate) fn write_start_info(
     ram: &GuestRam,

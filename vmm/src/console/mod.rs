@@ -17,7 +17,7 @@
 pub mod backend;
 mod input;
 mod output;
-mod poll;
+pub(crate) mod poll;
 mod pty;
 mod standard;
 pub mod stream;

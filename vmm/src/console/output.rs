@@ -75,8 +75,8 @@ impl ConsoleOutput {
         })
     }
 
-    /// A writer that waits for room for [`PATIENCE`] at most. After that it drops what does not fit and does not
-    /// wait again before the sink has taken something.
+    /// A writer that waits for room for [`PATIENCE`] at most. After that it drops what does not fit and does
+    /// not wait again before the sink has taken something.
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
@@ -230,8 +230,8 @@ mod tests {
         drop(reader);
     }
 
-    /// A guest that spins until its output is taken: a reader that reads nothing costs it one wait, not one for
-    /// each byte, and what there is room for still arrives when the reader goes on.
+    /// A guest that spins until its output is taken: a reader that reads nothing costs it one wait, not one
+    /// for each byte, and what there is room for still arrives when the reader goes on.
     #[test]
     fn an_impatient_writer_waits_once_for_a_reader_that_reads_nothing() {
         let (mut reader, writer) = io::pipe().unwrap();

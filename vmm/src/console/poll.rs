@@ -1,6 +1,7 @@
-//! Waiting for room in a descriptor.
+//! Waiting for room in a descriptor, or for something to read.
 #![expect(unsafe_code, reason = "poll(2)")]
 
+use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
@@ -14,4 +15,24 @@ pub(super) fn wait_for_room(fd: RawFd, limit: Option<Duration>) {
     let timeout = limit.map_or(-1, |limit| i32::try_from(limit.as_millis()).unwrap_or(i32::MAX));
     // SAFETY: one valid pollfd for the length of the call.
     unsafe { libc::poll(&mut poll, 1, timeout) };
+}
+
+/// Waits until one of `fds` can be read, or is broken; which are. Negative ones are none.
+pub(crate) fn wait_readable<const N: usize>(fds: [RawFd; N]) -> io::Result<[bool; N]> {
+    let mut polls = fds.map(|fd| libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    loop {
+        // SAFETY: valid pollfds for the length of the call, as many as it is told.
+        let ready = unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, -1) };
+        if ready >= 0 {
+            return Ok(polls.map(|poll| poll.revents != 0));
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
 }

@@ -98,15 +98,16 @@ impl Write for BacklogWriter {
 
 /// A socket that clients connect to. Its file goes with it.
 #[derive(Debug)]
-pub(super) struct Listener {
-    socket: UnixListener,
+pub(crate) struct Listener {
+    /// To be accepted from; it does not block.
+    pub(crate) socket: UnixListener,
     path: PathBuf,
 }
 
 impl Listener {
     /// Listens at `path`, for this user only. The file of a socket that nobody listens at any more is
     /// replaced.
-    pub(super) fn bind(path: &Path) -> io::Result<Self> {
+    pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let socket = match UnixListener::bind(path) {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
                 fs::remove_file(path)?;

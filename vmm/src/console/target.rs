@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 /// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
-const MAX_SOCKET_PATH: usize = 107;
+pub const MAX_SOCKET_PATH: usize = 107;
 
 /// Where a console's output goes and its input comes from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

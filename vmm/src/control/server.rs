@@ -95,7 +95,7 @@ impl Controlled {
             state: match self.control.state() {
                 RunState::Resetting if self.control.is_to_pause() => VmState::Paused,
                 RunState::Running | RunState::Resetting => VmState::Running,
-                RunState::Paused => VmState::Paused,
+                RunState::Paused | RunState::Held => VmState::Paused,
                 RunState::Stopped => VmState::Stopped,
             },
             threads: self.roster.taken().map(|seat| seat.thread()).collect(),

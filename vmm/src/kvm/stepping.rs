@@ -33,7 +33,6 @@ pub struct Stepping {
 /// # Errors
 /// [`HostError::Probe`] when KVM refuses what every VM needs.
 pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
-    let controls = kvm.check_extension_raw(u64::from(KVM_CAP_SET_GUEST_DEBUG2));
     let mut step = kvm_guest_debug {
         control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
         ..Default::default()
@@ -47,8 +46,14 @@ pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
         kernel,
         user,
         breakpoints: stops_behind_first(kvm, 0, &step)?,
-        blocks_interrupts: controls & KVM_GUESTDBG_BLOCKIRQ.cast_signed() != 0,
+        blocks_interrupts: blocks_interrupts(kvm),
     })
+}
+
+/// Whether interrupts can be held back during a step; this runs nothing.
+pub fn blocks_interrupts(kvm: &Kvm) -> bool {
+    let controls = kvm.check_extension_raw(u64::from(KVM_CAP_SET_GUEST_DEBUG2));
+    controls & KVM_GUESTDBG_BLOCKIRQ.cast_signed() != 0
 }
 
 /// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Whether it stops behind the first

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use super::debugger::Debugger;
 use super::meeting::Meeting;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -75,6 +76,8 @@ pub enum RunState {
     Stopped = 2,
     /// Leave the guest, which starts again: see `meeting.rs`.
     Resetting = 3,
+    /// Wait outside the guest for a debugger, unless that lets this vCPU alone run: see `debugger.rs`.
+    Held = 4,
 }
 
 /// Run state and end of one VM.
@@ -90,6 +93,8 @@ pub struct RunControl {
     stopped: EventFd,
     /// Somebody has to look at a reset.
     reset: EventFd,
+    /// A debugger may come.
+    debugger: Option<Debugger>,
 }
 
 /// What is behind the lock.
@@ -98,6 +103,8 @@ pub(super) struct Ends {
     reason: Option<StopReason>,
     /// An operator wants it paused.
     paused: bool,
+    /// A debugger has stopped it.
+    held: bool,
     /// The vCPUs of a reset.
     pub(super) meeting: Meeting,
 }
@@ -116,7 +123,18 @@ impl RunControl {
             changed: Condvar::new(),
             stopped: EventFd::new(EFD_NONBLOCK)?,
             reset: EventFd::new(EFD_NONBLOCK)?,
+            debugger: None,
         })
+    }
+
+    /// With a place for a debugger.
+    pub fn with_debugger(self, debugger: Option<Debugger>) -> Self {
+        Self { debugger, ..self }
+    }
+
+    /// The place for a debugger, if one may come.
+    pub fn debugger(&self) -> Option<&Debugger> {
+        self.debugger.as_ref()
     }
 
     /// The current run state; one relaxed load.
@@ -125,6 +143,7 @@ impl RunControl {
             0 => RunState::Running,
             1 => RunState::Paused,
             3 => RunState::Resetting,
+            4 => RunState::Held,
             _ => RunState::Stopped,
         }
     }
@@ -148,7 +167,7 @@ impl RunControl {
         }
         let ends = self.lock();
         match self.state() {
-            RunState::Running | RunState::Paused => self.set(RunState::Resetting),
+            RunState::Running | RunState::Paused | RunState::Held => self.set(RunState::Resetting),
             RunState::Stopped | RunState::Resetting => {}
         }
         drop(ends);
@@ -180,11 +199,23 @@ impl RunControl {
         match self.state() {
             RunState::Stopped => return false,
             RunState::Resetting => return true,
-            RunState::Running | RunState::Paused => self.set_as_wanted(&ends),
+            RunState::Running | RunState::Paused | RunState::Held => self.set_as_wanted(&ends),
         }
         drop(ends);
         self.changed.notify_all();
         true
+    }
+
+    /// A debugger stops it, or lets it go on. An operator's pause comes before that.
+    pub(super) fn set_held(&self, held: bool) {
+        let mut ends = self.lock();
+        ends.held = held;
+        match self.state() {
+            RunState::Stopped | RunState::Resetting => {}
+            RunState::Running | RunState::Paused | RunState::Held => self.set_as_wanted(&ends),
+        }
+        drop(ends);
+        self.changed.notify_all();
     }
 
     /// Whether an operator wants it paused.
@@ -192,10 +223,12 @@ impl RunControl {
         self.lock().paused
     }
 
-    /// Running or paused, as the operator wants it.
+    /// Running, paused or held, as the operator and a debugger want it.
     pub(super) fn set_as_wanted(&self, ends: &Ends) {
         self.set(if ends.paused {
             RunState::Paused
+        } else if ends.held {
+            RunState::Held
         } else {
             RunState::Running
         });
@@ -215,12 +248,12 @@ impl RunControl {
         self.changed.notify_all();
     }
 
-    /// Blocks a vCPU thread while the VM is paused and it has no `mail`. Who sends it some calls
+    /// Blocks a vCPU thread while the VM is paused or held and it has no `mail`. Who sends it some calls
     /// [`RunControl::wake_parked`] after that.
     pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
-        while self.state() == RunState::Paused && !mail() {
+        while matches!(self.state(), RunState::Paused | RunState::Held) && !mail() {
             guard = self.wait(guard);
         }
         self.parked.fetch_sub(1, Ordering::SeqCst);
@@ -304,6 +337,27 @@ mod tests {
         shared.0.wake_parked();
         waiter.join().unwrap();
         assert_eq!(shared.0.state(), RunState::Paused);
+    }
+
+    /// An operator's pause and a debugger's stop each hold the machine, whoever of the two ends first.
+    #[test]
+    fn a_pause_and_a_debugger_do_not_undo_each_other() {
+        let control = RunControl::new(OnReset::Restart).unwrap();
+        control.set_held(true);
+        assert_eq!(control.state(), RunState::Held);
+        control.set_paused(true);
+        assert_eq!(control.state(), RunState::Paused);
+        control.set_held(false);
+        assert_eq!(control.state(), RunState::Paused);
+        control.set_held(true);
+        control.set_paused(false);
+        assert_eq!(control.state(), RunState::Held);
+        control.guest_ends(StopReason::Reset);
+        control.set_held(false);
+        assert_eq!(control.state(), RunState::Resetting);
+        control.stop(StopReason::Operator);
+        control.set_held(true);
+        assert_eq!(control.state(), RunState::Stopped);
     }
 
     /// A stop releases threads that wait in a pause.

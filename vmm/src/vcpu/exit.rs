@@ -47,6 +47,8 @@ pub(super) enum Next {
     Debug(kvm_debug_exit_arch),
     /// The guest wrote this to IA32_DEBUGCTL, and the PMU took its part.
     DebugControl(u64),
+    /// KVM's emulator lacks an instruction.
+    EmulationFailed,
     /// End the VM.
     Stop(StopReason),
     /// End the VM: the vCPU cannot go on.
@@ -169,6 +171,7 @@ impl Running {
         }
         let by_signal =
             matches!(&why, Ok(VcpuExit::Intr)) || matches!(&why, Err(e) if e.errno() == libc::EINTR);
+        self.exit_is_open = !by_signal;
         self.registers.after_run(by_signal);
         self.overflow_signals.after_exit(by_signal);
         if !by_signal {
@@ -206,6 +209,7 @@ impl Running {
                 self.report_triple_fault();
                 Next::Stop(StopReason::TripleFault)
             }
+            Ok(VcpuExit::InternalError) => Next::EmulationFailed,
             Ok(VcpuExit::SystemEvent(kind, _)) => Next::Stop(system_event(kind)),
             Ok(exit) => Next::Fail(VcpuFailure::Unserved(format!("{exit:?}"))),
             Err(e) if e.errno() == libc::EINTR => {
@@ -234,6 +238,9 @@ impl Running {
     pub(super) fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<Turn, VcpuFailure> {
         if stop.exception != BREAKPOINT && stop.dr6 & DR6_BREAKPOINTS != 0 && self.debug.is_site(stop.pc) {
             return self.rdpmc_at_breakpoint().map_err(VcpuFailure::Debug);
+        }
+        if self.stops_for_debugger(stop) {
+            return Ok(Turn::Again);
         }
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.stopped(&self.fd, stop)?

@@ -12,6 +12,8 @@
 pub mod affinity;
 pub mod control;
 pub mod debugctl;
+mod debugged;
+pub mod debugger;
 mod exit;
 mod first_state;
 pub mod gate;
@@ -42,7 +44,7 @@ use crate::pmu::{PmuSetupError, VcpuPmu};
 use control::{RunControl, RunState, StopReason};
 use control_api::protocol::VcpuView;
 use debugctl::DebugControl;
-use exit::{Completed, Next};
+use exit::Completed;
 pub use first_state::{FirstState, StateError};
 use maker::{KvmVcpu, VcpuMaker};
 use meeting::Waited;
@@ -250,6 +252,10 @@ struct Running {
     registers: RegisterCache,
     /// What the last exit's instruction is to the guest's counters.
     completed: Completed,
+    /// KVM has yet to complete the last exit.
+    exit_is_open: bool,
+    /// Which of a debugger's breakpoints `debug` has.
+    debugger_version: u64,
     overflow_signals: kick::OverflowSignals,
     /// Called once, right before the first KVM_RUN.
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
@@ -283,6 +289,8 @@ impl Running {
             nmi_sent: false,
             nmis_in_a_row: 0,
             completed: Completed::None,
+            exit_is_open: false,
+            debugger_version: 0,
             overflow_signals: kick::OverflowSignals::default(),
             on_first_entry: vcpu.on_first_entry,
         }
@@ -317,9 +325,6 @@ impl Running {
             log::debug!("vcpu{}: it began too late", self.id);
         }
         self.seat.stats().go_on();
-        if let Some(f) = self.on_first_entry.take() {
-            f();
-        }
         loop {
             match self.turn(&timer) {
                 Ok(Turn::Again) => {}
@@ -398,8 +403,12 @@ impl Running {
         }
         match self.control.state() {
             RunState::Running => {}
-            RunState::Paused => {
-                self.pause();
+            RunState::Held if self.is_let_go() => {}
+            RunState::Paused | RunState::Held => {
+                if self.is_asked_for_registers() && self.has_open_exit() {
+                    return self.complete_open_exit();
+                }
+                self.pause()?;
                 return Ok(Turn::Again);
             }
             RunState::Stopped => return Ok(Turn::Leave),
@@ -408,34 +417,53 @@ impl Running {
         if self.before_entry(timer)? == Entry::Again {
             return Ok(Turn::Again);
         }
-        match self.enter() {
-            Next::Continue => Ok(Turn::Again),
-            Next::TrapPort(byte) => self.trap_port_exit(byte),
-            Next::Debug(stop) => self.debug_exit(&stop),
-            Next::DebugControl(value) => self.debug_control_exit(value),
-            Next::Stop(reason) => Ok(Turn::Stop(reason)),
-            Next::Fail(failure) => Err(failure),
+        if let Some(f) = self.on_first_entry.take() {
+            f();
         }
+        let next = self.enter();
+        self.serve(next)
     }
 
-    /// Waits for the end of a pause, and answers mail meanwhile. The vCPU's events stay off, and its time
-    /// stands still.
-    fn pause(&mut self) {
+    /// Waits for the end of a pause, or until a debugger lets this vCPU go on, and answers mail meanwhile.
+    /// The vCPU's events stay off, and its time stands still.
+    fn pause(&mut self) -> Result<(), VcpuFailure> {
         if let Some(pmu) = &mut self.pmu {
             pmu.pause();
         }
-        while self.control.state() == RunState::Paused && !self.seat.is_to_leave() {
-            let seat = &self.seat;
-            self.control
-                .wait_until_not_paused(|| seat.mailbox().has_mail() || seat.is_to_leave());
-            if self.seat.mailbox().has_mail() {
-                self.read_mail();
-            }
-        }
+        let waited = self.wait_in_pause();
         self.tell_of_pause();
         if let Some(pmu) = &mut self.pmu {
             pmu.resume();
         }
+        waited
+    }
+
+    fn wait_in_pause(&mut self) -> Result<(), VcpuFailure> {
+        loop {
+            match self.control.state() {
+                _ if self.seat.is_to_leave() => return Ok(()),
+                RunState::Held if self.is_let_go() => break,
+                RunState::Paused | RunState::Held => {}
+                RunState::Running | RunState::Stopped | RunState::Resetting => break,
+            }
+            if self.is_asked_for_registers() {
+                if self.has_open_exit() {
+                    return Ok(());
+                }
+                self.show_registers()?;
+            }
+            let (seat, control) = (&self.seat, &self.control);
+            control.wait_until_not_paused(|| {
+                seat.mailbox().has_mail()
+                    || seat.is_to_leave()
+                    || self.is_asked_for_registers()
+                    || control.state() == RunState::Held && self.is_let_go()
+            });
+            if self.seat.mailbox().has_mail() {
+                self.read_mail();
+            }
+        }
+        self.take_registers_from_debugger()
     }
 
     /// Tells a guest with a paravirtual clock that it was paused, so that its watchdogs do not take the
@@ -488,7 +516,7 @@ impl Running {
     /// Steps 2 to 4 of the loop.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<Entry, VcpuFailure> {
         let Some(pmu) = &mut self.pmu else {
-            return Ok(Entry::Enter);
+            return self.prepare_entry();
         };
         if let Some(stepper) = &mut self.stepper
             && let Some(step) = stepper.settle(&self.fd)?
@@ -503,10 +531,9 @@ impl Running {
     /// Arms the debug state so that the next entry stops where it must.
     fn prepare_entry(&mut self) -> Result<Entry, VcpuFailure> {
         let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
-            // Breakpoints for RDPMC, if any; told to KVM once.
-            self.debug
-                .apply(&self.fd, step::debug::Want::default())
-                .map_err(VcpuFailure::Debug)?;
+            // Breakpoints for RDPMC and a debugger's, if any; told to KVM once.
+            let want = self.wanted_by_debugger();
+            self.debug.apply(&self.fd, want).map_err(VcpuFailure::Debug)?;
             return Ok(Entry::Enter);
         };
         let prepared = stepper.prepare(&self.fd, &mut self.debug, pmu.stepped_levels())?;

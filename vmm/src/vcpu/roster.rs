@@ -270,6 +270,7 @@ impl Roster {
         match self.control.state() {
             RunState::Running => {}
             RunState::Paused => return Err(RosterError::NotRunning("paused")),
+            RunState::Held => return Err(RosterError::NotRunning("stopped by a debugger")),
             RunState::Stopped => return Err(RosterError::NotRunning("ending")),
             RunState::Resetting => return Err(RosterError::NotRunning("starting again")),
         }

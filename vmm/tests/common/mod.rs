@@ -195,9 +195,9 @@ pub const MULTIBOOT_CODE: &[u8] = &[
 /// Offset of the RDPMC in [`MULTIBOOT_CODE`].
 pub const MULTIBOOT_RDPMC: u64 = 28;
 
-/// 32-bit code for a PVH kernel, from [`PVH_ENTRY`] on: checks the magic number, prints the command line on COM1,
-/// writes the first module's first byte to the debug-exit port. Before that, where another protocol would enter,
-/// code that ends with another status.
+/// 32-bit code for a PVH kernel, from [`PVH_ENTRY`] on: checks the magic number, prints the command line on
+/// COM1, writes the first module's first byte to the debug-exit port. Before that, where another protocol
+/// would enter, code that ends with another status.
 pub const PVH_CODE: &[u8] = &[
     0xB0, 0x7E, // mov al, 0x7e
     0xE6, 0xF4, // out 0xf4, al

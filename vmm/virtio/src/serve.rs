@@ -60,8 +60,8 @@ pub fn serve_queue(
     serve_queue_while(active, memory, || true, serve)
 }
 
-/// As [`serve_queue`], as long as the device has a use for chains: `wants` is asked before each. Those it has no
-/// use for stay in the queue. The driver's kicks may be off afterwards, until the next call.
+/// As [`serve_queue`], as long as the device has a use for chains: `wants` is asked before each. Those it has
+/// no use for stay in the queue. The driver's kicks may be off afterwards, until the next call.
 ///
 /// # Errors
 /// [`QueueError`]; the driver knows of all chains that were served before.

@@ -1,5 +1,5 @@
-//! The guest's consoles, where the arguments of `run` want them: the serial port's, and the virtio console's if
-//! there is one.
+//! The guest's consoles, where the arguments of `run` want them: the serial port's, and the virtio console's
+//! if there is one.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -96,8 +96,8 @@ impl Consoles {
         self.all().any(Console::is_terminal)
     }
 
-    /// What the main loop has to serve. `serial` takes the serial port's input, `resized` is readable when the
-    /// terminal's window has another size, `quit` is written on Ctrl-A x.
+    /// What the main loop has to serve. `serial` takes the serial port's input, `resized` is readable when
+    /// the terminal's window has another size, `quit` is written on Ctrl-A x.
     ///
     /// # Errors
     /// The host has no descriptor left.

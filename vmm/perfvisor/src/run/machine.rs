@@ -19,7 +19,7 @@ use perfvisor_vmm::pmu::fit::{Fitted, fit};
 use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, backing};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::MuxChoice;
-use perfvisor_vmm::vm::VmConfig;
+use perfvisor_vmm::vm::{DebuggerWanted, VmConfig};
 
 /// Command line of a Linux kernel when none is given: the console, and what a machine without legacy hardware
 /// needs.
@@ -98,6 +98,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         hide_uncounted: args.hide_uncounted,
         nested: args.nested,
         on_reset: args.on_reset,
+        debugger: args.gdb.as_ref().map(|gdb| DebuggerWanted { wait: gdb.wait }),
         pins: args.pin.clone().unwrap_or_default(),
         cpu_signature: args.cpu_signature,
     })
@@ -110,6 +111,9 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
     let has_pmu = !matches!(model.generation(), Generation::Off(_));
     if has_pmu {
         backing::check_policy(policy, probe)?;
+    }
+    if has_pmu && policy == BackingPolicy::Exact && args.gdb.is_some() {
+        return Err(RunError::GdbExact);
     }
     let own = if has_pmu && policy == BackingPolicy::Kvm {
         let own = backing::check_own(kvm, probe, args.rdpmc, args.pmi_limit)?;

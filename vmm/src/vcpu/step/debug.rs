@@ -2,10 +2,11 @@
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
-    KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug,
+    KVM_GUESTDBG_USE_SW_BP, KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug,
 };
 use kvm_ioctls::VcpuFd;
 
+use super::super::debugger::Point;
 use crate::kvm::stepping::BREAKPOINTS;
 
 /// DR6 (SDM vol. 3 §19.2.3): B0 to B3, which a #DB sets anew.
@@ -46,6 +47,17 @@ pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), kvm_ioct
     fd.set_vcpu_events(&events)
 }
 
+/// R/W and LEN of a breakpoint, as they lie in DR7 from bit 16 on (SDM vol. 3 §19.2.4).
+fn condition(point: &Point) -> u64 {
+    let length = match point.length {
+        2 => 1,
+        8 => 2,
+        4 => 3,
+        _ => 0,
+    };
+    point.access as u64 | length << 2
+}
+
 /// What the next entry is to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Want {
@@ -66,8 +78,10 @@ pub struct GuestDebug {
     sites: Vec<u64>,
     /// The last of them is of [`GuestDebug::set_last_site`].
     has_last: bool,
+    /// Those of a debugger, if one is there.
+    points: Option<Vec<Point>>,
     set: Want,
-    /// KVM knows `sites`.
+    /// KVM knows `sites` and `points`.
     told: bool,
 }
 
@@ -92,9 +106,22 @@ impl GuestDebug {
         }
     }
 
+    /// A debugger's breakpoints, behind the others; INT3 leaves to us as long as it is there. Without room
+    /// for some they are not set.
+    pub fn set_points(&mut self, points: Option<Vec<Point>>) {
+        self.points = points;
+        self.told = false;
+    }
+
+    /// How many breakpoints stay that are not a debugger's.
+    pub fn sites(&self) -> usize {
+        self.sites.len()
+    }
+
     /// How many breakpoints are free for one entry.
     pub fn free(&self) -> usize {
-        BREAKPOINTS - self.sites.len()
+        let points = self.points.as_ref().map_or(0, Vec::len);
+        BREAKPOINTS.saturating_sub(self.sites.len() + points)
     }
 
     /// Whether `pc` is one of the breakpoints that stay.
@@ -113,17 +140,21 @@ impl GuestDebug {
         }
         let mut debug = kvm_guest_debug::default();
         let mut control = 0;
-        let transient = want.at.iter().flatten().take(self.free());
-        for (n, &address) in self.sites.iter().chain(transient).enumerate() {
+        let execute = |address: &u64| (*address, 0);
+        let points = self.points.iter().flatten().map(|p| (p.address, condition(p)));
+        let transient = want.at.iter().flatten().take(self.free()).map(execute);
+        let all = self.sites.iter().map(execute).chain(points).chain(transient);
+        for (n, (address, condition)) in all.take(BREAKPOINTS).enumerate() {
             debug.arch.debugreg[n] = address;
-            // Global enable; instruction execution, one byte (SDM vol. 3 §19.2.4).
-            debug.arch.debugreg[7] |= 2 << (2 * n) | 0x400;
+            // Global enable; condition and length (SDM vol. 3 §19.2.4).
+            debug.arch.debugreg[7] |= 2 << (2 * n) | condition << (16 + 4 * n) | 0x400;
             control |= KVM_GUESTDBG_USE_HW_BP;
         }
         let flags = [
             (want.step, KVM_GUESTDBG_SINGLESTEP),
             (want.block_interrupts, KVM_GUESTDBG_BLOCKIRQ),
             (want.watch, KVM_GUESTDBG_USE_HW_BP),
+            (self.points.is_some(), KVM_GUESTDBG_USE_SW_BP),
         ];
         for (on, flag) in flags {
             control |= if on { flag } else { 0 };

@@ -21,7 +21,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
-use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, Activation, ConfigChange, VirtioDevice, read_config_bytes};
 use crate::serve::tell_of_driver;
 use crate::worker::Worker;
 use port::{Port, WindowSize};
@@ -98,10 +98,11 @@ impl VirtioDevice for Console {
             sink: self.output.clone(),
             port: self.port.clone(),
             memory: activation.memory,
+            config_change: activation.config_change.clone(),
             broken: false,
         };
         self.port.tells_changes_by(Some(activation.config_change));
-        let started = Worker::spawn(self.name(), server);
+        let started = Worker::spawn(self.name(), server, activation.last_resort);
         self.worker = Some(started.map_err(|source| ActivateError::Host {
             what: "starting a thread",
             source,
@@ -121,6 +122,7 @@ struct Server {
     sink: Output,
     port: Arc<Port>,
     memory: GuestMemoryMmap,
+    config_change: ConfigChange,
     broken: bool,
 }
 
@@ -153,6 +155,7 @@ impl MutEventSubscriber for Server {
         if let Err(error) = served {
             tell_of_driver("hvc0", "it stops until it is reset", &error);
             self.broken = true;
+            self.config_change.needs_reset();
         }
     }
 

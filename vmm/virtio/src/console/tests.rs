@@ -10,7 +10,7 @@ use super::port::INPUT_BYTES;
 use super::queues::{MOST_BYTES, take};
 use super::*;
 use crate::device::{ActiveQueue, ConfigChange, Interrupt};
-use crate::serve::testing::{BUFFERS, Driver, memory};
+use crate::serve::testing::{BUFFERS, Driver, activation, memory};
 use crate::serve::{serve_queue, serve_queue_while};
 
 const NEXT: u16 = 1;
@@ -176,7 +176,11 @@ fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
     let console = new(Some(size(80, 25)));
     assert_eq!(console.features(), 1);
     let vector = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-    let change = ConfigChange::new(Arc::new(AtomicU8::new(0)), Interrupt::new(Some(vector.clone())));
+    let change = ConfigChange::new(
+        Arc::new(AtomicU8::new(0)),
+        Arc::default(),
+        Interrupt::new(Some(vector.clone())),
+    );
     console.port().tells_changes_by(Some(change));
     console.port().resize(size(80, 25));
     assert!(vector.read().is_err(), "it is the same");
@@ -185,6 +189,30 @@ fn the_window_has_a_size_only_where_it_is_known_and_a_new_one_is_told() {
     let mut data = [0xff; 8];
     console.read_config(0, &mut data);
     assert_eq!(data, [132, 0, 50, 0, 0, 0, 0, 0]);
+}
+
+/// A driver that breaks either of its rings is told to reset the device.
+#[test]
+fn a_broken_ring_asks_for_a_reset() {
+    for breaks_output in [false, true] {
+        let memory = memory();
+        let mut console = Console::new(Box::new(io::sink()), None).unwrap();
+        let mut input = Driver::new(&memory, 16);
+        let mut output = Driver::at(&memory, 16, 0x8000);
+        // No descriptor of these queues.
+        if breaks_output {
+            output.offer(16);
+        } else {
+            input.offer(16);
+            console.port().send(b"x");
+        }
+        let (activation, seen) = activation(&memory, vec![Some(input.active()), Some(output.active())]);
+        console.activate(activation).unwrap();
+        output.active.kick.write(1).unwrap();
+        seen.changed.read().unwrap();
+        assert!(seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+        console.reset();
+    }
 }
 
 /// The whole device: both directions on its thread, and again after a reset.
@@ -218,14 +246,8 @@ fn the_device_serves_both_directions_each_time_that_its_driver_starts() {
             })
             .into();
         let (vectors, queues): (Vec<_>, Vec<_>) = told.into_iter().unzip();
-        console
-            .activate(Activation {
-                memory: memory.clone(),
-                features: 0,
-                queues,
-                config_change: ConfigChange::default(),
-            })
-            .unwrap();
+        let (activation, _) = activation(&memory, queues);
+        console.activate(activation).unwrap();
         for vector in vectors {
             vector.read().unwrap();
         }

@@ -1,0 +1,75 @@
+//! What a user writes behind `--gdb`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::console::target::MAX_SOCKET_PATH;
+
+/// Where a debugger connects, and whether the guest waits for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GdbConfig {
+    /// A Unix socket.
+    pub socket: PathBuf,
+    /// No vCPU runs before the first debugger has come.
+    pub wait: bool,
+}
+
+/// No place for a debugger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GdbConfigError {
+    /// No path.
+    #[error("must be the path of a Unix socket, or PATH,wait")]
+    Shape,
+    /// Something else behind the comma.
+    #[error("only wait can stand behind the path: PATH,wait")]
+    Word,
+    /// The kernel takes no such path.
+    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    Long,
+}
+
+impl FromStr for GdbConfig {
+    type Err = GdbConfigError;
+
+    fn from_str(text: &str) -> Result<Self, GdbConfigError> {
+        let (path, word) = match text.split_once(',') {
+            Some((path, word)) => (path, Some(word)),
+            None => (text, None),
+        };
+        let wait = match word {
+            None => false,
+            Some("wait") => true,
+            Some(_) => return Err(GdbConfigError::Word),
+        };
+        match path.len() {
+            0 => Err(GdbConfigError::Shape),
+            1..=MAX_SOCKET_PATH => Ok(Self {
+                socket: path.into(),
+                wait,
+            }),
+            _ => Err(GdbConfigError::Long),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_and_one_word_are_all_there_is() {
+        let parse = |text: &str| text.parse::<GdbConfig>();
+        assert!(!parse("/run/g").unwrap().wait);
+        assert!(parse("g,wait").is_ok_and(|config| config.wait && config.socket.as_os_str() == "g"));
+        for (text, error) in [
+            ("", GdbConfigError::Shape),
+            (",wait", GdbConfigError::Shape),
+            ("g,", GdbConfigError::Word),
+            ("g,wait,wait", GdbConfigError::Word),
+            ("g,stop", GdbConfigError::Word),
+        ] {
+            assert_eq!(parse(text), Err(error), "{text}");
+        }
+        assert_eq!(parse(&"g".repeat(MAX_SOCKET_PATH + 1)), Err(GdbConfigError::Long));
+    }
+}

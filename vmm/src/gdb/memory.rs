@@ -1,0 +1,212 @@
+//! Guest memory as a vCPU sees it, for a debugger: translated by its page tables, with what was under the
+//! debugger's own breakpoints.
+
+use guest_profile::memory::{Budget, GuestRegs};
+use guest_profile::paging::{AddressSpace, Unsupported};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use crate::vcpu::debugger::{Planted, Registers};
+
+const PAGE: u64 = 4096;
+/// Reads of guest memory that one request may lead to: a packet has at most 4 KiB, on two pages.
+const MOST_READS: u32 = 256;
+/// INT3.
+pub const INT3: u8 = 0xcc;
+
+/// Guest-physical address of a linear one, as a vCPU with these registers sees it. `None`: it has none, or
+/// the vCPU's mode is one whose tables are not understood (paging of 32 bits).
+pub fn physical(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> Option<u64> {
+    let system = &registers.system;
+    let regs = GuestRegs {
+        cr0: system.cr0,
+        cr3: system.cr3,
+        cr4: system.cr4,
+        efer: system.efer,
+        ..GuestRegs::default()
+    };
+    match AddressSpace::of(memory, &regs) {
+        Ok(mut space) => space.physical(address, &mut Budget::new(MOST_READS, None)).ok(),
+        Err(Unsupported::PagingOff) => Some(address),
+        Err(Unsupported::Legacy | Unsupported::Pae) => None,
+    }
+}
+
+/// The parts of `length` bytes from `address` on, each within a page, with where it begins: linear and
+/// physical. It ends before the first that is not there.
+fn pieces<'m>(
+    memory: &'m GuestMemoryMmap,
+    registers: &'m Registers,
+    address: u64,
+    length: usize,
+) -> impl Iterator<Item = (std::ops::Range<usize>, u64)> + 'm {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        if done == length {
+            return None;
+        }
+        let at = address.checked_add(done as u64)?;
+        let left_in_page = usize::try_from(PAGE - at % PAGE).unwrap_or(usize::MAX);
+        let count = left_in_page.min(length - done);
+        let physical = physical(memory, registers, at)?;
+        let range = done..done + count;
+        done = range.end;
+        Some((range, physical))
+    })
+}
+
+/// Reads from `address` on; how many bytes there are.
+pub fn read(
+    memory: &GuestMemoryMmap,
+    registers: &Registers,
+    planted: &[Planted],
+    address: u64,
+    data: &mut [u8],
+) -> usize {
+    let mut done = 0;
+    for (range, physical) in pieces(memory, registers, address, data.len()) {
+        let piece = &mut data[range];
+        if memory.read_slice(piece, GuestAddress(physical)).is_err() {
+            break;
+        }
+        for (at, byte) in (physical..).zip(piece.iter_mut()) {
+            if let Some(planted) = planted.iter().find(|planted| planted.physical == at) {
+                *byte = planted.replaced;
+            }
+        }
+        done += piece.len();
+    }
+    done
+}
+
+/// Writes from `address` on. `false`: not all of it is memory, and what came before that was written.
+pub fn write(
+    memory: &GuestMemoryMmap,
+    registers: &Registers,
+    planted: &mut [Planted],
+    address: u64,
+    data: &[u8],
+) -> bool {
+    let mut done = 0;
+    for (range, physical) in pieces(memory, registers, address, data.len()) {
+        let mut piece = data[range].to_vec();
+        for (at, byte) in (physical..).zip(piece.iter_mut()) {
+            if let Some(planted) = planted.iter_mut().find(|planted| planted.physical == at) {
+                planted.replaced = std::mem::replace(byte, INT3);
+            }
+        }
+        if memory.write_slice(&piece, GuestAddress(physical)).is_err() {
+            return false;
+        }
+        done += piece.len();
+    }
+    done == data.len()
+}
+
+/// Puts an INT3 at a linear address. `None`: there is no memory.
+pub fn plant(memory: &GuestMemoryMmap, registers: &Registers, address: u64) -> Option<Planted> {
+    let physical = physical(memory, registers, address)?;
+    let replaced = memory.read_obj(GuestAddress(physical)).ok()?;
+    memory.write_obj(INT3, GuestAddress(physical)).ok()?;
+    Some(Planted {
+        address,
+        physical,
+        replaced,
+    })
+}
+
+/// Takes it out, unless the guest has put something else there.
+pub fn uproot(memory: &GuestMemoryMmap, planted: &Planted) {
+    let at = GuestAddress(planted.physical);
+    if memory.read_obj::<u8>(at).is_ok_and(|byte| byte == INT3) {
+        // It was there for reading.
+        let _ = memory.write_obj(planted.replaced, at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap()
+    }
+
+    /// Long mode, with virtual page 0x40_0000 at 0x5000 and the next at 0x3000.
+    fn paged(memory: &GuestMemoryMmap) -> Registers {
+        let entries = [
+            (0x1_0000, 0x1_1007u64),
+            (0x1_1000, 0x1_2007),
+            (0x1_2010, 0x1_3007),
+            (0x1_3000, 0x5007),
+            (0x1_3008, 0x3007),
+        ];
+        for (at, entry) in entries {
+            memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
+        let mut registers = Registers::default();
+        registers.system.cr0 = 1 << 31;
+        registers.system.cr3 = 0x1_0000;
+        registers.system.cr4 = 1 << 5;
+        registers.system.efer = 1 << 10;
+        registers
+    }
+
+    #[test]
+    fn memory_is_read_and_written_through_the_page_tables() {
+        let memory = memory();
+        let registers = paged(&memory);
+        assert!(write(&memory, &registers, &mut [], 0x40_0ffe, b"abcd"));
+        let mut there = [0; 2];
+        memory.read_slice(&mut there, GuestAddress(0x5ffe)).unwrap();
+        assert_eq!(&there, b"ab");
+        memory.read_slice(&mut there, GuestAddress(0x3000)).unwrap();
+        assert_eq!(&there, b"cd");
+        let mut data = [0; 4];
+        assert_eq!(read(&memory, &registers, &[], 0x40_0ffe, &mut data), 4);
+        assert_eq!(&data, b"abcd");
+    }
+
+    #[test]
+    fn what_is_not_there_is_not_read_or_written() {
+        let memory = memory();
+        let registers = paged(&memory);
+        let mut data = [0; 16];
+        assert_eq!(
+            read(&memory, &registers, &[], 0x40_1ff8, &mut data),
+            8,
+            "the page ends"
+        );
+        assert!(!write(&memory, &registers, &mut [], 0x40_1ff8, &data));
+        for hole in [0, 0x60_0000, u64::MAX - 3, 0x8000_0000_0000_0000] {
+            assert_eq!(read(&memory, &registers, &[], hole, &mut data), 0);
+            assert_eq!(plant(&memory, &registers, hole), None);
+        }
+        // Without paging addresses are physical, and end where memory does.
+        let off = Registers::default();
+        assert_eq!(read(&memory, &off, &[], 0xf_fff8, &mut data), 8);
+        let mut pae = registers;
+        pae.system.efer = 0;
+        assert_eq!(read(&memory, &pae, &[], 0x40_0000, &mut data), 0);
+    }
+
+    /// The debugger never sees its own breakpoints, and what it writes over one is there when that goes.
+    #[test]
+    fn a_breakpoint_is_invisible_and_leaves_what_was_there() {
+        let memory = memory();
+        let registers = paged(&memory);
+        assert!(write(&memory, &registers, &mut [], 0x40_0000, &[0x90, 0xf4]));
+        let mut planted = [plant(&memory, &registers, 0x40_0000).unwrap()];
+        let byte = || memory.read_obj::<u8>(GuestAddress(0x5000)).unwrap();
+        assert_eq!(byte(), INT3);
+        let mut data = [0; 2];
+        read(&memory, &registers, &planted, 0x40_0000, &mut data);
+        assert_eq!(data, [0x90, 0xf4]);
+        assert!(write(&memory, &registers, &mut planted, 0x40_0000, &[0x50]));
+        assert_eq!(byte(), INT3);
+        uproot(&memory, &planted[0]);
+        assert_eq!(byte(), 0x50);
+        // The guest has loaded something else there meanwhile.
+        uproot(&memory, &planted[0]);
+        assert_eq!(byte(), 0x50);
+    }
+}

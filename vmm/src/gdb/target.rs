@@ -1,0 +1,419 @@
+//! The machine as the stub sees it: vCPUs are threads of one process, numbered from 1.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gdbstub::common::{Signal, Tid};
+use gdbstub::stub::MultiThreadStopReason;
+use gdbstub::target::ext::base::BaseOps;
+use gdbstub::target::ext::base::multithread::{
+    MultiThreadBase, MultiThreadResume, MultiThreadResumeOps, MultiThreadSchedulerLocking,
+    MultiThreadSchedulerLockingOps, MultiThreadSingleStep, MultiThreadSingleStepOps,
+};
+use gdbstub::target::ext::breakpoints::{
+    Breakpoints, BreakpointsOps, HwBreakpoint, HwBreakpointOps, HwWatchpoint, HwWatchpointOps, SwBreakpoint,
+    SwBreakpointOps, WatchKind,
+};
+use gdbstub::target::ext::thread_extra_info::{ThreadExtraInfo, ThreadExtraInfoOps};
+use gdbstub::target::{Target, TargetError, TargetResult};
+use gdbstub_arch::x86::X86_64_SSE;
+use gdbstub_arch::x86::reg::X86_64CoreRegs;
+use vm_memory::GuestMemoryMmap;
+
+use super::{memory, registers};
+use crate::vcpu::control::RunControl;
+use crate::vcpu::debugger::{Access, Debugger, Go, HoldError, Point, Registers, Stop, Why};
+use crate::vcpu::roster::Roster;
+
+/// How long the vCPUs may take to stop.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Most INT3s at a time.
+const MOST_PLANTED: usize = 1024;
+/// What gdb is told of an access that cannot be.
+const EFAULT: u8 = 14;
+const EINVAL: u8 = 22;
+
+/// The machine, to be debugged.
+pub struct Machine {
+    control: Arc<RunControl>,
+    roster: Arc<Roster>,
+    memory: GuestMemoryMmap,
+    /// Hardware breakpoints there are for a debugger.
+    most_points: usize,
+    /// The vCPU that stopped last: breakpoints are planted through its page tables.
+    current: u8,
+    /// What the next resumption does, for those it names.
+    actions: Vec<(u8, Go)>,
+    /// Those it does not name stay.
+    locked: bool,
+}
+
+fn tid(vcpu: u8) -> Tid {
+    Tid::new(usize::from(vcpu) + 1).expect("it is above 0")
+}
+
+fn vcpu(tid: Tid) -> Option<u8> {
+    u8::try_from(tid.get() - 1).ok()
+}
+
+impl Machine {
+    /// Of this VM.
+    pub fn new(
+        control: Arc<RunControl>,
+        roster: Arc<Roster>,
+        memory: GuestMemoryMmap,
+        most_points: usize,
+    ) -> Self {
+        Self {
+            control,
+            roster,
+            memory,
+            most_points,
+            current: 0,
+            actions: Vec::new(),
+            locked: false,
+        }
+    }
+
+    fn debugger(&self) -> Option<&Debugger> {
+        self.control.debugger()
+    }
+
+    fn present(&self) -> Vec<u8> {
+        self.roster.taken().map(|seat| seat.id()).collect()
+    }
+
+    fn registers(&self, vcpu: u8) -> Option<Registers> {
+        self.debugger()?.registers(vcpu)
+    }
+
+    /// Those of a vCPU that is stopped, or what gdb is told instead.
+    fn registers_of(&self, tid: Tid) -> TargetResult<Registers, Self> {
+        vcpu(tid)
+            .and_then(|vcpu| self.registers(vcpu))
+            .ok_or(TargetError::Errno(EINVAL))
+    }
+
+    /// A debugger has come: stops the machine.
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub fn attach(&mut self) -> Result<(), HoldError> {
+        if let Some(debugger) = self.debugger() {
+            debugger.attach(true);
+        }
+        self.stop()
+    }
+
+    /// Stops the machine, and has all vCPUs show their registers.
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub fn stop(&mut self) -> Result<(), HoldError> {
+        let Some(debugger) = self.debugger() else {
+            return Err(HoldError::Ended);
+        };
+        debugger.hold(&self.control);
+        debugger.collect(&self.control, || self.present(), PATIENCE)?;
+        let present = self.present();
+        if !present.contains(&self.current) {
+            self.current = present.first().copied().unwrap_or(0);
+        }
+        Ok(())
+    }
+
+    /// A vCPU has stopped the machine, or the debugger asked for it by Ctrl-C: what gdb is told.
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub fn stop_reason(&mut self) -> Result<MultiThreadStopReason<u64>, HoldError> {
+        self.stop()?;
+        let stop = self.debugger().and_then(Debugger::take_stop);
+        let Some(Stop { vcpu, why }) = stop else {
+            return Ok(MultiThreadStopReason::SignalWithThread {
+                tid: tid(self.current),
+                signal: Signal::SIGINT,
+            });
+        };
+        self.current = vcpu;
+        let tid = tid(vcpu);
+        Ok(match why {
+            Why::Planted => MultiThreadStopReason::SwBreak(tid),
+            Why::Step => MultiThreadStopReason::SignalWithThread {
+                tid,
+                signal: Signal::SIGTRAP,
+            },
+            Why::Point(point) => {
+                let watch = |kind| MultiThreadStopReason::Watch {
+                    tid,
+                    kind,
+                    addr: point.address,
+                };
+                match point.access {
+                    Access::Execute => MultiThreadStopReason::HwBreak(tid),
+                    Access::Write => watch(WatchKind::Write),
+                    Access::Any => watch(WatchKind::ReadWrite),
+                }
+            }
+        })
+    }
+
+    /// The debugger is gone, in order or not: nothing of it stays, and the machine goes on.
+    pub fn detach(&mut self) {
+        let Some(debugger) = self.control.debugger() else {
+            return;
+        };
+        for planted in debugger.planted().drain(..) {
+            memory::uproot(&self.memory, &planted);
+        }
+        debugger.clear_points();
+        debugger.attach(false);
+        debugger.release(&self.control, |_| Go::Run);
+    }
+
+    fn set_action(&mut self, of: Tid, go: Go) {
+        if let Some(vcpu) = vcpu(of) {
+            self.actions.push((vcpu, go));
+        }
+    }
+
+    fn add_point(&mut self, point: Option<Point>) -> bool {
+        let most = self.most_points;
+        match (self.debugger(), point) {
+            (Some(debugger), Some(point)) => debugger.add_point(point, most),
+            _ => false,
+        }
+    }
+
+    fn remove_point(&mut self, point: Option<Point>) -> bool {
+        match (self.debugger(), point) {
+            (Some(debugger), Some(point)) => debugger.remove_point(point),
+            _ => false,
+        }
+    }
+}
+
+impl Target for Machine {
+    type Arch = X86_64_SSE;
+    type Error = HoldError;
+
+    fn base_ops(&mut self) -> BaseOps<'_, Self::Arch, Self::Error> {
+        BaseOps::MultiThread(self)
+    }
+
+    fn support_breakpoints(&mut self) -> Option<BreakpointsOps<'_, Self>> {
+        Some(self)
+    }
+}
+
+impl MultiThreadBase for Machine {
+    fn read_registers(&mut self, regs: &mut X86_64CoreRegs, tid: Tid) -> TargetResult<(), Self> {
+        *regs = registers::to_gdb(&self.registers_of(tid)?);
+        Ok(())
+    }
+
+    fn write_registers(&mut self, regs: &X86_64CoreRegs, tid: Tid) -> TargetResult<(), Self> {
+        let mut changed = self.registers_of(tid)?;
+        let taken = registers::from_gdb(regs, &mut changed);
+        let set = |vcpu| {
+            self.debugger()
+                .is_some_and(|debugger| debugger.set_registers(vcpu, &changed))
+        };
+        if taken && vcpu(tid).is_some_and(set) {
+            Ok(())
+        } else {
+            Err(TargetError::Errno(EINVAL))
+        }
+    }
+
+    fn read_addrs(&mut self, start: u64, data: &mut [u8], tid: Tid) -> TargetResult<usize, Self> {
+        let registers = self.registers_of(tid)?;
+        let Some(debugger) = self.debugger() else {
+            return Err(TargetError::NonFatal);
+        };
+        match memory::read(&self.memory, &registers, &debugger.planted(), start, data) {
+            0 if !data.is_empty() => Err(TargetError::Errno(EFAULT)),
+            count => Ok(count),
+        }
+    }
+
+    fn write_addrs(&mut self, start: u64, data: &[u8], tid: Tid) -> TargetResult<(), Self> {
+        let registers = self.registers_of(tid)?;
+        let Some(debugger) = self.debugger() else {
+            return Err(TargetError::NonFatal);
+        };
+        if memory::write(&self.memory, &registers, &mut debugger.planted(), start, data) {
+            Ok(())
+        } else {
+            Err(TargetError::Errno(EFAULT))
+        }
+    }
+
+    fn list_active_threads(&mut self, is_active: &mut dyn FnMut(Tid)) -> Result<(), HoldError> {
+        // The one that stopped last first: gdb takes the first for the one it looks at.
+        let present = self.present();
+        let others = present.iter().filter(|vcpu| **vcpu != self.current);
+        let current = present.iter().filter(|vcpu| **vcpu == self.current);
+        current.chain(others).for_each(|vcpu| is_active(tid(*vcpu)));
+        Ok(())
+    }
+
+    fn support_resume(&mut self) -> Option<MultiThreadResumeOps<'_, Self>> {
+        Some(self)
+    }
+
+    fn support_thread_extra_info(&mut self) -> Option<ThreadExtraInfoOps<'_, Self>> {
+        Some(self)
+    }
+}
+
+impl ThreadExtraInfo for Machine {
+    fn thread_extra_info(&self, tid: Tid, buffer: &mut [u8]) -> Result<usize, HoldError> {
+        let text = vcpu(tid).map_or_else(String::new, |vcpu| format!("vCPU {vcpu}"));
+        let count = text.len().min(buffer.len());
+        buffer[..count].copy_from_slice(&text.as_bytes()[..count]);
+        Ok(count)
+    }
+}
+
+impl MultiThreadResume for Machine {
+    fn resume(&mut self) -> Result<(), HoldError> {
+        let rest = if self.locked { Go::Stay } else { Go::Run };
+        let action = |vcpu: u8| {
+            let named = self.actions.iter().find(|(of, _)| *of == vcpu);
+            named.map_or(rest, |(_, go)| *go)
+        };
+        if let Some(debugger) = self.control.debugger() {
+            debugger.release(&self.control, action);
+        }
+        Ok(())
+    }
+
+    fn clear_resume_actions(&mut self) -> Result<(), HoldError> {
+        self.actions.clear();
+        self.locked = false;
+        Ok(())
+    }
+
+    // A signal is nothing that a machine could be given.
+    fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), HoldError> {
+        self.set_action(tid, Go::Run);
+        Ok(())
+    }
+
+    fn support_single_step(&mut self) -> Option<MultiThreadSingleStepOps<'_, Self>> {
+        Some(self)
+    }
+
+    fn support_scheduler_locking(&mut self) -> Option<MultiThreadSchedulerLockingOps<'_, Self>> {
+        Some(self)
+    }
+}
+
+impl MultiThreadSingleStep for Machine {
+    fn set_resume_action_step(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), HoldError> {
+        self.set_action(tid, Go::Step);
+        Ok(())
+    }
+}
+
+impl MultiThreadSchedulerLocking for Machine {
+    fn set_resume_action_scheduler_lock(&mut self) -> Result<(), HoldError> {
+        self.locked = true;
+        Ok(())
+    }
+}
+
+impl Breakpoints for Machine {
+    fn support_sw_breakpoint(&mut self) -> Option<SwBreakpointOps<'_, Self>> {
+        Some(self)
+    }
+
+    fn support_hw_breakpoint(&mut self) -> Option<HwBreakpointOps<'_, Self>> {
+        Some(self)
+    }
+
+    fn support_hw_watchpoint(&mut self) -> Option<HwWatchpointOps<'_, Self>> {
+        Some(self)
+    }
+}
+
+impl SwBreakpoint for Machine {
+    fn add_sw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
+        let (Some(registers), Some(debugger)) = (self.registers(self.current), self.control.debugger())
+        else {
+            return Ok(false);
+        };
+        let mut planted = debugger.planted();
+        if planted.iter().any(|other| other.address == address) {
+            return Ok(true);
+        }
+        if planted.len() >= MOST_PLANTED {
+            return Ok(false);
+        }
+        let new = memory::plant(&self.memory, &registers, address);
+        planted.extend(new);
+        Ok(new.is_some())
+    }
+
+    fn remove_sw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
+        let Some(debugger) = self.control.debugger() else {
+            return Ok(false);
+        };
+        let mut planted = debugger.planted();
+        let Some(at) = planted.iter().position(|other| other.address == address) else {
+            return Ok(false);
+        };
+        memory::uproot(&self.memory, &planted.remove(at));
+        Ok(true)
+    }
+}
+
+/// A breakpoint on an instruction.
+fn execution(address: u64) -> Option<Point> {
+    Some(Point {
+        address,
+        length: 1,
+        access: Access::Execute,
+    })
+}
+
+/// A breakpoint on data, if the processor has such ones. It has none for reads alone.
+fn data(address: u64, length: u64, kind: WatchKind) -> Option<Point> {
+    let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
+    let access = match kind {
+        WatchKind::Write => Access::Write,
+        WatchKind::ReadWrite => Access::Any,
+        WatchKind::Read => return None,
+    };
+    fits.then_some(Point {
+        address,
+        length: u8::try_from(length).ok()?,
+        access,
+    })
+}
+
+impl HwBreakpoint for Machine {
+    fn add_hw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
+        Ok(self.add_point(execution(address)))
+    }
+
+    fn remove_hw_breakpoint(&mut self, address: u64, _: usize) -> TargetResult<bool, Self> {
+        Ok(self.remove_point(execution(address)))
+    }
+}
+
+impl HwWatchpoint for Machine {
+    fn add_hw_watchpoint(&mut self, address: u64, length: u64, kind: WatchKind) -> TargetResult<bool, Self> {
+        Ok(self.add_point(data(address, length, kind)))
+    }
+
+    fn remove_hw_watchpoint(
+        &mut self,
+        address: u64,
+        length: u64,
+        kind: WatchKind,
+    ) -> TargetResult<bool, Self> {
+        Ok(self.remove_point(data(address, length, kind)))
+    }
+}

@@ -1,0 +1,138 @@
+//! A vCPU's part in being debugged: waiting while it is held, showing its registers, stopping where a
+//! debugger wants it to.
+
+use kvm_bindings::kvm_debug_exit_arch;
+
+use super::debugger::{Changed, Debugger, Go, Registers, Stop, Why};
+use super::exit::Next;
+use super::step::debug::Want;
+use super::{Running, Turn, VcpuFailure};
+
+impl Running {
+    /// The debugger, if one is there.
+    fn attached(&self) -> Option<&Debugger> {
+        self.control.debugger().filter(|debugger| debugger.is_attached())
+    }
+
+    /// Whether a debugger that holds the machine lets this vCPU run.
+    pub(super) fn is_let_go(&self) -> bool {
+        self.control
+            .debugger()
+            .is_none_or(|debugger| debugger.go(self.id) != Go::Stay)
+    }
+
+    /// Whether a debugger wants to see the registers.
+    pub(super) fn is_asked_for_registers(&self) -> bool {
+        self.control
+            .debugger()
+            .is_some_and(|debugger| debugger.is_asked(self.id))
+    }
+
+    /// Whether the last exit is still to be completed by KVM. Until then registers may be about to change.
+    pub(super) fn has_open_exit(&self) -> bool {
+        self.exit_is_open
+    }
+
+    /// Has KVM complete the last exit, and goes no further.
+    pub(super) fn complete_open_exit(&mut self) -> Result<Turn, VcpuFailure> {
+        self.fd.request_exit();
+        let next = self.enter();
+        self.serve(next)
+    }
+
+    /// Shows the registers to the debugger who asked for them.
+    pub(super) fn show_registers(&mut self) -> Result<(), VcpuFailure> {
+        self.take_registers_from_debugger()?;
+        let registers = Registers {
+            general: self.fd.get_regs().map_err(VcpuFailure::Debug)?,
+            system: self.fd.get_sregs().map_err(VcpuFailure::Debug)?,
+            fpu: self.fd.get_fpu().map_err(VcpuFailure::Debug)?,
+        };
+        if let Some(debugger) = self.control.debugger() {
+            debugger.show(self.id, registers);
+        }
+        Ok(())
+    }
+
+    /// Takes over what the debugger has changed.
+    pub(super) fn take_registers_from_debugger(&mut self) -> Result<(), VcpuFailure> {
+        let debugger = self.control.debugger();
+        let Some((registers, changed)) = debugger.and_then(|debugger| debugger.take_changes(self.id)) else {
+            return Ok(());
+        };
+        self.registers.forget();
+        self.fd.set_regs(&registers.general).map_err(VcpuFailure::Debug)?;
+        if changed == Changed::Fpu {
+            self.fd.set_fpu(&registers.fpu).map_err(VcpuFailure::Debug)?;
+        }
+        Ok(())
+    }
+
+    /// What the next entry is to do for a debugger, whose breakpoints are taken over.
+    pub(super) fn wanted_by_debugger(&mut self) -> Want {
+        let Some(debugger) = self.control.debugger() else {
+            return Want::default();
+        };
+        if let Some((version, points)) = debugger.news(self.debugger_version) {
+            self.debugger_version = version;
+            self.debug.set_points(debugger.is_attached().then_some(points));
+        }
+        let step = debugger.is_attached() && debugger.go(self.id) == Go::Step;
+        Want {
+            step,
+            block_interrupts: step && debugger.blocks_interrupts(),
+            ..Want::default()
+        }
+    }
+
+    /// Stops all for the debugger, if the debug exit is its.
+    pub(super) fn stops_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
+        let first = self.debug.sites();
+        let why = |debugger: &Debugger| debugger.why(self.id, first, stop);
+        match self.attached().and_then(why) {
+            Some(why) => {
+                self.stop_all(why);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// KVM's emulator met an instruction that it lacks. Where that is INT3, one of the debugger's is a
+    /// breakpoint all the same.
+    pub(super) fn emulation_failed(&self) -> Result<Turn, VcpuFailure> {
+        let planted = |debugger: &Debugger| -> Result<bool, kvm_ioctls::Error> {
+            let address = self.fd.get_sregs()?.cs.base.wrapping_add(self.fd.get_regs()?.rip);
+            Ok(debugger.is_planted(address))
+        };
+        if self
+            .attached()
+            .map_or(Ok(false), planted)
+            .map_err(VcpuFailure::Debug)?
+        {
+            self.stop_all(Why::Planted);
+            return Ok(Turn::Again);
+        }
+        Err(VcpuFailure::Unserved("InternalError".into()))
+    }
+
+    fn stop_all(&self, why: Why) {
+        if let Some(debugger) = self.control.debugger() {
+            let vcpu = self.id;
+            debugger.stopped(&self.control, Stop { vcpu, why });
+        }
+    }
+
+    /// What is to be done after an exit.
+    pub(super) fn serve(&mut self, next: Next) -> Result<Turn, VcpuFailure> {
+        match next {
+            Next::Continue => Ok(Turn::Again),
+            Next::TrapPort(byte) => self.trap_port_exit(byte),
+            Next::Debug(stop) => self.debug_exit(&stop),
+            Next::DebugControl(value) => self.debug_control_exit(value),
+            Next::EmulationFailed => self.emulation_failed(),
+            Next::Stop(reason) => Ok(Turn::Stop(reason)),
+            Next::Fail(failure) => Err(failure),
+        }
+    }
+}
