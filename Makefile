@@ -142,6 +142,36 @@ bench-check:
 bench-baseline:
 	$(CARGO) bench -q -p vpmu --bench instructions -- --keep
 
+# A binary that needs nothing of the host but its kernel, and what is made of it: for any distribution, and for Debian's.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+STATIC := $(TARGET_DIR)/static/$(LAB_TARGET)/release/perfvisor
+.PHONY: static
+static:
+	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --release --target $(LAB_TARGET) \
+		--target-dir $(TARGET_DIR)/static -p perfvisor
+
+## deb: a Debian package of a static binary, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
+.PHONY: deb
+deb: $(if $(BINARY),,static)
+	packaging/deb.sh $(or $(BINARY),$(STATIC)) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
+	@echo "deb: $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb; install it with dpkg -i"
+
+## tarball: the same as a compressed archive to be unpacked at / (BINARY=FILE: of that one)
+.PHONY: tarball
+tarball: $(if $(BINARY),,static)
+	rm -rf $(TARGET_DIR)/tarball
+	packaging/stage.sh $(or $(BINARY),$(STATIC)) $(TARGET_DIR)/tarball
+	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
+	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
+
+## unit-check: what systemd says of the unit, where there is a systemd
+.PHONY: unit-check
+unit-check:
+	@if ! command -v systemd-analyze >/dev/null; then echo "unit-check: skipped: no systemd-analyze"; exit 0; fi; \
+	directory=$$(mktemp -d); trap 'rm -rf $$directory' EXIT; \
+	sed 's,^ExecStart=[^ ]*,ExecStart=/bin/true,' packaging/perfvisor@.service >"$$directory/perfvisor@.service" && \
+	systemd-analyze verify --man=no "$$directory/perfvisor@.service" && echo "unit-check: the unit is right"
+
 ## bench: criterion benchmarks, and their medians as JSON in target/bench.json
 .PHONY: bench
 bench:

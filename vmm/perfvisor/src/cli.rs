@@ -20,6 +20,7 @@ use crate::commands::cp::CpArgs;
 use crate::commands::ctl::CtlArgs;
 use crate::commands::exec::ExecArgs;
 use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
+use crate::commands::generate::GenerateArgs;
 use crate::commands::list::ListArgs;
 use crate::commands::ps::PsArgs;
 use crate::commands::record::RecordArgs;
@@ -105,6 +106,9 @@ pub enum Command {
     Flamegraph(FlamegraphArgs),
     /// Write the samples of a file as a profile for pprof, Pyroscope or Parca.
     Pprof(PprofArgs),
+    /// Write the manual pages or the completions of a shell, for a package.
+    #[command(hide = true)]
+    Generate(GenerateArgs),
     /// Keeps the back end of a shared directory running, for as long as the VM is there that started this.
     #[command(hide = true)]
     KeepShare(KeepShareArgs),
@@ -757,6 +761,31 @@ mod tests {
             let line = line(args);
             assert!(parts.iter().all(|part| line.contains(part)), "{args:?}: {line}");
             assert!(!line.contains('\n'), "{line:?}");
+        }
+    }
+
+    /// Each command that the help shows has a manual page, and each page what its options are.
+    #[test]
+    fn every_command_has_a_page() {
+        let directory = tempfile::tempdir().unwrap();
+        clap_mangen::generate_to(command(), directory.path()).unwrap();
+        let page = |name: &str| std::fs::read_to_string(directory.path().join(format!("{name}.1"))).unwrap();
+        for command in command().get_subcommands().filter(|c| !c.is_hide_set()) {
+            let text = page(&format!("perfvisor-{}", command.get_name()));
+            assert!(text.contains(".SH OPTIONS"), "{}: {text}", command.get_name());
+        }
+        assert!(page("perfvisor-record").contains("buildid"));
+        assert!(page("perfvisor-ctl-vcpus").contains("vCPUs"));
+    }
+
+    #[test]
+    fn shells_complete_commands_and_options() {
+        use clap_complete::Shell;
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let text = crate::commands::generate::completions(shell, command());
+            for word in ["flamegraph", "guestmount", "hugepages"] {
+                assert!(text.contains(word), "{shell}: no {word}");
+            }
         }
     }
 }

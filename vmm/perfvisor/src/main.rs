@@ -51,7 +51,7 @@ use std::process::ExitCode;
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
-use commands::{cp, ctl, exec, files, list, ps, record, stat, top, validate};
+use commands::{cp, ctl, exec, files, generate, list, ps, record, stat, top, validate};
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
@@ -111,6 +111,7 @@ fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn E
         Command::Script(args) => files::script(&args)?,
         Command::Flamegraph(args) => files::flamegraph(&args)?,
         Command::Pprof(args) => files::pprof(&args)?,
+        Command::Generate(args) => generate::generate(&args, cli::command())?,
         Command::KeepShare(args) => {
             keeper::keep(&args.command)?;
             ExitStatus::PoweredOff

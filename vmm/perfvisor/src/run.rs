@@ -105,8 +105,14 @@ pub enum RunError {
     #[error(transparent)]
     Model(#[from] ModelError),
     /// No event filter.
-    #[error(transparent)]
-    Filter(#[from] FilterError),
+    #[error("--pmu-filter {}", path.display())]
+    Filter {
+        /// Its file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: FilterError,
+    },
     /// KVM cannot be used.
     #[error(transparent)]
     Host(#[from] HostError),

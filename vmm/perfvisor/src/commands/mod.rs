@@ -4,6 +4,7 @@ pub mod cp;
 pub mod ctl;
 pub mod exec;
 pub mod files;
+pub mod generate;
 mod guest;
 pub mod list;
 pub mod ps;

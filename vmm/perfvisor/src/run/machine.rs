@@ -46,7 +46,10 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
     }
     let backed = backed(args, kvm, probe)?;
     let filter = match &args.pmu_filter {
-        Some(path) => EventFilter::from_file(path)?,
+        Some(path) => EventFilter::from_file(path).map_err(|source| RunError::Filter {
+            path: path.clone(),
+            source,
+        })?,
         None => EventFilter::allow_all(),
     };
     let (mux, turn) = turns(args, kvm, probe, backed.has_pmu)?;

@@ -1,0 +1,24 @@
+#!/bin/sh
+# deb.sh BINARY VERSION OUTPUT: a Debian package of BINARY, which must be static, as the package depends on no library.
+set -eu
+binary=$1 version=$2 output=$3
+here=$(dirname "$0")
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+chmod 0755 "$root"
+"$here/stage.sh" "$binary" "$root"
+mkdir "$root/DEBIAN"
+cat >"$root/DEBIAN/control" <<CONTROL
+Package: perfvisor
+Version: $version
+Architecture: amd64
+Maintainer: The Perfvisor Authors
+Installed-Size: $(du -sk "$root/usr" | cut -f1)
+Section: admin
+Priority: optional
+Suggests: linux-perf, virtiofsd
+Description: VMM with a virtual performance monitoring unit
+ Perfvisor runs virtual machines whose perf works, also on hosts that have no
+ PMU, and counts, samples and profiles them from outside without an agent.
+CONTROL
+dpkg-deb --root-owner-group -Zxz --build "$root" "$output" >/dev/null

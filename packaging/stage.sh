@@ -1,0 +1,22 @@
+#!/bin/sh
+# stage.sh BINARY DIRECTORY: lays out under DIRECTORY/usr and DIRECTORY/etc what an installed Perfvisor has. Manual pages and
+# completions are what the binary itself prints, so that they fit it.
+set -eu
+binary=$1 root=$2
+here=$(dirname "$0")
+share=$root/usr/share
+install -D -m 0755 "$binary" "$root/usr/bin/perfvisor"
+install -d "$root/etc/perfvisor" "$share/man/man1" "$share/bash-completion/completions" "$share/zsh/vendor-completions" \
+	"$share/fish/vendor_completions.d"
+"$binary" generate --man "$share/man/man1"
+"$binary" generate --completions bash >"$share/bash-completion/completions/perfvisor"
+"$binary" generate --completions zsh >"$share/zsh/vendor-completions/_perfvisor"
+"$binary" generate --completions fish >"$share/fish/vendor_completions.d/perfvisor.fish"
+gzip -9n "$share"/man/man1/*.1
+install -D -m 0644 "$here/perfvisor@.service" "$root/usr/lib/systemd/system/perfvisor@.service"
+doc=$share/doc/perfvisor
+install -D -m 0644 "$here/example.toml" "$doc/examples/demo.toml"
+install -m 0644 "$here/../README.md" "$doc/README.md"
+install -m 0644 "$here/copyright" "$doc/copyright"
+gzip -9nc "$here/../CHANGELOG.md" >"$doc/changelog.gz"
+chmod 0644 "$doc/changelog.gz"
