@@ -137,7 +137,8 @@
 //! Any call may come from any thread. Each context has a lock of its own, which its vCPU's thread finds free
 //! on the hot path; nothing it does while the guest runs takes a lock that another vCPU takes. The order is:
 //! topology (opening, closing, hot-add), where records go, family, context, the list of drivers, the list of
-//! open events, ring memory. Builds with debug assertions panic where it is broken. Rings have no locks.
+//! open events, ring memory, what a session has opened. Builds with debug assertions panic where it is
+//! broken. Rings have no locks.
 
 #![cfg_attr(
     not(test),

@@ -227,6 +227,38 @@ fn members_do_not_drift_apart_over_random_turns() {
     );
 }
 
+/// A member that comes to a group that is on counts from then on, whatever the leader is; and so it does
+/// after its period was changed. The kernel puts a fault counter beside a clock on only when the thread is
+/// next scheduled, which here may be long after.
+#[test]
+fn who_joins_a_group_that_is_on_counts_at_once() {
+    const TASK_CLOCK: u64 = 1;
+    for (round, config) in [TASK_CLOCK, PAGE_FAULTS].iter().cycle().take(20).enumerate() {
+        let mut scene = Scene::empty(Some(catch_signals()));
+        scene.vcpu.sched_in();
+        scene.join_as(Attr::counting(EventType::SOFTWARE, *config));
+        scene.join();
+        scene.join_as(Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 1_000));
+        let grown = scene.grown(50);
+        assert!(
+            grown[1] >= 50 && grown[2] >= 50,
+            "round {round}, leader {config}: {grown:?}"
+        );
+        scene.group[2].set_period(2_000).unwrap();
+        let grown = scene.grown(50);
+        assert!(
+            grown[1] >= 50 && grown[2] >= 50,
+            "round {round}, leader {config}, after a change: {grown:?}"
+        );
+        scene.group[1].disable(Scope::Event).unwrap();
+        scene.group[1].enable(Scope::Event).unwrap();
+        assert!(
+            scene.grown(50)[1] >= 50,
+            "round {round}, leader {config}: on again"
+        );
+    }
+}
+
 struct Nowhere;
 
 impl SampleRegs for Nowhere {

@@ -50,6 +50,8 @@ pub(super) struct Member {
     id: u64,
     /// The group may be read through it.
     reads: bool,
+    /// It needs no counter.
+    software: bool,
     /// It is to count while the leader is on.
     wanted: AtomicBool,
     /// The kernel has it enabled.
@@ -109,11 +111,12 @@ impl KernelGroup {
     }
 
     /// Takes in `fd`, which was opened disabled in this group. `reads`: with [`READ_GROUP`].
-    pub(super) fn join(&self, fd: Arc<PerfFd>, reads: bool) -> io::Result<Arc<Member>> {
+    pub(super) fn join(&self, fd: Arc<PerfFd>, reads: bool, software: bool) -> io::Result<Arc<Member>> {
         let member = Arc::new(Member {
             id: fd.id()?,
             fd,
             reads,
+            software,
             wanted: AtomicBool::new(false),
             enabled: AtomicBool::new(false),
             count: Reading::default(),
@@ -151,11 +154,26 @@ impl KernelGroup {
     pub(super) fn start_member(&self, member: &Member) -> io::Result<()> {
         member.count.known.store(false, Ordering::Relaxed);
         if !member.enabled.load(Ordering::Relaxed) {
-            member.fd.enable()?;
+            self.enable(member)?;
             member.enabled.store(true, Ordering::Relaxed);
         }
         member.wanted.store(true, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Enables `member`. The kernel puts a software event on at once only if its leader is of the same kind:
+    /// a clock, or none. Beside any other that is on it would count nothing until the thread is next
+    /// scheduled, and its times would not tell. So the leader goes off and on around it.
+    pub(super) fn enable(&self, member: &Member) -> io::Result<()> {
+        let around = self.on.load(Ordering::Relaxed) && member.software;
+        if around {
+            self.leader.disable()?;
+        }
+        let enabled = member.fd.enable();
+        if around {
+            self.leader.enable()?;
+        }
+        enabled
     }
 
     /// `member` goes off; if the leader did before, that is all it takes.

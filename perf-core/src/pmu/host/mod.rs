@@ -308,7 +308,7 @@ impl Opener {
         }
         let joined = self.open(&mut raw, Some(group.leader())).and_then(|(fd, map)| {
             let member = group
-                .join(Arc::clone(&fd), reads)
+                .join(Arc::clone(&fd), reads, !self.hardware)
                 .map_err(|source| PmuError::Os {
                     what: "asking for the id of a host event",
                     source,
@@ -422,8 +422,10 @@ impl HostEvent {
                 self.fd.disable()?;
             }
             let set = self.fd.set_period(period);
-            if restart {
-                self.fd.enable()?;
+            match &self.member {
+                Some(Place { group, member }) if restart => group.enable(member)?,
+                None if restart => self.fd.enable()?,
+                _ => {}
             }
             set
         };

@@ -1,0 +1,86 @@
+//! One host thread that runs two vCPUs by turns. Their contexts hold the same inherited events, so the thread
+//! takes the events along: nothing is stopped or started, and each vCPU keeps what was counted for it.
+//!
+//! `cargo run -p perf-core --example exchange`
+
+mod shared;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use perf_core::pmu::host::HostPmu;
+use perf_core::*;
+use shared::*;
+
+/// Goes to and fro `n` times. Returns how long that took, and how often the contexts were exchanged.
+fn switch(a: &VcpuContext, b: &VcpuContext, n: u32) -> (Duration, u32) {
+    let (began, mut exchanged) = (Instant::now(), 0);
+    for _ in 0..n {
+        exchanged += u32::from(a.switch_to(b)) + u32::from(b.switch_to(a));
+    }
+    (began.elapsed(), exchanged)
+}
+
+/// Runs the example.
+///
+/// # Errors
+/// What an event, a ring or a setting refused.
+pub fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let core = Core::builder()
+        .driver(Arc::new(HostPmu::software(None)))
+        .build()?;
+    let session = core.session(0, Role::Admin);
+    let open = |config| {
+        let attr = Attr {
+            inherit: true,
+            // Counts and times stay with the vCPU, whichever context its events are in.
+            inherit_stat: true,
+            ..software(config)
+        };
+        core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
+    };
+    let faults = open(PAGE_FAULTS)?;
+    let _clock = open(TASK_CLOCK)?;
+    // Both vCPUs on this thread.
+    let [first, second] = [core.add_vcpu(VcpuId(0), tid())?, core.add_vcpu(VcpuId(1), tid())?];
+
+    first.sched_in();
+    touch(100);
+    assert!(first.switch_to(&second), "the contexts were exchanged");
+    touch(10);
+    assert!(second.switch_to(&first), "and back again");
+    touch(100);
+    let parts = faults.read_by_vcpu()?;
+    for part in &parts {
+        println!("vCPU {}: {} page faults", part.vcpu.0, part.reading.value);
+    }
+    assert!(parts[0].reading.value >= 200 && (10..100).contains(&parts[1].reading.value));
+
+    let (with, exchanged) = switch(&first, &second, 1_000);
+    assert_eq!(exchanged, 2_000);
+    // Who looks at a context keeps it where it is.
+    let looking = first.pin();
+    let (without, exchanged) = switch(&first, &second, 1_000);
+    assert_eq!(exchanged, 0);
+    drop(looking);
+    println!(
+        "a switch takes {} ns; {} ns where the events go off and on",
+        with.as_nanos() / 2_000,
+        without.as_nanos() / 2_000
+    );
+
+    // An event of one vCPU alone tells them apart.
+    let target = OpenTarget::Vcpu(VcpuId(1));
+    let own = core.open(
+        &session,
+        software(PAGE_FAULTS),
+        target,
+        None,
+        OpenFlags::default(),
+    )?;
+    assert!(!first.switch_to(&second), "it stays with its vCPU");
+    touch(10);
+    second.sched_out();
+    println!("an event of vCPU 1 alone: {} page faults", own.read()?.value);
+    Ok(())
+}

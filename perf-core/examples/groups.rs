@@ -1,0 +1,130 @@
+//! A group read in one go, in the format of `read(2)`; an output shared by two events; a ring that is paused
+//! while it is read, with what was lost meanwhile; and the end that poll tells.
+//!
+//! `cargo run -p perf-core --example groups`
+
+mod shared;
+
+use std::sync::Arc;
+
+use perf_core::attr::Wakeup;
+use perf_core::pmu::host::HostPmu;
+use perf_core::record::{Format, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+use shared::*;
+
+/// What was interrupted: this thread, somewhere.
+struct Here;
+
+impl SampleRegs for Here {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::User
+    }
+    fn ip(&mut self) -> u64 {
+        main as *const () as u64
+    }
+}
+
+/// Runs the example.
+///
+/// # Errors
+/// What an event, a ring or a setting refused.
+pub fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
+    let core = Core::builder()
+        .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
+        .build()?;
+    let thread = core.add_thread(0)?;
+    thread.sched_in();
+    let session = core.session(0, Role::Admin);
+    let open = |attr, group: Option<&Handle>, flags| {
+        core.open(&session, attr, OpenTarget::Vcpu(thread.id()), group, flags)
+    };
+
+    // All members are read at one moment, each with its id and what it lost.
+    let leader = Attr {
+        read_format: ReadFormat::GROUP
+            | ReadFormat::ID
+            | ReadFormat::LOST
+            | ReadFormat::TOTAL_TIME_ENABLED
+            | ReadFormat::TOTAL_TIME_RUNNING,
+        ..software(TASK_CLOCK)
+    };
+    let clock = open(leader, None, OpenFlags::default())?;
+    let faults = open(software(PAGE_FAULTS), Some(&clock), OpenFlags::default())?;
+    touch(100);
+    // Any member's handle will do, and the whole group goes off.
+    faults.disable(Scope::Group)?;
+    let group = clock.read_group()?;
+    println!("{} ns with {} page faults", group[0].value, group[1].value);
+    assert!(group[1].value >= 100);
+    let mut bytes = [0; 256];
+    let n = clock.read_bytes(&mut bytes)?;
+    let words: Vec<u64> = bytes[..n]
+        .chunks_exact(8)
+        .map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")))
+        .collect();
+    println!("as read(2) says it: {words:?}");
+    // How many, two times, and of each its count, its id and its losses.
+    let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
+    assert_eq!((words[0], &words[3..]), (2, &expected[..]));
+    clock.reset(Scope::Group)?;
+    let nothing = clock.read_group()?.iter().all(|reading| reading.value == 0);
+    assert!(nothing, "and nothing counts now");
+    drop((clock, faults));
+
+    // Every 10th fault into a ring that keeps the newest, and every 25th into the same.
+    let attr = |period| Attr {
+        sample_type: SampleType::IDENTIFIER | SampleType::PERIOD,
+        wakeup: Wakeup::Events(1),
+        ..Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, period)
+    };
+    let tenth = open(attr(10), None, OpenFlags::default())?;
+    let ring = tenth.map(1, false)?;
+    let to_tenth = OpenFlags {
+        no_group: true,
+        output: true,
+        ..OpenFlags::default()
+    };
+    let twenty_fifth = open(attr(25), Some(&tenth), to_tenth)?;
+    let serve = || thread.service_overflows(&mut Here, &mut |_| {});
+    let work = |faults| {
+        for _ in 0..faults / 5 {
+            touch(5);
+            serve();
+        }
+    };
+    work(100);
+    assert!(tenth.poll().contains(Poll::IN), "there is something to read");
+    // Nobody overwrites what is read now.
+    tenth.pause_output(true)?;
+    work(50);
+    tenth.pause_output(false)?;
+    println!(
+        "lost while the ring was paused: {} and {}",
+        tenth.lost_records(),
+        twenty_fifth.lost_records()
+    );
+    assert!(tenth.lost_records() >= 4 && twenty_fifth.lost_records() >= 1);
+
+    // Two overflows more, and it ends.
+    tenth.refresh(2)?;
+    work(100);
+    assert_eq!(tenth.state(), State::Off);
+    assert!(tenth.poll().contains(Poll::HUP), "its limit is reached");
+    let mut reader = RingReader::of(ring);
+    let format = Format::from(tenth.attr());
+    let (mut of_tenth, mut of_other, mut lost) = (0, 0, 0);
+    while let Some(raw) = reader.next_record()? {
+        match Record::decode(raw, format)? {
+            Record::Sample(sample) if sample.id == tenth.id() => of_tenth += 1,
+            Record::Sample(_) => of_other += 1,
+            Record::Lost(record) => lost += record.lost,
+            _ => {}
+        }
+    }
+    println!("in the ring: {of_tenth} and {of_other} samples, and that {lost} were lost");
+    assert_eq!(lost, tenth.lost_records() + twenty_fifth.lost_records());
+    Ok(())
+}

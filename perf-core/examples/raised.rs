@@ -1,0 +1,161 @@
+//! What a VMM sees itself: exits of its vCPUs, counted and sampled; one raised by a signal handler in the
+//! middle of another; names and mappings for readers; and what an operator may change while the core runs. It
+//! takes nothing of the host.
+//!
+//! `cargo run -p perf-core --example raised`
+
+use perf_core::record::{Format, MapName, Record};
+use perf_core::ring::RingReader;
+use perf_core::*;
+
+/// Where the vCPU was when it left the guest.
+struct Exit {
+    ip: u64,
+    /// The exit's own data, for samples that ask for it.
+    reason: [u8; 8],
+}
+
+impl SampleRegs for Exit {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        self.ip
+    }
+    fn raw(&mut self) -> &[u8] {
+        &self.reason
+    }
+}
+
+/// An exit during which a signal comes, whose handler raises an event itself.
+struct Interrupted<'a> {
+    exit: Exit,
+    vcpu: &'a VcpuContext,
+}
+
+impl SampleRegs for Interrupted<'_> {
+    fn mode(&mut self) -> CpuMode {
+        self.exit.mode()
+    }
+    fn ip(&mut self) -> u64 {
+        let vcpu = self.vcpu;
+        let inside = |level, id| vcpu.software_event_at(level, id, 1, None, &mut |_| {});
+        assert!(
+            inside(Level::Signal, SoftwareId::Pmis),
+            "another level is counted"
+        );
+        assert!(
+            !inside(Level::Thread, SoftwareId::Exits),
+            "its own would go round in circles"
+        );
+        self.exit.ip()
+    }
+}
+
+/// Runs the example.
+///
+/// # Errors
+/// What an event, a ring or a setting refused.
+pub fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let core = Core::builder().build()?;
+    let session = core.session(0, Role::Admin);
+    let open = |attr, target, cookie| {
+        let flags = OpenFlags {
+            cookie,
+            ..OpenFlags::default()
+        };
+        core.open(&session, attr, target, None, flags)
+    };
+    let wide = Attr {
+        inherit: true,
+        ..Attr::counting(EventType::VMM, SoftwareId::Exits as u64)
+    };
+    let all = open(wide, OpenTarget::Vm, None)?;
+    let vcpus = [core.add_vcpu(VcpuId(0), 1001)?, core.add_vcpu(VcpuId(1), 1002)?];
+    vcpus.iter().for_each(|vcpu| vcpu.sched_in());
+
+    // Every tenth exit of vCPU 0 is a sample, and is told to the VMM under a number.
+    let attr = Attr {
+        sample_type: SampleType::IP | SampleType::RAW | SampleType::PERIOD,
+        comm: true,
+        mmap: true,
+        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 10)
+    };
+    let format = Format::from(&attr);
+    let sampled = open(attr, OpenTarget::Vcpu(VcpuId(0)), Some(42))?;
+    let mut ring = RingReader::of(sampled.map(4, true)?);
+    let pmis = Attr::counting(EventType::VMM, SoftwareId::Pmis as u64);
+    let pmis = open(pmis, OpenTarget::Vcpu(VcpuId(0)), None)?;
+
+    assert!(core.name_vcpu(VcpuId(0), "boot-cpu"));
+    core.mmap_record(&GuestMapping {
+        start: 0xffff_ffff_8100_0000,
+        len: 0x1_0000,
+        pgoff: 0,
+        name: MapName::Path(b"[guest.kernel.kallsyms]"),
+        kernel: true,
+    });
+    let mut told = 0;
+    for n in 0..95u64 {
+        let mut exit = Exit {
+            ip: 0xffff_ffff_8100_0000 + n,
+            reason: n.to_ne_bytes(),
+        };
+        let mut sink = |overflow: Overflowed| {
+            assert_eq!(overflow.cookie, 42);
+            told += overflow.times;
+        };
+        vcpus[0].software_event(SoftwareId::Exits, 1, Some(&mut exit), &mut sink);
+        vcpus[1].software_event(SoftwareId::Exits, 2, Some(&mut exit), &mut sink);
+    }
+    let exit = Exit {
+        ip: 0xffff_ffff_8100_1000,
+        reason: [0; 8],
+    };
+    let mut interrupted = Interrupted {
+        exit,
+        vcpu: &vcpus[0],
+    };
+    vcpus[0].software_event(SoftwareId::Exits, 5, Some(&mut interrupted), &mut |o| {
+        told += o.times
+    });
+    println!(
+        "{} exits, {} of them of vCPU 0; {told} overflows told; {} PMI in the middle of an exit",
+        all.read()?.value,
+        sampled.read()?.value,
+        pmis.read()?.value
+    );
+    assert_eq!((all.read()?.value, sampled.read()?.value), (95 * 3 + 5, 100));
+    assert_eq!((told, pmis.read()?.value), (10, 1));
+
+    let mut samples = 0;
+    while let Some(raw) = ring.next_record()? {
+        match Record::decode(raw, format)? {
+            Record::Comm(comm) => println!("thread {} is {}", comm.tid, String::from_utf8_lossy(comm.name)),
+            Record::Mmap(map) => println!("{:#x}: {}", map.start, String::from_utf8_lossy(map.name.bytes())),
+            Record::Sample(sample) => {
+                samples += 1;
+                assert_eq!(sample.period, 10);
+                println!("at {:#x}, exit data {:?}", sample.ip, sample.raw);
+            }
+            other => println!("{other:?}"),
+        }
+    }
+    assert_eq!(samples, 10);
+
+    // An operator's settings, as text. What is asked for beyond them is refused.
+    core.set_knob(Knob::SampleRateHz, "1000")?;
+    print!("samples a second: {}", core.knob(Knob::SampleRateHz));
+    let fast = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::VMM, SoftwareId::Exits as u64, 2_000)
+    };
+    let error = open(fast, OpenTarget::Vm, None).expect_err("too fast");
+    println!("{error} (errno {})", error.errno());
+    core.set_knob(Knob::Paranoid, "1")?;
+    let stranger = core.session(1234, Role::Operator);
+    let halts = Attr::counting(EventType::VMM, SoftwareId::Halts as u64);
+    let error = core.open(&stranger, halts, OpenTarget::Vm, None, OpenFlags::default());
+    println!("{}", error.expect_err("not theirs"));
+    Ok(())
+}
