@@ -4,39 +4,89 @@
 //! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time slices).
 //! `config` 0 is that time; there are no others. It has no guest privilege level and never overflows. The
 //! kernel adds a wait when it ends, so a thread that is waiting now has its present wait still to come.
+//!
+//! A vCPU's thread opens its own `schedstat` when it begins ([`WaitTime::of_this_thread`]) and others share
+//! that file: later, threads of a VM may open no files.
 
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
+use crate::pmu::host::fd::current_tid;
 use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
 /// `config` of the time spent waiting for a host CPU, in ns.
 pub const WAIT_NS: u64 = 0;
 
+/// What threads got that opened their own files, by their ids, for as long as they live.
+static OPENED: Mutex<BTreeMap<i32, Opened>> = Mutex::new(BTreeMap::new());
+
+thread_local!(static OWN: OnceCell<Own> = const { OnceCell::new() });
+
+/// A file, or the number of the error of opening it.
+type Opened = Result<Arc<File>, i32>;
+
+/// What a thread got, until it ends.
+struct Own {
+    tid: i32,
+    opened: Opened,
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        opened_files().remove(&self.tid);
+    }
+}
+
+fn opened_files() -> MutexGuard<'static, BTreeMap<i32, Opened>> {
+    OPENED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Opens a thread's file.
+fn open(path: &str) -> Opened {
+    let opened = File::open(path).map(Arc::new);
+    opened.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
+}
+
 /// The waiting time of one thread of this process.
 #[derive(Debug)]
 pub struct WaitTime {
-    file: File,
+    file: Arc<File>,
 }
 
 impl WaitTime {
-    /// That of thread `tid`.
+    /// That of thread `tid`; no file is opened if that thread has called [`WaitTime::of_this_thread`].
     ///
     /// # Errors
     /// The error of opening its `schedstat`: not found where the host keeps no such time.
     pub fn of_thread(tid: i32) -> io::Result<Self> {
-        File::open(format!("/proc/self/task/{tid}/schedstat")).map(|file| Self { file })
+        let opened = opened_files().get(&tid).cloned();
+        Self::on(opened.unwrap_or_else(|| open(&format!("/proc/self/task/{tid}/schedstat"))))
     }
 
-    /// That of the calling thread.
+    fn on(opened: Opened) -> io::Result<Self> {
+        let file = opened.map_err(io::Error::from_raw_os_error)?;
+        Ok(Self { file })
+    }
+
+    /// That of the calling thread, which tries to open its file once.
     ///
     /// # Errors
     /// As [`WaitTime::of_thread`].
     pub fn of_this_thread() -> io::Result<Self> {
-        File::open("/proc/thread-self/schedstat").map(|file| Self { file })
+        OWN.with(|own| {
+            let own = own.get_or_init(|| {
+                let (tid, opened) = (current_tid(), open("/proc/thread-self/schedstat"));
+                opened_files().insert(tid, opened.clone());
+                Own { tid, opened }
+            });
+            Self::on(own.opened.clone())
+        })
     }
 
     /// Nanoseconds since the thread began; `None` when it has gone. One `pread(2)`.
@@ -179,6 +229,26 @@ mod tests {
         assert!(stopped >= first);
         std::thread::yield_now();
         assert_eq!(event.read(), stopped);
+    }
+
+    /// Threads of a VM can open no file once it runs: an event on one of them shares the file that it has
+    /// opened, which goes with the thread.
+    #[test]
+    fn who_opened_its_file_shares_it_until_it_ends() {
+        let (tid, kept) = std::thread::spawn(|| {
+            let own = WaitTime::of_this_thread().unwrap();
+            let again = WaitTime::of_this_thread().unwrap();
+            let tid = current_tid();
+            let others = std::thread::spawn(move || WaitTime::of_thread(tid).unwrap());
+            let others = others.join().unwrap();
+            assert!(Arc::ptr_eq(&own.file, &again.file) && Arc::ptr_eq(&own.file, &others.file));
+            (tid, Arc::downgrade(&own.file))
+        })
+        .join()
+        .unwrap();
+        assert!(kept.upgrade().is_none());
+        let gone = WaitTime::of_thread(tid).err().unwrap();
+        assert_eq!(gone.kind(), io::ErrorKind::NotFound);
     }
 
     #[test]

@@ -45,6 +45,7 @@ mod values;
 use std::error::Error;
 use std::fs::File;
 use std::io::{self, IsTerminal};
+use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -72,11 +73,12 @@ fn main() -> ExitCode {
         Command::Run(args) => args.log_file.as_deref(),
         _ => None,
     };
-    if let Err(error) = init_log(cli.verbose, log_file) {
-        return bad_input(&error_line(&error));
-    }
+    let log_file = match init_log(cli.verbose, log_file) {
+        Ok(log_file) => log_file,
+        Err(error) => return bad_input(&error_line(&error)),
+    };
     let logs_to_file = log_file.is_some();
-    match obey(cli.command, start) {
+    match obey(cli.command, start, log_file) {
         Ok(status) => ExitCode::from(status.code()),
         Err(error) => {
             let line = error_line(error.as_ref());
@@ -94,9 +96,13 @@ fn main() -> ExitCode {
 struct LogFileError(PathBuf, #[source] io::Error);
 
 /// Does what was asked for. Each command has an error type of its own; here they end.
-fn obey(command: Command, start: run::StartTime) -> Result<ExitStatus, Box<dyn Error>> {
+fn obey(
+    command: Command,
+    start: run::StartTime,
+    log_file: Option<RawFd>,
+) -> Result<ExitStatus, Box<dyn Error>> {
     Ok(match command {
-        Command::Run(args) => run::run(&args, start)?,
+        Command::Run(args) => run::run(&args, start, log_file)?,
         Command::Check(args) => check::check(&args)?,
         Command::Validate(args) => validate::validate(&args)?,
         Command::Ps(args) => ps::ps(&args)?,
@@ -125,7 +131,8 @@ fn bad_input(line: &str) -> ExitCode {
 }
 
 /// Messages go to standard error or to `file`; `-v` shows more, and `RUST_LOG` has the last word.
-fn init_log(verbose: u8, file: Option<&Path>) -> Result<(), LogFileError> {
+/// Returns a descriptor of that file, which stays open.
+fn init_log(verbose: u8, file: Option<&Path>) -> Result<Option<RawFd>, LogFileError> {
     let level = match verbose {
         0 => log::LevelFilter::Warn,
         1 => log::LevelFilter::Info,
@@ -135,9 +142,11 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<(), LogFileError> {
     let mut builder = env_logger::Builder::new();
     // A raw terminal needs the carriage return; files and pipes do not want it.
     let mut end = if io::stderr().is_terminal() { "\r\n" } else { "\n" };
+    let mut kept = None;
     if let Some(path) = file {
         let opened = File::options().append(true).create(true).open(path);
         let file = opened.map_err(|e| LogFileError(path.into(), e))?;
+        kept = Some(file.as_raw_fd());
         builder.target(Target::Pipe(Box::new(file)));
         end = "\n";
     }
@@ -156,5 +165,6 @@ fn init_log(verbose: u8, file: Option<&Path>) -> Result<(), LogFileError> {
             )
         })
         .init();
-    Ok(())
+    // The logger is never dropped, and the file with it.
+    Ok(kept)
 }

@@ -20,6 +20,7 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use perf_core::ConfigError;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
+use sandbox::{LastWill, SandboxError};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::backing::EVENTS_OF_A_COUNTER;
@@ -36,7 +37,7 @@ use control_api::events::list::{self, ListError};
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
-use perfvisor_vmm::console::RawTerminal;
+use perfvisor_vmm::console::{RawTerminal, restore_terminal};
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
 use perfvisor_vmm::gdb::server::{GdbError, GdbSocket};
 use perfvisor_vmm::kvm::host::{self, HostError};
@@ -175,6 +176,9 @@ pub enum RunError {
     /// The process keeps rights that it does not need.
     #[error("the VM's process cannot give up its rights")]
     Privileges(#[from] PrivilegeError),
+    /// What its threads may do cannot be bounded.
+    #[error("--seccomp {0}")]
+    Sandbox(sandbox::Mode, #[source] SandboxError),
     /// No process for it in the background.
     #[error(transparent)]
     Daemon(DaemonError),
@@ -205,11 +209,11 @@ fn give_back_what_is_freed() {
     }
 }
 
-/// Runs a guest to its end.
+/// Runs a guest to its end. `log_file`: where its messages go besides standard error.
 ///
 /// # Errors
 /// [`RunError`]; the exit status is that of bad input.
-pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
+pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<ExitStatus, RunError> {
     let starting = args
         .daemonize
         .then(background::daemonize)
@@ -218,6 +222,13 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     background::survive_job_control();
     give_back_what_is_freed();
     let descriptors = privileges::raise_descriptor_limit();
+    let not_confined = |e| RunError::Sandbox(args.seccomp, e);
+    let will = LastWill {
+        first: restore_terminal,
+        log: log_file,
+        status: ExitStatus::Internal.code(),
+    };
+    sandbox::begin(args.seccomp, will).map_err(not_confined)?;
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
     let stop_signals =
@@ -259,6 +270,7 @@ pub fn run(args: &RunArgs, start: StartTime) -> Result<ExitStatus, RunError> {
     if args.on_reset == OnReset::Restart {
         can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
+    sandbox::confine().map_err(not_confined)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = Arc::new(controlled(name, pmu_name, args, &consoles, &running));

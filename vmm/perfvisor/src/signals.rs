@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
 
 use perfvisor_vmm::privileges;
+use sandbox::ThreadKind;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// The signals that ask the VM to end.
@@ -65,6 +66,7 @@ impl StopSignals {
         let (tell, store, tell_size) = (came.try_clone()?, last.clone(), resized.try_clone()?);
         thread::Builder::new().name("signals".into()).spawn(move || {
             privileges::keep_no_capability();
+            sandbox::enter(ThreadKind::Signals);
             let mut signal = 0;
             // SAFETY: both point to valid values of this thread for the length of the call.
             while unsafe { libc::sigwait(&set, &mut signal) } == 0 {

@@ -304,7 +304,8 @@ fn a_vcpu_that_finds_no_descriptors_is_not_added() {
         assert_eq!(out.status.code(), Some(2), "{said}");
         assert!(
             said.contains("cannot be added") && said.lines().count() == 1,
-            "{said}"
+            "{said} {:?}",
+            vm.vm.said()
         );
         eventually("what was begun is undone", || {
             vm.vcpu_threads() == ["vcpu0"] && vm.descriptors() <= with_events

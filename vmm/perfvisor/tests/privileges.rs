@@ -60,13 +60,26 @@ fn every_thread_of_a_vm_has_the_right_to_count_at_most() {
                 could,
                 "{name} keeps what counting wants"
             );
-            assert_eq!(field(&status, "NoNewPrivs"), 1, "{name}");
         }
+        assert_eq!(field(&status, "NoNewPrivs"), 1, "{name}");
+        // SECCOMP_MODE_FILTER.
+        assert_eq!(field(&status, "Seccomp"), 2, "{name}");
         seen.push(name);
     }
-    for name in ["perfvisor", "signals", "console", "vcpu0", "vcpu1"] {
+    for name in ["perfvisor", "signals", "console", "starter", "vcpu0", "vcpu1"] {
         assert!(seen.iter().any(|seen| seen == name), "no {name} among {seen:?}");
     }
+}
+
+/// By `--seccomp off` there are no filters, and the same threads.
+#[test]
+fn filters_are_left_out_if_the_operator_says_so() {
+    let Some(vm) = SpinningVm::start("unfiltered", &["--seccomp", "off"]) else {
+        return;
+    };
+    let status = fs::read_to_string(format!("/proc/{}/status", vm.child.id())).unwrap();
+    assert_eq!(field(&status, "Seccomp"), 0);
+    assert_eq!(field(&status, "NoNewPrivs"), 1);
 }
 
 /// A command in a mount namespace of its own, where everybody may open /dev/kvm, as [`NOBODY`] who may count.

@@ -9,6 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use sandbox::ThreadKind;
+
 use super::standard::StandardStream;
 use crate::privileges;
 
@@ -62,6 +64,7 @@ impl ConsoleOutput {
         let theirs = Arc::clone(&shared);
         thread::Builder::new().name("console".into()).spawn(move || {
             privileges::keep_no_capability();
+            sandbox::enter(ThreadKind::Console);
             write_loop(&theirs, &mut sink);
         })?;
         Ok(ConsoleOutput { shared })

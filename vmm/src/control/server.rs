@@ -19,6 +19,7 @@ use arc_swap::ArcSwap;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::Role;
 use serde_json::Value;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::session::{EventSession, fail};
@@ -227,7 +228,7 @@ pub struct ControlServer {
     /// The listener is out of the loop for want of descriptors.
     deaf: bool,
     /// A descriptor to give up when there is none left for a connection that is to be refused.
-    spare: Option<File>,
+    spare: Option<EventFd>,
     /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the
     /// running kernel's.
     symbols: Option<(bool, Arc<KernelSymbols>, SymbolsInfo, File)>,
@@ -242,7 +243,7 @@ impl ControlServer {
             connections: HashMap::new(),
             next: 0,
             deaf: false,
-            spare: File::open("/dev/null").ok(),
+            spare: spare(),
             symbols: None,
         }
     }
@@ -260,7 +261,7 @@ impl ControlServer {
                 Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
                     // The place of the spare one takes the connection, which is closed at once.
                     let refused = self.socket.listener.accept().map(drop);
-                    self.spare = File::open("/dev/null").ok();
+                    self.spare = spare();
                     match refused {
                         Ok(()) => log::warn!("control socket: {e}; a connection is refused"),
                         // The kernel looks for a descriptor before it looks for a connection: there was none.
@@ -439,6 +440,11 @@ impl ControlServer {
             }
         }
     }
+}
+
+/// A descriptor that is good for nothing but to be given up.
+fn spare() -> Option<EventFd> {
+    EventFd::new(EFD_CLOEXEC).ok()
 }
 
 /// Whether a call failed because this process, or the host, has no more descriptors.

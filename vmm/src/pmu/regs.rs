@@ -7,6 +7,7 @@ use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 use perf_core::{CpuMode, SampleRegs, error_line};
+use sandbox::ThreadKind;
 use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
@@ -121,17 +122,16 @@ impl GuestProbe {
     /// Reads the running kernel out of guest memory, on a thread of its own; samples know it from then on.
     fn search_from(&self, regs: Option<(GuestRegs, Anchors)>) {
         let probe = self.clone();
-        let spawned = std::thread::Builder::new()
-            .name("find-kernel".into())
-            .spawn(move || {
-                let found = match regs {
-                    Some((regs, anchors)) => {
-                        locate::read_kernel(&probe.memory, &regs, &anchors).map_err(SearchError::from)
-                    }
-                    None => Err(SearchError::NoRegisters),
-                };
-                probe.end_search(found);
-            });
+        let builder = std::thread::Builder::new().name("find-kernel".into());
+        let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
+            let found = match regs {
+                Some((regs, anchors)) => {
+                    locate::read_kernel(&probe.memory, &regs, &anchors).map_err(SearchError::from)
+                }
+                None => Err(SearchError::NoRegisters),
+            };
+            probe.end_search(found);
+        });
         if let Err(e) = spawned {
             self.end_search(Err(SearchError::NoThread(e)));
         }

@@ -2,27 +2,42 @@
 //! step. An operator's event reads the same time by itself ([`perf_core::pmu::sched`]).
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::sched::WaitTime;
+
+/// That the time is missing was said.
+static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// The waiting time of the thread that made it, in steps.
 #[derive(Debug)]
 pub struct StealClock {
-    time: WaitTime,
+    /// `None` where the host shows no such time.
+    time: Option<WaitTime>,
     /// Waiting time at the last step, ns; `None` while nobody counts it.
     last_ns: Option<u64>,
 }
 
 impl StealClock {
-    /// The calling thread's clock, off.
+    /// The calling thread's clock, off. Where the host does not tell the time, as in a chroot without /proc,
+    /// a warning says so, and the clock stands still.
     ///
     /// # Errors
-    /// The error of opening its `schedstat`.
+    /// The error of opening its `schedstat`, if that is there.
     pub fn for_current_thread() -> io::Result<Self> {
-        Ok(Self {
-            time: WaitTime::of_this_thread()?,
-            last_ns: None,
-        })
+        let time = match WaitTime::of_this_thread() {
+            Ok(time) => Some(time),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                if !WARNED.swap(true, Ordering::Relaxed) {
+                    log::warn!(
+                        "the guest's event of steal time counts nothing: there is no schedstat in /proc here"
+                    );
+                }
+                None
+            }
+            Err(e) => return Err(e),
+        };
+        Ok(Self { time, last_ns: None })
     }
 
     /// Starts or stops looking. What passed while nobody looked is never counted.
@@ -43,7 +58,7 @@ impl StealClock {
     }
 
     fn read(&self) -> Option<u64> {
-        self.time.read_ns()
+        self.time.as_ref()?.read_ns()
     }
 }
 

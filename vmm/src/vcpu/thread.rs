@@ -6,6 +6,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use perf_core::error_line;
+use perf_core::pmu::sched::WaitTime;
+use sandbox::ThreadKind;
 use vmm_sys_util::signal::Killable;
 
 use super::affinity;
@@ -20,43 +22,46 @@ impl Vcpu {
     /// # Errors
     /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
     pub fn spawn(self, began: Option<SyncSender<Result<(), BeginError>>>) -> Result<VcpuThread, VcpuError> {
-        let (id, seat) = (self.seat.id(), self.seat.clone());
+        let (id, pin, seat) = (self.seat.id(), self.pin, self.seat.clone());
         // If there is no thread it is to be had back.
         let here = Arc::new(Mutex::new(Some(self)));
         let there = here.clone();
-        let spawned = std::thread::Builder::new()
-            .name(format!("vcpu{id}"))
-            .spawn(move || {
-                let Some(vcpu) = take(&there) else { return };
-                vcpu.seat.begins_on(affinity::thread_id());
-                if let Some(cpu) = vcpu.pin
-                    && let Err(e) = affinity::stay_on(cpu)
-                {
-                    log::warn!("vcpu{id} does not stay on CPU {cpu}: {e}");
-                }
-                let vcpu = Running::new(vcpu);
-                let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
-                // A panic here would be a bug of ours; it must end the VM and not leave the others running
-                // headless.
-                let run = std::panic::AssertUnwindSafe(|| run(vcpu, began.as_ref()));
-                let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
+        let prepare = move || {
+            if let Some(cpu) = pin
+                && let Err(e) = affinity::stay_on(cpu)
+            {
+                log::warn!("vcpu{id} does not stay on CPU {cpu}: {e}");
+            }
+            // Opened here, as no file can be opened later. Who needs it says that it is missing.
+            let _ = WaitTime::of_this_thread();
+        };
+        let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
+        let spawned = sandbox::spawn_prepared(ThreadKind::Vcpu, builder, prepare, move || {
+            let Some(vcpu) = take(&there) else { return };
+            vcpu.seat.begins_on(affinity::thread_id());
+            let vcpu = Running::new(vcpu);
+            let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
+            // A panic here would be a bug of ours; it must end the VM and not leave the others running
+            // headless.
+            let run = std::panic::AssertUnwindSafe(|| run(vcpu, began.as_ref()));
+            let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
+                control.stop(StopReason::Failed);
+                return;
+            };
+            if let Some(vcpu) = vcpu {
+                seat.park(vcpu.into_kvm());
+                control.has_left();
+            }
+            match (ran, began) {
+                (Ok(()), _) => {}
+                // Its seat is free when this is heard.
+                (Err(why), Some(began)) => drop(began.send(Err(why))),
+                (Err(why), None) => {
+                    log::error!("vcpu{id}: {}", error_line(&why));
                     control.stop(StopReason::Failed);
-                    return;
-                };
-                if let Some(vcpu) = vcpu {
-                    seat.park(vcpu.into_kvm());
-                    control.has_left();
                 }
-                match (ran, began) {
-                    (Ok(()), _) => {}
-                    // Its seat is free when this is heard.
-                    (Err(why), Some(began)) => drop(began.send(Err(why))),
-                    (Err(why), None) => {
-                        log::error!("vcpu{id}: {}", error_line(&why));
-                        control.stop(StopReason::Failed);
-                    }
-                }
-            });
+            }
+        });
         match spawned {
             Ok(handle) => Ok(VcpuThread { id, handle }),
             Err(e) => {

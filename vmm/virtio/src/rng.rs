@@ -5,6 +5,7 @@ use std::io;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use perf_core::error_line;
+use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
@@ -75,7 +76,7 @@ impl VirtioDevice for Rng {
             config_change: activation.config_change,
             broken: false,
         };
-        let worker = Worker::spawn(self.name(), server, activation.last_resort);
+        let worker = Worker::spawn(ThreadKind::Device, self.name(), server, activation.last_resort);
         self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }

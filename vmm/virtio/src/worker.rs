@@ -10,6 +10,7 @@ use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, Subscrib
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use perf_core::error_line;
+use sandbox::ThreadKind;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -79,40 +80,32 @@ impl<H: MutEventSubscriber> MutEventSubscriber for Part<H> {
 }
 
 impl Worker {
-    /// Starts a thread `name` (at most 15 bytes) that calls `handler` for the descriptors it adds to its
-    /// event loop: `init` adds them, `process` is called for each that is ready. If the thread ends before it
-    /// is stopped, that is said in one line, and `last_resort` is taken.
+    /// Starts a thread `name` (at most 15 bytes) of this kind that calls `handler` for the descriptors it
+    /// adds to its event loop: `init` adds them, `process` is called for each that is ready. If the thread
+    /// ends before it is stopped, that is said in one line, and `last_resort` is taken.
     ///
     /// # Errors
     /// The host has no descriptor or no thread left.
-    pub fn spawn<H>(name: &str, handler: H, last_resort: LastResort) -> io::Result<Self>
+    pub fn spawn<H>(kind: ThreadKind, name: &str, handler: H, last_resort: LastResort) -> io::Result<Self>
     where
         H: MutEventSubscriber + Send + 'static,
     {
         let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let fd = stop.try_clone()?;
         let device = name.to_owned();
-        let thread = std::thread::Builder::new()
+        let builder = std::thread::Builder::new()
             .name(name.to_owned())
-            .stack_size(STACK_BYTES)
-            .spawn(move || {
-                if let Some(cpus) = CPUS.get()
-                    && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)
-                {
-                    log::warn!(
-                        "a device's thread stays on the CPU of a vCPU: {}",
-                        error_line(&error)
-                    );
-                }
-                // A panic here would be a bug of ours.
-                let why = match catch_unwind(AssertUnwindSafe(|| serve(fd, handler))) {
-                    Ok(Ok(())) => return,
-                    Ok(Err(error)) => error_line(&error),
-                    Err(panic) => format!("it panicked: {}", message(&*panic)),
-                };
-                log::error!("the thread of {device} has ended, and the VM ends with it: {why}");
-                last_resort.take();
-            })?;
+            .stack_size(STACK_BYTES);
+        let thread = sandbox::spawn_prepared(kind, builder, leave_the_vcpu, move || {
+            // A panic here would be a bug of ours.
+            let why = match catch_unwind(AssertUnwindSafe(|| serve(fd, handler))) {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => error_line(&error),
+                Err(panic) => format!("it panicked: {}", message(&*panic)),
+            };
+            log::error!("the thread of {device} has ended, and the VM ends with it: {why}");
+            last_resort.take();
+        })?;
         Ok(Self {
             stop,
             thread: Some(thread),
@@ -135,6 +128,18 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Lets the calling thread run on any CPU of the process.
+fn leave_the_vcpu() {
+    if let Some(cpus) = CPUS.get()
+        && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)
+    {
+        log::warn!(
+            "a device's thread stays on the CPU of a vCPU: {}",
+            error_line(&error)
+        );
     }
 }
 
@@ -185,7 +190,8 @@ mod tests {
             one.set(first).unwrap();
             sched_setaffinity(Pid::from_raw(0), &one).unwrap();
             let (sender, receiver) = std::sync::mpsc::channel();
-            let _worker = Worker::spawn("looks", Looks(sender), LastResort::default()).unwrap();
+            let _worker =
+                Worker::spawn(ThreadKind::Device, "looks", Looks(sender), LastResort::default()).unwrap();
             receiver.recv().unwrap()
         });
         assert_eq!(seen.join().unwrap(), all);
@@ -214,6 +220,7 @@ mod tests {
         let done = EventFd::new(0).unwrap();
         let kicks = Arc::new(AtomicU64::new(0));
         let mut worker = Worker::spawn(
+            ThreadKind::Device,
             "counts",
             Counts {
                 kick: kick.clone(),
@@ -249,7 +256,8 @@ mod tests {
             let (sender, receiver) = std::sync::mpsc::channel();
             let end = move || sender.send(()).unwrap();
             let last_resort = LastResort::new(Arc::new(end));
-            let mut worker = Worker::spawn("panics", Panics(kick.clone()), last_resort).unwrap();
+            let mut worker =
+                Worker::spawn(ThreadKind::Device, "panics", Panics(kick.clone()), last_resort).unwrap();
             if panics {
                 kick.write(1).unwrap();
                 receiver.recv().unwrap();

@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use perf_core::error_line;
+use sandbox::ThreadKind;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
     VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
@@ -164,12 +165,12 @@ impl VirtioDevice for Block {
             broken: false,
             said: self.said.clone(),
         };
-        let worker = Worker::spawn(&self.name, server, activation.last_resort).map_err(|source| {
-            ActivateError::Host {
+        let worker = Worker::spawn(ThreadKind::Device, &self.name, server, activation.last_resort).map_err(
+            |source| ActivateError::Host {
                 what: "starting a thread",
                 source,
-            }
-        })?;
+            },
+        )?;
         self.worker = Some(worker);
         Ok(())
     }

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use perf_core::error_line;
+use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
@@ -200,11 +201,17 @@ impl VirtioDevice for Net {
                     source: io::Error::other(e),
                 })?;
             let tap = Some(self.tap.clone());
-            Worker::spawn(&self.name, Watcher { watch, tap, link }, last_resort)
+            Worker::spawn(
+                ThreadKind::Device,
+                &self.name,
+                Watcher { watch, tap, link },
+                last_resort,
+            )
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
             Worker::spawn(
+                ThreadKind::Device,
                 &self.name,
                 Lanes {
                     memory,

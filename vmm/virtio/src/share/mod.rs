@@ -18,6 +18,7 @@ mod session;
 use std::ffi::OsString;
 use std::path::Path;
 
+use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -104,7 +105,7 @@ impl VirtioDevice for Share {
             activation,
         )
         .map_err(host("what a shared directory's thread needs"))?;
-        let worker = Worker::spawn(&self.name, session, last_resort);
+        let worker = Worker::spawn(ThreadKind::Socket, &self.name, session, last_resort);
         self.worker = Some(worker.map_err(host("the thread of a shared directory"))?);
         Ok(())
     }

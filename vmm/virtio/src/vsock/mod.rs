@@ -35,6 +35,7 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use sandbox::ThreadKind;
 use thiserror::Error;
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -282,7 +283,7 @@ impl VirtioDevice for VsockDevice {
         let muxer = Muxer::new(self.cid.into(), self.path.clone(), FIRST_TOKEN);
         let queues = Queues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
         let queues = queues.telling(activation.config_change);
-        let worker = Worker::spawn(self.name(), queues, activation.last_resort);
+        let worker = Worker::spawn(ThreadKind::Socket, self.name(), queues, activation.last_resort);
         self.worker = Some(worker.map_err(host("starting a thread"))?);
         Ok(())
     }

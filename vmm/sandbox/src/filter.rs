@@ -1,0 +1,56 @@
+//! Lists of system calls as programs for the kernel.
+
+use std::collections::BTreeMap;
+
+use seccompiler::{
+    BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch,
+};
+use syscalls::Sysno;
+
+use crate::rules::{Allowed, Check};
+
+/// The program that allows `list`, and does `otherwise` with what is not on it.
+pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+    for Allowed { call, when } in list {
+        let alternatives = when.iter().map(|checks| rule(checks)).collect::<Result<_, _>>()?;
+        let of_call: &mut Vec<SeccompRule> = match rules.entry(i64::from(call.id())) {
+            std::collections::btree_map::Entry::Vacant(entry) => {
+                entry.insert(alternatives);
+                continue;
+            }
+            std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
+        };
+        // No condition is the widest one.
+        if of_call.is_empty() || when.is_empty() {
+            of_call.clear();
+            continue;
+        }
+        for alternative in alternatives {
+            if !of_call.contains(&alternative) {
+                of_call.push(alternative);
+            }
+        }
+    }
+    SeccompFilter::new(rules, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
+}
+
+/// The program that has the C library start threads by `clone(2)`, whose flags a filter sees: `clone3(2)`
+/// has them behind a pointer.
+pub(crate) fn without_clone3() -> Result<BpfProgram, BackendError> {
+    let rules = BTreeMap::from([(i64::from(Sysno::clone3.id()), Vec::new())]);
+    let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());
+    SeccompFilter::new(rules, SeccompAction::Allow, missing, TargetArch::x86_64)?.try_into()
+}
+
+fn rule(checks: &[Check]) -> Result<SeccompRule, BackendError> {
+    use SeccompCmpArgLen::Dword;
+    let condition = |check: &Check| match *check {
+        Check::Is(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Eq, value.into()),
+        Check::Not(at, value) => SeccompCondition::new(at, Dword, SeccompCmpOp::Ne, value.into()),
+        Check::Without(at, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(bits), 0),
+        Check::Bits(at, mask, bits) => SeccompCondition::new(at, Dword, SeccompCmpOp::MaskedEq(mask), bits),
+    };
+    SeccompRule::new(checks.iter().map(condition).collect::<Result<_, _>>()?)
+}

@@ -1,0 +1,23 @@
+//! What each thread of a VM may ask of the host's kernel, by seccomp filters (seccomp(2)).
+//!
+//! | module | story |
+//! |---|---|
+//! | `kind` | the kinds of threads |
+//! | `lists` | which system calls each kind may make |
+//! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
+//! | `start` | how filters are taken, and who starts threads |
+//! | `violation` | what a thread that asks for more ends with |
+//!
+//! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
+//! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
+
+mod filter;
+mod kind;
+mod lists;
+mod rules;
+mod start;
+mod violation;
+
+pub use kind::ThreadKind;
+pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
+pub use violation::LastWill;

@@ -1,0 +1,357 @@
+//! Which system calls the threads of each kind may make.
+//!
+//! The lists come from what the threads did while all tests ran (`strace -f`, and `--seccomp log` in the
+//! lab), and from reading. What is not here ends the VM: see docs/threat-model.md for why what is here is.
+
+use syscalls::Sysno;
+
+use crate::kind::ThreadKind;
+use crate::rules::{Allowed, Check, any, ioctls, one_of, only};
+
+/// `PR_SET_VMA` (include/uapi/linux/prctl.h): the C library names its memory.
+const PR_SET_VMA: u32 = 0x5356_4d41;
+/// `F_SETSIG`, `F_SETOWN_EX` and `F_SETLEASE` of `fcntl(2)`.
+const F_SETSIG: u32 = 10;
+const F_SETOWN_EX: u32 = 15;
+/// Namespaces of `clone(2)`.
+const NEW_NAMESPACES: u64 = 0x7e02_0080;
+
+/// What threads of `kind` may do. `pid` is this process's.
+pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
+    let mut list = common(pid);
+    list.extend(match kind {
+        ThreadKind::Main => main(),
+        ThreadKind::Vcpu => vcpu(),
+        ThreadKind::Device => device(),
+        ThreadKind::Socket => socket(),
+        ThreadKind::Profiler | ThreadKind::Console => Vec::new(),
+        ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
+        // What it starts begins with what it may.
+        ThreadKind::Starter => starter(pid),
+    });
+    list
+}
+
+/// Memory, time, locks, descriptors that are there, and the end: what any thread needs.
+fn common(pid: u32) -> Vec<Allowed> {
+    let mut list = any(&[
+        // Descriptors.
+        Sysno::read,
+        Sysno::write,
+        Sysno::readv,
+        Sysno::writev,
+        Sysno::close,
+        Sysno::lseek,
+        Sysno::fstat,
+        Sysno::poll,
+        Sysno::ppoll,
+        // Memory.
+        Sysno::munmap,
+        Sysno::mremap,
+        Sysno::madvise,
+        Sysno::brk,
+        // Locks and time, which the C library asks the kernel for where its clock is none that can be read.
+        Sysno::futex,
+        Sysno::sched_yield,
+        Sysno::nanosleep,
+        Sysno::clock_nanosleep,
+        Sysno::clock_gettime,
+        Sysno::clock_getres,
+        Sysno::gettimeofday,
+        Sysno::restart_syscall,
+        // Threads and signals.
+        Sysno::getpid,
+        Sysno::gettid,
+        Sysno::set_robust_list,
+        Sysno::rseq,
+        Sysno::sched_getaffinity,
+        Sysno::sigaltstack,
+        Sysno::rt_sigaction,
+        Sysno::rt_sigprocmask,
+        Sysno::rt_sigreturn,
+        Sysno::exit,
+        Sysno::exit_group,
+        // Keys of hash tables.
+        Sysno::getrandom,
+    ]);
+    let executable = libc::PROT_EXEC.unsigned_abs().into();
+    list.extend(only(Sysno::mmap, &[Check::Without(2, executable)]));
+    list.extend(only(Sysno::mprotect, &[Check::Without(2, executable)]));
+    list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
+    let names = [libc::PR_SET_NAME, libc::PR_GET_NAME].map(i32::unsigned_abs);
+    list.extend(one_of(Sysno::prctl, 0, &[names[0], names[1], PR_SET_VMA]));
+    let flags = [
+        libc::F_GETFD,
+        libc::F_SETFD,
+        libc::F_GETFL,
+        libc::F_SETFL,
+        libc::F_DUPFD_CLOEXEC,
+    ];
+    list.extend(one_of(Sysno::fcntl, 1, &flags.map(i32::unsigned_abs)));
+    list
+}
+
+/// An event loop, and what tells it.
+fn event_loop() -> Vec<Allowed> {
+    any(&[
+        Sysno::epoll_create1,
+        Sysno::epoll_ctl,
+        Sysno::epoll_wait,
+        Sysno::epoll_pwait,
+        Sysno::eventfd2,
+        Sysno::timerfd_create,
+        Sysno::timerfd_settime,
+    ])
+}
+
+/// Connections that are there, and more of them from listeners that are there.
+fn connections() -> Vec<Allowed> {
+    let mut list = any(&[
+        Sysno::accept4,
+        Sysno::recvfrom,
+        Sysno::recvmsg,
+        Sysno::sendto,
+        Sysno::sendmsg,
+        Sysno::shutdown,
+        Sysno::getsockopt,
+        Sysno::setsockopt,
+        Sysno::getsockname,
+        Sysno::getpeername,
+    ]);
+    // FIONREAD, FIONBIO.
+    list.extend(ioctls(b'T', &[0x1b, 0x21]));
+    list
+}
+
+/// A connection to a Unix socket.
+fn unix_connections() -> Vec<Allowed> {
+    let mut list = one_of(Sysno::socket, 0, &[libc::AF_UNIX.unsigned_abs()]);
+    list.extend(any(&[Sysno::connect]));
+    list
+}
+
+/// Counters of the host: of threads, never of a whole CPU or of a control group. The attributes are behind a
+/// pointer.
+fn perf_events() -> Vec<Allowed> {
+    let cloexec = 8;
+    let mut list = only(
+        Sysno::perf_event_open,
+        &[Check::Not(1, u32::MAX), Check::Is(4, cloexec)],
+    );
+    // ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
+    list.extend(ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]));
+    list.extend(one_of(Sysno::fcntl, 1, &[F_SETSIG, F_SETOWN_EX]));
+    list.extend(any(&[
+        Sysno::pread64,
+        // The clock's events.
+        Sysno::timer_create,
+        Sysno::timer_settime,
+        Sysno::timer_gettime,
+        Sysno::timer_delete,
+        Sysno::membarrier,
+    ]));
+    list
+}
+
+/// The type of KVM's requests.
+const KVMIO: u8 = 0xae;
+
+/// Interrupts and memory of the guest.
+const KVM_VM: &[u8] = &[
+    0x03, // CHECK_EXTENSION
+    0x46, // SET_USER_MEMORY_REGION
+    0x61, // IRQ_LINE
+    0x67, // IRQ_LINE_STATUS
+    0x6a, // SET_GSI_ROUTING
+    0x76, // IRQFD
+    0x79, // IOEVENTFD
+    0xa5, // SIGNAL_MSI
+];
+
+/// A vCPU's state.
+const KVM_VCPU: &[u8] = &[
+    0x81, // GET_REGS
+    0x82, // SET_REGS
+    0x83, // GET_SREGS
+    0x84, // SET_SREGS
+    0x86, // INTERRUPT
+    0x88, // GET_MSRS
+    0x89, // SET_MSRS
+    0x8b, // SET_SIGNAL_MASK
+    0x8c, // GET_FPU
+    0x8d, // SET_FPU
+    0x8e, // GET_LAPIC
+    0x8f, // SET_LAPIC
+    0x90, // SET_CPUID2
+    0x98, // GET_MP_STATE
+    0x99, // SET_MP_STATE
+    0x9a, // NMI
+    0x9b, // SET_GUEST_DEBUG
+    0x9f, // GET_VCPU_EVENTS
+    0xa0, // SET_VCPU_EVENTS
+    0xa1, // GET_DEBUGREGS
+    0xa2, // SET_DEBUGREGS
+    0xa3, // GET_TSC_KHZ
+    0xa4, // GET_XSAVE
+    0xa6, // GET_XCRS
+    0xa7, // SET_XCRS
+    0xad, // KVMCLOCK_CTRL
+    0xbe, // GET_NESTED_STATE
+    0xbf, // SET_NESTED_STATE
+    0xce, // GET_STATS_FD
+    0xcf, // GET_XSAVE2
+];
+
+fn vcpu() -> Vec<Allowed> {
+    // KVM_RUN first: it is the call that there are most of.
+    let mut list = ioctls(KVMIO, &[0x80]);
+    list.extend(perf_events());
+    list.extend(ioctls(KVMIO, KVM_VCPU));
+    list.extend(ioctls(KVMIO, KVM_VM));
+    list.extend(vhost());
+    list.extend(event_loop());
+    list.extend(any(&[Sysno::rt_sigtimedwait]));
+    list
+}
+
+/// The driver in the guest sets up vhost-net, on a vCPU's thread, and the device's thread follows it.
+fn vhost() -> Vec<Allowed> {
+    let mut list = ioctls(
+        0xaf,
+        &[
+            0x00, // GET_FEATURES, SET_FEATURES
+            0x01, // SET_OWNER
+            0x02, // RESET_OWNER
+            0x03, // SET_MEM_TABLE
+            0x10, // SET_VRING_NUM
+            0x11, // SET_VRING_ADDR
+            0x12, // SET_VRING_BASE, GET_VRING_BASE
+            0x20, // SET_VRING_KICK
+            0x21, // SET_VRING_CALL
+            0x22, // SET_VRING_ERR
+            0x30, // NET_SET_BACKEND
+        ],
+    );
+    // TUNSETOFFLOAD, TUNGETIFF, TUNSETVNETHDRSZ.
+    list.extend(ioctls(b'T', &[208, 210, 216]));
+    list
+}
+
+fn device() -> Vec<Allowed> {
+    let mut list = event_loop();
+    list.extend(vhost());
+    list.extend(any(&[
+        Sysno::pread64,
+        Sysno::pwrite64,
+        Sysno::preadv,
+        Sysno::pwritev,
+        Sysno::preadv2,
+        Sysno::pwritev2,
+        Sysno::fsync,
+        Sysno::fdatasync,
+        Sysno::fallocate,
+        Sysno::ftruncate,
+        Sysno::statx,
+        Sysno::fstatfs,
+    ]));
+    // BLKSSZGET, BLKGETSIZE64, BLKDISCARD, BLKZEROOUT.
+    list.extend(ioctls(0x12, &[104, 114, 119, 127]));
+    list.extend(ioctls(KVMIO, KVM_VM));
+    list
+}
+
+fn socket() -> Vec<Allowed> {
+    let mut list = event_loop();
+    list.extend(connections());
+    list.extend(unix_connections());
+    list.extend(ioctls(KVMIO, KVM_VM));
+    list
+}
+
+fn main() -> Vec<Allowed> {
+    let mut list = event_loop();
+    list.extend(perf_events());
+    list.extend(connections());
+    // The service manager, which is told that the VM runs and that it ends.
+    list.extend(unix_connections());
+    list.extend(ioctls(
+        KVMIO,
+        &[
+            0x41, // CREATE_VCPU
+            0x62, // GET_IRQCHIP
+            0x63, // SET_IRQCHIP
+            0x9f, // GET_PIT2
+            0xa0, // SET_PIT2
+            0xb2, // SET_PMU_EVENT_FILTER
+        ],
+    ));
+    list.extend(ioctls(KVMIO, KVM_VM));
+    // vCPUs that come are set up here.
+    list.extend(ioctls(KVMIO, KVM_VCPU));
+    list.extend(vhost());
+    list.extend(ioctls(
+        b'T',
+        &[
+            0x01, // TCGETS
+            0x02, // TCSETS
+            0x03, // TCSETSW
+            0x04, // TCSETSF
+            0x0f, // TIOCGPGRP
+            0x13, // TIOCGWINSZ
+            0x14, // TIOCSWINSZ
+        ],
+    ));
+    // Rings and sealed texts are memory files, which are opened once more by the name that /proc has for
+    // them. A restart reads the kernel again. No file is made.
+    let may = libc::O_ACCMODE | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY;
+    let others = u64::from(!may.unsigned_abs());
+    list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
+    list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    let leases = [libc::F_SETLEASE, libc::F_ADD_SEALS, libc::F_GET_SEALS];
+    list.extend(one_of(Sysno::fcntl, 1, &leases.map(i32::unsigned_abs)));
+    list.extend(any(&[
+        Sysno::memfd_create,
+        Sysno::dup2,
+        Sysno::dup3,
+        Sysno::ftruncate,
+        Sysno::fallocate,
+        Sysno::pread64,
+        Sysno::pwrite64,
+        Sysno::mincore,
+        // Its sockets' files at the end, and back ends that end.
+        Sysno::unlink,
+        Sysno::unlinkat,
+        Sysno::wait4,
+        Sysno::waitid,
+        Sysno::geteuid,
+        Sysno::sysinfo,
+        Sysno::statx,
+        Sysno::newfstatat,
+    ]));
+    list
+}
+
+/// What the threads may do that it starts, before they confine themselves, and what takes them there.
+fn starter(pid: u32) -> Vec<Allowed> {
+    let mut list = Vec::new();
+    // The vCPUs' first, for the sake of KVM_RUN.
+    for kind in [ThreadKind::Vcpu].into_iter().chain(ThreadKind::ALL) {
+        if kind != ThreadKind::Starter {
+            list.extend(of(kind, pid));
+        }
+    }
+    let thread = libc::CLONE_THREAD.unsigned_abs().into();
+    list.extend(only(
+        Sysno::clone,
+        &[Check::Bits(0, NEW_NAMESPACES | thread, thread)],
+    ));
+    // clone3 is what the filter beside this one answers.
+    list.extend(any(&[Sysno::clone3, Sysno::sched_setaffinity]));
+    list.extend(one_of(Sysno::seccomp, 0, &[libc::SECCOMP_SET_MODE_FILTER]));
+    list.extend(one_of(
+        Sysno::prctl,
+        0,
+        &[libc::PR_SET_NO_NEW_PRIVS.unsigned_abs()],
+    ));
+    list
+}

@@ -1,0 +1,219 @@
+//! Threads of each kind do what they may, and end the process when they try more. Each try is a process of
+//! its own: this test program, started again for one test.
+#![expect(unsafe_code, reason = "system calls that the filters are to stop")]
+
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Builder;
+
+use sandbox::{LastWill, Mode, ThreadKind};
+
+/// What the child is to do: a mode, a kind, a try.
+const TASK: &str = "SANDBOX_TEST_TASK";
+/// The status of a process that a filter has ended.
+const STATUS: u8 = 77;
+/// Said by a thread that came to its end.
+const DONE: &str = "the thread is done";
+
+static RESTORED: AtomicBool = AtomicBool::new(false);
+
+/// What a thread tries.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Try {
+    /// What any thread does.
+    Ordinary,
+    NewFile,
+    Execute,
+    Socket,
+    Trace,
+    Fork,
+    Namespace,
+    Code,
+    CountCpu,
+    OtherProcess,
+}
+
+impl Try {
+    /// What no thread may.
+    const FORBIDDEN: [(Self, &str); 9] = [
+        (Self::NewFile, "openat"),
+        (Self::Execute, "execve"),
+        (Self::Socket, "socket"),
+        (Self::Trace, "ptrace"),
+        (Self::Fork, "clone"),
+        (Self::Namespace, "unshare"),
+        (Self::Code, "mmap"),
+        (Self::CountCpu, "perf_event_open"),
+        (Self::OtherProcess, "tgkill"),
+    ];
+
+    fn run(self) {
+        match self {
+            Self::Ordinary => ordinary(),
+            // SAFETY: the calls have valid arguments: strings that live, numbers, and null where that is
+            // allowed. None of them does harm to this process if it is let through.
+            _ => unsafe {
+                match self {
+                    Self::Ordinary => 0,
+                    Self::NewFile => libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CREAT, 0o600),
+                    Self::Execute => libc::execve(
+                        c"/does/not/exist".as_ptr(),
+                        [std::ptr::null()].as_ptr(),
+                        std::ptr::null(),
+                    ),
+                    Self::Socket => libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0),
+                    Self::Trace => libc::syscall(libc::SYS_ptrace, -1, 0, 0, 0) as i32,
+                    Self::Fork => libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32,
+                    Self::Namespace => libc::unshare(0),
+                    Self::Code => {
+                        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                        let prot = libc::PROT_READ | libc::PROT_EXEC;
+                        libc::mmap(std::ptr::null_mut(), 4096, prot, flags, -1, 0) as i32
+                    }
+                    Self::CountCpu => {
+                        libc::syscall(libc::SYS_perf_event_open, std::ptr::null::<u8>(), -1, 0, -1, 8) as i32
+                    }
+                    Self::OtherProcess => libc::syscall(libc::SYS_tgkill, 1, 1, 0) as i32,
+                };
+            },
+        }
+    }
+}
+
+/// Memory, locks, time, a panic that somebody catches.
+fn ordinary() {
+    let big: Vec<u64> = (0..1 << 18).collect();
+    assert_eq!(big.iter().sum::<u64>(), (1 << 17) * ((1 << 18) - 1));
+    std::thread::sleep(std::time::Duration::from_millis(1));
+    let map: std::collections::HashMap<u32, u32> = (0..1000).map(|n| (n, n)).collect();
+    assert_eq!(map.len(), 1000);
+    let caught = std::panic::catch_unwind(|| std::panic::resume_unwind(Box::new("caught")));
+    assert!(caught.is_err());
+}
+
+fn start_another() {
+    let (send, receive) = std::sync::mpsc::channel();
+    let builder = Builder::new().name("another".into());
+    let other = sandbox::spawn(ThreadKind::Profiler, builder, move || send.send(7).unwrap());
+    assert_eq!(receive.recv(), Ok(7));
+    other.unwrap().join().unwrap();
+}
+
+#[test]
+#[ignore = "a child of the tests below"]
+fn as_a_child() {
+    let task = std::env::var(TASK).unwrap();
+    let mut words = task.split(' ');
+    let mut next = || words.next().unwrap();
+    let mode: Mode = next().parse().unwrap();
+    let kind = next();
+    let kind = ThreadKind::ALL
+        .into_iter()
+        .find(|known| known.name() == kind)
+        .unwrap();
+    let name = next();
+    let tries = Try::FORBIDDEN.map(|(what, _)| what);
+    let tried = tries.into_iter().chain([Try::Ordinary]);
+    let tried = tried
+        .into_iter()
+        .find(|known| format!("{known:?}") == name)
+        .unwrap();
+    let will = LastWill {
+        first: || RESTORED.store(true, Ordering::Relaxed),
+        log: Some(libc::STDOUT_FILENO),
+        status: STATUS,
+    };
+    sandbox::begin(mode, will).unwrap();
+    let done = move || {
+        tried.run();
+        // Those that are confined before there is a starter start nobody.
+        if tried == Try::Ordinary && !matches!(kind, ThreadKind::Console | ThreadKind::Signals) {
+            start_another();
+        }
+        println!("{DONE}");
+    };
+    // Those that are there before the main thread is confined, and those that are not.
+    let builder = Builder::new().name("tries".into());
+    let thread = match kind {
+        ThreadKind::Console | ThreadKind::Signals => builder.spawn(move || {
+            sandbox::enter(kind);
+            done();
+        }),
+        ThreadKind::Main => builder.spawn(move || {
+            sandbox::confine().unwrap();
+            done();
+        }),
+        // It lends its filter to those that it starts, until they have their own.
+        ThreadKind::Starter => builder.spawn(move || {
+            sandbox::confine().unwrap();
+            let builder = Builder::new().name("tries".into());
+            let started = sandbox::spawn_prepared(ThreadKind::Device, builder, done, || ());
+            started.unwrap().join().unwrap();
+        }),
+        _ => builder.spawn(move || {
+            sandbox::confine().unwrap();
+            let builder = Builder::new().name("tries".into());
+            sandbox::spawn(kind, builder, done).unwrap().join().unwrap();
+        }),
+    };
+    thread.unwrap().join().unwrap();
+    // Else the test program's own threads would be ended by what they do now.
+    std::process::exit(0);
+}
+
+fn child(mode: Mode, kind: ThreadKind, tried: Try) -> Output {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "as_a_child", "--ignored", "--nocapture"])
+        .env(TASK, format!("{mode} {kind} {tried:?}"))
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn a_thread_of_any_kind_that_tries_what_it_may_not_ends_the_process_with_a_line() {
+    for kind in ThreadKind::ALL {
+        for (tried, call) in Try::FORBIDDEN {
+            let out = child(Mode::On, kind, tried);
+            let said = String::from_utf8_lossy(&out.stderr);
+            let lines: Vec<&str> = said
+                .lines()
+                .filter(|line| line.starts_with("perfvisor"))
+                .collect();
+            let begin = format!("perfvisor: error: thread tries ({kind}) asked the kernel for {call} (");
+            assert!(
+                lines.len() == 1 && lines[0].starts_with(&begin),
+                "{kind} {tried:?}: {said}"
+            );
+            assert_eq!(out.status.code(), Some(STATUS.into()), "{kind} {tried:?}");
+            let logged = String::from_utf8_lossy(&out.stdout);
+            assert!(logged.contains(lines[0]) && !logged.contains(DONE), "{logged}");
+        }
+    }
+}
+
+#[test]
+fn a_thread_of_any_kind_does_what_threads_do() {
+    for mode in [Mode::On, Mode::Log, Mode::Off] {
+        for kind in ThreadKind::ALL {
+            let out = child(mode, kind, Try::Ordinary);
+            let (said, err) = (
+                String::from_utf8_lossy(&out.stdout),
+                String::from_utf8_lossy(&out.stderr),
+            );
+            assert!(said.contains(DONE), "{mode} {kind}: {said}{err}");
+            assert_eq!(out.status.code(), Some(0), "{mode} {kind}: {err}");
+        }
+    }
+}
+
+/// Logged, or not watched: nothing ends.
+#[test]
+fn a_mode_that_lets_pass_lets_pass() {
+    for mode in [Mode::Log, Mode::Off] {
+        for (tried, _) in Try::FORBIDDEN.iter().filter(|(tried, _)| *tried != Try::Fork) {
+            let out = child(mode, ThreadKind::Vcpu, *tried);
+            let said = String::from_utf8_lossy(&out.stdout);
+            assert!(said.contains(DONE), "{mode} {tried:?}: {said}");
+        }
+    }
+}
