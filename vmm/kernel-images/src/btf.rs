@@ -20,6 +20,9 @@ pub enum BtfError {
     /// A record of a kind that is not known, so its length is not either.
     #[error("BTF type kind {0} is not known")]
     Kind(u32),
+    /// Names of structs that take more memory than those of any kernel: a table that was made to.
+    #[error("the names of its structs take more than {MAX_NAMES_BYTES} bytes")]
+    Names,
 }
 
 const MAGIC: u16 = 0xEB9F;
@@ -43,6 +46,13 @@ mod kind {
     pub const ENUM64: u32 = 19;
 }
 
+/// Longest name. What has no end within it is no name.
+const MAX_NAME: usize = 512;
+/// Most bytes of structs' names together. A distribution's kernel has a quarter of a million.
+const MAX_NAMES_BYTES: usize = 8 << 20;
+/// Most members that are looked at for one name. A kernel's largest struct has some hundred, with those of
+/// its anonymous parts; a table that was made to can have 65,535 of them in each of [`MAX_DEPTH`] levels.
+const MAX_STEPS: u32 = 200_000;
 /// Depth to which typedefs and nested members are followed.
 const MAX_DEPTH: u32 = 8;
 
@@ -91,7 +101,7 @@ impl Btf {
             at: vec![u32::MAX],
             composites: HashMap::new(),
         };
-        let mut pos = 0;
+        let (mut pos, mut names_bytes) = (0, 0);
         while pos < btf.types.len() {
             let record = btf.record(pos).ok_or(BtfError::Truncated)?;
             let extra = match record.kind {
@@ -108,6 +118,10 @@ impl Btf {
             let id = btf.at.len() as u32;
             if matches!(record.kind, kind::STRUCT | kind::UNION) && record.name != 0 {
                 let name: Box<[u8]> = btf.string(record.name).into();
+                names_bytes += name.len();
+                if names_bytes > MAX_NAMES_BYTES {
+                    return Err(BtfError::Names);
+                }
                 btf.composites.entry(name).or_insert(id);
             }
             btf.at.push(pos as u32);
@@ -118,12 +132,12 @@ impl Btf {
 
     /// Byte offset of a member, which may be a path ("f_path.dentry"); members of anonymous structs and
     /// unions count as the outer one's. `None` if there is none of that name, or it is a bit field off a byte
-    /// boundary.
+    /// boundary. Gives up after [`MAX_STEPS`] members for each name of the path.
     pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
         let mut id = *self.composites.get(composite.as_bytes())?;
         let mut bits = 0u64;
         for name in path.split('.') {
-            let (offset, of) = self.member(id, name.as_bytes(), MAX_DEPTH)?;
+            let (offset, of) = self.member(id, name.as_bytes(), MAX_DEPTH, &mut { MAX_STEPS })?;
             bits = bits.checked_add(offset)?;
             id = of;
         }
@@ -156,24 +170,25 @@ impl Btf {
     }
 
     /// (offset in bits, type) of a member of composite `id`, its typedefs and qualifiers looked through.
-    fn member(&self, id: u32, name: &[u8], depth: u32) -> Option<(u64, u32)> {
+    fn member(&self, id: u32, name: &[u8], depth: u32, steps: &mut u32) -> Option<(u64, u32)> {
         let depth = depth.checked_sub(1)?;
         let r = self.get(id)?;
         match r.kind {
             kind::TYPEDEF | kind::VOLATILE | kind::CONST | kind::RESTRICT | kind::TYPE_TAG => {
-                return self.member(r.size_or_type, name, depth);
+                return self.member(r.size_or_type, name, depth, steps);
             }
             kind::STRUCT | kind::UNION => {}
             _ => return None,
         }
         (0..r.vlen).find_map(|i| {
+            *steps = steps.checked_sub(1)?;
             let at = r.body + 12 * i;
             let (member_name, of, offset) = (self.word(at)?, self.word(at + 4)?, self.word(at + 8)?);
             let offset = u64::from(if r.kflag { offset & 0xFF_FFFF } else { offset });
             if self.string(member_name) == name {
                 Some((offset, of))
             } else if member_name == 0 {
-                let (inner, of) = self.member(of, name, depth)?;
+                let (inner, of) = self.member(of, name, depth, steps)?;
                 Some((offset + inner, of))
             } else {
                 None
@@ -204,6 +219,7 @@ impl Btf {
 
     fn string(&self, at: u32) -> &[u8] {
         let rest = self.strings.get(at as usize..).unwrap_or_default();
+        let rest = &rest[..rest.len().min(MAX_NAME)];
         &rest[..memchr::memchr(0, rest).unwrap_or(0)]
     }
 }
@@ -269,6 +285,54 @@ mod tests {
         assert_eq!(Btf::parse(b"ELF").unwrap_err(), BtfError::Header);
         let s = sample();
         assert_eq!(Btf::parse(&s[..s.len() - 1]).unwrap_err(), BtfError::Truncated);
+    }
+
+    /// A section with these types and strings.
+    fn section(types: &[u32], strings: &[u8]) -> Vec<u8> {
+        let (types_bytes, strings_bytes) = (types.len() as u32 * 4, strings.len() as u32);
+        let header = [0x0001_EB9F, 24, 0, types_bytes, types_bytes, strings_bytes];
+        let words = header.iter().chain(types).flat_map(|word| word.to_le_bytes());
+        words.chain(strings.iter().copied()).collect()
+    }
+
+    /// Each of eight levels has as many anonymous members as a struct can have, all of the next level.
+    #[test]
+    fn anonymous_members_in_anonymous_members_cost_a_budget_of_steps() {
+        const MEMBERS: u32 = 0xffff;
+        let mut types = Vec::new();
+        for level in 1..=MAX_DEPTH {
+            let name = if level == 1 { 1 } else { 0 };
+            types.extend([name, 4 << 24 | MEMBERS, 8]);
+            for _ in 0..MEMBERS {
+                types.extend([0, (level % MAX_DEPTH) + 1, 0]);
+            }
+        }
+        let btf = Btf::parse(&section(&types, b"\0bomb\0")).unwrap();
+        let id = btf.composites[&b"bomb"[..]];
+        let mut steps = MAX_STEPS;
+        assert_eq!(btf.member(id, b"none", MAX_DEPTH, &mut steps), None);
+        assert_eq!(
+            steps, 0,
+            "it ends when the budget does, not after 65,535 to the 8th members"
+        );
+        assert_eq!(btf.offset_of("bomb", "none"), None);
+    }
+
+    /// Names without an end, or that are each the end of one long name, take no memory to speak of.
+    #[test]
+    fn names_without_an_end_are_none_and_many_long_ones_are_refused() {
+        let structs = |at: &dyn Fn(u32) -> u32, count: u32| -> Vec<u32> {
+            (0..count).flat_map(|n| [at(n), 4 << 24, 0]).collect()
+        };
+        let endless = Btf::parse(&section(&structs(&|n| n + 1, 10_000), &[b'x'; 1 << 20])).unwrap();
+        assert!(endless.composites.keys().all(|name| name.is_empty()));
+        // Each has nearly the longest name that is taken.
+        let strings = [[b'x'; MAX_NAME - 1].as_slice(), &[0]].concat();
+        let most = u32::try_from(MAX_NAMES_BYTES / (MAX_NAME - 2)).unwrap();
+        let fits = section(&structs(&|_| 1, most), &strings);
+        assert_eq!(Btf::parse(&fits).unwrap().composites.len(), 1);
+        let more = section(&structs(&|_| 1, most + 1), &strings);
+        assert_eq!(Btf::parse(&more).unwrap_err(), BtfError::Names);
     }
 
     proptest! {

@@ -39,6 +39,8 @@ const MAX_NAME: usize = 1024;
 
 /// Most symbols kept. A distribution's kernel has 150,000 to 250,000.
 pub const MAX_SYMBOLS: usize = 4_000_000;
+/// Most bytes of names kept. A distribution's kernel has 5,000,000 to 10,000,000.
+const MAX_NAMES_BYTES: usize = 128 << 20;
 /// Symbols looked at for text before an address, and for one of several names of an address that reaches it.
 const NEIGHBOURS: usize = 64;
 
@@ -51,7 +53,7 @@ pub struct SymbolsBuilder {
 
 impl SymbolsBuilder {
     /// Adds one symbol. Names that are no ASCII text are dropped, and so is everything past [`MAX_SYMBOLS`]
-    /// or 4 GiB of names.
+    /// or 128 MiB of names: a guest can make a table of any size.
     pub fn add(&mut self, address: u64, kind: u8, name: &[u8]) {
         self.add_sized(address, 0, kind, name);
     }
@@ -59,10 +61,10 @@ impl SymbolsBuilder {
     /// As [`Self::add`], of a symbol that is `size_bytes` long; 0 when that is not known.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_NAME")]
     pub fn add_sized(&mut self, address: u64, size_bytes: u32, kind: u8, name: &[u8]) {
-        if self.entries.len() >= MAX_SYMBOLS {
+        let name = &name[..name.len().min(MAX_NAME)];
+        if self.entries.len() >= MAX_SYMBOLS || self.names.len() + name.len() > MAX_NAMES_BYTES {
             return;
         }
-        let name = &name[..name.len().min(MAX_NAME)];
         let Ok(name_at) = u32::try_from(self.names.len()) else {
             return;
         };
@@ -245,6 +247,19 @@ impl KernelSymbols {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// 4,000,000 symbols with names of 1,024 bytes would be 4 GiB.
+    #[test]
+    fn names_that_a_guest_made_take_a_bounded_memory() {
+        let mut builder = SymbolsBuilder::default();
+        let name = [b'x'; MAX_NAME];
+        let fits = MAX_NAMES_BYTES / MAX_NAME;
+        for address in 0..fits as u64 + 1000 {
+            builder.add(UPPER_HALF + address, b'T', &name);
+        }
+        assert_eq!(builder.names.len(), MAX_NAMES_BYTES);
+        assert_eq!(builder.entries.len(), fits);
+    }
 
     const TEXT: &str = "\
 0000000000000000 A fixed_percpu_data
