@@ -50,8 +50,12 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
     move |source| PlaceError::Os { what, path, source }
 }
 
+/// Most directories in /tmp that are looked at.
+const PLACES_IN_TMP: u32 = 16;
+
 /// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else
-/// `/tmp/perfvisor-UID`.
+/// `/tmp/perfvisor-UID`. Where that is somebody else's, as anybody can make it, `/tmp/perfvisor-UID.1` is
+/// looked at, and so on.
 pub fn directory() -> PathBuf {
     directory_for(
         std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
@@ -64,8 +68,24 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
         Some(dir) => dir.join("perfvisor"),
         // A minimal system may have no /run.
         None if uid == 0 && Path::new("/run").is_dir() => PathBuf::from("/run/perfvisor"),
-        None => PathBuf::from(format!("/tmp/perfvisor-{uid}")),
+        None => in_tmp(Path::new("/tmp"), uid),
     }
+}
+
+/// The first directory that is ours alone or can be; the first of all if none is, for the error.
+fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
+    let first = tmp.join(format!("perfvisor-{uid}"));
+    let others = (1..PLACES_IN_TMP).map(|n| tmp.join(format!("perfvisor-{uid}.{n}")));
+    let can_be = |dir: &PathBuf| match fs::symlink_metadata(dir) {
+        Ok(meta) => is_private(&meta, uid),
+        Err(e) => e.kind() == io::ErrorKind::NotFound,
+    };
+    let found = [first.clone()].into_iter().chain(others).find(can_be);
+    found.unwrap_or(first)
+}
+
+fn is_private(meta: &fs::Metadata, uid: u32) -> bool {
+    meta.is_dir() && meta.uid() == uid && meta.permissions().mode() & 0o077 == 0
 }
 
 /// Where the vsock device of VM `name` listens, if it was given no other path: beside its control socket.
@@ -99,7 +119,7 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
     // No link is followed: in /tmp anybody could have put one there.
     let meta = fs::symlink_metadata(dir).map_err(os("cannot look at", dir))?;
     let owner = peer::own_uid();
-    if !meta.is_dir() || meta.uid() != owner || meta.permissions().mode() & 0o077 != 0 {
+    if !is_private(&meta, owner) {
         return Err(PlaceError::NotPrivate {
             dir: dir.to_owned(),
             owner,
@@ -230,6 +250,36 @@ mod tests {
             directory_for(Some("relative".into()), 7),
             Path::new("/tmp/perfvisor-7")
         );
+    }
+
+    /// Anybody can make a directory in /tmp, or a link. Who finds one there takes the next place, and so does
+    /// who looks for VMs.
+    #[test]
+    fn a_directory_that_is_not_ours_is_passed_by() {
+        let tmp = tempfile::tempdir().unwrap();
+        let uid = peer::own_uid();
+        let place = |ending: &str| tmp.path().join(format!("perfvisor-{uid}{ending}"));
+        assert_eq!(in_tmp(tmp.path(), uid), place(""));
+        // One that others may look into, a link, a file.
+        fs::DirBuilder::new().mode(0o755).create(place("")).unwrap();
+        assert_eq!(in_tmp(tmp.path(), uid), place(".1"));
+        std::os::unix::fs::symlink(tmp.path(), place(".1")).unwrap();
+        fs::write(place(".2"), "").unwrap();
+        let found = in_tmp(tmp.path(), uid);
+        assert_eq!(found, place(".3"));
+        let _socket = Socket::bind(&found, "a").unwrap();
+        assert_eq!(in_tmp(tmp.path(), uid), found, "it stays there");
+        // Nothing is left: the error names the first.
+        for n in 3..PLACES_IN_TMP {
+            let _ = fs::remove_dir_all(place(&format!(".{n}")));
+            fs::write(place(&format!(".{n}")), "").unwrap();
+        }
+        let none = in_tmp(tmp.path(), uid);
+        assert_eq!(none, place(""));
+        assert!(matches!(
+            make_directory(&none),
+            Err(PlaceError::NotPrivate { .. })
+        ));
     }
 
     #[test]
