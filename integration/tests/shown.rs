@@ -1,5 +1,5 @@
-//! docs/reference/vpmu-tests.md names a test for each behaviour of the virtual PMU. Every test that it names
-//! exists, and each register of docs/reference/vpmu.md has a row.
+//! docs/reference/vpmu-tests.md names a test for each behaviour of the virtual PMU, docs/faults.md for faults
+//! around a VM. Every test that they name exists, and each register of docs/reference/vpmu.md has a row.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,6 +7,7 @@ use std::fs;
 use integration::artefacts::workspace;
 
 const PAGE: &str = "docs/reference/vpmu-tests.md";
+const FAULTS: &str = "docs/faults.md";
 
 fn read(path: &str) -> String {
     fs::read_to_string(workspace().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
@@ -77,9 +78,11 @@ fn missing(page: &str) -> Vec<String> {
 
 #[test]
 fn every_test_that_is_named_exists() {
-    let page = read(PAGE);
-    assert!(rows(&page).len() > 60, "the tables are read");
-    assert_eq!(missing(&page), Vec::<String>::new());
+    for (page, least) in [(PAGE, 60), (FAULTS, 20)] {
+        let text = read(page);
+        assert!(rows(&text).len() > least, "the tables of {page} are read");
+        assert_eq!(missing(&text), Vec::<String>::new());
+    }
 }
 
 #[test]

@@ -20,7 +20,7 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use perf_core::ConfigError;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{LastWill, SandboxError};
+use sandbox::{LastWill, SandboxError, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::backing::EVENTS_OF_A_COUNTER;
@@ -229,6 +229,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         status: ExitStatus::Internal.code(),
     };
     sandbox::begin(args.seccomp, will).map_err(not_confined)?;
+    panics_are_one_line(will);
     // Before any thread exists, so that all of them inherit the mask and only our descriptor sees these
     // signals.
     let stop_signals =
@@ -317,6 +318,31 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     Ok(exit_status(running.control()))
 }
 
+/// A panic is a fault of Perfvisor's. It is said in one line, and ends the VM: at once, unless the thread has
+/// somebody who ends it in order.
+fn panics_are_one_line(will: LastWill) {
+    std::panic::set_hook(Box::new(move |info| {
+        let kind = sandbox::kind();
+        if matches!(kind, Some(ThreadKind::Device | ThreadKind::Socket)) {
+            // Their devices say it.
+            return;
+        }
+        if kind != Some(ThreadKind::Vcpu) {
+            restore_terminal();
+        }
+        let thread = std::thread::current();
+        let place = info.location().map(ToString::to_string).unwrap_or_default();
+        let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
+        log::error!(
+            "the thread {} panicked at {place}, and the VM ends with it: {said}; please report this",
+            thread.name().unwrap_or("main")
+        );
+        if kind != Some(ThreadKind::Vcpu) {
+            sandbox::end_now(will);
+        }
+    }));
+}
+
 /// Whether what a restart loads can be read without the capabilities that the process began with.
 fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
     for path in files {
@@ -359,7 +385,7 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), PlaceE
             let socket = Socket::bind(&dir, &name)
                 .inspect_err(|e| {
                     let why = error_line(e);
-                    log::info!("no control socket, so no ctl, stat and record for this VM: {why}");
+                    log::warn!("no control socket, so no ctl, stat and record for this VM: {why}");
                 })
                 .ok();
             Ok((name, socket))
@@ -469,6 +495,7 @@ fn serve(
     for server in servers {
         manager.add_subscriber(server);
     }
+    sandbox::fault_point(ThreadKind::Main);
     while running.control().reason().is_none() {
         manager.run()?;
         housekeeping

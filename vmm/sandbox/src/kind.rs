@@ -15,6 +15,8 @@ pub enum ThreadKind {
     Socket,
     /// Reads the guest's kernel out of its memory for profiles.
     Profiler,
+    /// Speaks to gdb.
+    Debugger,
     /// Writes the guest's output.
     Console,
     /// Waits for the signals that end the VM.
@@ -25,12 +27,13 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     /// Every kind.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Main,
         Self::Vcpu,
         Self::Device,
         Self::Socket,
         Self::Profiler,
+        Self::Debugger,
         Self::Console,
         Self::Signals,
         Self::Starter,
@@ -45,6 +48,7 @@ impl ThreadKind {
             Self::Device => "device",
             Self::Socket => "socket",
             Self::Profiler => "profiler",
+            Self::Debugger => "debugger",
             Self::Console => "console",
             Self::Signals => "signals",
             Self::Starter => "starter",

@@ -6,11 +6,13 @@
 //! | `lists` | which system calls each kind may make |
 //! | `rules`, `filter` | conditions on arguments, and lists as programs for the kernel |
 //! | `start` | how filters are taken, and who starts threads |
+//! | `fault` | faults that tests ask for |
 //! | `violation` | what a thread that asks for more ends with |
 //!
 //! A thread inherits the filters of the one that starts it, and can only get more. So a thread of its own,
 //! the starter, starts all others once the VM runs: it may do what any of them may. Start with [`begin`].
 
+mod fault;
 mod filter;
 mod kind;
 mod lists;
@@ -18,6 +20,7 @@ mod rules;
 mod start;
 mod violation;
 
+pub use fault::fault_point;
 pub use kind::ThreadKind;
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
-pub use violation::LastWill;
+pub use violation::{LastWill, end_now, kind};

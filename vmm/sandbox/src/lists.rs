@@ -24,6 +24,7 @@ pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
         ThreadKind::Vcpu => vcpu(),
         ThreadKind::Device => device(),
         ThreadKind::Socket => socket(),
+        ThreadKind::Debugger => debugger(),
         ThreadKind::Profiler | ThreadKind::Console => Vec::new(),
         ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
         // What it starts begins with what it may.
@@ -268,6 +269,16 @@ fn socket() -> Vec<Allowed> {
     list
 }
 
+/// It stops the guest and the events that count it, and its socket's file goes with it.
+fn debugger() -> Vec<Allowed> {
+    let mut list = event_loop();
+    list.extend(connections());
+    list.extend(perf_events());
+    list.extend(ioctls(KVMIO, KVM_VM));
+    list.extend(any(&[Sysno::unlink]));
+    list
+}
+
 fn main() -> Vec<Allowed> {
     let mut list = event_loop();
     list.extend(perf_events());
@@ -346,12 +357,21 @@ fn starter(pid: u32) -> Vec<Allowed> {
         &[Check::Bits(0, NEW_NAMESPACES | thread, thread)],
     ));
     // clone3 is what the filter beside this one answers.
-    list.extend(any(&[Sysno::clone3, Sysno::sched_setaffinity]));
+    list.extend(any(&[
+        Sysno::clone3,
+        Sysno::sched_setaffinity,
+        // Those that give up capabilities.
+        Sysno::capget,
+        Sysno::capset,
+    ]));
     list.extend(one_of(Sysno::seccomp, 0, &[libc::SECCOMP_SET_MODE_FILTER]));
     list.extend(one_of(
         Sysno::prctl,
         0,
-        &[libc::PR_SET_NO_NEW_PRIVS.unsigned_abs()],
+        &[
+            libc::PR_SET_NO_NEW_PRIVS.unsigned_abs(),
+            libc::PR_CAP_AMBIENT.unsigned_abs(),
+        ],
     ));
     list
 }

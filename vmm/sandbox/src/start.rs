@@ -20,9 +20,9 @@ const STARTER_STACK_BYTES: usize = 128 << 10;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// It ends the VM.
-    #[default]
     On,
     /// The kernel's log gets it (dmesg, audit: type 1326), and the thread goes on.
+    #[default]
     Log,
     /// There are no filters.
     Off,
@@ -145,6 +145,7 @@ impl Sandbox {
 /// The calling thread may do from now on what threads of `kind` may, if the process has a sandbox. A thread
 /// that cannot be confined ends the process: it is not to run with more rights than it was to have.
 pub fn enter(kind: ThreadKind) {
+    violation::is_of(kind);
     let Some(sandbox) = SANDBOX.get() else { return };
     if let Err(e) = sandbox.apply(kind) {
         let mut line = Line::default();

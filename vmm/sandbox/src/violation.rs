@@ -46,6 +46,19 @@ pub(crate) fn is_of(kind: ThreadKind) {
     KIND.with(|own| own.set(Some(kind)));
 }
 
+/// What the calling thread is; `None` if nobody has said.
+#[must_use]
+pub fn kind() -> Option<ThreadKind> {
+    KIND.with(Cell::get)
+}
+
+/// Ends the process by `will`, without what destructors and handlers at the exit would do.
+pub fn end_now(will: LastWill) -> ! {
+    (will.first)();
+    // SAFETY: it does not return, and has no conditions.
+    unsafe { libc::_exit(will.status.into()) }
+}
+
 /// Has the process end by `will` when a filter is met.
 pub(crate) fn watch(will: LastWill) -> io::Result<()> {
     let _ = WILL.set(will);
@@ -86,7 +99,7 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
     let mut line = Line::default();
     line.text("perfvisor: error: thread ");
     line.text(own_name(&mut [0; 16]));
-    if let Some(kind) = KIND.with(Cell::get) {
+    if let Some(kind) = kind() {
         line.text(" (");
         line.text(kind.name());
         line.text(")");

@@ -12,6 +12,7 @@ use gdbstub::conn::Connection;
 use gdbstub::stub::state_machine::GdbStubStateMachine;
 use gdbstub::stub::{DisconnectReason, GdbStub, MultiThreadStopReason};
 use perf_core::error_line;
+use sandbox::ThreadKind;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::target::Machine;
@@ -93,12 +94,9 @@ impl GdbSocket {
             end: end.try_clone().map_err(GdbError::Thread)?,
             client: Arc::clone(&client),
         };
-        let thread = thread::Builder::new()
-            .name("gdb".into())
-            .spawn(move || {
-                privileges::keep_no_capability();
-                loop_.run();
-            })
+        let builder = thread::Builder::new().name("gdb".into());
+        let keep = privileges::keep_no_capability;
+        let thread = sandbox::spawn_prepared(ThreadKind::Debugger, builder, keep, move || loop_.run())
             .map_err(GdbError::Thread)?;
         Ok(GdbServer {
             end,

@@ -124,6 +124,7 @@ impl GuestProbe {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
+            sandbox::fault_point(ThreadKind::Profiler);
             let found = match regs {
                 Some((regs, anchors)) => {
                     locate::read_kernel(&probe.memory, &regs, &anchors).map_err(SearchError::from)

@@ -79,6 +79,7 @@ fn run(
     mut vcpu: Running,
     mut began: Option<&SyncSender<Result<(), BeginError>>>,
 ) -> (Option<Running>, Result<(), BeginError>) {
+    sandbox::fault_point(ThreadKind::Vcpu);
     loop {
         let maker = match vcpu.run(began.take()) {
             Ok(Some(maker)) => maker,

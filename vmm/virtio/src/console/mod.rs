@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use perf_core::error_line;
+use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
@@ -102,7 +103,7 @@ impl VirtioDevice for Console {
             broken: false,
         };
         self.port.tells_changes_by(Some(activation.config_change));
-        let started = Worker::spawn(self.name(), server, activation.last_resort);
+        let started = Worker::spawn(ThreadKind::Device, self.name(), server, activation.last_resort);
         self.worker = Some(started.map_err(|source| ActivateError::Host {
             what: "starting a thread",
             source,
