@@ -20,7 +20,8 @@ pub(crate) enum Rank {
     Output,
     /// The children of a VM-wide event.
     Family,
-    /// A context. Two of them, when they are exchanged, are taken in the order of their addresses.
+    /// A context. Two of them are taken when they are exchanged only: under the topology lock, in the order
+    /// of their addresses.
     Context,
     /// The registered drivers.
     Drivers,
@@ -135,7 +136,7 @@ mod checked {
                 for (other, at) in held.iter().filter_map(Cell::get) {
                     let fine = match rank {
                         _ if other != rank => other < rank,
-                        Rank::Context => at < address,
+                        Rank::Context => under_topology && at < address,
                         Rank::Output => under_topology && at != address,
                         _ => false,
                     };
@@ -226,17 +227,18 @@ mod tests {
 
     #[test]
     fn two_of_a_kind_have_an_order_too() {
-        let contexts = [Lock::new(Rank::Context, ()), Lock::new(Rank::Context, ())];
-        assert!(!is_noticed(&contexts[0], &contexts[1]), "by address");
-        assert!(is_noticed(&contexts[1], &contexts[0]));
-        assert!(is_noticed(&contexts[0], &contexts[0]), "it would wait for itself");
         let families = [Lock::new(Rank::Family, ()), Lock::new(Rank::Family, ())];
         assert!(is_noticed(&families[0], &families[1]));
+        let contexts = [Lock::new(Rank::Context, ()), Lock::new(Rank::Context, ())];
+        assert!(is_noticed(&contexts[0], &contexts[1]), "nobody else has two");
         let outputs = [Lock::new(Rank::Output, ()), Lock::new(Rank::Output, ())];
         assert!(is_noticed(&outputs[1], &outputs[0]));
         let topology = Lock::new(Rank::Topology, ());
         let _topology = topology.lock();
         assert!(!is_noticed(&outputs[1], &outputs[0]), "nobody else has two");
+        assert!(!is_noticed(&contexts[0], &contexts[1]), "by address");
+        assert!(is_noticed(&contexts[1], &contexts[0]));
+        assert!(is_noticed(&contexts[0], &contexts[0]), "it would wait for itself");
     }
 
     /// What is not waited for may be tried for in any order, and what was given back is forgotten, in any
