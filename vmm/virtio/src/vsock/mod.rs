@@ -22,6 +22,8 @@ pub mod muxer;
 pub mod packet;
 pub mod queues;
 #[cfg(test)]
+mod rings;
+#[cfg(test)]
 mod tests;
 
 use std::fs::File;
