@@ -6,6 +6,7 @@
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod figures;
+mod nothing;
 #[path = "../tests/machine/steps.rs"]
 mod steps;
 
@@ -15,51 +16,10 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use figures::{Figure, Target as Goal};
-use perf_core::pmu::{Capacity, PmuError, Target};
+use nothing::Nothing;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use perf_event_open_sys::bindings::perf_event_attr;
-
-/// A driver that does nothing, with `slots` slots.
-#[derive(Debug)]
-struct Nothing {
-    slots: usize,
-}
-
-#[derive(Debug)]
-struct NoEvent(u64);
-
-impl Pmu for Nothing {
-    fn name(&self) -> &'static str {
-        "nothing"
-    }
-    fn serves(&self, ty: EventType) -> bool {
-        ty == EventType::SIM
-    }
-    fn capacity(&self) -> Capacity {
-        Capacity::counters(self.slots)
-    }
-    fn open(&self, _: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
-        Ok(Box::new(NoEvent(0)))
-    }
-}
-
-impl PmuEvent for NoEvent {
-    fn start(&mut self, _: Option<u64>) -> Result<(), PmuError> {
-        Ok(())
-    }
-    fn stop(&mut self) {}
-    fn read(&mut self) -> u64 {
-        self.0 += 1;
-        self.0
-    }
-    fn arm(&mut self, _: u64) -> Result<(), PmuError> {
-        Ok(())
-    }
-    fn take_overflows(&mut self) -> u32 {
-        0
-    }
-}
 
 struct Setup {
     core: Core,

@@ -15,6 +15,8 @@
     reason = "the counting of instructions makes calls of the system"
 )]
 
+#[path = "../../perf-core/benches/nothing/mod.rs"]
+mod nothing;
 #[path = "../../perf-core/tests/machine/steps.rs"]
 mod steps;
 
@@ -25,9 +27,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 
+use nothing::Nothing;
 use perf_core::attr::{ReadFormat, SampleType};
+use perf_core::pmu::VcpuId;
 use perf_core::pmu::fed::{FedCounts, FedPmu};
-use perf_core::pmu::{Capacity, PmuError, Target, VcpuId};
 use perf_core::record::{Encode, Format, Sample};
 use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_core::time::{Clock, ManualClock};
@@ -65,47 +68,6 @@ impl SampleRegs for NoRegs {
     }
 
     fn ip(&mut self) -> u64 {
-        0
-    }
-}
-
-/// A driver of some slots that does nothing, so that what is counted is the core's alone.
-#[derive(Debug)]
-struct Nothing {
-    slots: usize,
-}
-
-#[derive(Debug)]
-struct NoEvent(u64);
-
-impl Pmu for Nothing {
-    fn name(&self) -> &'static str {
-        "nothing"
-    }
-    fn serves(&self, ty: EventType) -> bool {
-        ty == EventType::SIM
-    }
-    fn capacity(&self) -> Capacity {
-        Capacity::counters(self.slots)
-    }
-    fn open(&self, _: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
-        Ok(Box::new(NoEvent(0)))
-    }
-}
-
-impl PmuEvent for NoEvent {
-    fn start(&mut self, _: Option<u64>) -> Result<(), PmuError> {
-        Ok(())
-    }
-    fn stop(&mut self) {}
-    fn read(&mut self) -> u64 {
-        self.0 += 1;
-        self.0
-    }
-    fn arm(&mut self, _: u64) -> Result<(), PmuError> {
-        Ok(())
-    }
-    fn take_overflows(&mut self) -> u32 {
         0
     }
 }
