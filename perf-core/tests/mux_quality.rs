@@ -160,6 +160,25 @@ fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
     }
 }
 
+/// All events have one wave as long as a rotation. Some see its edges within their slices, others its top or
+/// its bottom alone, which looks calm: what the first see makes the estimates of all unknown.
+#[test]
+fn a_rhythm_that_one_event_sees_makes_the_others_unknown() {
+    let steps = traces::TICK_NS * 4 / traces::STEP_NS;
+    let wave = |step: u64| if step % steps < steps / 2 { 1.8 } else { 0.2 };
+    let rates: Vec<f64> = (0..500 * steps).map(wave).collect();
+    let trace = Trace::from_rates("wave".into(), vec![rates; 4], 2);
+    for seed in SEEDS {
+        let estimates = measure::run_core(&trace, MuxPolicy::Rotate, TICK_NS, seed).0;
+        let said = measure::bars(&estimates);
+        assert_eq!(
+            (said.known, said.bounded),
+            (0.0, 0.0),
+            "seed {seed:#x}: {estimates:?}"
+        );
+    }
+}
+
 /// What users get goes through a core, and is as good as the queue and the estimator alone: the policy learns
 /// of a slice when it ends, not a rotation later, when its test of calm has gone on.
 #[test]

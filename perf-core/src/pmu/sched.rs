@@ -16,7 +16,6 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::host::fd::current_tid;
 use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
@@ -45,6 +44,13 @@ impl Drop for Own {
 
 fn opened_files() -> MutexGuard<'static, BTreeMap<i32, Opened>> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The calling thread's id, by what `/proc/thread-self` leads to; 0 where `/proc` is not mounted.
+fn own_tid() -> i32 {
+    let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
+    let tid = link.file_name().and_then(|name| name.to_str()?.parse().ok());
+    tid.unwrap_or(0)
 }
 
 /// Opens a thread's file.
@@ -81,7 +87,7 @@ impl WaitTime {
     pub fn of_this_thread() -> io::Result<Self> {
         OWN.with(|own| {
             let own = own.get_or_init(|| {
-                let (tid, opened) = (current_tid(), open("/proc/thread-self/schedstat"));
+                let (tid, opened) = (own_tid(), open("/proc/thread-self/schedstat"));
                 opened_files().insert(tid, opened.clone());
                 Own { tid, opened }
             });
@@ -238,7 +244,7 @@ mod tests {
         let (tid, kept) = std::thread::spawn(|| {
             let own = WaitTime::of_this_thread().unwrap();
             let again = WaitTime::of_this_thread().unwrap();
-            let tid = current_tid();
+            let tid = own_tid();
             let others = std::thread::spawn(move || WaitTime::of_thread(tid).unwrap());
             let others = others.join().unwrap();
             assert!(Arc::ptr_eq(&own.file, &again.file) && Arc::ptr_eq(&own.file, &others.file));

@@ -132,7 +132,7 @@ impl Btf {
 
     /// Byte offset of a member, which may be a path ("f_path.dentry"); members of anonymous structs and
     /// unions count as the outer one's. `None` if there is none of that name, or it is a bit field off a byte
-    /// boundary. Gives up after [`MAX_STEPS`] members for each name of the path.
+    /// boundary. Gives up after `MAX_STEPS` members for each name of the path.
     pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
         let mut id = *self.composites.get(composite.as_bytes())?;
         let mut bits = 0u64;

@@ -78,7 +78,7 @@ impl ConsoleOutput {
         })
     }
 
-    /// A writer that waits for room for [`PATIENCE`] at most. After that it drops what does not fit and does
+    /// A writer that waits for room for 100 ms at most. After that it drops what does not fit and does
     /// not wait again before the sink has taken something.
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {

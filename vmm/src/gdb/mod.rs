@@ -12,7 +12,7 @@
 //! keeps the main loop. What it shares with the vCPUs is [`crate::vcpu::debugger`].
 //!
 //! The client is a user who may do anything to the guest. It may not do more: packets are bounded by the
-//! stub's buffer, breakpoints by [`target`]'s limits, and whatever it sends, the machine goes on when it has
+//! stub's buffer, breakpoints by `target`'s limits, and whatever it sends, the machine goes on when it has
 //! gone, with nothing of it in the guest's memory.
 
 pub mod config;

@@ -6,7 +6,7 @@
 //! ([`Debugger::collect`]). What the debugger changes of them goes into the guest when the vCPU goes on. Only
 //! the vCPU's own thread calls KVM for it.
 //!
-//! A vCPU that comes to a breakpoint or has done its step stops all others by [`Debugger::stopped`]. The
+//! A vCPU that comes to a breakpoint or has done its step stops all others by `Debugger::stopped`. The
 //! first counts: another one that stops at the same time executes its instruction again when it goes on, and
 //! stops again if its breakpoint is still there.
 
