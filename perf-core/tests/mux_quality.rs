@@ -160,14 +160,14 @@ fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
     }
 }
 
-/// All events have one wave as long as a rotation. Some see its edges within their slices, others its top or
-/// its bottom alone, which looks calm: what the first see makes the estimates of all unknown.
+/// Each event happens more often for a moment in each rotation. Some are on then, always at the same part of
+/// their slices. The others never are, and what they see looks calm: what the first see makes all unknown.
 #[test]
 fn a_rhythm_that_one_event_sees_makes_the_others_unknown() {
-    let steps = traces::TICK_NS * 4 / traces::STEP_NS;
-    let wave = |step: u64| if step % steps < steps / 2 { 1.8 } else { 0.2 };
-    let rates: Vec<f64> = (0..500 * steps).map(wave).collect();
-    let trace = Trace::from_rates("wave".into(), vec![rates; 4], 2);
+    let steps = TICK_NS * 4 / traces::STEP_NS;
+    let moment = |step: u64| if step % steps < steps / 8 { 4.0 } else { 0.5 };
+    let rates: Vec<f64> = (0..500 * steps).map(moment).collect();
+    let trace = Trace::from_rates("moments".into(), vec![rates; 4], 2);
     for seed in SEEDS {
         let estimates = measure::run_core(&trace, MuxPolicy::Rotate, TICK_NS, seed).0;
         let said = measure::bars(&estimates);
