@@ -3,14 +3,22 @@
 
 static u64 sign_extended(u32 v) { return (u64)(s64)(int)v & width_mask(); }
 
-TEST(selector_bits, ON_INTEL, "intel registers: selector bits 31:0 but 21 keep what is written; 63:32 and 21 raise #GP")
+TEST(selector_bits, ON_INTEL, "intel registers: selector bits 31:0 but 21 keep what is written; 21 and 63:32, but those for transactions, raise #GP")
 {
+    /* A processor with transactions (CPUID.(07H,0):EBX.HLE or RTM) has IN_TX (32) in each selector, IN_TXCP (33) in the third. */
+    bool transactions = cpuid(0, 0).eax >= 7 && (cpuid(7, 0).ebx & (BIT(4) | BIT(11)));
+
     for (u32 bit = 0; bit < 64; bit++) {
         /* EN is left out of the way: bit 22 alone counts nothing without USR or OS. */
-        bool reserved = bit >= 32 || bit == 21;
+        bool reserved = (bit >= 32 && !(transactions && bit == 32)) || bit == 21;
         wrmsr(MSR_EVNTSEL0, 0);
         CHECK(wrmsr_safe(MSR_EVNTSEL0, BIT(bit)) == reserved, "bit %u", bit);
         CHECK(rdmsr(MSR_EVNTSEL0) == (reserved ? 0 : BIT(bit)), "bit %u: 0x%lx", bit, rdmsr(MSR_EVNTSEL0));
+    }
+    wrmsr(MSR_EVNTSEL0, 0);
+    if (pmu.gp > 2) {
+        CHECK(wrmsr_safe(MSR_EVNTSEL0 + 2, BIT(33)) == !transactions, "IN_TXCP of the third");
+        wrmsr(MSR_EVNTSEL0 + 2, 0);
     }
 }
 
