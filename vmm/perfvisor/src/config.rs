@@ -288,7 +288,7 @@ mod tests {
             ("initrd = \"x\"", ["--kernel", ""]),
             (
                 "frobnicate = 1",
-                ["unknown key 'frobnicate'", "kernel, initrd, cmdline, "],
+                ["unknown key 'frobnicate'", "kernel, boot-protocol, initrd, "],
             ),
             ("config = \"x\"", ["unknown key 'config'", ""]),
             ("cpus = [1]", ["cpus: must be a text or a number", "an array"]),
