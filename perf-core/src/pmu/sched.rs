@@ -16,6 +16,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
+#[cfg(feature = "host")]
+use crate::pmu::host::fd::current_tid as own_tid;
 use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
@@ -46,7 +48,9 @@ fn opened_files() -> MutexGuard<'static, BTreeMap<i32, Opened>> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The calling thread's id, by what `/proc/thread-self` leads to; 0 where `/proc` is not mounted.
+/// The calling thread's id, by what `/proc/thread-self` leads to; 0 where `/proc` is not mounted. With the host's
+/// driver there is a call for it, which a confined thread may make.
+#[cfg(not(feature = "host"))]
 fn own_tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
     let tid = link.file_name().and_then(|name| name.to_str()?.parse().ok());

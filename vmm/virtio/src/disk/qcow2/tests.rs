@@ -2,7 +2,8 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 
 use perf_core::error_line;
 use tempfile::TempDir;
@@ -25,13 +26,21 @@ fn directory() -> Option<TempDir> {
     Some(tempfile::tempdir().unwrap())
 }
 
+/// Held while a program is started, and while an image is opened: what is being started has the locks of other
+/// tests' images until it is the program.
+static STARTING: Mutex<()> = Mutex::new(());
+
 /// What qemu-img says, and its status.
 fn ask(dir: &Path, words: &str) -> (i32, String) {
-    let output = Command::new("qemu-img")
+    let starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let started = Command::new("qemu-img")
         .args(words.split(' '))
         .current_dir(dir)
-        .output()
-        .unwrap();
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    drop(starting);
+    let output = started.unwrap().wait_with_output().unwrap();
     let said = [output.stdout, output.stderr].concat();
     (
         output.status.code().unwrap(),
@@ -53,6 +62,7 @@ fn config(dir: &Path, words: &str) -> DiskConfig {
 }
 
 fn open_image(dir: &Path, words: &str) -> Image {
+    let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
     Image::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
 }
 
