@@ -48,8 +48,8 @@ fn opened_files() -> MutexGuard<'static, BTreeMap<i32, Opened>> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The calling thread's id, by what `/proc/thread-self` leads to; 0 where `/proc` is not mounted. With the host's
-/// driver there is a call for it, which a confined thread may make.
+/// The calling thread's id, by what `/proc/thread-self` leads to; 0 where `/proc` is not mounted. With the
+/// host's driver there is a call for it, which a confined thread may make.
 #[cfg(not(feature = "host"))]
 fn own_tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();

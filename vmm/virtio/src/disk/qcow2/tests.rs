@@ -26,8 +26,8 @@ fn directory() -> Option<TempDir> {
     Some(tempfile::tempdir().unwrap())
 }
 
-/// Held while a program is started, and while an image is opened: what is being started has the locks of other
-/// tests' images until it is the program.
+/// Held while a program is started, and while an image is opened: until what is being started is the program,
+/// it has the locks of other tests' images.
 static STARTING: Mutex<()> = Mutex::new(());
 
 /// What qemu-img says, and its status.
