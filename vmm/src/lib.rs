@@ -15,7 +15,7 @@
 //! | [`privileges`] | what the process keeps of its rights while the guest runs |
 //! | [`turns`] | the perf core's timers, for the main loop |
 //!
-//! Start with [`vm::Vm::new`] and [`vcpu::Vcpu`]; docs/architecture.md walks from a WRMSR to
+//! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]; docs/architecture.md walks from a WRMSR to
 //! `perf_event_open(2)`.
 //!
 //! **Dependencies.** This is the only crate that depends on kvm-ioctls. Below it are `vpmu` (the guest's

@@ -41,9 +41,11 @@ use crate::rdpmc::sites::Sites;
 use crate::vcpu::affinity::{PinError, Pinning};
 use crate::vcpu::control::{OnReset, RunControl, StopReason};
 use crate::vcpu::debugger::Debugger;
-use crate::vcpu::maker::{KvmVcpu, RdpmcParts, StepperParts, VcpuMaker};
+use crate::vcpu::first_state::{FirstState, StateError};
+use crate::vcpu::kicker::Kicker;
+use crate::vcpu::kvm_vcpu::KvmVcpu;
+use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
 use crate::vcpu::roster::{Roster, RosterError};
-use crate::vcpu::{FirstState, Kicker, StateError};
 use restart::{Again, Restarter};
 
 /// Why a VM could not be made.

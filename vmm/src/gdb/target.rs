@@ -113,8 +113,8 @@ impl Machine {
         let Some(debugger) = self.debugger() else {
             return Err(HoldError::Ended);
         };
-        debugger.hold(&self.control);
-        debugger.collect(&self.control, || self.present(), PATIENCE)?;
+        debugger.hold(&*self.control);
+        debugger.collect(&*self.control, || self.present(), PATIENCE)?;
         let present = self.present();
         if !present.contains(&self.current) {
             self.current = present.first().copied().unwrap_or(0);
@@ -168,7 +168,7 @@ impl Machine {
         }
         debugger.clear_points();
         debugger.attach(false);
-        debugger.release(&self.control, |_| Go::Run);
+        debugger.release(&*self.control, |_| Go::Run);
     }
 
     fn set_action(&mut self, of: Tid, go: Go) {
@@ -284,7 +284,7 @@ impl MultiThreadResume for Machine {
             named.map_or(rest, |(_, go)| *go)
         };
         if let Some(debugger) = self.control.debugger() {
-            debugger.release(&self.control, action);
+            debugger.release(&*self.control, action);
         }
         Ok(())
     }

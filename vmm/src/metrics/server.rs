@@ -21,7 +21,7 @@ use super::http::{self, MAX_HEAD, Refusal, Request};
 use super::snapshot::{Snapshot, VcpuSnapshot};
 use crate::control::server::Controlled;
 use crate::control::session::{EventSession, On};
-use crate::vcpu::roster::Seat;
+use crate::vcpu::seat::Seat;
 use control_api::peer;
 use control_api::protocol::Opened;
 

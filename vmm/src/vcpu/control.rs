@@ -4,8 +4,8 @@ use std::io;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::debugger::Debugger;
-use super::meeting::Meeting;
+use super::debugger::{Debugger, RunSwitch};
+use crate::devices::cpu_plug::VcpuSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Why a VM ended.
@@ -109,6 +109,17 @@ pub(super) struct Ends {
     pub(super) meeting: Meeting,
 }
 
+/// The vCPUs of a reset, see `meeting.rs`.
+#[derive(Debug, Default)]
+pub(super) struct Meeting {
+    /// Those outside the guest, that wait.
+    pub(super) arrived: VcpuSet,
+    /// Those that are to go on and have not been restored.
+    pub(super) missing: VcpuSet,
+    /// The machine was made anew: those that are missing may start again.
+    pub(super) ready: bool,
+}
+
 impl RunControl {
     /// A VM that may run.
     ///
@@ -206,18 +217,6 @@ impl RunControl {
         true
     }
 
-    /// A debugger stops it, or lets it go on. An operator's pause comes before that.
-    pub(super) fn set_held(&self, held: bool) {
-        let mut ends = self.lock();
-        ends.held = held;
-        match self.state() {
-            RunState::Stopped | RunState::Resetting => {}
-            RunState::Running | RunState::Paused | RunState::Held => self.set_as_wanted(&ends),
-        }
-        drop(ends);
-        self.changed.notify_all();
-    }
-
     /// Whether an operator wants it paused.
     pub fn is_to_pause(&self) -> bool {
         self.lock().paused
@@ -283,6 +282,28 @@ impl RunControl {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Ends> {
         self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RunSwitch for RunControl {
+    /// An operator's pause comes before that.
+    fn set_held(&self, held: bool) {
+        let mut ends = self.lock();
+        ends.held = held;
+        match self.state() {
+            RunState::Stopped | RunState::Resetting => {}
+            RunState::Running | RunState::Paused | RunState::Held => self.set_as_wanted(&ends),
+        }
+        drop(ends);
+        self.changed.notify_all();
+    }
+
+    fn wake_parked(&self) {
+        RunControl::wake_parked(self);
+    }
+
+    fn has_ended(&self) -> bool {
+        self.reason().is_some()
     }
 }
 

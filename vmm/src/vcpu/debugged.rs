@@ -4,9 +4,9 @@
 use kvm_bindings::kvm_debug_exit_arch;
 
 use super::debugger::{Changed, Debugger, Go, Registers, Stop, Why};
-use super::exit::Next;
+use super::failure::VcpuFailure;
+use super::running::{Next, Running, Turn};
 use super::step::debug::Want;
-use super::{Running, Turn, VcpuFailure};
 
 impl Running {
     /// The debugger, if one is there.
@@ -119,7 +119,7 @@ impl Running {
     fn stop_all(&self, why: Why) {
         if let Some(debugger) = self.control.debugger() {
             let vcpu = self.id;
-            debugger.stopped(&self.control, Stop { vcpu, why });
+            debugger.stopped(&*self.control, Stop { vcpu, why });
         }
     }
 

@@ -1,7 +1,7 @@
 //! What a debugger and the threads of the vCPUs share: who may run, where to stop, and the registers of those
 //! that are stopped.
 //!
-//! While a debugger stops the machine, its state is [`RunState::Held`](super::control::RunState::Held). Each
+//! While a debugger stops the machine, its run state is `Held` (see `control.rs`). Each
 //! vCPU waits outside the guest, as in a pause of the operator's, and shows its registers when it is asked
 //! ([`Debugger::collect`]). What the debugger changes of them goes into the guest when the vCPU goes on. Only
 //! the vCPU's own thread calls KVM for it.
@@ -17,8 +17,7 @@ use std::time::Duration;
 use kvm_bindings::{kvm_debug_exit_arch, kvm_fpu, kvm_regs, kvm_sregs};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::Kicker;
-use super::control::RunControl;
+use super::kicker::Kicker;
 use crate::kvm::stepping::BREAKPOINTS;
 
 /// Vector of INT3 (SDM vol. 3 §6.15).
@@ -113,6 +112,18 @@ pub enum HoldError {
     /// A vCPU's thread does not answer.
     #[error("vCPU {0} does not stop")]
     Slow(u8),
+}
+
+/// The run state of a machine, as a debugger changes it.
+pub trait RunSwitch {
+    /// Stops the machine for a debugger, or lets it go on.
+    fn set_held(&self, held: bool);
+
+    /// Makes the vCPUs that wait look at what is asked of them.
+    fn wake_parked(&self);
+
+    /// Whether the VM has ended.
+    fn has_ended(&self) -> bool;
 }
 
 /// One vCPU.
@@ -229,16 +240,16 @@ impl Debugger {
     }
 
     /// Stops all vCPUs.
-    pub fn hold(&self, control: &RunControl) {
+    pub fn hold(&self, switch: &dyn RunSwitch) {
         for cell in &self.cells {
             cell.go.store(Go::Stay as u8, Ordering::SeqCst);
         }
-        control.set_held(true);
+        switch.set_held(true);
         self.kick();
     }
 
     /// Lets them go on, each as `go` says.
-    pub fn release(&self, control: &RunControl, go: impl Fn(u8) -> Go) {
+    pub fn release(&self, switch: &dyn RunSwitch, go: impl Fn(u8) -> Go) {
         lock(&self.stop).take();
         let _ = self.event.read();
         let mut any_stays = false;
@@ -252,8 +263,8 @@ impl Debugger {
             }
             cell.go.store(go as u8, Ordering::SeqCst);
         }
-        control.set_held(any_stays);
-        control.wake_parked();
+        switch.set_held(any_stays);
+        switch.wake_parked();
     }
 
     /// Waits until the vCPUs that `present` names, which are held, show their registers.
@@ -262,7 +273,7 @@ impl Debugger {
     /// [`HoldError`].
     pub fn collect(
         &self,
-        control: &RunControl,
+        switch: &dyn RunSwitch,
         present: impl Fn() -> Vec<u8>,
         patience: Duration,
     ) -> Result<(), HoldError> {
@@ -272,7 +283,7 @@ impl Debugger {
             let hides = lock(&cell.view).shown.is_none();
             cell.asked.store(hides, Ordering::SeqCst);
         }
-        control.wake_parked();
+        switch.wake_parked();
         self.kick();
         let mut showing = lock(&self.showing);
         loop {
@@ -283,7 +294,7 @@ impl Debugger {
             let Some(missing) = present().into_iter().find(hides) else {
                 return Ok(());
             };
-            if control.reason().is_some() {
+            if switch.has_ended() {
                 return Err(HoldError::Ended);
             }
             if std::time::Instant::now() >= end {
@@ -422,16 +433,16 @@ impl Debugger {
     }
 
     /// A vCPU stops all.
-    pub(super) fn stopped(&self, control: &RunControl, stop: Stop) {
+    pub(super) fn stopped(&self, switch: &dyn RunSwitch, stop: Stop) {
         lock(&self.stop).get_or_insert(stop);
-        self.hold(control);
+        self.hold(switch);
         let _ = self.event.write(1);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::control::{OnReset, RunState};
+    use super::super::control::{OnReset, RunControl, RunState};
     use super::*;
 
     const NOW: Duration = Duration::ZERO;

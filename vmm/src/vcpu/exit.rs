@@ -11,10 +11,12 @@ use vpmu::{MsrRead, MsrWrite, ParavirtualEvent};
 
 use super::control::StopReason;
 use super::debugctl::DebugControl;
+use super::failure::VcpuFailure;
+use super::kick;
 use super::rdpmc::Rdpmc;
+use super::running::{Completed, Next, Running, Turn};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
-use super::{Running, Turn, VcpuFailure, kick};
 use crate::devices::{Bus, BusOutcome};
 use crate::kvm::armed::Exit;
 use crate::pmu::VcpuPmu;
@@ -26,34 +28,6 @@ const CR0_PE: u64 = 1 << 0;
 const BREAKPOINT: u32 = 3;
 /// DR6.B0 to B3: a breakpoint's condition was met (SDM vol. 3 §19.2.3).
 const DR6_BREAKPOINTS: u64 = 0xf;
-
-/// Whether the instruction that left the guest completes with the next entry, without having retired in guest
-/// mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Completed {
-    #[default]
-    None,
-    AtCpl0,
-    AtAnyCpl,
-}
-
-/// What the loop does after an exit.
-pub(super) enum Next {
-    /// Enter the guest again.
-    Continue,
-    /// The guest wrote this to the port that stands for RDPMC.
-    TrapPort(u8),
-    /// The guest stopped at a breakpoint or behind a single step.
-    Debug(kvm_debug_exit_arch),
-    /// The guest wrote this to IA32_DEBUGCTL, and the PMU took its part.
-    DebugControl(u64),
-    /// KVM's emulator lacks an instruction.
-    EmulationFailed,
-    /// End the VM.
-    Stop(StopReason),
-    /// End the VM: the vCPU cannot go on.
-    Fail(VcpuFailure),
-}
 
 /// What exits are served with: all of a vCPU but its descriptor, which lends the exit's data.
 struct Served<'v> {

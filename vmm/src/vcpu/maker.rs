@@ -6,86 +6,27 @@ use std::io;
 use std::sync::Arc;
 
 use kernel_images::symbols::KernelSymbols;
-use kvm_bindings::CpuId;
-use kvm_ioctls::{VcpuFd, VmFd};
+use kvm_ioctls::VmFd;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
 use super::affinity::Pinning;
 use super::control::RunControl;
 use super::debugctl::DebugControl;
-use super::first_state::{FirstState, StateError};
+use super::failure::{RestartError, VcpuError};
 use super::gate::{Gate, PlantedGate};
+use super::kvm_vcpu::KvmVcpu;
 use super::pmi::Lvtpc;
-use super::roster::Seat;
+use super::rdpmc::Rdpmc;
+use super::running::Vcpu;
+use super::seat::Seat;
 use super::step::Stepper;
-use super::{Rdpmc, RestartError, Vcpu, VcpuError};
 use crate::boot;
 use crate::devices::Bus;
 use crate::kernels::running::RunningKernels;
 use crate::kvm::stepping::Stepping;
 use crate::pmu::{VcpuPmu, VmPmu};
 use crate::rdpmc::sites::{Sites, SitesOfVcpu};
-
-/// KVM's vCPU, configured.
-pub struct KvmVcpu {
-    fd: VcpuFd,
-    kept: Kept,
-}
-
-/// What is known of it beside its descriptor.
-pub(super) struct Kept {
-    id: u8,
-    tsc_khz: u32,
-    cpuid: CpuId,
-    /// What it held when it was made; `None` for one that never goes.
-    first: Option<Box<FirstState>>,
-}
-
-impl KvmVcpu {
-    /// vCPU `id`, which shows this CPUID. `first`: what it holds now, if it may come and go.
-    pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<FirstState>) -> Self {
-        let kept = Kept {
-            id,
-            tsc_khz,
-            cpuid,
-            first: first.map(Box::new),
-        };
-        Self { fd, kept }
-    }
-
-    pub(super) fn into_parts(self) -> (VcpuFd, Kept) {
-        (self.fd, self.kept)
-    }
-
-    pub(super) fn from_parts(fd: VcpuFd, kept: Kept) -> Self {
-        Self { fd, kept }
-    }
-
-    /// Its number.
-    pub fn id(&self) -> u8 {
-        self.kept.id
-    }
-
-    /// Makes it what it was when it was made.
-    ///
-    /// # Errors
-    /// [`StateError`].
-    pub fn restore(&self) -> Result<(), StateError> {
-        self.kept
-            .first
-            .as_ref()
-            .map_or(Ok(()), |first| first.restore(&self.fd))
-    }
-}
-
-impl fmt::Debug for KvmVcpu {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KvmVcpu")
-            .field("id", &self.kept.id)
-            .finish_non_exhaustive()
-    }
-}
 
 /// How RDPMC is served, for the vCPUs of a VM.
 pub struct RdpmcParts {
@@ -147,10 +88,7 @@ impl VcpuMaker {
     /// # Errors
     /// [`VcpuError`]; KVM's vCPU comes back with it.
     pub fn make(&self, kvm: KvmVcpu, seat: &Arc<Seat>) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
-        let vcpu_pmu = self
-            .pmu
-            .as_ref()
-            .map(|pmu| pmu.vcpu(kvm.kept.id, kvm.kept.tsc_khz));
+        let vcpu_pmu = self.pmu.as_ref().map(|pmu| pmu.vcpu(kvm.id(), kvm.tsc_khz()));
         self.make_with(kvm, seat, vcpu_pmu)
     }
 
@@ -161,7 +99,7 @@ impl VcpuMaker {
     pub(super) fn restore(&self, kvm: &KvmVcpu) -> Result<(), RestartError> {
         kvm.restore()?;
         if kvm.id() == 0 {
-            boot::configure_bsp(&self.entry, &kvm.fd)?;
+            boot::configure_bsp(&self.entry, kvm.fd())?;
         }
         Ok(())
     }
@@ -177,12 +115,12 @@ impl VcpuMaker {
             .as_ref()
             .is_some_and(crate::pmu::VcpuPmu::masks_lvtpc_on_delivery);
         let debug_control = self.keeps_debug_control.then(|| {
-            DebugControl::new(&kvm.kept.cpuid).ok_or(VcpuError::Os(
+            DebugControl::new(kvm.cpuid()).ok_or(VcpuError::Os(
                 "making an MSR list",
                 io::ErrorKind::OutOfMemory.into(),
             ))
         });
-        let parts = Lvtpc::new(kvm.kept.id, masks)
+        let parts = Lvtpc::new(kvm.id(), masks)
             .map_err(VcpuError::from)
             .and_then(|lvtpc| Ok((lvtpc, debug_control.transpose()?)));
         let (lvtpc, debug_control) = match parts {

@@ -8,22 +8,8 @@
 //! 3. Each puts its KVM vCPU into the first state and says so. Nobody enters the guest before all have: the
 //!    boot processor may start the others with its first instructions.
 
-use std::sync::Arc;
-
 use super::control::{RunControl, RunState};
-use super::maker::VcpuMaker;
 use crate::devices::cpu_plug::VcpuSet;
-
-/// The vCPUs of a reset.
-#[derive(Debug, Default)]
-pub(super) struct Meeting {
-    /// Those outside the guest, that wait.
-    arrived: VcpuSet,
-    /// Those that are to go on and have not been restored.
-    missing: VcpuSet,
-    /// What they go on with.
-    maker: Option<Arc<VcpuMaker>>,
-}
 
 impl RunControl {
     /// Waits outside the guest until the machine is made anew. `has_mail` gets a thread out to read it
@@ -40,10 +26,8 @@ impl RunControl {
                 ends.meeting.arrived = ends.meeting.arrived.without(me);
                 return Waited::Over;
             }
-            if let Some(maker) = &ends.meeting.maker
-                && ends.meeting.missing.has(vcpu)
-            {
-                return Waited::Restart(maker.clone());
+            if ends.meeting.ready && ends.meeting.missing.has(vcpu) {
+                return Waited::Restart;
             }
             if has_mail() {
                 return Waited::Mail;
@@ -76,14 +60,14 @@ impl RunControl {
 
     /// Whether the vCPUs go on from a reset, and have not all.
     pub fn is_restoring(&self) -> bool {
-        self.lock().meeting.maker.is_some()
+        self.lock().meeting.ready
     }
 
-    /// Lets `vcpus`, which are all there are and have arrived, start again as `maker` makes them.
-    pub fn go_on(&self, vcpus: VcpuSet, maker: Arc<VcpuMaker>) {
+    /// Lets `vcpus`, which are all there are and have arrived, start again. What they are made from is there.
+    pub fn go_on(&self, vcpus: VcpuSet) {
         let mut ends = self.lock();
         ends.meeting.missing = vcpus;
-        ends.meeting.maker = Some(maker);
+        ends.meeting.ready = true;
         drop(ends);
         self.tell();
     }
@@ -95,7 +79,7 @@ impl RunControl {
         ends.meeting.missing = ends.meeting.missing.without(me);
         ends.meeting.arrived = ends.meeting.arrived.without(me);
         if ends.meeting.missing.is_empty() {
-            ends.meeting.maker = None;
+            ends.meeting.ready = false;
             if self.state() == RunState::Resetting {
                 self.set_as_wanted(&ends);
             }
@@ -113,7 +97,7 @@ impl RunControl {
 #[derive(Debug)]
 pub(super) enum Waited {
     /// The vCPU is to be made anew.
-    Restart(Arc<VcpuMaker>),
+    Restart,
     /// There is mail, or the vCPU is to leave.
     Mail,
     /// There is no reset any more: the VM ends.

@@ -15,103 +15,47 @@ pub mod debugctl;
 mod debugged;
 pub mod debugger;
 mod exit;
-mod first_state;
+pub mod failure;
+pub mod first_state;
 pub mod gate;
 pub mod kick;
+pub mod kicker;
+pub mod kvm_vcpu;
 pub mod mailbox;
 pub mod maker;
 mod meeting;
 pub mod pmi;
 mod rdpmc;
+mod rdpmc_exit;
 mod registers;
 pub mod roster;
+pub mod running;
+pub mod seat;
 pub mod stats;
 pub mod step;
 mod thread;
 
-use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::{Cap, VcpuFd, VmFd};
 use vpmu::PmiReady;
 
-use crate::boot::BootError;
-use crate::devices::Bus;
-use crate::kvm::armed::ArmedVcpu;
-use crate::pmu::{PmuSetupError, VcpuPmu};
-use control::{RunControl, RunState, StopReason};
+use control::{RunState, StopReason};
 use control_api::protocol::VcpuView;
-use debugctl::DebugControl;
-use exit::Completed;
-pub use first_state::{FirstState, StateError};
-use maker::{KvmVcpu, VcpuMaker};
+use failure::{BeginError, RestartError, VcpuFailure};
+use maker::VcpuMaker;
 use meeting::Waited;
-use pmi::{Delivery, Lvtpc, Recheck};
-use rdpmc::LastRead;
-pub use rdpmc::Rdpmc;
-use registers::RegisterCache;
-use roster::Seat;
-use step::debug::GuestDebug;
-use step::{Prepared, StepError, Stepper};
-pub use thread::{Kicker, VcpuThread};
+use pmi::Delivery;
+use running::{Completed, Running, Turn};
+use step::Prepared;
 
-/// Why a vCPU thread could not be started.
-#[derive(Debug, thiserror::Error)]
-pub enum VcpuError {
-    /// The thread was not made.
-    #[error("cannot start the thread of vCPU {0}")]
-    Spawn(u8, #[source] io::Error),
-    /// The LVTPC access could not be prepared.
-    #[error(transparent)]
-    Pmi(#[from] pmi::PmiError),
-    /// Something else could not be had.
-    #[error("{0} failed")]
-    Os(&'static str, #[source] io::Error),
-}
-
-/// Why a vCPU's thread cannot begin.
-#[derive(Debug, thiserror::Error)]
-pub enum BeginError {
-    /// It did not enter the perf core.
-    #[error(transparent)]
-    Pmu(#[from] PmuSetupError),
-    /// Nothing would wake it.
-    #[error("timer_create failed")]
-    Timer(#[source] io::Error),
-}
-
-/// Why a vCPU does not start again.
-#[derive(Debug, thiserror::Error)]
-enum RestartError {
-    #[error(transparent)]
-    State(#[from] StateError),
-    #[error(transparent)]
-    Boot(#[from] BootError),
-    #[error(transparent)]
-    Make(#[from] VcpuError),
-}
-
-/// Why a vCPU cannot go on.
-#[derive(Debug, thiserror::Error)]
-enum VcpuFailure {
-    #[error(transparent)]
-    Pmi(#[from] pmi::PmiError),
-    #[error(transparent)]
-    Step(#[from] StepError),
-    #[error("serving a breakpoint failed")]
-    Debug(#[source] kvm_ioctls::Error),
-    #[error("serving RDPMC failed")]
-    Read(#[source] kvm_ioctls::Error),
-    #[error("looking which kernel the guest runs failed")]
-    Gate(#[source] kvm_ioctls::Error),
-    #[error("KVM_SET_MSRS(IA32_DEBUGCTL) failed")]
-    DebugControl(#[source] kvm_ioctls::Error),
-    #[error("KVM_RUN failed")]
-    Run(#[source] kvm_ioctls::Error),
-    #[error("nothing serves the exit {0}")]
-    Unserved(String),
+/// How the loop of a vCPU ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ran {
+    /// The thread has nothing more to do.
+    ToItsEnd,
+    /// The machine was made anew: so is the vCPU to be.
+    UntilRestart,
 }
 
 /// What comes before the guest.
@@ -123,183 +67,7 @@ enum Entry {
     Again,
 }
 
-/// What a turn of the loop comes to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    /// There is another one.
-    Again,
-    /// The thread ends: the VM has ended, or the vCPU leaves it.
-    Leave,
-    /// The guest has reset the machine.
-    Reset,
-    /// The VM ends, or starts again where a reset makes it.
-    Stop(StopReason),
-}
-
-/// A vCPU that is configured and has yet to run.
-pub struct Vcpu {
-    fd: VcpuFd,
-    /// What else there is of KVM's vCPU, to be parked with it.
-    kept: maker::Kept,
-    vm: Arc<VmFd>,
-    bus: Arc<Bus>,
-    pmu: Option<VcpuPmu>,
-    lvtpc: Lvtpc,
-    seat: Arc<Seat>,
-    control: Arc<RunControl>,
-    debug: GuestDebug,
-    debug_control: Option<DebugControl>,
-    rdpmc: Option<Rdpmc>,
-    stepper: Option<Stepper>,
-    on_first_entry: Option<Box<dyn FnOnce() + Send>>,
-    /// The CPU of the host to stay on.
-    pin: Option<usize>,
-}
-
-impl Vcpu {
-    /// Ready to enter the guest. `pmu` is `None` when the guest has no PMU.
-    pub fn new(
-        kvm: KvmVcpu,
-        lvtpc: Lvtpc,
-        vm: Arc<VmFd>,
-        bus: Arc<Bus>,
-        pmu: Option<VcpuPmu>,
-        seat: Arc<Seat>,
-        control: Arc<RunControl>,
-    ) -> Self {
-        let (fd, kept) = kvm.into_parts();
-        Self {
-            fd,
-            kept,
-            vm,
-            bus,
-            pmu,
-            lvtpc,
-            seat,
-            control,
-            debug: GuestDebug::default(),
-            debug_control: None,
-            rdpmc: None,
-            stepper: None,
-            on_first_entry: None,
-            pin: None,
-        }
-    }
-
-    /// Stays on that CPU of the host.
-    pub fn stay_on(&mut self, cpu: Option<usize>) {
-        self.pin = cpu;
-    }
-
-    /// Calls `f` right before the first entry into the guest.
-    pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
-        self.on_first_entry = Some(f);
-    }
-
-    /// Counts by single steps where counters ask for it.
-    pub fn step_with(&mut self, stepper: Stepper) {
-        self.stepper = Some(stepper);
-    }
-
-    /// Gives KVM what is not the PMU's of a trapped IA32_DEBUGCTL.
-    pub fn keep_debug_control(&mut self, debug_control: DebugControl) {
-        self.debug_control = Some(debug_control);
-    }
-
-    /// Serves RDPMC at these linear addresses by hardware breakpoints.
-    pub fn stop_at_rdpmc(&mut self, addresses: &[u64]) {
-        self.debug.set_sites(addresses);
-    }
-
-    /// How RDPMC is served.
-    pub fn serve_rdpmc(&mut self, rdpmc: Rdpmc) {
-        self.rdpmc = Some(rdpmc);
-    }
-
-    fn into_kvm(self) -> KvmVcpu {
-        KvmVcpu::from_parts(self.fd, self.kept)
-    }
-}
-
-/// A vCPU on the thread that runs it.
-struct Running {
-    id: u8,
-    fd: ArmedVcpu,
-    kept: maker::Kept,
-    vm: Arc<VmFd>,
-    bus: Arc<Bus>,
-    pmu: Option<VcpuPmu>,
-    lvtpc: Lvtpc,
-    /// When to look at LVTPC again while a PMI waits behind its mask.
-    recheck: Recheck,
-    /// A PMI waited at the last entry, behind a mask or for the rate limit.
-    pmi_waits: bool,
-    /// Where requests to this thread come from, and where what it counts goes.
-    seat: Arc<Seat>,
-    control: Arc<RunControl>,
-    debug: GuestDebug,
-    /// The rest of IA32_DEBUGCTL, where it is trapped.
-    debug_control: Option<DebugControl>,
-    /// `None`: nothing stands for RDPMC.
-    rdpmc: Option<Rdpmc>,
-    /// With the exact backing.
-    stepper: Option<Stepper>,
-    last_read: LastRead,
-    /// An NMI was sent for a PMI, and the guest may not have taken it yet.
-    nmi_sent: bool,
-    /// How many NMIs in a row had an RDPMC executed again.
-    nmis_in_a_row: u32,
-    registers: RegisterCache,
-    /// What the last exit's instruction is to the guest's counters.
-    completed: Completed,
-    /// KVM has yet to complete the last exit.
-    exit_is_open: bool,
-    /// Which of a debugger's breakpoints `debug` has.
-    debugger_version: u64,
-    overflow_signals: kick::OverflowSignals,
-    /// Called once, right before the first KVM_RUN.
-    on_first_entry: Option<Box<dyn FnOnce() + Send>>,
-}
-
 impl Running {
-    /// On the current thread.
-    fn new(vcpu: Vcpu) -> Self {
-        let mut fd = ArmedVcpu::new(vcpu.fd);
-        // The stepper reads and writes registers between two entries; both ways at once would undo each
-        // other.
-        let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.check_extension(Cap::SyncRegs);
-        Self {
-            id: vcpu.seat.id(),
-            registers: RegisterCache::new(&mut fd, syncs),
-            fd,
-            kept: vcpu.kept,
-            vm: vcpu.vm,
-            bus: vcpu.bus,
-            pmu: vcpu.pmu,
-            lvtpc: vcpu.lvtpc,
-            recheck: Recheck::default(),
-            pmi_waits: false,
-            seat: vcpu.seat,
-            control: vcpu.control,
-            debug: vcpu.debug,
-            debug_control: vcpu.debug_control,
-            rdpmc: vcpu.rdpmc,
-            stepper: vcpu.stepper,
-            last_read: LastRead::default(),
-            nmi_sent: false,
-            nmis_in_a_row: 0,
-            completed: Completed::None,
-            exit_is_open: false,
-            debugger_version: 0,
-            overflow_signals: kick::OverflowSignals::default(),
-            on_first_entry: vcpu.on_first_entry,
-        }
-    }
-
-    fn into_kvm(self) -> KvmVcpu {
-        KvmVcpu::from_parts(self.fd.disarm(), self.kept)
-    }
-
     /// Enters the perf core on this thread.
     fn begin(&mut self) -> Result<kick::KickTimer, BeginError> {
         let timer = kick::KickTimer::for_current_thread().map_err(BeginError::Timer)?;
@@ -311,12 +79,9 @@ impl Running {
         Ok(timer)
     }
 
-    /// The loop, until the VM ends, the vCPU is to leave, or the machine is reset: then with what it is
-    /// to be made anew. An error says why it could not begin.
-    fn run(
-        &mut self,
-        began: Option<&SyncSender<Result<(), BeginError>>>,
-    ) -> Result<Option<Arc<VcpuMaker>>, BeginError> {
+    /// The loop, until the VM ends, the vCPU is to leave, or the machine is reset. An error says why it could
+    /// not begin.
+    fn run(&mut self, began: Option<&SyncSender<Result<(), BeginError>>>) -> Result<Ran, BeginError> {
         let timer = self.begin()?;
         if let Some(began) = began
             && began.send(Ok(())).is_err()
@@ -330,8 +95,8 @@ impl Running {
                 Ok(Turn::Again) => {}
                 Ok(Turn::Leave) => break,
                 Ok(Turn::Reset) => {
-                    if let Some(maker) = self.wait_for_restart() {
-                        return Ok(Some(maker));
+                    if self.wait_for_restart() {
+                        return Ok(Ran::UntilRestart);
                     }
                 }
                 Ok(Turn::Stop(reason)) => self.control.guest_ends(reason),
@@ -348,12 +113,12 @@ impl Running {
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
         }
-        Ok(None)
+        Ok(Ran::ToItsEnd)
     }
 
-    /// After a reset: out of the guest, with its counters closed, until the machine is made anew. `None`:
+    /// After a reset: out of the guest, with its counters closed, until the machine is made anew. False if
     /// that does not happen, and the loop says why.
-    fn wait_for_restart(&mut self) -> Option<Arc<VcpuMaker>> {
+    fn wait_for_restart(&mut self) -> bool {
         self.settle();
         if let Some(pmu) = &mut self.pmu {
             pmu.reset();
@@ -363,7 +128,7 @@ impl Running {
             let seat = &self.seat;
             let mail = || seat.mailbox().has_mail() || seat.is_to_leave();
             match self.control.wait_for_restart(self.id, mail) {
-                Waited::Restart(maker) => return Some(maker),
+                Waited::Restart => return true,
                 Waited::Mail if self.seat.is_to_leave() => {
                     self.control.leaves_meeting(self.id);
                     break;
@@ -375,7 +140,7 @@ impl Running {
         if let Some(pmu) = &mut self.pmu {
             pmu.resume();
         }
-        None
+        false
     }
 
     /// The same vCPU as it was made, on this thread and in the perf core as before. It waits for the others.
@@ -626,7 +391,7 @@ impl Running {
         }
         match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
             Delivery::Nmi => {
-                self.nmi_sent = true;
+                self.sent_nmi.now();
                 self.seat.stats().pmi_nmi.inc();
             }
             Delivery::Fixed => self.seat.stats().pmi_fixed.inc(),

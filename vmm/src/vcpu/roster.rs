@@ -12,7 +12,6 @@
 //! its counts, and parks what is KVM's.
 
 use std::fmt::Write as _;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,17 +19,17 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 
 use super::control::{RunControl, RunState};
+use super::failure::{BeginError, VcpuError};
 use super::first_state::StateError;
-use super::mailbox::Mailbox;
-use super::maker::{KvmVcpu, VcpuMaker};
-use super::stats::VcpuStats;
-use super::{BeginError, Kicker, Vcpu, VcpuError};
+use super::kicker::Kicker;
+use super::kvm_vcpu::KvmVcpu;
+use super::maker::VcpuMaker;
+use super::running::Vcpu;
+use super::seat::Seat;
 use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
 
 /// How long a vCPU's thread may take to open its events.
 const START_PATIENCE: Duration = Duration::from_secs(10);
-/// Triple faults of a vCPU that are told of.
-const MOST_SHUTDOWNS_TOLD: u64 = 16;
 /// Between two interrupts for the same change.
 const REMINDER: Duration = Duration::from_secs(1);
 
@@ -68,93 +67,12 @@ pub enum RosterError {
     Slow(u8),
 }
 
-/// What a vCPU shares with those who want something of it. It outlives the vCPU.
-#[derive(Debug)]
-pub struct Seat {
-    id: u8,
-    /// A vCPU's thread runs, or is to run from the start.
-    taken: AtomicBool,
-    /// That thread is to end.
-    leave: AtomicBool,
-    mailbox: Mailbox,
-    stats: VcpuStats,
-    parked: Mutex<Option<KvmVcpu>>,
-    /// The number of its thread.
-    thread: AtomicU32,
-    /// Triple faults so far.
-    shutdowns: AtomicU64,
-}
-
-impl Seat {
-    fn new(id: u8) -> Self {
-        Self {
-            id,
-            taken: AtomicBool::new(false),
-            leave: AtomicBool::new(false),
-            mailbox: Mailbox::default(),
-            stats: VcpuStats::default(),
-            parked: Mutex::default(),
-            thread: AtomicU32::new(0),
-            shutdowns: AtomicU64::new(0),
-        }
-    }
-
-    /// The vCPU's number.
-    pub fn id(&self) -> u8 {
-        self.id
-    }
-
-    /// Where requests for its thread are put.
-    pub fn mailbox(&self) -> &Mailbox {
-        &self.mailbox
-    }
-
-    /// What its loop counted, over all the times that it was there.
-    pub fn stats(&self) -> &VcpuStats {
-        &self.stats
-    }
-
-    /// Whether the vCPU's thread is to end; one relaxed load.
-    #[inline]
-    pub fn is_to_leave(&self) -> bool {
-        self.leave.load(Ordering::Relaxed)
-    }
-
-    /// The thread of a vCPU begins.
-    pub(super) fn begins_on(&self, thread: u32) {
-        self.thread.store(thread, Ordering::Relaxed);
-    }
-
-    /// The thread of the vCPU that is there, or was last; 0 before any began.
-    pub fn thread(&self) -> u32 {
-        self.thread.load(Ordering::Relaxed)
-    }
-
-    /// Whether one more triple fault is told of. Where it resets the machine, a guest may do nothing else.
-    pub(super) fn may_tell_shutdown(&self) -> bool {
-        self.shutdowns.fetch_add(1, Ordering::Relaxed) < MOST_SHUTDOWNS_TOLD
-    }
-
-    /// The thread has nothing more to do with the vCPU: the seat is free.
-    pub(super) fn park(&self, vcpu: KvmVcpu) {
-        *self.lock() = Some(vcpu);
-        self.taken.store(false, Ordering::Release);
-    }
-
-    fn is_taken(&self) -> bool {
-        self.taken.load(Ordering::Acquire)
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<KvmVcpu>> {
-        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// The vCPUs of a VM.
 #[derive(Debug)]
 pub struct Roster {
     seats: Vec<Arc<Seat>>,
-    maker: ArcSwap<VcpuMaker>,
+    /// What vCPUs are made from, which a reset exchanges.
+    makers: Arc<ArcSwap<VcpuMaker>>,
     kicker: Kicker,
     control: Arc<RunControl>,
     /// vCPUs that came back with a reset, which nobody has taken note of.
@@ -172,14 +90,10 @@ impl Roster {
         control: Arc<RunControl>,
         plug: Option<Arc<CpuPlug>>,
     ) -> Self {
-        let seat = |vcpu: KvmVcpu| {
-            let seat = Seat::new(vcpu.id());
-            *seat.lock() = Some(vcpu);
-            Arc::new(seat)
-        };
+        let seat = |vcpu: KvmVcpu| Arc::new(Seat::new(vcpu));
         Self {
             seats: vcpus.into_iter().map(seat).collect(),
-            maker: ArcSwap::from_pointee(maker),
+            makers: Arc::new(ArcSwap::from_pointee(maker)),
             came_back: Mutex::default(),
             kicker: Kicker::default(),
             control,
@@ -200,7 +114,7 @@ impl Roster {
 
     /// The vCPUs there are.
     pub fn present(&self) -> VcpuSet {
-        let taken = self.taken().map(|seat| VcpuSet::of(seat.id));
+        let taken = self.taken().map(|seat| VcpuSet::of(seat.id()));
         taken.fold(VcpuSet::default(), VcpuSet::with)
     }
 
@@ -244,8 +158,10 @@ impl Roster {
             if let Some(f) = first_entry.take() {
                 vcpu.on_first_entry(f);
             }
-            seat.taken.store(true, Ordering::Release);
-            let thread = vcpu.spawn(None).map_err(|e| RosterError::Make(seat.id, e))?;
+            seat.take();
+            let thread = vcpu
+                .spawn(self.makers.clone(), None)
+                .map_err(|e| RosterError::Make(seat.id(), e))?;
             self.kicker.add(thread);
         }
         Ok(())
@@ -274,7 +190,10 @@ impl Roster {
             RunState::Stopped => return Err(RosterError::NotRunning("ending")),
             RunState::Resetting => return Err(RosterError::NotRunning("starting again")),
         }
-        let leaving = set(self.taken().filter(|seat| seat.is_to_leave()).map(|seat| seat.id));
+        let leaving = set(self
+            .taken()
+            .filter(|seat| seat.is_to_leave())
+            .map(|seat| seat.id()));
         let present = self.present().without(leaving);
         let missing = usize::from(wanted).saturating_sub(present.len() as usize);
         let spare = (present.len() as usize).saturating_sub(wanted.into());
@@ -356,9 +275,8 @@ impl Roster {
         let mut came_back = self.came_back.lock().unwrap_or_else(PoisonError::into_inner);
         *came_back = came_back.with(missing);
         drop(came_back);
-        let maker = Arc::new(machine()?);
-        self.maker.store(maker.clone());
-        self.control.go_on(all, maker);
+        self.makers.store(Arc::new(machine()?));
+        self.control.go_on(all);
         Ok(())
     }
 
@@ -373,8 +291,8 @@ impl Roster {
 
     /// Asks the threads of `vcpus` to end.
     fn dismiss(&self, vcpus: VcpuSet) {
-        for seat in self.seats.iter().filter(|seat| vcpus.has(seat.id)) {
-            seat.leave.store(true, Ordering::SeqCst);
+        for seat in self.seats.iter().filter(|seat| vcpus.has(seat.id())) {
+            seat.dismiss();
         }
         self.control.wake_parked();
         self.kicker.kick();
@@ -382,29 +300,24 @@ impl Roster {
 
     /// A vCPU from what is parked in its seat.
     fn make(&self, seat: &Arc<Seat>) -> Result<Vcpu, RosterError> {
-        let Some(parked) = seat.lock().take() else {
-            return Err(RosterError::Leaving(seat.id));
+        let Some(parked) = seat.unpark() else {
+            return Err(RosterError::Leaving(seat.id()));
         };
-        // What was asked of one that has left is not for this one.
-        let _ = seat.mailbox.take();
-        seat.leave.store(false, Ordering::SeqCst);
-        self.maker.load().make(parked, seat).map_err(|(parked, e)| {
-            *seat.lock() = Some(parked);
-            RosterError::Make(seat.id, e)
+        self.makers.load().make(parked, seat).map_err(|(parked, e)| {
+            seat.park_again(parked);
+            RosterError::Make(seat.id(), e)
         })
     }
 
     /// Starts a vCPU and waits until it is in the perf core.
     fn start_one(&self, vcpu: u8) -> Result<(), RosterError> {
         let seat = &self.seats[usize::from(vcpu)];
-        if let Some(parked) = &*seat.lock() {
-            parked.restore().map_err(|e| RosterError::State(vcpu, e))?;
-        }
+        seat.restore_parked().map_err(|e| RosterError::State(vcpu, e))?;
         let made = self.make(seat)?;
         let (began, begins) = sync_channel(1);
         // Taken before it runs: its thread frees the seat.
-        seat.taken.store(true, Ordering::Release);
-        match made.spawn(Some(began)) {
+        seat.take();
+        match made.spawn(self.makers.clone(), Some(began)) {
             Ok(thread) => self.kicker.add(thread),
             Err(e) => return Err(RosterError::Make(vcpu, e)),
         }

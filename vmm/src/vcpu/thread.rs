@@ -1,27 +1,32 @@
-//! The thread of a vCPU: its start, its end, and how others kick it out of KVM_RUN.
+//! The thread of a vCPU: its start and its end.
 
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use perf_core::error_line;
 use perf_core::pmu::sched::WaitTime;
 use sandbox::ThreadKind;
-use vmm_sys_util::signal::Killable;
 
-use super::affinity;
 use super::control::StopReason;
-use super::{BeginError, Running, Vcpu, VcpuError, kick};
+use super::failure::{BeginError, VcpuError};
+use super::kicker::VcpuThread;
+use super::maker::VcpuMaker;
+use super::running::{Running, Vcpu};
+use super::{Ran, affinity};
 
 impl Vcpu {
-    /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. `began`
-    /// is told whether the vCPU has entered the perf core; without it the VM cannot do without this vCPU,
-    /// and ends if it has not.
+    /// Starts the thread of this vCPU, named `vcpuN`. When it ends it parks KVM's vCPU in its seat. After a
+    /// reset of the machine the vCPU is made anew from what `makers` holds then. `began` is told whether the
+    /// vCPU has entered the perf core; without it the VM cannot do without this vCPU, and ends if it has not.
     ///
     /// # Errors
     /// [`VcpuError::Spawn`]; KVM's vCPU is parked.
-    pub fn spawn(self, began: Option<SyncSender<Result<(), BeginError>>>) -> Result<VcpuThread, VcpuError> {
+    pub fn spawn(
+        self,
+        makers: Arc<ArcSwap<VcpuMaker>>,
+        began: Option<SyncSender<Result<(), BeginError>>>,
+    ) -> Result<VcpuThread, VcpuError> {
         let (id, pin, seat) = (self.seat.id(), self.pin, self.seat.clone());
         // If there is no thread it is to be had back.
         let here = Arc::new(Mutex::new(Some(self)));
@@ -43,7 +48,7 @@ impl Vcpu {
             let (control, seat) = (vcpu.control.clone(), vcpu.seat.clone());
             // A panic here would be a bug of ours; it must end the VM and not leave the others running
             // headless.
-            let run = std::panic::AssertUnwindSafe(|| run(vcpu, began.as_ref()));
+            let run = std::panic::AssertUnwindSafe(|| run(vcpu, &makers, began.as_ref()));
             let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
                 control.stop(StopReason::Failed);
                 return;
@@ -63,7 +68,7 @@ impl Vcpu {
             }
         });
         match spawned {
-            Ok(handle) => Ok(VcpuThread { id, handle }),
+            Ok(handle) => Ok(VcpuThread::new(id, handle)),
             Err(e) => {
                 if let Some(vcpu) = take(&here) {
                     seat.park(vcpu.into_kvm());
@@ -77,17 +82,18 @@ impl Vcpu {
 /// Runs a vCPU as often as the machine is reset. It comes back, but for one that could not start again.
 fn run(
     mut vcpu: Running,
+    makers: &ArcSwap<VcpuMaker>,
     mut began: Option<&SyncSender<Result<(), BeginError>>>,
 ) -> (Option<Running>, Result<(), BeginError>) {
     sandbox::fault_point(ThreadKind::Vcpu);
     loop {
-        let maker = match vcpu.run(began.take()) {
-            Ok(Some(maker)) => maker,
-            Ok(None) => return (Some(vcpu), Ok(())),
+        match vcpu.run(began.take()) {
+            Ok(Ran::UntilRestart) => {}
+            Ok(Ran::ToItsEnd) => return (Some(vcpu), Ok(())),
             Err(why) => return (Some(vcpu), Err(why)),
-        };
+        }
         let (id, control) = (vcpu.id, vcpu.control.clone());
-        vcpu = match vcpu.made_anew(&maker) {
+        vcpu = match vcpu.made_anew(&makers.load_full()) {
             Ok(fresh) => fresh,
             Err(why) => {
                 log::error!("vcpu{id}: it does not start again: {}", error_line(&why));
@@ -101,66 +107,4 @@ fn run(
 /// The vCPU that waits for a thread to run it.
 fn take(from: &Mutex<Option<Vcpu>>) -> Option<Vcpu> {
     from.lock().unwrap_or_else(PoisonError::into_inner).take()
-}
-
-/// The running vCPU threads of a VM, to be kicked from anywhere.
-#[derive(Clone, Debug, Default)]
-pub struct Kicker(Arc<Mutex<Vec<VcpuThread>>>);
-
-impl Kicker {
-    /// Adds a thread, instead of one of the same vCPU that has ended.
-    pub fn add(&self, thread: VcpuThread) {
-        let mut threads = self.threads();
-        threads.retain(|other| other.id != thread.id);
-        threads.push(thread);
-    }
-
-    /// Makes every vCPU leave KVM_RUN and look at what is asked of it.
-    pub fn kick(&self) {
-        self.threads().iter().for_each(VcpuThread::kick);
-    }
-
-    /// Waits for the end of all threads, which have been told to end.
-    pub fn join(&self) {
-        let threads = std::mem::take(&mut *self.threads());
-        threads.into_iter().for_each(VcpuThread::join);
-    }
-
-    /// Whether all threads were joined.
-    pub fn is_empty(&self) -> bool {
-        self.threads().is_empty()
-    }
-
-    fn threads(&self) -> std::sync::MutexGuard<'_, Vec<VcpuThread>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A running vCPU thread.
-#[derive(Debug)]
-pub struct VcpuThread {
-    id: u8,
-    handle: JoinHandle<()>,
-}
-
-impl VcpuThread {
-    /// Makes the vCPU leave KVM_RUN and look at its run state.
-    pub fn kick(&self) {
-        if !self.handle.is_finished()
-            && let Err(e) = self.handle.kill(kick::kick_signal())
-        {
-            log::debug!("vcpu{}: kick: {e}", self.id);
-        }
-    }
-
-    /// Waits for the end of the thread, kicking it until it has gone.
-    pub fn join(self) {
-        while !self.handle.is_finished() {
-            self.kick();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        if self.handle.join().is_err() {
-            log::error!("vcpu{}: its thread panicked", self.id);
-        }
-    }
 }

@@ -5,9 +5,10 @@ use kvm_bindings::{kvm_segment, kvm_sregs};
 use vpmu::exact::GuestMemory;
 
 use super::super::step::state::{Linear, State};
-use super::RFLAGS_ONE;
 use kernel_images::rdpmc::{LONGEST, RDPMC};
 
+/// Bit 1 of the flags is always set (SDM vol. 3 §2.3).
+const RFLAGS_ONE: u64 = 1 << 1;
 /// Trap flag: #DB behind each instruction (SDM vol. 3 §2.3).
 pub(in super::super) const RFLAGS_TF: u64 = 1 << 8;
 /// The flags that 64-bit code may return to: all that are defined but RF and VM (SDM vol. 3 §2.3). Bit 1 is

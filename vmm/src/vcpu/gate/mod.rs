@@ -35,7 +35,6 @@ const GENERAL_PROTECTION: u8 = 13;
 const GATE_BYTES: u64 = 16;
 /// Lines a vCPU writes to the log about it.
 const MOST_LINES: u32 = 16;
-const RFLAGS_ONE: u64 = 1 << 1;
 /// CR4.CET: shadow stacks and branch tracking (SDM vol. 3 §2.5). The way back would leave the shadow stack
 /// behind.
 const CR4_CET: u64 = 1 << 23;

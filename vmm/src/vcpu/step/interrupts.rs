@@ -8,7 +8,7 @@ use vpmu::exact::{GuestMemory, Step};
 
 use super::debug::{GuestDebug, Want};
 use super::state::{Linear, State};
-use super::{NMI, RFLAGS_IF, StepError, Stepper, failed};
+use super::stepper::{GateStops, NMI, RFLAGS_IF, StepError, Stepper, failed};
 use crate::kvm::stepping::BREAKPOINTS;
 use kernel_images::rdpmc::TRAP;
 
@@ -27,12 +27,10 @@ impl Stepper {
     pub(super) fn watch_gates(&mut self, state: &State, vectors: &[u8], debug: &GuestDebug, want: &mut Want) {
         self.gates.watched.clear();
         let mut memory = Linear::new(&self.memory, state);
-        let room = if self.alone {
-            usize::MAX
-        } else if self.host.breakpoints {
-            debug.free().min(BREAKPOINTS)
-        } else {
-            0
+        let room = match self.gate_stops {
+            GateStops::Code => usize::MAX,
+            GateStops::Breakpoints => debug.free().min(BREAKPOINTS),
+            GateStops::Nowhere => 0,
         };
         for &vector in vectors {
             if self.gates.watched.len() >= room {
@@ -45,7 +43,7 @@ impl Stepper {
                 self.gates.watched.push((handler, vector));
             }
         }
-        if !self.alone {
+        if self.gate_stops != GateStops::Code {
             for (slot, &(at, _)) in want.at.iter_mut().zip(&self.gates.watched) {
                 *slot = Some(at);
             }

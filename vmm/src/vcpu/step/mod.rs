@@ -22,46 +22,32 @@
 pub mod debug;
 mod interrupts;
 pub(super) mod state;
+mod stepper;
 mod system_calls;
 
 use kvm_bindings::kvm_debug_exit_arch;
 use kvm_ioctls::VcpuFd;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
-use vpmu::exact::{Ahead, CpuState, GuestMemory, Step, StepMeter};
-use vpmu::{SteppedLevels, Vendor};
+use vm_memory::{Bytes, GuestMemoryBackend};
+use vpmu::SteppedLevels;
+use vpmu::exact::{Ahead, CpuState, Step};
 
 use crate::kvm::armed::ArmedVcpu;
-use crate::kvm::stepping::Stepping;
 use debug::{GuestDebug, Want};
 use interrupts::is_halted;
 use kernel_images::rdpmc::TRAP;
 use state::{Linear, Nothing, State};
+use stepper::{AfterKernel, Mode, Present, RFLAGS_IF, RFLAGS_TF, UserCode, Way, apply, failed};
+pub use stepper::{StepError, Stepper, Tally};
 use system_calls::came_back;
 
-const RFLAGS_IF: u64 = 1 << 9;
-const RFLAGS_TF: u64 = 1 << 8;
-const RFLAGS_RF: u64 = 1 << 16;
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
 /// Exceptions that an ordinary instruction may raise, the likely ones first: page fault, general protection,
 /// invalid opcode, device not available, divide error, stack, segment not present, SIMD, x87, alignment,
 /// bound, TSS.
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
-const NMI: u8 = 2;
 /// Steps through a guest's kernel after which the way back to user code is given up.
 const MOST_WALKED: u32 = 200_000;
-
-/// A KVM call failed, which no guest can cause.
-#[derive(Debug, thiserror::Error)]
-#[error("stepping failed in {what}")]
-pub struct StepError {
-    what: &'static str,
-    source: kvm_ioctls::Error,
-}
-
-fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StepError {
-    move |source| StepError { what, source }
-}
 
 /// What to do after [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,153 +58,7 @@ pub enum Prepared {
     Executed(Step),
 }
 
-/// What was counted, and what could not be.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// Steps that ended.
-    pub steps: u64,
-    /// Steps after which the meter could not tell what had happened, and walks given up.
-    pub lost: u64,
-    /// Stretches of user code that ran without being stepped although a counter counts it.
-    pub unstepped: u64,
-}
-
-/// Why user code goes on only after its kernel has run, when the instruction is decoded (again).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AfterKernel {
-    /// A SYSCALL was executed here; its result is in RAX when it returns.
-    Called,
-    /// The code could not be read: the instruction faults, and is executed when its page is there.
-    Faults,
-}
-
-/// What is stepped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
-    /// Nothing: no counter asks for it.
-    Rest,
-    /// All that can be.
-    All,
-    /// CPL 1 to 3, which alone are counted; the guest's kernel runs freely.
-    UserOnly,
-}
-
-/// A step under way.
-#[derive(Clone, Copy, Debug)]
-struct Present {
-    /// Where it began.
-    before: CpuState,
-    /// The kind of its instruction.
-    ahead: Ahead,
-    /// The guest's kernel runs before its instruction does.
-    after_kernel: Option<AfterKernel>,
-}
-
-/// User code that cannot be stepped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unstepped {
-    /// None runs.
-    None,
-    /// The IRET is being stepped that leads there.
-    Entered {
-        /// Where to.
-        at: u64,
-    },
-    /// It runs, or ran until now.
-    Runs,
-}
-
-/// Breakpoints on gates, for one entry.
-#[derive(Debug)]
-struct Gates {
-    /// Handler and vector of each.
-    watched: Vec<(u64, u8)>,
-    /// Code that was replaced by an exit.
-    planted: Vec<(GuestAddress, [u8; 2])>,
-}
-
-impl Default for Gates {
-    fn default() -> Self {
-        Self {
-            watched: Vec::with_capacity(256),
-            planted: Vec::with_capacity(256),
-        }
-    }
-}
-
-impl Gates {
-    /// The vector whose handler begins at `rip`, if that is watched.
-    fn vector_at(&self, rip: u64) -> Option<u8> {
-        let gate = self.watched.iter().find(|&&(at, _)| at == rip);
-        gate.map(|&(_, vector)| vector)
-    }
-}
-
-/// Steps one vCPU.
-#[derive(Debug)]
-pub struct Stepper {
-    meter: StepMeter,
-    memory: GuestMemoryMmap,
-    host: Stepping,
-    /// The only vCPU: guest memory may be changed for the length of one entry.
-    alone: bool,
-    /// As of the last entry.
-    mode: Mode,
-    present: Option<Present>,
-    /// The registers as the last stop found them, until something may have changed them.
-    fresh: Option<State>,
-    unstepped: Unstepped,
-    /// A HLT was stepped.
-    halted: bool,
-    /// The number of steps before which the local APIC's timer is held back.
-    timer_waits: u64,
-    /// Steps taken towards the guest kernel's return to user code; `None` when that is not what we do.
-    walked: Option<u32>,
-    /// Saved flags with our trap flag may be left in the guest.
-    strays: bool,
-    gates: Gates,
-    tally: Tally,
-    /// It was said that user code is not counted.
-    said_unstepped: bool,
-}
-
 impl Stepper {
-    /// For a vCPU of a model of `vendor`. `alone`: the VM has no other vCPU.
-    pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: Stepping, alone: bool) -> Self {
-        Self {
-            meter: StepMeter::new(vendor),
-            memory,
-            host,
-            alone,
-            mode: Mode::Rest,
-            present: None,
-            fresh: None,
-            unstepped: Unstepped::None,
-            halted: false,
-            timer_waits: 0,
-            walked: None,
-            strays: false,
-            gates: Gates::default(),
-            tally: Tally::default(),
-            said_unstepped: false,
-        }
-    }
-
-    /// What was counted so far.
-    pub fn tally(&self) -> Tally {
-        self.tally
-    }
-
-    /// The guest wrote a PMU register, so counting may begin at this point of its kernel.
-    pub fn registers_changed(&mut self) {
-        self.walked = Some(0);
-    }
-
-    /// KVM emulates CPL 0: its steps need no trap flag.
-    fn emulated(&self) -> bool {
-        !self.host.user
-    }
-
     /// Before overflows are looked at: ends the step if the last exit completed its instruction without
     /// saying so, as exits for writes do where KVM emulates.
     ///
@@ -249,16 +89,20 @@ impl Stepper {
         if !levels.any() {
             return self.rest(fd, debug).map(|()| Prepared::Enter);
         }
-        self.mode = if levels.kernel || self.emulated() {
-            Mode::All
-        } else {
-            Mode::UserOnly
+        self.mode = match self.mode {
+            same @ Mode::Emulated(_) if self.emulated => same,
+            _ if self.emulated => Mode::Emulated(UserCode::Away),
+            same @ Mode::All { .. } if levels.kernel => same,
+            _ if levels.kernel => Mode::All { may_wait: true },
+            same @ Mode::UserOnly(_) => same,
+            // Nothing has put the trap flag into what the kernel saved.
+            _ => Mode::UserOnly(Way::Walked(0)),
         };
         let state = match fresh {
             Some(state) => state,
             None => self.read(fd)?,
         };
-        if self.emulated() {
+        if self.emulated {
             self.prepare_emulated(fd, debug, levels, &state)
         } else if levels.kernel {
             self.prepare_all(fd, debug, state)
@@ -272,10 +116,7 @@ impl Stepper {
         if self.mode != Mode::Rest {
             self.mode = Mode::Rest;
             self.drop_step();
-            self.unstepped = Unstepped::None;
-            self.halted = false;
         }
-        self.walked = None;
         let want = Want {
             watch: self.strays,
             ..Want::default()
@@ -292,8 +133,8 @@ impl Stepper {
     ) -> Result<Prepared, StepError> {
         if state.cpl() != 0 {
             self.drop_step();
-            if self.unstepped != Unstepped::Runs {
-                self.unstepped = Unstepped::Runs;
+            if self.mode != Mode::Emulated(UserCode::Runs) {
+                self.mode = Mode::Emulated(UserCode::Runs);
                 self.left_for_user(levels);
             }
         } else if !self.meter.in_step() && self.begin(state) == Ahead::Halt {
@@ -310,7 +151,7 @@ impl Stepper {
             let selector = Linear::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
             if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
                 if let Some(at) = target {
-                    self.unstepped = Unstepped::Entered { at };
+                    self.mode = Mode::Emulated(UserCode::Entered { at });
                 }
                 self.left_for_user(levels);
             } else {
@@ -324,12 +165,12 @@ impl Stepper {
     /// User code runs unstepped.
     fn left_for_user(&mut self, levels: SteppedLevels) {
         if levels.user {
-            self.tally.unstepped += 1;
-            if !std::mem::replace(&mut self.said_unstepped, true) {
+            if self.tally.unstepped == 0 {
                 log::warn!(
                     "user-mode code of the guest is not counted: this host's KVM cannot single-step it"
                 );
             }
+            self.tally.unstepped += 1;
         }
     }
 
@@ -341,14 +182,16 @@ impl Stepper {
         state: State,
     ) -> Result<Prepared, StepError> {
         let events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
-        let halted = std::mem::take(&mut self.halted) && is_halted(fd)?;
+        let may_wait = self.mode == Mode::All { may_wait: true };
+        self.mode = Mode::All { may_wait: false };
+        let halted = may_wait && is_halted(fd)?;
         let between = !self.meter.in_step();
         if let Some(vector) = self.deliverable(fd, &state, &events, between)? {
             self.pace_timer(fd, vector)?;
             return self.let_in(fd, debug, &state, &[vector]);
         }
         if halted {
-            self.halted = true;
+            self.mode = Mode::All { may_wait: true };
             let all: Vec<u8> = (0..=255).collect();
             return self.let_in(fd, debug, &state, &all);
         }
@@ -359,7 +202,7 @@ impl Stepper {
                     return Ok(Prepared::Executed(step));
                 }
                 Ahead::Halt if state.cpl() == 0 => {
-                    self.halted = true;
+                    self.mode = Mode::All { may_wait: true };
                     return self.halt(fd, state).map(Prepared::Executed);
                 }
                 _ if state.cpl() == 0
@@ -427,8 +270,7 @@ impl Stepper {
             ..Want::default()
         };
         if state.cpl() == 0 {
-            let Some(walked) = self.walked.as_mut() else {
-                // The trap flag waits in the flags the kernel saved.
+            let Mode::UserOnly(Way::Walked(walked)) = &mut self.mode else {
                 return Ok(Prepared::Enter);
             };
             *walked += 1;
@@ -448,7 +290,7 @@ impl Stepper {
                 // Other code than ours is waited for. Whoever comes back to user code first is not known.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
                 self.tally.lost += u64::from(too_far);
-                self.walked = None;
+                self.mode = Mode::UserOnly(Way::Saved);
                 self.drop_step();
                 self.strays = true;
                 want = Want {
@@ -459,7 +301,7 @@ impl Stepper {
                 want.block_interrupts = true;
             }
         } else {
-            self.walked = None;
+            self.mode = Mode::UserOnly(Way::Saved);
             if self.present.is_some_and(|step| step.before.cpl == 0) {
                 self.drop_step();
             }
@@ -558,55 +400,11 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// User code alone is counted and the guest is in its kernel.
-    fn is_away(&self, state: &State) -> bool {
-        self.mode == Mode::UserOnly && state.cpl() == 0 && self.began_in_user()
-    }
-
-    /// The present step, if there is one, began at CPL 1 to 3.
-    fn began_in_user(&self) -> bool {
-        self.present.is_some_and(|step| step.before.cpl != 0)
-    }
-
-    /// The kind of the present step's instruction.
-    fn ahead(&self) -> Option<Ahead> {
-        self.present.map(|step| step.ahead)
-    }
-
-    fn read(&self, fd: &VcpuFd) -> Result<State, StepError> {
-        State::read(fd).map_err(failed("KVM_GET_REGS"))
-    }
-
-    fn begin(&mut self, state: &State) -> Ahead {
-        let cpu = state.cpu();
-        let ahead = self.meter.begin(&cpu, &mut Linear::new(&self.memory, state));
-        self.present = Some(Present {
-            before: cpu,
-            ahead,
-            after_kernel: None,
-        });
-        ahead
-    }
-
-    /// The first bytes of the next instruction, if that many can be read.
-    fn code(&self, state: &State) -> Option<[u8; 3]> {
-        let cpu = state.cpu();
-        let mut code = [0; 3];
-        let at = cpu.rip.wrapping_add(cpu.segment_bases[1]);
-        let read = Linear::new(&self.memory, state).read(at, &mut code);
-        (read == code.len()).then_some(code)
-    }
-
-    fn drop_step(&mut self) {
-        self.meter.abandon();
-        self.present = None;
-    }
-
     fn end(&mut self, state: &State) -> Step {
         let cpu = state.cpu();
         let mut memory = Linear::new(&self.memory, state);
-        if let Unstepped::Entered { at } = self.unstepped {
-            self.unstepped = Unstepped::None;
+        if let Mode::Emulated(UserCode::Entered { at }) = self.mode {
+            self.mode = Mode::Emulated(UserCode::Away);
             let out = CpuState {
                 rip: at,
                 cpl: 3,
@@ -616,7 +414,7 @@ impl Stepper {
             self.present = None;
             self.tally.steps += 1;
             if cpu.cpl != 0 {
-                self.unstepped = Unstepped::Runs;
+                self.mode = Mode::Emulated(UserCode::Runs);
                 return step;
             }
             self.meter.begin(&out, &mut Nothing);
@@ -631,11 +429,11 @@ impl Stepper {
             step.kernel.stores += back.kernel.stores;
             return step;
         }
-        if self.unstepped == Unstepped::Runs {
+        if self.mode == Mode::Emulated(UserCode::Runs) {
             if cpu.cpl != 0 {
                 return Step::default();
             }
-            self.unstepped = Unstepped::None;
+            self.mode = Mode::Emulated(UserCode::Away);
             // Something led out of the user code. What, the meter finds out by where the vCPU is.
             self.meter.begin(&CpuState { cpl: 3, ..cpu }, &mut Nothing);
         }
@@ -663,7 +461,7 @@ impl Stepper {
         self.gates.watched.clear();
         self.tally.steps += 1;
         // The kernel's steps on the way to user code count nothing.
-        if step.lost && (from_user || self.mode != Mode::UserOnly) {
+        if step.lost && (from_user || !matches!(self.mode, Mode::UserOnly(_))) {
             self.tally.lost += 1;
             log::debug!(
                 "lost track: {present:x?} led to {:#x} at CPL {}",
@@ -681,7 +479,7 @@ impl Stepper {
         reason = "bit 8 of the flags is bit 0 of their second byte"
     )]
     fn hide_trap_flag(&mut self, state: &State) {
-        if self.emulated() || !state.is_64bit() {
+        if self.emulated || !state.is_64bit() {
             return;
         }
         let mut memory = Linear::new(&self.memory, state);
@@ -700,8 +498,4 @@ impl Stepper {
             memory.clear_bits(rsp.wrapping_add(1), bit);
         }
     }
-}
-
-fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: Want) -> Result<(), StepError> {
-    debug.apply(fd, want).map_err(failed("KVM_SET_GUEST_DEBUG"))
 }

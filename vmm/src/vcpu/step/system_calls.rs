@@ -5,7 +5,7 @@ use vpmu::exact::{CpuState, Step, StepMeter};
 
 use super::debug::{GuestDebug, Want};
 use super::state::{Linear, Nothing, State};
-use super::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply, failed};
+use super::stepper::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply, failed};
 
 /// EFER.SCE: SYSCALL and SYSRET exist.
 const EFER_SCE: u64 = 1;
