@@ -1,5 +1,5 @@
 //! Comments and pages are as wide as the code. rustfmt holds the code to its width and leaves comments as
-//! they are.
+//! they are. A file of source tells one story, and so is no longer than one can be told.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -49,6 +49,59 @@ fn no_comment_is_wider_than_the_code() {
         wide.is_empty(),
         "wider than {WIDTH} columns:\n{}",
         wide.join("\n")
+    );
+}
+
+/// Lines that a file of source may have.
+const LONGEST: usize = 800;
+
+/// Files that may be longer, each with the reason.
+const LONG: &[(&str, &str)] = &[];
+
+/// The files of `sources` that are longer than they may be, with the number of their lines.
+fn long_files(sources: &[PathBuf]) -> Vec<String> {
+    let lines = |path: &PathBuf| fs::read_to_string(path).unwrap().lines().count();
+    sources
+        .iter()
+        .filter(|path| !LONG.iter().any(|(excepted, _)| path.ends_with(excepted)))
+        .map(|path| (path, lines(path)))
+        .filter(|(_, lines)| *lines > LONGEST)
+        .map(|(path, lines)| format!("{}: {lines} lines", path.display()))
+        .collect()
+}
+
+#[test]
+fn no_file_of_source_is_longer_than_a_story() {
+    let mut sources = Vec::new();
+    for ending in [".rs", ".c", ".h", ".S", ".sh", ".py"] {
+        files(workspace(), ending, &mut sources);
+    }
+    assert!(sources.len() > 300, "{} sources", sources.len());
+    let long = long_files(&sources);
+    assert!(
+        long.is_empty(),
+        "longer than {LONGEST} lines; divide them by what they tell:\n{}",
+        long.join("\n")
+    );
+    for (excepted, _) in LONG {
+        assert!(
+            workspace().join(excepted).is_file(),
+            "{excepted} is no file any more"
+        );
+    }
+}
+
+#[test]
+fn a_long_file_is_seen() {
+    let directory = tempfile::tempdir().unwrap();
+    let [short, long] = [LONGEST, LONGEST + 1].map(|lines| {
+        let path = directory.path().join(format!("{lines}.rs"));
+        fs::write(&path, "// a line\n".repeat(lines)).unwrap();
+        path
+    });
+    assert_eq!(
+        long_files(&[short, long.clone()]),
+        [format!("{}: 801 lines", long.display())]
     );
 }
 
