@@ -39,6 +39,8 @@ pub mod net;
 pub mod rng;
 pub mod serve;
 pub mod share;
+#[cfg(test)]
+mod starting;
 pub mod transport;
 pub mod vsock;
 pub mod worker;

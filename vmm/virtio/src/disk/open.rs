@@ -168,6 +168,8 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
 /// Locks the file against other open file descriptions, also in this process; whether that was possible.
 /// It is unlocked when it is closed, however the process ends.
 fn lock(file: &File, read_only: bool) -> io::Result<bool> {
+    #[cfg(test)]
+    let _starting = crate::starting::hold();
     let kind = if read_only { libc::F_RDLCK } else { libc::F_WRLCK };
     // SAFETY: a plain C struct for which all zeros is a value: the whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };

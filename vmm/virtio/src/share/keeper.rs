@@ -34,6 +34,8 @@ impl Keeper {
     ) -> io::Result<Self> {
         let (ours, its) = UnixStream::pair()?;
         let (program, words) = keeper.split_first().ok_or(ErrorKind::InvalidInput)?;
+        #[cfg(test)]
+        let _starting = crate::starting::hold();
         let process = Command::new(program)
             .args(words)
             .args(command)
@@ -116,6 +118,7 @@ fn start(command: &[OsString]) -> Option<Child> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::starting;
     use std::path::Path;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -170,14 +173,15 @@ mod tests {
             log.display()
         );
         let keeper = keeper();
-        let mut process = Command::new(&keeper[0])
-            .args(&keeper[1..])
-            .env(COMMAND, script)
-            .stdin(Stdio::from(OwnedFd::from(listener)))
-            .stdout(Stdio::from(OwnedFd::from(its)))
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut process = starting::start(
+            Command::new(&keeper[0])
+                .args(&keeper[1..])
+                .env(COMMAND, script)
+                .stdin(Stdio::from(OwnedFd::from(listener)))
+                .stdout(Stdio::from(OwnedFd::from(its)))
+                .stderr(Stdio::null()),
+        )
+        .unwrap();
         let last = || {
             let text = std::fs::read_to_string(&log).unwrap();
             let line = text.lines().last().unwrap().to_owned();
@@ -187,8 +191,8 @@ mod tests {
         eventually("the first comes", || lines(&log) == 1);
         let first = last();
         assert!(first.1.starts_with("socket:"), "{first:?}");
-        let killed = Command::new("kill").args(["-9", &first.0]).status().unwrap();
-        assert!(killed.success());
+        let killed = starting::output(Command::new("kill").args(["-9", &first.0])).unwrap();
+        assert!(killed.status.success());
         eventually("another comes", || lines(&log) == 2);
         let second = last();
         assert_eq!(second.1, first.1, "at the same socket");

@@ -87,10 +87,9 @@ fn a_directory_that_somebody_else_locks_is_told() {
 #[test]
 fn a_host_without_descriptors_does_not_keep_the_thread_busy() {
     let test = "vsock::limits::without_descriptors";
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--ignored", "--nocapture"])
-        .output()
-        .unwrap();
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let output =
+        crate::starting::output(command.args(["--exact", test, "--ignored", "--nocapture"])).unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }

@@ -2,8 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::process::Command;
 
 use perf_core::error_line;
 use tempfile::TempDir;
@@ -13,34 +12,24 @@ use super::*;
 use crate::disk::config::DiskConfig;
 use crate::disk::image::{Image, ImageError};
 use crate::serve::testing::{BUFFERS, memory};
+use crate::starting::output;
 
 /// Bytes of the disks here.
 const DISK: usize = 1 << 20;
 
 /// A directory for images, if there is a qemu-img to make them.
 fn directory() -> Option<TempDir> {
-    if Command::new("qemu-img").arg("--version").output().is_err() {
+    if output(Command::new("qemu-img").arg("--version")).is_err() {
         eprintln!("SKIPPED: no qemu-img (Debian's package qemu-utils)");
         return None;
     }
     Some(tempfile::tempdir().unwrap())
 }
 
-/// Held while a program is started, and while an image is opened: until what is being started is the program,
-/// it has the locks of other tests' images.
-static STARTING: Mutex<()> = Mutex::new(());
-
 /// What qemu-img says, and its status.
 fn ask(dir: &Path, words: &str) -> (i32, String) {
-    let starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
-    let started = Command::new("qemu-img")
-        .args(words.split(' '))
-        .current_dir(dir)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn();
-    drop(starting);
-    let output = started.unwrap().wait_with_output().unwrap();
+    let mut command = Command::new("qemu-img");
+    let output = output(command.args(words.split(' ')).current_dir(dir)).unwrap();
     let said = [output.stdout, output.stderr].concat();
     (
         output.status.code().unwrap(),
@@ -62,7 +51,6 @@ fn config(dir: &Path, words: &str) -> DiskConfig {
 }
 
 fn open_image(dir: &Path, words: &str) -> Image {
-    let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
     Image::open(&config(dir, words)).unwrap_or_else(|error| panic!("{words}: {}", error_line(&error)))
 }
 
