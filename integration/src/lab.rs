@@ -1,7 +1,10 @@
 //! The lab host: a Linux with a real KVM, in QEMU without hardware help. See `docs/guide/lab.md`.
 
+mod error;
 mod initrd;
 mod link;
+mod options;
+mod remains;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -9,103 +12,31 @@ use std::io::{self, Read as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use guest_images::linux::{Images, KernelChoice};
+use guest_images::linux::Images;
 use guest_images::qemu::Qemu;
 use tempfile::TempDir;
 
-use crate::artefacts::{self, ArtefactError, Binaries};
-use crate::hang::Monitor;
-use crate::process::{Command, Control, Process, ProcessError, Progress, last_lines};
+use crate::artefacts::{self, Binaries};
+use crate::monitor::Monitor;
+use crate::process::{Command, Control, Process, ProcessError, Progress};
 use crate::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, read_frame};
 
+pub use error::LabError;
+use error::SETPRIV;
 pub use initrd::refused_place;
 use initrd::write_initrd;
 use link::Link;
+pub use options::LabOptions;
+use remains::{Ending, Remains};
 
 /// How long the lab may take from QEMU's start to the agent's greeting. It takes about four seconds on an
 /// idle machine, and took 45 on one with nine times as much to do as it has processors.
 const BOOT_LIMIT: Duration = Duration::from_secs(900);
-
-/// How long moving one file may take.
-const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
-
-/// Part of Debian's base system.
-const SETPRIV: &str = "setpriv";
-
-/// Why the lab cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum LabError {
-    /// The program that starts QEMU, and ends it with us, does not run. That QEMU does was seen before.
-    #[error("{SETPRIV} cannot be started: it is in the package util-linux")]
-    Start(#[source] io::Error),
-    /// Something to put into the lab could not be built.
-    #[error(transparent)]
-    Artefact(#[from] ArtefactError),
-    /// A file could not be read or written here.
-    #[error("{path}")]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What went wrong.
-        #[source]
-        source: io::Error,
-    },
-    /// It did not come up.
-    #[error("the lab host did not come up: {reason}; its console is in {log}, and ends with:\n{tail}")]
-    Boot {
-        /// What was waited for.
-        reason: String,
-        /// Its console.
-        log: PathBuf,
-        /// The end of it.
-        tail: String,
-    },
-    /// A file could not be moved.
-    #[error("{path} in the lab: {message}")]
-    Transfer {
-        /// The file in the lab.
-        path: String,
-        /// What the agent said.
-        message: String,
-    },
-}
-
-/// How a lab is set up.
-#[derive(Debug, Clone)]
-pub struct LabOptions {
-    /// Virtual processors for what runs in it, each a thread of QEMU. There is one more, where no guest may
-    /// run.
-    pub cpus: u32,
-    /// Memory in MiB. Files in the lab live in memory too.
-    pub memory_mib: u32,
-    /// Whether perf is put into the lab itself. The guest always has it.
-    pub perf: bool,
-    /// The kernel of the lab itself. Its guests have the default one.
-    pub kernel: KernelChoice,
-    /// More files: path in the lab and path here. Copied with their permissions.
-    pub files: Vec<(String, PathBuf)>,
-    /// Raw images that are `/dev/vda`, `/dev/vdb` and so on there; one may be there twice. What is written to
-    /// them is lost with the lab.
-    pub disks: Vec<PathBuf>,
-}
-
-impl Default for LabOptions {
-    fn default() -> Self {
-        Self {
-            cpus: 2,
-            memory_mib: 3072,
-            perf: false,
-            kernel: KernelChoice::default(),
-            files: Vec::new(),
-            disks: Vec::new(),
-        }
-    }
-}
 
 /// A running lab host. It is switched off when this is dropped, or when the process ends.
 pub struct Lab {
@@ -116,67 +47,6 @@ pub struct Lab {
     ending: Arc<Ending>,
     /// None when QEMU's monitor could not be reached, which nothing but a look at a hang needs.
     monitor: Option<Mutex<Monitor>>,
-}
-
-/// The end of QEMU, which another thread waits for.
-#[derive(Default)]
-struct Ending {
-    how: Mutex<Option<String>>,
-    changed: Condvar,
-    /// QEMU is of no use any more and is to be killed.
-    abandoned: AtomicBool,
-}
-
-impl Ending {
-    fn report(&self, how: String) {
-        *self.how.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
-        self.changed.notify_all();
-    }
-
-    fn has_come(&self) -> bool {
-        self.how.lock().unwrap_or_else(PoisonError::into_inner).is_some()
-    }
-
-    /// How QEMU ended, if it does so within `limit`.
-    fn wait(&self, limit: Duration) -> Option<String> {
-        let how = self.how.lock().unwrap_or_else(PoisonError::into_inner);
-        let (how, _) = self
-            .changed
-            .wait_timeout_while(how, limit, |how| how.is_none())
-            .unwrap_or_else(PoisonError::into_inner);
-        how.clone()
-    }
-}
-
-/// What is left to read after a lab has gone.
-struct Remains {
-    ending: Arc<Ending>,
-    console: PathBuf,
-    qemu_log: PathBuf,
-}
-
-impl Remains {
-    /// The ends of the console and of what QEMU printed.
-    fn tail(&self) -> String {
-        let console = fs::read(&self.console).unwrap_or_default();
-        let said = fs::read(&self.qemu_log).unwrap_or_default();
-        let mut tail = last_lines(&String::from_utf8_lossy(&console), 15);
-        tail.push_str(&last_lines(&String::from_utf8_lossy(&said), 5));
-        tail
-    }
-
-    /// All that is known about the death of a lab whose connection ended for `reason`.
-    fn obituary(&self, reason: &str) -> String {
-        let how = self
-            .ending
-            .wait(Duration::from_secs(3))
-            .unwrap_or_else(|| "still runs".to_owned());
-        format!(
-            "{reason}; QEMU: {how}; its console is in {}, and ends with:\n{}",
-            self.console.display(),
-            self.tail()
-        )
-    }
 }
 
 impl Lab {

@@ -15,6 +15,7 @@ pub mod heartbeat;
 pub mod lab;
 pub mod limit;
 pub mod measure;
+mod monitor;
 pub mod parse;
 pub mod place;
 pub mod process;

@@ -60,7 +60,7 @@ const ONE_USER: &[(&str, &str)] = &[
     ("linux-perf-data", "guest-profile"),
 ];
 
-/// Crates whose files import each other one way, too, and not only the modules at their top.
+/// Crates whose files import each other one way, and not only the modules at their top: all of them.
 const FILES_ONE_WAY: &[&str] = &[
     "perf-core",
     "vpmu",
@@ -69,6 +69,12 @@ const FILES_ONE_WAY: &[&str] = &[
     "guest-profile",
     "control-api",
     "validate",
+    "sandbox",
+    "virtio-devices",
+    "vmm",
+    "perfvisor",
+    "integration",
+    "guest-images",
 ];
 
 /// The layers of perf-core, the lowest first. Each may import those before it, and the modules that are none
@@ -174,7 +180,7 @@ fn files_import_each_other_one_way() {
     let packages = packages();
     for name in FILES_ONE_WAY {
         let imports = file_imports(&packages[*name].source);
-        assert!(imports.len() > 5, "{name}: files were not read");
+        assert!(imports.len() > 2, "{name}: files were not read");
         let circles: Vec<_> = cycles(&imports)
             .iter()
             .map(|cycle| edges_within(&imports, cycle))
@@ -396,9 +402,18 @@ fn file_imports(source: &Path) -> Imports {
             names.extend(expand(statement).into_iter().map(|path| (path, shows)));
             rest = rest.replacen(statement, "", 1);
         }
-        for prefix in ["crate::", "super::"] {
-            for (at, _) in rest.match_indices(prefix) {
-                if !rest[..at].ends_with(|c: char| is_name(c) || matches!(c, ':' | '$')) {
+        // Modules right below this one are named without more ado.
+        let below = texts.keys().filter_map(|other| match other.split_last() {
+            Some((name, above)) if above == module.as_slice() => Some(format!("{name}::")),
+            _ => None,
+        });
+        for prefix in ["crate::", "super::"].map(str::to_owned).into_iter().chain(below) {
+            for (at, _) in rest.match_indices(&prefix) {
+                // `pub(in super::super)` says who sees a thing and imports nothing.
+                let before = &rest[..at];
+                if !before.ends_with(|c: char| is_name(c) || matches!(c, ':' | '$'))
+                    && !before.ends_with("(in ")
+                {
                     let path: String = rest[at..]
                         .chars()
                         .take_while(|c| is_name(*c) || *c == ':')

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use guest_images::cpio::Archive;
 use guest_images::linux::Images;
 
-use super::LabOptions;
+use super::options::LabOptions;
 use crate::artefacts::Binaries;
 
 /// The lab's own initrd with an archive appended that holds Perfvisor, the agent and the guest.

@@ -6,10 +6,15 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use super::{LabError, Remains, TRANSFER_LIMIT};
+use super::error::LabError;
+use super::remains::Remains;
 use crate::process::Progress;
 use crate::wire::{Ended, Frame, Kind, read_frame, write_frame};
+
+/// How long moving one file may take.
+const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
 
 /// The connection to the agent and everything that waits for an answer on it.
 pub(super) struct Link {

@@ -25,6 +25,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, waitid, waitpid};
 use nix::unistd::Pid;
 
+use crate::ends::{close, line, refuse};
 use crate::terminal;
 
 /// How long a command may live on whose host has gone and which was told so (SIGHUP).
@@ -73,8 +74,8 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
     let (child, streams, master) = match start(exec) {
         Ok(started) => started,
         Err(why) => {
-            crate::refuse(&stream, &crate::line(&why));
-            crate::close(&stream);
+            refuse(&stream, &line(&why));
+            close(&stream);
             return Ok(());
         }
     };

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `main` | who may ask, how many, and what for |
 //! | `command` | one command: its streams, its signals, its end |
+//! | `ends` | how a connection ends |
 //! | `signals` | what the agent's starter may have left ignored |
 //! | `terminal` | a terminal for a command |
 //!
@@ -19,13 +20,13 @@
 )]
 
 mod command;
+mod ends;
 mod signals;
 mod terminal;
 #[cfg(test)]
 mod tests;
 
 use std::io;
-use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -34,20 +35,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use ends::{PATIENCE, close, line, refuse};
 use guest_agent::PORT;
 use guest_agent::receive::{Progress, Receiver};
 use guest_agent::request::{Job, Request, VERSION};
 use guest_agent::send::{SendError, send_tree};
-use guest_agent::wire::{Kind, MAX_PAYLOAD, read_frame, write_frame};
+use guest_agent::wire::{Kind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
 
 /// Most commands and copies at once.
 const MAX_CONNECTIONS: usize = 64;
-/// How long the host may take to say what it wants, and to close in the end.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Frames that are read and thrown away so that the host sees why its copy was refused: what it may have
-/// sent before it looks.
-const LINGER: usize = 64;
 
 fn main() -> ExitCode {
     if let Some(argument) = std::env::args().nth(1) {
@@ -117,13 +114,6 @@ impl Drop for Place {
     }
 }
 
-fn refuse(stream: &UnixStream, why: &str) {
-    let mut stream = stream;
-    // The host may have gone.
-    let bytes = &why.as_bytes()[..why.len().min(MAX_PAYLOAD)];
-    let _ = write_frame(&mut stream, Kind::Refused, bytes);
-}
-
 /// Does what one connection asks for.
 fn answer(stream: UnixStream) -> io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -167,17 +157,6 @@ fn answer(stream: UnixStream) -> io::Result<()> {
     }
 }
 
-/// Lets the host read everything before the connection goes: it closes first, or time is up.
-fn close(stream: &UnixStream) {
-    let _ = stream.shutdown(Shutdown::Write);
-    let _ = stream.set_read_timeout(Some(PATIENCE));
-    for _ in 0..LINGER {
-        if !matches!(read_frame(&mut &*stream), Ok(Some(_))) {
-            break;
-        }
-    }
-}
-
 /// Takes a tree.
 fn put(stream: &UnixStream, path: &Path, name: &str) {
     let mut ours = stream;
@@ -216,13 +195,5 @@ fn get(stream: &UnixStream, path: &Path) {
     match sent {
         Ok(()) | Err(SendError::Connection(_)) => {}
         Err(error) => refuse(stream, &line(&error)),
-    }
-}
-
-/// An error with its cause.
-fn line(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
     }
 }

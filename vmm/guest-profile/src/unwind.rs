@@ -19,14 +19,16 @@
 //! A walk is bounded by the slice given, by [`Limits`], and by its own rule that a stack goes one way.
 
 mod entry;
+mod parts;
 mod user;
 
 use std::time::Duration;
 
-use super::paging::{AddressSpace, Hole};
+use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
-use kernel_images::image::KernelImage;
 use kernel_images::orc::{Kind, OrcEntry, OrcTable, Reg};
+pub use parts::{End, KernelUnwind};
+use parts::{Out, USER32_CS, UserRegs, end_of, plausible_user};
 
 /// `PERF_CONTEXT_GUEST_KERNEL`: the frames after it are the guest kernel's.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
@@ -48,10 +50,6 @@ mod pt_regs {
 const THREAD_SIZE: u64 = 16 << 10;
 /// Stacks a kernel chain may pass through: NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry, task.
 const MAX_STACK_SWITCHES: u32 = 9;
-const USER64_CS: u64 = 0x33;
-const USER32_CS: u64 = 0x23;
-const USER_DS: u64 = 0x2b;
-const RFLAGS_IF: u64 = 1 << 9;
 
 /// What one chain may cost.
 #[derive(Debug, Clone, Copy)]
@@ -71,79 +69,6 @@ impl Default for Limits {
             max_frames: 127,
             max_reads: 2048,
             max_time: Some(Duration::from_micros(500)),
-        }
-    }
-}
-
-/// The kernel a vCPU runs, as far as unwinding needs it.
-#[derive(Debug, Clone, Copy)]
-pub struct KernelUnwind<'k> {
-    /// Unwind tables, in link-time addresses. `None`: the kernel has frame pointers.
-    pub orc: Option<&'k OrcTable>,
-    /// Running address less link-time address.
-    pub slide: u64,
-    /// First address of the entry code and the one behind it, link-time addresses; equal when not known.
-    pub entry_text: (u64, u64),
-}
-
-impl<'k> KernelUnwind<'k> {
-    /// For an image running `slide` above its link address.
-    pub fn new(image: &'k KernelImage, slide: u64) -> Self {
-        Self {
-            orc: image.orc(),
-            slide,
-            entry_text: (image.entry_text().start, image.entry_text().end),
-        }
-    }
-}
-
-/// Why a part of a chain ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// The outermost frame was reached.
-    Complete,
-    /// The slice or the depth limit is used up.
-    Full,
-    /// Reads or time are used up.
-    Spent,
-    /// A stack address is not mapped (swapped out, or a wrong frame pointer).
-    Unmapped,
-    /// The unwind tables say nothing about an address and its frame pointer leads nowhere.
-    NoTable,
-    /// A frame does not lie above the one before, or its return address is not an address of code.
-    BadFrame,
-    /// The vCPU's paging mode is not walked.
-    Unsupported,
-}
-
-impl End {
-    const ALL: [Self; 7] = [
-        Self::Complete,
-        Self::Full,
-        Self::Spent,
-        Self::Unmapped,
-        Self::NoTable,
-        Self::BadFrame,
-        Self::Unsupported,
-    ];
-
-    /// Its number in a sample, from 1.
-    #[expect(clippy::cast_possible_truncation, reason = "an index into a list of a few")]
-    fn code(end: Option<Self>) -> u8 {
-        end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
-            .map_or(0, |at| at as u8 + 1)
-    }
-
-    fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
-    }
-
-    /// This bound of the walk ended it, not the stack.
-    fn bound(self) -> Option<&'static str> {
-        match self {
-            Self::Full => Some("depth"),
-            Self::Spent => Some("time or reads"),
-            _ => None,
         }
     }
 }
@@ -203,17 +128,6 @@ pub struct Chain {
     pub reads: u32,
 }
 
-/// User registers to go on with.
-#[derive(Debug, Clone, Copy)]
-struct UserRegs {
-    ip: u64,
-    sp: u64,
-    bp: u64,
-    wide: bool,
-    /// The registers are those of an interrupted instruction, not of a system call.
-    exact_ip: bool,
-}
-
 impl Chain {
     /// How it ended.
     pub fn ends(&self) -> Ends {
@@ -222,41 +136,6 @@ impl Chain {
             user: self.user_end,
             guessed: self.guessed,
         }
-    }
-}
-
-struct Out<'o> {
-    slots: &'o mut [u64],
-    len: usize,
-    frames_left: usize,
-}
-
-impl Out<'_> {
-    fn marker(&mut self, marker: u64) -> bool {
-        // A marker without a frame after it would be noise.
-        if self.len + 2 > self.slots.len() || self.frames_left == 0 {
-            return false;
-        }
-        self.slots[self.len] = marker;
-        self.len += 1;
-        true
-    }
-
-    fn frame(&mut self, ip: u64) -> Result<(), End> {
-        if self.frames_left == 0 || self.len == self.slots.len() {
-            return Err(End::Full);
-        }
-        self.slots[self.len] = ip;
-        self.len += 1;
-        self.frames_left -= 1;
-        Ok(())
-    }
-}
-
-fn end_of(hole: Hole) -> End {
-    match hole {
-        Hole::Spent => End::Spent,
-        _ => End::Unmapped,
     }
 }
 
@@ -649,26 +528,6 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             self.user = Some(user);
         }
     }
-}
-
-/// User registers from the five words that an interrupt or exception pushes, if they can be such.
-fn plausible_user<M: GuestPhys + ?Sized>(
-    space: &AddressSpace<'_, M>,
-    [ip, cs, flags, sp, ss]: [u64; 5],
-    bp: u64,
-) -> Option<UserRegs> {
-    let plausible = (cs == USER64_CS || cs == USER32_CS)
-        && ss == USER_DS
-        && flags & RFLAGS_IF != 0
-        && space.is_user_half(ip)
-        && space.is_user_half(sp);
-    plausible.then_some(UserRegs {
-        ip,
-        sp,
-        bp,
-        wide: cs == USER64_CS,
-        exact_ip: false,
-    })
 }
 
 #[cfg(test)]

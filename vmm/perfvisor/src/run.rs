@@ -5,6 +5,7 @@
 )]
 
 mod consoles;
+mod error;
 pub(crate) mod machine;
 
 use std::fs::File;
@@ -15,45 +16,42 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use consoles::{Consoles, ConsolesError};
+use consoles::{Consoles, Subscriber};
+pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use perf_core::ConfigError;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{LastWill, SandboxError, ThreadKind};
+use sandbox::{LastWill, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vpmu::BackingPolicy;
 use vpmu::backing::EVENTS_OF_A_COUNTER;
-use vpmu::filter::FilterError;
-use vpmu::{BackingPolicy, ModelError};
 
-use crate::background::{self, DaemonError};
+use crate::background::{self};
 use crate::cli::RunArgs;
-use crate::devices::{self, DeviceError};
+use crate::devices::{self};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::stopping::Stopping;
-use control_api::events::list::{self, ListError};
+use control_api::events::list::{self};
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::console::{RawTerminal, restore_terminal};
 use perfvisor_vmm::control::server::{ControlServer, Controlled};
-use perfvisor_vmm::gdb::server::{GdbError, GdbSocket};
-use perfvisor_vmm::kvm::host::{self, HostError};
-use perfvisor_vmm::kvm::own_pmu::NotThisModel;
-use perfvisor_vmm::metrics::address::{ListenError, Listener};
+use perfvisor_vmm::gdb::server::GdbSocket;
+use perfvisor_vmm::kvm::host::{self};
+use perfvisor_vmm::metrics::address::Listener;
 use perfvisor_vmm::metrics::server::MetricsServer;
-use perfvisor_vmm::pmu::backing::BackingError;
 use perfvisor_vmm::pmu::{PmuConfig, VmPmu};
-use perfvisor_vmm::privileges::{self, PrivilegeError};
+use perfvisor_vmm::privileges::{self};
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use perfvisor_vmm::turns::{Ticks, Turns};
 use perfvisor_vmm::vcpu::control::{OnReset, RunControl, StopReason};
 use perfvisor_vmm::vcpu::roster::Roster;
 use perfvisor_vmm::vcpu::{kick, stats};
 use perfvisor_vmm::vm::restart::Restarter;
-use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig, VmError};
+use perfvisor_vmm::vm::{RunningVm, Vm, VmConfig};
 
 /// Descriptors that a VM without vCPUs has open, with room for servers' clients and devices.
 const DESCRIPTORS: u64 = 64;
@@ -61,9 +59,6 @@ const DESCRIPTORS: u64 = 64;
 const DESCRIPTORS_OF_A_VCPU: u64 = 8;
 /// How long the guest's last output may take to be written after its end.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
-
-/// A part of the main loop.
-type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
 
 /// When the program started.
 #[derive(Clone, Copy, Debug)]
@@ -94,100 +89,6 @@ impl StartTime {
     fn elapsed(&self) -> Duration {
         self.before_main + self.main.elapsed()
     }
-}
-
-/// Why a guest does not run, or the VM did not end as it should.
-#[derive(Debug, thiserror::Error)]
-pub enum RunError {
-    /// Something that is needed before anything of the guest's is there.
-    #[error("{0}")]
-    Start(&'static str, #[source] io::Error),
-    /// No such virtual PMU.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// No event filter.
-    #[error("--pmu-filter {}", path.display())]
-    Filter {
-        /// Its file.
-        path: PathBuf,
-        /// What is wrong with it.
-        #[source]
-        source: FilterError,
-    },
-    /// KVM cannot be used.
-    #[error(transparent)]
-    Host(#[from] HostError),
-    /// Nothing counts as it was asked for.
-    #[error(transparent)]
-    Backing(#[from] BackingError),
-    /// KVM's own vPMU is another.
-    #[error(transparent)]
-    OwnModel(#[from] NotThisModel),
-    /// Turns that are ticks have no length of their own.
-    #[error(
-        "--mux-turn with --mux rotate: turns are ticks of 4 ms there; use --mux adaptive, or leave --mux-turn out"
-    )]
-    TurnOfRotate,
-    /// More counters than there are to be shared.
-    #[error(
-        "--reserve-counters {asked}: this host has {free} counters to share, and one of them has to stay; reserve {} at most",
-        free.saturating_sub(1)
-    )]
-    Reserve {
-        /// What was asked.
-        asked: usize,
-        /// How many there are.
-        free: usize,
-    },
-    /// A setting that the perf core does not take.
-    #[error(transparent)]
-    Core(#[from] ConfigError),
-    /// No list of events.
-    #[error("--metrics-events")]
-    MetricsEvents(#[source] ListError),
-    /// Metrics cannot be served.
-    #[error(transparent)]
-    Metrics(#[from] ListenError),
-    /// A console of the guest's cannot be where it is to be.
-    #[error(transparent)]
-    Console(#[from] ConsolesError),
-    /// Both need KVM's single steps.
-    #[error(
-        "--gdb with --backing exact: both step the guest, and KVM has one step for both; use another backing, or leave \
-         --gdb out"
-    )]
-    GdbExact,
-    /// No debugger can come.
-    #[error(transparent)]
-    Gdb(#[from] GdbError),
-    /// The VM cannot be controlled by that name.
-    #[error(transparent)]
-    Name(#[from] PlaceError),
-    /// A device cannot be had.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// Only capabilities that are given up could read a file.
-    #[error(
-        "--on-reset restart reads {} again, which takes capabilities that a running VM does not have; let its owner \
-         or its group read it, or use --on-reset exit",
-        .0.display()
-    )]
-    ReadAgain(PathBuf, #[source] io::Error),
-    /// The process keeps rights that it does not need.
-    #[error("the VM's process cannot give up its rights")]
-    Privileges(#[from] PrivilegeError),
-    /// What its threads may do cannot be bounded.
-    #[error("--seccomp {0}")]
-    Sandbox(sandbox::Mode, #[source] SandboxError),
-    /// No process for it in the background.
-    #[error(transparent)]
-    Daemon(DaemonError),
-    /// No machine, or it does not start.
-    #[error(transparent)]
-    Vm(#[from] VmError),
-    /// The main loop ended.
-    #[error("the event loop failed")]
-    Loop(#[source] event_manager::Error),
 }
 
 /// Buffers of this size and more are mappings of their own, which are gone when they are freed.

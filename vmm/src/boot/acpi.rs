@@ -12,10 +12,10 @@ use acpi_tables::madt::{EnabledStatus, IoApic, ProcessorLocalApic};
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
-use acpi_tables::{Aml, AmlSink};
 
 use virtio_devices::transport::bus::{CONFIG_PORT, CONFIG_PORTS};
 
+use super::aml::bytes_of;
 use super::{layout, processors};
 use crate::devices::ports;
 use crate::numbers::VcpuNumbers;
@@ -44,24 +44,6 @@ const LEVEL: u16 = 3 << 2;
 /// (its probing would cost thousands of exits). Bit 5 clear: the CMOS clock is there.
 const BOOT_LEGACY_DEVICES: u16 = 1 << 0;
 const BOOT_NO_VGA: u16 = 1 << 2;
-
-struct Bytes(Vec<u8>);
-
-impl AmlSink for Bytes {
-    fn byte(&mut self, byte: u8) {
-        self.0.push(byte);
-    }
-
-    fn vec(&mut self, v: &[u8]) {
-        self.0.extend_from_slice(v);
-    }
-}
-
-pub(super) fn bytes_of(table: &dyn Aml) -> Vec<u8> {
-    let mut sink = Bytes(Vec::new());
-    table.to_aml_bytes(&mut sink);
-    sink.0
-}
 
 /// The tables as (guest-physical address, bytes). The root pointer is the first and lies at
 /// [`layout::RSDP`]. `pci`: the machine has a PCI bus.

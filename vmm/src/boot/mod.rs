@@ -6,6 +6,7 @@
 //! each thing that can be wrong.
 
 mod acpi;
+mod aml;
 mod error;
 pub mod event_tables;
 pub mod layout;

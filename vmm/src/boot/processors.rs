@@ -24,7 +24,7 @@ use acpi_tables::aml::{
 };
 use acpi_tables::madt::{EnabledStatus, ProcessorLocalApic};
 
-use super::acpi::bytes_of;
+use super::aml::bytes_of;
 use crate::devices::ports;
 use crate::numbers::VcpuNumbers;
 

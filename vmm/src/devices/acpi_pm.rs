@@ -1,7 +1,8 @@
 //! ACPI power management registers: power off, and the power button as a fixed feature. ACPI 6.5, 4.8.2.2 and
 //! 4.8.3.
 
-use super::{BusOutcome, ports};
+use super::outcome::BusOutcome;
+use super::ports;
 
 /// PM1 status and enable: the power button (4.8.3.1, table 4.15).
 const PWRBTN: u16 = 1 << 8;

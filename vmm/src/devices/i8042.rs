@@ -3,7 +3,7 @@
 //! Every command that promises an answer gives one at once. A driver that had to wait for one would
 //! poll the status port ten thousand times, each poll an exit.
 
-use super::BusOutcome;
+use super::outcome::BusOutcome;
 
 /// Status: output buffer full, system flag (self-test passed), keyboard not locked.
 const STATUS_OUTPUT_FULL: u8 = 1 << 0;

@@ -9,6 +9,7 @@ mod cmos;
 pub mod cpu_plug;
 mod fw_cfg;
 mod i8042;
+mod outcome;
 pub mod ports;
 mod serial;
 
@@ -27,6 +28,7 @@ use cmos::Cmos;
 use cpu_plug::CpuPlug;
 use fw_cfg::FwCfg;
 use i8042::I8042;
+pub use outcome::BusOutcome;
 
 use crate::numbers::VcpuNumbers;
 
@@ -34,19 +36,6 @@ use crate::numbers::VcpuNumbers;
 const CONTROL_A_RESET: u8 = 1 << 0;
 /// System control port A: address line 20 is on, which it always is here.
 const CONTROL_A_A20: u8 = 1 << 1;
-
-/// What a write to a device means for the machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BusOutcome {
-    /// Go on.
-    Continue,
-    /// The guest asked for a reset.
-    Reset,
-    /// The guest powered off.
-    PowerOff,
-    /// The guest ended the VM through the debug-exit port; the exit status of the process.
-    Exit(u8),
-}
 
 /// The buses. Shared by all vCPU threads; each device has its own lock, held for one access.
 pub struct Bus {

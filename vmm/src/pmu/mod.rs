@@ -8,6 +8,7 @@ pub mod fit;
 mod operator;
 pub mod own;
 mod regs;
+mod shown;
 mod steal;
 
 use std::io;
@@ -608,7 +609,7 @@ impl VcpuPmu {
             return Vec::new();
         };
         let views = self.vpmu.counters_view(&mut attached.events);
-        views.iter().map(operator::guest_counter).collect()
+        views.iter().map(shown::guest_counter).collect()
     }
 
     /// The register file.

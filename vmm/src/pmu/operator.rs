@@ -5,11 +5,10 @@ use perf_core::EventType;
 use perf_core::pmu::clock::ClockPmu;
 use perf_core::pmu::host::GuestSampler;
 use perf_core::pmu::{PmuError, VcpuId};
-use vpmu::{ArchEvent, Backing, CounterView, EventRequest, GuestEvent, ParavirtualEvent, Way};
+use vpmu::{ArchEvent, Backing, ParavirtualEvent, Way};
 
 use super::VmPmu;
 use control_api::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
-use control_api::protocol::GuestCounter;
 
 /// An operator's event as perf-core takes it, counting.
 #[derive(Clone, Debug)]
@@ -223,39 +222,6 @@ impl VmPmu {
                 known: false,
             }),
         }
-    }
-}
-
-/// A counter of the guest as it is shown.
-pub(super) fn guest_counter(view: &CounterView) -> GuestCounter {
-    GuestCounter {
-        counter: view.counter.to_string(),
-        enabled: view.enabled,
-        event: view.request.as_ref().map(request_name),
-        allowed: view.allowed,
-        backing: view.backing.map(|b| b.name().to_owned()),
-        value: view.value,
-        counted: Some(view.counted),
-        enabled_ns: Some(view.times.time_enabled_ns),
-        running_ns: Some(view.times.time_running_ns),
-        overflows: Some(view.overflows),
-        pmi_requests: Some(view.pmi_requests),
-        counting: Some(view.counting),
-        fallback: view.fallback,
-        uncounted_ns: Some(view.uncounted_ns),
-    }
-}
-
-/// An event with the levels it counts, as perf writes them.
-fn request_name(request: &EventRequest) -> String {
-    let name = match (request.event, request.raw_config()) {
-        (GuestEvent::Raw, Some(config)) => format!("r{config:x}"),
-        (event, _) => event.to_string(),
-    };
-    match (request.user, request.kernel) {
-        (true, false) => name + ":u",
-        (false, true) => name + ":k",
-        _ => name,
     }
 }
 

@@ -13,7 +13,7 @@ use vpmu::{
     MsrAddress, Vpmu,
 };
 
-use super::operator;
+use super::shown;
 use crate::kvm::event_filter::{KvmFilter, KvmFilterError};
 use crate::kvm::own_pmu::OwnPmu;
 use control_api::protocol::GuestCounter;
@@ -86,7 +86,7 @@ fn mirror(model: Model, filter: Arc<EventFilter>, values: impl Iterator<Item = (
 /// what the guest wrote, times, overflows.
 pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounter> {
     let views = mirror.counters_view(&mut KvmCounts);
-    let counters = views.iter().map(operator::guest_counter);
+    let counters = views.iter().map(shown::guest_counter);
     counters
         .map(|counter| GuestCounter {
             backing: counter.event.is_some().then(|| Backing::Kvm.name().to_owned()),

@@ -14,7 +14,9 @@ use perf_core::error_line;
 use vmm_sys_util::eventfd::EventFd;
 use vpmu::Model;
 
-use super::{Plan, VmConfig, VmError, needs_full_kvm};
+use super::config::VmConfig;
+use super::error::VmError;
+use super::plan::{Plan, needs_full_kvm};
 use crate::boot;
 use crate::devices::Bus;
 use crate::kernels::uncounted::Uncounted;

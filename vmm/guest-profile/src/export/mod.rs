@@ -17,6 +17,7 @@
 //! | [`pprof`] | gzipped protobuf for pprof, Pyroscope, Parca |
 
 pub mod build_id_dir;
+mod context;
 pub mod folded;
 pub mod perfdata;
 pub mod pprof;
@@ -319,7 +320,7 @@ pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
                 let was_kernel = kernel;
                 kernel = matches!(
                     address,
-                    perfdata::CONTEXT_KERNEL | crate::unwind::CONTEXT_GUEST_KERNEL
+                    context::CONTEXT_KERNEL | crate::unwind::CONTEXT_GUEST_KERNEL
                 );
                 exact |= was_kernel && !kernel;
                 return None;

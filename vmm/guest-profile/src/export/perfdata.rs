@@ -24,15 +24,11 @@ use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use zerocopy::IntoBytes;
 
+use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::{EventInfo, FileMapping, Form, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
 use crate::sample::FileRaw;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
 use kernel_images::build_id::{self, BuildId};
-
-/// `PERF_CONTEXT_KERNEL`.
-pub const CONTEXT_KERNEL: u64 = (-128i64).cast_unsigned();
-/// `PERF_CONTEXT_USER`.
-pub const CONTEXT_USER: u64 = (-512i64).cast_unsigned();
 
 const MAGIC: &[u8; 8] = b"PERFILE2";
 const HEADER_SIZE: u64 = 104;

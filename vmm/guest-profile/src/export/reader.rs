@@ -9,10 +9,8 @@ use linux_perf_data::linux_perf_event_reader::{
 };
 use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 
-use super::perfdata::{
-    CONTEXT_KERNEL, CONTEXT_USER, FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID,
-    UPDATES_NAME,
-};
+use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
+use super::perfdata::{FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME};
 use super::{
     EventInfo, FileMapping, Form, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName,
     WallClock,

@@ -14,7 +14,7 @@
 //! rbp is the user's own at all of them. What rests on rcx is marked as guessed, for the code is told by its
 //! address and its registers only.
 
-use super::{KernelUnwind, RFLAGS_IF, UserRegs, plausible_user};
+use super::parts::{KernelUnwind, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::orc::Kind;

@@ -1,5 +1,6 @@
 //! Chains of small guests made here, and of hostile ones.
 
+use super::parts::{USER_DS, USER64_CS};
 use super::*;
 use crate::testing::{TestGuest, orc_sections as sections};
 use proptest::prelude::*;

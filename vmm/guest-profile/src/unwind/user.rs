@@ -1,6 +1,6 @@
 //! The user part of a chain: frame pointers, and what is done where they are late.
 
-use super::{End, Out, UserRegs, end_of};
+use super::parts::{End, Out, UserRegs, end_of};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys};
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{DONE, OutputError, print, say, written};
+use super::output::{DONE, OutputError, print, say, written};
 use crate::exit::ExitStatus;
 use crate::values::{SortKeys, parse_percent, parse_sort};
 use guest_profile::export::report::ReportOptions;

@@ -7,13 +7,14 @@ pub mod files;
 pub mod generate;
 mod guest;
 pub mod list;
+mod output;
 pub mod ps;
 pub mod record;
 pub mod stat;
 pub mod top;
 pub mod validate;
 
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -22,8 +23,9 @@ use control_api::events::list::ListError;
 use control_api::protocol::Opened;
 use perf_core::ring::ReadError;
 
-use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
+pub(crate) use output::{DONE, written};
+pub use output::{OutputError, one_line, print, say};
 
 /// Why an operator's command did not do what it was asked, whichever command it is.
 #[derive(Debug, thiserror::Error)]
@@ -84,17 +86,6 @@ impl CommandError {
     }
 }
 
-/// What was printed is not complete.
-#[derive(Debug, thiserror::Error)]
-pub enum OutputError {
-    /// It was not written.
-    #[error("standard output")]
-    Write(#[source] io::Error),
-    /// It was not made.
-    #[error("standard output: no JSON can be made of it")]
-    Json(#[from] serde_json::Error),
-}
-
 /// That all events of a list have samples here.
 fn all_sampled(opened: &[Opened]) -> Result<(), CommandError> {
     match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
@@ -131,39 +122,3 @@ pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> Woken {
         std::thread::sleep(left.min(NAP));
     }
 }
-
-/// Prints to standard output. A reader that has gone away is no error.
-///
-/// # Errors
-/// [`OutputError`].
-pub fn print(text: &str) -> Result<(), OutputError> {
-    written(
-        io::stdout()
-            .write_all(text.as_bytes())
-            .and_then(|()| io::stdout().flush()),
-    )
-}
-
-/// Prints to standard error, whose reader may have gone away: what is said there is not worth ending for.
-pub fn say(text: &str) {
-    let _ = io::stderr().write_all(text.as_bytes());
-}
-
-/// `text` with its control characters as spaces, for a message of one line: values come from the user and may
-/// hold anything.
-pub fn one_line(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
-}
-
-/// The result of writing to standard output.
-pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
-    match result {
-        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(OutputError::Write(e)),
-        _ => Ok(()),
-    }
-}
-
-/// The end of a command that did what it was asked.
-pub(crate) const DONE: ExitStatus = ExitStatus::PoweredOff;

@@ -13,9 +13,11 @@ use virtio_devices::console as virtio;
 use virtio_devices::console::port::Port;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::Subscriber;
 use crate::cli::RunArgs;
 use crate::commands::say;
+
+/// A part of the main loop.
+pub(super) type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
 
 /// Why there are no consoles: bad input of the user.
 #[derive(Debug, thiserror::Error)]

@@ -7,7 +7,7 @@ use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, Generation, HostPmu, Model, Vendor};
 
-use super::RunError;
+use super::error::RunError;
 use crate::cli::RunArgs;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::kvm::cpuid;

@@ -5,6 +5,7 @@
 //! | [`config`] | what the user asks for: `tap=NAME,mac=...` |
 //! | [`tap`] | system calls on a tap device and on guest memory |
 //! | [`frames`] | the two queues: frames in, frames out |
+//! | [`link`] | the guest's link, up or down |
 //! | [`vhost`] | the host's kernel in their place |
 //!
 //! One thread moves frames both ways, or the host's kernel does. Checksums and segmentation are left to whom
@@ -13,6 +14,7 @@
 
 pub mod config;
 pub mod frames;
+pub mod link;
 pub mod tap;
 pub mod vhost;
 
@@ -29,18 +31,17 @@ use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
     VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO, VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4,
     VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MRG_RXBUF,
-    VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS, VIRTIO_NET_S_LINK_UP,
+    VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS,
 };
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::{
-    ActivateError, Activation, ActiveQueue, ConfigChange, Interrupt, VirtioDevice, read_config_bytes,
-};
+use crate::device::{ActivateError, Activation, ActiveQueue, Interrupt, VirtioDevice, read_config_bytes};
 use crate::worker::Worker;
 use config::Mac;
 use frames::{FramesError, Pause, Receiver, Sender};
+use link::{LINK_UP, Link};
 use tap::{Offloads, Tap};
 use vhost::{Kernel, Watcher};
 
@@ -132,9 +133,6 @@ fn offloads(features: u64) -> Offloads {
         accepted - Offloads::TSO_ECN
     }
 }
-
-#[expect(clippy::cast_possible_truncation, reason = "it is 1")]
-const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
 
 impl VirtioDevice for Net {
     fn id(&self) -> u32 {
@@ -244,35 +242,6 @@ impl VirtioDevice for Net {
         if let Some(kernel) = &self.kernel {
             kernel.stop();
         }
-    }
-}
-
-/// The guest's link: up until the tap device is gone.
-pub struct Link {
-    name: String,
-    status: Arc<AtomicU16>,
-    config_change: ConfigChange,
-}
-
-impl Link {
-    fn is_up(&self) -> bool {
-        self.status.load(Ordering::Relaxed) == LINK_UP
-    }
-
-    /// The driver has broken a queue, and nothing works before it resets the device.
-    fn needs_reset(&self) {
-        self.config_change.needs_reset();
-    }
-
-    /// The tap device is gone, for good: the link goes down.
-    fn lose(&self, error: &io::Error) {
-        if self.status.swap(0, Ordering::Relaxed) == LINK_UP {
-            log::warn!(
-                "{}: the tap device is gone, so the guest's link is down: {error}",
-                self.name
-            );
-        }
-        self.config_change.tell();
     }
 }
 

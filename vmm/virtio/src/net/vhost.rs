@@ -22,7 +22,7 @@ use vm_memory::{GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMem
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::Link;
+use super::link::Link;
 use super::tap::Tap;
 use crate::device::ActiveQueue;
 

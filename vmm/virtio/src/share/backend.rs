@@ -17,10 +17,11 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use super::QUEUES;
 use super::config::{Sandbox, Source};
 use super::keeper::Keeper;
 
+/// Queues: one for what cannot wait, one for requests.
+pub(super) const QUEUES: usize = 2;
 /// Where distributions put virtiofsd: a program of its own, and that of QEMU before 8.0.
 const PLACES: [&str; 5] = [
     "/usr/libexec/virtiofsd",

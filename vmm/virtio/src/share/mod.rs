@@ -23,12 +23,10 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
 use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 use crate::worker::Worker;
-use backend::{Backend, BackendError, Connection};
+use backend::{Backend, BackendError, Connection, QUEUES};
 use config::{MAX_TAG_BYTES, Source};
 use session::Session;
 
-/// Queues: one for what cannot wait, one for requests.
-const QUEUES: usize = 2;
 /// Their entries: requests of up to 1,020 pages.
 const QUEUE_SIZES: [u16; QUEUES] = [1024; QUEUES];
 

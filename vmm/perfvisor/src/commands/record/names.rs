@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::io;
 
-use super::RecordArgs;
+use super::args::RecordArgs;
 use crate::commands::{CommandError, files};
 use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;

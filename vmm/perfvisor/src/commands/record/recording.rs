@@ -9,9 +9,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
-use super::RecordArgs;
+use super::super::{CommandError, say};
+use super::args::RecordArgs;
+use super::error::RecordError;
 use super::names::Names;
-use super::{CommandError, RecordError, say};
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
 use guest_profile::export::build_id_dir::BuildIdDir;

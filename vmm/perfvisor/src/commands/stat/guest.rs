@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use super::StatArgs;
+use super::args::StatArgs;
 use crate::commands::{CommandError, DONE, OutputError, print};
 use crate::exit::ExitStatus;
 use control_api::client::Client;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::StatArgs;
+use super::args::StatArgs;
 use super::totals::{Total, merge};
 use control_api::events::format::{Counted, Doubt, Fields, Unit, csv_line, mean_and_error, stat_line};
 

@@ -9,7 +9,7 @@ use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
 use perf_core::{ReadFormat, SampleType, error_line};
 
-use super::TopArgs;
+use super::args::TopArgs;
 use super::screen::{Cell, Screen, SymbolRow, VcpuRow};
 use crate::commands::{CommandError, Woken, all_sampled, files, one_line, wait_until};
 use crate::signals::StopSignals;

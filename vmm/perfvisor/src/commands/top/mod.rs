@@ -5,53 +5,26 @@
 //! | `collect` | the connection: samples, counts and the guest's counters, turned into a [`screen::Screen`] |
 //! | [`screen`] | what is shown, as text and on a terminal |
 
+mod args;
 mod collect;
 pub mod screen;
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
-use clap::Args;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
-use super::files::SymbolArgs;
 use super::{CommandError, DONE, OutputError, Woken, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
-use crate::values::{VcpuList, parse_seconds, parse_vcpus};
+pub use args::TopArgs;
 use collect::{Collector, Took};
 use control_api::events::list;
 use screen::{Screen, Ui};
 
 /// How long a key may wait.
 const KEY_WAIT: Duration = Duration::from_millis(50);
-
-/// `perfvisor top`.
-#[derive(Clone, Debug, Args)]
-pub struct TopArgs {
-    /// The VM; may be left out when only one is running.
-    #[arg(value_name = "NAME")]
-    pub name: Option<String>,
-    /// The event to sample, in perf's syntax.
-    #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
-    pub event: String,
-    /// So many samples a second on each vCPU; each takes it out of the guest.
-    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = clap::value_parser!(u64).range(1..1 << 32))]
-    pub frequency: u64,
-    /// Between two screens.
-    #[arg(short, long, value_name = "SECONDS", default_value = "2", value_parser = parse_seconds)]
-    pub delay: Duration,
-    /// Only these vCPUs, as in 0,2-3.
-    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
-    pub vcpu: Option<VcpuList>,
-    /// Print one screen as text after one delay. So it is too when the output is no terminal.
-    #[arg(long, visible_alias = "plain")]
-    pub once: bool,
-    /// Where names come from; without, from the guest's memory.
-    #[command(flatten)]
-    pub symbols: SymbolArgs,
-}
 
 /// Why nothing is shown, or no more.
 #[derive(Debug, thiserror::Error)]

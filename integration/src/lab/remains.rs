@@ -1,0 +1,70 @@
+//! The end of a lab, and what it leaves to be read.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::process::last_lines;
+
+/// The end of QEMU, which another thread waits for.
+#[derive(Default)]
+pub(super) struct Ending {
+    pub(super) how: Mutex<Option<String>>,
+    pub(super) changed: Condvar,
+    /// QEMU is of no use any more and is to be killed.
+    pub(super) abandoned: AtomicBool,
+}
+
+impl Ending {
+    pub(super) fn report(&self, how: String) {
+        *self.how.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn has_come(&self) -> bool {
+        self.how.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// How QEMU ended, if it does so within `limit`.
+    pub(super) fn wait(&self, limit: Duration) -> Option<String> {
+        let how = self.how.lock().unwrap_or_else(PoisonError::into_inner);
+        let (how, _) = self
+            .changed
+            .wait_timeout_while(how, limit, |how| how.is_none())
+            .unwrap_or_else(PoisonError::into_inner);
+        how.clone()
+    }
+}
+
+/// What is left to read after a lab has gone.
+pub(super) struct Remains {
+    pub(super) ending: Arc<Ending>,
+    pub(super) console: PathBuf,
+    pub(super) qemu_log: PathBuf,
+}
+
+impl Remains {
+    /// The ends of the console and of what QEMU printed.
+    pub(super) fn tail(&self) -> String {
+        let console = fs::read(&self.console).unwrap_or_default();
+        let said = fs::read(&self.qemu_log).unwrap_or_default();
+        let mut tail = last_lines(&String::from_utf8_lossy(&console), 15);
+        tail.push_str(&last_lines(&String::from_utf8_lossy(&said), 5));
+        tail
+    }
+
+    /// All that is known about the death of a lab whose connection ended for `reason`.
+    pub(super) fn obituary(&self, reason: &str) -> String {
+        let how = self
+            .ending
+            .wait(Duration::from_secs(3))
+            .unwrap_or_else(|| "still runs".to_owned());
+        format!(
+            "{reason}; QEMU: {how}; its console is in {}, and ends with:\n{}",
+            self.console.display(),
+            self.tail()
+        )
+    }
+}

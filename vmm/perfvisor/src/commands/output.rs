@@ -1,0 +1,52 @@
+//! What a command prints, and its end.
+
+use std::io::{self, Write};
+
+use crate::exit::ExitStatus;
+
+/// What was printed is not complete.
+#[derive(Debug, thiserror::Error)]
+pub enum OutputError {
+    /// It was not written.
+    #[error("standard output")]
+    Write(#[source] io::Error),
+    /// It was not made.
+    #[error("standard output: no JSON can be made of it")]
+    Json(#[from] serde_json::Error),
+}
+
+/// Prints to standard output. A reader that has gone away is no error.
+///
+/// # Errors
+/// [`OutputError`].
+pub fn print(text: &str) -> Result<(), OutputError> {
+    written(
+        io::stdout()
+            .write_all(text.as_bytes())
+            .and_then(|()| io::stdout().flush()),
+    )
+}
+
+/// Prints to standard error, whose reader may have gone away: what is said there is not worth ending for.
+pub fn say(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// `text` with its control characters as spaces, for a message of one line: values come from the user and may
+/// hold anything.
+pub fn one_line(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
+}
+
+/// The result of writing to standard output.
+pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
+    match result {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(OutputError::Write(e)),
+        _ => Ok(()),
+    }
+}
+
+/// The end of a command that did what it was asked.
+pub(crate) const DONE: ExitStatus = ExitStatus::PoweredOff;

@@ -1,0 +1,46 @@
+//! What `stat` is asked for.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::values::{VcpuList, parse_interval, parse_seconds, parse_separator, parse_vcpus};
+
+/// What is counted when nothing is asked for.
+const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
+
+/// `perfvisor stat`.
+#[derive(Clone, Debug, Args)]
+pub struct StatArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC,
+    /// pv/NAME/.
+    #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]
+    pub events: String,
+    /// How long to count; until Ctrl-C if not given.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub duration: Option<Duration>,
+    /// A line for each vCPU and event.
+    #[arg(short = 'A', long)]
+    pub per_vcpu: bool,
+    /// Only these vCPUs, as in 0,2-3.
+    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    pub vcpu: Option<VcpuList>,
+    /// Print what was counted in each interval of so many milliseconds.
+    #[arg(short = 'I', long, value_name = "MS", value_parser = parse_interval)]
+    pub interval: Option<Duration>,
+    /// Print fields with this separator, for programs.
+    #[arg(short = 'x', long, value_name = "SEPARATOR", conflicts_with = "json", value_parser = parse_separator)]
+    pub field_separator: Option<String>,
+    /// Print JSON objects, for programs.
+    #[arg(short, long)]
+    pub json: bool,
+    /// Measure so many times; print the mean and its error. Needs --duration.
+    #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub repeat: u32,
+    /// Show what the guest has programmed into its PMU instead.
+    #[arg(long, conflicts_with_all = ["events", "duration", "interval", "field_separator", "repeat"])]
+    pub guest_view: bool,
+}

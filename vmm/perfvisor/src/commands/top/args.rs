@@ -1,0 +1,34 @@
+//! What `top` is asked for.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::super::files::SymbolArgs;
+use crate::values::{VcpuList, parse_seconds, parse_vcpus};
+
+/// `perfvisor top`.
+#[derive(Clone, Debug, Args)]
+pub struct TopArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// The event to sample, in perf's syntax.
+    #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
+    pub event: String,
+    /// So many samples a second on each vCPU; each takes it out of the guest.
+    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = clap::value_parser!(u64).range(1..1 << 32))]
+    pub frequency: u64,
+    /// Between two screens.
+    #[arg(short, long, value_name = "SECONDS", default_value = "2", value_parser = parse_seconds)]
+    pub delay: Duration,
+    /// Only these vCPUs, as in 0,2-3.
+    #[arg(long, value_name = "LIST", value_parser = parse_vcpus)]
+    pub vcpu: Option<VcpuList>,
+    /// Print one screen as text after one delay. So it is too when the output is no terminal.
+    #[arg(long, visible_alias = "plain")]
+    pub once: bool,
+    /// Where names come from; without, from the guest's memory.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+}

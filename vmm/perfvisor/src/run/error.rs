@@ -1,0 +1,116 @@
+//! Why a VM does not run.
+
+use std::io;
+use std::path::PathBuf;
+
+use perf_core::ConfigError;
+use sandbox::SandboxError;
+use vpmu::ModelError;
+use vpmu::filter::FilterError;
+
+use super::consoles::ConsolesError;
+use crate::background::DaemonError;
+use crate::devices::DeviceError;
+use control_api::events::list::ListError;
+use control_api::place::PlaceError;
+use perfvisor_vmm::gdb::server::GdbError;
+use perfvisor_vmm::kvm::host::HostError;
+use perfvisor_vmm::kvm::own_pmu::NotThisModel;
+use perfvisor_vmm::metrics::address::ListenError;
+use perfvisor_vmm::pmu::backing::BackingError;
+use perfvisor_vmm::privileges::PrivilegeError;
+use perfvisor_vmm::vm::VmError;
+
+/// Why a guest does not run, or the VM did not end as it should.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// Something that is needed before anything of the guest's is there.
+    #[error("{0}")]
+    Start(&'static str, #[source] io::Error),
+    /// No such virtual PMU.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// No event filter.
+    #[error("--pmu-filter {}", path.display())]
+    Filter {
+        /// Its file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: FilterError,
+    },
+    /// KVM cannot be used.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// Nothing counts as it was asked for.
+    #[error(transparent)]
+    Backing(#[from] BackingError),
+    /// KVM's own vPMU is another.
+    #[error(transparent)]
+    OwnModel(#[from] NotThisModel),
+    /// Turns that are ticks have no length of their own.
+    #[error(
+        "--mux-turn with --mux rotate: turns are ticks of 4 ms there; use --mux adaptive, or leave --mux-turn out"
+    )]
+    TurnOfRotate,
+    /// More counters than there are to be shared.
+    #[error(
+        "--reserve-counters {asked}: this host has {free} counters to share, and one of them has to stay; reserve {} at most",
+        free.saturating_sub(1)
+    )]
+    Reserve {
+        /// What was asked.
+        asked: usize,
+        /// How many there are.
+        free: usize,
+    },
+    /// A setting that the perf core does not take.
+    #[error(transparent)]
+    Core(#[from] ConfigError),
+    /// No list of events.
+    #[error("--metrics-events")]
+    MetricsEvents(#[source] ListError),
+    /// Metrics cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] ListenError),
+    /// A console of the guest's cannot be where it is to be.
+    #[error(transparent)]
+    Console(#[from] ConsolesError),
+    /// Both need KVM's single steps.
+    #[error(
+        "--gdb with --backing exact: both step the guest, and KVM has one step for both; use another backing, or leave \
+         --gdb out"
+    )]
+    GdbExact,
+    /// No debugger can come.
+    #[error(transparent)]
+    Gdb(#[from] GdbError),
+    /// The VM cannot be controlled by that name.
+    #[error(transparent)]
+    Name(#[from] PlaceError),
+    /// A device cannot be had.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// Only capabilities that are given up could read a file.
+    #[error(
+        "--on-reset restart reads {} again, which takes capabilities that a running VM does not have; let its owner \
+         or its group read it, or use --on-reset exit",
+        .0.display()
+    )]
+    ReadAgain(PathBuf, #[source] io::Error),
+    /// The process keeps rights that it does not need.
+    #[error("the VM's process cannot give up its rights")]
+    Privileges(#[from] PrivilegeError),
+    /// What its threads may do cannot be bounded.
+    #[error("--seccomp {0}")]
+    Sandbox(sandbox::Mode, #[source] SandboxError),
+    /// No process for it in the background.
+    #[error(transparent)]
+    Daemon(DaemonError),
+    /// No machine, or it does not start.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The main loop ended.
+    #[error("the event loop failed")]
+    Loop(#[source] event_manager::Error),
+}

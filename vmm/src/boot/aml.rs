@@ -1,0 +1,22 @@
+//! Bytes of what the crate acpi_tables describes.
+
+use acpi_tables::{Aml, AmlSink};
+
+struct Bytes(Vec<u8>);
+
+impl AmlSink for Bytes {
+    fn byte(&mut self, byte: u8) {
+        self.0.push(byte);
+    }
+
+    fn vec(&mut self, v: &[u8]) {
+        self.0.extend_from_slice(v);
+    }
+}
+
+/// What the guest reads of `table`, or of a part of one.
+pub(super) fn bytes_of(table: &dyn Aml) -> Vec<u8> {
+    let mut sink = Bytes(Vec::new());
+    table.to_aml_bytes(&mut sink);
+    sink.0
+}

@@ -1,0 +1,422 @@
+//! What follows from a configuration, and the machine's parts made by it.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+use perf_core::pmu::host::HostProbe;
+use virtio_devices::device::{LastResort, VirtioDevice};
+use virtio_devices::transport::bus::PciBus;
+use virtio_devices::transport::machine::Machine;
+use vpmu::{BackingPolicy, Generation, Model};
+
+use super::config::VmConfig;
+use super::error::{VmError, call};
+use crate::boot::{self, BootError, BootRequest, KernelKind, Loaded, layout};
+use crate::devices::{Bus, ports};
+use crate::kernels::running::RunningKernels;
+use crate::kernels::uncounted::Uncounted;
+use crate::kvm::cpuid::{self, GuestCpu};
+use crate::kvm::host::{self, Flavour, HostError};
+use crate::kvm::misc_enable;
+use crate::kvm::msr_filter::{self};
+use crate::kvm::own_pmu::{self};
+use crate::kvm::pci_machine::KvmMachine;
+use crate::kvm::stats_fd::stats_fd;
+use crate::kvm::stepping::{self, BREAKPOINTS};
+use crate::memory::GuestRam;
+use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
+use crate::rdpmc::RdpmcMode;
+use crate::rdpmc::hwbp::{self, HwbpError};
+use crate::rdpmc::sites::Sites;
+use crate::vcpu::control::{OnReset, RunControl, StopReason};
+use crate::vcpu::debugger::Debugger;
+use crate::vcpu::first_state::FirstState;
+use crate::vcpu::kvm_vcpu::KvmVcpu;
+use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
+
+/// What follows from a configuration, and the machine's parts made by it.
+pub(super) struct Plan<'a> {
+    pub(super) config: &'a VmConfig,
+    pub(super) has_pmu: bool,
+    /// PMU registers and RDPMC are ours to serve; with KVM's own vPMU they are KVM's.
+    pub(super) traps: bool,
+    /// RDPMC is replaced in the kernel's text.
+    pub(super) replaces: bool,
+    /// Counters count by single steps.
+    pub(super) stepped: bool,
+}
+
+/// What KVM's vCPUs are made with.
+pub(super) struct VcpuParts<'a> {
+    pub(super) supported: CpuId,
+    pub(super) model: Model,
+    pub(super) gate: bool,
+    pub(super) pmu: Option<&'a VmPmu>,
+    pub(super) loaded: &'a Loaded,
+}
+
+impl<'a> Plan<'a> {
+    pub(super) fn new(kvm: &'a Kvm, config: &'a VmConfig) -> Result<Self, VmError> {
+        let limit = kvm.get_max_vcpus();
+        if usize::from(config.cpus.max()) > limit {
+            return Err(VmError::TooManyVcpus {
+                asked: config.cpus.max(),
+                limit,
+            });
+        }
+        Ok(Self::of(config))
+    }
+
+    pub(super) fn of(config: &'a VmConfig) -> Self {
+        let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
+        let traps = has_pmu && config.own_pmu.is_none();
+        Self {
+            config,
+            has_pmu,
+            traps,
+            replaces: traps && matches!(config.rdpmc, RdpmcMode::Auto | RdpmcMode::Trap),
+            stepped: has_pmu && config.pmu.policy == BackingPolicy::Exact,
+        }
+    }
+
+    /// What the vCPUs are made from, for the guest that was loaded.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "all of the machine's parts come together here"
+    )]
+    pub(super) fn vcpu_maker(
+        &self,
+        fd: &Arc<VmFd>,
+        model: Model,
+        gate: bool,
+        loaded: &Loaded,
+        ram: &GuestRam,
+        bus: &Arc<Bus>,
+        pmu: Option<&Arc<VmPmu>>,
+        control: &Arc<RunControl>,
+        uncounted: &Arc<Uncounted>,
+    ) -> Result<VcpuMaker, VmError> {
+        let breakpoints = self.breakpoints(loaded)?;
+        let gate = gate && breakpoints.len() < BREAKPOINTS;
+        Ok(VcpuMaker {
+            vm: fd.clone(),
+            bus: bus.clone(),
+            pmu: pmu.cloned(),
+            control: control.clone(),
+            memory: ram.memory().clone(),
+            breakpoints,
+            keeps_debug_control: model.intel_version() >= 2,
+            rdpmc: self.rdpmc_parts(loaded, ram, gate, uncounted),
+            stepper: self.stepped.then(|| StepperParts {
+                vendor: model.vendor(),
+                host: self.config.pmu.stepping,
+                alone: self.config.cpus.max() == 1,
+            }),
+            entry: loaded.entry,
+            pins: self.config.pins.clone(),
+        })
+    }
+
+    /// The run state, with a place for a debugger if one may come.
+    pub(super) fn make_control(&self, kvm: &Kvm) -> io::Result<RunControl> {
+        let control = RunControl::new(self.config.on_reset)?;
+        let Some(wanted) = self.config.debugger else {
+            return Ok(control);
+        };
+        let blocks = stepping::blocks_interrupts(kvm);
+        let debugger = Debugger::new(self.config.cpus.max(), blocks)?;
+        let control = control.with_debugger(Some(debugger));
+        if wanted.wait
+            && let Some(debugger) = control.debugger()
+        {
+            debugger.hold(&control);
+        }
+        Ok(control)
+    }
+
+    pub(super) fn boot_request(&self, pci: bool) -> BootRequest<'a> {
+        BootRequest {
+            kernel: &self.config.kernel,
+            protocol: self.config.boot_protocol,
+            initrd: self.config.initrd.as_deref(),
+            cmdline: &self.config.cmdline,
+            cpus: self.config.cpus,
+            pci,
+            patch_rdpmc: self.replaces,
+        }
+    }
+
+    /// Where RDPMC is served by hardware breakpoints.
+    pub(super) fn breakpoints(&self, loaded: &Loaded) -> Result<Vec<u64>, HwbpError> {
+        if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
+            hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping)
+        } else {
+            Ok(Vec::new())
+        }
+    }
+
+    /// Whether this host's KVM runs the kernel; and the kernel is told what cannot be counted.
+    pub(super) fn check_kernel(
+        &self,
+        kvm: &Kvm,
+        uncounted: &Uncounted,
+        loaded: &Loaded,
+        ram: &GuestRam,
+    ) -> Result<(), VmError> {
+        if !needs_full_kvm(&loaded.kind) {
+            return Ok(());
+        }
+        if host::interprets_kernels(kvm)? {
+            return Err(BootError::NeedsFullKvm {
+                flavour: Flavour::SoftwareOnly.to_string(),
+            }
+            .into());
+        }
+        if self.has_pmu {
+            uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
+        }
+        Ok(())
+    }
+
+    /// A VM with KVM's devices.
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+    pub(super) fn make_vm(&self, kvm: &Kvm) -> Result<Arc<VmFd>, VmError> {
+        let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
+        if self.config.own_pmu.is_none()
+            && !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
+        {
+            log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
+        }
+        fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+            .map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
+        fd.set_tss_address(layout::KVM_TSS as usize)
+            .map_err(call("KVM_SET_TSS_ADDR"))?;
+        fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))?;
+        fd.create_pit2(kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        })
+        .map_err(call("KVM_CREATE_PIT2"))?;
+        Ok(fd)
+    }
+
+    /// The PMU of the VM, and what KVM is to leave to it.
+    pub(super) fn make_pmu(
+        &self,
+        kvm: &Kvm,
+        model: Model,
+        probe: &HostProbe,
+        fd: &Arc<VmFd>,
+        ram: &GuestRam,
+    ) -> Result<Option<Arc<VmPmu>>, VmError> {
+        if !self.has_pmu {
+            return Ok(None);
+        }
+        let config = PmuConfig {
+            model,
+            ..self.config.pmu.clone()
+        };
+        let pmu = VmPmu::new(
+            config,
+            probe,
+            statistics(&**fd),
+            host::interprets_kernels(kvm)?,
+            GuestProbe::new(ram.memory().clone()),
+        );
+        let pmu = match self.config.own_pmu {
+            Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),
+            None => pmu,
+        };
+        if self.traps {
+            msr_filter::install(fd, &self.config.pmu.model.trapped_msrs())?;
+        }
+        pmu.set_kvms_filter(&self.config.pmu.filter)?;
+        stop_halt_polling(fd);
+        Ok(Some(Arc::new(pmu)))
+    }
+
+    pub(super) fn make_bus(&self, console: Box<dyn Write + Send>, fd: &Arc<VmFd>) -> Result<Bus, VmError> {
+        let bus = Bus::new(console, self.config.memory_bytes, self.config.cpus)
+            .map_err(|e| VmError::Os("making the devices", e))?;
+        fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
+            .map_err(call("KVM_IRQFD"))?;
+        let vm = fd.clone();
+        bus.lead_sci_to(Box::new(move |level| {
+            if let Err(e) = vm.set_irq_line(boot::SCI_IRQ.into(), level) {
+                log::error!("KVM_IRQ_LINE failed: {e}");
+            }
+        }));
+        if let Some(plug) = bus.cpu_plug() {
+            fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
+                .map_err(call("KVM_IRQFD"))?;
+        }
+        Ok(bus)
+    }
+
+    /// The bus with a PCI bus that has `devices`, if the guest is told of one.
+    pub(super) fn add_pci(
+        bus: Bus,
+        devices: Vec<Box<dyn VirtioDevice>>,
+        told: bool,
+        fd: &Arc<VmFd>,
+        ram: &GuestRam,
+        control: &Arc<RunControl>,
+    ) -> Result<Bus, VmError> {
+        if !told {
+            return Ok(bus);
+        }
+        let control = control.clone();
+        let last_resort = LastResort::new(Arc::new(move || control.stop(StopReason::Failed)));
+        let machine: Arc<dyn Machine> = Arc::new(KvmMachine::new(fd.clone(), last_resort));
+        let pci = PciBus::new(devices, ram.memory(), layout::PCI_WINDOW, &machine)?;
+        Ok(bus.with_pci(pci))
+    }
+
+    /// Whether RDPMC that was not replaced is served at the guest's handler of #GP. A breakpoint there needs
+    /// one that is left over. What is not Linux is left as it is unless the user asks.
+    pub(super) fn has_gate(&self, kvm: &Kvm, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
+        let faults = self.traps && rdpmc_faults(kvm, &loaded.kind)?;
+        Ok(faults
+            && !self.stepped
+            && breakpoints < BREAKPOINTS
+            && match self.config.rdpmc {
+                RdpmcMode::Auto => needs_full_kvm(&loaded.kind),
+                RdpmcMode::Trap | RdpmcMode::Hwbp => true,
+                RdpmcMode::Off => false,
+            })
+    }
+
+    /// KVM's vCPU `id`, configured.
+    pub(super) fn make_vcpu(
+        &self,
+        kvm: &Kvm,
+        fd: &VmFd,
+        parts: &VcpuParts<'_>,
+        id: u8,
+    ) -> Result<KvmVcpu, VmError> {
+        let config = self.config;
+        let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
+            Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
+            _ => call("KVM_CREATE_VCPU")(e),
+        })?;
+        let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
+        let cpu = GuestCpu {
+            pmu: &parts.model,
+            backability: config.backability,
+            cpus: config.cpus.max(),
+            tsc_khz,
+            tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
+            nested: config.nested,
+            signature: config.cpu_signature,
+            stepped: self.stepped,
+            enters_handlers: parts.gate || self.stepped,
+        };
+        let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
+        vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
+        if config.own_pmu.is_some() {
+            own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
+        } else if parts.model.intel_version() > 0
+            && !misc_enable::announce_pmu(&vcpu).map_err(call("KVM_SET_MSRS(IA32_MISC_ENABLE)"))?
+        {
+            log::info!("this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU");
+        }
+        boot::configure_local_apic(&vcpu)?;
+        if id == 0 {
+            parts.loaded.configure_bsp(&vcpu)?;
+        }
+        if let Some(pmu) = parts.pmu
+            && let Some(stats) = statistics(&vcpu)
+        {
+            pmu.add_statistics(id, stats);
+        }
+        let restarts = config.on_reset == OnReset::Restart;
+        let first = if restarts || config.cpus.can_change() && id > 0 {
+            Some(FirstState::of(kvm, &vcpu)?)
+        } else {
+            None
+        };
+        Ok(KvmVcpu::new(id, vcpu, tsc_khz, table, first))
+    }
+
+    /// What the guest's kernels are told that nobody counts.
+    pub(super) fn uncounted(&self, probe: &HostProbe) -> Uncounted {
+        let VmConfig { pmu, backability, .. } = self.config;
+        let hides = self.config.hide_uncounted;
+        Uncounted::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides)
+    }
+
+    /// What serves RDPMC; `None`: KVM does.
+    pub(super) fn rdpmc_parts(
+        &self,
+        loaded: &Loaded,
+        ram: &GuestRam,
+        gate: bool,
+        uncounted: &Arc<Uncounted>,
+    ) -> Option<RdpmcParts> {
+        if !self.traps || self.config.rdpmc == RdpmcMode::Off {
+            return None;
+        }
+        let linux = needs_full_kvm(&loaded.kind);
+        let planted = self.replaces.then(Arc::default);
+        let sites = Sites::new(if self.replaces { &loaded.rdpmc_sites } else { &[] });
+        let running = (self.replaces && linux).then(|| {
+            Arc::new(RunningKernels::new(
+                ram.memory().clone(),
+                sites.clone(),
+                loaded.text.clone(),
+                &loaded.rdpmc_sites,
+                gate,
+                uncounted.clone(),
+            ))
+        });
+        Some(RdpmcParts {
+            linux,
+            sites,
+            gate: gate.then(|| (planted, loaded.symbols.clone())),
+            running,
+        })
+    }
+}
+
+/// Whether a kernel of this kind needs a KVM that runs CPL 0 on the processor. Linux does: it uses
+/// instructions that KVM's emulator lacks. Other kernels may do without.
+pub(super) fn needs_full_kvm(kind: &KernelKind) -> bool {
+    kind.is_linux()
+}
+
+/// KVM's binary statistics of a VM or vCPU; kernels before 5.14 have none, and the events they back are not
+/// supported.
+pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
+    stats_fd(of)
+        .inspect_err(|e| log::info!("KVM_GET_STATS_FD: {e}"))
+        .ok()
+}
+
+/// Whether RDPMC outside the kernel's text faults, so that it can be served. Else programs get numbers that
+/// nobody counted, and the user is told.
+pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
+    let faults = host::rdpmc_faults(kvm)?;
+    if !faults && needs_full_kvm(kind) {
+        log::warn!(
+            "programs of the guest that use RDPMC read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; \
+             fixed in 6.12); `echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
+        );
+    }
+    Ok(faults)
+}
+
+/// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU time,
+/// which the clock backing would count as guest cycles.
+pub(super) fn stop_halt_polling(vm: &VmFd) {
+    let cap = kvm_enable_cap {
+        cap: KVM_CAP_HALT_POLL,
+        ..Default::default()
+    };
+    if let Err(e) = vm.enable_cap(&cap) {
+        log::info!(
+            "KVM_CAP_HALT_POLL is not offered ({e}); cycles of an idle guest may include halt polling"
+        );
+    }
+}
