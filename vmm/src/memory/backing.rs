@@ -1,6 +1,6 @@
 //! Where the pages of guest memory come from: the host's anonymous memory, a memfd that others can map, or
 //! huge pages; and how they are given back.
-#![expect(unsafe_code, reason = "memfd_create(2), madvise(2), fallocate(2)")]
+#![expect(unsafe_code, reason = "memfd_create(2), madvise(2), fallocate(2), mmap(2)")]
 
 use std::ffi::CStr;
 use std::fs::{self, File};
@@ -13,10 +13,16 @@ use thiserror::Error;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    MmapRegion,
 };
 
 /// Size of the huge pages that `--hugepages 2M` takes.
-pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
+pub const HUGE_PAGE_BYTES: u64 = HUGE as u64;
+/// The same, as a length in this process.
+const HUGE: usize = 2 << 20;
+/// How often addresses that begin at a multiple of it are looked for. The second try has them, unless other
+/// threads map memory meanwhile.
+const MAPPING_TRIES: usize = 8;
 /// How many of them are free.
 const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// When the kernel makes huge pages of its own accord.
@@ -174,6 +180,11 @@ fn free_huge_pages() -> u64 {
 }
 
 fn map_one(start: GuestAddress, len: usize, kind: MemoryKind) -> Result<GuestRegionMmap, BackingError> {
+    let region = at_a_boundary(|| map_anywhere(len, kind))?;
+    GuestRegionMmap::new(region, start).ok_or(BackingError::Map(MmapRegionError::InvalidOffsetLength))
+}
+
+fn map_anywhere(len: usize, kind: MemoryKind) -> Result<MmapRegion, BackingError> {
     let huge = kind.huge_pages == HugePages::Reserved;
     let mut builder = MmapRegionBuilder::new(len).with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
     builder = if kind.shared || huge {
@@ -187,14 +198,62 @@ fn map_one(start: GuestAddress, len: usize, kind: MemoryKind) -> Result<GuestReg
     } else {
         builder.with_mmap_flags(libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_NORESERVE)
     };
-    let region = builder.build().map_err(|e| match e {
+    builder.build().map_err(|e| match e {
         MmapRegionError::Mmap(e) if huge && e.raw_os_error() == Some(libc::ENOMEM) => BackingError::TooFew {
             needed: len as u64 / HUGE_PAGE_BYTES,
             free: free_huge_pages(),
         },
         other => BackingError::Map(other),
-    })?;
-    GuestRegionMmap::new(region, start).ok_or(BackingError::Map(MmapRegionError::InvalidOffsetLength))
+    })
+}
+
+/// A mapping by `map` that begins at a multiple of a huge page's size, as the guest's addresses do. Only then
+/// can KVM map a huge page of ours as one of the guest's. Kernels before Linux 6.7 do not see to that, later
+/// ones for some lengths. A mapping elsewhere works too, so it is what is left if this fails.
+fn at_a_boundary(map: impl Fn() -> Result<MmapRegion, BackingError>) -> Result<MmapRegion, BackingError> {
+    let mut above = Vec::new();
+    for _ in 0..MAPPING_TRIES {
+        let region = map()?;
+        let (address, len) = (region.as_ptr() as usize, region.size());
+        let excess = address % HUGE;
+        if excess == 0 || len < HUGE {
+            return Ok(region);
+        }
+        drop(region);
+        // The kernel takes the highest addresses that are free. Without those at the end it takes as much
+        // more at the start.
+        above.extend(Reserved::at(address + len - excess, excess));
+    }
+    map()
+}
+
+/// Addresses that nobody is to get, as long as it lives.
+struct Reserved {
+    address: usize,
+    len: usize,
+}
+
+impl Reserved {
+    /// `None`: somebody has mapped something there.
+    fn at(address: usize, len: usize) -> Option<Self> {
+        let flags =
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+        let hint = std::ptr::without_provenance_mut(address);
+        // SAFETY: a mapping that replaces none (kernels that do not know the flag take the address for a
+        // hint, and replace none either), and which cannot be accessed.
+        let got = unsafe { libc::mmap(hint, len, libc::PROT_NONE, flags, -1, 0) };
+        (got != libc::MAP_FAILED).then(|| Self {
+            address: got as usize,
+            len,
+        })
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours alone, is `len` bytes long, and nothing was ever in it.
+        unsafe { libc::munmap(std::ptr::without_provenance_mut(self.address), self.len) };
+    }
 }
 
 /// A file of `len_bytes` in memory whose size nobody can change: a back end that cut it short would have our
@@ -305,6 +364,26 @@ mod tests {
                     assert_eq!(memory.read_obj::<u32>(GuestAddress(at)).unwrap(), 0, "{kind:?}");
                 }
                 assert_eq!(resident_pages(&memory) == pages, prealloc, "{kind:?}");
+            }
+        }
+    }
+
+    /// Lengths that are no whole number of huge pages are those that no kernel aligns by itself.
+    #[test]
+    fn memory_begins_where_a_huge_page_can() {
+        for shared in [false, true] {
+            let kind = MemoryKind {
+                shared,
+                ..MemoryKind::default()
+            };
+            let kept: Vec<_> = [5 << 20, (64 << 20) + 4096, (3 << 20) - 4096]
+                .into_iter()
+                .map(|len| map(&[(GuestAddress(0), len)], kind).unwrap())
+                .collect();
+            for memory in &kept {
+                let at = memory.get_host_address(GuestAddress(0)).unwrap() as u64;
+                assert!(at.is_multiple_of(HUGE_PAGE_BYTES), "{at:#x}");
+                memory.write_obj(1_u8, GuestAddress((3 << 20) - 4097)).unwrap();
             }
         }
     }
