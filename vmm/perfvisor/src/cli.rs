@@ -29,7 +29,7 @@ use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
     parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
-    parse_stop_timeout, parse_turn, parse_width,
+    parse_share, parse_stop_timeout, parse_turn, parse_width,
 };
 use control_api::nearest::did_you_mean;
 use perf_core::error_line;
@@ -244,7 +244,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
     pub hide_uncounted: bool,
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
-    #[arg(long, value_name = "POLICY", default_value = "guest-first")]
+    #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
     pub share: SharePolicy,
     /// How events take turns when there are more than counters: auto (adaptive, with turns as short as one
     /// hundredth of the guest's time allows here), adaptive (short turns whatever they cost), or rotate

@@ -1,5 +1,7 @@
 //! The virtio devices of a machine, as the arguments of `perfvisor run` ask for them.
 
+use std::collections::HashSet;
+use std::hash::Hash;
 use std::io;
 
 use control_api::place;
@@ -37,6 +39,14 @@ pub enum DeviceError {
     /// A tap device twice.
     #[error("--net tap={0} is there twice: give each network device a tap of its own")]
     TapTwice(String),
+    /// Two network devices with the same address.
+    #[error("--net: mac={0} is there twice: give each network device an address of its own")]
+    MacTwice(Mac),
+    /// Two disks with the same serial number.
+    #[error(
+        "--disk: serial={0} is there twice: give each disk a serial number of its own (without one it is disk0, disk1, ...)"
+    )]
+    SerialTwice(String),
     /// No shared directory.
     #[error("--share-dir")]
     Share(#[from] BackendError),
@@ -62,23 +72,17 @@ pub enum DeviceError {
 /// # Errors
 /// [`DeviceError`]; nothing of the guest's has been touched.
 pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
+    check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
-        let disk = Block::open(format!("disk{i}"), config).map_err(DeviceError::Disk)?;
+        let disk = Block::open(disk_name(i), config).map_err(DeviceError::Disk)?;
         devices.push(Box::new(disk));
     }
     for (i, config) in args.net.iter().enumerate() {
-        if args.net[..i].iter().any(|other| other.tap == config.tap) {
-            return Err(DeviceError::TapTwice(config.tap.clone()));
-        }
         devices.push(Box::new(network(config, i, vm)?));
     }
-    let tags: Vec<String> = args.share_dir.iter().enumerate().map(tag).collect();
     for (i, config) in args.share_dir.iter().enumerate() {
-        if tags[..i].contains(&tags[i]) {
-            return Err(DeviceError::TagTwice(tags[i].clone()));
-        }
-        devices.push(Box::new(share(config, i, &tags[i], vm)?));
+        devices.push(Box::new(share(config, i, &tag((i, config)), vm)?));
     }
     // The built-in guests have no use for one.
     if args.rng && args.kernel.is_some() {
@@ -88,6 +92,46 @@ pub fn wanted(args: &RunArgs, vm: &str) -> Result<Vec<Box<dyn VirtioDevice>>, De
         devices.push(Box::new(sockets(config, vm)?));
     }
     Ok(devices)
+}
+
+/// Refuses what cannot be there twice, before anything is opened or started: a guest would take two disks or
+/// network devices for one.
+fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
+    let serials = args.disk.iter().enumerate().map(|(i, config)| {
+        let serial = config.serial.clone();
+        serial.unwrap_or_else(|| disk_name(i))
+    });
+    let taps = args.net.iter().map(|config| config.tap.clone());
+    let macs = args.net.iter().map(|config| mac(config, vm));
+    let tags = args.share_dir.iter().enumerate().map(tag);
+    once(serials).map_err(DeviceError::SerialTwice)?;
+    once(taps).map_err(DeviceError::TapTwice)?;
+    once(macs).map_err(DeviceError::MacTwice)?;
+    once(tags).map_err(DeviceError::TagTwice)
+}
+
+/// The first that was there before is the error.
+fn once<T: Hash + Eq + Clone>(all: impl Iterator<Item = T>) -> Result<(), T> {
+    let mut seen = HashSet::new();
+    all.into_iter().try_for_each(|one| {
+        if seen.insert(one.clone()) {
+            Ok(())
+        } else {
+            Err(one)
+        }
+    })
+}
+
+/// The name of disk `index`, which is its serial number too if it has no other.
+fn disk_name(index: usize) -> String {
+    format!("disk{index}")
+}
+
+/// The guest's address of a network device.
+fn mac(config: &NetConfig, vm: &str) -> Mac {
+    config
+        .mac
+        .unwrap_or_else(|| Mac::derived_from(&format!("{vm}/{}", config.tap)))
 }
 
 /// What the guest mounts a shared directory by.
@@ -125,9 +169,7 @@ fn sockets(config: &VsockConfig, vm: &str) -> Result<VsockDevice, VsockError> {
 fn network(config: &NetConfig, index: usize, vm: &str) -> Result<Net, DeviceError> {
     let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
     let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
-    let mac = config
-        .mac
-        .unwrap_or_else(|| Mac::derived_from(&format!("{vm}/{}", config.tap)));
+    let mac = mac(config, vm);
     let opened = (config.vhost != Vhost::Off).then(Kernel::open);
     let (kernel, who) = match (config.vhost, opened) {
         (_, None) => (None, "a thread of Perfvisor's, as asked".to_owned()),
@@ -140,4 +182,45 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<Net, DeviceErro
         config.tap
     );
     Ok(Net::new(format!("net{index}"), tap, mac, mtu, kernel))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::cli::{self, Command};
+
+    use super::*;
+
+    fn checked(words: &str) -> Result<(), String> {
+        let words = ["perfvisor", "run"].into_iter().chain(words.split(' '));
+        let Ok(Command::Run(args)) = cli::parse(words).map(|cli| cli.command) else {
+            panic!("no arguments of run");
+        };
+        check(&args, "vm").map_err(|e| error_line(&e))
+    }
+
+    /// Neither the files nor the taps are there: nothing is opened.
+    #[test]
+    fn what_a_guest_would_take_for_one_is_refused() {
+        for (words, said) in [
+            ("--disk a,serial=x --disk b,serial=x", "serial=x is there twice"),
+            ("--disk a,serial=disk1 --disk b", "serial=disk1 is there twice"),
+            (
+                "--net tap=t --net tap=t,mac=02:00:00:00:00:01",
+                "tap=t is there twice",
+            ),
+            (
+                "--net tap=s,mac=02:00:00:00:00:0a --net tap=t,mac=02:00:00:00:00:0A",
+                "mac=02:00:00:00:00:0a is there twice",
+            ),
+            (
+                "--share-dir d --share-dir e,tag=share0",
+                "tag=share0 is there twice",
+            ),
+        ] {
+            let line = checked(words).unwrap_err();
+            assert!(line.contains(said), "{words}: {line}");
+        }
+        let fits = "--disk a,ro --disk a,ro,serial=y --net tap=s --net tap=t --share-dir d --share-dir d";
+        assert_eq!(checked(fits), Ok(()));
+    }
 }

@@ -1,12 +1,13 @@
 //! The values of options: their parsers, and what is said of a value that is wrong.
 //!
-//! A type that is parsed where it is defined (`SharePolicy`, `ModelName`, `VcpuNumbers`) needs nothing here.
+//! A type that is parsed where it is defined (`ModelName`, `VcpuNumbers`) needs nothing here.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use guest_images::bare_metal::{GUESTS, Guest};
 use guest_profile::export::report::SortKey;
+use perf_core::SharePolicy;
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
 /// Shortest interval of `stat -I`, in milliseconds.
@@ -28,10 +29,10 @@ const MIN_RING_BYTES: u64 = 64 << 10;
 /// Most memory for rings.
 const MAX_RING_BYTES: u64 = 64 << 30;
 
-/// What is wrong with a value. Who prints it names the option and the value before it.
 /// Longest time that a guest may be given to power off, in seconds: a day.
 const MAX_STOP_TIMEOUT_S: f64 = 86_400.0;
 
+/// What is wrong with a value. Who prints it names the option and the value before it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
     /// No built-in guest of that name.
@@ -67,6 +68,11 @@ pub enum ValueError {
     /// Neither on nor off.
     #[error("must be on or off")]
     OnOff,
+    /// No policy; a directory is what other programs share.
+    #[error(
+        "must be guest-first, operator-first or strict (a directory of the host is shared by --share-dir)"
+    )]
+    Share,
     /// No list of vCPUs.
     #[error("must be vCPU numbers and ranges, as in 0,2-3")]
     Vcpus,
@@ -176,6 +182,11 @@ pub fn parse_on_off(text: &str) -> Result<bool, ValueError> {
         "off" => Ok(false),
         _ => Err(ValueError::OnOff),
     }
+}
+
+/// Who gets the host's counters.
+pub fn parse_share(text: &str) -> Result<SharePolicy, ValueError> {
+    text.parse().map_err(|_| ValueError::Share)
 }
 
 /// A list of vCPUs.

@@ -236,8 +236,7 @@ struct Reserved {
 impl Reserved {
     /// `None`: somebody has mapped something there.
     fn at(address: usize, len: usize) -> Option<Self> {
-        let flags =
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
         let hint = std::ptr::without_provenance_mut(address);
         // SAFETY: a mapping that replaces none (kernels that do not know the flag take the address for a
         // hint, and replace none either), and which cannot be accessed.
