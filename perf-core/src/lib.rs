@@ -24,7 +24,8 @@
 //! on which this user may call `perf_event_open(2)`; `cargo run -p perf-core --example thread` is a longer
 //! one.
 //!
-//! ```
+#![cfg_attr(feature = "host", doc = "```")]
+#![cfg_attr(not(feature = "host"), doc = "```ignore")]
 //! use std::sync::Arc;
 //!
 //! use perf_core::pmu::host::HostPmu;

@@ -68,7 +68,8 @@ pub struct CoreBuilder {
 impl Core {
     /// Sets a core up step by step. What is not set is as in [`CoreConfig::default`].
     ///
-    /// ```
+    #[cfg_attr(feature = "sim", doc = "```")]
+    #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
     /// use std::sync::Arc;
     /// use perf_core::pmu::sim::SimPmu;
     /// use perf_core::{Core, SharePolicy};

@@ -130,7 +130,8 @@ impl Handle {
     /// on meanwhile; its records are counted as lost, and so are those of every other event that writes
     /// there.
     ///
-    /// ```
+    #[cfg_attr(feature = "sim", doc = "```")]
+    #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::sim::SimPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

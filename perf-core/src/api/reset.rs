@@ -17,7 +17,8 @@ impl Core {
     /// The machine was reset: what waits for that ([`crate::Attr::enable_on_exec`]) is enabled, once, in the
     /// VM context and on every vCPU. A VM-wide event is enabled as a whole, so vCPUs added later count too.
     ///
-    /// ```
+    #[cfg_attr(feature = "sim", doc = "```")]
+    #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::sim::SimPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -88,7 +88,8 @@ impl Core {
     /// or a `kernel.perf_event_paranoid` of 0 or less. The driver's overflow signal goes to the thread that
     /// opens the event.
     ///
-    /// ```
+    #[cfg_attr(feature = "host", doc = "```")]
+    #[cfg_attr(not(feature = "host"), doc = "```ignore")]
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::host::HostPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

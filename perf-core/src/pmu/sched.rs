@@ -205,7 +205,7 @@ mod tests {
     fn this_thread() -> Target {
         Target::Vcpu {
             vcpu: VcpuId(0),
-            tid: crate::pmu::host::fd::current_tid(),
+            tid: own_tid(),
         }
     }
 
