@@ -5,17 +5,20 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::nearest::did_you_mean;
+use crate::peer;
 use crate::place::{self, PlaceError};
 use crate::protocol::{Failure, PROTOCOL, ReplyLine, RequestLine, SymbolsInfo, VmInfo};
 use crate::request::{self, Request};
 
 /// How long a VM may take to reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long it may be silent before it is asked whether its process has been stopped.
+const SILENCE: Duration = Duration::from_millis(500);
 /// Longest reply taken.
 const MAX_REPLY: usize = 16 << 20;
 /// Most bytes of symbols taken.
@@ -41,9 +44,15 @@ pub enum ClientError {
     /// The VM refused.
     #[error(transparent)]
     Refused(#[from] Failure),
-    /// The connection broke, or the VM took too long.
+    /// The connection broke.
     #[error("the VM's control socket")]
     Io(#[from] io::Error),
+    /// Its process is stopped.
+    #[error("the VM is not responding: its process {0} is stopped; kill -CONT {0} lets it go on")]
+    Stopped(u32),
+    /// It took too long.
+    #[error("the VM is not responding: it has said nothing for {} s", .0.as_secs_f64())]
+    Silent(Duration),
     /// What came is no reply.
     #[error("the VM's reply is not understood ({0}); use the Perfvisor that runs it")]
     Reply(&'static str),
@@ -67,6 +76,11 @@ fn which(names: &[String]) -> String {
 }
 
 impl ClientError {
+    /// Whether the VM is there and says nothing.
+    pub fn is_silence(&self) -> bool {
+        matches!(self, Self::Stopped(_) | Self::Silent(_))
+    }
+
     /// Whether the VM has gone: it ended, or was killed.
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Io(e) if matches!(e.kind(),
@@ -88,6 +102,8 @@ struct Line {
     next: u64,
     incoming: Vec<u8>,
     files: VecDeque<File>,
+    /// How long it waits for the VM.
+    patience: Duration,
 }
 
 impl Client {
@@ -104,6 +120,14 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub fn connect_in(dir: &Path, name: Option<&str>) -> Result<Self, ClientError> {
+        Self::connect_within(dir, name, REPLY_TIMEOUT)
+    }
+
+    /// As [`Client::connect_in`]; the VM may take `patience` for each reply.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn connect_within(dir: &Path, name: Option<&str>, patience: Duration) -> Result<Self, ClientError> {
         let name = match name {
             Some(name) => {
                 place::check_name(name)?;
@@ -131,9 +155,11 @@ impl Client {
                 let others = place::names(dir)?;
                 return Err(ClientError::NoSuchVm { name, others });
             }
+            // Those that wait are as many as may: nobody takes them in.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(ClientError::Silent(SILENCE)),
             Err(e) => return Err(e.into()),
         };
-        Self::over(stream)
+        Self::over_within(stream, patience)
     }
 
     /// Greets the VM at the other end of `stream`.
@@ -141,13 +167,18 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub fn over(stream: UnixStream) -> Result<Self, ClientError> {
-        stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
-        stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
+        Self::over_within(stream, REPLY_TIMEOUT)
+    }
+
+    fn over_within(stream: UnixStream, patience: Duration) -> Result<Self, ClientError> {
+        stream.set_read_timeout(Some(SILENCE))?;
+        stream.set_write_timeout(Some(patience))?;
         let mut line = Line {
             stream,
             next: 1,
             incoming: Vec::new(),
             files: VecDeque::new(),
+            patience,
         };
         let info = line.ask(request::Hello { protocol: PROTOCOL })?;
         Ok(Self { line, info })
@@ -194,6 +225,17 @@ impl Client {
 }
 
 impl Line {
+    /// Nothing has come for a while of what was asked for at `asked`.
+    fn may_be_silent(&self, asked: Instant) -> Result<(), ClientError> {
+        if let Some(pid) = peer::stopped(&self.stream) {
+            return Err(ClientError::Stopped(pid));
+        }
+        if asked.elapsed() >= self.patience {
+            return Err(ClientError::Silent(self.patience));
+        }
+        Ok(())
+    }
+
     fn ask<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
         let id = self.next;
         self.next += 1;
@@ -215,6 +257,7 @@ impl Line {
 
     fn read(&mut self) -> Result<Vec<u8>, ClientError> {
         let mut seen = 0;
+        let asked = Instant::now();
         loop {
             if let Some(end) = memchr::memchr(b'\n', &self.incoming[seen..]) {
                 let rest = self.incoming.split_off(seen + end + 1);
@@ -225,10 +268,15 @@ impl Line {
                 return Err(ClientError::Reply("too long"));
             }
             let mut chunk = [0; 64 << 10];
-            let (n, file) = self
-                .stream
-                .recv_with_fd(&mut chunk)
-                .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+            let received = self.stream.recv_with_fd(&mut chunk);
+            let (n, file) = match received.map_err(|e| io::Error::from_raw_os_error(e.errno())) {
+                Ok(received) => received,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.may_be_silent(asked)?;
+                    continue;
+                }
+                Err(e) => return Err(e.into()),
+            };
             self.files.extend(file);
             if n == 0 {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the VM closed it").into());
@@ -244,7 +292,6 @@ mod tests {
     use std::os::fd::AsRawFd;
     use std::thread;
 
-    use crate::peer;
     use crate::place::Socket;
     use crate::protocol::{ClientRole, FailureKind, VmState};
 
@@ -400,6 +447,40 @@ mod tests {
             missing,
             ClientError::Reply("no descriptor came with it")
         ));
+    }
+
+    /// Not before its time, and with the words for a VM that is there.
+    #[test]
+    fn a_vm_that_says_nothing_is_given_up() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let asked = Instant::now();
+        let error = Client::over_within(ours, 2 * SILENCE).unwrap_err();
+        assert!(
+            error.is_silence() && !error.is_gone(),
+            "{error:?}, not one that is gone"
+        );
+        assert!(asked.elapsed() >= 2 * SILENCE);
+        assert!(error.to_string().contains("not responding"), "{error}");
+    }
+
+    /// A listener whose queue is full does not hold who connects for ever.
+    #[test]
+    fn a_vm_that_takes_nobody_in_is_given_up() {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = temp.path().join("sockets");
+        let _socket = Socket::bind(&dir, "a").unwrap();
+        let mut waiting = Vec::new();
+        let error = loop {
+            match place::connect(&dir, "a") {
+                Ok(stream) => waiting.push(stream),
+                Err(e) => break e,
+            }
+            assert!(waiting.len() < 100_000, "there is room for all");
+        };
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        let error = Client::connect_in(&dir, Some("a")).unwrap_err();
+        assert!(error.is_silence(), "{error:?}");
+        assert_eq!(place::names(&dir).unwrap(), ["a"], "it is there all the same");
     }
 
     #[test]

@@ -2,19 +2,38 @@
 #![expect(unsafe_code, reason = "asks who is at the other end, and seals memory files")]
 
 use std::ffi::CString;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
 
 /// The user at the other end, as the kernel recorded it when the connection was made (`SO_PEERCRED`,
 /// unix(7)).
 ///
 /// # Errors
 /// The error of `getsockopt(2)`.
-#[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
 pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
+    peer(stream).map(|peer| peer.uid)
+}
+
+/// The process at the other end of `stream`, if it is stopped (`SIGSTOP`, or by a debugger). That of a
+/// process of another pid namespace is not known.
+pub fn stopped(stream: &UnixStream) -> Option<u32> {
+    let pid = u32::try_from(peer(stream).ok()?.pid)
+        .ok()
+        .filter(|pid| *pid != 0)?;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the program's name, which may have any character (proc(5)).
+    let state = stat.rsplit_once(") ")?.1.chars().next()?;
+    matches!(state, 'T' | 't').then_some(pid)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
+fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     let mut cred = libc::ucred {
         pid: 0,
         uid: u32::MAX,
@@ -33,10 +52,44 @@ pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
         )
     };
     if result == 0 && len as usize == size_of::<libc::ucred>() {
-        Ok(cred.uid)
+        Ok(cred)
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// As [`UnixStream::connect`], for `patience` if as many connections wait as the listener has room for.
+///
+/// # Errors
+/// That of `connect(2)`; [`io::ErrorKind::WouldBlock`] when the time is over.
+#[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
+pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let bytes = path.as_os_str().as_bytes();
+    let mut address = libc::sockaddr_un {
+        sun_family: libc::AF_UNIX as libc::sa_family_t,
+        sun_path: [0; 108],
+    };
+    // One byte stays zero.
+    if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
+        *to = from.cast_signed();
+    }
+    // SAFETY: socket takes three numbers.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just made, and nothing else owns it.
+    let stream = unsafe { UnixStream::from_raw_fd(fd) };
+    stream.set_write_timeout(Some(patience))?;
+    let size = size_of::<libc::sockaddr_un>() as libc::socklen_t;
+    // SAFETY: the address is a live local of the size that is given, and its path ends with a zero.
+    if unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), size) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(stream)
 }
 
 /// The user this process acts as.

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::peer;
 
@@ -12,6 +13,9 @@ use crate::peer;
 pub const MAX_NAME: usize = 64;
 /// Ending of a socket's file name.
 const SUFFIX: &str = ".sock";
+/// How long a connection waits for room among those that a VM has not taken in: one that is stopped takes
+/// none in.
+const ROOM: Duration = Duration::from_millis(500);
 
 /// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
@@ -189,7 +193,7 @@ impl Drop for Socket {
 
 /// Whether nobody listens any more: the VM was killed.
 fn is_dead(path: &Path) -> bool {
-    matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
+    matches!(peer::connect_within(path, ROOM), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Names of the VMs in `dir`, sorted. Sockets of dead ones are removed. A missing directory has none.
@@ -227,7 +231,7 @@ pub fn names(dir: &Path) -> Result<Vec<String>, PlaceError> {
 /// That of `connect(2)`; a socket nobody listens at is removed.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     let path = dir.join(format!("{name}{SUFFIX}"));
-    UnixStream::connect(&path).inspect_err(|e| {
+    peer::connect_within(&path, ROOM).inspect_err(|e| {
         if e.kind() == io::ErrorKind::ConnectionRefused {
             let _ = fs::remove_file(&path);
         }

@@ -291,3 +291,42 @@ fn wrong_pins_and_too_much_memory_are_one_line() {
         assert!(parts.iter().all(|part| line.contains(part)), "{line}");
     }
 }
+
+/// A VM whose process is stopped is in the list all the same, is told apart from one that has gone, and goes
+/// on as if nothing had been. Nobody waits for it until patience ends.
+#[test]
+fn a_stopped_vm_is_said_to_be_not_responding_and_goes_on() {
+    let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
+        return;
+    };
+    vm.line_with("spinning");
+    signal(&vm, libc::SIGSTOP);
+    let pid = vm.child.id();
+    eventually("it is stopped", || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.contains(") T ")
+    });
+    let list = vm.operator(&["ps"]);
+    let row = list.lines().find(|row| row.starts_with("machine"));
+    assert!(row.is_some_and(|row| row.contains("not responding")), "{list}");
+    let json = vm.operator(&["ps", "--json"]);
+    assert_eq!(json, "{\"name\":\"machine\",\"state\":\"not_responding\"}\n");
+    for command in [
+        &["stat", "machine", "-d", "0.1"][..],
+        &["ctl", "machine", "status"],
+    ] {
+        let out = vm.command(command).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        let why = format!("its process {pid} is stopped; kill -CONT {pid} lets it go on");
+        assert!(said.contains("not responding") && said.contains(&why), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+        assert_ne!(out.status.code(), Some(0));
+    }
+    signal(&vm, libc::SIGCONT);
+    assert_eq!(
+        vm.operator(&["ctl", "machine", "status"]),
+        "machine: running, 1 vCPU\n"
+    );
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}

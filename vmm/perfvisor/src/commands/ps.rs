@@ -1,6 +1,7 @@
 //! `perfvisor ps`: the running VMs.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use clap::Args;
 
@@ -10,6 +11,9 @@ use control_api::client::{Client, ClientError};
 use control_api::place;
 use control_api::protocol::VmInfo;
 use perf_core::error_line;
+
+/// How long a VM may take to say what it is: a list of VMs is wanted at once.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]
@@ -26,10 +30,28 @@ pub struct PsArgs {
 pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     let dir = place::directory();
     let names = place::names(&dir).map_err(ClientError::from)?;
+    // Those that do not respond are waited for together.
+    let seen: Vec<_> = std::thread::scope(|scope| {
+        let (dir, ask) = (&dir, |dir, name: &str| {
+            Client::connect_within(dir, Some(name), PATIENCE).map(|client| client.info().clone())
+        });
+        let asked: Vec<_> = names
+            .iter()
+            .map(|name| (name, scope.spawn(move || ask(dir, name))))
+            .collect();
+        asked
+            .into_iter()
+            .filter_map(|(name, vm)| Some((name.clone(), vm.join().ok()?)))
+            .collect()
+    });
     let mut vms = Vec::new();
-    for name in names {
-        match Client::connect_in(&dir, Some(&name)) {
-            Ok(client) => vms.push(client.info().clone()),
+    for (name, vm) in seen {
+        match vm {
+            Ok(vm) => vms.push(Seen::Vm(Box::new(vm))),
+            Err(e) if e.is_silence() => {
+                log::warn!("{name}: {}", error_line(&e));
+                vms.push(Seen::Silent(name));
+            }
             // It ended meanwhile, or another version of Perfvisor runs it.
             Err(e) => log::warn!("{name}: {}", error_line(&e)),
         }
@@ -37,7 +59,14 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     if args.json {
         let mut out = String::new();
         for vm in &vms {
-            let line = serde_json::to_string(vm).map_err(OutputError::from)?;
+            let line = match vm {
+                Seen::Vm(vm) => serde_json::to_string(vm),
+                Seen::Silent(name) => serde_json::to_string(&Silent {
+                    name,
+                    state: "not_responding",
+                }),
+            };
+            let line = line.map_err(OutputError::from)?;
             let _ = writeln!(out, "{line}");
         }
         print(&out)?;
@@ -47,15 +76,31 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     Ok(DONE)
 }
 
-fn table(vms: &[VmInfo]) -> String {
+/// A VM in the list.
+enum Seen {
+    /// What it says of itself.
+    Vm(Box<VmInfo>),
+    /// It is there, and says nothing: its name.
+    Silent(String),
+}
+
+/// What is printed as JSON of a VM that says nothing.
+#[derive(serde::Serialize)]
+struct Silent<'a> {
+    name: &'a str,
+    state: &'static str,
+}
+
+fn table(vms: &[Seen]) -> String {
     let mut rows = vec![
         [
             "NAME", "PID", "VCPUS", "THREADS", "STATE", "UPTIME", "PMU", "CONSOLE", "GUEST",
         ]
         .map(str::to_owned),
     ];
-    rows.extend(vms.iter().map(|vm| {
-        [
+    let unknown = || "-".to_owned();
+    rows.extend(vms.iter().map(|vm| match vm {
+        Seen::Vm(vm) => [
             vm.name.clone(),
             vm.pid.to_string(),
             of_most(vm),
@@ -65,7 +110,18 @@ fn table(vms: &[VmInfo]) -> String {
             vm.pmu.clone(),
             consoles(vm),
             vm.guest.clone(),
-        ]
+        ],
+        Seen::Silent(name) => [
+            name.clone(),
+            unknown(),
+            unknown(),
+            unknown(),
+            "not responding".to_owned(),
+            unknown(),
+            unknown(),
+            unknown(),
+            unknown(),
+        ],
     }));
     let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..9).map(width).collect();
