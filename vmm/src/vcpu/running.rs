@@ -1,5 +1,5 @@
 //! A vCPU with all that belongs to it: before its thread runs it ([`Vcpu`]), and on that thread
-//! ([`Running`]). What it does there is in the modules beside: the loop in `mod.rs`, exits in `exit.rs`,
+//! (`Running`). What it does there is in the modules beside: the loop in `mod.rs`, exits in `exit.rs`,
 //! RDPMC in `rdpmc_exit.rs`, a debugger's part in `debugged.rs`.
 
 use std::sync::Arc;
