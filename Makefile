@@ -6,10 +6,6 @@ CARGO ?= cargo
 KERNEL ?= cloud
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 
-# What building, the lab and the tests need beyond a Rust toolchain.
-PACKAGES := gcc libc6-dev binutils qemu-system-x86 qemu-utils
-APT_INSTALL := apt-get install -y --no-install-recommends -o Acquire::Retries=3 $(PACKAGES)
-
 .DEFAULT_GOAL := help
 
 ## help: this list
@@ -292,19 +288,7 @@ lab-files: setup
 ## setup: install what is missing from Debian; does nothing when all is there
 .PHONY: setup
 setup:
-	@missing=; \
-	for tool in gcc ld qemu-system-x86_64 qemu-img; do \
-		command -v $$tool >/dev/null || missing="$$missing $$tool"; \
-	done; \
-	[ -e /usr/lib/x86_64-linux-gnu/libc.a ] || missing="$$missing libc.a"; \
-	command -v $(CARGO) >/dev/null || { echo "setup: no cargo: install Rust (https://rustup.rs), rust-version is in Cargo.toml"; exit 1; }; \
-	[ -z "$$missing" ] && exit 0; \
-	if [ "$$(id -u)" != 0 ]; then \
-		echo "setup: missing:$$missing. Type: sudo apt-get update && sudo $(APT_INSTALL)"; exit 1; \
-	fi; \
-	echo "setup: missing:$$missing; installing $(PACKAGES)"; \
-	export DEBIAN_FRONTEND=noninteractive; \
-	apt-get update -qq -o Acquire::Retries=3 && $(APT_INSTALL) </dev/null
+	@CARGO=$(CARGO) packaging/setup.sh
 
 ## clean: remove everything built, images and consoles included
 .PHONY: clean
