@@ -130,6 +130,9 @@ pub enum Call {
         /// Which look.
         generation: u64,
     },
+    /// The vCPUs' exits to user space, by what they were for, since this connection asked for the first time:
+    /// the VM counts and times them from then on. Reply: a list of [`VcpuExits`].
+    Exits,
 }
 
 /// How to sample.
@@ -582,6 +585,32 @@ pub struct VcpuView {
     pub places_lost: Option<u64>,
     /// Its counters.
     pub counters: Vec<GuestCounter>,
+}
+
+/// Exits of one vCPU to user space.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct VcpuExits {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// By what they were for; what has not happened is left out.
+    pub exits: Vec<ExitsOfReason>,
+}
+
+/// Exits of one vCPU that were for the same. Times are those from the return of KVM_RUN to the next.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ExitsOfReason {
+    /// What for: rdmsr, wrmsr, rdpmc, port_read, port_write, mmio_read, mmio_write, debug, halt, overflow,
+    /// kick, emulation or other.
+    pub reason: String,
+    /// How many.
+    pub count: u64,
+    /// How many of them were timed: one that is being served is not yet, and one in which the VM was paused
+    /// is not.
+    pub timed: u64,
+    /// How long the timed ones took together, in ns.
+    pub time_ns: u64,
+    /// The longest since this connection asked last, in ns.
+    pub max_ns: u64,
 }
 
 /// A counter of the guest.

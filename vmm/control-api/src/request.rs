@@ -166,6 +166,9 @@ requests! {
         /// Which look.
         generation: u64,
     } => GuestViews;
+    /// The vCPUs' exits to user space, by what they were for, since this connection asked for the first time.
+    /// Reply: a list of [`protocol::VcpuExits`].
+    Exits => Vec<protocol::VcpuExits>;
 }
 
 /// Who gets the host's counters from now on.

@@ -220,8 +220,12 @@ fn vcpus_come_and_go_as_version_1_says() {
     asks(request::VcpuPlug, r#"{"id":7,"call":"vcpu_plug"}"#);
     asks(request::VcpusWithdraw, r#"{"id":7,"call":"vcpus_withdraw"}"#);
     asks(request::Joined, r#"{"id":7,"call":"joined"}"#);
+    asks(request::Exits, r#"{"id":7,"call":"exits"}"#);
     answers::<request::VcpuPlug>(
         r#"{"present":[0,1],"max":4,"unnoticed":[1],"asked_for":[],"leaving":[],"refused":[{"vcpu":2,"status":130}]}"#,
+    );
+    answers::<request::Exits>(
+        r#"[{"vcpu":1,"exits":[{"reason":"rdmsr","count":3,"timed":2,"time_ns":900,"max_ns":500}]}]"#,
     );
     answers::<request::Joined>(r#"[{"vcpu":1,"events":[]},{"vcpu":2,"events":[],"refused":"why"}]"#);
 }

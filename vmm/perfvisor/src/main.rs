@@ -52,7 +52,7 @@ use std::process::ExitCode;
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
-use commands::{cp, ctl, exec, files, generate, list, ps, record, stat, top, validate};
+use commands::{cp, ctl, exec, exits, files, generate, list, ps, record, stat, top, validate};
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
@@ -111,6 +111,7 @@ fn obey(
         Command::Exec(args) => exec::exec(&args)?,
         Command::Cp(args) => cp::cp(&args)?,
         Command::Stat(args) => stat::stat(&args)?,
+        Command::Exits(args) => exits::exits(&args)?,
         Command::Record(args) => record::record(&args)?,
         Command::Top(args) => top::top(&args)?,
         Command::Report(args) => files::report(&args)?,

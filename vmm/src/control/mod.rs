@@ -3,6 +3,7 @@
 //! | module | story |
 //! |---|---|
 //! | [`server`] | the VM's side, in its main loop: connections and their bounds |
+//! | `exits` | one connection's view of the vCPUs' exits |
 //! | [`session`] | one connection's events |
 //!
 //! What is said, and the operator's end, are in `control-api`.
@@ -11,5 +12,6 @@
 //! every request is bounded in size and rate, replies wait in bounded buffers, and what a connection opened
 //! is closed with it.
 
+mod exits;
 pub mod server;
 pub mod session;

@@ -22,6 +22,7 @@ use serde_json::Value;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use super::exits::ExitWatch;
 use super::session::{EventSession, fail};
 use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
@@ -187,6 +188,8 @@ struct Connection {
     tokens: f64,
     refilled: Instant,
     events: Option<EventSession>,
+    /// Once it has asked for exits.
+    exits: Option<ExitWatch>,
 }
 
 /// Whether a connection stays.
@@ -319,6 +322,7 @@ impl ControlServer {
                 tokens: REQUEST_BURST,
                 refilled: Instant::now(),
                 events: None,
+                exits: None,
             },
         );
         Ok(())
@@ -458,6 +462,7 @@ impl Connection {
     fn begin_to_end(&mut self) -> bool {
         self.ending = true;
         self.events = None;
+        self.exits = None;
         self.greeted = false;
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }

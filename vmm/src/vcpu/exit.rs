@@ -133,6 +133,7 @@ impl Served<'_> {
 impl Running {
     /// Steps 5 and 6 of the loop: KVM_RUN and its exit.
     pub(super) fn enter(&mut self) -> Next {
+        self.exit_clock.goes_on();
         if let Some(pmu) = &self.pmu {
             pmu.guest_enter();
         }
@@ -148,6 +149,7 @@ impl Running {
         self.exit_is_open = !by_signal;
         self.registers.after_run(by_signal);
         self.overflow_signals.after_exit(by_signal);
+        self.exit_clock.left(&why, self.pmu.is_some());
         if !by_signal {
             self.last_read.forget();
         }

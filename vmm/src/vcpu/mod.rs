@@ -15,6 +15,7 @@ pub mod debugctl;
 mod debugged;
 pub mod debugger;
 mod exit;
+pub mod exit_times;
 pub mod failure;
 pub mod first_state;
 pub mod gate;
@@ -195,6 +196,7 @@ impl Running {
         if let Some(pmu) = &mut self.pmu {
             pmu.pause();
         }
+        self.exit_clock.forget();
         let waited = self.wait_in_pause();
         self.tell_of_pause();
         if let Some(pmu) = &mut self.pmu {

@@ -9,6 +9,7 @@ use kvm_ioctls::{Cap, VcpuFd, VmFd};
 
 use super::control::{RunControl, StopReason};
 use super::debugctl::DebugControl;
+use super::exit_times::ExitClock;
 use super::failure::VcpuFailure;
 use super::kick;
 use super::kvm_vcpu::{Kept, KvmVcpu};
@@ -181,6 +182,8 @@ pub(super) struct Running {
     /// Which of a debugger's breakpoints `debug` has.
     pub(super) debugger_version: u64,
     pub(super) overflow_signals: kick::OverflowSignals,
+    /// How long exits take, while somebody watches.
+    pub(super) exit_clock: ExitClock,
     /// Called once, right before the first KVM_RUN.
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -192,6 +195,7 @@ impl Running {
         // The stepper reads and writes registers between two entries; both ways at once would undo each
         // other.
         let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.check_extension(Cap::SyncRegs);
+        let exit_clock = ExitClock::new(vcpu.seat.exits().clone());
         Self {
             id: vcpu.seat.id(),
             registers: RegisterCache::new(&mut fd, syncs),
@@ -215,6 +219,7 @@ impl Running {
             exit_is_open: false,
             debugger_version: 0,
             overflow_signals: kick::OverflowSignals::default(),
+            exit_clock,
             on_first_entry: vcpu.on_first_entry,
         }
     }

@@ -1,8 +1,9 @@
 //! The seat of a vCPU: what outlives its thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use super::exit_times::ExitTable;
 use super::first_state::StateError;
 use super::kvm_vcpu::KvmVcpu;
 use super::mailbox::Mailbox;
@@ -21,6 +22,7 @@ pub struct Seat {
     leave: AtomicBool,
     mailbox: Mailbox,
     stats: VcpuStats,
+    exits: Arc<ExitTable>,
     parked: Mutex<Option<KvmVcpu>>,
     /// The number of its thread.
     thread: AtomicU32,
@@ -37,6 +39,7 @@ impl Seat {
             leave: AtomicBool::new(false),
             mailbox: Mailbox::default(),
             stats: VcpuStats::default(),
+            exits: Arc::default(),
             parked: Mutex::new(Some(vcpu)),
             thread: AtomicU32::new(0),
             shutdowns: AtomicU64::new(0),
@@ -56,6 +59,11 @@ impl Seat {
     /// What its loop counted, over all the times that it was there.
     pub fn stats(&self) -> &VcpuStats {
         &self.stats
+    }
+
+    /// Its exits, counted and timed while somebody watches.
+    pub fn exits(&self) -> &Arc<ExitTable> {
+        &self.exits
     }
 
     /// Whether the vCPU's thread is to end; one relaxed load.

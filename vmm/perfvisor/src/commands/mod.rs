@@ -3,6 +3,7 @@
 pub mod cp;
 pub mod ctl;
 pub mod exec;
+pub mod exits;
 pub mod files;
 pub mod generate;
 mod guest;

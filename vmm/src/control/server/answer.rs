@@ -9,12 +9,13 @@ use serde_json::Value;
 use vpmu::EventFilter;
 
 use super::{Connection, ControlServer, Done, FdSource};
+use crate::control::exits::{ExitWatch, Taken};
 use crate::control::session::{EventSession, On, fail, role};
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunState, StopReason};
 use crate::vcpu::roster::RosterError;
 use control_api::peer;
-use control_api::protocol::{Call, Failure, FailureKind, Generation, PROTOCOL, SymbolsInfo};
+use control_api::protocol::{Call, Failure, FailureKind, Generation, PROTOCOL, SymbolsInfo, VcpuExits};
 
 impl ControlServer {
     pub(super) fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
@@ -129,6 +130,7 @@ impl ControlServer {
                 })
             }
             Call::GuestViewResult { generation } => value(vm.views(generation)),
+            Call::Exits => value(self.exits(connection)),
         }
     }
 
@@ -161,6 +163,19 @@ impl ControlServer {
         }
         self.vm.roster.show(come);
         value(self.vm.vcpu_plug())
+    }
+
+    /// The vCPUs' exits since the connection asked for the first time.
+    fn exits(&mut self, connection: &mut Connection) -> Vec<VcpuExits> {
+        let seats = self.vm.roster.seats();
+        let taken = Taken::out_of(seats);
+        for others in self.connections.values_mut().filter_map(|c| c.exits.as_mut()) {
+            others.took(&taken);
+        }
+        let watch = connection
+            .exits
+            .get_or_insert_with(|| ExitWatch::begin(seats, &taken));
+        watch.tell(&taken)
     }
 
     fn filter(&self, toml: &str) -> Result<Done, Failure> {

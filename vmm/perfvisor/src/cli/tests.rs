@@ -1,0 +1,268 @@
+//! Mistakes and their messages.
+
+use perf_core::mux::MuxPolicy;
+
+use super::*;
+
+fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
+    let all = ["perfvisor", "run"].iter().chain(args);
+    match parse(all)?.command {
+        Command::Run(run) => Ok(*run),
+        other => unreachable!("run was asked for, not {other:?}"),
+    }
+}
+
+fn error(args: &[&str]) -> String {
+    match run(args) {
+        Err(CliExit::Error(line)) => {
+            assert!(!line.contains('\n'), "{line:?} is more than one line");
+            line
+        }
+        other => panic!("{args:?} gave {other:?}"),
+    }
+}
+
+#[test]
+fn defaults_run_the_built_in_guest() {
+    let args = run(&[]).unwrap();
+    assert_eq!((args.cpus.max(), args.memory, args.kernel), (1, 512 << 20, None));
+    assert_eq!(
+        (args.pmu, args.backing, args.rdpmc),
+        (ModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)
+    );
+}
+
+#[test]
+fn values_are_understood() {
+    let args = run(&[
+        "--kernel",
+        "k",
+        "--initrd",
+        "i",
+        "--cmdline",
+        "-a b=c",
+        "--cpus",
+        "64",
+        "--memory",
+        "16M",
+        "--pmu",
+        "intel-v4",
+        "--pmu-counters",
+        "8+4",
+        "--pmu-width",
+        "40",
+        "--pmi-limit",
+        "0",
+        "--backing",
+        "clock",
+        "--rdpmc",
+        "off",
+        "--hide-uncounted",
+        "off",
+        "--share",
+        "strict",
+        "--mux",
+        "adaptive",
+    ])
+    .unwrap();
+    assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
+    let adaptive = MuxChoice::Fixed(MuxPolicy::Adaptive);
+    assert_eq!((args.share, args.mux), (SharePolicy::Strict, adaptive));
+    assert_eq!(run(&[]).unwrap().mux, MuxChoice::Auto);
+    let rotate = run(&["--mux", "rotate"]).unwrap().mux;
+    assert_eq!(rotate, MuxChoice::Fixed(MuxPolicy::Rotate));
+    assert_eq!(
+        (args.hide_uncounted, run(&[]).unwrap().hide_uncounted),
+        (false, true)
+    );
+    assert_eq!((args.cpus.present(), args.memory), (64, 16 << 20));
+    let cpus = run(&["--cpus", "2,max=8"]).unwrap().cpus;
+    assert_eq!((cpus.present(), cpus.max()), (2, 8));
+    assert_eq!(args.pmu, ModelName::Generation(vpmu::Generation::Intel(4)));
+    assert_eq!(
+        args.pmu_counters,
+        Some(CounterNumbers {
+            general: 8,
+            fixed: Some(4)
+        })
+    );
+    assert_eq!(
+        run(&["--pmu-counters", "6"]).unwrap().pmu_counters.unwrap().fixed,
+        None
+    );
+    assert_eq!(run(&["--memory", "3g"]).unwrap().memory, 3 << 30);
+    let cli = parse(["perfvisor", "check", "--json", "-vv"]).unwrap();
+    assert_eq!(cli.verbose, 2);
+}
+
+#[test]
+fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
+    for (args, value, allowed) in [
+        (&["--cpus", "0"][..], "'0'", "1 to 64"),
+        (&["--cpus", "65"], "'65'", "1 to 64"),
+        (&["--cpus", "-1"], "'-1'", "1 to 64"),
+        (&["--memory", "-1"], "'-1'", "512M"),
+        (&["--cpus", "two"], "'two'", "1 to 64"),
+        (&["--cpus", "4,max=2"], "'4,max=2'", "max=2"),
+        (&["--cpus", "4,most=8"], "'4,most=8'", "N,max=M"),
+        (&["--memory", "15M"], "'15M'", "16M"),
+        (&["--memory", "1X"], "'1X'", "512M"),
+        (&["--memory", "99999999999999T"], "99999999999999T", "64 bits"),
+        (&["--memory", "16777217"], "16777217", "4096"),
+        (&["--hugepages", "1G"], "'1G'", "transparent"),
+        (&["--pmu", "vax"], "'vax'", "amd-v2"),
+        (&["--pmu", "intel-v6"], "'intel-v6'", "intel-v5"),
+        (&["--pmu-counters", "4+"], "'4+'", "4+3"),
+        (&["--pmu-counters", "x"], "'x'", "4+3"),
+        (&["--pmu-width", "31"], "'31'", "32 to 48"),
+        (&["--backing", "x"], "'x'", "hardware"),
+        (&["--rdpmc", "x"], "'x'", "hwbp"),
+        (&["--hide-uncounted", "x"], "'x'", "on or off"),
+        (&["--on-reset", "x"], "'x'", "restart"),
+        (&["--pin", "0"], "'0'", "0=2,1=3"),
+        (&["--stop-timeout", "-1"], "'-1'", "86400"),
+        (&["--stop-timeout", "x"], "'x'", "86400"),
+        (&["--share", "x"], "'x'", "strict"),
+        (&["--mux", "x"], "'x'", "adaptive"),
+        (&["--pmi-limit", "x"], "'x'", "PMIs"),
+        (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),
+        (&["--mux-turn", "nan"], "'nan'", "0.2 to 100"),
+        (&["--sample-limit", "0"], "'0'", "1 to 1000000"),
+        (&["--sample-limit", "2000000"], "'2000000'", "1 to 1000000"),
+        (&["--ring-memory", "4K"], "'4K'", "64K to 64G"),
+        (&["--ring-memory", "1T"], "'1T'", "64K to 64G"),
+        (&["--reserve-counters", "-1"], "'-1'", "whole number"),
+        (&["--reserve-counters", "x"], "'x'", "whole number"),
+        (&["--cpu-signature", "skylake"], "'skylake'", "6/94/3"),
+        (&["--cpu-signature", "6/94/16"], "'6/94/16'", "0 to 15"),
+        (&["--frobnicate"], "--frobnicate", "--help"),
+        (&["--memroy", "1G"], "'--memroy'", "did you mean '--memory'?"),
+        (&["--initrd", "x"], "--kernel", ""),
+        (&["stray"], "stray", ""),
+    ] {
+        let line = error(args);
+        assert!(line.contains(value) && line.contains(allowed), "{args:?}: {line}");
+    }
+}
+
+#[test]
+fn no_command_and_wrong_commands_are_one_line() {
+    for args in [&["perfvisor"][..], &["perfvisor", "fly"]] {
+        match parse(args) {
+            Err(CliExit::Error(line)) => assert!(line.contains("run, check, validate, ps"), "{line}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(matches!(
+        parse(["perfvisor", "run", "--help"]),
+        Err(CliExit::Text(_))
+    ));
+}
+
+/// What the help says of defaults that are set elsewhere.
+#[test]
+fn help_tells_the_defaults_there_are() {
+    let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
+        panic!("no help");
+    };
+    // However the lines are broken.
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    let defaults = perf_core::CoreConfig::default();
+    for default in [
+        format!("0 is no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
+        format!(
+            "[default for Linux: {}]",
+            crate::run::machine::DEFAULT_LINUX_CMDLINE
+        ),
+        format!(
+            "1 to {} [default: {}]",
+            crate::values::MAX_SAMPLE_RATE_HZ,
+            defaults.sample_rate_hz
+        ),
+        format!(
+            "[default: {}K for each host CPU and {}M]",
+            defaults.mlock_kb,
+            defaults.memlock_kb >> 10
+        ),
+    ] {
+        assert!(help.contains(&default), "{default} is not in {help}");
+    }
+}
+
+#[test]
+fn mistakes_of_a_command_name_that_command() {
+    let line = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
+        Err(CliExit::Error(line)) => line,
+        other => panic!("{args:?} gave {other:?}"),
+    };
+    for (args, parts) in [
+        (&["ctl"][..], ["pause, resume", "`perfvisor ctl --help`"]),
+        (
+            &["ctl", "vm"],
+            [
+                "pause, resume, powerdown, stop, status, vcpus, share, filter",
+                "`perfvisor ctl --help`",
+            ],
+        ),
+        (&["ctl", "vm", "fly"], ["'fly'", "`perfvisor ctl --help`"]),
+        (
+            &["ctl", "vm", "staus"],
+            [
+                "did you mean 'status'?",
+                "known are pause, resume, powerdown, stop, status, vcpus, share or filter",
+            ],
+        ),
+        (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
+        (&["record", "-c", "0"], ["'0'", "a whole number, 1 to 2^62 - 1"]),
+        (&["record", "-F", "x"], ["'x'", "must be a whole number"]),
+        (&["record", "-d", "-1"], ["'-1'", "above 0"]),
+        (
+            &["run", "--frobnicate"],
+            ["'--frobnicate'", "`perfvisor run --help`"],
+        ),
+        (
+            &["record", "--call-graph", "dwarf"],
+            ["'dwarf'", "must be one of fp, none"],
+        ),
+        (
+            &["stat", "--guest-view", "-e", "cycles"],
+            ["--guest-view", "--event"],
+        ),
+        (
+            &["stat", "--guest-view", "-e", "cycles", "-r", "2"],
+            ["--event", "--repeat"],
+        ),
+        (&["stat", "-x", ""], ["--field-separator", "empty"]),
+        (&["report", "--percent-limit", "nan"], ["'nan'", "0 to 100"]),
+        (&["flamegraph", "--folded", "-o", "x"], ["--folded", "--output"]),
+    ] {
+        let line = line(args);
+        assert!(parts.iter().all(|part| line.contains(part)), "{args:?}: {line}");
+        assert!(!line.contains('\n'), "{line:?}");
+    }
+}
+
+/// Each command that the help shows has a manual page, and each page what its options are.
+#[test]
+fn every_command_has_a_page() {
+    let directory = tempfile::tempdir().unwrap();
+    clap_mangen::generate_to(command(), directory.path()).unwrap();
+    let page = |name: &str| std::fs::read_to_string(directory.path().join(format!("{name}.1"))).unwrap();
+    for command in command().get_subcommands().filter(|c| !c.is_hide_set()) {
+        let text = page(&format!("perfvisor-{}", command.get_name()));
+        assert!(text.contains(".SH OPTIONS"), "{}: {text}", command.get_name());
+    }
+    assert!(page("perfvisor-record").contains("buildid"));
+    assert!(page("perfvisor-ctl-vcpus").contains("vCPUs"));
+}
+
+#[test]
+fn shells_complete_commands_and_options() {
+    use clap_complete::Shell;
+    for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+        let text = crate::commands::generate::completions(shell, command());
+        for word in ["flamegraph", "guestmount", "hugepages"] {
+            assert!(text.contains(word), "{shell}: no {word}");
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! `perfvisor exits`: what a VM's vCPUs leave their guest for, as `perf kvm stat live` shows it.
+//!
+//! Two sources, shown apart. Exits to Perfvisor are counted and timed by the VM while this command watches.
+//! KVM's exits, of which those are a part, are counted by its statistics, which have no times.
+
+mod sums;
+mod table;
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use super::{CommandError, DONE, Woken, print, wait_until};
+use crate::exit::ExitStatus;
+use crate::signals::StopSignals;
+use crate::values::parse_seconds;
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{Opened, VcpuExits};
+use control_api::request;
+use sums::{Exits, Statistic};
+
+/// Between two looks that are kept in case the VM ends.
+const LOOK: Duration = Duration::from_millis(250);
+/// KVM's statistics of a vCPU that tell of exits and of what is done at them; those that a KVM lacks are
+/// left out.
+const STATISTICS: [&str; 19] = [
+    "exits",
+    "io_exits",
+    "mmio_exits",
+    "halt_exits",
+    "irq_exits",
+    "irq_window_exits",
+    "nmi_window_exits",
+    "request_irq_exits",
+    "signal_exits",
+    "hypercalls",
+    "insn_emulation",
+    "insn_emulation_fail",
+    "invlpg",
+    "irq_injections",
+    "nmi_injections",
+    "pf_taken",
+    "pf_fast",
+    "pf_spurious",
+    "tlb_flush",
+];
+/// Where the host's kernel says that KVM's exits can be traced.
+const TRACEPOINT: &str = "/sys/kernel/tracing/events/kvm/kvm_exit";
+
+/// `perfvisor exits`.
+#[derive(Clone, Debug, Args)]
+pub struct ExitsArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// Print what came in each interval of so many seconds too.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub interval: Option<Duration>,
+    /// How long to watch; until Ctrl-C if not given.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub duration: Option<Duration>,
+    /// A line for each vCPU and reason.
+    #[arg(short = 'A', long)]
+    pub per_vcpu: bool,
+    /// Print JSON objects, for programs: one for each interval, and one for all of it.
+    #[arg(short, long)]
+    pub json: bool,
+}
+
+/// Watches.
+///
+/// # Errors
+/// [`CommandError`].
+pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let mut client = Client::connect(args.name.as_deref())?;
+    let mut watch = Watch::begin(&mut client)?;
+    let start = Instant::now();
+    let end = args.duration.map(|d| start + d);
+    let mut next = args.interval.map(|i| start + i);
+    let (mut printed_at, mut total) = (Duration::ZERO, Exits::default());
+    let (mut since, mut longest) = (Exits::default(), BTreeMap::new());
+    loop {
+        let look = Instant::now() + LOOK;
+        let until = [end, next].into_iter().flatten().fold(look, Instant::min);
+        let woken = wait_until(until, &signals);
+        let now = Instant::now();
+        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end);
+        let gone = match watch.look(&mut client) {
+            Ok(seen) => {
+                total.is_now(seen, &mut longest);
+                false
+            }
+            Err(ref e) if e.is_gone() => true,
+            Err(e) => return Err(e.into()),
+        };
+        let at = now.duration_since(start);
+        if let (Some(due), Some(interval)) = (next, args.interval)
+            && (now >= due || over || gone)
+        {
+            let grown = total.grown_since(&since, &std::mem::take(&mut longest));
+            show(&grown, args, at, at.saturating_sub(printed_at), Part::Interval)?;
+            since = total.clone();
+            printed_at = at;
+            next = Some((due + interval).max(now));
+        }
+        if over || gone {
+            show(&total, args, at, at, Part::Total)?;
+            if !args.json {
+                print(&watch.remarks(&total, client.info().pid))?;
+            }
+            if gone {
+                let ms = LOOK.as_millis();
+                log::warn!("the VM ended; the counts are as they were at most {ms} ms before");
+            }
+            return Ok(DONE);
+        }
+    }
+}
+
+/// What is printed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Interval,
+    Total,
+}
+
+fn show(
+    exits: &Exits,
+    args: &ExitsArgs,
+    at: Duration,
+    length: Duration,
+    part: Part,
+) -> Result<(), CommandError> {
+    let exits = if args.per_vcpu {
+        exits.clone()
+    } else {
+        exits.summed()
+    };
+    let text = if args.json {
+        table::json(&exits, part == Part::Total, at, length)
+    } else {
+        let when = match part {
+            Part::Interval => format!("{:.3} s", at.as_secs_f64()),
+            Part::Total => format!("all of {:.3} s", length.as_secs_f64()),
+        };
+        table::text(&exits, &when, length)
+    };
+    Ok(print(&text)?)
+}
+
+/// What is watched.
+struct Watch {
+    statistics: Vec<Opened>,
+    /// Why KVM's statistics are not there.
+    no_statistics: Option<String>,
+}
+
+impl Watch {
+    fn begin(client: &mut Client) -> Result<Self, CommandError> {
+        let list = STATISTICS.map(|name| format!("kvm:{name}"));
+        let opened = client.call(request::Open {
+            events: list.join(","),
+            vcpus: None,
+            whole: true,
+            sampling: None,
+        });
+        let watch = match opened {
+            Ok(opened) => {
+                let () = client.call(request::Enable)?;
+                let none = opened.iter().all(|o| o.handle.is_none());
+                let why = opened.iter().find_map(|o| o.unsupported.clone());
+                Self {
+                    no_statistics: why.filter(|_| none),
+                    statistics: opened,
+                }
+            }
+            Err(ClientError::Refused(why)) => Self {
+                statistics: Vec::new(),
+                no_statistics: Some(why.message),
+            },
+            Err(e) => return Err(e.into()),
+        };
+        let _: Vec<VcpuExits> = client.call(request::Exits)?;
+        Ok(watch)
+    }
+
+    /// What came since it began.
+    fn look(&mut self, client: &mut Client) -> Result<(Vec<VcpuExits>, Vec<Statistic>), ClientError> {
+        let ours = client.call(request::Exits)?;
+        let readings = client.call(request::Read)?;
+        let of = |name: &Opened| {
+            let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
+            Some(Statistic::of(&name.name, reading))
+        };
+        Ok((ours, self.statistics.iter().filter_map(of).flatten().collect()))
+    }
+
+    /// What the numbers do not say.
+    fn remarks(&self, total: &Exits, pid: u32) -> String {
+        let mut out = String::from("\n");
+        let untimed = total.untimed();
+        if untimed > 0 {
+            out += &format!(
+                " {untimed} of Perfvisor's exits were not timed: the VM was paused in them, or they are being served.\n"
+            );
+        }
+        out += " Times are Perfvisor's, from the return of KVM_RUN to the next; the host kernel's part is not in them.\n";
+        match &self.no_statistics {
+            Some(why) => out += &format!(" KVM's exits are not counted: {why}\n"),
+            None => out += &format!(" KVM's exits are not timed: {}\n", no_times(pid)),
+        }
+        out
+    }
+}
+
+/// Who could time KVM's exits.
+fn no_times(pid: u32) -> String {
+    match std::fs::metadata(TRACEPOINT) {
+        Ok(_) => format!(
+            "its statistics only count; perf kvm stat live -p {pid} times them by tracepoints, as root"
+        ),
+        Err(e) if e.kind() == ErrorKind::PermissionDenied => format!(
+            "its statistics only count, and this user may not see tracepoints; as root, perf kvm stat live -p {pid} uses them"
+        ),
+        Err(_) => "its statistics only count, and this host shows no tracepoint kvm:kvm_exit".to_owned(),
+    }
+}

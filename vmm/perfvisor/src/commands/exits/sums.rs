@@ -1,0 +1,197 @@
+//! Exits by vCPU and reason: since the watch began, and in an interval.
+
+use std::collections::BTreeMap;
+
+use control_api::protocol::{EventReading, VcpuExits};
+
+/// One of KVM's statistics on one vCPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Statistic {
+    name: String,
+    vcpu: u32,
+    count: u64,
+}
+
+impl Statistic {
+    /// Of an event for the whole VM: on each vCPU that it was counted on.
+    pub(super) fn of(name: &str, reading: &EventReading) -> Vec<Self> {
+        let name = name.strip_prefix("kvm:").unwrap_or(name);
+        let each = reading.vcpus.iter().filter(|_| !reading.failed);
+        each.map(|part| Self {
+            name: name.to_owned(),
+            vcpu: part.vcpu,
+            count: part.value,
+        })
+        .collect()
+    }
+}
+
+/// Exits for one reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Count {
+    pub(super) count: u64,
+    pub(super) timed: u64,
+    pub(super) time_ns: u64,
+    pub(super) max_ns: u64,
+}
+
+/// A vCPU, or all of them, and what is counted there.
+pub(super) type Key = (Option<u32>, String);
+
+/// Exits by vCPU, and of all of them once they are summed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Exits {
+    pub(super) ours: BTreeMap<Key, Count>,
+    pub(super) kvms: BTreeMap<Key, u64>,
+}
+
+impl Exits {
+    /// What the VM says now of the time since the watch began; of the longest exits, of the time since it was
+    /// asked last. They are added to `longest_ns` too.
+    pub(super) fn is_now(
+        &mut self,
+        (ours, kvms): (Vec<VcpuExits>, Vec<Statistic>),
+        longest_ns: &mut BTreeMap<Key, u64>,
+    ) {
+        for vcpu in ours {
+            for exits in vcpu.exits {
+                let key = (Some(vcpu.vcpu), exits.reason);
+                let longest = longest_ns.entry(key.clone()).or_default();
+                *longest = exits.max_ns.max(*longest);
+                let total = self.ours.entry(key).or_default();
+                *total = Count {
+                    count: exits.count,
+                    timed: exits.timed,
+                    time_ns: exits.time_ns,
+                    max_ns: exits.max_ns.max(total.max_ns),
+                };
+            }
+        }
+        let kvms = kvms.into_iter();
+        self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
+    }
+
+    /// What came since it was `before`, with the longest of that time.
+    pub(super) fn grown_since(&self, before: &Self, longest_ns: &BTreeMap<Key, u64>) -> Self {
+        let ours = self.ours.iter().map(|(key, now)| {
+            let before = before.ours.get(key).copied().unwrap_or_default();
+            let count = Count {
+                count: now.count.saturating_sub(before.count),
+                timed: now.timed.saturating_sub(before.timed),
+                time_ns: now.time_ns.saturating_sub(before.time_ns),
+                max_ns: longest_ns.get(key).copied().unwrap_or_default(),
+            };
+            (key.clone(), count)
+        });
+        let kvms = self.kvms.iter().map(|(key, now)| {
+            let before = before.kvms.get(key).copied().unwrap_or_default();
+            (key.clone(), now.saturating_sub(before))
+        });
+        Self {
+            ours: ours
+                .filter(|(_, count)| count.count > 0 || count.timed > 0)
+                .collect(),
+            kvms: kvms.collect(),
+        }
+    }
+
+    /// All vCPUs as one.
+    pub(super) fn summed(&self) -> Self {
+        let mut sum = Self::default();
+        for ((_, reason), count) in &self.ours {
+            let all = sum.ours.entry((None, reason.clone())).or_default();
+            all.count += count.count;
+            all.timed += count.timed;
+            all.time_ns += count.time_ns;
+            all.max_ns = all.max_ns.max(count.max_ns);
+        }
+        for ((_, name), count) in &self.kvms {
+            *sum.kvms.entry((None, name.clone())).or_default() += count;
+        }
+        sum
+    }
+
+    /// Exits whose time is not known.
+    pub(super) fn untimed(&self) -> u64 {
+        self.ours
+            .values()
+            .map(|of| of.count.saturating_sub(of.timed))
+            .sum()
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use control_api::protocol::ExitsOfReason;
+
+    /// One reason on one vCPU.
+    pub(in super::super) fn seen(
+        vcpu: u32,
+        reason: &str,
+        count: u64,
+        time_ns: u64,
+        max_ns: u64,
+    ) -> VcpuExits {
+        let reason = reason.to_owned();
+        let exits = vec![ExitsOfReason {
+            reason,
+            count,
+            timed: count,
+            time_ns,
+            max_ns,
+        }];
+        VcpuExits { vcpu, exits }
+    }
+
+    fn statistic(vcpu: u32, count: u64) -> Statistic {
+        let name = "exits".to_owned();
+        Statistic { name, vcpu, count }
+    }
+
+    /// An interval is what came in it, with the longest of its looks; the whole has the longest of all.
+    #[test]
+    fn intervals_have_their_own_longest() {
+        let (mut total, mut longest) = (Exits::default(), BTreeMap::new());
+        total.is_now(
+            (vec![seen(0, "kick", 2, 900, 800)], vec![statistic(0, 10)]),
+            &mut longest,
+        );
+        let first = total.grown_since(&Exits::default(), &std::mem::take(&mut longest));
+        let key = (Some(0), "kick".to_owned());
+        assert_eq!((first.ours[&key].count, first.ours[&key].max_ns), (2, 800));
+        let before = total.clone();
+        total.is_now(
+            (vec![seen(0, "kick", 3, 950, 50)], vec![statistic(0, 15)]),
+            &mut longest,
+        );
+        total.is_now(
+            (vec![seen(0, "kick", 4, 960, 10)], vec![statistic(0, 17)]),
+            &mut longest,
+        );
+        let second = total.grown_since(&before, &longest);
+        let expected = Count {
+            count: 2,
+            timed: 2,
+            time_ns: 60,
+            max_ns: 50,
+        };
+        assert_eq!(second.ours[&key], expected);
+        assert_eq!(second.kvms[&(Some(0), "exits".to_owned())], 7);
+        assert_eq!(total.ours[&key].max_ns, 800);
+    }
+
+    #[test]
+    fn all_vcpus_are_summed() {
+        let mut exits = Exits::default();
+        let ours = vec![seen(0, "kick", 2, 900, 800), seen(3, "kick", 1, 1000, 1000)];
+        exits.is_now(
+            (ours, vec![statistic(0, 10), statistic(3, 5)]),
+            &mut BTreeMap::new(),
+        );
+        let sum = exits.summed();
+        let kick = sum.ours[&(None, "kick".to_owned())];
+        assert_eq!((kick.count, kick.time_ns, kick.max_ns), (3, 1900, 1000));
+        assert_eq!(sum.kvms[&(None, "exits".to_owned())], 15);
+    }
+}

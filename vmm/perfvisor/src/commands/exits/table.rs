@@ -1,0 +1,224 @@
+//! What `perfvisor exits` prints.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::sums::{Count, Exits};
+use control_api::events::format::thousands;
+
+/// KVM's statistic of all exits, of which others are a part.
+const ALL_EXITS: &str = "exits";
+
+/// Both tables, with `when` they are of.
+pub(super) fn text(exits: &Exits, when: &str, length: Duration) -> String {
+    let mut out = format!("\n {when}\n\n");
+    let whose = |vcpu: Option<u32>| vcpu.map_or_else(String::new, |vcpu| format!("VCPU{vcpu:<6} "));
+    let per_vcpu = |keys: Option<Option<u32>>| {
+        let column = if keys.flatten().is_some() {
+            "VCPU       "
+        } else {
+            ""
+        };
+        column.to_owned()
+    };
+    let ours = sorted(exits);
+    let (count, time_ns) = ours.iter().fold((0, 0), |(count, time), (_, _, of)| {
+        (count + of.count, time + of.time_ns)
+    });
+    let _ = writeln!(
+        out,
+        "{}{:<28} {:>14} {:>8} {:>14} {:>8} {:>12} {:>12}",
+        per_vcpu(exits.ours.keys().next().map(|key| key.0)),
+        " exits to Perfvisor",
+        "count",
+        "share",
+        "time (ms)",
+        "share",
+        "mean (us)",
+        "max (us)"
+    );
+    for (vcpu, reason, of) in &ours {
+        let _ = writeln!(
+            out,
+            "{} {:<27} {:>14} {:>8} {:>14.3} {:>8} {:>12} {:>12}",
+            whose(*vcpu),
+            words(reason),
+            thousands(of.count),
+            share(of.count, count),
+            ms(of.time_ns),
+            share(of.time_ns, time_ns),
+            timed(of, of.time_ns.checked_div(of.timed)),
+            timed(of, Some(of.max_ns)),
+        );
+    }
+    let seconds = length.as_secs_f64();
+    let rate = if seconds > 0.0 {
+        count as f64 / seconds
+    } else {
+        0.0
+    };
+    let _ = writeln!(
+        out,
+        " all: {} exits, {rate:.0} a second, {:.3} ms",
+        thousands(count),
+        ms(time_ns)
+    );
+    let kvms: Vec<_> = exits.kvms.iter().filter(|(_, count)| **count > 0).collect();
+    if kvms.is_empty() {
+        return out;
+    }
+    let _ = writeln!(
+        out,
+        "\n{}{:<28} {:>14} {:>8}",
+        per_vcpu(kvms.first().map(|(key, _)| key.0)),
+        " KVM's statistics",
+        "count",
+        "of exits"
+    );
+    for ((vcpu, name), count) in kvms {
+        let all = exits.kvms.get(&(*vcpu, ALL_EXITS.to_owned())).copied();
+        // The others are not kinds of exits.
+        let of_exits = match all {
+            Some(all) if name.ends_with("_exits") => share(*count, all),
+            _ => String::new(),
+        };
+        let line = format!(
+            "{} {name:<27} {:>14} {of_exits:>8}",
+            whose(*vcpu),
+            thousands(*count)
+        );
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    out
+}
+
+/// Those that took longest first, as perf has them; on each vCPU by itself.
+fn sorted(exits: &Exits) -> Vec<(Option<u32>, &str, &Count)> {
+    let mut list: Vec<_> = exits
+        .ours
+        .iter()
+        .map(|((vcpu, reason), of)| (*vcpu, reason.as_str(), of))
+        .collect();
+    list.sort_by_key(|(vcpu, _, of)| (*vcpu, std::cmp::Reverse((of.time_ns, of.count))));
+    list
+}
+
+fn ms(ns: u64) -> f64 {
+    ns as f64 / 1e6
+}
+
+fn share(part: u64, of: u64) -> String {
+    match of {
+        0 => "-".to_owned(),
+        of => format!("{:.2}%", 100.0 * part as f64 / of as f64),
+    }
+}
+
+/// A time in us, if any such exit was timed.
+fn timed(of: &Count, ns: Option<u64>) -> String {
+    match ns {
+        Some(ns) if of.timed > 0 => format!("{:.2}", ns as f64 / 1e3),
+        _ => "-".to_owned(),
+    }
+}
+
+/// A reason for people; the name of one that a newer VM tells of.
+fn words(reason: &str) -> &str {
+    match reason {
+        "rdmsr" => "PMU register read (RDMSR)",
+        "wrmsr" => "PMU register write (WRMSR)",
+        "rdpmc" => "counter read (RDPMC)",
+        "port_read" => "port read",
+        "port_write" => "port write",
+        "mmio_read" => "MMIO read",
+        "mmio_write" => "MMIO write",
+        "debug" => "breakpoint, single step",
+        "overflow" => "counter overflow",
+        "kick" => "kick, other signal",
+        "emulation" => "instruction not emulated",
+        other => other,
+    }
+}
+
+/// One object in a line.
+pub(super) fn json(exits: &Exits, total: bool, at: Duration, length: Duration) -> String {
+    let whose = |vcpu: Option<u32>, mut object: Map<String, Value>| {
+        if let Some(vcpu) = vcpu {
+            object.insert("vcpu".into(), json!(vcpu));
+        }
+        Value::Object(object)
+    };
+    let ours = sorted(exits).into_iter().map(|(vcpu, reason, of)| {
+        let mut object = Map::new();
+        object.insert("reason".into(), json!(reason));
+        object.insert("count".into(), json!(of.count));
+        object.insert("timed".into(), json!(of.timed));
+        object.insert("time_ns".into(), json!(of.time_ns));
+        object.insert("max_ns".into(), json!(of.max_ns));
+        whose(vcpu, object)
+    });
+    let kvms = exits.kvms.iter().map(|((vcpu, name), count)| {
+        let mut object = Map::new();
+        object.insert("statistic".into(), json!(name));
+        object.insert("count".into(), json!(count));
+        whose(*vcpu, object)
+    });
+    let object = json!({
+        "total": total,
+        "at_s": at.as_secs_f64(),
+        "length_s": length.as_secs_f64(),
+        "exits": ours.collect::<Vec<_>>(),
+        "kvm": kvms.collect::<Vec<_>>(),
+    });
+    format!("{object}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sums::tests::seen;
+    use super::*;
+
+    /// The longest first, shares of count and of time, a mean over those that were timed.
+    #[test]
+    fn a_table_has_shares_means_and_maxima() {
+        let mut exits = Exits::default();
+        let ours = vec![
+            seen(0, "port_write", 300, 300_000, 5_000),
+            seen(1, "wrmsr", 100, 900_000, 20_000),
+        ];
+        exits.is_now((ours, Vec::new()), &mut Default::default());
+        let text = text(&exits.summed(), "all of 2.000 s", Duration::from_secs(2));
+        let lines: Vec<Vec<&str>> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        let find = |word: &str| lines.iter().position(|line| line.contains(&word)).unwrap();
+        let (wrmsr, port) = (find("(WRMSR)"), find("port"));
+        assert!(wrmsr < port, "{text}");
+        assert_eq!(
+            lines[wrmsr][4..],
+            ["100", "25.00%", "0.900", "75.00%", "9.00", "20.00"]
+        );
+        assert_eq!(
+            lines[port][2..],
+            ["300", "75.00%", "0.300", "25.00%", "1.00", "5.00"]
+        );
+        assert!(text.contains("400 exits, 200 a second, 1.200 ms"), "{text}");
+        assert!(!text.contains("KVM"), "{text}");
+    }
+
+    /// Nothing timed is not a time of 0.
+    #[test]
+    fn what_was_not_timed_has_no_mean() {
+        let mut vcpu = seen(0, "kick", 1, 0, 0);
+        vcpu.exits[0].timed = 0;
+        let mut exits = Exits::default();
+        exits.is_now((vec![vcpu], Vec::new()), &mut Default::default());
+        let text = text(&exits, "x", Duration::from_secs(1));
+        let line = text.lines().find(|line| line.contains("kick")).unwrap();
+        assert!(line.starts_with("VCPU0") && line.ends_with('-'), "{line}");
+        assert_eq!(exits.untimed(), 1);
+    }
+}

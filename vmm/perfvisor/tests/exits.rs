@@ -1,0 +1,103 @@
+//! `perfvisor exits`: what a running VM's vCPUs leave their guest for.
+
+mod common;
+
+use common::operator::TestVm;
+use serde_json::Value;
+
+fn lines(text: &str) -> Vec<Value> {
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+fn count(of: &Value, list: &str, key: &str, name: &str) -> u64 {
+    let all = of[list].as_array().unwrap();
+    let named = all.iter().filter(|one| one[key] == name);
+    named.map(|one| one["count"].as_u64().unwrap()).sum()
+}
+
+/// The VM's kicks are counted and timed while somebody watches, intervals add up to the whole, and KVM's
+/// statistics stand beside them.
+#[test]
+fn exits_are_counted_and_timed_while_watched() {
+    let Some(vm) = TestVm::spinning(2) else { return };
+    // Something to see: each look at the guest's counters kicks both vCPUs.
+    let text = std::thread::scope(|scope| {
+        let watching = scope.spawn(|| vm.say(&["exits", "test", "-d", "1.2", "-i", "0.4", "--json", "-A"]));
+        while !watching.is_finished() {
+            vm.say(&["stat", "test", "--guest-view"]);
+        }
+        watching.join().unwrap()
+    });
+    let all = lines(&text);
+    let (total, intervals) = all.split_last().unwrap();
+    assert!(!intervals.is_empty(), "{text}");
+    assert_eq!(
+        (&total["total"], &intervals[0]["total"]),
+        (&true.into(), &false.into())
+    );
+    let kicks = count(total, "exits", "reason", "kick");
+    assert!(kicks > 0, "{text}");
+    let in_intervals: u64 = intervals
+        .iter()
+        .map(|i| count(i, "exits", "reason", "kick"))
+        .sum();
+    assert_eq!(in_intervals, kicks, "{text}");
+    for exits in total["exits"].as_array().unwrap() {
+        let number = |key: &str| exits[key].as_u64().unwrap();
+        assert!(number("timed") <= number("count"), "{text}");
+        assert!(number("vcpu") < 2, "{text}");
+        // The longest is one of those that make up the sum.
+        assert!(number("max_ns") <= number("time_ns"), "{text}");
+        assert!(number("max_ns") * number("timed") >= number("time_ns"), "{text}");
+    }
+    let of_kvm = total["kvm"].as_array().unwrap();
+    if of_kvm.is_empty() {
+        return common::skip::skipped("this KVM has no binary statistics", false);
+    }
+    assert!(count(total, "kvm", "statistic", "exits") >= kicks, "{text}");
+}
+
+#[test]
+fn the_tables_say_what_was_not_timed() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let text = vm.say(&["exits", "test", "-d", "0.3"]);
+    for part in [
+        "exits to Perfvisor",
+        "all of 0.3",
+        "mean (us)",
+        "KVM_RUN",
+        "KVM's exits are not",
+    ] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    // A VM without a PMU has no statistics for operators, and its own exits all the same.
+    let Some(vm) = common::vm::SpinningVm::start("bare", &["--pmu", "off"]) else {
+        return;
+    };
+    let out = vm.operator(&["exits", "bare", "-d", "0.2"]).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert_eq!(
+        out.status.code(),
+        Some(0),
+        "{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    assert!(
+        text.contains("KVM's exits are not counted: this VM has no PMU"),
+        "{text}"
+    );
+}
+
+#[test]
+fn bad_intervals_are_refused_in_one_line() {
+    for value in ["-1", "0", "x"] {
+        let mut command = std::process::Command::new(common::vm::PROGRAM);
+        let out = command.args(["exits", "vm", "-i", value]).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains(value) && stderr.contains("above 0"), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    }
+}

@@ -1,0 +1,136 @@
+//! What a client watches: the exits of each vCPU since it began, and the longest since it asked last.
+
+use std::sync::Arc;
+
+use crate::vcpu::exit_times::{ExitCount, ExitReason, ExitTable};
+use crate::vcpu::seat::Seat;
+use control_api::protocol::{ExitsOfReason, VcpuExits};
+
+/// What was taken out of the vCPUs' tables at one moment, in the order of their seats.
+pub(super) struct Taken(Vec<Vec<ExitCount>>);
+
+impl Taken {
+    /// Takes it. Each client that watches must get it ([`ExitWatch::took`]): the longest exits are in the
+    /// tables once.
+    pub(super) fn out_of(seats: &[Arc<Seat>]) -> Self {
+        Self::out_of_tables(seats.iter().map(|seat| &**seat.exits()))
+    }
+
+    fn out_of_tables<'t>(tables: impl Iterator<Item = &'t ExitTable>) -> Self {
+        Self(tables.map(ExitTable::take).collect())
+    }
+}
+
+/// One client's watch. Exits are counted and timed while there is one.
+#[derive(Debug)]
+pub(super) struct ExitWatch {
+    tables: Vec<(u32, Arc<ExitTable>)>,
+    /// What was counted before it began.
+    before: Vec<Vec<ExitCount>>,
+    /// The longest exits since it was told last, in ns.
+    longest_ns: Vec<Vec<u64>>,
+}
+
+impl ExitWatch {
+    /// Begins, with what was just taken out of the tables of all these.
+    pub(super) fn begin(seats: &[Arc<Seat>], taken: &Taken) -> Self {
+        let tables = seats.iter().map(|seat| (seat.id().into(), seat.exits().clone()));
+        Self::of_tables(tables.collect(), taken)
+    }
+
+    fn of_tables(tables: Vec<(u32, Arc<ExitTable>)>, taken: &Taken) -> Self {
+        for (_, table) in &tables {
+            table.watch();
+        }
+        Self {
+            tables,
+            before: taken.0.clone(),
+            longest_ns: taken.0.iter().map(|cells| vec![0; cells.len()]).collect(),
+        }
+    }
+
+    /// Keeps the longest exits of what was taken.
+    pub(super) fn took(&mut self, taken: &Taken) {
+        for (longest, cells) in self.longest_ns.iter_mut().zip(&taken.0) {
+            for (longest, cell) in longest.iter_mut().zip(cells) {
+                *longest = cell.longest_ns.max(*longest);
+            }
+        }
+    }
+
+    /// What came since it began, of the vCPUs that have any exits. It takes `taken` itself.
+    pub(super) fn tell(&mut self, taken: &Taken) -> Vec<VcpuExits> {
+        self.took(taken);
+        let mut told = Vec::new();
+        let each = taken.0.iter().zip(&self.before).zip(&mut self.longest_ns);
+        for ((vcpu, _), ((now, before), longest)) in self.tables.iter().zip(each) {
+            let cells = now.iter().zip(before).zip(longest).zip(ExitReason::ALL);
+            let grown = cells.map(|(((now, before), longest), reason)| ExitsOfReason {
+                reason: reason.name().to_owned(),
+                count: now.count.wrapping_sub(before.count),
+                timed: now.timed.wrapping_sub(before.timed),
+                time_ns: now.time_ns.wrapping_sub(before.time_ns),
+                max_ns: std::mem::take(longest),
+            });
+            let exits: Vec<_> = grown.filter(|of| of.count > 0 || of.timed > 0).collect();
+            if !exits.is_empty() {
+                told.push(VcpuExits { vcpu: *vcpu, exits });
+            }
+        }
+        told
+    }
+}
+
+impl Drop for ExitWatch {
+    fn drop(&mut self) {
+        for (_, table) in &self.tables {
+            table.unwatch();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One client's look takes nothing away from another one, and each has what came since it began.
+    #[test]
+    fn each_client_has_its_own_exits() {
+        let tables: Vec<_> = (0..2)
+            .map(|vcpu| (vcpu, Arc::new(ExitTable::default())))
+            .collect();
+        let take = || Taken::out_of_tables(tables.iter().map(|(_, table)| &**table));
+        let exit = |took_ns| tables[1].1.exit_for_tests(ExitReason::Wrmsr, took_ns);
+        let begin = || ExitWatch::of_tables(tables.clone(), &take());
+        exit(1);
+        let mut first = begin();
+        assert_eq!(first.tell(&take()), []);
+        exit(500);
+        exit(100);
+        let taken = take();
+        first.took(&taken);
+        let mut second = begin();
+        exit(50);
+        let taken = take();
+        first.took(&taken);
+        let one = |count, time_ns, max_ns| {
+            let reason = "wrmsr".to_owned();
+            let exits = vec![ExitsOfReason {
+                reason,
+                count,
+                timed: count,
+                time_ns,
+                max_ns,
+            }];
+            vec![VcpuExits { vcpu: 1, exits }]
+        };
+        assert_eq!(second.tell(&taken), one(1, 50, 50));
+        assert_eq!(first.tell(&take()), one(3, 650, 500));
+        exit(7);
+        assert_eq!(first.tell(&take()), one(4, 657, 7));
+        drop(first);
+        assert!(tables[1].1.is_watched());
+        drop(second);
+        assert!(!tables[1].1.is_watched());
+    }
+}
