@@ -12,6 +12,16 @@ use crate::rules::{Allowed, Check};
 
 /// The program that allows `list`, and does `otherwise` with what is not on it.
 pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
+    SeccompFilter::new(rules(list)?, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
+}
+
+/// The program that answers what is on `list` with an error, and has nothing against anything else.
+pub(crate) fn refuse(list: &[Allowed]) -> Result<BpfProgram, BackendError> {
+    let error = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+    SeccompFilter::new(rules(list)?, SeccompAction::Allow, error, TargetArch::x86_64)?.try_into()
+}
+
+fn rules(list: &[Allowed]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     for Allowed { call, when } in list {
         let alternatives = when.iter().map(|checks| rule(checks)).collect::<Result<_, _>>()?;
@@ -33,7 +43,7 @@ pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfP
             }
         }
     }
-    SeccompFilter::new(rules, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
+    Ok(rules)
 }
 
 /// The program that has the C library start threads by `clone(2)`, whose flags a filter sees: `clone3(2)`

@@ -1,7 +1,8 @@
 //! Which system calls the threads of each kind may make.
 //!
 //! The lists come from what the threads did while all tests ran (`strace -f`, and `--seccomp log` in the
-//! lab), and from reading. What is not here ends the VM: see docs/threat-model.md for why what is here is.
+//! lab), and from reading. What is not here ends the VM, unless it is [`refused`]: see docs/threat-model.md
+//! for why what is here is.
 
 use syscalls::Sysno;
 
@@ -15,6 +16,13 @@ const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
 /// Namespaces of `clone(2)`.
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
+/// `CLONE_THREAD` of `clone(2)`.
+const THREAD: u64 = 0x1_0000;
+/// Flags of `open(2)` that a file which is only read has no use for.
+fn other_than_reading() -> u64 {
+    let reading = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY | libc::O_DIRECTORY;
+    u64::from(!reading.unsigned_abs())
+}
 
 /// What threads of `kind` may do. `pid` is this process's.
 pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
@@ -30,6 +38,37 @@ pub(crate) fn of(kind: ThreadKind, pid: u32) -> Vec<Allowed> {
         // What it starts begins with what it may.
         ThreadKind::Starter => starter(pid),
     });
+    list
+}
+
+/// What threads of `kind` get an error for, and go on: libraries ask for it and do without.
+pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
+    // Where a program is, and what it may use, which those ask who tell of a fault.
+    let mut list = any(&[
+        Sysno::readlink,
+        Sysno::readlinkat,
+        Sysno::getcwd,
+        Sysno::uname,
+        Sysno::access,
+        Sysno::faccessat,
+    ]);
+    // The limits of this process, none set.
+    list.extend(only(Sysno::prlimit64, &[Check::Is(0, 0), Check::Is(2, 0)]));
+    if kind != ThreadKind::Starter {
+        // The starter starts threads; who asked for one past it gets an error.
+        list.extend(only(
+            Sysno::clone,
+            &[Check::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
+        ));
+        list.extend(any(&[Sysno::clone3]));
+    }
+    if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
+        // glibc's malloc looks for /proc/sys/vm/overcommit_memory before it gives memory of a heap back, and
+        // without it gives back less.
+        let others = other_than_reading();
+        list.extend(only(Sysno::openat, &[Check::Without(2, others)]));
+        list.extend(only(Sysno::open, &[Check::Without(1, others)]));
+    }
     list
 }
 
@@ -63,8 +102,10 @@ fn common(pid: u32) -> Vec<Allowed> {
         // Threads and signals.
         Sysno::getpid,
         Sysno::gettid,
+        Sysno::set_tid_address,
         Sysno::set_robust_list,
         Sysno::rseq,
+        Sysno::getcpu,
         Sysno::sched_getaffinity,
         Sysno::sigaltstack,
         Sysno::rt_sigaction,
@@ -79,6 +120,11 @@ fn common(pid: u32) -> Vec<Allowed> {
     list.extend(only(Sysno::mmap, &[Check::Without(2, executable)]));
     list.extend(only(Sysno::mprotect, &[Check::Without(2, executable)]));
     list.extend(only(Sysno::tgkill, &[Check::Is(0, pid)]));
+    // As fstat: of a descriptor that is there.
+    let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
+    let bits = |at| Check::Bits(at, of_descriptor.into(), of_descriptor.into());
+    list.extend(only(Sysno::newfstatat, &[bits(3)]));
+    list.extend(only(Sysno::statx, &[bits(2)]));
     let names = [libc::PR_SET_NAME, libc::PR_GET_NAME].map(i32::unsigned_abs);
     list.extend(one_of(Sysno::prctl, 0, &[names[0], names[1], PR_SET_VMA]));
     let flags = [
@@ -351,10 +397,9 @@ fn starter(pid: u32) -> Vec<Allowed> {
             list.extend(of(kind, pid));
         }
     }
-    let thread = libc::CLONE_THREAD.unsigned_abs().into();
     list.extend(only(
         Sysno::clone,
-        &[Check::Bits(0, NEW_NAMESPACES | thread, thread)],
+        &[Check::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
     ));
     // clone3 is what the filter beside this one answers.
     list.extend(any(&[

@@ -20,9 +20,9 @@ const STARTER_STACK_BYTES: usize = 128 << 10;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// It ends the VM.
+    #[default]
     On,
     /// The kernel's log gets it (dmesg, audit: type 1326), and the thread goes on.
-    #[default]
     Log,
     /// There are no filters.
     Off,
@@ -87,9 +87,17 @@ struct Wanted {
     reply: Sender<io::Result<JoinHandle<()>>>,
 }
 
+/// The filters of one kind of threads.
+struct Programs {
+    /// What of it is refused with an error; none where all passes.
+    refuse: Option<BpfProgram>,
+    /// What it may do, and what is refused.
+    allow: BpfProgram,
+}
+
 struct Sandbox {
     /// In the order of [`ThreadKind::ALL`].
-    programs: Vec<BpfProgram>,
+    programs: Vec<Programs>,
     without_clone3: BpfProgram,
     /// Once there is a starter.
     starter: OnceLock<Mutex<Sender<Wanted>>>,
@@ -115,7 +123,20 @@ pub fn begin(mode: Mode, will: LastWill) -> Result<(), SandboxError> {
     violation::watch(will).map_err(SandboxError::Signal)?;
     let pid = std::process::id();
     let program = |kind| {
-        filter::compile(&lists::of(kind, pid), otherwise.clone()).map_err(|e| SandboxError::Compile(kind, e))
+        let mut list = lists::of(kind, pid);
+        let refused = (mode == Mode::On).then(|| lists::refused(kind));
+        // Of the answers of two filters the kernel takes the harder one.
+        list.extend(refused.clone().unwrap_or_default());
+        let allow = filter::compile(&list, otherwise.clone());
+        let refuse = refused.map(|list| filter::refuse(&list)).transpose();
+        refuse
+            .and_then(|refuse| {
+                Ok(Programs {
+                    refuse,
+                    allow: allow?,
+                })
+            })
+            .map_err(|e| SandboxError::Compile(kind, e))
     };
     let programs = ThreadKind::ALL
         .into_iter()
@@ -137,7 +158,13 @@ impl Sandbox {
         let program = ThreadKind::ALL.into_iter().zip(&self.programs);
         program
             .filter(|(of, _)| *of == kind)
-            .try_for_each(|(_, program)| apply_filter(program))
+            .try_for_each(|(_, program)| {
+                program
+                    .refuse
+                    .as_ref()
+                    .map_or(Ok(()), |refuse| apply_filter(refuse))?;
+                apply_filter(&program.allow)
+            })
             .map_err(|e| SandboxError::Apply(kind, e))
     }
 }

@@ -2,6 +2,7 @@
 //! its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
+use std::os::fd::FromRawFd;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
@@ -31,6 +32,8 @@ enum Try {
     Code,
     CountCpu,
     OtherProcess,
+    /// What libraries ask for and do without.
+    Refused,
 }
 
 impl Try {
@@ -50,11 +53,12 @@ impl Try {
     fn run(self) {
         match self {
             Self::Ordinary => ordinary(),
+            Self::Refused => refused(),
             // SAFETY: the calls have valid arguments: strings that live, numbers, and null where that is
             // allowed. None of them does harm to this process if it is let through.
             _ => unsafe {
                 match self {
-                    Self::Ordinary => 0,
+                    Self::Ordinary | Self::Refused => 0,
                     Self::NewFile => libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CREAT, 0o600),
                     Self::Execute => libc::execve(
                         c"/does/not/exist".as_ptr(),
@@ -91,6 +95,33 @@ fn ordinary() {
     assert!(caught.is_err());
 }
 
+/// Each is an error that the thread gets, and goes on.
+fn refused() {
+    let kind = sandbox::kind().unwrap();
+    let is_refused = |error: &std::io::Error| error.raw_os_error() == Some(libc::EPERM);
+    // The starter may start threads, and lends that to those it starts; the main thread opens files.
+    if kind != ThreadKind::Starter {
+        let started = Builder::new().spawn(|| ());
+        assert!(started.is_err_and(|e| is_refused(&e)), "{kind}: a thread");
+    }
+    if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
+        let opened = std::fs::File::open("/proc/sys/vm/overcommit_memory");
+        assert!(opened.is_err_and(|e| is_refused(&e)), "{kind}: a file");
+    }
+    let link = std::fs::read_link("/proc/self/exe");
+    assert!(link.is_err_and(|e| is_refused(&e)), "{kind}: a link");
+    // SAFETY: the call has no conditions but a place for its answer, which may be null.
+    let limit = unsafe { libc::syscall(libc::SYS_prlimit64, 0, libc::RLIMIT_STACK, 0, 0) };
+    assert!(
+        limit == -1 && is_refused(&std::io::Error::last_os_error()),
+        "{kind}: a limit"
+    );
+    // A descriptor that is there has a state.
+    // SAFETY: standard error is open, and never closed by this: it is not dropped.
+    let here = std::mem::ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(libc::STDERR_FILENO) });
+    assert!(here.metadata().is_ok(), "{kind}");
+}
+
 fn start_another() {
     let (send, receive) = std::sync::mpsc::channel();
     let builder = Builder::new().name("another".into());
@@ -113,7 +144,7 @@ fn as_a_child() {
         .unwrap();
     let name = next();
     let tries = Try::FORBIDDEN.map(|(what, _)| what);
-    let tried = tries.into_iter().chain([Try::Ordinary]);
+    let tried = tries.into_iter().chain([Try::Ordinary, Try::Refused]);
     let tried = tried
         .into_iter()
         .find(|known| format!("{known:?}") == name)
@@ -203,6 +234,19 @@ fn a_thread_of_any_kind_does_what_threads_do() {
             assert!(said.contains(DONE), "{mode} {kind}: {said}{err}");
             assert_eq!(out.status.code(), Some(0), "{mode} {kind}: {err}");
         }
+    }
+}
+
+#[test]
+fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
+    for kind in ThreadKind::ALL {
+        let out = child(Mode::On, kind, Try::Refused);
+        let err = String::from_utf8_lossy(&out.stderr);
+        assert!(
+            String::from_utf8_lossy(&out.stdout).contains(DONE),
+            "{kind}: {err}"
+        );
+        assert_eq!(out.status.code(), Some(0), "{kind}: {err}");
     }
 }
 
