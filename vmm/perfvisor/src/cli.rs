@@ -18,6 +18,7 @@ use vpmu::{BackingPolicy, CounterNumbers, ModelName};
 
 use crate::commands::cp::CpArgs;
 use crate::commands::ctl::CtlArgs;
+use crate::commands::diff::DiffArgs;
 use crate::commands::exec::ExecArgs;
 use crate::commands::exits::ExitsArgs;
 use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
@@ -103,6 +104,8 @@ pub enum Command {
     Top(TopArgs),
     /// Show where the samples of a file fell: a table of shares by task, object and function.
     Report(ReportArgs),
+    /// Compare two files: shares of functions before and after.
+    Diff(DiffArgs),
     /// Print every sample of a file.
     Script(FileArgs),
     /// Draw the samples of a file as a flame graph, or print folded stacks.

@@ -52,7 +52,7 @@ use std::process::ExitCode;
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
-use commands::{cp, ctl, exec, exits, files, generate, list, ps, record, stat, top, validate};
+use commands::{cp, ctl, diff, exec, exits, files, generate, list, ps, record, stat, top, validate};
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
@@ -115,6 +115,7 @@ fn obey(
         Command::Record(args) => record::record(&args)?,
         Command::Top(args) => top::top(&args)?,
         Command::Report(args) => files::report(&args)?,
+        Command::Diff(args) => diff::diff(&args)?,
         Command::Script(args) => files::script(&args)?,
         Command::Flamegraph(args) => files::flamegraph(&args)?,
         Command::Pprof(args) => files::pprof(&args)?,

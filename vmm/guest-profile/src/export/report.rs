@@ -37,7 +37,7 @@ impl SortKey {
         })
     }
 
-    fn heading(self) -> &'static str {
+    pub(super) fn heading(self) -> &'static str {
         match self {
             Self::Comm => "Command",
             Self::Pid => "Pid",
@@ -156,6 +156,28 @@ fn short(n: u64) -> String {
     }
 }
 
+/// How wide each column is, with its heading.
+pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [String]>) -> Vec<usize> {
+    let mut widths: Vec<usize> = headings.iter().map(|heading| heading.len()).collect();
+    for keys in rows {
+        for (width, key) in widths.iter_mut().zip(keys) {
+            *width = key.chars().count().max(*width);
+        }
+    }
+    widths
+}
+
+/// The texts in columns of these widths.
+pub(super) fn columns(texts: &[&str], widths: &[usize]) -> String {
+    let mut line = String::new();
+    for (text, width) in texts.iter().zip(widths) {
+        // Writing to a String does not fail.
+        let _ = write!(line, "  {text:<width$}");
+    }
+    line.truncate(line.trim_end().len());
+    line
+}
+
 /// The tables as text.
 pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> String {
     let mut out = String::new();
@@ -173,25 +195,8 @@ pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
         }
         let _ = writeln!(out, "#");
         let headings: Vec<&str> = options.sort.iter().map(|k| k.heading()).collect();
-        let widths: Vec<usize> = (0..headings.len())
-            .map(|i| {
-                table
-                    .rows
-                    .iter()
-                    .map(|r| r.keys[i].chars().count())
-                    .chain([headings[i].len()])
-                    .max()
-                    .unwrap_or(0)
-            })
-            .collect();
-        let columns = |texts: &[&str]| {
-            let mut line = String::new();
-            for (text, width) in texts.iter().zip(&widths) {
-                let _ = write!(line, "  {text:<width$}");
-            }
-            line.truncate(line.trim_end().len());
-            line
-        };
+        let widths = widths(&headings, table.rows.iter().map(|row| row.keys.as_slice()));
+        let columns = |texts: &[&str]| columns(texts, &widths);
         let _ = writeln!(
             out,
             "# {:>8}  {:>12}{}",

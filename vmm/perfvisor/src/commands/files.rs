@@ -174,35 +174,59 @@ impl FileError {
     }
 }
 
-/// Reads the file and runs `show` on it. An empty file is said to be so, and is no failure.
-fn with_profile(
-    args: &FileArgs,
-    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), FileError>,
-) -> Result<ExitStatus, FileError> {
-    let path = &args.input;
-    let profile = match reader::read_file(&args.input) {
-        Ok(profile) => profile,
+/// The profile in a file; `None` if it is empty, which is said and is no failure.
+///
+/// # Errors
+/// [`FileError::Recording`].
+pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
+    match reader::read_file(path) {
+        Ok(profile) => Ok(Some(profile)),
         Err(e) if e.is_empty() => {
             say(&format!("perfvisor: {}: {}\n", path.display(), error_line(&e)));
-            return Ok(DONE);
+            Ok(None)
         }
-        Err(source) => {
-            let path = path.clone();
-            return Err(FileError::Recording { path, source });
-        }
-    };
+        Err(source) => Err(FileError::Recording {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// Names for a profile's addresses, from where the user told.
+///
+/// # Errors
+/// [`SymbolsError`].
+pub(super) fn symbolizer<'p>(
+    profile: &'p Profile,
+    args: &SymbolArgs,
+) -> Result<Symbolizer<'p>, SymbolsError> {
     let reference = profile.kernel.as_ref();
     let reference = reference.map(|k| (k.reference_symbol.as_str(), k.reference_address));
-    let kernel = kernel_symbols(&args.symbols, reference)?;
-    let mount = guest_mount(&args.symbols)?;
-    let mut symbols = Symbolizer::new(&profile, kernel, mount);
-    show(&profile, &mut symbols)?;
+    let kernel = kernel_symbols(args, reference)?;
+    Ok(Symbolizer::new(profile, kernel, guest_mount(args)?))
+}
+
+/// Warns of what was not there.
+pub(super) fn warn_of(profile: &Profile, symbols: &Symbolizer<'_>) {
     for problem in symbols.problems() {
         log::warn!("{problem}");
     }
     if profile.lost > 0 {
         log::warn!("{} samples were lost while recording", profile.lost);
     }
+}
+
+/// Reads the file and runs `show` on it.
+fn with_profile(
+    args: &FileArgs,
+    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), FileError>,
+) -> Result<ExitStatus, FileError> {
+    let Some(profile) = read_profile(&args.input)? else {
+        return Ok(DONE);
+    };
+    let mut symbols = symbolizer(&profile, &args.symbols)?;
+    show(&profile, &mut symbols)?;
+    warn_of(&profile, &symbols);
     Ok(DONE)
 }
 

@@ -2,6 +2,7 @@
 
 pub mod cp;
 pub mod ctl;
+pub mod diff;
 pub mod exec;
 pub mod exits;
 pub mod files;

@@ -1,0 +1,201 @@
+//! Two profiles side by side: shares before and after, in the form `perf diff` has.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use super::Profile;
+use super::report::{ReportOptions, SortKey, Table, columns, tables, widths};
+use super::symbolize::Symbolizer;
+
+/// One row: shares of an event's periods, in percent; `None` where there was no sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DiffRow {
+    /// In the older profile.
+    pub before: Option<f64>,
+    /// In the newer one.
+    pub after: Option<f64>,
+    /// The columns' texts.
+    pub keys: Vec<String>,
+}
+
+impl DiffRow {
+    /// How much larger its share has become, in percentage points.
+    pub fn delta(&self) -> f64 {
+        self.after.unwrap_or(0.0) - self.before.unwrap_or(0.0)
+    }
+}
+
+/// An event of both profiles.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Diff {
+    /// Its name.
+    pub event: String,
+    /// Samples before and after.
+    pub samples: (u64, u64),
+    /// The rows, largest change first.
+    pub rows: Vec<DiffRow>,
+}
+
+/// Compares tables of the same columns, event by event, and names the events that only one of them has.
+fn compare(before: Vec<Table>, after: Vec<Table>, min_percent: f64) -> (Vec<Diff>, Vec<String>) {
+    let mut after: Vec<Option<Table>> = after.into_iter().map(Some).collect();
+    let (mut diffs, mut alone) = (Vec::new(), Vec::new());
+    for old in before {
+        // Two events of one name are compared in their order.
+        let same = |table: &&mut Option<Table>| table.as_ref().is_some_and(|t| t.event == old.event);
+        let Some(new) = after.iter_mut().find(same).and_then(Option::take) else {
+            alone.push(old.event);
+            continue;
+        };
+        let mut rows: BTreeMap<Vec<String>, (Option<f64>, Option<f64>)> = BTreeMap::new();
+        for row in old.rows {
+            rows.entry(row.keys).or_default().0 = Some(row.percent);
+        }
+        for row in new.rows {
+            rows.entry(row.keys).or_default().1 = Some(row.percent);
+        }
+        let rows = rows
+            .into_iter()
+            .map(|(keys, (before, after))| DiffRow { before, after, keys });
+        let larger = |row: &DiffRow| row.before.unwrap_or(0.0).max(row.after.unwrap_or(0.0));
+        let shown = |row: &DiffRow| larger(row) >= min_percent;
+        let mut rows: Vec<DiffRow> = rows.filter(shown).collect();
+        rows.sort_by(|a, b| {
+            let by_change = b.delta().abs().total_cmp(&a.delta().abs());
+            by_change.then_with(|| a.keys.cmp(&b.keys))
+        });
+        diffs.push(Diff {
+            event: old.event,
+            samples: (old.samples, new.samples),
+            rows,
+        });
+    }
+    alone.extend(after.into_iter().flatten().map(|table| table.event));
+    (diffs, alone)
+}
+
+/// The events that both profiles have, compared, and the names of those that only one has.
+pub fn diffs(
+    (old, old_symbols): (&Profile, &mut Symbolizer<'_>),
+    (new, new_symbols): (&Profile, &mut Symbolizer<'_>),
+    options: &ReportOptions,
+) -> (Vec<Diff>, Vec<String>) {
+    // A row that is small in one of them may be large in the other.
+    let all = ReportOptions {
+        min_percent: 0.0,
+        ..options.clone()
+    };
+    let (before, after) = (tables(old, old_symbols, &all), tables(new, new_symbols, &all));
+    compare(before, after, options.min_percent)
+}
+
+/// The comparison as text.
+pub fn render(diffs: &[Diff], sort: &[SortKey]) -> String {
+    let mut out = String::new();
+    for diff in diffs {
+        // Writing to a String does not fail.
+        let _ = writeln!(out, "# Event '{}'", diff.event);
+        let _ = writeln!(
+            out,
+            "# Samples: {} before, {} after",
+            diff.samples.0, diff.samples.1
+        );
+        let _ = writeln!(out, "#");
+        let headings: Vec<&str> = sort.iter().map(|key| key.heading()).collect();
+        let widths = widths(&headings, diff.rows.iter().map(|row| row.keys.as_slice()));
+        let dots: Vec<String> = widths.iter().map(|w| ".".repeat(*w)).collect();
+        let _ = writeln!(
+            out,
+            "# {:>8}  {:>8}  {:>9}{}",
+            "Before",
+            "After",
+            "Delta",
+            columns(&headings, &widths)
+        );
+        let _ = writeln!(
+            out,
+            "# {0}  {0}  .{0}{1}",
+            ".".repeat(8),
+            columns(&dots.iter().map(String::as_str).collect::<Vec<_>>(), &widths)
+        );
+        let _ = writeln!(out, "#");
+        for row in &diff.rows {
+            let share = |share: Option<f64>| share.map_or_else(String::new, |share| format!("{share:.2}%"));
+            let keys: Vec<&str> = row.keys.iter().map(String::as_str).collect();
+            let _ = writeln!(
+                out,
+                "{:>10}  {:>8}  {:>+8.2}%{}",
+                share(row.before),
+                share(row.after),
+                row.delta(),
+                columns(&keys, &widths)
+            );
+        }
+        out.push('\n');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::Row;
+    use super::*;
+
+    fn table(event: &str, rows: &[(f64, &str)]) -> Table {
+        let row = |&(percent, name): &(f64, &str)| Row {
+            percent,
+            samples: 1,
+            period: 1,
+            keys: vec![name.to_owned()],
+        };
+        Table {
+            event: event.to_owned(),
+            samples: rows.len() as u64,
+            period: 100,
+            rows: rows.iter().map(row).collect(),
+        }
+    }
+
+    /// The largest change first, whichever way it goes; what only one of them has is a change too.
+    #[test]
+    fn rows_are_ordered_by_their_change() {
+        let before = vec![table("cycles", &[(60.0, "a"), (30.0, "b"), (10.0, "gone")])];
+        let after = vec![table("cycles", &[(55.0, "a"), (44.5, "b"), (0.5, "new")])];
+        let (diffs, alone) = compare(before, after, 0.0);
+        assert!(alone.is_empty());
+        let names: Vec<&str> = diffs[0].rows.iter().map(|row| row.keys[0].as_str()).collect();
+        assert_eq!(names, ["b", "gone", "a", "new"]);
+        assert_eq!(diffs[0].rows[1].after, None);
+        let text = render(&diffs, &[SortKey::Symbol]);
+        let line = |name: &str| {
+            let line = text
+                .lines()
+                .find(|line| line.split_whitespace().last() == Some(name));
+            line.unwrap_or_else(|| panic!("{text}"))
+                .split_whitespace()
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(line("b"), ["30.00%", "44.50%", "+14.50%", "b"]);
+        assert_eq!(line("gone"), ["10.00%", "-10.00%", "gone"]);
+        assert_eq!(line("new"), ["0.50%", "+0.50%", "new"]);
+    }
+
+    /// A limit leaves out what is small in both, not what has become small.
+    #[test]
+    fn a_limit_is_for_both() {
+        let before = vec![table("cycles", &[(99.0, "a"), (1.0, "b")])];
+        let after = vec![table("cycles", &[(1.0, "a"), (1.5, "b"), (97.5, "c")])];
+        let (diffs, _) = compare(before, after, 2.0);
+        let names: Vec<&str> = diffs[0].rows.iter().map(|row| row.keys[0].as_str()).collect();
+        assert_eq!(names, ["a", "c"]);
+    }
+
+    #[test]
+    fn events_of_one_profile_only_are_named() {
+        let before = vec![table("cycles", &[]), table("x", &[])];
+        let after = vec![table("y", &[]), table("cycles", &[])];
+        let (diffs, alone) = compare(before, after, 0.0);
+        assert_eq!(diffs.len(), 1);
+        assert_eq!(alone, ["x", "y"]);
+    }
+}

@@ -1,0 +1,56 @@
+//! `perfvisor diff`: two recordings side by side, as `perf diff` shows them.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::files::{FileError, SymbolArgs, read_profile, symbolizer, warn_of};
+use super::{DONE, print};
+use crate::exit::ExitStatus;
+use crate::values::{SortKeys, parse_percent, parse_sort};
+use guest_profile::export::diff::{diffs, render};
+use guest_profile::export::report::ReportOptions;
+
+/// `perfvisor diff`.
+#[derive(Clone, Debug, Args)]
+pub struct DiffArgs {
+    /// The older recording (perf.data).
+    #[arg(value_name = "OLD")]
+    pub old: PathBuf,
+    /// The newer one.
+    #[arg(value_name = "NEW")]
+    pub new: PathBuf,
+    /// Columns to group by: comm, pid, vcpu, dso, sym.
+    #[arg(short, long, value_name = "KEYS", default_value = "dso,sym", value_parser = parse_sort)]
+    pub sort: SortKeys,
+    /// Leave out what is below this share in both, in percent.
+    #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
+    pub percent_limit: f64,
+    /// Where names come from, for both.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+}
+
+/// Compares them.
+///
+/// # Errors
+/// [`FileError`].
+pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
+    let (Some(old), Some(new)) = (read_profile(&args.old)?, read_profile(&args.new)?) else {
+        return Ok(DONE);
+    };
+    let mut old_symbols = symbolizer(&old, &args.symbols)?;
+    let mut new_symbols = symbolizer(&new, &args.symbols)?;
+    let options = ReportOptions {
+        sort: args.sort.0.clone(),
+        min_percent: args.percent_limit,
+    };
+    let (diffs, alone) = diffs((&old, &mut old_symbols), (&new, &mut new_symbols), &options);
+    print(&render(&diffs, &options.sort))?;
+    for event in alone {
+        log::warn!("'{event}' is in one of the recordings only: it is not compared");
+    }
+    warn_of(&old, &old_symbols);
+    warn_of(&new, &new_symbols);
+    Ok(DONE)
+}
