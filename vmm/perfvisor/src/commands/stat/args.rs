@@ -40,7 +40,10 @@ pub struct StatArgs {
     /// Measure so many times; print the mean and its error. Needs --duration.
     #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub repeat: u32,
+    /// Print what is derived from counts only: instructions per cycle, shares of misses, GHz.
+    #[arg(long)]
+    pub metric_only: bool,
     /// Show what the guest has programmed into its PMU instead.
-    #[arg(long, conflicts_with_all = ["events", "duration", "interval", "field_separator", "repeat"])]
+    #[arg(long, conflicts_with_all = ["events", "duration", "interval", "field_separator", "repeat", "metric_only"])]
     pub guest_view: bool,
 }

@@ -1,5 +1,4 @@
-//! What `perfvisor stat` prints of its totals: perf's lines, CSV and JSON, and what perf derives from two
-//! counts.
+//! What `perfvisor stat` prints of its totals: perf's lines, CSV and JSON.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -7,13 +6,17 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::args::StatArgs;
+use super::metrics::{self, derived};
 use super::totals::{Total, merge};
-use control_api::events::format::{Counted, Doubt, Fields, Unit, csv_line, mean_and_error, stat_line};
+use control_api::events::format::{Counted, Doubt, Fields, csv_line, mean_and_error, stat_line};
 
 /// What came in `length` before `at`.
 pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
     let mut out = String::new();
     let seconds = length.as_secs_f64();
+    if args.metric_only {
+        return interval_metrics(at, seconds, totals, args);
+    }
     for total in totals {
         let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
         if args.json {
@@ -25,6 +28,34 @@ pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], a
         } else {
             let line = plain(total, note(total, totals, seconds).as_deref());
             let _ = writeln!(out, "{time:>16} {}{line}", vcpu_column(total, args));
+        }
+    }
+    out
+}
+
+/// Only the metrics of an interval.
+fn interval_metrics(at: Duration, seconds: f64, totals: &[Total], args: &StatArgs) -> String {
+    let mut out = String::new();
+    let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
+    for row in metrics::rows(totals, seconds) {
+        if args.json {
+            let _ = writeln!(out, "{}", row.json(Some(at.as_secs_f64())));
+        } else if let Some(separator) = &args.field_separator {
+            let vcpu = row
+                .vcpu
+                .map_or_else(String::new, |vcpu| format!("VCPU{vcpu}{separator}"));
+            let _ = writeln!(out, "{time}{separator}{vcpu}{}", row.csv(separator).1);
+        } else {
+            let vcpu = row
+                .vcpu
+                .map_or_else(String::new, |vcpu| format!(" VCPU{vcpu:<6}"));
+            let _ = writeln!(
+                out,
+                "{:>16}{vcpu}{}\n{time:>16}{vcpu}{}",
+                "time",
+                row.headings(),
+                row.numbers()
+            );
         }
     }
     out
@@ -80,6 +111,9 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
     if let Some(derived) = derived(total, all, seconds) {
         put("metric-value", json!(derived.value));
         put("metric-unit", json!(derived.unit));
+        if derived.estimate {
+            put("metric-estimate", json!(true));
+        }
     }
     put("backing", json!(total.backing));
     serde_json::Value::Object(object).to_string()
@@ -90,6 +124,9 @@ pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: 
     let totals = merge(runs);
     let mut out = String::new();
     let (seconds, error) = mean_and_error(elapsed);
+    if args.metric_only {
+        return final_metrics(vm, &totals, (seconds, error), args);
+    }
     if args.json {
         for total in &totals {
             let _ = writeln!(out, "{}", json_line(total, &totals, seconds, None));
@@ -120,6 +157,48 @@ pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: 
     out
 }
 
+/// Only the metrics, at the end.
+fn final_metrics(
+    vm: &str,
+    totals: &[Total],
+    (seconds, error): (f64, Option<f64>),
+    args: &StatArgs,
+) -> String {
+    let mut out = String::new();
+    let rows = metrics::rows(totals, seconds);
+    let people = !args.json && args.field_separator.is_none();
+    if people {
+        let _ = writeln!(out, "\n Performance counter stats for VM '{vm}':\n");
+    }
+    for (at, row) in rows.iter().enumerate() {
+        if args.json {
+            let _ = writeln!(out, "{}", row.json(None));
+        } else if let Some(separator) = &args.field_separator {
+            let vcpu = row
+                .vcpu
+                .map_or_else(String::new, |vcpu| format!("VCPU{vcpu}{separator}"));
+            let (headings, numbers) = row.csv(separator);
+            let column = row.vcpu.map_or_else(String::new, |_| format!("vcpu{separator}"));
+            if at == 0 {
+                let _ = writeln!(out, "{column}{headings}");
+            }
+            let _ = writeln!(out, "{vcpu}{numbers}");
+        } else {
+            let vcpu = |text: String| row.vcpu.map_or_else(String::new, |_| format!("{text:<10}"));
+            let name = row.vcpu.map_or_else(String::new, |vcpu| format!("VCPU{vcpu}"));
+            let _ = writeln!(out, "{}{}", vcpu(String::new()), row.headings());
+            let _ = writeln!(out, "{}{}", vcpu(name), row.numbers());
+        }
+    }
+    if people {
+        if rows.iter().any(metrics::MetricRow::has_estimates) {
+            let _ = writeln!(out, "\n  {}", metrics::ESTIMATES);
+        }
+        let _ = writeln!(out, "\n{}\n", elapsed_line(seconds, error));
+    }
+    out
+}
+
 /// The time, with its error over repeated runs in as many places as the error has meaning.
 fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
     match error_percent {
@@ -133,14 +212,6 @@ fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
             format!("{seconds:>18.places$} +- {error:.places$} seconds time elapsed  ( +-{percent:6.2}% )")
         }
     }
-}
-
-/// What perf makes of a count and another one.
-struct Derived {
-    value: f64,
-    unit: String,
-    /// As it stands behind `#`.
-    text: String,
 }
 
 /// What is said behind `#`: what perf derives; else who counts, if that is not the PMU.
@@ -157,73 +228,12 @@ fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
     derived(total, all, seconds).map(|d| d.text)
 }
 
-/// Counts for a second of the vCPUs' time on a CPU, in perf's units.
-fn rate(count: f64, task_clock_ns: f64) -> Derived {
-    let mut value = count / (task_clock_ns / 1e9);
-    let mut prefix = "";
-    for larger in ["K", "M", "G"] {
-        if value < 1000.0 {
-            break;
-        }
-        value /= 1000.0;
-        prefix = larger;
-    }
-    let unit = format!("{prefix}/sec");
-    Derived {
-        text: format!("{value:8.3} {unit}"),
-        value,
-        unit,
-    }
-}
-
-/// What perf derives, where both of its counts are there.
-fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Derived> {
-    let value = |name: &str| {
-        let same = |t: &&Total| t.name == name && t.vcpu == total.vcpu;
-        match all.iter().find(same)?.counted {
-            Counted::Value { count, .. } if count > 0 => Some(count as f64),
-            _ => None,
-        }
-    };
-    let own = match total.counted {
-        Counted::Value { count, .. } => count as f64,
-        _ => return None,
-    };
-    let derived = |value: f64, unit: &str, text: String| {
-        Some(Derived {
-            value,
-            unit: unit.to_owned(),
-            text,
-        })
-    };
-    match total.name.as_str() {
-        "task-clock" | "cpu-clock" if seconds > 0.0 => {
-            let cpus = own / 1e9 / seconds;
-            derived(cpus, "CPUs utilized", format!("{cpus:8.3} CPUs utilized"))
-        }
-        "instructions" if value("cycles").is_some() => {
-            let ipc = own / value("cycles")?;
-            derived(ipc, "insn per cycle", format!("{ipc:8.2}  insn per cycle"))
-        }
-        "branch-misses" if value("branches").is_some() => {
-            let percent = 100.0 * own / value("branches")?;
-            let text = format!("{percent:8.2}% of all branches");
-            derived(percent, "of all branches", text)
-        }
-        "cycles" | "cpu-cycles" => {
-            let ghz = own / value("task-clock")?;
-            derived(ghz, "GHz", format!("{ghz:8.3} GHz"))
-        }
-        _ if total.unit == Unit::Nanoseconds => None,
-        _ => Some(rate(own, value("task-clock")?)),
-    }
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+    use control_api::events::format::Unit;
 
-    fn count_of(name: &str, count: u64, unit: Unit) -> Total {
+    pub(in super::super) fn count_of(name: &str, count: u64, unit: Unit) -> Total {
         Total {
             name: name.into(),
             vcpu: None,

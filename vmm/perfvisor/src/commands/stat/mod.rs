@@ -3,6 +3,7 @@
 mod args;
 mod guest;
 mod lines;
+mod metrics;
 mod totals;
 
 use std::collections::BTreeMap;
@@ -127,7 +128,7 @@ fn one_run(
     let mut next_interval = args.interval.map(|i| start + i);
     let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();
     let mut printed = Duration::ZERO;
-    if args.interval.is_some() && !args.json && args.field_separator.is_none() {
+    if args.interval.is_some() && !args.json && !args.metric_only && args.field_separator.is_none() {
         let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
         print(&format!(
             "#           time{vcpu}             counts unit events\n"

@@ -1,0 +1,345 @@
+//! What perf derives from two counts: instructions per cycle, shares of misses, GHz, rates.
+
+use serde_json::{Map, Value, json};
+
+use super::totals::Total;
+use control_api::events::format::{Counted, Unit};
+
+/// Misses, what they are a share of, and how perf calls it.
+const SHARES: [(&str, &str, &str); 7] = [
+    ("branch-misses", "branches", "of all branches"),
+    ("cache-misses", "cache-references", "of all cache refs"),
+    (
+        "L1-dcache-load-misses",
+        "L1-dcache-loads",
+        "of all L1-dcache accesses",
+    ),
+    (
+        "L1-icache-load-misses",
+        "L1-icache-loads",
+        "of all L1-icache accesses",
+    ),
+    ("LLC-load-misses", "LLC-loads", "of all LL-cache accesses"),
+    ("dTLB-load-misses", "dTLB-loads", "of all dTLB cache accesses"),
+    ("iTLB-load-misses", "iTLB-loads", "of all iTLB cache accesses"),
+];
+
+/// What perf makes of a count and another one.
+#[derive(Debug)]
+pub(super) struct Metric {
+    pub(super) value: f64,
+    pub(super) unit: String,
+    /// As it stands behind `#`.
+    pub(super) text: String,
+    /// A count that it is made of is an estimate: the event was not on all the time, or a clock stands for
+    /// the hardware.
+    pub(super) estimate: bool,
+}
+
+impl Metric {
+    /// As in a line of all metrics, where it stands without its event; `None` for rates, which perf leaves
+    /// out there.
+    fn heading(&self, event: &str) -> Option<String> {
+        match self.unit.as_str() {
+            unit if unit.ends_with("/sec") => None,
+            unit if unit.starts_with("of all ") => Some(format!("{event} {unit}")),
+            unit => Some(unit.to_owned()),
+        }
+    }
+
+    fn places(&self) -> usize {
+        if matches!(self.unit.as_str(), "GHz" | "CPUs utilized") {
+            3
+        } else {
+            2
+        }
+    }
+}
+
+/// The name without modifiers, the one that perf prints for it, and its modifiers with their colon.
+fn plain_name(name: &str) -> (&str, &str) {
+    let (plain, modifiers) = name.split_at(name.find(':').unwrap_or(name.len()));
+    let plain = match plain {
+        "cpu-cycles" => "cycles",
+        "branch-instructions" => "branches",
+        other => other,
+    };
+    (plain, modifiers)
+}
+
+/// Counts for a second of the vCPUs' time on a CPU, in perf's units.
+fn rate(count: f64, task_clock_ns: f64) -> (f64, String) {
+    let mut value = count / (task_clock_ns / 1e9);
+    let mut prefix = "";
+    for larger in ["K", "M", "G"] {
+        if value < 1000.0 {
+            break;
+        }
+        value /= 1000.0;
+        prefix = larger;
+    }
+    (value, format!("{prefix}/sec"))
+}
+
+/// A count that something can be made of.
+struct Operand {
+    count: f64,
+    estimate: bool,
+}
+
+impl Operand {
+    fn of(total: &Total) -> Option<Self> {
+        let Counted::Value {
+            count,
+            enabled_ns,
+            running_ns,
+        } = total.counted
+        else {
+            return None;
+        };
+        Some(Self {
+            count: count as f64,
+            estimate: total.estimate || total.backing == "clock" || running_ns < enabled_ns,
+        })
+    }
+}
+
+/// What perf derives, where both of its counts are there.
+pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metric> {
+    let (name, modifiers) = plain_name(&total.name);
+    let own = Operand::of(total)?;
+    let with = |wanted: &str, wanted_modifiers: &str| {
+        let same = |t: &&Total| plain_name(&t.name) == (wanted, wanted_modifiers) && t.vcpu == total.vcpu;
+        let found = Operand::of(all.iter().find(same)?)?;
+        (found.count > 0.0).then_some(found)
+    };
+    let metric = |value: f64, unit: String, text: String, estimate: bool| {
+        let doubt = if estimate { " (estimate)" } else { "" };
+        Some(Metric {
+            value,
+            unit,
+            text: text + doubt,
+            estimate,
+        })
+    };
+    let share = SHARES.iter().find(|(misses, ..)| *misses == name);
+    if let Some((_, of, unit)) = share
+        && let Some(all) = with(of, modifiers)
+    {
+        let percent = 100.0 * own.count / all.count;
+        let text = format!("{percent:8.2}% {unit}");
+        return metric(percent, (*unit).to_owned(), text, own.estimate || all.estimate);
+    }
+    match name {
+        "task-clock" | "cpu-clock" if seconds > 0.0 => {
+            let (value, unit) = (own.count / 1e9 / seconds, "CPUs utilized");
+            metric(
+                value,
+                unit.to_owned(),
+                format!("{value:8.3} {unit}"),
+                own.estimate,
+            )
+        }
+        "instructions" if let Some(cycles) = with("cycles", modifiers) => {
+            let (value, unit) = (own.count / cycles.count, "insn per cycle");
+            let text = format!("{value:8.2}  {unit}");
+            metric(value, unit.to_owned(), text, own.estimate || cycles.estimate)
+        }
+        "cycles" => {
+            let clock = with("task-clock", "")?;
+            let value = own.count / clock.count;
+            let text = format!("{value:8.3} GHz");
+            metric(value, "GHz".to_owned(), text, own.estimate || clock.estimate)
+        }
+        _ if total.unit == Unit::Nanoseconds => None,
+        _ => {
+            let clock = with("task-clock", "")?;
+            let (value, unit) = rate(own.count, clock.count);
+            let text = format!("{value:8.3} {unit}");
+            metric(value, unit, text, own.estimate || clock.estimate)
+        }
+    }
+}
+
+/// A row of `--metric-only`: the metrics of one vCPU, or of all, with their headings.
+pub(super) struct MetricRow {
+    pub(super) vcpu: Option<u32>,
+    metrics: Vec<(String, Metric)>,
+}
+
+/// The metrics of these totals, a row for each vCPU that has any.
+pub(super) fn rows(totals: &[Total], seconds: f64) -> Vec<MetricRow> {
+    let mut rows: Vec<MetricRow> = Vec::new();
+    for total in totals {
+        let Some(metric) = derived(total, totals, seconds) else {
+            continue;
+        };
+        let Some(heading) = metric.heading(plain_name(&total.name).0) else {
+            continue;
+        };
+        match rows.iter_mut().find(|row| row.vcpu == total.vcpu) {
+            Some(row) => row.metrics.push((heading, metric)),
+            None => rows.push(MetricRow {
+                vcpu: total.vcpu,
+                metrics: vec![(heading, metric)],
+            }),
+        }
+    }
+    rows
+}
+
+/// How wide a column is: that of its heading, or of a number with its sign.
+fn width(heading: &str) -> usize {
+    heading.len().max(12)
+}
+
+impl MetricRow {
+    /// The headings, for people.
+    pub(super) fn headings(&self) -> String {
+        let each = self.metrics.iter();
+        each.map(|(heading, _)| format!("  {heading:>width$}", width = width(heading)))
+            .collect()
+    }
+
+    /// The numbers below them; `~` before one that is an estimate.
+    pub(super) fn numbers(&self) -> String {
+        let each = self.metrics.iter();
+        each.map(|(heading, metric)| {
+            let sign = if metric.estimate { "~" } else { "" };
+            let number = format!("{sign}{:.places$}", metric.value, places = metric.places());
+            format!("  {number:>width$}", width = width(heading))
+        })
+        .collect()
+    }
+
+    /// Whether any is an estimate.
+    pub(super) fn has_estimates(&self) -> bool {
+        self.metrics.iter().any(|(_, metric)| metric.estimate)
+    }
+
+    /// For programs: headings, then numbers, with `separator` between them.
+    pub(super) fn csv(&self, separator: &str) -> (String, String) {
+        let headings: Vec<&str> = self.metrics.iter().map(|(heading, _)| heading.as_str()).collect();
+        let numbers: Vec<String> = self
+            .metrics
+            .iter()
+            .map(|(_, metric)| format!("{:.places$}", metric.value, places = metric.places()))
+            .collect();
+        (headings.join(separator), numbers.join(separator))
+    }
+
+    /// For programs: the metrics by name, and the names of those that are estimates.
+    pub(super) fn json(&self, at_s: Option<f64>) -> Value {
+        let mut object = Map::new();
+        if let Some(at) = at_s {
+            object.insert("interval".into(), json!(at));
+        }
+        if let Some(vcpu) = self.vcpu {
+            object.insert("vcpu".into(), json!(vcpu));
+        }
+        let metrics: Map<String, Value> = self
+            .metrics
+            .iter()
+            .map(|(heading, metric)| (heading.clone(), json!(metric.value)))
+            .collect();
+        object.insert("metrics".into(), Value::Object(metrics));
+        let estimates: Vec<&str> = self
+            .metrics
+            .iter()
+            .filter(|(_, metric)| metric.estimate)
+            .map(|(heading, _)| heading.as_str())
+            .collect();
+        object.insert("estimates".into(), json!(estimates));
+        Value::Object(object)
+    }
+}
+
+/// What stands below a table that has estimates.
+pub(super) const ESTIMATES: &str =
+    "~ an estimate: an event was not on all the time, or guest time x TSC frequency stands for cycles";
+
+#[cfg(test)]
+mod tests {
+    use super::super::lines::tests::count_of;
+    use super::*;
+
+    fn totals() -> Vec<Total> {
+        vec![
+            count_of("task-clock", 1_000_000_000, Unit::Nanoseconds),
+            count_of("cpu-cycles", 3_000_000_000, Unit::Count),
+            count_of("instructions", 1_500_000_000, Unit::Count),
+            count_of("branch-instructions", 200_000_000, Unit::Count),
+            count_of("branch-misses", 5_000_000, Unit::Count),
+            count_of("cache-references", 1_000_000, Unit::Count),
+            count_of("cache-misses", 250_000, Unit::Count),
+        ]
+    }
+
+    #[test]
+    fn metrics_are_perf_s() {
+        let all = totals();
+        let text = |at: usize| derived(&all[at], &all, 2.0).unwrap().text;
+        assert_eq!(text(0), "   0.500 CPUs utilized");
+        assert_eq!(text(1), "   3.000 GHz");
+        assert_eq!(text(2), "    0.50  insn per cycle");
+        assert_eq!(text(3), " 200.000 M/sec");
+        assert_eq!(text(4), "    2.50% of all branches");
+        assert_eq!(text(6), "   25.00% of all cache refs");
+    }
+
+    /// With one of its counts an estimate, so is what is made of them, and it says so.
+    #[test]
+    fn what_is_made_of_an_estimate_says_so() {
+        let mut all = totals();
+        all[1].backing = "clock".into();
+        let ipc = derived(&all[2], &all, 2.0).unwrap();
+        assert!(
+            ipc.estimate && ipc.text.ends_with("insn per cycle (estimate)"),
+            "{ipc:?}"
+        );
+        assert!(!derived(&all[4], &all, 2.0).unwrap().estimate);
+        all[3].counted = Counted::Value {
+            count: 200_000_000,
+            enabled_ns: 2,
+            running_ns: 1,
+        };
+        assert!(derived(&all[4], &all, 2.0).unwrap().estimate);
+        let row = &rows(&all, 2.0)[0];
+        assert!(row.has_estimates());
+        assert!(
+            row.numbers().contains("~0.50") && row.numbers().contains(" 25.00"),
+            "{}",
+            row.numbers()
+        );
+        let json = row.json(None);
+        assert_eq!(json["metrics"]["insn per cycle"], 0.5);
+        let estimates = json["estimates"].to_string();
+        assert!(
+            estimates.contains("insn per cycle") && !estimates.contains("cache"),
+            "{estimates}"
+        );
+    }
+
+    /// Modifiers make another event: no instructions of one level for cycles of both.
+    #[test]
+    fn counts_of_the_same_levels_belong_together() {
+        let mut all = totals();
+        all[2].name = "instructions:u".into();
+        assert_eq!(derived(&all[2], &all, 2.0).unwrap().unit, "G/sec");
+        all[1].name = "cycles:u".into();
+        assert_eq!(derived(&all[2], &all, 2.0).unwrap().unit, "insn per cycle");
+    }
+
+    /// Rates are left out, and headings name the event where perf's unit does not.
+    #[test]
+    fn a_row_of_metrics_is_perf_s() {
+        let rows = rows(&totals(), 2.0);
+        let (headings, numbers) = rows[0].csv(",");
+        assert_eq!(
+            headings,
+            "CPUs utilized,GHz,insn per cycle,branch-misses of all branches,cache-misses of all cache refs"
+        );
+        assert_eq!(numbers, "0.500,3.000,0.50,2.50,25.00");
+        assert_eq!(rows[0].headings().len(), rows[0].numbers().len());
+    }
+}
