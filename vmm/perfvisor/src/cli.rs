@@ -30,7 +30,7 @@ use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
+    large, parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
     parse_share, parse_stop_timeout, parse_turn, parse_width,
 };
 use control_api::nearest::did_you_mean;
@@ -364,9 +364,13 @@ where
 {
     let command = command();
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
-    let args = args.into_iter().map(Into::into).collect();
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let ctl_order = ctl_order(&command, &args);
     let Expanded { args, from_file } = config::expand(&command, args).map_err(wrong)?;
-    let explained = |e| match (explain(&e), &from_file) {
+    let explained = |e: clap::Error| match (explain(&e), &from_file) {
+        (CliExit::Error(_), _) if ctl_order.is_some() => {
+            CliExit::Error(ctl_order.clone().unwrap_or_default())
+        }
         (CliExit::Error(line), Some((path, keys))) if names_one_of(&e, keys) => {
             CliExit::Error(format!("{}: {line}", path.display()))
         }
@@ -381,6 +385,34 @@ where
         return Err(CliExit::Text(config::dump(&command, given).map_err(wrong)?));
     }
     Ok(cli)
+}
+
+/// What to say of a mistake in `ctl status one`: the VM's name comes first. `None`: that is not the mistake.
+fn ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
+    let ctl = command.find_subcommand("ctl")?;
+    let is_action = |word: &str| ctl.find_subcommand(word).is_some();
+    let words = args.iter().skip(1).filter_map(|arg| arg.to_str());
+    let mut words = words.filter(|word| !word.starts_with('-'));
+    let action = words
+        .next()
+        .filter(|first| *first == "ctl")
+        .and_then(|_| words.next())?;
+    if !is_action(action) {
+        return None;
+    }
+    match words.next() {
+        None => Some(format!(
+            "the VM's name is missing, which comes first: perfvisor ctl NAME {action}; perfvisor ps lists the names"
+        )),
+        // The name of a VM may be that of an action.
+        Some(name) if is_action(name) => None,
+        Some(name) => {
+            let rest: String = words.map(|word| format!(" {word}")).collect();
+            Some(one_line(&format!(
+                "the VM's name comes first: perfvisor ctl {name} {action}{rest}"
+            )))
+        }
+    }
 }
 
 /// Whether a mistake is about one of these options, or about which go together.
@@ -505,16 +537,6 @@ fn in_words(reason: &str) -> Option<String> {
         "number too small to fit in target type" => "is too small".to_owned(),
         _ => return None,
     })
-}
-
-/// A limit; one of more digits than are read at a glance as a power of two, if it is next to one.
-fn large(limit: i128) -> String {
-    let power = limit.cast_unsigned() + 1;
-    if limit > 9_999_999 && power.is_power_of_two() {
-        format!("2^{} - 1", power.trailing_zeros())
-    } else {
-        limit.to_string()
-    }
 }
 
 /// The command that was being parsed, from the usage that clap would print: `perfvisor run`.

@@ -53,6 +53,14 @@ pub enum ValueError {
     /// A width that no counter has.
     #[error("the counter width must be 32 to 48 bits")]
     Width,
+    /// No whole number, or out of its range.
+    #[error("must be a whole number, {from} to {to}", to = large((*to).into()))]
+    Whole {
+        /// The least.
+        from: u64,
+        /// The largest.
+        to: u64,
+    },
     /// No limit of PMIs.
     #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
     PmiLimit,
@@ -103,6 +111,29 @@ pub enum ValueError {
     /// Nothing that `perfvisor validate` can be asked to validate.
     #[error("must be all or kvm")]
     ValidatedBacking,
+}
+
+/// A limit; one of more digits than are read at a glance as a power of two, if it is next to one.
+pub fn large(limit: i128) -> String {
+    let power = limit.cast_unsigned() + 1;
+    if limit > 9_999_999 && power.is_power_of_two() {
+        format!("2^{} - 1", power.trailing_zeros())
+    } else {
+        limit.to_string()
+    }
+}
+
+/// A parser of whole numbers in a range, which it tells of all that is none of them.
+pub fn whole(
+    range: std::ops::RangeInclusive<u64>,
+) -> impl Fn(&str) -> Result<u64, ValueError> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = text.parse().ok().filter(|number| range.contains(number));
+        number.ok_or(ValueError::Whole {
+            from: *range.start(),
+            to: *range.end(),
+        })
+    }
 }
 
 /// The built-in guest of this name.

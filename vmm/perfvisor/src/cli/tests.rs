@@ -213,8 +213,30 @@ fn mistakes_of_a_command_name_that_command() {
             ],
         ),
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
+        (
+            &["ctl", "status", "one"],
+            ["comes first", "perfvisor ctl one status"],
+        ),
+        (&["ctl", "pause"], ["name is missing", "perfvisor ctl NAME pause"]),
+        (
+            &["-v", "ctl", "vcpus", "one", "3"],
+            ["comes first", "perfvisor ctl one vcpus 3"],
+        ),
+        (
+            &["ctl", "stop", "staus"],
+            ["comes first", "perfvisor ctl staus stop"],
+        ),
+        (
+            &["ctl", "one", "vcpus", "-1"],
+            ["'-1'", "a whole number, 1 to 64"],
+        ),
+        (&["record", "-F", "-1"], ["'-1'", "a whole number, 1 to 2^32 - 1"]),
+        (&["top", "-F", "0"], ["'0'", "a whole number, 1 to 2^32 - 1"]),
         (&["record", "-c", "0"], ["'0'", "a whole number, 1 to 2^62 - 1"]),
-        (&["record", "-F", "x"], ["'x'", "must be a whole number"]),
+        (
+            &["record", "-F", "x"],
+            ["'x'", "must be a whole number, 1 to 2^32 - 1"],
+        ),
         (&["record", "-d", "-1"], ["'-1'", "above 0"]),
         (
             &["run", "--frobnicate"],

@@ -55,7 +55,7 @@ pub enum Action {
     /// --cpus N,max=M.
     Vcpus {
         /// How many, 1 to M.
-        #[arg(value_name = "N")]
+        #[arg(value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=64))]
         count: u32,
         /// How long the guest may take to answer, in seconds.
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]

@@ -7,6 +7,7 @@ use clap::Args;
 use super::{CommandError, DONE, print};
 use crate::exit::ExitStatus;
 use control_api::events::names;
+use control_api::nearest::did_you_mean;
 use perf_core::error_line;
 use perf_core::pmu::kvm::{StatsError, StatsFile};
 use perfvisor_vmm::kvm::host::{self, HostError};
@@ -44,18 +45,29 @@ enum StatisticsError {
     Table(#[from] StatsError),
 }
 
+/// Why events are not listed.
+#[derive(Debug, thiserror::Error)]
+pub enum ListError {
+    /// As with any command.
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    /// There are none.
+    #[error("no event has '{0}' in its name{1}; perfvisor list shows all")]
+    Nothing(String, String),
+}
+
 /// Lists them.
 ///
 /// # Errors
-/// [`CommandError`].
-pub fn list(args: &ListArgs) -> Result<ExitStatus, CommandError> {
+/// [`ListError`].
+pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
     let (kinds, words): (Vec<&str>, Vec<&str>) = args
         .what
         .iter()
         .map(String::as_str)
         .partition(|word| KINDS.iter().any(|(kind, _)| kind == word));
     let shows = |kind: &str| kinds.is_empty() || kinds.contains(&kind);
-    let mut out = String::new();
+    let (mut out, mut names) = (String::new(), Vec::new());
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
             "kvm" => statistics().unwrap_or_else(|e| {
@@ -65,6 +77,7 @@ pub fn list(args: &ListArgs) -> Result<ExitStatus, CommandError> {
             kind => of_kind(kind),
         };
         let wanted = |event: &&String| words.is_empty() || words.iter().any(|word| event.contains(word));
+        names.extend(events.iter().cloned());
         let events: Vec<&String> = events.iter().filter(wanted).collect();
         for event in &events {
             let _ = writeln!(out, "  {event:<48} [{what}]");
@@ -73,7 +86,14 @@ pub fn list(args: &ListArgs) -> Result<ExitStatus, CommandError> {
             out.push('\n');
         }
     }
-    print(&out)?;
+    if out.is_empty()
+        && let [word, ..] = words[..]
+    {
+        let known = names.iter().flat_map(|name| name.split(" OR "));
+        let meant = did_you_mean(word, known.chain(KINDS.iter().map(|(kind, _)| *kind)));
+        return Err(ListError::Nothing(words.join("' or '"), meant));
+    }
+    print(&out).map_err(CommandError::from)?;
     Ok(DONE)
 }
 

@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::super::files::SymbolArgs;
 use super::remote::Pipes;
-use crate::values::{VcpuList, parse_output, parse_seconds, parse_vcpus};
+use crate::values::{VcpuList, parse_output, parse_seconds, parse_vcpus, whole};
 use control_api::protocol::Sampling;
 use guest_profile::export::build_id_dir::BuildIdDir;
 
@@ -28,10 +28,10 @@ pub struct RecordArgs {
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,
     /// A sample every so many events.
-    #[arg(short = 'c', long = "count", value_name = "N", value_parser = clap::value_parser!(u64).range(1..1 << 62))]
+    #[arg(short = 'c', long = "count", value_name = "N", value_parser = whole(1..=(1 << 62) - 1))]
     pub period: Option<u64>,
     /// So many samples a second on each vCPU [default: 1000]
-    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = clap::value_parser!(u64).range(1..1 << 32))]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = whole(1..=(1 << 32) - 1))]
     pub frequency: Option<u64>,
     /// The guest's call chain with each sample: fp (the kernel's by its unwind tables or frame pointers, the
     /// program's by frame pointers) or none.
