@@ -57,6 +57,9 @@ pub struct Kernel {
     nobody: EventFd,
     /// Which queues it has.
     has: [AtomicBool; 2],
+    /// Has messages when network devices change. Made here: a vCPU's thread, on which the driver starts this,
+    /// may make no socket.
+    changes: OwnedFd,
 }
 
 impl Kernel {
@@ -84,6 +87,7 @@ impl Kernel {
             features,
             nobody,
             has: Default::default(),
+            changes: changes_of_devices().map_err(VhostError::Watch)?,
         })
     }
 
@@ -135,7 +139,7 @@ impl Kernel {
         device
             .set_mem_table(&regions)
             .map_err(call("VHOST_SET_MEM_TABLE"))?;
-        let watch = Watch::new()?;
+        let watch = Watch::new(&self.changes)?;
         for (n, (active, broken)) in queues.into_iter().zip(&watch.broken).enumerate() {
             let queue = &active.queue;
             device
@@ -203,6 +207,19 @@ impl std::fmt::Debug for Kernel {
     }
 }
 
+/// A socket that has messages when network devices change.
+fn changes_of_devices() -> io::Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let changes = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        flags,
+        SockProtocol::NetlinkRoute,
+    )?;
+    bind(changes.as_raw_fd(), &NetlinkAddr::new(0, LINK_GROUP))?;
+    Ok(changes)
+}
+
 /// What is left for us to see: the end of the tap device, and queues that the driver has broken.
 pub struct Watch {
     /// Has messages when network devices change, ours or others.
@@ -212,21 +229,10 @@ pub struct Watch {
 }
 
 impl Watch {
-    fn new() -> Result<Self, VhostError> {
+    fn new(changes: &OwnedFd) -> Result<Self, VhostError> {
         let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::Watch);
-        let changes = || -> io::Result<OwnedFd> {
-            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-            let changes = socket(
-                AddressFamily::Netlink,
-                SockType::Raw,
-                flags,
-                SockProtocol::NetlinkRoute,
-            )?;
-            bind(changes.as_raw_fd(), &NetlinkAddr::new(0, LINK_GROUP))?;
-            Ok(changes)
-        };
         Ok(Self {
-            changes: changes().map_err(VhostError::Watch)?,
+            changes: changes.try_clone().map_err(VhostError::Watch)?,
             broken: [event()?, event()?],
         })
     }
@@ -318,7 +324,7 @@ mod tests {
 
     #[test]
     fn a_watch_without_a_message_is_drained_at_once() {
-        let watch = Watch::new().unwrap();
+        let watch = Watch::new(&changes_of_devices().unwrap()).unwrap();
         watch.drain();
         let mut byte = [0; 1];
         let now = recv(watch.changes.as_raw_fd(), &mut byte, MsgFlags::empty());
