@@ -256,6 +256,7 @@ fn vcpu() -> Vec<Allowed> {
     list.extend(ioctls(KVMIO, KVM_VCPU));
     list.extend(ioctls(KVMIO, KVM_VM));
     list.extend(vhost());
+    list.extend(images());
     list.extend(event_loop());
     list.extend(any(&[Sysno::rt_sigtimedwait]));
     list
@@ -284,10 +285,10 @@ fn vhost() -> Vec<Allowed> {
     list
 }
 
-fn device() -> Vec<Allowed> {
-    let mut list = event_loop();
-    list.extend(vhost());
-    list.extend(any(&[
+/// The image of a disk. Besides the disk's thread it is for who resets the disk, which writes back what is
+/// not written yet: a vCPU's thread by its driver, the main thread at a reset or the end of the machine.
+fn images() -> Vec<Allowed> {
+    let mut list = any(&[
         Sysno::pread64,
         Sysno::pwrite64,
         Sysno::preadv,
@@ -300,9 +301,16 @@ fn device() -> Vec<Allowed> {
         Sysno::ftruncate,
         Sysno::statx,
         Sysno::fstatfs,
-    ]));
+    ]);
     // BLKSSZGET, BLKGETSIZE64, BLKDISCARD, BLKZEROOUT.
     list.extend(ioctls(0x12, &[104, 114, 119, 127]));
+    list
+}
+
+fn device() -> Vec<Allowed> {
+    let mut list = event_loop();
+    list.extend(vhost());
+    list.extend(images());
     list.extend(ioctls(KVMIO, KVM_VM));
     list
 }
@@ -370,10 +378,6 @@ fn main() -> Vec<Allowed> {
         Sysno::memfd_create,
         Sysno::dup2,
         Sysno::dup3,
-        Sysno::ftruncate,
-        Sysno::fallocate,
-        Sysno::pread64,
-        Sysno::pwrite64,
         Sysno::mincore,
         // Its sockets' files at the end, and back ends that end.
         Sysno::unlink,
@@ -382,9 +386,9 @@ fn main() -> Vec<Allowed> {
         Sysno::waitid,
         Sysno::geteuid,
         Sysno::sysinfo,
-        Sysno::statx,
         Sysno::newfstatat,
     ]));
+    list.extend(images());
     list
 }
 

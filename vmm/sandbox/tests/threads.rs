@@ -2,8 +2,11 @@
 //! its own: this test program, started again for one test.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
+use std::fs::File;
 use std::os::fd::FromRawFd;
+use std::os::unix::fs::FileExt;
 use std::process::{Command, Output};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
@@ -34,7 +37,12 @@ enum Try {
     OtherProcess,
     /// What libraries ask for and do without.
     Refused,
+    /// What a disk's reset does with its image.
+    Image,
 }
+
+/// An image that was opened before the filters.
+static IMAGE: OnceLock<File> = OnceLock::new();
 
 impl Try {
     /// What no thread may.
@@ -54,11 +62,12 @@ impl Try {
         match self {
             Self::Ordinary => ordinary(),
             Self::Refused => refused(),
+            Self::Image => image(),
             // SAFETY: the calls have valid arguments: strings that live, numbers, and null where that is
             // allowed. None of them does harm to this process if it is let through.
             _ => unsafe {
                 match self {
-                    Self::Ordinary | Self::Refused => 0,
+                    Self::Ordinary | Self::Refused | Self::Image => 0,
                     Self::NewFile => libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CREAT, 0o600),
                     Self::Execute => libc::execve(
                         c"/does/not/exist".as_ptr(),
@@ -93,6 +102,17 @@ fn ordinary() {
     assert_eq!(map.len(), 1000);
     let caught = std::panic::catch_unwind(|| std::panic::resume_unwind(Box::new("caught")));
     assert!(caught.is_err());
+}
+
+fn image() {
+    let file = IMAGE.get().unwrap();
+    file.set_len(1 << 20).unwrap();
+    file.write_all_at(b"data", 4096).unwrap();
+    file.sync_data().unwrap();
+    file.sync_all().unwrap();
+    let mut back = [0; 4];
+    file.read_exact_at(&mut back, 4096).unwrap();
+    assert_eq!((&back, file.metadata().unwrap().len()), (b"data", 1 << 20));
 }
 
 /// Each is an error that the thread gets, and goes on.
@@ -144,7 +164,7 @@ fn as_a_child() {
         .unwrap();
     let name = next();
     let tries = Try::FORBIDDEN.map(|(what, _)| what);
-    let tried = tries.into_iter().chain([Try::Ordinary, Try::Refused]);
+    let tried = tries.into_iter().chain([Try::Ordinary, Try::Refused, Try::Image]);
     let tried = tried
         .into_iter()
         .find(|known| format!("{known:?}") == name)
@@ -154,6 +174,7 @@ fn as_a_child() {
         log: Some(libc::STDOUT_FILENO),
         status: STATUS,
     };
+    IMAGE.set(tempfile::tempfile().unwrap()).unwrap();
     sandbox::begin(mode, will).unwrap();
     let done = move || {
         tried.run();
@@ -247,6 +268,19 @@ fn a_thread_of_any_kind_goes_on_without_what_it_is_refused() {
             "{kind}: {err}"
         );
         assert_eq!(out.status.code(), Some(0), "{kind}: {err}");
+    }
+}
+
+/// The driver resets a disk on a vCPU's thread, and the end of the VM does on the main one.
+#[test]
+fn who_resets_a_disk_writes_its_image_back() {
+    for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
+        let out = child(Mode::On, kind, Try::Image);
+        let err = String::from_utf8_lossy(&out.stderr);
+        assert!(
+            String::from_utf8_lossy(&out.stdout).contains(DONE),
+            "{kind}: {err}"
+        );
     }
 }
 
