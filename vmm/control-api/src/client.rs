@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -15,12 +15,14 @@ use crate::place::{self, PlaceError};
 use crate::protocol::{Failure, PROTOCOL, ReplyLine, RequestLine, SymbolsInfo, VmInfo};
 use crate::request::{self, Request};
 
-/// How long a VM may take to reply.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a VM may take to reply, where nobody says another time.
+pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long it may be silent before it is asked whether its process has been stopped.
 const SILENCE: Duration = Duration::from_millis(500);
 /// Longest reply taken.
 const MAX_REPLY: usize = 16 << 20;
+/// Most descriptors that are kept.
+const MAX_FILES: usize = 8;
 /// Most bytes of symbols taken.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
@@ -41,6 +43,15 @@ pub enum ClientError {
     /// None is named, and there is none or more than one.
     #[error("{}", which(.0))]
     Which(Vec<String>),
+    /// Nothing answers at the socket that was named.
+    #[error("no VM can be reached at {}", path.display())]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The VM refused.
     #[error(transparent)]
     Refused(#[from] Failure),
@@ -107,12 +118,32 @@ struct Line {
 }
 
 impl Client {
-    /// Connects to the VM `name`, or to the only one there is.
+    /// Connects to the VM `name` of this user, in whichever of his directories it is, or to the only one
+    /// there is in the usual one.
     ///
     /// # Errors
     /// [`ClientError`].
     pub fn connect(name: Option<&str>) -> Result<Self, ClientError> {
-        Self::connect_in(&place::directory(), name)
+        let dir = name.map_or_else(place::directory, place::directory_of);
+        Self::connect_in(&dir, name)
+    }
+
+    /// Connects to the VM whose socket is at `path`, and which may take `patience` for each reply. With
+    /// `owner`, the socket must be that user's.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn connect_at(path: &Path, owner: Option<u32>, patience: Duration) -> Result<Self, ClientError> {
+        let stream = match place::connect_at(path, owner) {
+            Ok(stream) => stream,
+            // Those that wait are as many as may: nobody takes them in.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(ClientError::Silent(SILENCE)),
+            Err(source) => {
+                let path = path.to_owned();
+                return Err(ClientError::Socket { path, source });
+            }
+        };
+        Self::over_within(stream, patience)
     }
 
     /// As [`Client::connect`], with the sockets in `dir`.
@@ -277,7 +308,12 @@ impl Line {
                 }
                 Err(e) => return Err(e.into()),
             };
-            self.files.extend(file);
+            // No reply has more than one, and what nobody asked for must not use up the descriptors.
+            self.files.extend(file.filter(|_| self.files.len() < MAX_FILES));
+            // Who sends a byte now and then holds nobody up either.
+            if asked.elapsed() >= self.patience {
+                return Err(ClientError::Silent(self.patience));
+            }
             if n == 0 {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the VM closed it").into());
             }
@@ -461,6 +497,36 @@ mod tests {
         );
         assert!(asked.elapsed() >= 2 * SILENCE);
         assert!(error.to_string().contains("not responding"), "{error}");
+    }
+
+    /// Nor is one that says something now and then waited for any longer.
+    #[test]
+    fn a_vm_that_drips_is_given_up() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let drips = thread::spawn(move || {
+            while theirs.write_all(b" ").is_ok() {
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let error = Client::over_within(ours, Duration::from_millis(200)).unwrap_err();
+        assert!(matches!(error, ClientError::Silent(_)), "{error:?}");
+        drips.join().unwrap();
+    }
+
+    #[test]
+    fn a_vm_is_reached_by_its_socket() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("gone.sock");
+        let error = Client::connect_at(&path, None, SILENCE).unwrap_err().to_string();
+        assert!(error.contains("gone.sock"), "{error}");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let id = heard(&stream);
+            (&stream).write_all(&ok(id, &info("there"))).unwrap();
+        });
+        let client = Client::connect_at(&path, Some(peer::own_uid()), REPLY_TIMEOUT).unwrap();
+        assert_eq!(client.info().name, "there");
     }
 
     /// A listener whose queue is full does not hold who connects for ever.

@@ -56,6 +56,10 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
 
 /// Most directories in /tmp that are looked at.
 const PLACES_IN_TMP: u32 = 16;
+/// Most entries of a directory that are looked at for directories of users: anybody can fill /tmp.
+const MOST_ENTRIES: usize = 1 << 16;
+/// Most VMs of one directory.
+const MOST_VMS: usize = 4096;
 
 /// The directory for sockets: `$XDG_RUNTIME_DIR/perfvisor`, else `/run/perfvisor` for root, else
 /// `/tmp/perfvisor-UID`. Where that is somebody else's, as anybody can make it, `/tmp/perfvisor-UID.1` is
@@ -86,6 +90,165 @@ fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
     };
     let found = [first.clone()].into_iter().chain(others).find(can_be);
     found.unwrap_or(first)
+}
+
+/// A directory with control sockets, and whose they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The directory.
+    pub dir: PathBuf,
+    /// Its owner; who listens in it must be the same.
+    pub owner: u32,
+}
+
+impl Place {
+    /// The names and sockets that are there, sorted, without a look whether anybody listens.
+    ///
+    /// # Errors
+    /// [`PlaceError::Os`] if the directory cannot be read.
+    pub fn listed(&self) -> Result<Vec<(String, PathBuf)>, PlaceError> {
+        let mut names = listed(&self.dir)?;
+        names.sort();
+        let path = |name: &str| socket_path(&self.dir, name);
+        Ok(names
+            .into_iter()
+            .map(|name| (name.clone(), path(&name)))
+            .collect())
+    }
+
+    /// The VMs there, sorted: the name of each and the path of its socket.
+    ///
+    /// # Errors
+    /// [`PlaceError::Os`] if the directory cannot be read.
+    pub fn sockets(&self) -> Result<Vec<(String, PathBuf)>, PlaceError> {
+        let names = names_in(&self.dir, self.owner == peer::own_uid())?;
+        let path = |name: &str| socket_path(&self.dir, name);
+        Ok(names
+            .into_iter()
+            .map(|name| (name.clone(), path(&name)))
+            .collect())
+    }
+}
+
+/// Where VMs of this host have their sockets.
+#[derive(Debug, Default)]
+pub struct Places {
+    /// Directories that are what their names say, each once; first this user's, then in the order of their
+    /// paths.
+    pub found: Vec<Place>,
+    /// What this user may not look into: there may be VMs.
+    pub closed: Vec<PathBuf>,
+    /// What has the name of such a directory and is somebody else's, or is open to the writes of others.
+    pub squatted: Vec<PathBuf>,
+}
+
+impl Places {
+    /// The directories of all users, whatever the environment says: `/run/perfvisor`,
+    /// `/run/perfvisor-NAME/perfvisor` of services, `/run/user/UID/perfvisor`, `/tmp/perfvisor-UID`, and this
+    /// user's [`directory`].
+    pub fn everywhere() -> Self {
+        let mut places = Self::default();
+        let (usual, own) = (directory(), peer::own_uid());
+        // Root may have named that of another user.
+        if let Ok(meta) = fs::symlink_metadata(&usual)
+            && (own == 0 || meta.uid() == own)
+        {
+            places.look(&usual, Some(meta.uid()));
+        }
+        places.look_below(Path::new("/run"), Path::new("/tmp"));
+        places.found.sort_by_key(|place| place.owner != own);
+        places
+    }
+
+    /// Those of this user.
+    pub fn of_this_user() -> Self {
+        let mut places = Self::everywhere();
+        places.found.retain(|place| place.owner == peer::own_uid());
+        places
+    }
+
+    fn look_below(&mut self, run: &Path, tmp: &Path) {
+        self.look(&run.join("perfvisor"), Some(0));
+        for (name, dir) in entries(run) {
+            if name.starts_with("perfvisor-") {
+                // Only root makes directories there, and gives them away to the service's user.
+                self.look(&dir.join("perfvisor"), None);
+            }
+        }
+        for (name, dir) in entries(&run.join("user")) {
+            if let Ok(uid) = name.parse() {
+                self.look(&dir.join("perfvisor"), Some(uid));
+            }
+        }
+        for (name, dir) in entries(tmp) {
+            if let Some(uid) = name.strip_prefix("perfvisor-")
+                && let Ok(uid) = uid.split_once('.').map_or(uid, |(uid, _)| uid).parse()
+            {
+                self.look(&dir, Some(uid));
+            }
+        }
+    }
+
+    /// Takes `dir` in if it is a directory of `owner` that nobody else can write; without `owner`, of whom it
+    /// and its parent belong to.
+    fn look(&mut self, dir: &Path, owner: Option<u32>) {
+        if self.found.iter().any(|place| place.dir == dir) {
+            return;
+        }
+        // No link is followed.
+        let meta = match fs::symlink_metadata(dir) {
+            Ok(meta) => meta,
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                self.closed.push(dir.to_owned());
+                return;
+            }
+            Err(_) => return,
+        };
+        let of_parent = || fs::symlink_metadata(dir.parent()?).ok().map(|meta| meta.uid());
+        let owner = owner.or_else(of_parent);
+        let safe = meta.is_dir() && Some(meta.uid()) == owner && meta.permissions().mode() & 0o022 == 0;
+        if !safe {
+            self.squatted.push(dir.to_owned());
+        } else if fs::read_dir(dir).is_err() {
+            self.closed.push(dir.to_owned());
+        } else {
+            self.found.push(Place {
+                dir: dir.to_owned(),
+                owner: meta.uid(),
+            });
+        }
+    }
+}
+
+/// Entries of a directory with their paths, sorted; none if it cannot be read.
+fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
+    let mut entries: Vec<_> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .take(MOST_ENTRIES)
+        .flatten()
+        .filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
+        .collect();
+    entries.sort();
+    entries
+}
+
+/// The directory of the VM of this user that has this name: [`directory`], unless it has none of that name
+/// and another of this user's directories has.
+pub fn directory_of(name: &str) -> PathBuf {
+    let usual = directory();
+    let lives = |dir: &Path| peer::connect_within(&socket_path(dir, name), ROOM).is_ok();
+    if check_name(name).is_err() || socket_path(&usual, name).exists() {
+        return usual;
+    }
+    let places = Places::of_this_user().found;
+    let found = places.into_iter().map(|place| place.dir).find(|dir| lives(dir));
+    found.unwrap_or(usual)
+}
+
+/// The socket of VM `name` in `dir`.
+pub fn socket_path(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{name}{SUFFIX}"))
 }
 
 fn is_private(meta: &fs::Metadata, uid: u32) -> bool {
@@ -148,7 +311,7 @@ impl Socket {
     pub fn bind(dir: &Path, name: &str) -> Result<Self, PlaceError> {
         check_name(name)?;
         make_directory(dir)?;
-        let path = dir.join(format!("{name}{SUFFIX}"));
+        let path = socket_path(dir, name);
         // Bound under another name and linked in place: at its own name it is never seen before it listens,
         // and of two VMs that want one name the link decides.
         let hidden = dir.join(format!(".{}-{name}", std::process::id()));
@@ -201,26 +364,35 @@ fn is_dead(path: &Path) -> bool {
 /// # Errors
 /// [`PlaceError::Os`] if the directory cannot be read.
 pub fn names(dir: &Path) -> Result<Vec<String>, PlaceError> {
+    names_in(dir, true)
+}
+
+/// Names of the sockets in `dir`.
+fn listed(dir: &Path) -> Result<Vec<String>, PlaceError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(os("cannot read", dir)(e)),
     };
-    let mut names = Vec::new();
-    for entry in entries.flatten() {
-        let file = entry.file_name();
-        let Some(name) = file.to_str().and_then(|f| f.strip_suffix(SUFFIX)) else {
-            continue;
-        };
-        if check_name(name).is_err() {
-            continue;
+    let name_of = |file: std::ffi::OsString| {
+        let name = file.to_str()?.strip_suffix(SUFFIX)?;
+        check_name(name).ok().map(|()| name.to_owned())
+    };
+    let names = entries.flatten().filter_map(|entry| name_of(entry.file_name()));
+    Ok(names.take(MOST_VMS).collect())
+}
+
+/// Names of the VMs in `dir`, sorted. `tidy`: remove the sockets of dead ones; else they are left out.
+fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, PlaceError> {
+    let mut names = listed(dir)?;
+    names.retain(|name| {
+        let path = socket_path(dir, name);
+        let dead = is_dead(&path);
+        if dead && tidy {
+            let _ = fs::remove_file(path);
         }
-        if is_dead(&entry.path()) {
-            let _ = fs::remove_file(entry.path());
-        } else {
-            names.push(name.to_owned());
-        }
-    }
+        !dead
+    });
     names.sort();
     Ok(names)
 }
@@ -230,12 +402,29 @@ pub fn names(dir: &Path) -> Result<Vec<String>, PlaceError> {
 /// # Errors
 /// That of `connect(2)`; a socket nobody listens at is removed.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
-    let path = dir.join(format!("{name}{SUFFIX}"));
+    let path = socket_path(dir, name);
     peer::connect_within(&path, ROOM).inspect_err(|e| {
         if e.kind() == io::ErrorKind::ConnectionRefused {
             let _ = fs::remove_file(&path);
         }
     })
+}
+
+/// Connects to the VM whose socket is at `path`. With `owner`, who listens must be that user: what is there
+/// may be a link to another's socket.
+///
+/// # Errors
+/// That of `connect(2)`; [`io::ErrorKind::PermissionDenied`] if another user listens.
+pub fn connect_at(path: &Path, owner: Option<u32>) -> io::Result<UnixStream> {
+    let stream = peer::connect_within(path, ROOM)?;
+    let uid = peer::peer_uid(&stream)?;
+    match owner {
+        Some(owner) if owner != uid => Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!("user {uid} listens there and not user {owner}, whose directory it is"),
+        )),
+        _ => Ok(stream),
+    }
 }
 
 #[cfg(test)]
@@ -284,6 +473,66 @@ mod tests {
             make_directory(&none),
             Err(PlaceError::NotPrivate { .. })
         ));
+    }
+
+    /// Every user's directory is found; one that somebody else has put in a place is told apart, and nothing
+    /// in it is touched.
+    #[test]
+    fn places_are_found_and_squatted_ones_passed_by() {
+        let temp = tempfile::tempdir().unwrap();
+        let (run, tmp) = (temp.path().join("run"), temp.path().join("tmp"));
+        let uid = peer::own_uid();
+        let make = |dir: PathBuf, mode| {
+            fs::create_dir_all(&dir).unwrap();
+            fs::set_permissions(&dir, fs::Permissions::from_mode(mode)).unwrap();
+            dir
+        };
+        let mine = make(run.join(format!("user/{uid}/perfvisor")), 0o700);
+        let service = make(run.join("perfvisor-web/perfvisor"), 0o750);
+        let in_tmp = make(tmp.join(format!("perfvisor-{uid}.1")), 0o700);
+        let open = make(tmp.join(format!("perfvisor-{uid}")), 0o777);
+        let of_other = make(tmp.join(format!("perfvisor-{}", uid + 1)), 0o700);
+        let link = tmp.join(format!("perfvisor-{uid}.2"));
+        std::os::unix::fs::symlink(&mine, &link).unwrap();
+        make(tmp.join("perfvisor-x"), 0o700);
+        let mut places = Places::default();
+        places.look_below(&run, &tmp);
+        let found: Vec<&PathBuf> = places.found.iter().map(|place| &place.dir).collect();
+        assert_eq!(found, [&service, &mine, &in_tmp]);
+        assert!(places.found.iter().all(|place| place.owner == uid));
+        assert_eq!(places.squatted, [open, link, of_other]);
+        assert!(places.closed.is_empty(), "{:?}", places.closed);
+    }
+
+    /// What has ended in another user's directory is his to remove.
+    #[test]
+    fn only_the_owner_removes_the_sockets_of_dead_vms() {
+        let temp = tempfile::tempdir().unwrap();
+        let _alive = UnixListener::bind(temp.path().join("a.sock")).unwrap();
+        let dead = temp.path().join("b.sock");
+        drop(UnixListener::bind(&dead).unwrap());
+        let place = |owner| Place {
+            dir: temp.path().to_owned(),
+            owner,
+        };
+        let uid = peer::own_uid();
+        let alive = [("a".to_owned(), temp.path().join("a.sock"))];
+        assert_eq!(place(uid + 1).sockets().unwrap(), alive);
+        assert!(dead.exists());
+        assert_eq!(place(uid).sockets().unwrap(), alive);
+        assert!(!dead.exists());
+    }
+
+    /// A user could put a link to root's socket into his directory, and have root stop the wrong VM.
+    #[test]
+    fn who_listens_must_be_the_directory_s_owner() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("a.sock");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let uid = peer::own_uid();
+        assert!(connect_at(&path, Some(uid)).is_ok() && connect_at(&path, None).is_ok());
+        let refused = connect_at(&path, Some(uid + 1)).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::ps::of_most;
-use super::{CommandError, DONE, OutputError, print};
+use super::{CommandError, DONE, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
@@ -31,8 +31,15 @@ const MAX_FILTER: u64 = 32 << 10;
 #[command(arg_required_else_help = false)]
 pub struct CtlArgs {
     /// The VM, as perfvisor ps shows it.
-    #[arg(value_name = "NAME")]
-    pub name: String,
+    #[arg(
+        value_name = "NAME",
+        required_unless_present = "socket",
+        conflicts_with = "socket"
+    )]
+    pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
     /// What to do.
     #[command(subcommand)]
     pub action: Action,
@@ -177,7 +184,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             (Call::Filter { toml }, "event filter changed")
         }
     };
-    let mut client = Client::connect(Some(&args.name))?;
+    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     match args.action {
         Action::Pause => pause(&mut client)?,
         Action::Stop => stop(&mut client)?,
@@ -194,7 +201,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             client.call(call)?;
         }
     }
-    print(&format!("{}: {done}\n", args.name))?;
+    print(&format!("{}: {done}\n", client.info().name))?;
     Ok(DONE)
 }
 

@@ -142,7 +142,7 @@ impl Way {
             None => {
                 // It says which VMs there are, if this one is not.
                 drop(Client::connect(Some(&self.name))?);
-                place::vsock_path(&place::directory(), &self.name)
+                place::vsock_path(&place::directory_of(&self.name), &self.name)
             }
         };
         let connected = UnixStream::connect(&path).and_then(|stream| {

@@ -17,10 +17,10 @@ pub mod top;
 pub mod validate;
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use control_api::client::ClientError;
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use control_api::events::list::ListError;
 use control_api::protocol::Opened;
 use perf_core::ring::ReadError;
@@ -85,6 +85,14 @@ impl CommandError {
             path: path.to_owned(),
             source,
         }
+    }
+}
+
+/// Connects to the VM whose control socket was named, else to that of this name, else to the only one.
+fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientError> {
+    match socket {
+        Some(path) => Client::connect_at(path, None, REPLY_TIMEOUT),
+        None => Client::connect(name),
     }
 }
 

@@ -1,14 +1,15 @@
 //! `perfvisor ps`: the running VMs.
 
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 
-use super::{CommandError, DONE, OutputError, print};
+use super::{CommandError, DONE, OutputError, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
-use control_api::place;
+use control_api::place::{self, Places};
 use control_api::protocol::VmInfo;
 use perf_core::error_line;
 
@@ -21,110 +22,179 @@ pub struct PsArgs {
     /// Print one JSON object for each VM.
     #[arg(long)]
     pub json: bool,
+    /// The VMs of all users, wherever their sockets are, with their users and their sockets.
+    #[arg(short, long)]
+    pub all: bool,
 }
 
-/// Lists the VMs of this user. Sockets of VMs that were killed are removed.
+/// Lists the VMs of this user's usual directory, or all. Sockets of this user's VMs that were killed are
+/// removed.
 ///
 /// # Errors
 /// [`CommandError`].
 pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
-    let dir = place::directory();
-    let names = place::names(&dir).map_err(ClientError::from)?;
+    let sockets = if args.all {
+        everywhere()
+    } else {
+        in_usual_directory()?
+    };
     // Those that do not respond are waited for together.
     let seen: Vec<_> = std::thread::scope(|scope| {
-        let (dir, ask) = (&dir, |dir, name: &str| {
-            Client::connect_within(dir, Some(name), PATIENCE).map(|client| client.info().clone())
-        });
-        let asked: Vec<_> = names
-            .iter()
-            .map(|name| (name, scope.spawn(move || ask(dir, name))))
+        let ask =
+            |vm: &Found| Client::connect_at(&vm.path, vm.owner, PATIENCE).map(|client| client.info().clone());
+        let asked: Vec<_> = sockets
+            .into_iter()
+            .map(|vm| (vm.clone(), scope.spawn(move || ask(&vm))))
             .collect();
         asked
             .into_iter()
-            .filter_map(|(name, vm)| Some((name.clone(), vm.join().ok()?)))
+            .filter_map(|(vm, info)| Some((vm, info.join().ok()?)))
             .collect()
     });
     let mut vms = Vec::new();
-    for (name, vm) in seen {
-        match vm {
-            Ok(vm) => vms.push(Seen::Vm(Box::new(vm))),
-            Err(e) if e.is_silence() => {
-                log::warn!("{name}: {}", error_line(&e));
-                vms.push(Seen::Silent(name));
+    for (found, info) in seen {
+        match info {
+            Ok(info) => vms.push((found, Some(info))),
+            Err(e) => {
+                log::warn!("{}: {}", found.name, error_line(&e));
+                // The others ended meanwhile, or another version of Perfvisor runs them.
+                if e.is_silence() {
+                    vms.push((found, None));
+                }
             }
-            // It ended meanwhile, or another version of Perfvisor runs it.
-            Err(e) => log::warn!("{name}: {}", error_line(&e)),
         }
     }
     if args.json {
         let mut out = String::new();
-        for vm in &vms {
-            let line = match vm {
-                Seen::Vm(vm) => serde_json::to_string(vm),
-                Seen::Silent(name) => serde_json::to_string(&Silent {
-                    name,
-                    state: "not_responding",
-                }),
-            };
-            let line = line.map_err(OutputError::from)?;
-            let _ = writeln!(out, "{line}");
+        for (found, info) in &vms {
+            let state = info.is_none().then_some("not_responding");
+            let line = serde_json::to_string(&Line {
+                name: info.is_none().then_some(&found.name),
+                state,
+                vm: info.as_ref(),
+                user: found.owner.filter(|_| args.all),
+                socket: args.all.then_some(&found.path),
+            });
+            let _ = writeln!(out, "{}", line.map_err(OutputError::from)?);
         }
         print(&out)?;
     } else {
-        print(&table(&vms))?;
+        print(&table(&vms, args.all))?;
     }
     Ok(DONE)
 }
 
-/// A VM in the list.
-enum Seen {
-    /// What it says of itself.
-    Vm(Box<VmInfo>),
-    /// It is there, and says nothing: its name.
-    Silent(String),
+/// A socket that a VM listens at.
+#[derive(Clone)]
+pub(crate) struct Found {
+    /// The VM's name.
+    pub(crate) name: String,
+    /// Its path.
+    pub(crate) path: PathBuf,
+    /// Whose directory it is in; `None`: it is where this user said.
+    pub(crate) owner: Option<u32>,
 }
 
-/// What is printed as JSON of a VM that says nothing.
+/// The sockets in this user's usual directory, sorted.
+pub(crate) fn in_usual_directory() -> Result<Vec<Found>, ClientError> {
+    let dir = place::directory();
+    let found = place::names(&dir)?.into_iter().map(|name| Found {
+        path: place::socket_path(&dir, &name),
+        name,
+        owner: None,
+    });
+    Ok(found.collect())
+}
+
+/// The sockets of all users. Says where it may not look, and which directories it passes by.
+pub(crate) fn everywhere() -> Vec<Found> {
+    let places = Places::everywhere();
+    let list = |dirs: &[PathBuf]| {
+        let dirs: Vec<String> = dirs.iter().map(|dir| dir.display().to_string()).collect();
+        one_line(&dirs.join(", "))
+    };
+    if !places.closed.is_empty() {
+        log::warn!("only their users or root may look into {}", list(&places.closed));
+    }
+    if !places.squatted.is_empty() {
+        log::warn!(
+            "passed by, because they are another user's than their names say or others may write there: {}",
+            list(&places.squatted)
+        );
+    }
+    let mut found = Vec::new();
+    for place in places.found {
+        match place.sockets() {
+            Ok(sockets) => found.extend(sockets.into_iter().map(|(name, path)| Found {
+                name,
+                path,
+                owner: Some(place.owner),
+            })),
+            Err(e) => log::warn!("{}", error_line(&e)),
+        }
+    }
+    found
+}
+
+/// What is printed as JSON of a VM: what it says of itself, or that it says nothing.
 #[derive(serde::Serialize)]
-struct Silent<'a> {
-    name: &'a str,
-    state: &'static str,
+struct Line<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    state: Option<&'static str>,
+    #[serde(flatten)]
+    vm: Option<&'a VmInfo>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    socket: Option<&'a PathBuf>,
 }
 
-fn table(vms: &[Seen]) -> String {
+/// `all`: with users and sockets.
+fn table(vms: &[(Found, Option<VmInfo>)], all: bool) -> String {
     let mut rows = vec![
         [
             "NAME", "PID", "VCPUS", "THREADS", "STATE", "UPTIME", "PMU", "CONSOLE", "GUEST",
         ]
-        .map(str::to_owned),
+        .map(str::to_owned)
+        .to_vec(),
     ];
-    let unknown = || "-".to_owned();
-    rows.extend(vms.iter().map(|vm| match vm {
-        Seen::Vm(vm) => [
-            vm.name.clone(),
-            vm.pid.to_string(),
-            of_most(vm),
-            threads(vm),
-            vm.state.to_string(),
-            uptime(vm.uptime_ms / 1000),
-            vm.pmu.clone(),
-            consoles(vm),
-            vm.guest.clone(),
-        ],
-        Seen::Silent(name) => [
-            name.clone(),
-            unknown(),
-            unknown(),
-            unknown(),
-            "not responding".to_owned(),
-            unknown(),
-            unknown(),
-            unknown(),
-            unknown(),
-        ],
+    rows.extend(vms.iter().map(|(found, info)| {
+        let told = match info {
+            Some(vm) => vec![
+                vm.name.clone(),
+                vm.pid.to_string(),
+                of_most(vm),
+                threads(vm),
+                vm.state.to_string(),
+                uptime(vm.uptime_ms / 1000),
+                vm.pmu.clone(),
+                consoles(vm),
+                vm.guest.clone(),
+            ],
+            None => {
+                let mut row = vec!["-".to_owned(); 9];
+                row[0].clone_from(&found.name);
+                row[4] = "not responding".to_owned();
+                row
+            }
+        };
+        // Another user's VM may say anything.
+        told.iter().map(|text| one_line(text)).collect()
     }));
+    if all {
+        rows[0].extend(["USER", "SOCKET"].map(str::to_owned));
+        for (row, (found, _)) in rows.iter_mut().skip(1).zip(vms) {
+            let user = found
+                .owner
+                .map_or_else(|| "-".to_owned(), |user| user.to_string());
+            row.extend([user, one_line(&found.path.display().to_string())]);
+        }
+    }
+    let columns = rows[0].len();
     let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..9).map(width).collect();
+    let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut out = String::new();
     for row in &rows {
         let mut line = String::new();

@@ -24,6 +24,9 @@ pub struct RecordArgs {
     /// The VM; may be left out when only one is running.
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
     /// Events in perf's syntax.
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,

@@ -18,7 +18,7 @@ use perf_core::pmu::host::{GuestSamples, monotonic_ns};
 use perf_core::record::{Format, Record, Sample as RingSample};
 use perf_core::ring::RingReader;
 
-use super::{CommandError, DONE, Woken, all_sampled, say, wait_until};
+use super::{CommandError, DONE, Woken, all_sampled, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 pub use args::RecordArgs;
@@ -56,7 +56,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         return Err(RecordError::NeverBegins);
     }
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut client = Client::connect(args.name.as_deref())?;
+    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     let sampling = args.sampling();
     let opened: Vec<Opened> = client.call(request::Open {
         events: args.events.clone(),

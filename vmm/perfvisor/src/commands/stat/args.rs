@@ -1,5 +1,6 @@
 //! What `stat` is asked for.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -15,6 +16,9 @@ pub struct StatArgs {
     /// The VM; may be left out when only one is running.
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
     /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC,
     /// pv/NAME/.
     #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]

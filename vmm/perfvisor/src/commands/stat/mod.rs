@@ -9,7 +9,7 @@ mod totals;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::{CommandError, DONE, Woken, print, wait_until};
+use super::{CommandError, DONE, Woken, connect, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 pub use args::StatArgs;
@@ -48,7 +48,7 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
 
 fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut client = Client::connect(args.name.as_deref())?;
+    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     if args.guest_view {
         return guest::view(&mut client, args);
     }

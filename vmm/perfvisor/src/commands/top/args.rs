@@ -1,5 +1,6 @@
 //! What `top` is asked for.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -13,6 +14,9 @@ pub struct TopArgs {
     /// The VM; may be left out when only one is running.
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
     /// The event to sample, in perf's syntax.
     #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
     pub event: String,

@@ -11,7 +11,7 @@ use perf_core::{ReadFormat, SampleType, error_line};
 
 use super::args::TopArgs;
 use super::screen::{Cell, Screen, SymbolRow, VcpuRow};
-use crate::commands::{CommandError, Woken, all_sampled, files, one_line, wait_until};
+use crate::commands::{CommandError, Woken, all_sampled, connect, files, one_line, wait_until};
 use crate::signals::StopSignals;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -80,7 +80,7 @@ pub(super) struct Collector {
 impl Collector {
     /// Connects, opens and enables everything.
     pub(super) fn open(args: &TopArgs, signals: &StopSignals) -> Result<Self, CommandError> {
-        let mut client = Client::connect(args.name.as_deref())?;
+        let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
         let vcpus = args.vcpu.as_ref().map(|list| list.0.clone());
         let sampling = Sampling {
             rate: args.frequency,

@@ -1,0 +1,91 @@
+//! VMs are found whatever the environment says: by `ps --all`, and by their sockets.
+
+mod common;
+
+use std::process::Output;
+
+use common::operator::{TestVm, value_of};
+
+/// A command of somebody with another runtime directory.
+fn elsewhere(vm: &TestVm, args: &[&str]) -> Output {
+    let other = tempfile::tempdir().unwrap();
+    vm.vm
+        .operator(args)
+        .env("XDG_RUNTIME_DIR", other.path())
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn a_vm_is_reached_by_its_socket_from_anywhere() {
+    let Some(mut vm) = TestVm::spinning(1) else { return };
+    let socket = vm.sockets().join("test.sock");
+    let socket = socket.to_str().unwrap();
+    let said = |args: &[&str]| {
+        let out = elsewhere(&vm, args);
+        assert!(
+            out.status.success(),
+            "{args:?}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+        String::from_utf8(out.stdout).unwrap()
+    };
+    let refused = elsewhere(&vm, &["ctl", "test", "status"]);
+    assert_eq!(refused.status.code(), Some(2));
+
+    assert!(said(&["ctl", "--socket", socket, "status"]).contains("running"));
+    assert_eq!(said(&["ctl", "--socket", socket, "pause"]), "test: paused\n");
+    assert_eq!(said(&["ctl", "--socket", socket, "resume"]), "test: running\n");
+    let line = said(&["stat", "--socket", socket, "-d", "0.1", "-j", "-e", "kvm:exits"]);
+    assert_eq!(value_of(&line)["event"], "kvm:exits");
+    assert!(said(&["top", "--socket", socket, "--once", "-d", "0.3"]).contains("test"));
+    let file = vm.vm.runtime.path().join("perf.data");
+    said(&[
+        "record",
+        "--socket",
+        socket,
+        "-d",
+        "0.2",
+        "-q",
+        "-N",
+        "-o",
+        file.to_str().unwrap(),
+    ]);
+    assert!(file.metadata().unwrap().len() > 0);
+
+    let both = elsewhere(&vm, &["stat", "test", "--socket", socket]);
+    let line = String::from_utf8_lossy(&both.stderr).into_owned();
+    assert!(
+        both.status.code() == Some(2) && line.contains("--socket"),
+        "{line}"
+    );
+    let none = elsewhere(&vm, &["stat", "--socket", "/nonexistent.sock", "-d", "0.1"]);
+    let line = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert!(
+        none.status.code() == Some(2) && line.contains("/nonexistent.sock"),
+        "{line}"
+    );
+    let _ = vm.vm.child.kill();
+}
+
+#[test]
+fn ps_all_says_whose_a_vm_is_and_where() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let socket = vm.sockets().join("test.sock");
+    let text = vm.say(&["ps", "--all", "--json"]);
+    let line = text
+        .lines()
+        .map(value_of)
+        .find(|line| line["socket"] == socket.to_str().unwrap());
+    let line = line.unwrap_or_else(|| panic!("not in {text}"));
+    assert_eq!(
+        (line["name"].as_str(), line["pid"].as_u64()),
+        (Some("test"), Some(vm.vm.child.id().into()))
+    );
+    assert!(line["user"].is_u64(), "{line}");
+    let table = vm.say(&["ps", "--all"]);
+    let row = table.lines().find(|row| row.ends_with(socket.to_str().unwrap()));
+    assert!(row.is_some_and(|row| row.starts_with("test ")), "{table}");
+    // Without it, neither is told.
+    assert!(!vm.say(&["ps", "--json"]).contains("socket") && !vm.say(&["ps"]).contains("USER"));
+}
