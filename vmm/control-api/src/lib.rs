@@ -6,6 +6,7 @@
 //! | [`request`] | the same, typed: each request names its reply |
 //! | `schema` | the same as a JSON Schema, for clients in other languages |
 //! | [`client`] | the operator's end |
+//! | [`counts`] | what a VM's loops have counted, for its metrics |
 //! | [`place`] | where the sockets are and which VMs they lead to |
 //! | [`peer`] | who is at the other end; sealed memory files |
 //! | [`events`] | lists of events in perf's syntax, and numbers as perf prints them |
@@ -29,6 +30,7 @@
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod client;
+pub mod counts;
 pub mod events;
 pub mod nearest;
 pub mod peer;

@@ -117,6 +117,9 @@ pub enum Call {
     },
     /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
     RingLosses,
+    /// What the loop of each vCPU counted since the VM was started, those that have left included. Reply: a
+    /// list of [`crate::counts::VcpuCounts`].
+    Counts,
     /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again
     /// while it is looked for.
     Kernel,

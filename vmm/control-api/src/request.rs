@@ -7,6 +7,7 @@ use perf_core::SharePolicy;
 use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;
 
+use crate::counts::VcpuCounts;
 use crate::protocol::{
     self, Call, EventReading, Generation, GuestViews, HostRingInfo, KernelInfo, Opened, RingInfo, RingLoss,
     Sampling, SymbolsInfo, VmInfo,
@@ -153,6 +154,9 @@ requests! {
     } => ();
     /// How many records found no room and were not told of in the rings yet. Reply: a list of [`RingLoss`].
     RingLosses => Vec<RingLoss>;
+    /// What the loop of each vCPU counted since the VM was started, those that have left included. Reply: a
+    /// list of [`VcpuCounts`].
+    Counts => Vec<VcpuCounts>;
     /// Looks for the guest's kernel in its memory, if that was not done. Reply: [`KernelInfo`]; ask again
     /// while it is looked for.
     Kernel => KernelInfo;

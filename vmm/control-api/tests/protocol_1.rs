@@ -71,6 +71,7 @@ fn requests_are_sent_as_version_1_says() {
     );
     asks(request::Enable, r#"{"id":7,"call":"enable"}"#);
     asks(request::Disable, r#"{"id":7,"call":"disable"}"#);
+    asks(request::Counts, r#"{"id":7,"call":"counts"}"#);
     asks(request::Read, r#"{"id":7,"call":"read"}"#);
     asks(request::Close, r#"{"id":7,"call":"close"}"#);
     asks(

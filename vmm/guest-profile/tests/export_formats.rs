@@ -285,7 +285,13 @@ fn packed(mut b: &[u8]) -> Vec<u64> {
 /// A profile for pprof, unpacked.
 fn as_pprof(p: &Profile) -> Vec<u8> {
     let mut gz = Vec::new();
-    pprof::write(p, &mut Symbolizer::new(p, Some(kernel()), None), &mut gz).unwrap();
+    pprof::write(
+        p,
+        &mut Symbolizer::new(p, Some(kernel()), None),
+        &pprof::Label::ALL,
+        &mut gz,
+    )
+    .unwrap();
     let mut raw = Vec::new();
     flate2::read::GzDecoder::new(&gz[..])
         .read_to_end(&mut raw)
@@ -580,7 +586,7 @@ proptest! {
         if let Ok(p) = reader::read(&f) {
             let mut symbols = Symbolizer::new(&p, None, None);
             let _ = folded::stacks(&p, &mut symbols, None);
-            pprof::write(&p, &mut symbols, std::io::sink()).unwrap();
+            pprof::write(&p, &mut symbols, &pprof::Label::ALL, std::io::sink()).unwrap();
         }
     }
 }

@@ -12,6 +12,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::one_line;
 use crate::config::{self, Expanded};
+use crate::exporter::ExporterArgs;
 use perf_core::SharePolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, ModelName};
@@ -102,6 +103,8 @@ pub enum Command {
     Record(RecordArgs),
     /// Show live where a VM's vCPUs spend their time, and what its guest counts.
     Top(TopArgs),
+    /// Serve what all VMs of this host count, and profiles of them, over HTTP: for Prometheus and Pyroscope.
+    Exporter(ExporterArgs),
     /// Show where the samples of a file fell: a table of shares by task, object and function.
     Report(ReportArgs),
     /// Compare two files: shares of functions before and after.

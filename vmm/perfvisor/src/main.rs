@@ -7,6 +7,7 @@
 //! | `devices` | the virtio devices that the arguments ask for |
 //! | `check` | `perfvisor check`: what this host can do |
 //! | `commands` | the operator's commands: they speak to running VMs, or show what was recorded |
+//! | `exporter` | `perfvisor exporter`: all VMs of the host over HTTP |
 //! | `config` | the options of `run` as a TOML file |
 //! | `background` | a VM without a terminal: daemon, service |
 //! | `stopping` | the signals that end a VM, and its power button |
@@ -37,6 +38,7 @@ mod commands;
 mod config;
 mod devices;
 mod exit;
+mod exporter;
 mod run;
 mod signals;
 mod stopping;
@@ -114,6 +116,7 @@ fn obey(
         Command::Exits(args) => exits::exits(&args)?,
         Command::Record(args) => record::record(&args)?,
         Command::Top(args) => top::top(&args)?,
+        Command::Exporter(args) => exporter::exporter(&args)?,
         Command::Report(args) => files::report(&args)?,
         Command::Diff(args) => diff::diff(&args)?,
         Command::Script(args) => files::script(&args)?,

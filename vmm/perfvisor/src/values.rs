@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use guest_images::bare_metal::{GUESTS, Guest};
+use guest_profile::export::pprof::Label;
 use guest_profile::export::report::SortKey;
 use perf_core::SharePolicy;
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
@@ -105,6 +106,9 @@ pub enum ValueError {
     /// A column that a report does not have.
     #[error("'{0}' is no column; known are {known}", known = SortKey::NAMES)]
     SortKey(String),
+    /// No label of a profile.
+    #[error("'{0}' is no label; known are task, event, vcpu and pid")]
+    Label(String),
     /// A recording on standard output.
     #[error("a recording is not written in order, so not to standard output; name a file")]
     RecordingOnStdout,
@@ -296,6 +300,26 @@ pub struct SortKeys(pub Vec<SortKey>);
 pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
     let key = |key: &str| SortKey::from_name(key.trim()).ok_or_else(|| ValueError::SortKey(key.to_owned()));
     text.split(',').map(key).collect::<Result<_, _>>().map(SortKeys)
+}
+
+/// Labels of a profile's samples.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Labels(pub Vec<Label>);
+
+/// Labels of a profile's samples, as in task,event.
+pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
+    let label = |name: &str| {
+        let found = Label::ALL.into_iter().find(|label| label.name() == name.trim());
+        found.ok_or_else(|| ValueError::Label(name.to_owned()))
+    };
+    let named: Vec<Label> = text.split(',').map(label).collect::<Result<_, _>>()?;
+    // Each once.
+    Ok(Labels(
+        Label::ALL
+            .into_iter()
+            .filter(|label| named.contains(label))
+            .collect(),
+    ))
 }
 
 /// The file of a recording.

@@ -2,6 +2,7 @@
 //!
 //! | module | story |
 //! |---|---|
+//! | `counts` | what a vCPU's loop counted, as it is told |
 //! | [`server`] | the VM's side, in its main loop: connections and their bounds |
 //! | `exits` | one connection's view of the vCPUs' exits |
 //! | [`session`] | one connection's events |
@@ -12,6 +13,7 @@
 //! every request is bounded in size and rate, replies wait in bounded buffers, and what a connection opened
 //! is closed with it.
 
+mod counts;
 mod exits;
 pub mod server;
 pub mod session;

@@ -18,10 +18,12 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::Role;
+use perf_core::pmu::VcpuId;
 use serde_json::Value;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use super::counts;
 use super::exits::ExitWatch;
 use super::session::{EventSession, fail};
 use crate::devices::Bus;
@@ -29,6 +31,8 @@ use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::roster::Roster;
+use crate::vcpu::seat::Seat;
+use control_api::counts::VcpuCounts;
 use control_api::peer;
 use control_api::place::Socket;
 use control_api::protocol::{
@@ -141,6 +145,20 @@ impl Controlled {
             complete: vcpus.len() == asked().count(),
             vcpus,
         }
+    }
+
+    /// What the loops of the vCPUs counted. What that of one that has left counted stays.
+    pub fn vcpu_counts(&self) -> Vec<VcpuCounts> {
+        let present = self.roster.present();
+        let known = |seat: &&Arc<Seat>| present.has(seat.id()) || seat.stats().exits.get() > 0;
+        let seats = self.roster.seats().iter().filter(known);
+        let counts = seats.map(|seat| {
+            let vcpu = u32::from(seat.id());
+            let core = self.pmu.as_ref().map(|pmu| pmu.core());
+            let context = core.and_then(|core| core.vcpu_stats(VcpuId(vcpu)));
+            counts::told(vcpu, seat.stats(), context)
+        });
+        counts.collect()
     }
 
     /// Which vCPUs come and go.

@@ -5,7 +5,7 @@
 //! most `MAX_CONNECTIONS`, and the oldest unfinished one makes room for a new one. vCPUs are asked what their
 //! guests count at most ten times a second; scrapes in between get what was found last.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -18,10 +18,9 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::address::{Listener, MetricsAddress, Stream};
 use super::http::{self, MAX_HEAD, Refusal, Request};
-use super::snapshot::{Snapshot, VcpuSnapshot};
+use super::snapshot::{self, Served, Snapshot};
 use crate::control::server::Controlled;
 use crate::control::session::{EventSession, On};
-use crate::vcpu::seat::Seat;
 use control_api::peer;
 use control_api::protocol::Opened;
 
@@ -45,8 +44,6 @@ const FRESH: Duration = Duration::from_millis(100);
 const SWEEP: Duration = Duration::from_millis(250);
 /// Between two attempts to open the events, while vCPUs are still starting.
 const OPEN_AGAIN: Duration = Duration::from_millis(20);
-/// The event behind the steal metric.
-const STEAL_EVENT: &str = "steal-ns";
 /// Epoll data of the listener and the timer; connections have smaller numbers.
 const LISTENER: u32 = u32::MAX;
 const TIMER: u32 = u32::MAX - 1;
@@ -154,14 +151,9 @@ impl MetricsServer {
             return;
         }
         let mut session = EventSession::new(pmu.clone(), peer::own_uid(), self.vm.roster.clone());
-        let list = format!("{STEAL_EVENT},{}", self.event_list);
-        self.events = match session.open(&list, On::Whole, None) {
+        self.events = match session.open(&snapshot::with_steal(&self.event_list), On::Whole, None) {
             Ok(mut opened) => {
-                // An event that was named twice is one series.
-                let mut seen = HashSet::new();
-                opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
-                let told = opened.iter().filter(|o| o.index > 0);
-                for (name, why) in told.filter_map(|o| Some((&o.name, o.unsupported.as_ref()?))) {
+                for (name, why) in snapshot::each_once(&mut opened) {
                     log::warn!("metrics: '{name}' cannot be counted and is left out: {why}");
                 }
                 session.set_enabled(true);
@@ -370,56 +362,21 @@ impl MetricsServer {
     fn snapshot(&mut self, generation: Option<u64>) -> Snapshot {
         self.scrapes += 1;
         let vm = &self.vm;
-        let present = vm.roster.present();
-        let vcpu = |seat: &Arc<Seat>| {
-            let vcpu = u32::from(seat.id());
-            let context = vm
-                .pmu
-                .as_ref()
-                .and_then(|pmu| pmu.core().vcpu_stats(VcpuId(vcpu)));
-            let view = generation
-                .filter(|_| present.has(seat.id()))
-                .and_then(|g| seat.mailbox().view(g));
-            VcpuSnapshot::new(vcpu, seat.stats(), context, view)
+        let (events, steal_ns) = match &self.events {
+            OwnEvents::Open { session, opened } => snapshot::by_vcpu(opened, &session.read()),
+            OwnEvents::NotYet | OwnEvents::None => Default::default(),
         };
-        // What the loop of one that has left counted stays.
-        let known = |seat: &&Arc<Seat>| present.has(seat.id()) || seat.stats().exits.get() > 0;
-        let vcpus = vm.roster.seats().iter().filter(known).map(vcpu).collect();
-        let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
-        if let OwnEvents::Open { session, opened } = &self.events {
-            let readings = session.read();
-            for event in opened {
-                let Some(reading) = readings.iter().find(|r| Some(r.handle) == event.handle) else {
-                    continue;
-                };
-                if event.index == 0 {
-                    steal_ns.extend(reading.vcpus.iter().map(|part| (part.vcpu, part.value)));
-                    continue;
-                }
-                // A series for each vCPU, whose parts stay when it goes; a count of the VM is one.
-                let parts = reading.vcpus.iter().filter_map(|part| {
-                    let vcpu = Some(part.vcpu);
-                    Some((
-                        Opened {
-                            vcpu,
-                            ..event.clone()
-                        },
-                        reading.on(part.vcpu)?,
-                    ))
-                });
-                events.extend(parts);
-                if reading.vcpus.is_empty() {
-                    events.push((event.clone(), reading.clone()));
-                }
-            }
-        }
         Snapshot {
+            label: vm.name.clone(),
             vm: vm.info(Role::Operator),
-            vcpus,
+            vcpus: vm.vcpu_counts(),
+            views: generation.map_or_else(Vec::new, |g| vm.views(g).vcpus),
             events,
             steal_ns,
-            scrapes: self.scrapes,
-            refused: self.refused,
+            served: Some(Served {
+                scrapes: self.scrapes,
+                refused: self.refused,
+            }),
         }
     }
 

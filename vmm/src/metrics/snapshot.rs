@@ -1,165 +1,270 @@
 //! The values of one scrape, and their names.
 
-use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
-use perf_core::ContextStats;
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet, text};
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::vcpu::stats::VcpuStats;
+use control_api::counts::{ContextCounts, VcpuCounts};
 use control_api::protocol::{EventReading, Opened, VcpuView, VmInfo, VmState};
 
-/// Everything that is served at one moment.
+/// The event behind the steal metric.
+const STEAL_EVENT: &str = "steal-ns";
+
+/// Everything that is served of a VM at one moment.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
+    /// What the label `vm` says.
+    pub label: String,
     /// The VM.
     pub vm: VmInfo,
-    /// Its vCPUs, in order.
-    pub vcpus: Vec<VcpuSnapshot>,
+    /// What the loops of its vCPUs counted, in order.
+    pub vcpus: Vec<VcpuCounts>,
+    /// What the guest has programmed, of the vCPUs that answered in time.
+    pub views: Vec<VcpuView>,
     /// Operator events with their readings.
     pub events: Vec<(Opened, EventReading)>,
     /// Time each vCPU waited for a host CPU, in ns; those alone that know.
     pub steal_ns: Vec<(u32, u64)>,
+    /// What the VM itself served, if it does.
+    pub served: Option<Served>,
+}
+
+/// What a VM's own server did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Served {
     /// Replies with metrics so far, this one included.
     pub scrapes: u64,
     /// Connections that were refused or got no metrics.
     pub refused: u64,
 }
 
-/// One vCPU's part.
-#[derive(Clone, Debug)]
-pub struct VcpuSnapshot {
-    /// Its number.
-    pub vcpu: u32,
-    /// Exits by kind, in the words of the label.
-    pub exits: Vec<(&'static str, u64)>,
-    /// The other counts of its loop.
-    pub counts: VcpuCounts,
-    /// What its perf-core context holds; `None` without a PMU.
-    pub context: Option<ContextStats>,
-    /// What its guest has programmed; `None` if the vCPU did not answer in time.
-    pub view: Option<VcpuView>,
+/// What to open for the metrics of `events`: them, and what tells of stolen time.
+pub fn with_steal(events: &str) -> String {
+    format!("{STEAL_EVENT},{events}")
 }
 
-/// Counts of a vCPU's loop, apart from the exits by kind.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the fields of VcpuStats")]
-pub struct VcpuCounts {
-    pub exits: u64,
-    pub gp_injected: u64,
-    pub pmi_nmi: u64,
-    pub pmi_fixed: u64,
-    pub pmi_dropped: u64,
-    pub pmi_throttled: u64,
-    pub pmi_masked_waits: u64,
-    pub pmi_withdrawn: u64,
-    pub steps: u64,
-    pub steps_lost: u64,
-    pub unstepped: u64,
+/// Of what was opened for [`with_steal`], keeps each event once: one that was named twice is one series. Gives
+/// those of the operator that cannot be counted, and why.
+pub fn each_once(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
+    let mut seen = HashSet::new();
+    opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
+    let told = opened.iter().filter(|o| o.index > 0);
+    told.filter_map(|o| Some((o.name.clone(), o.unsupported.clone()?)))
+        .collect()
 }
 
-impl VcpuSnapshot {
-    /// Of what a vCPU counted.
-    pub fn new(vcpu: u32, stats: &VcpuStats, context: Option<ContextStats>, view: Option<VcpuView>) -> Self {
-        Self {
-            vcpu,
-            exits: vec![
-                ("rdmsr", stats.rdmsr.get()),
-                ("wrmsr", stats.wrmsr.get()),
-                ("rdpmc", stats.rdpmc.get()),
-                ("io_read", stats.io_in.get()),
-                ("io_write", stats.io_out.get()),
-                ("mmio", stats.mmio.get()),
-                ("overflow", stats.overflow_signals.get()),
-                ("kick", stats.interrupted.get()),
-                ("debug", stats.debug.get()),
-                ("halt", stats.hlt.get()),
-            ],
-            counts: VcpuCounts {
-                exits: stats.exits.get(),
-                gp_injected: stats.gp_injected.get(),
-                pmi_nmi: stats.pmi_nmi.get(),
-                pmi_fixed: stats.pmi_fixed.get(),
-                pmi_dropped: stats.pmi_dropped.get(),
-                pmi_throttled: stats.pmi_throttled.get(),
-                pmi_masked_waits: stats.pmi_masked_waits.get(),
-                pmi_withdrawn: stats.pmi_withdrawn.get(),
-                steps: stats.steps.get(),
-                steps_lost: stats.steps_lost.get(),
-                unstepped: stats.unstepped.get(),
-            },
-            context,
-            view,
+/// Readings of what was opened for [`with_steal`], for the whole VM: the operator's events, a series for each
+/// vCPU, whose parts stay when it goes, or one for a count of the VM; and the time each vCPU waited, in ns.
+pub fn by_vcpu(
+    opened: &[Opened],
+    readings: &[EventReading],
+) -> (Vec<(Opened, EventReading)>, Vec<(u32, u64)>) {
+    let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
+    for event in opened {
+        let Some(reading) = readings.iter().find(|r| Some(r.handle) == event.handle) else {
+            continue;
+        };
+        if event.index == 0 {
+            steal_ns.extend(reading.vcpus.iter().map(|part| (part.vcpu, part.value)));
+            continue;
+        }
+        let parts = reading.vcpus.iter().filter_map(|part| {
+            let vcpu = Some(part.vcpu);
+            Some((
+                Opened {
+                    vcpu,
+                    ..event.clone()
+                },
+                reading.on(part.vcpu)?,
+            ))
+        });
+        events.extend(parts);
+        if reading.vcpus.is_empty() {
+            events.push((event.clone(), reading.clone()));
         }
     }
+    (events, steal_ns)
 }
 
 impl Snapshot {
     /// In OpenMetrics' text format.
     pub fn encode(self) -> String {
-        let name = Cow::Owned(self.vm.name.clone());
-        let mut registry =
-            Registry::with_prefix_and_labels("perfvisor", std::iter::once((Cow::Borrowed("vm"), name)));
-        registry.register_collector(Box::new(self));
-        let mut out = String::new();
-        // Writing to a string fails only if an encoder says so, and none of these does.
-        if let Err(e) = text::encode(&mut out, &registry) {
-            log::error!("metrics: {e}");
-        }
-        out
+        encode(&[self], Families::default())
     }
 }
 
-type Labels = Vec<(&'static str, String)>;
-
-/// Writes families one after the other; one without series is left out.
-struct Families<'e>(DescriptorEncoder<'e>);
-
-impl Families<'_> {
-    fn counts(&mut self, name: &str, help: &str, series: Vec<(Labels, u64)>) -> fmt::Result {
-        if series.is_empty() {
-            return Ok(());
-        }
-        let mut family = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
-        for (labels, value) in &series {
-            family
-                .encode_family(labels)?
-                .encode_counter::<NoLabelSet, _, u64>(value, None)?;
-        }
-        Ok(())
+/// Snapshots of several VMs, each with a label of its own, in OpenMetrics' text format, behind families of
+/// whom the snapshots are not.
+pub fn encode(snapshots: &[Snapshot], mut families: Families) -> String {
+    for snapshot in snapshots {
+        families.vm = Some(snapshot.label.clone());
+        snapshot.add_to(&mut families);
     }
+    let mut registry = Registry::with_prefix("perfvisor");
+    registry.register_collector(Box::new(families));
+    let mut out = String::new();
+    // Writing to a string fails only if an encoder says so, and none of these does.
+    if let Err(e) = text::encode(&mut out, &registry) {
+        log::error!("metrics: {e}");
+    }
+    out
+}
 
+/// The unit of metrics that are times.
+pub fn seconds() -> Unit {
+    Unit::Seconds
+}
+
+/// Names and values of labels.
+pub type Labels = Vec<(&'static str, String)>;
+
+/// The values of a family's series.
+#[derive(Debug)]
+enum Series {
+    Counts(Vec<(Labels, u64)>),
     /// Counters of nanoseconds, served as seconds.
-    fn seconds(&mut self, name: &str, help: &str, series: Vec<(Labels, u64)>) -> fmt::Result {
-        if series.is_empty() {
-            return Ok(());
-        }
-        let unit = Some(&Unit::Seconds);
-        let mut family = self.0.encode_descriptor(name, help, unit, MetricType::Counter)?;
-        for (labels, ns) in &series {
-            family
-                .encode_family(labels)?
-                .encode_counter::<NoLabelSet, _, u64>(&in_seconds(*ns), None)?;
-        }
-        Ok(())
+    Seconds(Vec<(Labels, u64)>),
+    Gauges(Vec<(Labels, f64)>),
+    Infos(Vec<Labels>),
+}
+
+#[derive(Debug)]
+struct Family {
+    name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    series: Series,
+}
+
+/// Families of metrics, in the order in which they were first added to. One without series is left out.
+#[derive(Debug, Default)]
+pub struct Families {
+    /// The label of what is added.
+    vm: Option<String>,
+    list: Vec<Family>,
+    /// By name and unit.
+    index: HashMap<(&'static str, Option<&'static str>), usize>,
+}
+
+impl Families {
+    /// Adds counters.
+    pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
+        self.add(name, help, None, Series::Counts(series));
     }
 
-    fn gauges(
+    /// Adds counters of nanoseconds, which are served as seconds.
+    pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
+        self.add(name, help, Some(Unit::Seconds), Series::Seconds(series));
+    }
+
+    /// Adds gauges.
+    pub fn gauges(
         &mut self,
-        name: &str,
-        help: &str,
-        unit: Option<&Unit>,
+        name: &'static str,
+        help: &'static str,
+        unit: Option<Unit>,
         series: Vec<(Labels, f64)>,
-    ) -> fmt::Result {
-        if series.is_empty() {
-            return Ok(());
+    ) {
+        self.add(name, help, unit, Series::Gauges(series));
+    }
+
+    fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, mut series: Series) {
+        let vm = self.vm.as_ref();
+        let label = |labels: &mut Labels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
+        let empty = match &mut series {
+            Series::Counts(list) | Series::Seconds(list) => {
+                list.iter_mut().for_each(|(labels, _)| _ = label(labels));
+                list.is_empty()
+            }
+            Series::Gauges(list) => {
+                list.iter_mut().for_each(|(labels, _)| _ = label(labels));
+                list.is_empty()
+            }
+            Series::Infos(list) => {
+                list.iter_mut().for_each(|labels| _ = label(labels));
+                list.is_empty()
+            }
+        };
+        if empty {
+            return;
         }
-        let mut family = self.0.encode_descriptor(name, help, unit, MetricType::Gauge)?;
-        for (labels, value) in &series {
-            family.encode_family(labels)?.encode_gauge(value)?;
+        let unit_name = match &unit {
+            None => None,
+            Some(Unit::Seconds) => Some("seconds"),
+            Some(_) => Some("other"),
+        };
+        let Some(at) = self.index.get(&(name, unit_name)) else {
+            self.index.insert((name, unit_name), self.list.len());
+            self.list.push(Family {
+                name,
+                help,
+                unit,
+                series,
+            });
+            return;
+        };
+        match (&mut self.list[*at].series, series) {
+            (Series::Counts(to), Series::Counts(from)) | (Series::Seconds(to), Series::Seconds(from)) => {
+                to.extend(from);
+            }
+            (Series::Gauges(to), Series::Gauges(from)) => to.extend(from),
+            (Series::Infos(to), Series::Infos(from)) => to.extend(from),
+            _ => log::error!("metrics: {name} is a family of two kinds"),
+        }
+    }
+}
+
+/// Encodes a series. One without labels has no braces either.
+fn labelled(
+    out: &mut MetricEncoder<'_>,
+    labels: &Labels,
+    encode: impl FnOnce(&mut MetricEncoder<'_>) -> fmt::Result,
+) -> fmt::Result {
+    if labels.is_empty() {
+        return encode(out);
+    }
+    encode(&mut out.encode_family(labels)?)
+}
+
+impl Collector for Families {
+    fn encode(&self, mut out: DescriptorEncoder<'_>) -> fmt::Result {
+        for family in &self.list {
+            let kind = match &family.series {
+                Series::Counts(_) | Series::Seconds(_) => MetricType::Counter,
+                Series::Gauges(_) => MetricType::Gauge,
+                Series::Infos(_) => MetricType::Info,
+            };
+            let mut out = out.encode_descriptor(family.name, family.help, family.unit.as_ref(), kind)?;
+            match &family.series {
+                Series::Counts(series) => {
+                    for (labels, value) in series {
+                        labelled(&mut out, labels, |out| {
+                            out.encode_counter::<NoLabelSet, _, u64>(value, None)
+                        })?;
+                    }
+                }
+                Series::Seconds(series) => {
+                    for (labels, ns) in series {
+                        labelled(&mut out, labels, |out| {
+                            out.encode_counter::<NoLabelSet, _, u64>(&in_seconds(*ns), None)
+                        })?;
+                    }
+                }
+                Series::Gauges(series) => {
+                    for (labels, value) in series {
+                        labelled(&mut out, labels, |out| out.encode_gauge(value))?;
+                    }
+                }
+                Series::Infos(series) => {
+                    for labels in series {
+                        out.encode_info(labels)?;
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -178,108 +283,98 @@ fn vcpu_label(vcpu: impl fmt::Display) -> (&'static str, String) {
     ("vcpu", vcpu.to_string())
 }
 
-impl Collector for Snapshot {
-    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut out = Families(encoder);
-        self.encode_vm(&mut out)?;
-        self.encode_loop(&mut out)?;
-        self.encode_guest_counters(&mut out)?;
-        self.encode_events(&mut out)?;
-        self.encode_contexts(&mut out)
-    }
-}
-
 impl Snapshot {
-    fn encode_vm(&self, out: &mut Families<'_>) -> fmt::Result {
+    fn add_to(&self, out: &mut Families) {
+        self.encode_vm(out);
+        self.encode_loop(out);
+        self.encode_guest_counters(out);
+        self.encode_events(out);
+        self.encode_contexts(out);
+    }
+
+    fn encode_vm(&self, out: &mut Families) {
         let vm = &self.vm;
         let info: Labels = vec![
             ("version", vm.version.clone()),
             ("pmu", vm.pmu.clone()),
             ("guest", vm.guest.clone()),
         ];
-        out.0
-            .encode_descriptor("vm", "The VM and what runs in it.", None, MetricType::Info)?
-            .encode_info(&info)?;
+        let infos = Series::Infos(vec![info]);
+        out.add("vm", "The VM and what runs in it.", None, infos);
         let one = |value| vec![(Labels::new(), value)];
         out.gauges(
             "vm_uptime",
             "Time since the VM was started.",
-            Some(&Unit::Seconds),
+            Some(Unit::Seconds),
             one(vm.uptime_ms as f64 / 1e3),
-        )?;
+        );
         let paused = if vm.state == VmState::Paused { 1.0 } else { 0.0 };
         out.gauges(
             "vm_paused",
             "1 while an operator has the VM paused.",
             None,
             one(paused),
-        )?;
-        out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)))?;
+        );
+        out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)));
         let help = "Most vCPUs the VM may have.";
-        out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)))?;
+        out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)));
+        let Some(served) = &self.served else { return };
         let one = |value| vec![(Labels::new(), value)];
-        out.counts("metrics_scrapes", "Replies with metrics.", one(self.scrapes))?;
+        out.counts("metrics_scrapes", "Replies with metrics.", one(served.scrapes));
         let help = "Connections to the metrics that were refused, or ended without a valid request.";
-        out.counts("metrics_refused", help, one(self.refused))
+        out.counts("metrics_refused", help, one(served.refused));
     }
 
     /// A series for each vCPU.
     fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(Labels, u64)> {
-        let series = |vcpu: &VcpuSnapshot| (vec![vcpu_label(vcpu.vcpu)], of(&vcpu.counts));
+        let series = |vcpu: &VcpuCounts| (vec![vcpu_label(vcpu.vcpu)], of(vcpu));
         self.vcpus.iter().map(series).collect()
     }
 
-    fn encode_loop(&self, out: &mut Families<'_>) -> fmt::Result {
+    fn encode_loop(&self, out: &mut Families) {
         let help = "Returns of KVM_RUN to Perfvisor, for whatever reason.";
-        out.counts("vcpu_exits", help, self.each(|c| c.exits))?;
+        out.counts("vcpu_exits", help, self.each(|c| c.exits));
         let mut kinds = Vec::new();
         for vcpu in &self.vcpus {
             let i = vcpu.vcpu;
-            let series = vcpu
-                .exits
-                .iter()
-                .map(|(kind, n)| (vec![vcpu_label(i), ("kind", (*kind).to_owned())], *n));
-            kinds.extend(series);
+            let series = vcpu.kinds.iter();
+            kinds.extend(series.map(|(kind, n)| (vec![vcpu_label(i), ("kind", kind.clone())], *n)));
         }
         out.counts(
             "vcpu_exits_by_kind",
             "Exits to Perfvisor by what caused them.",
             kinds,
-        )?;
+        );
         let help = "Accesses to PMU registers that were answered with a general protection fault.";
-        out.counts("vcpu_register_faults", help, self.each(|c| c.gp_injected))?;
+        out.counts("vcpu_register_faults", help, self.each(|c| c.register_faults));
         let mut pmis = Vec::new();
-        for vcpu in &self.vcpus {
-            let i = vcpu.vcpu;
+        for c in &self.vcpus {
+            let i = c.vcpu;
             // KVM's own vPMU delivers its interrupts itself, and nobody here knows how many.
-            if vcpu.view.as_ref().is_some_and(|view| view.pmis.is_none()) {
+            let view = self.views.iter().find(|view| view.vcpu == i);
+            if view.is_some_and(|view| view.pmis.is_none()) {
                 continue;
             }
-            let c = &vcpu.counts;
-            for (how, n) in [
-                ("nmi", c.pmi_nmi),
-                ("vector", c.pmi_fixed),
-                ("none", c.pmi_dropped),
-            ] {
+            for (how, n) in [("nmi", c.pmi_nmi), ("vector", c.pmi_vector), ("none", c.pmi_none)] {
                 pmis.push((vec![vcpu_label(i), ("delivery", how.to_owned())], n));
             }
         }
         let help = "Performance monitoring interrupts by how they were delivered; none: the guest's LVTPC names no mode that delivers.";
-        out.counts("vcpu_pmis", help, pmis)?;
+        out.counts("vcpu_pmis", help, pmis);
         let help =
             "Performance monitoring interrupts that the rate limit held back before they were delivered.";
-        out.counts("vcpu_pmis_throttled", help, self.each(|c| c.pmi_throttled))?;
+        out.counts("vcpu_pmis_throttled", help, self.each(|c| c.pmi_throttled));
         let help =
             "Entries to the guest at which a due interrupt had to wait because the guest had masked LVTPC.";
-        out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits))?;
+        out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits));
         let help = "Performance monitoring interrupts that were forgotten because the guest had served what asked for them while they waited.";
-        out.counts("vcpu_pmis_withdrawn", help, self.each(|c| c.pmi_withdrawn))?;
+        out.counts("vcpu_pmis_withdrawn", help, self.each(|c| c.pmi_withdrawn));
         let help = "Instructions that were single-stepped for the exact backing.";
-        out.counts("vcpu_steps", help, self.each(|c| c.steps))?;
+        out.counts("vcpu_steps", help, self.each(|c| c.steps));
         let help = "Single steps whose outcome is not known; nothing was counted for them.";
-        out.counts("vcpu_steps_lost", help, self.each(|c| c.steps_lost))?;
+        out.counts("vcpu_steps_lost", help, self.each(|c| c.steps_lost));
         let help = "Stretches of user code that could not be stepped.";
-        out.counts("vcpu_unstepped_stretches", help, self.each(|c| c.unstepped))?;
+        out.counts("vcpu_unstepped_stretches", help, self.each(|c| c.unstepped));
         let steal = self
             .steal_ns
             .iter()
@@ -289,12 +384,12 @@ impl Snapshot {
         out.seconds("vcpu_steal", help, steal)
     }
 
-    fn encode_guest_counters(&self, out: &mut Families<'_>) -> fmt::Result {
+    fn encode_guest_counters(&self, out: &mut Families) {
         let (mut counted, mut enabled, mut running, mut shares) = (vec![], vec![], vec![], vec![]);
         let (mut on, mut overflows, mut requests) = (vec![], vec![], vec![]);
         let (mut uncounted, mut fallbacks, mut vcpu_uncounted, mut places_lost) =
             (vec![], vec![], vec![], vec![]);
-        for view in self.vcpus.iter().filter_map(|v| v.view.as_ref()) {
+        for view in &self.views {
             vcpu_uncounted.extend(view.uncounted_ns.map(|ns| (vec![vcpu_label(view.vcpu)], ns)));
             places_lost.extend(view.places_lost.map(|n| (vec![vcpu_label(view.vcpu)], n)));
             for c in &view.counters {
@@ -328,31 +423,31 @@ impl Snapshot {
             "1 while the guest has the counter enabled and the event filter allows its event.",
             None,
             on,
-        )?;
+        );
         let help = "Time in which at least one counter that the guest had enabled was not counted.";
-        out.seconds("vcpu_uncounted", help, vcpu_uncounted)?;
+        out.seconds("vcpu_uncounted", help, vcpu_uncounted);
         let help =
             "How often a counter of the guest lost its place on the host, or was enabled and found none.";
-        out.counts("vcpu_places_lost", help, places_lost)?;
+        out.counts("vcpu_places_lost", help, places_lost);
         let help = "Time the counter was enabled for its present event and not counted.";
-        out.seconds("guest_counter_uncounted", help, uncounted)?;
+        out.seconds("guest_counter_uncounted", help, uncounted);
         let help = "1 while the clock counts for a counter because the host's PMU has no place for it.";
-        out.gauges("guest_counter_fallback", help, None, fallbacks)?;
+        out.gauges("guest_counter_fallback", help, None, fallbacks);
         let help = "What a counter of the guest counted since the guest programmed this event.";
-        out.counts("guest_counter_events", help, counted)?;
+        out.counts("guest_counter_events", help, counted);
         let help = "Time the counter's event was enabled.";
-        out.seconds("guest_counter_enabled", help, enabled)?;
+        out.seconds("guest_counter_enabled", help, enabled);
         let help = "Time of that during which it counted.";
-        out.seconds("guest_counter_running", help, running)?;
+        out.seconds("guest_counter_running", help, running);
         let help = "Share of its enabled time that the counter's event counted: below 1 it had to share.";
         let unit = Unit::Other("ratio".into());
-        out.gauges("guest_counter_running", help, Some(&unit), shares)?;
-        out.counts("guest_counter_overflows", "Overflows of the counter.", overflows)?;
+        out.gauges("guest_counter_running", help, Some(unit), shares);
+        out.counts("guest_counter_overflows", "Overflows of the counter.", overflows);
         let help = "Overflows of the counter that asked for an interrupt.";
-        out.counts("guest_counter_pmi_requests", help, requests)
+        out.counts("guest_counter_pmi_requests", help, requests);
     }
 
-    fn encode_events(&self, out: &mut Families<'_>) -> fmt::Result {
+    fn encode_events(&self, out: &mut Families) {
         let (mut counts, mut times) = (vec![], vec![]);
         let (mut enabled, mut running, mut shares) = (vec![], vec![], vec![]);
         for (event, reading) in &self.events {
@@ -374,38 +469,38 @@ impl Snapshot {
         }
         let help =
             "Events of the operator (--metrics-events), as counted: not scaled up for time they were off.";
-        out.counts("event_count", help, counts)?;
+        out.counts("event_count", help, counts);
         out.seconds(
             "event_time",
             "Events of the operator that measure time, likewise.",
             times,
-        )?;
+        );
         let help = "Time the operator's event was enabled.";
-        out.seconds("event_enabled", help, enabled)?;
-        out.seconds("event_running", "Time of that during which it counted.", running)?;
+        out.seconds("event_enabled", help, enabled);
+        out.seconds("event_running", "Time of that during which it counted.", running);
         let help = "Share of its enabled time that the operator's event counted: below 1 it had to share.";
         let unit = Unit::Other("ratio".into());
-        out.gauges("event_running", help, Some(&unit), shares)
+        out.gauges("event_running", help, Some(unit), shares);
     }
 
-    fn encode_contexts(&self, out: &mut Families<'_>) -> fmt::Result {
+    fn encode_contexts(&self, out: &mut Families) {
         let contexts: Vec<_> = self
             .vcpus
             .iter()
             .filter_map(|v| Some((v.vcpu, v.context?)))
             .collect();
-        let each = |of: fn(&ContextStats) -> u64| -> Vec<(Labels, u64)> {
+        let each = |of: fn(&ContextCounts) -> u64| -> Vec<(Labels, u64)> {
             contexts
                 .iter()
                 .map(|(i, c)| (vec![vcpu_label(i)], of(c)))
                 .collect()
         };
         let help = "Samples written for operators.";
-        out.counts("vcpu_samples", help, each(|c| c.samples))?;
+        out.counts("vcpu_samples", help, each(|c| c.samples));
         let help = "Samples that found no room in their ring.";
-        out.counts("vcpu_lost_samples", help, each(|c| c.lost_samples))?;
+        out.counts("vcpu_lost_samples", help, each(|c| c.lost_samples));
         let help = "How often an event that sampled too fast was held back until the next tick.";
-        out.counts("vcpu_sampling_throttles", help, each(|c| c.throttles))?;
+        out.counts("vcpu_sampling_throttles", help, each(|c| c.throttles));
         let mut open = Vec::new();
         for (i, c) in &contexts {
             for (state, n) in [("open", c.events), ("on", c.active)] {
@@ -413,13 +508,13 @@ impl Snapshot {
             }
         }
         let help = "Events on the vCPU, the guest's and all operators': open ones, and those that count now.";
-        out.gauges("vcpu_events", help, None, open)?;
+        out.gauges("vcpu_events", help, None, open);
         let waiting = contexts
             .iter()
             .map(|(i, c)| (vec![vcpu_label(i)], c.waiting_groups as f64))
             .collect();
         let help = "Groups of events that wait for a counter of the host's PMU.";
-        out.gauges("vcpu_waiting_groups", help, None, waiting)
+        out.gauges("vcpu_waiting_groups", help, None, waiting);
     }
 }
 
@@ -445,11 +540,19 @@ mod tests {
             fallback: backing == Some("clock"),
             uncounted_ns: Some(500_000_000),
         };
-        let stats = VcpuStats::default();
-        stats.exits.add(9);
-        stats.pmi_nmi.add(3);
-        stats.pmi_throttled.add(2);
-        stats.pmi_withdrawn.add(6);
+        let counts = VcpuCounts {
+            exits: 9,
+            pmi_nmi: 3,
+            pmi_throttled: 2,
+            pmi_withdrawn: 6,
+            context: Some(ContextCounts {
+                events: 3,
+                active: 2,
+                lost_samples: 7,
+                ..ContextCounts::default()
+            }),
+            ..VcpuCounts::default()
+        };
         let view = VcpuView {
             vcpu: 0,
             pmis: Some(3),
@@ -461,13 +564,8 @@ mod tests {
                 counter("fixed0", None, None),
             ],
         };
-        let context = ContextStats {
-            events: 3,
-            active: 2,
-            lost_samples: 7,
-            ..ContextStats::default()
-        };
         Snapshot {
+            label: "a".into(),
             vm: VmInfo {
                 protocol: 1,
                 version: "0".into(),
@@ -485,11 +583,14 @@ mod tests {
                 uptime_ms: 1500,
                 role: ClientRole::Admin,
             },
-            vcpus: vec![VcpuSnapshot::new(0, &stats, Some(context), Some(view))],
+            vcpus: vec![counts],
+            views: vec![view],
             events: Vec::new(),
             steal_ns: vec![(0, 2_500_000_000)],
-            scrapes: 1,
-            refused: 0,
+            served: Some(Served {
+                scrapes: 1,
+                refused: 0,
+            }),
         }
     }
 
@@ -520,6 +621,36 @@ mod tests {
         }
         assert!(!text.contains("cache-misses") && !text.contains(&0xffff_ffff_0000u64.to_string()));
         assert!(text.ends_with("# EOF\n"));
+    }
+
+    /// Of several VMs, each family is there once, with the series of all; OpenMetrics wants them together.
+    #[test]
+    fn families_of_several_vms_are_in_one_piece() {
+        let other = Snapshot {
+            label: "b".into(),
+            served: None,
+            ..snapshot()
+        };
+        let mut own = Families::default();
+        own.gauges("up", "Up.", None, vec![(vec![("vm", "c".into())], 0.0)]);
+        let text = encode(&[snapshot(), other], own);
+        let families: Vec<&str> = text.lines().filter_map(|l| l.strip_prefix("# TYPE ")).collect();
+        let once: HashSet<&str> = families.iter().copied().collect();
+        assert_eq!(families.len(), once.len(), "{text}");
+        assert!(text.starts_with("# HELP perfvisor_up Up.\n"), "{text}");
+        for series in [
+            "perfvisor_up{vm=\"c\"} 0.0",
+            "perfvisor_vm_info{vm=\"b\",version=\"0\"",
+            "perfvisor_vcpu_exits_total{vm=\"a\",vcpu=\"0\"} 9",
+            "perfvisor_vcpu_exits_total{vm=\"b\",vcpu=\"0\"} 9",
+            "perfvisor_metrics_scrapes_total{vm=\"a\"} 1",
+        ] {
+            assert!(
+                text.lines().any(|l| l.starts_with(series)),
+                "{series} is not in\n{text}"
+            );
+        }
+        assert!(!text.contains("perfvisor_metrics_scrapes_total{vm=\"b\"}"));
     }
 
     /// A name with quotes or a line's end stays one label.

@@ -1,7 +1,7 @@
 //! pprof's `profile.proto`, gzipped, for `go tool pprof`, Pyroscope and Parca.
 //!
-//! Values are two per sample: the number of samples and the sum of periods. Labels: task, vcpu, pid and the
-//! event's name.
+//! Values are two per sample: the number of samples and the sum of periods. Labels, those that are wanted: task,
+//! vcpu, pid and the event's name.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -57,7 +57,7 @@ mod proto {
         pub label: Vec<Label>,
     }
 
-    #[derive(Clone, Copy, PartialEq, prost::Message)]
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, prost::Message)]
     pub struct Label {
         #[prost(int64, tag = "1")]
         pub key: i64,
@@ -194,8 +194,41 @@ impl Places {
     }
 }
 
-/// Writes a profile.
-pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -> io::Result<()> {
+/// What tells samples of the same stack apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Label {
+    /// The name of the task.
+    Task,
+    /// The event's name.
+    Event,
+    /// The vCPU's number.
+    Vcpu,
+    /// The task's process, by its number.
+    Pid,
+}
+
+impl Label {
+    /// All of them, in the order in which they are written.
+    pub const ALL: [Self; 4] = [Self::Task, Self::Event, Self::Vcpu, Self::Pid];
+
+    /// Its key in the profile.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Task => "task",
+            Self::Event => "event",
+            Self::Vcpu => "vcpu",
+            Self::Pid => "pid",
+        }
+    }
+}
+
+/// Writes a profile, whose samples have these labels.
+pub fn write(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    labels: &[Label],
+    out: impl Write,
+) -> io::Result<()> {
     let mut strings = Strings {
         list: vec![String::new()],
         index: HashMap::from([(String::new(), 0)]),
@@ -228,36 +261,34 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
         .and_then(|(clock, first_ns)| i64::try_from(clock.at(first_ns)).ok())
         .unwrap_or(0);
     let mut places = Places::default();
-    let mut stacks: HashMap<(Vec<u64>, u32, u32, u64, String), usize> = HashMap::new();
+    let mut stacks: HashMap<(Vec<u64>, Vec<proto::Label>), usize> = HashMap::new();
     for s in profile.samples() {
         let location_id: Vec<u64> = frames(&s)
             .map(|f| places.location(f, s.pid, symbols, &mut strings, &mut p))
             .collect();
-        let task = task_label(profile, s.tid, s.cr3, s.time_ns);
         let period = i64::try_from(s.period).unwrap_or(i64::MAX);
-        let key = (location_id.clone(), s.vcpu, s.tid, s.event_id, task.clone());
+        let label: Vec<proto::Label> = labels
+            .iter()
+            .map(|label| {
+                let key = strings.id(label.name());
+                let (str, num) = match label {
+                    Label::Task => (strings.id(&task_label(profile, s.tid, s.cr3, s.time_ns)), 0),
+                    Label::Event => {
+                        let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
+                        (strings.id(event), 0)
+                    }
+                    Label::Vcpu => (0, i64::from(s.vcpu)),
+                    Label::Pid => (0, i64::from(s.pid.cast_signed())),
+                };
+                proto::Label { key, str, num }
+            })
+            .collect();
+        let key = (location_id.clone(), label.clone());
         if let Some(&at) = stacks.get(&key) {
             let value = &mut p.sample[at].value;
             value[0] += 1;
             value[1] = value[1].saturating_add(period);
             continue;
-        }
-        let mut text = |key: &str, value: &str| proto::Label {
-            key: strings.id(key),
-            str: strings.id(value),
-            num: 0,
-        };
-        let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
-        let mut label = vec![text("task", &task), text("event", event)];
-        for (key, num) in [
-            ("vcpu", i64::from(s.vcpu)),
-            ("pid", i64::from(s.pid.cast_signed())),
-        ] {
-            label.push(proto::Label {
-                key: strings.id(key),
-                str: 0,
-                num,
-            });
         }
         stacks.insert(key, p.sample.len());
         p.sample.push(proto::Sample {

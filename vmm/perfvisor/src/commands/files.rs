@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::output::{DONE, OutputError, print, say, written};
 use crate::exit::ExitStatus;
-use crate::values::{SortKeys, parse_percent, parse_sort};
+use crate::values::{Labels, SortKeys, parse_labels, parse_percent, parse_sort};
 use guest_profile::export::report::ReportOptions;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader, report, script};
@@ -90,6 +90,9 @@ pub struct PprofArgs {
     /// Where to write; - is standard output.
     #[arg(short, long, value_name = "FILE", default_value = "profile.pb.gz")]
     pub output: PathBuf,
+    /// Labels of the samples: task, event, vcpu, pid. Samples of a stack that differ in nothing else are one.
+    #[arg(long, value_name = "LIST", default_value = "task,event,vcpu,pid", value_parser = parse_labels)]
+    pub labels: Labels,
 }
 
 /// Why symbols cannot be had from the files that were named.
@@ -361,7 +364,7 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
 pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, FileError> {
     with_profile(&args.file, |profile, symbols| {
         write_to(&args.output, |out| {
-            pprof::write(&complete_chains(profile, symbols), symbols, out)
+            pprof::write(&complete_chains(profile, symbols), symbols, &args.labels.0, out)
                 .map_err(FileError::write(&args.output))
         })
     })

@@ -121,6 +121,7 @@ impl ControlServer {
                     .map(EventSession::losses)
                     .unwrap_or_default(),
             ),
+            Call::Counts => value(vm.vcpu_counts()),
             Call::Kernel => self.kernel(),
             Call::Symbols => self.symbols(),
             Call::GuestView => {

@@ -1,0 +1,230 @@
+//! As much of HTTP/1.1 as scrapes need: the head of a GET, and a reply that ends the connection (RFC 9112).
+//!
+//! The parser is httparse, which hyper has too. A server from a library was looked for: tiny_http 0.12 has no
+//! time limit for clients that say nothing, and hyper brings an asynchronous runtime for a handful of
+//! connections.
+
+use form_urlencoded::parse as parse_form;
+
+/// Longest head of a request, in bytes.
+pub const MAX_HEAD: usize = 8 << 10;
+/// Most header fields.
+const MAX_FIELDS: usize = 64;
+/// Most parameters of a request.
+const MAX_PARAMETERS: usize = 16;
+/// Longest name of a host.
+const MAX_HOST: usize = 255;
+
+/// The media type of metrics.
+pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// The media type of what people read.
+pub const TEXT: &str = "text/plain; charset=utf-8";
+
+/// What a client wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The method was HEAD: it wants no body.
+    pub head_only: bool,
+    /// Of the target, what is before the question mark.
+    pub path: String,
+    /// What is behind it.
+    pub parameters: Vec<(String, String)>,
+    /// By which name the client knows this server, if that can be one.
+    pub host: Option<String>,
+}
+
+impl Request {
+    /// The value of a parameter.
+    pub fn parameter(&self, name: &str) -> Option<&str> {
+        let found = self.parameters.iter().find(|(key, _)| key == name);
+        found.map(|(_, value)| value.as_str())
+    }
+}
+
+/// Reads a request's head; `None` while it is not all there.
+pub fn parse(bytes: &[u8]) -> Option<Result<Request, Reply>> {
+    let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
+    let mut request = httparse::Request::new(&mut fields);
+    let too_long = || {
+        Reply::refusal(
+            431,
+            "the request's head is longer than 8 KiB or has more than 64 fields",
+        )
+    };
+    match request.parse(bytes) {
+        Ok(httparse::Status::Complete(_)) => {}
+        Ok(httparse::Status::Partial) if bytes.len() < MAX_HEAD => return None,
+        Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => return Some(Err(too_long())),
+        Err(_) => return Some(Err(Reply::refusal(400, "this is no HTTP request"))),
+    }
+    let (Some(method), Some(target)) = (request.method, request.path) else {
+        return Some(Err(Reply::refusal(400, "this is no HTTP request")));
+    };
+    if !matches!(method, "GET" | "HEAD") {
+        return Some(Err(Reply::refusal(405, "all that is here is read with GET")));
+    }
+    let (path, query) = target.split_once('?').unwrap_or((target, ""));
+    let host = request
+        .headers
+        .iter()
+        .find(|field| field.name.eq_ignore_ascii_case("host"));
+    let parameters = parse_form(query.as_bytes()).take(MAX_PARAMETERS);
+    Some(Ok(Request {
+        head_only: method == "HEAD",
+        path: path.to_owned(),
+        parameters: parameters
+            .map(|(key, value)| (key.into_owned(), value.into_owned()))
+            .collect(),
+        host: host
+            .and_then(|field| std::str::from_utf8(field.value).ok())
+            .filter(|host| is_host(host))
+            .map(str::to_owned),
+    }))
+}
+
+fn is_host(text: &str) -> bool {
+    let allowed = |b: u8| b.is_ascii_alphanumeric() || b".:-_[]".contains(&b);
+    (1..=MAX_HOST).contains(&text.len()) && text.bytes().all(allowed)
+}
+
+/// What is answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// Its status.
+    pub status: u16,
+    /// The body's media type.
+    pub kind: &'static str,
+    /// The body.
+    pub body: Vec<u8>,
+    /// When the client may ask again, in seconds.
+    pub retry_after: Option<u32>,
+}
+
+impl Reply {
+    /// What was asked for.
+    pub fn ok(kind: &'static str, body: impl Into<Vec<u8>>) -> Self {
+        Self {
+            status: 200,
+            kind,
+            body: body.into(),
+            retry_after: None,
+        }
+    }
+
+    /// Why there is nothing else: one line.
+    pub fn refusal(status: u16, why: &str) -> Self {
+        Self {
+            status,
+            kind: TEXT,
+            body: format!("{why}\n").into_bytes(),
+            retry_after: None,
+        }
+    }
+
+    /// The client may ask again in so many seconds.
+    #[must_use]
+    pub fn again_in(mut self, seconds: u32) -> Self {
+        self.retry_after = Some(seconds);
+        self
+    }
+
+    /// As it is sent.
+    pub fn bytes(&self, head_only: bool) -> Vec<u8> {
+        let reason = match self.status {
+            200 => "OK",
+            400 => "Bad Request",
+            404 => "Not Found",
+            405 => "Method Not Allowed",
+            408 => "Request Timeout",
+            431 => "Request Header Fields Too Large",
+            502 => "Bad Gateway",
+            503 => "Service Unavailable",
+            504 => "Gateway Timeout",
+            _ => "Internal Server Error",
+        };
+        let mut more = String::new();
+        if self.status == 405 {
+            more.push_str("Allow: GET, HEAD\r\n");
+        }
+        if let Some(seconds) = self.retry_after {
+            more.push_str(&format!("Retry-After: {seconds}\r\n"));
+        }
+        let mut out = format!(
+            "HTTP/1.1 {} {reason}\r\nContent-Type: {}\r\nContent-Length: {}\r\n{more}Connection: close\r\n\r\n",
+            self.status,
+            self.kind,
+            self.body.len()
+        )
+        .into_bytes();
+        if !head_only {
+            out.extend_from_slice(&self.body);
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn get(target: &str) -> Request {
+        let text = format!("GET {target} HTTP/1.1\r\nhost: h-1.example:9465\r\n\r\n");
+        parse(text.as_bytes()).unwrap().unwrap()
+    }
+
+    #[test]
+    fn parameters_are_decoded() {
+        let request = get("/debug/pprof/profile?vm=a%40b&seconds=5&event=cycles%3Au&x");
+        assert_eq!(request.path, "/debug/pprof/profile");
+        assert_eq!(request.parameter("vm"), Some("a@b"));
+        assert_eq!(request.parameter("seconds"), Some("5"));
+        assert_eq!(request.parameter("event"), Some("cycles:u"));
+        assert_eq!((request.parameter("x"), request.parameter("y")), (Some(""), None));
+        assert_eq!(request.host.as_deref(), Some("h-1.example:9465"));
+        assert!(!request.head_only && get("/metrics").parameters.is_empty());
+    }
+
+    #[test]
+    fn what_is_no_get_is_refused() {
+        let status = |text: &str| parse(text.as_bytes()).map(|parsed| parsed.map_err(|reply| reply.status));
+        for (text, refused) in [
+            ("POST /metrics HTTP/1.1\r\n\r\n", 405),
+            ("\x16\x03\x01", 400),
+            ("GET /metrics\r\n\r\n", 400),
+            (&format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(65)), 431),
+            (&format!("GET / HTTP/1.1\r\na: {}", "b".repeat(MAX_HEAD)), 431),
+        ] {
+            assert_eq!(status(text), Some(Err(refused)), "{text:?}");
+        }
+        assert_eq!(status("GET /metrics HTTP/1.1\r\nHo"), None);
+        let odd = "GET / HTTP/1.1\r\nHost: a\"b\r\n\r\n";
+        assert_eq!(parse(odd.as_bytes()).unwrap().unwrap().host, None);
+    }
+
+    #[test]
+    fn replies_say_how_long_they_are() {
+        let text = |reply: Reply, head| String::from_utf8(reply.bytes(head)).unwrap();
+        let whole = text(Reply::ok(TEXT, "ok\n"), false);
+        assert!(whole.starts_with("HTTP/1.1 200 OK\r\n") && whole.ends_with("\r\n\r\nok\n"));
+        assert!(whole.contains("Content-Length: 3\r\n"));
+        assert!(text(Reply::ok(TEXT, "ok\n"), true).ends_with("\r\n\r\n"));
+        let busy = text(Reply::refusal(503, "busy").again_in(7), false);
+        assert!(busy.contains("503 Service Unavailable") && busy.contains("Retry-After: 7\r\n"));
+        assert!(text(Reply::refusal(405, "no"), false).contains("Allow: GET"));
+    }
+
+    proptest! {
+        /// Whatever comes, there is a decision once the bound is reached.
+        #[test]
+        fn no_bytes_keep_a_connection_open(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
+            prop_assert!(parse(&bytes).is_some());
+        }
+
+        #[test]
+        fn no_bytes_make_the_parser_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse(&bytes);
+            let _ = parse(&[b"GET /?", bytes.as_slice(), b" HTTP/1.1\r\n\r\n"].concat());
+        }
+    }
+}

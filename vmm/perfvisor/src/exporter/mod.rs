@@ -1,0 +1,139 @@
+//! `perfvisor exporter`: what all VMs of this host count, and profiles of them, over HTTP: for Prometheus, and
+//! for Pyroscope, Parca and the like.
+//!
+//! | module | story |
+//! |---|---|
+//! | `listen` | where it listens, and its connections |
+//! | `http` | a request's head, and replies |
+//! | `server` | the connections' bounds, and what is answered |
+//! | `vms` | the VMs there are; each is asked by a thread of its own |
+//! | `profile` | profiles, each made by a process of its own |
+//!
+//! It is one process for a host. It speaks the control sockets of the VMs as any operator does, and has no
+//! capability.
+
+mod http;
+mod listen;
+mod profile;
+mod server;
+mod vms;
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use control_api::events::list::{self, ListError};
+use perf_core::error_line;
+use perfvisor_vmm::metrics::DEFAULT_EVENTS;
+use perfvisor_vmm::privileges;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::exit::ExitStatus;
+use crate::signals::StopSignals;
+use listen::{Address, Listener};
+use server::Exporter;
+use vms::Vms;
+
+/// Between two looks for signals.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long a connection may go on when the exporter ends.
+const END_TIME: Duration = Duration::from_secs(2);
+
+/// `perfvisor exporter`.
+#[derive(Clone, Debug, Args)]
+pub struct ExporterArgs {
+    /// Where to listen: an IP address with a port (0: the host chooses one), or unix:PATH, which the user and
+    /// the group may connect to. Whoever can connect can read all metrics and have profiles made.
+    #[arg(long, value_name = "ADDR:PORT|unix:PATH", default_value = "127.0.0.1:9465")]
+    pub listen: Address,
+    /// Events that are counted for the metrics of each VM, in perf's syntax.
+    #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS)]
+    pub events: String,
+}
+
+/// Why nothing is served.
+#[derive(Debug, thiserror::Error)]
+pub enum ExporterError {
+    /// No list of events.
+    #[error(transparent)]
+    Events(#[from] ListError),
+    /// It cannot listen there.
+    #[error("--listen {address}: nothing can be served there{}", remedy(.source))]
+    Listen {
+        /// Where.
+        address: Address,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Signals cannot be waited for.
+    #[error("the signals that end it")]
+    Signals(#[source] io::Error),
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => "; choose another, or end what listens there",
+        io::ErrorKind::AddrNotAvailable => "; choose an address of this host",
+        io::ErrorKind::PermissionDenied => "; choose a place that this user may use, a port above 1023 say",
+        _ => "",
+    }
+}
+
+/// Serves until a signal ends it.
+///
+/// # Errors
+/// [`ExporterError`].
+pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
+    list::parse(&args.events)?;
+    let signals = StopSignals::block().map_err(ExporterError::Signals)?;
+    let refused = |source| ExporterError::Listen {
+        address: args.listen.clone(),
+        source,
+    };
+    let listener = Listener::bind(&args.listen).map_err(refused)?;
+    let address = listener.address().map_err(refused)?;
+    // It needs none, and its threads and processes get what it has now.
+    privileges::keep_no_capability();
+    if let Address::Tcp(at) = &address
+        && !at.ip().is_loopback()
+    {
+        log::warn!(
+            "--listen {at}: whoever reaches it reads all metrics and has profiles made, without a password; keep others out by a firewall or a proxy"
+        );
+    }
+    log::info!("serving at {address}");
+    let exporter = Arc::new(Exporter::new(Vms::new(args.events.clone()), address.to_string()));
+    while signals.take().is_none() {
+        let wait = Timespec {
+            tv_sec: 0,
+            tv_nsec: LOOK.subsec_nanos().into(),
+        };
+        let mut polled = [PollFd::new(&listener, PollFlags::IN)];
+        match poll(&mut polled, Some(&wait)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+            Ok(_) => {}
+            Err(e) => return Err(refused(e.into())),
+        }
+        match listener.accept() {
+            Ok(stream) => exporter.admit(stream),
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted
+                ) => {}
+            Err(e) => {
+                // Most likely no descriptors are left.
+                log::warn!("accept: {}; no new connections for a moment", error_line(&e));
+                std::thread::sleep(LOOK);
+            }
+        }
+    }
+    exporter.stop();
+    let until = Instant::now() + END_TIME;
+    while exporter.connections() > 0 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(ExitStatus::PoweredOff)
+}

@@ -1,0 +1,342 @@
+//! `/debug/pprof/profile`: a profile of one VM, as pprof's protocol buffer.
+//!
+//! Recording, and reading what the guest's memory and a VM have said, is done by a process of its own for each
+//! profile (`perfvisor record`, then `perfvisor pprof`), with a limit of memory and of time. What it does wrong
+//! ends that profile and nothing else.
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
+
+use super::http::{Reply, Request};
+use super::listen::Stream;
+use super::vms::Target;
+use crate::commands::one_line;
+
+/// Most profiles at a time.
+const MAX_PROFILES: usize = 4;
+/// Longest profile, in seconds.
+const MAX_SECONDS: u64 = 120;
+/// How long a profile is if nothing is asked for: as with Go's.
+const DEFAULT_SECONDS: u64 = 30;
+/// Most samples a second of each vCPU.
+const MAX_HZ: u64 = 1000;
+/// Samples a second of each vCPU if nothing is asked for.
+const DEFAULT_HZ: u64 = 99;
+/// What may be in a list of events, besides letters and digits, and its longest length.
+const EVENT_CHARACTERS: &[u8] = b"_:/,=.{}-";
+const MAX_EVENT: usize = 200;
+/// How long making a profile may take, besides recording it: looking for the guest's kernel above all.
+const MORE_TIME: Duration = Duration::from_secs(75);
+/// Most memory of a process that makes one, in bytes.
+const MAX_MEMORY: u64 = 4 << 30;
+/// Largest file that it writes, in bytes.
+const MAX_FILE: u64 = 256 << 20;
+/// Largest profile, in bytes.
+const MAX_PROFILE: u64 = 32 << 20;
+/// Most of what it says on standard error.
+const MAX_SAID: u64 = 4 << 10;
+/// Between two looks whether it has ended or the client has gone.
+const LOOK: Duration = Duration::from_millis(20);
+/// The media type of a profile.
+const PPROF: &str = "application/octet-stream";
+
+/// Profiles that are being made.
+#[derive(Debug, Default)]
+pub struct Profiles {
+    running: Mutex<HashSet<String>>,
+    /// Those that were made.
+    pub made: AtomicU64,
+    /// Those that failed or were refused.
+    pub failed: AtomicU64,
+}
+
+/// What was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Wanted {
+    seconds: u64,
+    hz: u64,
+    event: String,
+}
+
+impl Wanted {
+    fn of(request: &Request) -> Result<Self, Reply> {
+        let number = |name: &str, default: u64, most: u64| match request.parameter(name) {
+            None => Ok(default),
+            Some(text) => match text.parse() {
+                Ok(n) if (1..=most).contains(&n) => Ok(n),
+                _ => {
+                    let why = format!("{name} must be a whole number, 1 to {most}");
+                    Err(Reply::refusal(400, &why))
+                }
+            },
+        };
+        let event = request.parameter("event").unwrap_or("cycles").to_owned();
+        let allowed = |b: u8| b.is_ascii_alphanumeric() || EVENT_CHARACTERS.contains(&b);
+        if !(1..=MAX_EVENT).contains(&event.len()) || !event.bytes().all(allowed) {
+            let why = "event must be an event in perf's syntax, as in cycles:u";
+            return Err(Reply::refusal(400, why));
+        }
+        Ok(Self {
+            seconds: number("seconds", DEFAULT_SECONDS, MAX_SECONDS)?,
+            hz: number("hz", DEFAULT_HZ, MAX_HZ)?,
+            event,
+        })
+    }
+}
+
+/// A place among the profiles that are being made.
+struct Place<'p> {
+    profiles: &'p Profiles,
+    label: String,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut running = self
+            .profiles
+            .running
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        running.remove(&self.label);
+    }
+}
+
+impl Profiles {
+    fn place(&self, label: &str) -> Result<Place<'_>, Reply> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let why = if running.contains(label) {
+            "a profile of this VM is being made; one at a time".to_owned()
+        } else if running.len() >= MAX_PROFILES {
+            format!("{MAX_PROFILES} profiles are being made, and no more at a time")
+        } else {
+            running.insert(label.to_owned());
+            return Ok(Place {
+                profiles: self,
+                label: label.to_owned(),
+            });
+        };
+        Err(Reply::refusal(503, &why).again_in(5))
+    }
+
+    /// Makes one of the VM at `target` for the client at `stream`; `stop`: the exporter ends.
+    pub fn make(&self, request: &Request, target: &Target, stream: &Stream, stop: &AtomicBool) -> Reply {
+        let made = Wanted::of(request).and_then(|wanted| {
+            let _place = self.place(&target.label)?;
+            record(&wanted, target, stream, stop)
+        });
+        let count = if made.is_ok() { &self.made } else { &self.failed };
+        count.fetch_add(1, Ordering::Relaxed);
+        match made {
+            Ok(profile) => Reply::ok(PPROF, profile),
+            Err(refusal) => refusal,
+        }
+    }
+}
+
+fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) -> Result<Vec<u8>, Reply> {
+    let until = Instant::now() + Duration::from_secs(wanted.seconds) + MORE_TIME;
+    let failed = |e: std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
+    let dir = tempfile::Builder::new()
+        .prefix("perfvisor-exporter-")
+        .tempdir()
+        .map_err(failed)?;
+    let file = dir.path().join("perf.data");
+    let mut command = of_ours("record");
+    command
+        .arg("--socket")
+        .arg(&target.socket)
+        .arg(format!("--event={}", wanted.event))
+        .arg(format!("--freq={}", wanted.hz))
+        .arg(format!("--duration={}", wanted.seconds))
+        .args(["--quiet", "--no-buildid-cache", "--output"])
+        .arg(&file);
+    run(command, stream, stop, until)?;
+    let mut command = of_ours("pprof");
+    command.args([OsStr::new("--input"), file.as_os_str()]);
+    command.args(["--labels", "task,event", "--output", "-"]);
+    run(command, stream, stop, until)
+}
+
+/// This program, with another command. It is found even if the file was replaced.
+fn of_ours(command: &str) -> Command {
+    let mut program = Command::new(Path::new("/proc/self/exe"));
+    program
+        .arg(command)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    program
+}
+
+/// A process that is ended when this goes.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs it to its end, unless the client goes away, time is over or the exporter ends. Gives what it wrote.
+fn run(mut command: Command, stream: &Stream, stop: &AtomicBool, until: Instant) -> Result<Vec<u8>, Reply> {
+    let failed = |e: &std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
+    let mut running = Running(command.spawn().map_err(|e| failed(&e))?);
+    limit(&running.0);
+    let out = running.0.stdout.take().map(|out| read_all(out, MAX_PROFILE + 1));
+    let said = running.0.stderr.take().map(|said| read_all(said, MAX_SAID));
+    let status = loop {
+        if let Some(status) = running.0.try_wait().map_err(|e| failed(&e))? {
+            break status;
+        }
+        if has_gone(stream) {
+            return Err(Reply::refusal(408, "the client has gone"));
+        }
+        if stop.load(Ordering::Relaxed) {
+            return Err(Reply::refusal(503, "the exporter ends"));
+        }
+        if Instant::now() >= until {
+            return Err(Reply::refusal(504, "making the profile took too long"));
+        }
+        thread::sleep(LOOK);
+    };
+    let text = |reader: Option<thread::JoinHandle<Vec<u8>>>| {
+        reader.and_then(|reader| reader.join().ok()).unwrap_or_default()
+    };
+    let (out, said) = (text(out), text(said));
+    if !status.success() {
+        let said = String::from_utf8_lossy(&said);
+        let line = said.lines().last().unwrap_or("it said nothing");
+        let why = format!("no profile: {}", one_line(line.trim_start_matches("perfvisor: ")));
+        return Err(Reply::refusal(502, &why));
+    }
+    if out.len() as u64 > MAX_PROFILE {
+        let why = format!("the profile is larger than {} MiB", MAX_PROFILE >> 20);
+        return Err(Reply::refusal(502, &why));
+    }
+    Ok(out)
+}
+
+/// Reads up to `most` bytes on a thread. What is behind them is not waited for, and who writes it ends.
+fn read_all(from: impl Read + Send + 'static, most: u64) -> thread::JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = from.take(most).read_to_end(&mut bytes);
+        bytes
+    })
+}
+
+fn limit(child: &Child) {
+    let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) else {
+        return;
+    };
+    for (resource, most) in [(Resource::As, MAX_MEMORY), (Resource::Fsize, MAX_FILE)] {
+        let limit = Rlimit {
+            current: Some(most),
+            maximum: Some(most),
+        };
+        if let Err(e) = prlimit(Some(pid), resource, limit) {
+            log::debug!("a limit of a profile's process: {e}");
+        }
+    }
+}
+
+/// Whether the client has closed its end.
+fn has_gone(stream: &Stream) -> bool {
+    let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
+    match poll(&mut polled, Some(&rustix::event::Timespec::default())) {
+        Ok(_) => polled[0]
+            .revents()
+            .intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR),
+        Err(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::super::http;
+    use super::*;
+
+    fn request(query: &str) -> Request {
+        let text = format!("GET /debug/pprof/profile?{query} HTTP/1.1\r\n\r\n");
+        http::parse(text.as_bytes()).unwrap().unwrap()
+    }
+
+    #[test]
+    fn what_is_asked_for_has_bounds() {
+        let wanted = Wanted::of(&request("seconds=120&hz=1000&event=instructions:u")).unwrap();
+        assert_eq!(
+            (wanted.seconds, wanted.hz, wanted.event.as_str()),
+            (120, 1000, "instructions:u")
+        );
+        let wanted = Wanted::of(&request("vm=a")).unwrap();
+        assert_eq!(
+            (wanted.seconds, wanted.hz, wanted.event.as_str()),
+            (30, 99, "cycles")
+        );
+        for bad in [
+            "seconds=0",
+            "seconds=121",
+            "seconds=x",
+            "seconds=1e9",
+            "hz=1001",
+            "event=",
+            "event=a%20b",
+        ] {
+            assert_eq!(Wanted::of(&request(bad)).unwrap_err().status, 400, "{bad}");
+        }
+    }
+
+    #[test]
+    fn few_profiles_are_made_at_a_time_and_one_of_a_vm() {
+        let profiles = Profiles::default();
+        let mut places: Vec<_> = (0..MAX_PROFILES)
+            .map(|n| profiles.place(&n.to_string()).ok().unwrap())
+            .collect();
+        let refused = |label| profiles.place(label).err().map(|reply| reply.status);
+        assert_eq!((refused("0"), refused("x")), (Some(503), Some(503)));
+        places.pop();
+        assert_eq!((refused("0"), refused("x")), (Some(503), None));
+    }
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("/bin/sh");
+        command
+            .args(["-c", script])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// A process that fails, writes without end, or runs for ever ends the profile with its reason.
+    #[test]
+    fn a_process_that_goes_wrong_is_told_of() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (stream, stop) = (Stream::Unix(ours), AtomicBool::new(false));
+        let far = Instant::now() + Duration::from_secs(600);
+        let of =
+            |script: &str, until| run(shell(script), &stream, &stop, until).map_err(|r| (r.status, r.body));
+        assert_eq!(of("printf abc", far), Ok(b"abc".to_vec()));
+        let said = of("echo perfvisor: it has ended >&2; exit 2", far).unwrap_err();
+        assert_eq!(said, (502, b"no profile: it has ended\n".to_vec()));
+        assert_eq!(of("cat /dev/zero", far).unwrap_err().0, 502);
+        assert_eq!(of("exec sleep 600", Instant::now()).unwrap_err().0, 504);
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(of("exec sleep 600", far).unwrap_err().0, 503);
+        stop.store(false, Ordering::Relaxed);
+        drop(theirs);
+        assert_eq!(of("exec sleep 600", far).unwrap_err().0, 408);
+    }
+}

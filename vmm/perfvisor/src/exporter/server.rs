@@ -1,0 +1,315 @@
+//! Connections to the exporter, and their bounds.
+//!
+//! Each connection has a thread, for one request: its head is at most [`http::MAX_HEAD`] bytes and must be
+//! there in `HEAD_TIME`, its reply must be fetched in `REPLY_TIME`, and there are at most `MAX_CONNECTIONS`. Of
+//! those whose request is not there yet, the oldest makes room for a new one.
+
+use std::collections::BTreeMap;
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use perfvisor_vmm::metrics::snapshot::{self, Families, Labels, Snapshot};
+use serde_json::json;
+
+use super::http::{self, OPENMETRICS, Reply, Request, TEXT};
+use super::listen::Stream;
+use super::profile::Profiles;
+use super::vms::{Target, Vms};
+
+/// Most connections at a time.
+const MAX_CONNECTIONS: usize = 64;
+/// How long a request's head may take to come.
+const HEAD_TIME: Duration = Duration::from_secs(5);
+/// How long a client may take to fetch its reply.
+const REPLY_TIME: Duration = Duration::from_secs(10);
+/// How long what a client still sends is read after the reply, so that the reply is not lost to a reset.
+const LINGER_TIME: Duration = Duration::from_secs(1);
+/// How much of it.
+const LINGER_BYTES: usize = 256 << 10;
+/// How long a scrape of all VMs serves others too.
+const FRESH: Duration = Duration::from_millis(500);
+
+/// What all connections share.
+pub struct Exporter {
+    vms: Vms,
+    profiles: Profiles,
+    /// Where it listens, for clients that do not say by which name they know it.
+    address: String,
+    slots: Mutex<Slots>,
+    /// The last text of all VMs and when it was made. Who finds it locked gets what is being made.
+    text: Mutex<Option<(Instant, Arc<str>)>>,
+    scrapes: AtomicU64,
+    refused: AtomicU64,
+    /// It ends.
+    stop: AtomicBool,
+}
+
+/// The connections there are.
+#[derive(Default)]
+struct Slots {
+    next: u64,
+    /// By their age: those whose request is awaited, and the others (`None`).
+    taken: BTreeMap<u64, Option<Stream>>,
+}
+
+/// The place of a connection; given back when this goes.
+struct Slot {
+    exporter: Arc<Exporter>,
+    id: u64,
+}
+
+impl Slot {
+    /// The request is there: it makes room for nobody any more.
+    fn is_served(&self) {
+        let mut slots = self.exporter.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        slots.taken.insert(self.id, None);
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut slots = self.exporter.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        slots.taken.remove(&self.id);
+    }
+}
+
+impl Exporter {
+    /// For the VMs of this host, known as `address`.
+    pub fn new(vms: Vms, address: String) -> Self {
+        Self {
+            vms,
+            profiles: Profiles::default(),
+            address,
+            slots: Mutex::default(),
+            text: Mutex::default(),
+            scrapes: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    /// Has the connections end soon.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// How many connections there are.
+    pub fn connections(&self) -> usize {
+        self.slots
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .taken
+            .len()
+    }
+
+    /// Serves a connection on a thread of its own, if there is room.
+    pub fn admit(self: &Arc<Self>, stream: Stream) {
+        let Some(slot) = self.slot(&stream) else {
+            self.refused.fetch_add(1, Ordering::Relaxed);
+            let busy = Reply::refusal(503, "too many connections").again_in(1);
+            // What fits the socket's buffer is sent, and nobody waits for the client.
+            let (mut stream, until) = (stream, Instant::now() + Duration::from_millis(1));
+            let _ = stream.write_until(&busy.bytes(false), until);
+            stream.shut(Shutdown::Write);
+            // What was not read when it is closed would take the reply back.
+            let _ = stream.read_until(&mut [0; 4096], until);
+            return;
+        };
+        let serve = move || slot.exporter.clone().serve(stream, &slot);
+        if let Err(e) = thread::Builder::new().name("http".into()).spawn(serve) {
+            log::warn!("no thread for a connection: {e}");
+        }
+    }
+
+    fn slot(self: &Arc<Self>, stream: &Stream) -> Option<Slot> {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        if slots.taken.len() >= MAX_CONNECTIONS {
+            let (id, oldest) = slots.taken.iter().find_map(|(id, s)| Some((*id, s.as_ref()?)))?;
+            oldest.shut(Shutdown::Both);
+            slots.taken.remove(&id);
+        }
+        let id = slots.next;
+        slots.next += 1;
+        slots.taken.insert(id, Some(stream.again().ok()?));
+        Some(Slot {
+            exporter: self.clone(),
+            id,
+        })
+    }
+
+    fn serve(&self, mut stream: Stream, slot: &Slot) {
+        let Some(parsed) = head(&mut stream) else {
+            self.refused.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        slot.is_served();
+        let head_only = parsed.as_ref().is_ok_and(|request| request.head_only);
+        let reply = match parsed {
+            Ok(request) => self.answer(&request, &stream),
+            Err(refusal) => refusal,
+        };
+        if reply.status != 200 {
+            self.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        let bytes = reply.bytes(head_only);
+        drop(reply);
+        if stream.write_until(&bytes, Instant::now() + REPLY_TIME).is_err() {
+            return;
+        }
+        stream.shut(Shutdown::Write);
+        let (until, mut chunk, mut read) = (Instant::now() + LINGER_TIME, [0; 4096], 0);
+        while let Ok(n @ 1..) = stream.read_until(&mut chunk, until) {
+            read += n;
+            if read > LINGER_BYTES {
+                break;
+            }
+        }
+    }
+
+    fn answer(&self, request: &Request, stream: &Stream) -> Reply {
+        match request.path.as_str() {
+            "/metrics" => self.metrics(request),
+            "/debug/pprof/profile" => match self.one(request) {
+                // Who asks for the head alone has no profile made.
+                Ok(_) if request.head_only => Reply::ok(TEXT, ""),
+                Ok(target) => self.profiles.make(request, &target, stream, &self.stop),
+                Err(refusal) => refusal,
+            },
+            "/sd" => self.discovery(request),
+            "/healthz" => Reply::ok(TEXT, "ok\n"),
+            _ => Reply::refusal(404, "there are /metrics, /debug/pprof/profile, /sd and /healthz"),
+        }
+    }
+
+    /// The VM that is asked for, or the only one.
+    fn one(&self, request: &Request) -> Result<Target, Reply> {
+        let (targets, _) = self.vms.targets();
+        match request.parameter("vm") {
+            Some(label) => {
+                let found = targets.into_iter().find(|target| target.label == label);
+                found
+                    .ok_or_else(|| Reply::refusal(404, "no VM of that name has a socket that can be reached"))
+            }
+            None => match <[Target; 1]>::try_from(targets) {
+                Ok([only]) => Ok(only),
+                Err(_) => Err(Reply::refusal(400, "name a VM: ?vm=NAME; /sd lists them")),
+            },
+        }
+    }
+
+    fn metrics(&self, request: &Request) -> Reply {
+        if request.parameter("vm").is_some() {
+            return match self.one(request) {
+                Ok(target) => Reply::ok(OPENMETRICS, self.text_of(&[target], None)),
+                Err(refusal) => refusal,
+            };
+        }
+        // Two scrapes at once are one.
+        let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = text.as_ref().filter(|(made, _)| made.elapsed() < FRESH);
+        let fresh = match fresh {
+            Some((_, text)) => text.clone(),
+            None => {
+                let (targets, closed) = self.vms.targets();
+                self.vms.forget_all_but(&targets);
+                let made: Arc<str> = self.text_of(&targets, Some(closed)).into();
+                *text = Some((Instant::now(), made.clone()));
+                made
+            }
+        };
+        drop(text);
+        Reply::ok(OPENMETRICS, fresh.as_bytes())
+    }
+
+    /// What these VMs count. `closed`: how many directories could not be looked into, if it is all VMs.
+    fn text_of(&self, targets: &[Target], closed: Option<usize>) -> String {
+        let asked = self.vms.ask(targets);
+        let mut own = Families::default();
+        let of_vm = |label: &str| -> Labels { vec![("vm", label.to_owned())] };
+        let up = |snapshot: &Option<Snapshot>| if snapshot.is_some() { 1.0 } else { 0.0 };
+        own.gauges(
+            "exporter_vm_up",
+            "1 if the VM said what it counts, 0 if it did not respond in time.",
+            None,
+            asked.iter().map(|a| (of_vm(&a.label), up(&a.snapshot))).collect(),
+        );
+        own.gauges(
+            "exporter_vm_scrape",
+            "How long the VM took to say what it counts.",
+            Some(snapshot::seconds()),
+            asked
+                .iter()
+                .map(|a| (of_vm(&a.label), a.took.as_secs_f64()))
+                .collect(),
+        );
+        if let Some(closed) = closed {
+            let help = "Directories of VMs that the exporter may not look into.";
+            own.gauges(
+                "exporter_closed_places",
+                help,
+                None,
+                vec![(vec![], closed as f64)],
+            );
+            let one = |n: &AtomicU64| vec![(vec![], n.load(Ordering::Relaxed))];
+            self.scrapes.fetch_add(1, Ordering::Relaxed);
+            own.counts(
+                "exporter_scrapes",
+                "Times that all VMs were asked.",
+                one(&self.scrapes),
+            );
+            let help = "Connections that were refused, or got something else than they asked for.";
+            own.counts("exporter_refused", help, one(&self.refused));
+            own.counts(
+                "exporter_profiles",
+                "Profiles that were made.",
+                one(&self.profiles.made),
+            );
+            let help = "Profiles that were refused or not made to the end.";
+            own.counts("exporter_profiles_failed", help, one(&self.profiles.failed));
+        }
+        let snapshots: Vec<Snapshot> = asked.into_iter().filter_map(|a| a.snapshot).collect();
+        snapshot::encode(&snapshots, own)
+    }
+
+    /// The VMs in the form of Prometheus' HTTP service discovery.
+    fn discovery(&self, request: &Request) -> Reply {
+        let here = request.host.as_deref().unwrap_or(&self.address);
+        let (targets, _) = self.vms.targets();
+        let list: Vec<_> = targets
+            .iter()
+            .map(|target| {
+                json!({
+                    "targets": [here],
+                    "labels": {
+                        "__param_vm": target.label,
+                        "__meta_perfvisor_vm": target.label,
+                        "__meta_perfvisor_user": target.owner.to_string(),
+                    },
+                })
+            })
+            .collect();
+        Reply::ok("application/json", serde_json::Value::from(list).to_string())
+    }
+}
+
+/// The request, or why it is none; `None` if the client has gone.
+fn head(stream: &mut Stream) -> Option<Result<Request, Reply>> {
+    let until = Instant::now() + HEAD_TIME;
+    let (mut bytes, mut chunk) = (Vec::new(), [0; 2048]);
+    loop {
+        match stream.read_until(&mut chunk, until) {
+            Ok(0) => return None,
+            Ok(n) => bytes.extend_from_slice(&chunk[..n]),
+            Err(e) if e.kind() == std::io::ErrorKind::TimedOut && !bytes.is_empty() => {
+                return Some(Err(Reply::refusal(408, "the request took too long to come")));
+            }
+            Err(_) => return None,
+        }
+        if let Some(parsed) = http::parse(&bytes) {
+            return Some(parsed);
+        }
+    }
+}
