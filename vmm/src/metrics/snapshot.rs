@@ -14,6 +14,11 @@ use control_api::protocol::{EventReading, Opened, VcpuView, VmInfo, VmState};
 /// The event behind the steal metric.
 const STEAL_EVENT: &str = "steal-ns";
 
+/// Operator events with their readings.
+pub type EventReadings = Vec<(Opened, EventReading)>;
+/// Time each vCPU waited for a host CPU, in ns; those alone that know.
+pub type StealTimes = Vec<(u32, u64)>;
+
 /// Everything that is served of a VM at one moment.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
@@ -26,9 +31,9 @@ pub struct Snapshot {
     /// What the guest has programmed, of the vCPUs that answered in time.
     pub views: Vec<VcpuView>,
     /// Operator events with their readings.
-    pub events: Vec<(Opened, EventReading)>,
+    pub events: EventReadings,
     /// Time each vCPU waited for a host CPU, in ns; those alone that know.
-    pub steal_ns: Vec<(u32, u64)>,
+    pub steal_ns: StealTimes,
     /// What the VM itself served, if it does.
     pub served: Option<Served>,
 }
@@ -59,10 +64,7 @@ pub fn each_once(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
 
 /// Readings of what was opened for [`with_steal`], for the whole VM: the operator's events, a series for each
 /// vCPU, whose parts stay when it goes, or one for a count of the VM; and the time each vCPU waited, in ns.
-pub fn by_vcpu(
-    opened: &[Opened],
-    readings: &[EventReading],
-) -> (Vec<(Opened, EventReading)>, Vec<(u32, u64)>) {
+pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
     for event in opened {
         let Some(reading) = readings.iter().find(|r| Some(r.handle) == event.handle) else {
