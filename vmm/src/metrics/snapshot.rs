@@ -52,8 +52,8 @@ pub fn with_steal(events: &str) -> String {
     format!("{STEAL_EVENT},{events}")
 }
 
-/// Of what was opened for [`with_steal`], keeps each event once: one that was named twice is one series. Gives
-/// those of the operator that cannot be counted, and why.
+/// Of what was opened for [`with_steal`], keeps each event once: one that was named twice is one series.
+/// Gives those of the operator that cannot be counted, and why.
 pub fn each_once(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));

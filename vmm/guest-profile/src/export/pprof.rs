@@ -1,7 +1,7 @@
 //! pprof's `profile.proto`, gzipped, for `go tool pprof`, Pyroscope and Parca.
 //!
-//! Values are two per sample: the number of samples and the sum of periods. Labels, those that are wanted: task,
-//! vcpu, pid and the event's name.
+//! Values are two per sample: the number of samples and the sum of periods. Labels, those that are wanted:
+//! task, vcpu, pid and the event's name.
 
 use std::collections::HashMap;
 use std::io::{self, Write};

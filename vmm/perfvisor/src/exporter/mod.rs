@@ -1,5 +1,5 @@
-//! `perfvisor exporter`: what all VMs of this host count, and profiles of them, over HTTP: for Prometheus, and
-//! for Pyroscope, Parca and the like.
+//! `perfvisor exporter`: what all VMs of this host count, and profiles of them, over HTTP: for Prometheus,
+//! and for Pyroscope, Parca and the like.
 //!
 //! | module | story |
 //! |---|---|

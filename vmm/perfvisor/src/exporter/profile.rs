@@ -1,8 +1,8 @@
 //! `/debug/pprof/profile`: a profile of one VM, as pprof's protocol buffer.
 //!
-//! Recording, and reading what the guest's memory and a VM have said, is done by a process of its own for each
-//! profile (`perfvisor record`, then `perfvisor pprof`), with a limit of memory and of time. What it does wrong
-//! ends that profile and nothing else.
+//! Recording, and reading what the guest's memory and a VM have said, is done by a process of its own for
+//! each profile (`perfvisor record`, then `perfvisor pprof`), with a limit of memory and of time. What it
+//! does wrong ends that profile and nothing else.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;

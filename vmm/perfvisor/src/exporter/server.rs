@@ -1,8 +1,8 @@
 //! Connections to the exporter, and their bounds.
 //!
 //! Each connection has a thread, for one request: its head is at most [`http::MAX_HEAD`] bytes and must be
-//! there in `HEAD_TIME`, its reply must be fetched in `REPLY_TIME`, and there are at most `MAX_CONNECTIONS`. Of
-//! those whose request is not there yet, the oldest makes room for a new one.
+//! there in `HEAD_TIME`, its reply must be fetched in `REPLY_TIME`, and there are at most `MAX_CONNECTIONS`.
+//! Of those whose request is not there yet, the oldest makes room for a new one.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
