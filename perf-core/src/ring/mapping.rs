@@ -260,4 +260,44 @@ mod tests {
         let signal = check(unsafe { libc::fcntl(fd.as_raw_fd(), F_GETSIG) }).unwrap();
         assert_eq!(signal, libc::SIGURG);
     }
+
+    /// How often this process has the file mapped.
+    fn mapped(fd: &OwnedFd) -> usize {
+        use std::os::unix::fs::MetadataExt;
+        let inode = std::fs::File::from(fd.try_clone().unwrap()).metadata().unwrap().ino().to_string();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let is = |line: &&str| line.split_whitespace().nth(4) == Some(&inode) && line.contains("perf-ring");
+        maps.lines().filter(is).count()
+    }
+
+    /// Rings come and go with clients: what is left mapped would stay until the VM ends.
+    #[test]
+    fn nothing_stays_mapped() {
+        let memory = sealed_memfd(2 * PAGE_SIZE).unwrap();
+        let access = Access {
+            control_writable: true,
+            data_writable: true,
+        };
+        let mapping = Mapping::memfd(memory.as_fd(), PAGE_SIZE, access).unwrap();
+        // The kernel shows the control page and the data behind it as one.
+        assert!(mapped(&memory) >= 2);
+        drop(mapping);
+        assert_eq!(mapped(&memory), 0);
+    }
+
+    #[test]
+    fn only_who_has_the_file_open_is_elsewhere() {
+        let memory = sealed_memfd(PAGE_SIZE).unwrap();
+        let fd = reopened(memory.as_fd()).unwrap();
+        assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
+        let other = reopened(memory.as_fd()).unwrap();
+        assert!(is_open_elsewhere(fd.as_fd()).unwrap());
+        drop(other);
+        // Asked twice: the lease it takes to ask is given back.
+        assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
+        assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
+        // What cannot be asked is an error, not an answer.
+        let null = std::fs::File::open("/dev/null").unwrap();
+        is_open_elsewhere(null.as_fd()).unwrap_err();
+    }
 }
