@@ -6,7 +6,7 @@
  *   syscalls COUNT             COUNT calls of getppid(2): time in the kernel
  *   faults PAGES               touches PAGES fresh pages: one minor fault each
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
- *   threads N SECONDS          N threads that spin
+ *   threads N SECONDS|ITERATIONSx  N threads that spin; with an "x" a fixed number of iterations each
  *   idle SECONDS               sleeps
  *   selfread COUNT             reads its own cycle counter by RDPMC COUNT times, each between two read(2) of it
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
@@ -151,32 +151,42 @@ static int chase(const char *seconds)
 	return 0;
 }
 
-static void *spinner(void *seconds)
+/* How long a thread spins: so many iterations if there are any, or else so many seconds. */
+struct amount { uint64_t iterations; double seconds; };
+
+static void *spinner(void *argument)
 {
-	double end = now(CLOCK_MONOTONIC) + *(double *)seconds;
+	const struct amount *amount = argument;
+	double end = now(CLOCK_MONOTONIC) + amount->seconds;
+	if (amount->iterations) {
+		busy_loop(amount->iterations);
+		return NULL;
+	}
 	do
 		busy_loop(1000000);
 	while (now(CLOCK_MONOTONIC) < end);
 	return NULL;
 }
 
-static int threads(const char *count, const char *seconds)
+static int threads(const char *count, const char *length)
 {
 	int n = atoi(count);
-	double length = atof(seconds);
+	size_t letters = strlen(length);
+	int fixed = letters && length[letters - 1] == 'x';
+	struct amount amount = { fixed ? strtoull(length, NULL, 10) : 0, fixed ? 0 : atof(length) };
 	pthread_t ids[64];
 	if (n < 1 || n > 64) {
 		fputs("threads: 1 to 64\n", stderr);
 		return 2;
 	}
 	for (int i = 0; i < n; i++)
-		if (pthread_create(&ids[i], NULL, spinner, &length)) {
+		if (pthread_create(&ids[i], NULL, spinner, &amount)) {
 			fputs("threads: pthread_create failed\n", stderr);
 			return 1;
 		}
 	for (int i = 0; i < n; i++)
 		pthread_join(ids[i], NULL);
-	printf("threads: count=%d seconds=%.3f cpu_seconds=%.6f\n", n, length,
+	printf("threads: count=%d length=%s cpu_seconds=%.6f\n", n, length,
 	       now(CLOCK_PROCESS_CPUTIME_ID));
 	return 0;
 }
@@ -313,7 +323,7 @@ static int run(int argc, char **argv)
 		return idle(argv[1]);
 	if (!strcmp(name, "selfread") && argc == 2)
 		return selfread(argv[1]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS, idle SECONDS, "
+	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS|Nx, idle SECONDS, "
 	      "selfread N, gate ...\n",
 	      stderr);
 	return 2;

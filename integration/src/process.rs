@@ -372,17 +372,22 @@ impl Process {
     /// Waits until standard output contains `text`, within the bounds of `limit` from now on. Returns
     /// whether it does; false also when the process ended without printing it.
     pub fn wait_for(&self, text: &str, limit: impl Into<Limit>) -> bool {
+        self.wait_for_in(|state| &state.stdout, text, limit.into())
+    }
+
+    /// As [`Process::wait_for`], on standard error.
+    pub fn wait_for_message(&self, text: &str, limit: impl Into<Limit>) -> bool {
+        self.wait_for_in(|state| &state.stderr, text, limit.into())
+    }
+
+    fn wait_for_in(&self, stream: impl Fn(&State) -> &Vec<u8>, text: &str, limit: Limit) -> bool {
         let contains = |state: &State| {
-            state
-                .stdout
+            stream(state)
                 .windows(text.len())
                 .any(|window| window == text.as_bytes())
         };
         let done = |state: &State| contains(state) || state.end.is_some();
-        self.progress
-            .wait_until(Instant::now(), limit.into(), done)
-            .is_ok()
-            && contains(&self.progress.lock())
+        self.progress.wait_until(Instant::now(), limit, done).is_ok() && contains(&self.progress.lock())
     }
 
     /// Passes what it prints on standard output to `sink` as it comes, until it has ended or

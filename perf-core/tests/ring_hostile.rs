@@ -69,7 +69,10 @@ fn each_bad_record_is_named_and_skipped() {
         assert!(reader.next_record().expect("nothing").is_none());
         header(&memory, 16 + there, 24);
         poke(&memory, DATA_HEAD, 16 + there + 24);
-        assert_eq!(reader.next_record().expect("sound").expect("one").bytes().len(), 24);
+        assert_eq!(
+            reader.next_record().expect("sound").expect("one").bytes().len(),
+            24
+        );
     }
 }
 
@@ -93,7 +96,11 @@ fn records_at_the_bounds_are_sound() {
     for (size, there) in [(8, 8), (24, 24), (PAGE - 16, PAGE - 16)] {
         let (ring, _) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
-        let sizes: Vec<_> = reader.batch().expect("sound").map(|r| r.bytes().len() as u64).collect();
+        let sizes: Vec<_> = reader
+            .batch()
+            .expect("sound")
+            .map(|r| r.bytes().len() as u64)
+            .collect();
         assert_eq!(sizes, [16, size]);
         drop(reader);
         let (ring, _) = one_good_one_bad(size, there);
@@ -235,7 +242,13 @@ fn what_is_no_ring_is_refused_with_the_reason() {
         (PAGE - 1, sealed, PAGE, 0, "1 + 2^n pages"),
         (0, sealed, PAGE, 0, "1 + 2^n pages"),
         // More than any ring has, in a file that takes no memory.
-        (PAGE + (1 << 17) * PAGE, sealed, PAGE, (1 << 17) * PAGE, "1 + 2^n pages"),
+        (
+            PAGE + (1 << 17) * PAGE,
+            sealed,
+            PAGE,
+            (1 << 17) * PAGE,
+            "1 + 2^n pages",
+        ),
         (2 * PAGE, sealed, 2 * PAGE, PAGE, "control page"),
         (2 * PAGE, sealed, PAGE, 2 * PAGE, "control page"),
     ] {

@@ -264,7 +264,11 @@ mod tests {
     /// How often this process has the file mapped.
     fn mapped(fd: &OwnedFd) -> usize {
         use std::os::unix::fs::MetadataExt;
-        let inode = std::fs::File::from(fd.try_clone().unwrap()).metadata().unwrap().ino().to_string();
+        let inode = std::fs::File::from(fd.try_clone().unwrap())
+            .metadata()
+            .unwrap()
+            .ino()
+            .to_string();
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let is = |line: &&str| line.split_whitespace().nth(4) == Some(&inode) && line.contains("perf-ring");
         maps.lines().filter(is).count()

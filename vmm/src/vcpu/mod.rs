@@ -110,11 +110,24 @@ impl Running {
         }
         if self.seat.is_to_leave() {
             self.settle();
+            self.serve_last_overflows();
         }
         if let Some(pmu) = &mut self.pmu {
             pmu.detach();
         }
         Ok(Ran::ToItsEnd)
+    }
+
+    /// What has overflowed on the vCPU's last way out of the guest. No entry follows that would serve it, and
+    /// the recording goes on without this vCPU.
+    fn serve_last_overflows(&mut self) {
+        let Some(pmu) = &mut self.pmu else { return };
+        let signalled = kick::take_overflow();
+        if pmu.take_fed_overflow() || signalled {
+            let synced = self.registers.synced(&mut self.fd);
+            let done = pmu.service_overflows(&self.fd, synced);
+            self.seat.stats().overflows.add(u64::from(done.overflows));
+        }
     }
 
     /// After a reset: out of the guest, with its counters closed, until the machine is made anew. False if

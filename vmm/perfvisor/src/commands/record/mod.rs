@@ -111,6 +111,7 @@ fn sample(
         let over = loop {
             if clock.begins() {
                 gone |= switch(client, request::Enable)?;
+                log::info!("{} is sampled from now on", client.info().name);
             }
             let stop = match &mut remote {
                 Some(remote) => follow(remote, client, &mut gone)?,

@@ -124,6 +124,7 @@ fn one_run(
 ) -> Result<Run, CommandError> {
     let () = client.call(request::Enable)?;
     let start = Instant::now();
+    log::info!("{} counts from now on", client.info().name);
     let end = args.duration.map(|d| start + d);
     let mut next_interval = args.interval.map(|i| start + i);
     let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();
