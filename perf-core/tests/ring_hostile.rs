@@ -1,5 +1,6 @@
-//! What a reader says of a ring that somebody wrote to who should not: each kind of nonsense has its name and its
-//! place, everything up to the head is skipped, and reading goes on. And which descriptors are rings at all.
+//! What a reader says of a ring that somebody wrote to who should not: each kind of nonsense has its name and
+//! its place, everything up to the head is skipped, and reading goes on. And which descriptors are rings at
+//! all.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -155,8 +156,8 @@ fn a_ring_without_data_has_no_head() {
     assert_eq!(corrupt(reader.next_record().expect_err("nowhere")), (0, HEAD));
 }
 
-/// Who maps an overwrite ring reads from its beginning for just as long as one who was there before can read on
-/// from it.
+/// Who maps an overwrite ring reads from its beginning for just as long as one who was there before can read
+/// on from it.
 #[test]
 fn a_late_observer_trusts_as_much_as_an_early_one() {
     let mut early_least = None;
