@@ -62,12 +62,25 @@ bitflags! {
         const STREAM_ID = 1 << 9;
         /// Raw data supplied by the source of the event.
         const RAW = 1 << 10;
+        /// Registers of the program that runs, or that the kernel was entered from: those of
+        /// [`REGS_USER`].
+        const REGS_USER = 1 << 12;
+        /// The top of its stack: [`Attr::sample_stack_user`] bytes of it.
+        const STACK_USER = 1 << 13;
         /// The id of the event that was opened once more, at a place that does not depend on the other
         /// fields: first in samples, last in the trailer of what is no sample. So a reader finds the event
         /// of each record of a ring that events of several formats share.
         const IDENTIFIER = 1 << 16;
     }
 }
+
+/// `perf_event_attr.sample_regs_user`, which is always this: the general registers, the instruction pointer
+/// and the flags, CS and SS, by `enum perf_event_x86_regs`. What `perf record --call-graph dwarf` asks for.
+pub const REGS_USER: u64 = 0x00ff_0fff;
+/// Bits of [`REGS_USER`].
+pub const REGS_USER_LEN: usize = REGS_USER.count_ones() as usize;
+/// Most bytes of a stack in a sample. Records have less than 64 KiB.
+pub const STACK_USER_MAX: u32 = 32 << 10;
 
 bitflags! {
     /// `perf_event_attr.read_format`: what a read returns beside the value.
@@ -118,6 +131,9 @@ pub struct Attr {
     pub freq: bool,
     /// What samples hold.
     pub sample_type: SampleType,
+    /// Bytes of the user's stack in samples that have [`SampleType::STACK_USER`]: a multiple of 8, at most
+    /// [`STACK_USER_MAX`]. Not in the ABI's bytes yet, whose layout here is the one before it had this field.
+    pub sample_stack_user: u32,
     /// What reads return.
     pub read_format: ReadFormat,
     /// When the ring notifies its reader.
@@ -224,6 +240,9 @@ const EXCLUDE_HOST: u32 = 19;
 const EXCLUDE_GUEST: u32 = 20;
 const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
 
+/// What samples hold only if fields say how much that [`ATTR_SIZE_VER1`] does not have.
+const BEYOND_LAYOUT: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
+
 fn u32_at(b: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
 }
@@ -304,8 +323,9 @@ impl Attr {
         if u32_at(&known, 52) != 0 {
             return Err(AttrError::Reserved { field: "bp_type" });
         }
-        let sample_type =
-            SampleType::from_bits(u64_at(&known, 24)).ok_or(AttrError::Reserved { field: "sample_type" })?;
+        let sample_type = SampleType::from_bits(u64_at(&known, 24))
+            .filter(|fields| !fields.intersects(BEYOND_LAYOUT))
+            .ok_or(AttrError::Reserved { field: "sample_type" })?;
         let read_format =
             ReadFormat::from_bits(u64_at(&known, 32)).ok_or(AttrError::Reserved { field: "read_format" })?;
         let flag = |bit: u32| flags >> bit & 1 == 1;
@@ -318,6 +338,7 @@ impl Attr {
             sample_period: u64_at(&known, 16),
             freq: flag(FREQ),
             sample_type,
+            sample_stack_user: 0,
             read_format,
             wakeup: if flag(WATERMARK) {
                 Wakeup::Watermark(wakeup)
@@ -448,7 +469,7 @@ mod tests {
 
         #[test]
         fn p22_every_reserved_bit_is_refused_and_every_known_one_round_trips(bit in 0u32..64, field in 0usize..3) {
-            let (at, known) = [(24, SampleType::all().bits()), (32, ReadFormat::all().bits()), (40, KNOWN_FLAGS)][field];
+            let (at, known) = [(24, SampleType::all().difference(BEYOND_LAYOUT).bits()), (32, ReadFormat::all().bits()), (40, KNOWN_FLAGS)][field];
             let mut bytes = Attr::default().to_bytes();
             bytes[at..at + 8].copy_from_slice(&(1u64 << bit).to_ne_bytes());
             match Attr::from_bytes(&mut bytes) {

@@ -113,7 +113,7 @@ impl Context {
                 && event.sampling.pending > 0
                 && event.output.is_some()
             {
-                wants.add(event.shared.attr.sample_type);
+                wants.add(&event.shared.attr);
             }
         }
         wants
@@ -295,6 +295,7 @@ impl Context {
             addr: seen.addr,
             callchain: Words::List(seen.callchain),
             raw: seen.raw,
+            user: seen.user_for(attr),
             ..Sample::default()
         };
         let mut entries = std::mem::take(&mut self.entries);

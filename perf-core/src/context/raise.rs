@@ -41,7 +41,7 @@ impl Context {
                 && event.takes(self.leader_state(key), active, Some(mode))
                 && event.sampling.is_due(count.wrapping_add(n))
             {
-                wants.add(event.shared.attr.sample_type);
+                wants.add(&event.shared.attr);
             }
         }
         wants

@@ -1,7 +1,7 @@
 //! Where a vCPU was when something happened.
 
-use crate::attr::SampleType;
-use crate::record::CpuMode;
+use crate::attr::{Attr, STACK_USER_MAX, SampleType};
+use crate::record::{CpuMode, UserPart};
 
 /// Most entries of a call chain, as the kernel's default.
 pub const CALLCHAIN_MAX: usize = 127;
@@ -27,13 +27,22 @@ pub trait SampleRegs {
     fn raw(&mut self) -> &[u8] {
         &[]
     }
+    /// As [`raw`](Self::raw), together with what `REGS_USER` and `STACK_USER` samples want: the registers of
+    /// the program, and at most `stack_bytes` of its stack.
+    fn raw_and_user(&mut self, _stack_bytes: u32) -> (&[u8], UserPart<'_>) {
+        (self.raw(), UserPart::default())
+    }
 }
 
 /// What [`Regs`] can read for a sample; all of them also tell the mode.
 pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::ADDR)
     .union(SampleType::CALLCHAIN)
-    .union(SampleType::RAW);
+    .union(SampleType::RAW)
+    .union(USER);
+
+/// Of the program.
+const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
 /// What samples of one moment want of its registers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,21 +50,29 @@ pub(crate) struct Wants {
     /// There is a sample at all.
     pub sample: bool,
     pub fields: SampleType,
+    /// Bytes of the program's stack.
+    pub stack_bytes: u32,
 }
 
 impl Wants {
-    pub fn add(&mut self, sample_type: SampleType) {
+    pub fn add(&mut self, attr: &Attr) {
         self.sample = true;
-        self.fields |= sample_type & FROM_REGS;
+        self.fields |= attr.sample_type & FROM_REGS;
+        if attr.sample_type.contains(SampleType::STACK_USER) {
+            self.stack_bytes = self.stack_bytes.max(attr.sample_stack_user.min(STACK_USER_MAX));
+        }
     }
 
     pub fn join(&mut self, other: Self) {
         self.sample |= other.sample;
         self.fields |= other.fields;
+        self.stack_bytes = self.stack_bytes.max(other.stack_bytes);
     }
 
     pub fn covers(self, other: Self) -> bool {
-        self.sample >= other.sample && self.fields.contains(other.fields)
+        self.sample >= other.sample
+            && self.fields.contains(other.fields)
+            && self.stack_bytes >= other.stack_bytes
     }
 }
 
@@ -93,13 +110,21 @@ impl Known {
         } else {
             &[]
         };
+        let (raw, user) = if wants.fields.intersects(USER) {
+            regs.raw_and_user(wants.stack_bytes)
+        } else if field(SampleType::RAW) {
+            (regs.raw(), UserPart::default())
+        } else {
+            (&[][..], UserPart::default())
+        };
         Seen {
             wants,
             mode,
             ip: ip.unwrap_or_default(),
             addr: addr.unwrap_or_default(),
             callchain,
-            raw: if field(SampleType::RAW) { regs.raw() } else { &[] },
+            raw,
+            user,
         }
     }
 }
@@ -114,6 +139,18 @@ pub(crate) struct Seen<'a> {
     pub addr: u64,
     pub callchain: &'a [u64],
     pub raw: &'a [u8],
+    pub user: UserPart<'a>,
+}
+
+impl<'a> Seen<'a> {
+    /// The program's part for one event, which may want less of the stack than another.
+    pub fn user_for(&self, attr: &Attr) -> UserPart<'a> {
+        let most = attr.sample_stack_user as usize / 8 * 8;
+        UserPart {
+            stack: &self.user.stack[..self.user.stack.len().min(most)],
+            ..self.user
+        }
+    }
 }
 
 impl Default for Seen<'_> {
@@ -125,6 +162,7 @@ impl Default for Seen<'_> {
             addr: 0,
             callchain: &[],
             raw: &[],
+            user: UserPart::default(),
         }
     }
 }

@@ -20,7 +20,7 @@ pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{Entries, ReadEntry, ReadValues};
-pub use sample::{Sample, Words};
+pub use sample::{Sample, UserPart, Words};
 pub use side::{Comm, Lost, MapName, Mmap, Read, Task, Throttle};
 
 /// Bytes of a record's header.

@@ -6,7 +6,7 @@ use super::read::ReadValues;
 use super::{
     DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
 };
-use crate::attr::SampleType;
+use crate::attr::{REGS_USER_LEN, SampleType};
 
 /// A list of `u64`, such as a call chain.
 #[derive(Clone, Copy, Debug)]
@@ -86,6 +86,19 @@ pub struct Sample<'a> {
     /// Raw data. When written it is padded with zeros so that it and its 4 bytes of size are a multiple of
     /// 8.
     pub raw: &'a [u8],
+    /// Registers and stack of the program.
+    pub user: UserPart<'a>,
+}
+
+/// Registers of a program and the top of its stack.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct UserPart<'a> {
+    /// `PERF_SAMPLE_REGS_ABI_*`: 0 where there is no program, and no register then; 1 for 32 bits, 2 for 64.
+    pub abi: u64,
+    /// Those of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
+    pub registers: Words<'a>,
+    /// From the stack pointer up. When written it must be a multiple of 8 bytes.
+    pub stack: &'a [u8],
 }
 
 /// Fields of 8 bytes each.
@@ -104,6 +117,14 @@ fn raw_size(len: usize) -> usize {
     (4 + len).next_multiple_of(8)
 }
 
+/// Bytes of the STACK_USER part for `len` bytes of stack.
+fn stack_size(len: usize) -> usize {
+    match len / 8 {
+        0 => 8,
+        words => 16 + 8 * words,
+    }
+}
+
 impl Encode for Sample<'_> {
     const IS_SAMPLE: bool = true;
 
@@ -119,6 +140,12 @@ impl Encode for Sample<'_> {
         }
         if fields.contains(SampleType::RAW) {
             size += raw_size(self.raw.len());
+        }
+        if fields.contains(SampleType::REGS_USER) {
+            size += 8 + 8 * self.user.registers.len();
+        }
+        if fields.contains(SampleType::STACK_USER) {
+            size += stack_size(self.user.stack.len());
         }
         size
     }
@@ -170,6 +197,21 @@ impl Encode for Sample<'_> {
             out.put(self.raw);
             // At most 7 bytes: the size is the next that fits.
             out.put(&[0; 8][..size - self.raw.len()]);
+        }
+        if fields.contains(SampleType::REGS_USER) {
+            put_u64(out, self.user.abi);
+            for register in self.user.registers.iter() {
+                put_u64(out, register);
+            }
+        }
+        if fields.contains(SampleType::STACK_USER) {
+            let len = self.user.stack.len() / 8 * 8;
+            put_u64(out, len as u64);
+            if len > 0 {
+                out.put(&self.user.stack[..len]);
+                // How much of it is the stack: all, as no more is written.
+                put_u64(out, len as u64);
+            }
         }
     }
 
@@ -233,6 +275,24 @@ impl<'a> Sample<'a> {
         if fields.contains(SampleType::RAW) {
             let len = body.u32("raw size")?;
             sample.raw = body.many(u64::from(len), 1, "raw data")?;
+        }
+        if fields.contains(SampleType::REGS_USER) {
+            sample.user.abi = body.u64("ABI of registers")?;
+            let count = if sample.user.abi == 0 {
+                0
+            } else {
+                REGS_USER_LEN as u64
+            };
+            sample.user.registers = Words::Encoded(body.many(count, 8, "registers")?);
+        }
+        if fields.contains(SampleType::STACK_USER) {
+            let len = body.u64("stack size")?;
+            if len > 0 {
+                let stack = body.many(len, 1, "stack")?;
+                let dynamic = body.u64("size of the stack's part")?;
+                let dynamic = usize::try_from(dynamic).unwrap_or(usize::MAX);
+                sample.user.stack = &stack[..dynamic.min(stack.len())];
+            }
         }
         match body.rest().len() {
             0 => Ok(sample),

@@ -1,12 +1,24 @@
 use super::*;
+use crate::attr::REGS_USER_LEN;
 use proptest::prelude::*;
 
 const ALL_TIMES: ReadFormat = ReadFormat::TOTAL_TIME_ENABLED.union(ReadFormat::TOTAL_TIME_RUNNING);
 
-/// Of 12 bits the eleven lowest, and IDENTIFIER for the last.
+/// Of 14 bits the eleven lowest, IDENTIFIER for the next, and registers and stack of the program.
 fn sample_type(bits: u64) -> SampleType {
-    SampleType::from_bits(bits & 0x7ff | (bits >> 11) << 16).expect("all of these are defined")
+    let bits = bits & 0x7ff | (bits >> 11 & 1) << 16 | bits & 0x3000;
+    SampleType::from_bits(bits).expect("all of these are defined")
 }
+
+const REGISTERS: [u64; REGS_USER_LEN] = {
+    let mut registers = [0; REGS_USER_LEN];
+    let mut n = 0;
+    while n < REGS_USER_LEN {
+        registers[n] = 0x5000 + n as u64;
+        n += 1;
+    }
+    registers
+};
 
 fn encoded(record: &impl Encode, format: Format) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -33,6 +45,11 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
         },
         callchain: Words::List(ips),
         raw,
+        user: UserPart {
+            abi: 2,
+            registers: Words::List(&REGISTERS),
+            stack: b"the stack's top.",
+        },
     }
 }
 
@@ -86,6 +103,12 @@ fn projected<'a>(
     }
     if has(SampleType::RAW) {
         left.raw = padded_raw;
+    }
+    if has(SampleType::REGS_USER) {
+        (left.user.abi, left.user.registers) = (full.user.abi, full.user.registers);
+    }
+    if has(SampleType::STACK_USER) {
+        left.user.stack = full.user.stack;
     }
     left
 }
@@ -168,7 +191,7 @@ fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips()
 proptest! {
     #[test]
     fn p33_samples_round_trip(
-        mask in 0u64..1 << 12,
+        mask in 0u64..1 << 14,
         read in 0u64..1 << 5,
         values in prop::collection::vec(any::<(u64, u64, u64)>(), 0..9),
         ips in prop::collection::vec(any::<u64>(), 0..40),
@@ -187,7 +210,7 @@ proptest! {
     fn arbitrary_bytes_never_panic(
         ty in 0u32..12,
         body in prop::collection::vec(any::<u8>(), 0..300),
-        mask in 0u64..1 << 12,
+        mask in 0u64..1 << 14,
         read in 0u64..1 << 5,
         lie in prop::option::of(any::<u16>()),
         sample_id_all: bool,
@@ -301,6 +324,7 @@ fn sample_fields_come_in_the_order_of_the_abi() {
         .collect();
     let header = 9 | (5 | 1 << 14) << 32 | (bytes.len() as u64) << 48;
     let raw = 4 | u64::from(u32::from_ne_bytes(*b"raw!")) << 32;
+    let word = |bytes: &[u8; 8]| u64::from_ne_bytes(*bytes);
     assert_eq!(
         words,
         [
@@ -320,10 +344,47 @@ fn sample_fields_come_in_the_order_of_the_abi() {
             2,
             0xa,
             0xb,
-            raw
-        ],
-        "identifier, ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw"
+            raw,
+            2,
+        ]
+        .into_iter()
+        .chain(REGISTERS)
+        .chain([16, word(b"the stac"), word(b"k's top."), 16])
+        .collect::<Vec<_>>(),
+        "identifier, ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw, user's \
+         registers, user's stack"
     );
+}
+
+/// Where there is no program: no register, and a stack of nothing.
+#[test]
+fn a_sample_without_a_program_says_so_in_sixteen_bytes() {
+    let format = Format {
+        sample_type: SampleType::REGS_USER | SampleType::STACK_USER,
+        ..Format::default()
+    };
+    let bytes = encoded(&Sample::default(), format);
+    assert_eq!(bytes.len(), 8 + 16);
+    let Ok(Record::Sample(sample)) = Record::decode_bytes(&bytes, format) else {
+        panic!("it does not decode");
+    };
+    assert_eq!(sample.user, UserPart::default());
+    // A stack that says it is longer than its record.
+    let mut long = encoded(
+        &Sample {
+            user: UserPart {
+                stack: &[7; 32],
+                ..UserPart::default()
+            },
+            ..Sample::default()
+        },
+        format,
+    );
+    long[16..24].copy_from_slice(&u64::MAX.to_ne_bytes());
+    assert!(matches!(
+        Record::decode_bytes(&long, format),
+        Err(DecodeError::Short { .. })
+    ));
 }
 
 #[test]
