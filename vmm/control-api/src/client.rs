@@ -12,7 +12,9 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::nearest::did_you_mean;
 use crate::peer;
 use crate::place::{self, PlaceError};
-use crate::protocol::{Failure, PROTOCOL, ReplyLine, RequestLine, SymbolsInfo, VmInfo};
+use crate::protocol::{
+    Failure, MAX_PROCESS_MEMORY, PROTOCOL, ProcessMemory, ReplyLine, RequestLine, SymbolsInfo, VmInfo,
+};
 use crate::request::{self, Request};
 
 /// How long a VM may take to reply, where nobody says another time.
@@ -252,6 +254,23 @@ impl Client {
         let mut text = Vec::new();
         file.take(MAX_SYMBOLS).read_to_end(&mut text)?;
         Ok((info, text))
+    }
+
+    /// A part of the memory of a process of the guest, and which parts of that are missing.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn process_memory(
+        &mut self,
+        pid: u32,
+        address: u64,
+        bytes: u32,
+    ) -> Result<(ProcessMemory, Vec<u8>), ClientError> {
+        let (info, mut file) = self.call_with_file(request::ProcessMemory { pid, address, bytes })?;
+        file.seek(SeekFrom::Start(0))?;
+        let mut memory = Vec::new();
+        file.take(MAX_PROCESS_MEMORY.into()).read_to_end(&mut memory)?;
+        Ok((info, memory))
     }
 }
 

@@ -13,6 +13,11 @@ pub const MAX_EVENTS: usize = 1024;
 /// Most data pages of a ring.
 pub const MAX_RING_PAGES: u32 = 4096;
 
+/// Most bytes of a process's memory in one reply.
+pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
+/// Most mappings of code in one reply.
+pub const MAX_PROCESS_CODE: usize = 1024;
+
 /// A request as it is sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RequestLine {
@@ -126,6 +131,21 @@ pub enum Call {
     /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
     /// `/proc/kallsyms`.
     Symbols,
+    /// The code that a process of the guest has mapped, as the guest's kernel tells. Reply: [`ProcessCode`].
+    ProcessCode {
+        /// Its id in the guest's first namespace.
+        pid: u32,
+    },
+    /// A part of a process's memory, pages of files included that the process has mapped and not touched.
+    /// Reply: [`ProcessMemory`], and a memfd with the bytes.
+    ProcessMemory {
+        /// Its id in the guest's first namespace.
+        pid: u32,
+        /// The first address.
+        address: u64,
+        /// How many bytes, at most [`MAX_PROCESS_MEMORY`].
+        bytes: u32,
+    },
     /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
     GuestView,
     /// What the vCPUs saw. Reply: [`GuestViews`].
@@ -152,6 +172,10 @@ pub struct Sampling {
     /// out: for every sample.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub chain_every: u32,
+    /// With the registers of the program and so many bytes of its stack, for unwinding it elsewhere; a
+    /// multiple of 8, at most 32768. 0: without.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub stack_bytes: u32,
 }
 
 fn one() -> u32 {
@@ -554,6 +578,46 @@ pub struct SymbolsInfo {
     /// The kernel's release, as `uname -r` tells it, if it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub release: Option<String>,
+}
+
+/// The code that a process has mapped.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ProcessCode {
+    /// Lowest address first.
+    pub mappings: Vec<CodeMapping>,
+    /// These are not all: there are more than a reply holds, or the guest's lists are too long or do not
+    /// hold together.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cut_short: bool,
+}
+
+/// A mapping of code. All of it is the guest's claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CodeMapping {
+    /// First address.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Offset of `start` in the file.
+    pub file_offset: u64,
+    /// Where the file's first byte is mapped; left out if it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<u64>,
+    /// The file's path in the guest, printable; `//anon` and `[vdso]` for what is no file.
+    pub path: String,
+    /// The file's build-id in hexadecimal digits, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub build_id: Option<String>,
+}
+
+/// A part of a process's memory. The bytes come as a memfd with the reply.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ProcessMemory {
+    /// How many bytes.
+    pub bytes: u32,
+    /// Parts that are not in the guest's memory, which read as zeros: offset and length of each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub missing: Vec<(u32, u32)>,
 }
 
 /// Which look at the guest's counters.

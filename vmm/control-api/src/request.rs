@@ -163,6 +163,20 @@ requests! {
     /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
     /// `/proc/kallsyms`.
     Symbols => SymbolsInfo;
+    /// The code that a process of the guest has mapped. Reply: [`protocol::ProcessCode`].
+    ProcessCode {
+        /// Its id in the guest's first namespace.
+        pid: u32,
+    } => protocol::ProcessCode;
+    /// A part of a process's memory. Reply: [`protocol::ProcessMemory`], and a memfd with the bytes.
+    ProcessMemory {
+        /// Its id in the guest's first namespace.
+        pid: u32,
+        /// The first address.
+        address: u64,
+        /// How many bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
+        bytes: u32,
+    } => protocol::ProcessMemory;
     /// Asks each vCPU what its guest has programmed. Reply: [`Generation`].
     GuestView => Generation;
     /// What the vCPUs saw. Reply: [`GuestViews`].

@@ -89,6 +89,18 @@ fn requests_are_sent_as_version_1_says() {
     asks(request::RingLosses, r#"{"id":7,"call":"ring_losses"}"#);
     asks(request::Kernel, r#"{"id":7,"call":"kernel"}"#);
     asks(request::Symbols, r#"{"id":7,"call":"symbols"}"#);
+    asks(
+        request::ProcessCode { pid: 12 },
+        r#"{"id":7,"call":"process_code","pid":12}"#,
+    );
+    asks(
+        request::ProcessMemory {
+            pid: 12,
+            address: 4096,
+            bytes: 64,
+        },
+        r#"{"id":7,"call":"process_memory","pid":12,"address":4096,"bytes":64}"#,
+    );
     asks(request::GuestView, r#"{"id":7,"call":"guest_view"}"#);
     asks(
         request::GuestViewResult { generation: 5 },
@@ -122,6 +134,7 @@ fn opening_leaves_out_what_is_as_usual() {
         frequency: true,
         callchain: true,
         chain_every: 1,
+        stack_bytes: 0,
     };
     let sampled = request::Open {
         vcpus: Some(vec![0, 2]),
@@ -135,6 +148,7 @@ fn opening_leaves_out_what_is_as_usual() {
     let sampled = request::Open {
         sampling: Some(control_api::protocol::Sampling {
             chain_every: 8,
+            stack_bytes: 0,
             ..sampling
         }),
         ..open
@@ -176,6 +190,11 @@ fn answers_are_read_as_version_1_says() {
         answers::<request::Kernel>(&format!(r#"{{"state":"{state}","detail":"Linux 6.1"}}"#));
     }
     answers::<request::Symbols>(r#"{"bytes":100,"flat":true,"source":"guest memory"}"#);
+    answers::<request::ProcessCode>(
+        r#"{"mappings":[{"start":4096,"len":8192,"file_offset":4096,"base":0,"path":"/bin/a","build_id":"ab01"},
+            {"start":65536,"len":4096,"file_offset":0,"path":"//anon"}],"cut_short":true}"#,
+    );
+    answers::<request::ProcessMemory>(r#"{"bytes":64,"missing":[[0,16]]}"#);
     answers::<request::GuestView>(r#"{"generation":4}"#);
     answers::<request::GuestViewResult>(
         r#"{"complete":true,"vcpus":[{"vcpu":0,"pmis":3,"uncounted_ns":0,"places_lost":0,"counters":[

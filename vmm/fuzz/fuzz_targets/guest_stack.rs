@@ -54,6 +54,7 @@ fuzz_target!(|data: &[u8]| {
         kernel_gs_base: word(9),
         tss_base: word(9),
         idt_base: word(2),
+        ..GuestRegs::default()
     };
     let limits = Limits {
         max_frames: 64,

@@ -19,6 +19,9 @@
 //! |---|---|
 //! | [`merge`] | makes one profile of the VM's samples and the host kernel's |
 //! | [`programs`] | names addresses of user programs, through a guest's mounted files |
+//! | [`modules`] | programs and libraries in a process's memory: exported names, unwind tables |
+//! | [`cfi`] | user stacks by these tables |
+//! | [`demangle`] | names as people read them |
 //! | [`export`] | perf.data, tables, scripts, flame graphs, pprof |
 //!
 //! Start with [`unwind::walk`] for a chain, with [`export::Profile`] for what is made of samples.
@@ -46,11 +49,14 @@
 // A library prints nothing: what there is to say goes to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod cfi;
+pub mod demangle;
 pub mod export;
 pub mod locate;
 pub mod mappings;
 pub mod memory;
 pub mod merge;
+pub mod modules;
 pub mod paging;
 pub mod programs;
 pub mod sample;

@@ -25,7 +25,7 @@ const MEMORY: Duration = Duration::from_secs(2);
 /// Most mappings told with one sample.
 const PER_SAMPLE: usize = 4;
 /// Most bytes of a path that is told. A longer path loses its beginning.
-const MAX_PATH: usize = 240;
+pub const MAX_PATH: usize = 240;
 /// Reads of guest memory for one sample's mappings.
 const READS: u32 = 1500;
 /// Time for them.
@@ -141,14 +141,8 @@ impl TellOnce {
                 continue;
             };
             let mut path = [0; MAX_PATH];
-            let path = match mapping.file {
-                0 if reader.vdso(whose.1, &mut budget) == Some(mapping.start) => VDSO,
-                0 => ANONYMOUS,
-                file => match reader.file_path(file, &mut path, &mut budget) {
-                    Some(path) => path,
-                    None if budget.is_spent() => break,
-                    None => ANONYMOUS,
-                },
+            let Some(path) = name_of(reader, whose.1, &mapping, &mut path, &mut budget) else {
+                break;
             };
             self.remember(whose, mapping.start, mapping.end, now);
             at += put(&mut out[at..], &mapping, path.as_bytes());
@@ -202,6 +196,26 @@ impl TellOnce {
 /// What perf calls the kernel's code for programs, and memory without a file.
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
+
+/// What a mapping of process memory `mm` is of: a file's path, written into `buf` ([`MAX_PATH`] bytes do), or
+/// what perf calls that which is no file. `None` once the budget is spent.
+pub fn name_of<'b, M: GuestPhys + ?Sized>(
+    reader: &mut TaskReader<'_, '_, M>,
+    mm: u64,
+    mapping: &Mapping,
+    buf: &'b mut [u8],
+    budget: &mut Budget,
+) -> Option<&'b str> {
+    match mapping.file {
+        0 if reader.vdso(mm, budget) == Some(mapping.start) => Some(VDSO),
+        0 => Some(ANONYMOUS),
+        file => match reader.file_path(file, buf, budget) {
+            Some(path) => Some(path),
+            None if budget.is_spent() => None,
+            None => Some(ANONYMOUS),
+        },
+    }
+}
 
 #[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_PATH")]
 fn put(out: &mut [u8], mapping: &Mapping, path: &[u8]) -> usize {

@@ -1,9 +1,9 @@
 //! Names for addresses of user programs, found through the guest's files.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
+use crate::demangle::readable;
 use kernel_images::build_id::BuildId;
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
 use perf_core::error_line;
@@ -74,9 +74,7 @@ impl UserObject {
             .chain(file.dynamic_symbols())
             .filter(|s| s.kind() == object::SymbolKind::Text && s.is_definition())
             .filter_map(|s| {
-                // The file is the guest's, and a terminal may show the name.
-                let name = addr2line::demangle_auto(Cow::Borrowed(s.name().ok()?), None)
-                    .replace(char::is_control, "?");
+                let name = readable(s.name().ok()?);
                 (!name.is_empty()).then(|| Function {
                     start: s.address(),
                     end: s.address().saturating_add(s.size().max(1)),
@@ -270,6 +268,7 @@ mod tests {
     }
 
     #[test]
+    #[inline(never)]
     fn functions_of_a_real_program_resolve() {
         let exe = std::fs::read(std::env::current_exe().unwrap()).unwrap();
         let object = UserObject::parse(&exe).unwrap();

@@ -5,8 +5,12 @@
 //! 6.1) or in a list. Everything read may be torn (the guest runs) or malicious, so results are claims of the
 //! guest: good for naming, never for deciding anything.
 
+pub mod areas;
+mod cache;
+
 use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
+use cache::CacheLayout;
 use kernel_images::btf::Btf;
 use kernel_images::build_id::BuildId;
 use kernel_images::image::KernelImage;
@@ -22,6 +26,18 @@ pub struct TaskLayout {
     tgid: u64,
     mm: u64,
     maps: Option<MapsLayout>,
+    list: Option<ListLayout>,
+}
+
+/// Where all tasks are found.
+#[derive(Debug, Clone)]
+struct ListLayout {
+    /// The first one's address.
+    first: u64,
+    /// In `task_struct`: the link to the next process.
+    tasks: u64,
+    /// In `mm_struct`: the root of the page tables.
+    pgd: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -35,6 +51,7 @@ struct MapsLayout {
     /// In `mm_struct`: where the vDSO is.
     vdso: Option<u64>,
     files: Option<FilesLayout>,
+    cache: Option<CacheLayout>,
 }
 
 #[derive(Debug, Clone)]
@@ -95,6 +112,17 @@ impl TaskLayout {
                 });
             symbol.or_else(|| btf.variable(".data..percpu", name))
         };
+        let address = |name: &str| {
+            let symbol = image.symbols()?.by_name(name)?;
+            Some(symbol.address.wrapping_add(slide))
+        };
+        let list = || {
+            Some(ListLayout {
+                first: address("init_task")?,
+                tasks: btf.offset_of("task_struct", "tasks")?,
+                pgd: btf.offset_of("mm_struct", "pgd")?,
+            })
+        };
         let hot = || Some(variable("pcpu_hot")?.wrapping_add(btf.offset_of("pcpu_hot", "current_task")?));
         Ok(Self {
             current: variable("current_task")
@@ -104,7 +132,8 @@ impl TaskLayout {
             pid: member("pid")?,
             tgid: member("tgid")?,
             mm: member("mm")?,
-            maps: MapsLayout::new(btf),
+            maps: MapsLayout::new(btf, address("vmemmap_base")),
+            list: list(),
         })
     }
 
@@ -115,7 +144,7 @@ impl TaskLayout {
 }
 
 impl MapsLayout {
-    fn new(btf: &Btf) -> Option<Self> {
+    fn new(btf: &Btf, vmemmap_base: Option<u64>) -> Option<Self> {
         let vma = |m| btf.offset_of("vm_area_struct", m);
         let maple = || {
             Some(Areas::Maple {
@@ -153,6 +182,7 @@ impl MapsLayout {
             vm_file: vma("vm_file")?,
             vdso: btf.offset_of("mm_struct", "context.vdso"),
             files: files(),
+            cache: CacheLayout::new(btf, vmemmap_base),
         })
     }
 }
@@ -300,12 +330,19 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             }
             Areas::Maple { root, .. } => {
                 let root = self.kernel_u64(mm.wrapping_add(root), budget)?;
-                self.maple_lookup(&maps.areas, root, address, budget)?
+                self.maple_lookup(&maps.areas, root, address, budget)?.0?
             }
         };
+        self.area(area, budget)
+            .filter(|mapping| (mapping.start..mapping.end).contains(&address))
+    }
+
+    /// What the `vm_area_struct` at `area` says.
+    fn area(&mut self, area: u64, budget: &mut Budget) -> Option<Mapping> {
+        let maps = self.layout.maps.as_ref()?;
         let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;
         let end = self.kernel_u64(area.wrapping_add(maps.vm_end), budget)?;
-        if !(start..end).contains(&address) {
+        if start >= end {
             return None;
         }
         let pages = self.kernel_u64(area.wrapping_add(maps.vm_pgoff), budget)?;
@@ -318,9 +355,16 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Descends a maple tree. An encoded node pointer carries the node's type in bits 3 to 6; the root says
-    /// by bit 1 whether it is a node at all.
-    fn maple_lookup(&mut self, areas: &Areas, root: u64, address: u64, budget: &mut Budget) -> Option<u64> {
+    /// Descends a maple tree: the area that `address` is in, if any, and the last address of which the same
+    /// is true. An encoded node pointer carries the node's type in bits 3 to 6; the root says by bit 1
+    /// whether it is a node at all.
+    fn maple_lookup(
+        &mut self,
+        areas: &Areas,
+        root: u64,
+        address: u64,
+        budget: &mut Budget,
+    ) -> Option<(Option<u64>, u64)> {
         let &Areas::Maple {
             range_pivot,
             range_slot,
@@ -331,10 +375,11 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         else {
             return None;
         };
-        let mut entry = root;
+        let (mut entry, mut last) = (root, u64::MAX);
+        let area = |entry: u64| (entry >> 63 == 1).then_some(entry);
         if entry & 3 != 2 {
             // The root of a tree of one range is that range's entry.
-            return (entry >> 63 == 1).then_some(entry);
+            return Some((area(entry), last));
         }
         for _ in 0..MAX_TREE_DEPTH {
             let node = entry & !0xFF;
@@ -348,14 +393,18 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             let mut slot = count - 1;
             for i in 0..count - 1 {
                 let pivot = self.kernel_u64(node.wrapping_add(pivots + 8 * i), budget)?;
-                if address <= pivot || (pivot == 0 && i > 0) {
+                if pivot == 0 && i > 0 {
                     slot = i;
+                    break;
+                }
+                if address <= pivot {
+                    (slot, last) = (i, last.min(pivot));
                     break;
                 }
             }
             entry = self.kernel_u64(node.wrapping_add(slots + 8 * slot), budget)?;
             if leaf {
-                return (entry >> 63 == 1).then_some(entry);
+                return Some((area(entry), last));
             }
         }
         None
@@ -410,15 +459,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// The build-id of the program or library that `mapping` is of: from its headers, which are mapped below
     /// its code. `None` when it has none, they have never been touched, or the program is one of 32 bits.
     pub fn build_id(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<BuildId> {
-        let mut first = *mapping;
-        let mut left = MAX_PARTS;
-        while first.file_offset != 0 {
-            left = left.checked_sub(1)?;
-            first = self.mapping(mm, first.start.checked_sub(1)?, budget)?;
-            if first.file != mapping.file {
-                return None;
-            }
-        }
+        let first = self.first_part(mm, mapping, budget)?;
         let mut header = [0; 64];
         self.file_bytes(&first, 0, &mut header, budget)?;
         const ELF_OF_64_BITS: &[u8] = b"\x7fELF\x02\x01";
@@ -441,6 +482,20 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             self.file_bytes(&first, u64_at(&segment, 8)?, notes, budget)?;
             BuildId::in_notes(notes)
         })
+    }
+
+    /// The mapping of the beginning of the file that `mapping` is of, below it.
+    fn first_part(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<Mapping> {
+        let mut first = *mapping;
+        let mut left = MAX_PARTS;
+        while first.file_offset != 0 {
+            left = left.checked_sub(1)?;
+            first = self.mapping(mm, first.start.checked_sub(1)?, budget)?;
+            if first.file != mapping.file {
+                return None;
+            }
+        }
+        Some(first)
     }
 
     /// Bytes of a file from `offset` on, of which `first` has the beginning mapped.

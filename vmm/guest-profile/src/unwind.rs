@@ -18,6 +18,7 @@
 //!
 //! A walk is bounded by the slice given, by [`Limits`], and by its own rule that a stack goes one way.
 
+pub mod context;
 mod entry;
 mod parts;
 mod user;
@@ -28,7 +29,7 @@ use super::paging::AddressSpace;
 use super::{Budget, GuestPhys, GuestRegs};
 use kernel_images::orc::{Kind, OrcEntry, OrcTable, Reg};
 pub use parts::{End, KernelUnwind};
-use parts::{Out, USER32_CS, UserRegs, end_of, plausible_user};
+use parts::{Others, Out, USER32_CS, UserRegs, end_of, plausible_user};
 
 /// `PERF_CONTEXT_GUEST_KERNEL`: the frames after it are the guest kernel's.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
@@ -126,6 +127,8 @@ pub struct Chain {
     pub guessed: bool,
     /// Reads of guest memory made.
     pub reads: u32,
+    /// Where the program is, or where the kernel was entered from.
+    user: Option<UserRegs>,
 }
 
 impl Chain {
@@ -164,6 +167,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
         user_end: None,
         guessed: false,
         reads: 0,
+        user: None,
     };
     let space = AddressSpace::of(mem, regs);
     let user = if regs.cpl == 3 {
@@ -173,6 +177,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
             bp: regs.rbp,
             wide: regs.code64,
             exact_ip: true,
+            others: Others::InVcpu,
         })
     } else {
         if !out.marker(CONTEXT_GUEST_KERNEL) || out.frame(regs.rip).is_err() {
@@ -236,6 +241,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
         chain.guessed = guessed;
         found
     });
+    chain.user = user;
     if let Some(u) = user
         && out.marker(CONTEXT_GUEST_USER)
     {
@@ -411,6 +417,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 bp,
                 wide: cs & 0xFFFF != USER32_CS,
                 exact_ip: false,
+                // On the way into the kernel, and out of it, some are still in the vCPU: which is not known.
+                others: if partial { Others::Lost } else { Others::At(at) },
             });
             return Ok(true);
         }
@@ -523,7 +531,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         })() else {
             return;
         };
-        if let Some(user) = plausible_user(self.space, [ip, cs, flags, sp, ss], bp) {
+        if let Some(user) = plausible_user(self.space, [ip, cs, flags, sp, ss], bp, Others::At(at)) {
             self.guessed |= end != End::Complete;
             self.user = Some(user);
         }

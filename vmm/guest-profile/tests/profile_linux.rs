@@ -101,6 +101,8 @@ fn guest(which: &str) -> Option<Guest> {
         // Not in the fixture; neither stop is in the entry code.
         tss_base: 0,
         idt_base: 0,
+        // Nor are the others.
+        ..GuestRegs::default()
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
     let image = KernelImage::parse("vmlinux", &std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();

@@ -107,6 +107,7 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
                 frequency: false,
                 callchain: false,
                 chain_every: 1,
+                stack_bytes: 0,
             }),
         })
         .unwrap();
@@ -534,6 +535,7 @@ fn a_client_s_events_end_with_it() {
             frequency: true,
             callchain: true,
             chain_every: 10,
+            stack_bytes: 0,
         };
         let opened: Vec<Opened> = dies
             .call(open("cycles,cpu-clock,task-clock", Some(sampling)))

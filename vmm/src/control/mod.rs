@@ -6,6 +6,7 @@
 //! | [`server`] | the VM's side, in its main loop: connections and their bounds |
 //! | `exits` | one connection's view of the vCPUs' exits |
 //! | [`session`] | one connection's events |
+//! | [`processes`] | the guest's processes: their code and memory, for unwinding and names |
 //!
 //! What is said, and the operator's end, are in `control-api`.
 //!
@@ -15,5 +16,6 @@
 
 mod counts;
 mod exits;
+pub mod processes;
 pub mod server;
 pub mod session;

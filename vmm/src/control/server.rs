@@ -25,6 +25,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::counts;
 use super::exits::ExitWatch;
+use super::processes::Processes;
 use super::session::{EventSession, fail};
 use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
@@ -253,6 +254,7 @@ pub struct ControlServer {
     /// The symbols' text and what is said of it, once somebody asked: it is long. With whether it is the
     /// running kernel's.
     symbols: Option<(bool, Arc<KernelSymbols>, SymbolsInfo, File)>,
+    processes: Processes,
 }
 
 impl ControlServer {
@@ -266,6 +268,7 @@ impl ControlServer {
             deaf: false,
             spare: spare(),
             symbols: None,
+            processes: Processes::default(),
         }
     }
 

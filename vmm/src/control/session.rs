@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use perf_core::attr::STACK_USER_MAX;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
@@ -163,6 +164,17 @@ impl EventSession {
             return fail(
                 FailureKind::Limit,
                 format!("a connection may have {MAX_EVENTS} events; ask for fewer events or vCPUs"),
+            );
+        }
+        if let Some(sampling) = sampling
+            && (sampling.stack_bytes > STACK_USER_MAX || sampling.stack_bytes % 8 != 0)
+        {
+            return fail(
+                FailureKind::Invalid,
+                format!(
+                    "a sample has at most {STACK_USER_MAX} bytes of stack, a multiple of 8; not {}",
+                    sampling.stack_bytes
+                ),
             );
         }
         if sampling.is_some() && vcpus.iter().any(|v| self.rings.contains_key(v)) {
@@ -671,6 +683,10 @@ fn sample_with(attr: &mut Attr, sampling: Sampling, spec: &EventSpec) {
     attr.sample_type = SAMPLE;
     if sampling.callchain {
         attr.sample_type |= SampleType::CALLCHAIN;
+    }
+    if sampling.stack_bytes > 0 {
+        attr.sample_type |= SampleType::REGS_USER | SampleType::STACK_USER;
+        attr.sample_stack_user = sampling.stack_bytes;
     }
 }
 

@@ -15,6 +15,14 @@ pub fn set_general(to: &mut GuestRegs, regs: &kvm_regs) {
     to.r10 = regs.r10;
     to.r11 = regs.r11;
     to.r13 = regs.r13;
+    to.rax = regs.rax;
+    to.rbx = regs.rbx;
+    to.rsi = regs.rsi;
+    to.r8 = regs.r8;
+    to.r9 = regs.r9;
+    to.r12 = regs.r12;
+    to.r14 = regs.r14;
+    to.r15 = regs.r15;
     to.rflags = regs.rflags;
 }
 

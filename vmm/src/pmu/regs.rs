@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
+use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
+use perf_core::record::{UserPart, Words};
 use perf_core::{CpuMode, SampleRegs, error_line};
 use sandbox::ThreadKind;
 use smallvec::SmallVec;
@@ -17,8 +19,10 @@ use control_api::protocol::{KernelInfo, KernelState};
 use guest_profile::locate::{self, Anchors, LocateError};
 use guest_profile::mappings::{self, Listeners, TellOnce};
 use guest_profile::sample::{RAW_BYTES, RawSample};
+use guest_profile::task::areas::KernelTables;
 use guest_profile::task::{Task, TaskLayout, TaskReader};
-use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Ends, KernelUnwind, Limits};
+use guest_profile::unwind::context::UserContext;
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Chain, Ends, KernelUnwind, Limits};
 use guest_profile::{Budget, GuestRegs};
 use kernel_images::image::KernelImage;
 
@@ -40,6 +44,8 @@ pub struct GuestKernel {
     pub slide: u64,
     /// Where its current task is found; `None` when the kernel does not tell.
     pub tasks: Option<TaskLayout>,
+    /// Its own page tables; `None` when it does not tell.
+    pub tables: Option<KernelTables>,
 }
 
 /// What samples look into: the guest's memory, and its kernel once that is known.
@@ -125,22 +131,27 @@ impl GuestProbe {
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
             sandbox::fault_point(ThreadKind::Profiler);
-            let found = match regs {
+            let found = match &regs {
                 Some((regs, anchors)) => {
-                    locate::read_kernel(&probe.memory, &regs, &anchors).map_err(SearchError::from)
+                    locate::read_kernel(&probe.memory, regs, anchors).map_err(SearchError::from)
                 }
                 None => Err(SearchError::NoRegisters),
             };
-            probe.end_search(found);
+            let tables = match (&found, &regs) {
+                // Read at its running addresses.
+                (Ok(image), Some((regs, _))) => KernelTables::find(&probe.memory, regs, image, 0),
+                _ => None,
+            };
+            probe.end_search(found.map(|image| (image, tables)));
         });
         if let Err(e) = spawned {
             self.end_search(Err(SearchError::NoThread(e)));
         }
     }
 
-    fn end_search(&self, found: Result<KernelImage, SearchError>) {
+    fn end_search(&self, found: Result<(KernelImage, Option<KernelTables>), SearchError>) {
         let result = match found {
-            Ok(image) => {
+            Ok((image, tables)) => {
                 // Read at its running addresses.
                 let tasks = TaskLayout::new(&image, 0)
                     .inspect_err(|e| log::info!("guest tasks have no names: {}", error_line(e)))
@@ -161,6 +172,7 @@ impl GuestProbe {
                     image,
                     slide: 0,
                     tasks,
+                    tables,
                 };
                 self.kernel.store(Some(Arc::new(kernel)));
                 Search::Found(what)
@@ -199,6 +211,10 @@ pub struct SampleMemory {
     told: TellOnce,
     /// Where a sample's raw data is put together.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
+    /// Where the top of a program's stack is copied to; of no bytes until somebody asks for one.
+    stack: Vec<u8>,
+    /// The program's registers with it.
+    user_regs: [u64; REGS_USER_LEN],
     /// How long the vCPU was held for the last sample, ns; 0 if that was not measured.
     held_ns: u32,
     /// A sample was taken since `held` was called.
@@ -237,6 +253,8 @@ impl Default for SampleMemory {
             per_cpu_base: None,
             told: TellOnce::new(),
             raw: Box::new([0; RAW_BYTES + mappings::MAX_BYTES]),
+            stack: Vec::new(),
+            user_regs: [0; REGS_USER_LEN],
             held_ns: 0,
             taken: false,
             samples: 0,
@@ -282,6 +300,10 @@ pub struct VcpuRegs<'a> {
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: Ends,
+    /// What the stacks were walked to.
+    chain: Option<Chain>,
+    /// Bytes of stack in `memory` and the ABI of its registers, and how many were asked for.
+    user: Option<(usize, u64, u32)>,
     /// Bytes of raw data in `memory`, once they are there.
     raw_len: Option<usize>,
 }
@@ -299,6 +321,8 @@ impl<'a> VcpuRegs<'a> {
             used_system: false,
             user_frames: SmallVec::new(),
             ends: Ends::default(),
+            chain: None,
+            user: None,
             raw_len: None,
         }
     }
@@ -437,6 +461,7 @@ impl SampleRegs for VcpuRegs<'_> {
             out,
         );
         self.ends = chain.ends();
+        self.chain = Some(chain);
         self.keep_user_frames(&out[..chain.len]);
         chain.len
     }
@@ -451,9 +476,55 @@ impl SampleRegs for VcpuRegs<'_> {
         };
         &self.memory.raw[..len]
     }
+
+    fn raw_and_user(&mut self, stack_bytes: u32) -> (&[u8], UserPart<'_>) {
+        let raw_len = self.raw().len();
+        let (len, abi) = match self.user {
+            Some((len, abi, asked)) if asked >= stack_bytes => (len, abi),
+            _ => {
+                let (len, abi) = self.read_user(stack_bytes);
+                self.user = Some((len, abi, stack_bytes));
+                (len, abi)
+            }
+        };
+        let registers = if abi == 0 { &[][..] } else { &self.memory.user_regs };
+        let user = UserPart {
+            abi,
+            registers: Words::List(registers),
+            stack: &self.memory.stack[..len],
+        };
+        (&self.memory.raw[..raw_len], user)
+    }
 }
 
 impl VcpuRegs<'_> {
+    /// Reads the registers of the program and the top of its stack; returns the bytes of stack, and the
+    /// registers' ABI, 0 where there is no program.
+    fn read_user(&mut self, stack_bytes: u32) -> (usize, u64) {
+        if self.chain.is_none() {
+            let mut chain = [0; perf_core::CALLCHAIN_MAX];
+            self.callchain(&mut chain);
+        }
+        let guest = &self.guest.memory;
+        let regs = &self.known.regs;
+        let context = self
+            .chain
+            .as_ref()
+            .and_then(|chain| UserContext::of(guest, regs, chain));
+        let Some(context) = context else {
+            return (0, 0);
+        };
+        let memory = &mut *self.memory;
+        let asked = stack_bytes.min(STACK_USER_MAX) as usize;
+        if memory.stack.len() < asked {
+            // Once: the first who asks.
+            memory.stack.resize(STACK_USER_MAX as usize, 0);
+        }
+        memory.user_regs = context.registers;
+        let len = context.stack(guest, regs, &mut memory.stack[..asked]);
+        (len, if context.wide { 2 } else { 1 })
+    }
+
     /// Puts a sample's raw data together; returns its length.
     fn write_raw(&mut self) -> usize {
         if self.user_frames.is_empty() && self.cpl() == Some(3) {

@@ -341,6 +341,7 @@ impl Watch {
                 frequency: false,
                 callchain: false,
                 chain_every: 1,
+                stack_bytes: 0,
             }),
         });
         let opened = match opened {

@@ -14,7 +14,7 @@
 //! rbp is the user's own at all of them. What rests on rcx is marked as guessed, for the code is told by its
 //! address and its registers only.
 
-use super::parts::{KernelUnwind, RFLAGS_IF, UserRegs, plausible_user};
+use super::parts::{KernelUnwind, Others, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{Budget, GuestPhys, GuestRegs};
 use kernel_images::orc::Kind;
@@ -100,7 +100,7 @@ fn frame<M: GuestPhys + ?Sized>(
     for (i, to) in (0u64..).zip(&mut words) {
         *to = word(space, at.wrapping_add(8 * i), budget)?;
     }
-    let regs = plausible_user(space, words, regs.rbp)?;
+    let regs = plausible_user(space, words, regs.rbp, Others::InVcpu)?;
     Some(Found { regs, guessed: false })
 }
 
@@ -124,6 +124,7 @@ fn kept_by_syscall<M: GuestPhys + ?Sized>(
             bp: regs.rbp,
             wide: true,
             exact_ip: false,
+            others: Others::InVcpu,
         },
         guessed: true,
     })

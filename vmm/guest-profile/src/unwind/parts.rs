@@ -84,7 +84,7 @@ impl End {
 }
 
 /// User registers to go on with.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UserRegs {
     pub(super) ip: u64,
     pub(super) sp: u64,
@@ -92,6 +92,18 @@ pub(super) struct UserRegs {
     pub(super) wide: bool,
     /// The registers are those of an interrupted instruction, not of a system call.
     pub(super) exact_ip: bool,
+    pub(super) others: Others,
+}
+
+/// Where the user's other registers are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Others {
+    /// The vCPU still has, or already has, those that functions keep for their callers.
+    InVcpu,
+    /// In the `pt_regs` at this address.
+    At(u64),
+    /// Not known.
+    Lost,
 }
 
 /// The addresses of a chain, as far as there is room.
@@ -135,6 +147,7 @@ pub(super) fn plausible_user<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     [ip, cs, flags, sp, ss]: [u64; 5],
     bp: u64,
+    others: Others,
 ) -> Option<UserRegs> {
     let plausible = (cs == USER64_CS || cs == USER32_CS)
         && ss == USER_DS
@@ -147,5 +160,6 @@ pub(super) fn plausible_user<M: GuestPhys + ?Sized>(
         bp,
         wide: cs == USER64_CS,
         exact_ip: false,
+        others,
     })
 }

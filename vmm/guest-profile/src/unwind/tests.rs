@@ -1,5 +1,6 @@
 //! Chains of small guests made here, and of hostile ones.
 
+use super::context::UserContext;
 use super::parts::{USER_DS, USER64_CS};
 use super::*;
 use crate::testing::{TestGuest, orc_sections as sections};
@@ -528,4 +529,72 @@ proptest! {
         prop_assert!(chain.kernel_frames + chain.user_frames <= 100);
         prop_assert!(chain.reads <= reads);
     }
+}
+
+/// What unwinding elsewhere needs: the vCPU's registers in a program, those that the kernel saved in a system
+/// call, and the stack as far as it is mapped and asked for.
+#[test]
+fn a_program_s_registers_and_stack_are_copied_from_where_they_are() {
+    let mut g = guest();
+    user_frames(&mut g);
+    uput(&mut g, USTACK + 0x80, 0x1122_3344);
+    let top = KSTACK + THREAD_SIZE - pt_regs::SIZE;
+    for n in 0..15 {
+        kput(&mut g, top + 8 * n, 0x100 + n);
+    }
+    put_pt_regs(
+        &mut g,
+        top,
+        UTEXT + 0x50,
+        USER64_CS,
+        USTACK + 0x80,
+        USTACK + 0x100,
+    );
+    let in_kernel = regs(&g, 0, TEXT + 0x10, KSTACK + 0x2000, 0);
+    let in_program = GuestRegs {
+        rax: 0x10a,
+        rbx: 0x105,
+        rcx: 0x10b,
+        rdx: 0x10c,
+        rsi: 0x10d,
+        rdi: 0x10e,
+        r8: 0x109,
+        r9: 0x108,
+        r10: 0x107,
+        r11: 0x106,
+        r12: 0x103,
+        r13: 0x102,
+        r14: 0x101,
+        r15: 0x100,
+        ..regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100)
+    };
+    let low = [
+        0x10a,
+        0x105,
+        0x10b,
+        0x10c,
+        0x10d,
+        0x10e,
+        USTACK + 0x100,
+        USTACK + 0x80,
+        UTEXT + 0x50,
+    ];
+    let high = [0x109, 0x108, 0x107, 0x106, 0x103, 0x102, 0x101, 0x100];
+    for regs in [in_kernel, in_program] {
+        let (chain, _) = run(&g, &regs, None, 127);
+        let context = UserContext::of(&g.ram[..], &regs, &chain).unwrap();
+        assert!(context.wide);
+        assert_eq!(context.registers[..9], low, "{}", regs.cpl);
+        assert_eq!(context.registers[10..12], [USER64_CS, USER_DS]);
+        assert_eq!(context.registers[12..], high, "{}", regs.cpl);
+        let mut stack = [0; 0x4000];
+        assert_eq!(context.stack(&g.ram[..], &regs, &mut stack), 0x1f80);
+        assert_eq!(stack[..4], 0x1122_3344u32.to_le_bytes());
+        assert_eq!(stack[0x188..0x190], (UTEXT + 0x222).to_le_bytes());
+        assert_eq!(context.stack(&g.ram[..], &regs, &mut stack[..1001]), 1000);
+    }
+    // A thread of the kernel has no program.
+    let nowhere = regs(&guest(), 0, TEXT + 0x10, KSTACK + 0x2000, 0);
+    let (chain, _) = run(&guest(), &nowhere, None, 127);
+    assert_eq!(UserContext::of(&g.ram[..], &nowhere, &chain), None);
 }

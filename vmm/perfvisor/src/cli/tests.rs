@@ -243,8 +243,20 @@ fn mistakes_of_a_command_name_that_command() {
             ["'--frobnicate'", "`perfvisor run --help`"],
         ),
         (
-            &["record", "--call-graph", "dwarf"],
-            ["'dwarf'", "must be one of fp, none"],
+            &["record", "--call-graph", "lbr"],
+            ["'lbr'", "must be fp, dwarf, dwarf,SIZE or none"],
+        ),
+        (
+            &["record", "--call-graph", "dwarf,70000"],
+            ["'dwarf,70000'", "from 8 to 32768"],
+        ),
+        (
+            &["stat", "--call-graph", "dwarf"],
+            ["'--call-graph'", "`perfvisor stat --help`"],
+        ),
+        (
+            &["top", "--call-graph", "dwarf"],
+            ["'--call-graph'", "`perfvisor top --help`"],
         ),
         (
             &["stat", "--guest-view", "-e", "cycles"],

@@ -124,6 +124,20 @@ impl ControlServer {
             Call::Counts => value(vm.vcpu_counts()),
             Call::Kernel => self.kernel(),
             Call::Symbols => self.symbols(),
+            Call::ProcessCode { pid } => {
+                let pmu = self.vm.pmu.as_ref();
+                value(self.processes.code(pmu.map(|pmu| pmu.probe()), pid)?)
+            }
+            Call::ProcessMemory { pid, address, bytes } => {
+                let pmu = self.vm.pmu.as_ref();
+                let probe = pmu.map(|pmu| pmu.probe());
+                let (info, memory) = self.processes.memory(probe, pid, address, bytes)?;
+                let file = peer::sealed_text("process", &memory).map_err(|e| Failure {
+                    kind: FailureKind::Internal,
+                    message: format!("a process's memory: {e}"),
+                })?;
+                Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
+            }
             Call::GuestView => {
                 self.pmu()?;
                 value(Generation {

@@ -1,15 +1,18 @@
 //! What `record` is asked for.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
 
 use super::super::files::SymbolArgs;
+use super::error::RecordError;
 use super::remote::Pipes;
 use crate::values::{VcpuList, parse_output, parse_seconds, parse_vcpus, whole};
 use control_api::protocol::Sampling;
 use guest_profile::export::build_id_dir::BuildIdDir;
+use perf_core::attr::STACK_USER_MAX;
 
 /// Samples a second when nothing is asked for.
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
@@ -17,6 +20,51 @@ const DEFAULT_FREQUENCY_HZ: u64 = 1000;
 const DEFAULT_CHAINS_HZ: u64 = 50;
 /// One sample of so many stops the vCPU when nothing is asked for and samples are taken by period.
 const DEFAULT_CHAIN_EVERY: u32 = 20;
+
+/// Bytes of a program's stack in a sample when nothing is asked for, as with perf.
+const DEFAULT_STACK_BYTES: u32 = 8192;
+
+/// How a program's call chain is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallGraph {
+    /// There is none, and none of the kernel.
+    None,
+    /// By frame pointers.
+    Fp,
+    /// By its unwind tables, from so many bytes of its stack.
+    Dwarf(u32),
+}
+
+/// No way to find a call chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CallGraphError {
+    /// Another word.
+    #[error("must be fp, dwarf, dwarf,SIZE or none")]
+    Word,
+    /// The size of the stack's copy.
+    #[error("a stack's SIZE must be a number of bytes from 8 to {STACK_USER_MAX}")]
+    Size,
+}
+
+impl FromStr for CallGraph {
+    type Err = CallGraphError;
+
+    fn from_str(text: &str) -> Result<Self, CallGraphError> {
+        match text.split_once(',') {
+            None if text == "fp" => Ok(Self::Fp),
+            None if text == "none" => Ok(Self::None),
+            None if text == "dwarf" => Ok(Self::Dwarf(DEFAULT_STACK_BYTES)),
+            Some(("dwarf", size)) => size
+                .parse()
+                .ok()
+                .filter(|size| (8..=STACK_USER_MAX).contains(size))
+                // As perf does.
+                .map(|size: u32| Self::Dwarf(size.next_multiple_of(8)))
+                .ok_or(CallGraphError::Size),
+            _ => Err(CallGraphError::Word),
+        }
+    }
+}
 
 /// `perfvisor record`.
 #[derive(Clone, Debug, Args)]
@@ -37,9 +85,11 @@ pub struct RecordArgs {
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = whole(1..=(1 << 32) - 1))]
     pub frequency: Option<u64>,
     /// The guest's call chain with each sample: fp (the kernel's by its unwind tables or frame pointers, the
-    /// program's by frame pointers) or none.
-    #[arg(long, value_name = "HOW", default_value = "fp", value_parser = ["fp", "none"])]
-    pub call_graph: String,
+    /// program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out of the guest's
+    /// memory; needs no frame pointers, and copies 8192 bytes of stack with each sample, or SIZE with
+    /// dwarf,SIZE) or none.
+    #[arg(long, value_name = "HOW", default_value = "fp")]
+    pub call_graph: CallGraph,
     /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken
     /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50
     /// chains a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every
@@ -101,6 +151,29 @@ impl RecordArgs {
             .or_else(BuildIdDir::of_user)
     }
 
+    /// Whether samples fit in the rings with room for some more.
+    ///
+    /// # Errors
+    /// [`RecordError::SmallRings`].
+    pub(super) fn rings_hold_stacks(&self) -> Result<(), RecordError> {
+        const PAGE_BYTES: u32 = 4096;
+        let CallGraph::Dwarf(stack_bytes) = self.call_graph else {
+            return Ok(());
+        };
+        // Registers, chain and mappings take a page at most.
+        let least = (4 * (stack_bytes + PAGE_BYTES))
+            .div_ceil(PAGE_BYTES)
+            .next_power_of_two();
+        if self.mmap_pages >= least {
+            return Ok(());
+        }
+        Err(RecordError::SmallRings {
+            stack_bytes,
+            pages: self.mmap_pages,
+            least,
+        })
+    }
+
     pub(super) fn sampling(&self) -> Sampling {
         let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
         let by_default = match self.period {
@@ -110,8 +183,42 @@ impl RecordArgs {
         Sampling {
             rate,
             frequency: self.period.is_none(),
-            callchain: self.call_graph == "fp",
+            callchain: self.call_graph != CallGraph::None,
             chain_every: self.chain_every.unwrap_or(by_default),
+            stack_bytes: match self.call_graph {
+                CallGraph::Dwarf(bytes) => bytes,
+                CallGraph::Fp | CallGraph::None => 0,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn call_graphs_are_named_as_with_perf() {
+        for (text, meant) in [
+            ("fp", CallGraph::Fp),
+            ("none", CallGraph::None),
+            ("dwarf", CallGraph::Dwarf(8192)),
+            ("dwarf,4096", CallGraph::Dwarf(4096)),
+            ("dwarf,1001", CallGraph::Dwarf(1008)),
+            ("dwarf,32768", CallGraph::Dwarf(32768)),
+        ] {
+            assert_eq!(text.parse(), Ok(meant), "{text}");
+        }
+        for (text, why) in [
+            ("lbr", CallGraphError::Word),
+            ("", CallGraphError::Word),
+            ("fp,8", CallGraphError::Word),
+            ("dwarf,", CallGraphError::Size),
+            ("dwarf,0", CallGraphError::Size),
+            ("dwarf,32769", CallGraphError::Size),
+            ("dwarf,-8", CallGraphError::Size),
+        ] {
+            assert_eq!(text.parse::<CallGraph>(), Err(why), "{text}");
         }
     }
 }

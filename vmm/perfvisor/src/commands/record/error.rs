@@ -20,6 +20,18 @@ pub enum RecordError {
     /// Nobody could say that it is to begin.
     #[error("--delay -1 waits for a word, so it needs --control; or give a delay in milliseconds")]
     NeverBegins,
+    /// A sample with its stack does not fit in a ring.
+    #[error(
+        "--call-graph dwarf,{stack_bytes} needs rings of {least} pages or more, not {pages}; use -m {least}"
+    )]
+    SmallRings {
+        /// Bytes of stack.
+        stack_bytes: u32,
+        /// Pages asked for.
+        pages: u32,
+        /// Pages that do.
+        least: u32,
+    },
     /// The file has not got everything.
     #[error("writing the samples")]
     Write(#[source] io::Error),

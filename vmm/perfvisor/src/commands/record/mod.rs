@@ -1,6 +1,7 @@
 //! `perfvisor record`: samples of a VM's vCPUs into a `perf.data` file.
 
 mod args;
+mod code;
 mod error;
 mod names;
 mod recording;
@@ -55,6 +56,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     if args.delay < 0 && remote.is_none() {
         return Err(RecordError::NeverBegins);
     }
+    args.rings_hold_stacks()?;
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     let sampling = args.sampling();

@@ -31,6 +31,8 @@ pub(super) struct Names {
     mount: Option<GuestMount>,
     /// Addresses to be named: the kernel's (`None`) and those of processes.
     addresses: HashSet<(Option<u32>, u64)>,
+    /// Functions of processes as their programs export them, by process and address.
+    exported: BTreeMap<(u32, u64), SavedSymbol>,
 }
 
 impl Names {
@@ -55,6 +57,7 @@ impl Names {
             flat,
             mount: files::guest_mount(args)?,
             addresses: HashSet::new(),
+            exported: BTreeMap::new(),
         })
     }
 
@@ -127,9 +130,20 @@ impl Names {
     }
 
     /// Keeps in mind that `address` needs a name. `pid`: of the process; `None` for the kernel's addresses.
-    pub(super) fn note(&mut self, pid: Option<u32>, address: u64) {
-        if self.addresses.len() < MAX_ADDRESSES {
-            self.addresses.insert((pid, address));
+    /// False: it is known already, or there are too many.
+    pub(super) fn note(&mut self, pid: Option<u32>, address: u64) -> bool {
+        self.addresses.len() < MAX_ADDRESSES && self.addresses.insert((pid, address))
+    }
+
+    /// Whether the kernel's symbols serve user addresses too.
+    pub(super) fn is_flat(&self) -> bool {
+        self.flat
+    }
+
+    /// Keeps a function that a program of a process exports.
+    pub(super) fn keep(&mut self, function: SavedSymbol) {
+        if let Some(pid) = function.pid {
+            self.exported.insert((pid, function.start), function);
         }
     }
 
@@ -167,6 +181,10 @@ impl Names {
                     caller: false,
                 };
                 let named = files.name(frame, pid);
+                let exported = || {
+                    let (_, function) = self.exported.range(..=(pid, address)).next_back()?;
+                    (function.pid == Some(pid) && address < function.end).then(|| function.clone())
+                };
                 if named.known {
                     keep(SavedSymbol {
                         start: address.wrapping_sub(named.offset),
@@ -175,6 +193,8 @@ impl Names {
                         name: named.name.clone(),
                         pid: Some(pid),
                     });
+                } else if let Some(function) = exported() {
+                    keep(function);
                 }
             }
         }

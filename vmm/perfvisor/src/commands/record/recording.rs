@@ -6,11 +6,13 @@ use std::io::{self, BufWriter};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use perf_core::CALLCHAIN_MAX;
 use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
-use super::super::{CommandError, say};
-use super::args::RecordArgs;
+use super::super::{CommandError, connect, say};
+use super::args::{CallGraph, RecordArgs};
+use super::code::{Code, Totals};
 use super::error::RecordError;
 use super::names::Names;
 use control_api::client::Client;
@@ -20,9 +22,10 @@ use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
     EventInfo, FileMapping, Form, Meta, NO_PID, Profile, Rate, Sample, TaskName, WallClock,
 };
-use guest_profile::merge::{Light, Totals, Whose};
+use guest_profile::merge::{Light, Totals as MergeTotals, Whose};
 use guest_profile::sample::RawSample;
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use kernel_images::build_id::BuildId;
 
 /// Most different tasks.
 const MAX_TASKS: usize = 1 << 16;
@@ -37,6 +40,12 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
     names: Names,
+    /// The guest's programs.
+    code: Code,
+    /// Bytes of a program's stack that a sample has, if it is to be unwound here.
+    stack_bytes: Option<u32>,
+    /// Frames of one.
+    frames: Vec<u64>,
     /// The file's id of an event by that of its samples, which differs on each vCPU.
     ids: HashMap<u64, u64>,
     /// The ids of the events in the file, by their place in the list.
@@ -124,9 +133,20 @@ impl Recording {
         if let Some(kernel) = names.kernel_map() {
             writer.kernel(&kernel).map_err(of_file())?;
         }
+        let stack_bytes = match args.call_graph {
+            CallGraph::Dwarf(bytes) => Some(bytes),
+            CallGraph::Fp | CallGraph::None => None,
+        };
+        let again = match &args.socket {
+            Some(socket) => connect(None, Some(socket)),
+            None => connect(Some(&client.info().name), None),
+        };
         Ok(Self {
             writer,
             names,
+            code: Code::new(again, stack_bytes.is_some()),
+            stack_bytes,
+            frames: Vec::new(),
             ids,
             listed,
             first_id,
@@ -182,8 +202,13 @@ impl Recording {
         });
         if let Some((pid, tid, comm)) = raw.task
             && self.tasks.len() < MAX_TASKS
-            && self.tasks.insert(tid, comm) != Some(comm)
+            && let before = self.tasks.insert(tid, comm)
+            && before != Some(comm)
         {
+            if before.is_some() && tid == pid {
+                // It executes another program, as a rule.
+                self.code.forget(pid);
+            }
             let task = TaskName {
                 time_ns: self.file_ns(since_ns),
                 pid,
@@ -205,15 +230,17 @@ impl Recording {
         }
         self.chain.clear();
         self.chain.extend(sample.callchain.iter());
+        let mut ends = raw.ends;
+        self.unwind(sample, pid, since_ns, &mut ends)?;
         self.with_chain += u64::from(!self.chain.is_empty());
         // 0: none was taken before this one.
         if raw.held_ns > 0 {
             self.held.0 += 1;
             self.held.1 += u64::from(raw.held_ns);
         }
-        self.cut_short += u64::from(raw.ends.cut_short().is_some());
+        self.cut_short += u64::from(ends.cut_short().is_some());
         let kernel = raw.cpl != 3;
-        self.names.note((!kernel).then_some(pid), sample.ip);
+        self.note((!kernel).then_some(pid), sample.ip);
         self.note_chain(kernel, pid);
         self.last_ns = self.last_ns.max(sample.time_ns);
         let event_id = self.event_id(sample.stream_id);
@@ -229,7 +256,7 @@ impl Recording {
                 cr3: raw.cr3,
                 period,
                 event_id,
-                ends: raw.ends,
+                ends,
                 chain: &self.chain,
             })
             .map_err(RecordError::Write)
@@ -245,7 +272,7 @@ impl Recording {
     ) -> Result<(), RecordError> {
         let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
         let user = self.names.is_user(light.ip, light.user);
-        self.names.note(user.then_some(pid), light.ip);
+        self.note(user.then_some(pid), light.ip);
         self.last_ns = self.last_ns.max(light.time_ns);
         let event_id = self.event_id(stream_id);
         let time_ns = self.file_ns(light.time_ns);
@@ -276,20 +303,76 @@ impl Recording {
         Ok(())
     }
 
+    /// Has the chain go on with the program's frames as its unwind tables have them, if the sample has what
+    /// that takes.
+    fn unwind(
+        &mut self,
+        sample: &RingSample<'_>,
+        pid: u32,
+        since_ns: u64,
+        ends: &mut Ends,
+    ) -> Result<(), RecordError> {
+        let program = self.chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
+        let (Some(asked), Some(marker)) = (self.stack_bytes, program) else {
+            return Ok(());
+        };
+        let mut frames = std::mem::take(&mut self.frames);
+        if let Some(unwound) = self.code.unwind(pid, &sample.user, asked as usize, &mut frames) {
+            let kernel_frames = marker.saturating_sub(1);
+            self.chain.truncate(marker + 1);
+            let room = CALLCHAIN_MAX.saturating_sub(kernel_frames + 2);
+            self.chain.extend(frames.iter().take(room));
+            ends.user = Some(if frames.len() > room {
+                End::Full
+            } else {
+                unwound.end
+            });
+            ends.guessed = unwound.guessed || (kernel_frames > 0 && ends.guessed);
+            for frame in &frames {
+                let told = self.code.mapping(pid, frame.wrapping_sub(1));
+                let mapping = told.map(|mapping| FileMapping {
+                    time_ns: since_ns.saturating_add(self.clock_offset_ns),
+                    pid,
+                    start: mapping.start,
+                    len: mapping.len,
+                    file_offset: mapping.file_offset,
+                    path: mapping.path.clone(),
+                    build_id: mapping.build_id.as_deref().and_then(BuildId::from_hex),
+                });
+                if let Some(mapping) = mapping {
+                    self.mapping(mapping)?;
+                }
+            }
+        }
+        self.frames = frames;
+        Ok(())
+    }
+
     /// Names the chain's addresses. It looks up a caller's frame just before its address.
     fn note_chain(&mut self, mut kernel: bool, pid: u32) {
         let mut first = true;
-        for &frame in &self.chain {
-            match frame {
+        for at in 0..self.chain.len() {
+            match self.chain[at] {
                 CONTEXT_GUEST_KERNEL => kernel = true,
                 CONTEXT_GUEST_USER => kernel = false,
                 marker if marker >= CONTEXT_MAX => {}
                 address => {
                     let caller = !std::mem::take(&mut first);
                     let address = address.wrapping_sub(u64::from(caller));
-                    self.names.note((!kernel).then_some(pid), address);
+                    self.note((!kernel).then_some(pid), address);
                 }
             }
+        }
+    }
+
+    /// Keeps in mind that `address` needs a name. One that the guest's memory has is looked up now: later
+    /// the process may be gone.
+    fn note(&mut self, pid: Option<u32>, address: u64) {
+        if self.names.note(pid, address)
+            && let Some(pid) = pid.filter(|_| !self.names.is_flat())
+            && let Some(function) = self.code.function(pid, address)
+        {
+            self.names.keep(function);
         }
     }
 
@@ -348,7 +431,7 @@ impl Recording {
         mut self,
         args: &RecordArgs,
         gone: bool,
-        totals: Option<Totals>,
+        totals: Option<MergeTotals>,
     ) -> Result<(), RecordError> {
         if let Err(source) = self.writer.checkpoint() {
             return Err(self.cut_back(&args.output, source));
@@ -381,8 +464,19 @@ impl Recording {
                 "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples) ]\n"
             ));
         }
-        if args.call_graph == "fp" {
+        if args.call_graph != CallGraph::None {
             log::info!("{} samples have call chains", self.with_chain);
+        }
+        if self.stack_bytes.is_some() {
+            let Totals {
+                stacks,
+                complete,
+                cut,
+            } = self.code.totals;
+            log::info!(
+                "{stacks} samples had a program's stack; {complete} were unwound to the outermost frame, {cut} \
+                 were longer than was copied"
+            );
         }
         if let (n @ 1.., ns) = self.held {
             let us = ns as f64 / n as f64 / 1e3;
@@ -435,7 +529,7 @@ fn wall_clock() -> Option<WallClock> {
 }
 
 /// Who took the samples.
-fn tell_totals(totals: &Totals) {
+fn tell_totals(totals: &MergeTotals) {
     let all = totals.light + totals.full;
     if all == 0 {
         return;

@@ -87,6 +87,7 @@ impl Collector {
             frequency: true,
             callchain: false,
             chain_every: 1,
+            stack_bytes: 0,
         };
         let sampled: Vec<Opened> = client.call(request::Open {
             events: args.event.clone(),

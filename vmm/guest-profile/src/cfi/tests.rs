@@ -1,0 +1,244 @@
+use super::*;
+use crate::modules::tests::{own_base, own_memory};
+use proptest::prelude::*;
+
+const CODE: u64 = 0x5555_0000_0000;
+const STACK: u64 = 0x7fff_0000_0000;
+
+/// `.eh_frame` and its index for functions at `(start, len, instructions)`, ascending; all callers' addresses
+/// are at CFA-8 and CFA is rsp+8 at first.
+fn tables(functions: &[(u64, u32, &[u8])]) -> Tables {
+    const INDEX_AT: u64 = 0x1000;
+    const FRAMES_AT: u64 = 0x2000;
+    let entry = |id: u32, body: &[u8]| {
+        let mut bytes = id.to_le_bytes().to_vec();
+        bytes.extend(body);
+        bytes.resize(bytes.len().next_multiple_of(8) + 4, 0);
+        let mut all = u32::try_from(bytes.len()).unwrap().to_le_bytes().to_vec();
+        all.extend(bytes);
+        all
+    };
+    // Version 1, "zR", code 1, data -8, return address 16; pointers of 8 bytes; CFA = rsp+8, ra at CFA-8.
+    let mut frames = entry(0, &[1, b'z', b'R', 0, 1, 0x78, 16, 1, 0, 0x0c, 7, 8, 0x90, 1]);
+    let mut rows = Vec::new();
+    for (start, len, instructions) in functions {
+        let at = frames.len() as u64;
+        rows.push((*start, FRAMES_AT + at));
+        let mut body = start.to_le_bytes().to_vec();
+        body.extend(u64::from(*len).to_le_bytes());
+        body.push(0);
+        body.extend(*instructions);
+        frames.extend(entry(at as u32 + 4, &body));
+    }
+    // Version 1; eh_frame_ptr, count and table as absolute 8, 4 and 8 bytes.
+    let mut index = vec![1, 0, 3, 4];
+    index.extend(FRAMES_AT.to_le_bytes());
+    index.extend((rows.len() as u32).to_le_bytes());
+    for (start, at) in rows {
+        index.extend(start.to_le_bytes());
+        index.extend(at.to_le_bytes());
+    }
+    frames.extend([0; 4]);
+    Tables {
+        index,
+        index_at: INDEX_AT,
+        frames,
+        frames_at: FRAMES_AT,
+    }
+}
+
+fn code(tables: Tables) -> CodeMap {
+    CodeMap::new(vec![Mapped {
+        start: CODE,
+        end: CODE + 0x10_0000,
+        code: Some((CODE, Arc::new(Module::of_tables(tables)))),
+    }])
+}
+
+fn state(ip: u64, stack: &[u8]) -> UserState<'_> {
+    let mut registers = [None; REGISTERS];
+    registers[RA] = Some(ip);
+    registers[RSP] = Some(STACK);
+    registers[RBP] = Some(0x1234_5678);
+    registers[3] = Some(7);
+    UserState {
+        registers,
+        exact_ip: true,
+        stack,
+        cut: false,
+    }
+}
+
+fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn unwind(code: &CodeMap, state: &UserState<'_>) -> (Vec<u64>, Unwound) {
+    let mut out = Vec::new();
+    let unwound = Unwinder::default().unwind(code, state, 127, &mut out);
+    (out, unwound)
+}
+
+/// A leaf, a function that has saved rbp and uses it for something else, one whose frame is found by rbx,
+/// and the program's start, whose caller's address is undefined.
+const FUNCTIONS: &[(u64, u32, &[u8])] = &[
+    (0x100, 0x20, &[]),
+    // At +1: CFA = rsp+16, rbp at CFA-16; at +5 CFA = rsp+32.
+    (0x200, 0x40, &[0x41, 0x0e, 16, 0x86, 2, 0x44, 0x0e, 32]),
+    // CFA = rbx+16, ra at CFA-8, rbx at CFA-16.
+    (0x300, 0x20, &[0x0c, 3, 16, 0x83, 2]),
+    (0x400, 0x20, &[0x07, 16]),
+];
+
+/// Two frames up, in rbx, is where a frame is: what a walk by rbp alone does not know.
+#[test]
+fn a_stack_without_frame_pointers_is_unwound_to_the_program_s_start() {
+    let code = code(tables(FUNCTIONS));
+    let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
+    let mut state = state(CODE + 0x110, &stack);
+    state.registers[3] = Some(STACK + 8 * 6);
+    let (chain, unwound) = unwind(&code, &state);
+    assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
+    assert_eq!(unwound.end, End::Complete);
+    assert!(!unwound.guessed);
+}
+
+/// A copy that ends too early, a stack that is not there, and one whose frames go down are not complete.
+#[test]
+fn what_does_not_reach_the_outermost_frame_is_not_complete() {
+    let code = code(tables(FUNCTIONS));
+    let stack = words(&[CODE + 0x210, 1, 2]);
+    for (cut, end) in [(true, End::Full), (false, End::Unmapped)] {
+        let state = UserState {
+            cut,
+            ..state(CODE + 0x110, &stack)
+        };
+        let (chain, unwound) = unwind(&code, &state);
+        assert_eq!((chain.len(), unwound.end), (2, end));
+    }
+    let stack = words(&[CODE + 0x310; 4]);
+    let (_, unwound) = unwind(&code, &state(CODE + 0x110, &stack));
+    assert_eq!(unwound.end, End::BadFrame, "rbx leads down");
+    let stack = words(&[0; 4]);
+    assert_eq!(
+        unwind(&code, &state(CODE + 0x110, &stack)).1.end,
+        End::Complete,
+        "0 ends a chain"
+    );
+}
+
+/// Code without an entry: by its frame pointer, if that is one; then it is said that this was guessed.
+#[test]
+fn code_without_tables_is_passed_by_its_frame_pointer() {
+    let code = code(tables(FUNCTIONS));
+    let stack = words(&[5, 6, STACK + 64, CODE + 0x410]);
+    let mut state = state(CODE + 0x8000, &stack);
+    assert_eq!(unwind(&code, &state).1.end, End::NoTable);
+    state.registers[RBP] = Some(STACK + 16);
+    let (chain, unwound) = unwind(&code, &state);
+    assert_eq!(chain, [CODE + 0x8000, CODE + 0x410]);
+    assert_eq!((unwound.end, unwound.guessed), (End::Complete, true));
+}
+
+/// An expression that jumps to its own beginning, and one that is computed as linkers do for their stubs.
+#[test]
+fn expressions_are_evaluated_and_end() {
+    // DW_CFA_def_cfa_expression, 3 bytes: DW_OP_skip -3.
+    let endless: &[(u64, u32, &[u8])] = &[(0x100, 0x20, &[0x0f, 3, 0x2f, 0xfd, 0xff])];
+    let stack = words(&[CODE + 0x410; 8]);
+    let (chain, unwound) = unwind(&code(tables(endless)), &state(CODE + 0x110, &stack));
+    assert_eq!((chain.len(), unwound.end), (1, End::BadFrame));
+    // breg7 8, breg16 0, lit15, and, lit11, ge, lit3, shl, plus: rsp+8, from the 11th byte on rsp+16.
+    let stub: &[u8] = &[
+        0x0f, 11, 0x77, 8, 0x80, 0, 0x3f, 0x1a, 0x3b, 0x2a, 0x33, 0x24, 0x22,
+    ];
+    let code = code(tables(&[(0x100, 0x20, stub), FUNCTIONS[3]]));
+    for (at, stack) in [
+        (0x105, words(&[CODE + 0x410, 1])),
+        (0x10b, words(&[1, CODE + 0x410])),
+    ] {
+        let (chain, unwound) = unwind(&code, &state(CODE + at, &stack));
+        assert_eq!(
+            (chain, unwound.end),
+            (vec![CODE + at, CODE + 0x410], End::Complete)
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Small tables with anything overwritten, and any stack: each ends, with no more frames than allowed.
+    #[test]
+    fn hostile_tables_end(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..24),
+        of_index in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8),
+        stack in prop::collection::vec(prop_oneof![
+            any::<u64>(),
+            (0u64..0x500).prop_map(|at| CODE + at),
+            (0u64..512).prop_map(|at| STACK + at),
+        ], 0..64),
+        ip in 0u64..0x500,
+        rbx: u64,
+    ) {
+        let stub: &[u8] = &[0x0f, 11, 0x77, 8, 0x80, 0, 0x3f, 0x1a, 0x3b, 0x2a, 0x33, 0x24, 0x22, 0x16, 3, 2, 0x76, 0];
+        let mut functions = FUNCTIONS.to_vec();
+        functions.push((0x480, 0x80, stub));
+        let mut tables = tables(&functions);
+        for (at, value) in &changes {
+            let len = tables.frames.len();
+            tables.frames[at.index(len)] = *value;
+        }
+        for (at, value) in &of_index {
+            let len = tables.index.len();
+            tables.index[at.index(len)] = *value;
+        }
+        let stack = words(&stack);
+        let mut state = state(CODE + ip, &stack);
+        state.registers[3] = Some(rbx);
+        let (chain, _) = unwind(&code(tables), &state);
+        prop_assert!(chain.len() <= 127);
+    }
+}
+
+/// The tables of this very C library, with random bytes overwritten, for addresses all over it.
+#[test]
+fn a_real_library_s_tables_may_say_anything() {
+    let base = own_base("libc.so");
+    let module = Module::read(&mut own_memory(), base, true).unwrap();
+    let real = module.tables().unwrap();
+    let mut seed = 0x9e37_79b9_7f4a_7c15u64;
+    let mut random = move || {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed
+    };
+    let mut unwinder = Unwinder::default();
+    let stack: Vec<u8> = (0..1024)
+        .flat_map(|_| (base + random() % (2 << 20)).to_le_bytes())
+        .collect();
+    let (mut frames, mut out) = (0, Vec::new());
+    for round in 0..40 {
+        let mut tables = real.clone();
+        if round > 0 {
+            for _ in 0..tables.frames.len() / 64 {
+                let at = (random() % tables.frames.len() as u64) as usize;
+                tables.frames[at] = random() as u8;
+            }
+        }
+        let code = CodeMap::new(vec![Mapped {
+            start: base,
+            end: base + (4 << 20),
+            code: Some((module.bias(base), Arc::new(Module::of_tables(tables)))),
+        }]);
+        for _ in 0..200 {
+            out.clear();
+            let state = state(base + random() % (2 << 20), &stack);
+            unwinder.unwind(&code, &state, 127, &mut out);
+            assert!(out.len() <= 127);
+            frames += out.len();
+        }
+    }
+    assert!(frames > 40 * 200, "some stacks go on: {frames}");
+}

@@ -1,0 +1,510 @@
+//! A program or library as a process has it in memory: the names that it exports, and its unwind tables.
+//!
+//! No file is needed for either. A loaded ELF file of 64 bits says in its program headers where its dynamic
+//! section and `.eh_frame_hdr` are, and those say where the rest is (System V ABI, "Dynamic Section"; Linux
+//! Standard Base, ".eh_frame_hdr"). Only what the file exports has a name here: static functions of a
+//! stripped file have none.
+//!
+//! All bytes are a hostile guest's. So each table is bounded in size, each address is computed with checks,
+//! and what does not hold together is left out.
+
+use crate::demangle::{self, readable};
+use kernel_images::le::{u16_at, u32_at, u64_at};
+
+/// Reads process memory: so many bytes from an address on, zeros where there are none. `None`: nothing there.
+pub type Read<'r> = dyn FnMut(u64, u64) -> Option<Vec<u8>> + 'r;
+
+/// Bytes of a file's beginning that are looked at for its program headers.
+const MAX_HEADERS: u64 = 4096;
+const MAX_PROGRAM_HEADERS: usize = 64;
+/// Most bytes of a dynamic section: a thousand entries.
+const MAX_DYNAMIC: u64 = 16 << 10;
+/// Most names of one file. libLLVM exports 40,000.
+const MAX_SYMBOLS: u64 = 1 << 18;
+/// Most bytes of all names of one file.
+const MAX_STRINGS: u64 = 16 << 20;
+/// Most bytes of unwind tables of one file. Chromium has 14 MiB.
+const MAX_TABLES: u64 = 24 << 20;
+/// Most bytes of the sorted index of these.
+const MAX_INDEX: u64 = 8 << 20;
+const PAGE: u64 = 4096;
+const SYMBOL: u64 = 24;
+
+/// A loaded segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Load {
+    offset: u64,
+    address: u64,
+    file_len: u64,
+}
+
+/// Where the parts of a file are, at the addresses it was linked at.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Layout {
+    loads: Vec<Load>,
+    /// First address and length.
+    dynamic: Option<(u64, u64)>,
+    eh_frame_hdr: Option<(u64, u64)>,
+    /// Linked address of the page with the file's first byte.
+    first: u64,
+}
+
+impl Layout {
+    /// Of a file of which `beginning` is the beginning. `None`: it is no ELF file of 64 bits for x86-64.
+    pub fn parse(beginning: &[u8]) -> Option<Self> {
+        const ELF_OF_64_BITS: &[u8] = b"\x7fELF\x02\x01";
+        const X86_64: u16 = 62;
+        const PROGRAM_HEADER: usize = 56;
+        const PT_LOAD: u32 = 1;
+        const PT_DYNAMIC: u32 = 2;
+        const PT_GNU_EH_FRAME: u32 = 0x6474_e550;
+        if !beginning.starts_with(ELF_OF_64_BITS)
+            || u16_at(beginning, 18) != Some(X86_64)
+            || u16_at(beginning, 54).map(usize::from) != Some(PROGRAM_HEADER)
+        {
+            return None;
+        }
+        let at = usize::try_from(u64_at(beginning, 32)?).ok()?;
+        let count = usize::from(u16_at(beginning, 56)?).min(MAX_PROGRAM_HEADERS);
+        let mut layout = Self::default();
+        for n in 0..count {
+            let header = beginning.get(at.checked_add(n * PROGRAM_HEADER)?..)?;
+            let (kind, offset, address) = (u32_at(header, 0)?, u64_at(header, 8)?, u64_at(header, 16)?);
+            let (file_len, len) = (u64_at(header, 32)?, u64_at(header, 40)?);
+            match kind {
+                PT_LOAD => layout.loads.push(Load {
+                    offset,
+                    address,
+                    file_len,
+                }),
+                PT_DYNAMIC => layout.dynamic = Some((address, len)),
+                PT_GNU_EH_FRAME => layout.eh_frame_hdr = Some((address, len)),
+                _ => {}
+            }
+        }
+        let first = layout.loads.iter().min_by_key(|load| load.offset)?;
+        layout.first = first.address.checked_sub(first.offset)? & !(PAGE - 1);
+        Some(layout)
+    }
+
+    /// What running addresses have over linked ones where the file's first byte is mapped at `base`; to be
+    /// added and subtracted with wrapping.
+    pub fn bias(&self, base: u64) -> u64 {
+        base.wrapping_sub(self.first)
+    }
+
+    /// The end of the segment's part from the file that linked address `address` is in.
+    fn end_of_segment(&self, address: u64) -> Option<u64> {
+        let load = self.loads.iter().find(|load| {
+            address
+                .checked_sub(load.address)
+                .is_some_and(|off| off < load.file_len)
+        })?;
+        load.address.checked_add(load.file_len)
+    }
+
+    /// A pointer of the dynamic section as a linked address: the dynamic linker of some C libraries adds the
+    /// bias to them in memory.
+    fn linked(&self, pointer: u64, bias: u64) -> Option<u64> {
+        [pointer, pointer.wrapping_sub(bias)]
+            .into_iter()
+            .find(|&address| self.end_of_segment(address).is_some())
+    }
+}
+
+/// An exported function.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Function {
+    start: u64,
+    end: u64,
+    name: String,
+}
+
+/// A function that an address is in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exported<'m> {
+    /// Its name, demangled, printable.
+    pub name: &'m str,
+    /// Its first address and the one behind it, as linked.
+    pub start: u64,
+    /// The address behind its last.
+    pub end: u64,
+}
+
+/// `.eh_frame_hdr` and `.eh_frame`, with the addresses they were linked at.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tables {
+    /// The sorted index.
+    pub index: Vec<u8>,
+    /// Its address.
+    pub index_at: u64,
+    /// The entries that it refers to.
+    pub frames: Vec<u8>,
+    /// Their address.
+    pub frames_at: u64,
+}
+
+/// One program or library.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Module {
+    functions: Vec<Function>,
+    tables: Option<Tables>,
+    layout: Layout,
+}
+
+impl Module {
+    /// Reads the names of the file whose first byte is mapped at `base`, and with `unwinds` its unwind
+    /// tables. `None`: it is no ELF file of 64 bits, or its beginning cannot be read.
+    pub fn read(read: &mut Read<'_>, base: u64, unwinds: bool) -> Option<Self> {
+        let layout = Layout::parse(&read(base, MAX_HEADERS)?)?;
+        let bias = layout.bias(base);
+        let functions = functions(read, &layout, bias).unwrap_or_default();
+        let tables = if unwinds {
+            tables(read, &layout, bias)
+        } else {
+            None
+        };
+        Some(Self {
+            functions,
+            tables,
+            layout,
+        })
+    }
+
+    /// With these tables and nothing else.
+    #[cfg(test)]
+    pub(crate) fn of_tables(tables: Tables) -> Self {
+        Self {
+            tables: Some(tables),
+            ..Self::default()
+        }
+    }
+
+    /// As [`Layout::bias`].
+    pub fn bias(&self, base: u64) -> u64 {
+        self.layout.bias(base)
+    }
+
+    /// The exported function that linked address `address` is in.
+    pub fn function(&self, address: u64) -> Option<Exported<'_>> {
+        let after = self.functions.partition_point(|f| f.start <= address);
+        // Of functions in each other the innermost.
+        let near = self.functions[..after].iter().rev().take(8);
+        let function = near.into_iter().find(|f| address < f.end)?;
+        Some(Exported {
+            name: &function.name,
+            start: function.start,
+            end: function.end,
+        })
+    }
+
+    /// How many functions have names.
+    pub fn len(&self) -> usize {
+        self.functions.len()
+    }
+
+    /// Whether none has.
+    pub fn is_empty(&self) -> bool {
+        self.functions.is_empty()
+    }
+
+    /// Its unwind tables.
+    pub fn tables(&self) -> Option<&Tables> {
+        self.tables.as_ref()
+    }
+
+    /// About how much memory it takes, in bytes.
+    pub fn bytes(&self) -> usize {
+        let names: usize = self
+            .functions
+            .iter()
+            .map(|f| f.name.len() + size_of::<Function>())
+            .sum();
+        let tables = self.tables.as_ref().map_or(0, |t| t.index.len() + t.frames.len());
+        names + tables
+    }
+}
+
+/// What a dynamic section says of names.
+#[derive(Default)]
+struct Dynamic {
+    symbols: Option<u64>,
+    strings: Option<u64>,
+    strings_len: u64,
+    hash: Option<u64>,
+    gnu_hash: Option<u64>,
+}
+
+impl Dynamic {
+    fn parse(section: &[u8], layout: &Layout, bias: u64) -> Self {
+        const DT_NULL: u64 = 0;
+        const DT_HASH: u64 = 4;
+        const DT_STRTAB: u64 = 5;
+        const DT_SYMTAB: u64 = 6;
+        const DT_STRSZ: u64 = 10;
+        const DT_GNU_HASH: u64 = 0x6fff_fef5;
+        let mut found = Self::default();
+        let (entries, _) = section.as_chunks::<16>();
+        for entry in entries {
+            let (Some(tag), Some(value)) = (u64_at(entry, 0), u64_at(entry, 8)) else {
+                break;
+            };
+            let address = layout.linked(value, bias);
+            match tag {
+                DT_NULL => break,
+                DT_HASH => found.hash = address,
+                DT_STRTAB => found.strings = address,
+                DT_SYMTAB => found.symbols = address,
+                DT_STRSZ => found.strings_len = value,
+                DT_GNU_HASH => found.gnu_hash = address,
+                _ => {}
+            }
+        }
+        found
+    }
+
+    /// How many symbols there are: no entry of the section says so, but both hash tables do.
+    fn count(&self, read: &mut Read<'_>, bias: u64) -> Option<u64> {
+        if let Some(at) = self.gnu_hash {
+            return gnu_count(read, at.wrapping_add(bias));
+        }
+        // nbucket, nchain; and there is a chain for each symbol.
+        let head = read(self.hash?.wrapping_add(bias), 8)?;
+        u32_at(&head, 4).map(u64::from)
+    }
+}
+
+/// The number of symbols by the hash table at running address `at`: one more than the last of the chain that
+/// begins with the highest symbol.
+fn gnu_count(read: &mut Read<'_>, at: u64) -> Option<u64> {
+    const HEAD: u64 = 16;
+    const CHUNK: u64 = 4096;
+    let head = read(at, HEAD)?;
+    let (buckets, first, bloom) = (u32_at(&head, 0)?, u32_at(&head, 4)?, u32_at(&head, 8)?);
+    if u64::from(buckets) > MAX_SYMBOLS || u64::from(bloom) > MAX_SYMBOLS {
+        return None;
+    }
+    let buckets_at = at.checked_add(HEAD + 8 * u64::from(bloom))?;
+    let table = read(buckets_at, 4 * u64::from(buckets))?;
+    let (heads, _) = table.as_chunks::<4>();
+    let highest = heads.iter().map(|&head| u32::from_le_bytes(head)).max()?;
+    if highest < first {
+        // Nothing is hashed: what there is, is imported.
+        return Some(first.into());
+    }
+    let chains_at = buckets_at.checked_add(4 * u64::from(buckets))?;
+    let mut symbol = u64::from(highest);
+    while symbol < MAX_SYMBOLS {
+        let chunk = read(chains_at.checked_add(4 * (symbol - u64::from(first)))?, CHUNK)?;
+        let (hashes, _) = chunk.as_chunks::<4>();
+        for hash in hashes {
+            symbol += 1;
+            if u32::from_le_bytes(*hash) & 1 == 1 {
+                return Some(symbol);
+            }
+        }
+    }
+    None
+}
+
+fn functions(read: &mut Read<'_>, layout: &Layout, bias: u64) -> Option<Vec<Function>> {
+    let (at, len) = layout.dynamic?;
+    let section = read(at.wrapping_add(bias), len.min(MAX_DYNAMIC))?;
+    let dynamic = Dynamic::parse(&section, layout, bias);
+    let (symbols_at, strings_at) = (dynamic.symbols?, dynamic.strings?);
+    let count = dynamic.count(read, bias)?.min(MAX_SYMBOLS);
+    let symbols = read(symbols_at.wrapping_add(bias), count * SYMBOL)?;
+    let strings = read(
+        strings_at.wrapping_add(bias),
+        dynamic.strings_len.min(MAX_STRINGS),
+    )?;
+    let mut functions: Vec<Function> = Vec::new();
+    let mut names_left = usize::try_from(MAX_STRINGS).ok()?;
+    for symbol in symbols.as_chunks::<24>().0 {
+        let Some(function) = function(symbol, &strings, layout) else {
+            continue;
+        };
+        // Many symbols may share one long name.
+        let Some(left) = names_left.checked_sub(function.name.len()) else {
+            break;
+        };
+        names_left = left;
+        functions.push(function);
+    }
+    functions.sort_by(|a, b| (a.start, a.end, &a.name).cmp(&(b.start, b.end, &b.name)));
+    // Several names of one function: the shortest with the fewest underscores is what people know it by.
+    functions.dedup_by(|next, kept| {
+        let same = next.start == kept.start && next.end == kept.end;
+        if same && rank(&next.name) < rank(&kept.name) {
+            std::mem::swap(&mut next.name, &mut kept.name);
+        }
+        same
+    });
+    Some(functions)
+}
+
+/// Order of the names of one function, the best first.
+fn rank(name: &str) -> (usize, usize) {
+    (name.bytes().take_while(|&b| b == b'_').count(), name.len())
+}
+
+fn function(symbol: &[u8; 24], strings: &[u8], layout: &Layout) -> Option<Function> {
+    const FUNC: u8 = 2;
+    const GNU_IFUNC: u8 = 10;
+    let kind = symbol[4] & 15;
+    let defined = u16_at(symbol, 6)? != 0;
+    if !defined || (kind != FUNC && kind != GNU_IFUNC) {
+        return None;
+    }
+    let (start, len) = (u64_at(symbol, 8)?, u64_at(symbol, 16)?);
+    let segment_end = layout.end_of_segment(start)?;
+    let end = start.checked_add(len.max(1))?.min(segment_end);
+    let name = strings.get(usize::try_from(u32_at(symbol, 0)?).ok()?..)?;
+    let name = &name[..name.iter().take(demangle::MAX_NAME).position(|&b| b == 0)?];
+    let name = std::str::from_utf8(name).ok().filter(|name| !name.is_empty())?;
+    Some(Function {
+        start,
+        end,
+        name: readable(name),
+    })
+}
+
+fn tables(read: &mut Read<'_>, layout: &Layout, bias: u64) -> Option<Tables> {
+    let (index_at, len) = layout.eh_frame_hdr?;
+    let index = read(index_at.wrapping_add(bias), len.min(MAX_INDEX))?;
+    let frames_at = frames_address(&index, index_at)?;
+    let len = layout.end_of_segment(frames_at)?.checked_sub(frames_at)?;
+    let frames = read(frames_at.wrapping_add(bias), len.min(MAX_TABLES))?;
+    Some(Tables {
+        index,
+        index_at,
+        frames,
+        frames_at,
+    })
+}
+
+/// Where `.eh_frame` is, by the index before it.
+fn frames_address(index: &[u8], index_at: u64) -> Option<u64> {
+    let bases = gimli::BaseAddresses::default().set_eh_frame_hdr(index_at);
+    let header = gimli::EhFrameHdr::new(index, gimli::LittleEndian)
+        .parse(&bases, 8)
+        .ok()?;
+    match header.eh_frame_ptr() {
+        gimli::Pointer::Direct(address) => Some(address),
+        gimli::Pointer::Indirect(_) => None,
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use proptest::prelude::*;
+
+    /// This process's own memory.
+    pub(crate) fn own_memory() -> impl FnMut(u64, u64) -> Option<Vec<u8>> {
+        let memory = std::fs::File::open("/proc/self/mem").unwrap();
+        move |at, len| {
+            let mut bytes = vec![0; usize::try_from(len).ok()?];
+            // A page at a time: what lies behind may not be there.
+            let mut done = 0;
+            while done < bytes.len() {
+                let in_page = usize::try_from(PAGE - (at + done as u64) % PAGE).ok()?;
+                let end = bytes.len().min(done + in_page);
+                if memory
+                    .read_exact_at(&mut bytes[done..end], at + done as u64)
+                    .is_err()
+                {
+                    return (done > 0).then_some(bytes);
+                }
+                done = end;
+            }
+            Some(bytes)
+        }
+    }
+
+    /// Where a file whose name contains `name` has its first byte in this process.
+    pub(crate) fn own_base(name: &str) -> u64 {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let line = maps.lines().find(|line| line.contains(name)).unwrap();
+        u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap()
+    }
+
+    /// The C library as it is in this very process, without its file: what it exports is found where it is.
+    #[test]
+    fn exported_functions_are_named_out_of_memory() {
+        let base = own_base("libc.so");
+        let module = Module::read(&mut own_memory(), base, true).unwrap();
+        assert!(module.len() > 1500, "{}", module.len());
+        let bias = module.bias(base);
+        for (name, at) in [
+            ("qsort", libc::qsort as *const () as u64),
+            ("strtoul", libc::strtoul as *const () as u64),
+            ("getenv", libc::getenv as *const () as u64),
+        ] {
+            let linked = at.wrapping_sub(bias);
+            let found = module.function(linked + 1).unwrap();
+            assert!(
+                found.name.contains(name) && found.start == linked,
+                "{name}: {found:?}"
+            );
+        }
+        let tables = module.tables().unwrap();
+        assert!(tables.index.len() > 10_000 && tables.frames.len() > 50_000);
+    }
+
+    #[test]
+    fn what_is_no_program_has_no_names() {
+        assert_eq!(Module::read(&mut |_, _| None, 0, true), None);
+        assert_eq!(
+            Module::read(&mut |_, len| Some(vec![0; len as usize]), 0, true),
+            None
+        );
+        // Headers that say that everything is everywhere.
+        let mut file = vec![0xff; 4096];
+        file[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        file[18..20].copy_from_slice(&62u16.to_le_bytes());
+        file[54..56].copy_from_slice(&56u16.to_le_bytes());
+        assert_eq!(Layout::parse(&file), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        /// The C library with some words of its headers, its dynamic section and its tables overwritten:
+        /// whatever it says, no more is read than the bounds allow.
+        #[test]
+        fn a_hostile_program_is_read_within_bounds(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>(), 0u8..4), 1..12),
+        ) {
+            let base = own_base("libc.so");
+            let mut memory = own_memory();
+            let (mut reads, mut bytes) = (0u64, 0u64);
+            let mut hostile = |at: u64, len: u64| {
+                reads += 1;
+                bytes += len;
+                let mut part = memory(at, len).unwrap_or_else(|| vec![0; len as usize]);
+                for (where_to, value, kind) in &changes {
+                    if part.len() < 8 {
+                        continue;
+                    }
+                    let at = where_to.index(part.len() - 7);
+                    let value = match kind {
+                        0 => *value,
+                        1 => value % 4096,
+                        2 => base.wrapping_add(value % (2 << 20)),
+                        _ => u64::MAX - value % 64,
+                    };
+                    part[at..at + 8].copy_from_slice(&value.to_le_bytes());
+                }
+                Some(part)
+            };
+            if let Some(module) = Module::read(&mut hostile, base, true) {
+                prop_assert!(module.bytes() < 128 << 20);
+                let _ = module.function(base);
+            }
+            prop_assert!(reads < 400 && bytes < 128 << 20, "{reads} reads, {bytes} bytes");
+        }
+    }
+}

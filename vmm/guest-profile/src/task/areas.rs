@@ -1,0 +1,260 @@
+//! All mappings of a process, any process by its id, and memory that it has mapped and not touched.
+
+use super::{Areas, MAX_AREAS, Mapping, TaskLayout, TaskReader};
+use crate::paging::AddressSpace;
+use crate::{Budget, GuestPhys, GuestRegs};
+use kernel_images::image::KernelImage;
+
+/// Most processes of a guest that are looked through for one.
+const MAX_PROCESSES: u32 = 1 << 16;
+/// Addresses from here up are none of a program.
+const USER_END: u64 = 1 << 56;
+const PAGE: u64 = 4096;
+
+/// The kernel's own page tables. They stay while the kernel runs, unlike those of any process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelTables {
+    root: u64,
+    la57: bool,
+}
+
+impl KernelTables {
+    /// Of the kernel of `image`, which runs `slide` above its addresses on a vCPU with these registers.
+    /// `None`: its symbols do not say where they are.
+    pub fn find<M: GuestPhys + ?Sized>(
+        mem: &M,
+        regs: &GuestRegs,
+        image: &KernelImage,
+        slide: u64,
+    ) -> Option<Self> {
+        const CR4_LA57: u64 = 1 << 12;
+        let at = image
+            .symbols()?
+            .by_name("init_top_pgt")?
+            .address
+            .wrapping_add(slide);
+        let space = AddressSpace::of(mem, regs).ok()?;
+        let root = [space.kernel_sibling(), space]
+            .into_iter()
+            .find_map(|mut space| space.translate(at, &mut Budget::new(16, None)).ok())?
+            .gpa;
+        Some(Self {
+            root,
+            la57: regs.cr4 & CR4_LA57 != 0,
+        })
+    }
+}
+
+/// A process that was found by its id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Process {
+    /// Its id in the guest's first namespace.
+    pub pid: u32,
+    /// Address of its memory descriptor.
+    pub mm: u64,
+    task: u64,
+    /// Guest-physical address of its page tables.
+    root: u64,
+}
+
+impl Process {
+    /// The process `pid`. `None`: there is none, it is a thread of the kernel, or the kernel does not tell
+    /// where its processes are.
+    pub fn find<M: GuestPhys + ?Sized>(
+        layout: &TaskLayout,
+        mem: &M,
+        tables: KernelTables,
+        pid: u32,
+        budget: &mut Budget,
+    ) -> Option<Self> {
+        let list = layout.list.as_ref()?;
+        let mut reader = TaskReader::under(layout, mem, tables.root, tables.la57);
+        let mut task = list.first;
+        for _ in 0..MAX_PROCESSES {
+            let next = reader.kernel_u64(task.wrapping_add(list.tasks), budget)?;
+            task = next.wrapping_sub(list.tasks);
+            if task == list.first {
+                return None;
+            }
+            if reader.kernel_u32(task.wrapping_add(layout.tgid), budget)? == pid {
+                return reader.process(list.pgd, task, pid, budget);
+            }
+        }
+        None
+    }
+
+    /// The same process, if it is still there with the same memory.
+    pub fn again<M: GuestPhys + ?Sized>(
+        self,
+        layout: &TaskLayout,
+        mem: &M,
+        tables: KernelTables,
+        budget: &mut Budget,
+    ) -> Option<Self> {
+        let list = layout.list.as_ref()?;
+        let mut reader = TaskReader::under(layout, mem, tables.root, tables.la57);
+        let pid = reader.kernel_u32(self.task.wrapping_add(layout.tgid), budget)?;
+        reader
+            .process(list.pgd, self.task, pid, budget)
+            .filter(|now| *now == self)
+    }
+
+    /// A reader of its memory and of what the kernel knows of it.
+    pub fn reader<'l, 'm, M: GuestPhys + ?Sized>(
+        &self,
+        layout: &'l TaskLayout,
+        mem: &'m M,
+        tables: KernelTables,
+    ) -> TaskReader<'l, 'm, M> {
+        TaskReader::under(layout, mem, self.root, tables.la57)
+    }
+}
+
+/// Code that a process has mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Code {
+    /// The mapping.
+    pub mapping: Mapping,
+    /// Where the file's first byte is mapped; `None` if it is not, or too far below.
+    pub base: Option<u64>,
+}
+
+impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
+    fn under(layout: &'l TaskLayout, mem: &'m M, root: u64, la57: bool) -> Self {
+        Self {
+            layout,
+            space: AddressSpace::with_root(mem, root, la57),
+        }
+    }
+
+    fn process(&mut self, pgd: u64, task: u64, pid: u32, budget: &mut Budget) -> Option<Process> {
+        let mm = self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?;
+        let tables = self.kernel_u64(mm.wrapping_add(pgd), budget)?;
+        if !self.space.is_kernel_half(tables) {
+            return None;
+        }
+        let root = self.space.translate(tables, budget).ok()?.gpa;
+        Some(Process { pid, mm, task, root })
+    }
+
+    /// Calls `each` with the mappings of code in process memory `mm`, lowest first, until it says no. False:
+    /// the budget, or another bound, ended that.
+    pub fn code(
+        &mut self,
+        mm: u64,
+        budget: &mut Budget,
+        mut each: impl FnMut(&mut Self, Code, &mut Budget) -> bool,
+    ) -> bool {
+        let mut at = 0;
+        for _ in 0..2 * MAX_AREAS {
+            let Some((mapping, last)) = self.area_from(mm, at, budget) else {
+                return false;
+            };
+            if let Some(mapping) = mapping.filter(|m| m.executable) {
+                let base = self.first_part(mm, &mapping, budget).map(|first| first.start);
+                if !each(self, Code { mapping, base }, budget) {
+                    return false;
+                }
+            }
+            match last.checked_add(1) {
+                Some(next) if next > at && next < USER_END => at = next,
+                Some(next) if next >= USER_END => return true,
+                Some(_) => return false,
+                None => return true,
+            }
+        }
+        false
+    }
+
+    /// The mapping that `address` is in, if any, and the last address up to which there is that, or none.
+    fn area_from(&mut self, mm: u64, address: u64, budget: &mut Budget) -> Option<(Option<Mapping>, u64)> {
+        let maps = self.layout.maps.as_ref()?;
+        match maps.areas {
+            Areas::List { first, next } => {
+                let mut area = self.kernel_u64(mm.wrapping_add(first), budget)?;
+                for _ in 0..MAX_AREAS {
+                    if area == 0 {
+                        return Some((None, u64::MAX));
+                    }
+                    let mapping = self.area(area, budget)?;
+                    if mapping.end > address {
+                        return Some((Some(mapping), mapping.end - 1));
+                    }
+                    area = self.kernel_u64(area.wrapping_add(next), budget)?;
+                }
+                None
+            }
+            Areas::Maple { root, .. } => {
+                let root = self.kernel_u64(mm.wrapping_add(root), budget)?;
+                let (area, last) = self.maple_lookup(&maps.areas, root, address, budget)?;
+                match area {
+                    Some(area) => {
+                        let mapping = self.area(area, budget)?;
+                        Some((Some(mapping), last.max(mapping.end - 1)))
+                    }
+                    None => Some((None, last)),
+                }
+            }
+        }
+    }
+
+    /// Fills `bytes` from `address` on, in process memory `mm`, whose tables this reader has: by the page
+    /// tables, and for pages of files that the process has not touched by the kernel's page cache. What is
+    /// in neither reads as zeros; `missing` is called with offset and length of it.
+    pub fn memory(
+        &mut self,
+        mm: u64,
+        address: u64,
+        bytes: &mut [u8],
+        budget: &mut Budget,
+        mut missing: impl FnMut(usize, usize),
+    ) {
+        let mut mapping: Option<Mapping> = None;
+        let mut done = 0;
+        while done < bytes.len() {
+            let Some(at) = address.checked_add(done as u64) else {
+                bytes[done..].fill(0);
+                missing(done, bytes.len() - done);
+                return;
+            };
+            let in_page = PAGE - at % PAGE;
+            let len = usize::try_from(in_page).map_or(bytes.len() - done, |n| n.min(bytes.len() - done));
+            let part = &mut bytes[done..done + len];
+            if !self.page_of(mm, at, &mut mapping, part, budget) {
+                part.fill(0);
+                missing(done, len);
+            }
+            done += len;
+        }
+    }
+
+    /// Fills `part`, which lies in one page. `mapping`: the last one that was looked up.
+    fn page_of(
+        &mut self,
+        mm: u64,
+        at: u64,
+        mapping: &mut Option<Mapping>,
+        part: &mut [u8],
+        budget: &mut Budget,
+    ) -> bool {
+        if !self.space.is_user_half(at) {
+            return false;
+        }
+        if self.space.read(at, part, budget).is_ok() {
+            return true;
+        }
+        if !mapping.is_some_and(|m| (m.start..m.end).contains(&at)) {
+            *mapping = self.mapping(mm, at, budget);
+        }
+        mapping
+            .filter(|m| m.file != 0)
+            .and_then(|m| self.cached_page(&m, at, budget))
+            .is_some_and(|page| self.space.phys().read(page + at % PAGE, part))
+    }
+
+    fn cached_page(&mut self, mapping: &Mapping, at: u64, budget: &mut Budget) -> Option<u64> {
+        let cache = self.layout.maps.as_ref()?.cache.as_ref()?;
+        let offset = (at - mapping.start).checked_add(mapping.file_offset)?;
+        cache.page(mapping.file, offset / PAGE, &mut |at| self.kernel_u64(at, budget))
+    }
+}

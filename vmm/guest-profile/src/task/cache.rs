@@ -1,0 +1,207 @@
+//! The guest kernel's page cache: where in memory a page of a file is.
+//!
+//! A program's unwind tables and names are mapped, and the program itself hardly ever looks at them, so its
+//! page tables lack many of these pages. They are in memory all the same, where the kernel has read the file.
+//! It keeps them in a tree by their number in the file (`include/linux/xarray.h`). What is in the tree is
+//! a `struct page` or, for several pages together, a `struct folio`; its place in the kernel's array of these
+//! says which page it is.
+//!
+//! All of it is the guest's claim: a wrong one leads to other bytes of the guest's own memory, or to none.
+
+use kernel_images::btf::Btf;
+
+/// Offsets of the members, in bytes, and where the array of pages begins.
+#[derive(Debug, Clone)]
+pub(super) struct CacheLayout {
+    /// In `struct file`.
+    mapping: u64,
+    /// In `struct address_space`, to the tree's root.
+    root: u64,
+    node_shift: u64,
+    node_slots: u64,
+    /// In `struct folio`, or `struct page` before there were folios.
+    index: u64,
+    page_struct_bytes: u64,
+    /// Address of the variable that says where the array is; `None` in a kernel that has it at a fixed place.
+    vmemmap_base: Option<u64>,
+}
+
+/// Slots of a node, as a power of two.
+const CHUNK_SHIFT: u32 = 6;
+/// Most levels: a file of 2^52 pages has nine.
+const MAX_LEVELS: u32 = 11;
+/// Entries below it that are no pointers point to another slot of their node.
+const FIRST_POINTER: u64 = 4096;
+/// Most pages of one folio.
+const MAX_FOLIO_PAGES: u64 = 1 << 18;
+/// Where the array is in a kernel with 4-level page tables that does not move it.
+const FIXED_VMEMMAP: u64 = 0xffff_ea00_0000_0000;
+
+impl CacheLayout {
+    /// `vmemmap_base`: the running address of the variable of that name.
+    pub(super) fn new(btf: &Btf, vmemmap_base: Option<u64>) -> Option<Self> {
+        Some(Self {
+            mapping: btf.offset_of("file", "f_mapping")?,
+            root: btf.offset_of("address_space", "i_pages.xa_head")?,
+            node_shift: btf.offset_of("xa_node", "shift")?,
+            node_slots: btf.offset_of("xa_node", "slots")?,
+            index: btf
+                .offset_of("folio", "index")
+                .or_else(|| btf.offset_of("page", "index"))?,
+            page_struct_bytes: btf.size_of("page").filter(|&bytes| bytes > 0)?,
+            vmemmap_base,
+        })
+    }
+
+    /// Guest-physical address of page `index` of the `struct file` at `file`. `word` reads the kernel's
+    /// memory. `None`: the kernel has not got it in memory.
+    pub(super) fn page(
+        &self,
+        file: u64,
+        index: u64,
+        word: &mut impl FnMut(u64) -> Option<u64>,
+    ) -> Option<u64> {
+        let mapping = word(file.wrapping_add(self.mapping))?;
+        let root = word(mapping.wrapping_add(self.root))?;
+        let folio = self.lookup(root, index, word)?;
+        let first = word(folio.wrapping_add(self.index))?;
+        let within = index.checked_sub(first).filter(|&n| n < MAX_FOLIO_PAGES)?;
+        let pages = match self.vmemmap_base {
+            Some(at) => word(at)?,
+            None => FIXED_VMEMMAP,
+        };
+        let offset = folio.checked_sub(pages)?;
+        let number = (offset / self.page_struct_bytes).checked_add(within)?;
+        (offset % self.page_struct_bytes == 0)
+            .then(|| number.checked_mul(4096))
+            .flatten()
+    }
+
+    /// The entry for `index`, if it is a pointer.
+    fn lookup(&self, root: u64, index: u64, word: &mut impl FnMut(u64) -> Option<u64>) -> Option<u64> {
+        let mut entry = root;
+        for level in 0..MAX_LEVELS {
+            if entry & 3 != 2 || entry < FIRST_POINTER {
+                // Bit 0 marks what is no pointer: a page that was there.
+                let is_pointer = entry & 3 == 0 && entry >= FIRST_POINTER;
+                return is_pointer.then_some(entry);
+            }
+            let node = entry - 2;
+            // Little endian, as the node is.
+            let shift = u32::try_from(word(node.wrapping_add(self.node_shift))? & 0xff).ok()?;
+            if shift + CHUNK_SHIFT >= 64 || (level == 0 && index >> (shift + CHUNK_SHIFT) != 0) {
+                return None;
+            }
+            let slot = |n: u64| node.wrapping_add(self.node_slots + 8 * n);
+            entry = word(slot(index >> shift & ((1 << CHUNK_SHIFT) - 1)))?;
+            if entry & 3 == 2 && entry < FIRST_POINTER {
+                entry = word(slot(entry >> 2 & ((1 << CHUNK_SHIFT) - 1)))?;
+            }
+            if shift == 0 && entry & 3 == 2 {
+                return None;
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+    use proptest::prelude::*;
+
+    const FILE: u64 = 0xffff_8880_0000_1000;
+    const MAPPING: u64 = 0xffff_8880_0000_2000;
+    const NODE: u64 = 0xffff_8880_0000_3000;
+    const PAGES: u64 = 0xffff_ea00_0000_0000;
+    const VMEMMAP: u64 = 0xffff_ffff_8200_0000;
+
+    fn layout() -> CacheLayout {
+        CacheLayout {
+            mapping: 0x18,
+            root: 0x10,
+            node_shift: 0,
+            node_slots: 0x28,
+            index: 0x20,
+            page_struct_bytes: 64,
+            vmemmap_base: Some(VMEMMAP),
+        }
+    }
+
+    /// A kernel's memory: a file whose tree is `root`.
+    fn memory(root: u64) -> HashMap<u64, u64> {
+        HashMap::from([(FILE + 0x18, MAPPING), (MAPPING + 0x10, root), (VMEMMAP, PAGES)])
+    }
+
+    fn folio(memory: &mut HashMap<u64, u64>, number: u64, index: u64) -> u64 {
+        let at = PAGES + 64 * number;
+        memory.insert(at + 0x20, index);
+        at
+    }
+
+    fn page(memory: &HashMap<u64, u64>, index: u64) -> Option<u64> {
+        layout().page(FILE, index, &mut |at| memory.get(&at).copied())
+    }
+
+    #[test]
+    fn a_file_of_one_page_has_no_node() {
+        let mut memory = memory(0);
+        let only = folio(&mut memory, 7, 0);
+        memory.insert(MAPPING + 0x10, only);
+        assert_eq!(page(&memory, 0), Some(7 << 12));
+    }
+
+    /// Two levels; a folio of four pages, whose other slots point to its first; what was evicted; a hole.
+    #[test]
+    fn pages_are_found_through_the_tree() {
+        let mut memory = memory(NODE + 2);
+        let (one, four) = (folio(&mut memory, 9, 64), folio(&mut memory, 16, 68));
+        let below = NODE + 0x1000;
+        memory.extend([(NODE, 6), (NODE + 0x28 + 8, below + 2), (NODE + 0x28, 0)]);
+        memory.extend([(below, 0), (below + 0x28, one), (below + 0x28 + 8, 0x1234_5671)]);
+        memory.insert(below + 0x28 + 8 * 4, four);
+        memory.extend((5..8).map(|n| (below + 0x28 + 8 * n, 4 << 2 | 2)));
+        assert_eq!(page(&memory, 64), Some(9 << 12));
+        assert_eq!(page(&memory, 65), None, "evicted");
+        assert_eq!(page(&memory, 3), None, "a hole");
+        for n in 0..4 {
+            assert_eq!(page(&memory, 68 + n), Some((16 + n) << 12));
+        }
+        assert_eq!(page(&memory, 64 * 64), None, "above the tree");
+    }
+
+    /// A folio of 64 pages is in a slot of a node that is no leaf.
+    #[test]
+    fn a_large_folio_is_found_higher_up() {
+        let mut memory = memory(NODE + 2);
+        let large = folio(&mut memory, 128, 64);
+        memory.extend([(NODE, 6), (NODE + 0x28 + 8, large)]);
+        assert_eq!(page(&memory, 64 + 63), Some((128 + 63) << 12));
+    }
+
+    #[test]
+    fn a_tree_that_goes_round_ends() {
+        let mut memory = memory(NODE + 2);
+        memory.insert(NODE, 6);
+        memory.extend((0..64).map(|n| (NODE + 0x28 + 8 * n, NODE + 2)));
+        assert_eq!(page(&memory, 1), None);
+    }
+
+    proptest! {
+        #[test]
+        fn no_tree_makes_it_panic(
+            words in prop::collection::vec(prop_oneof![any::<u64>(), 0..5000u64, Just(NODE + 2), Just(PAGES + 64)], 1..200),
+            index: u64,
+        ) {
+            let mut reads = 0;
+            let mut word = |_| {
+                reads += 1;
+                words.get(reads % words.len()).copied()
+            };
+            let _ = layout().page(FILE, index, &mut word);
+            prop_assert!(reads < 50);
+        }
+    }
+}
