@@ -246,7 +246,9 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     let mut early = 0;
     for _ in 0..4 {
         loop {
-            // More of the VMM's own time than the guest's: the timer must ring early.
+            // The timer goes on in the VMM's own time, and must ring early.
+            clock.guest_enter();
+            clock.guest_exit();
             burn(1_500_000);
             clock.guest_enter();
             wait_for_signal(handled);
@@ -274,6 +276,101 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     assert!(early > 0, "the timer never rang early");
 }
 
+/// Several events of a vCPU share its timer: each overflow is reported when it is reached, in the order of
+/// their deadlines, whoever is stopped, armed again or closed meanwhile.
+#[test]
+fn events_with_different_deadlines_share_the_timer() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let periods = [3_000_000, 1_000_000, 2_000_000, 700_000, 900_000];
+    let mut events: Vec<_> = periods.iter().map(|_| open(&pmu, GUEST_NS)).collect();
+    let mut handled = signals_of_this_thread();
+    for (event, &period) in events.iter_mut().zip(&periods) {
+        event.start(Some(period)).unwrap();
+    }
+    // The two that would be first.
+    drop(events.pop());
+    events[3].stop();
+    let mut order = Vec::new();
+    while order.len() < 3 {
+        clock.guest_enter();
+        wait_for_signal(handled);
+        clock.guest_exit();
+        handled = signals_of_this_thread();
+        for (at, event) in events.iter_mut().enumerate() {
+            if event.take_overflows() == 1 {
+                assert!(event.read() >= periods[at]);
+                order.push(at);
+            }
+        }
+    }
+    assert_eq!(order, [1, 2, 0]);
+    // The one that was stopped is as good as the others.
+    let before = events[3].read();
+    events[3].start(Some(500_000)).unwrap();
+    events[0].arm(1 << 40).unwrap();
+    while events[3].take_overflows() == 0 {
+        clock.guest_enter();
+        wait_for_signal(handled);
+        clock.guest_exit();
+        handled = signals_of_this_thread();
+    }
+    assert!(events[3].read() >= before + 500_000);
+    assert_eq!(events[0].take_overflows(), 0);
+}
+
+/// Another thread arms an event while the guest runs: nobody else could set the timer.
+#[test]
+fn another_thread_arms_while_the_guest_runs() {
+    let signal = catch_signals();
+    let (send, receive) = mpsc::channel();
+    let vcpu = thread::spawn(move || {
+        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+        clock.guest_enter();
+        send.send(Arc::clone(&clock)).unwrap();
+        wait_for_signal(0);
+        clock.guest_exit();
+    });
+    let clock = receive.recv().unwrap();
+    let pmu = ClockPmu::new(Some(signal));
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let mut event = pmu.open(&clock_attr(GUEST_NS), target(clock.tid())).unwrap();
+    event.start(Some(200_000)).unwrap();
+    vcpu.join().unwrap();
+    assert!(event.read() > 0);
+}
+
+/// With the vCPU the timer ends, also while events are armed; they keep their counts.
+#[test]
+fn a_vcpu_that_goes_takes_its_timer_along() {
+    let signal = catch_signals();
+    let (clock, pmu) = one_vcpu(Some(signal));
+    let mut event = open(&pmu, GUEST_NS);
+    event.start(Some(1_000_000)).unwrap();
+    clock.guest_enter();
+    clock.guest_exit();
+    let quiet = signals_of_this_thread();
+    pmu.remove_vcpu(VcpuId(0));
+    let count = event.read();
+    clock.guest_enter();
+    burn(3_000_000);
+    clock.guest_exit();
+    assert_eq!(
+        signals_of_this_thread(),
+        quiet,
+        "it rings for a vCPU that is gone"
+    );
+    assert!(event.read() > count);
+    // On the vCPU's new thread it has a new clock.
+    let again = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&again));
+    let mut event = open(&pmu, GUEST_NS);
+    event.start(Some(1_000_000)).unwrap();
+    again.guest_enter();
+    wait_for_signal(quiet);
+    again.guest_exit();
+}
+
 /// An event nobody re-arms goes quiet, and so does a stopped one.
 #[test]
 fn no_signals_without_an_armed_event() {
@@ -295,7 +392,9 @@ fn no_signals_without_an_armed_event() {
     ev.arm(100_000).unwrap();
     ev.stop();
     let quiet = signals_of_this_thread();
+    clock.guest_enter();
     burn(2_000_000);
+    clock.guest_exit();
     assert_eq!(signals_of_this_thread(), quiet, "stopped, yet armed");
     assert_eq!(ev.take_overflows(), 0);
 }

@@ -37,9 +37,12 @@ impl Scene {
 
     /// One whose overflow has passed.
     fn overflowed() -> Self {
+        let before = signals_of_this_thread();
         let scene = Self::armed(100_000);
         scene.clock.guest_enter();
-        burn(200_000);
+        while signals_of_this_thread() == before {
+            burn(200_000);
+        }
         scene.clock.guest_exit();
         scene
     }
@@ -59,27 +62,55 @@ fn calls(setup: impl FnOnce() -> Scene, work: impl FnOnce(&mut Scene)) -> Vec<u6
     calls
 }
 
+/// The guest is entered and left again.
+fn turn(scene: &Scene) {
+    scene.clock.guest_enter();
+    scene.clock.guest_exit();
+}
+
 #[test]
 fn an_overflow_sets_its_timer_once() {
     let calls = calls(Scene::overflowed, |scene| {
         let count = scene.event.overflowed();
         must(count.is_some());
         must(scene.event.rearm(count.unwrap_or(0), 1_000_000).is_ok());
+        turn(scene);
+        turn(scene);
     });
     assert_eq!(calls, [SET]);
 }
 
 /// A counter of a guest goes on after its overflow, with the next one out of sight; the guest's handler stops
-/// it and starts it again.
+/// it and starts it again, with an exit for each.
 #[test]
-fn a_guests_interrupt_sets_the_timer_twice() {
+fn a_guests_interrupt_sets_the_timer_once() {
     let calls = calls(Scene::overflowed, |scene| {
         let count = scene.event.overflowed();
         must(count.is_some());
         must(scene.event.rearm(count.unwrap_or(0), 1 << 47).is_ok());
+        turn(scene);
         scene.event.stop();
+        turn(scene);
         must(scene.event.start(Some(1_000_000)).is_ok());
+        turn(scene);
     });
+    assert_eq!(calls, [SET]);
+}
+
+/// As a guest does that switches between its programs all the time.
+#[test]
+fn many_starts_set_the_timer_twice_at_most() {
+    let calls = calls(
+        || Scene::armed(1 << 40),
+        |scene| {
+            for _ in 0..20 {
+                turn(scene);
+                scene.event.stop();
+                burn(20_000);
+                must(scene.event.start(Some(1 << 40)).is_ok());
+            }
+        },
+    );
     assert_eq!(calls, [SET, SET]);
 }
 
@@ -88,22 +119,74 @@ fn a_timer_that_rang_early_is_set_once_more() {
     let setup = || {
         let before = signals_of_this_thread();
         let scene = Scene::armed(100_000);
+        turn(&scene);
         // Not in the guest.
         while signals_of_this_thread() == before {
             burn(1_000);
         }
         scene
     };
-    let calls = calls(setup, |scene| must(scene.event.overflowed().is_none()));
+    let calls = calls(setup, |scene| {
+        must(scene.event.overflowed().is_none());
+        turn(scene);
+    });
     assert_eq!(calls, [SET]);
 }
 
 /// The signal was another event's.
 #[test]
 fn looking_for_an_overflow_makes_no_system_call() {
-    let calls = calls(
-        || Scene::armed(1 << 47),
-        |scene| must(scene.event.overflowed().is_none()),
-    );
+    let setup = || {
+        let scene = Scene::armed(1 << 47);
+        turn(&scene);
+        scene
+    };
+    let calls = calls(setup, |scene| {
+        must(scene.event.overflowed().is_none());
+        turn(scene);
+    });
     assert_eq!(calls, []);
+}
+
+/// The timer of an event that is gone is not stopped at once, as the next event may want it. It rings, and
+/// once more.
+#[test]
+fn a_timer_nobody_needs_is_stopped_at_its_second_ring() {
+    let calls = calls(
+        || Scene::armed(100_000),
+        |scene| {
+            turn(scene);
+            scene.event.stop();
+            for _ in 0..2 {
+                let before = signals_of_this_thread();
+                while signals_of_this_thread() == before {
+                    burn(1_000);
+                }
+                scene.clock.after_signal();
+                turn(scene);
+            }
+            scene.clock.after_signal();
+        },
+    );
+    assert_eq!(calls, [SET, SET]);
+}
+
+/// While the vCPU is paused nothing rings.
+#[test]
+fn a_vcpu_that_rests_has_its_timer_stopped() {
+    let calls = calls(
+        || {
+            let scene = Scene::armed(1 << 40);
+            turn(&scene);
+            scene
+        },
+        |scene| {
+            scene.event.stop();
+            scene.clock.rest();
+            scene.clock.rest();
+            must(scene.event.start(Some(1 << 40)).is_ok());
+            turn(scene);
+        },
+    );
+    assert_eq!(calls, [SET, SET]);
 }

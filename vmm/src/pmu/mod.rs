@@ -325,6 +325,7 @@ impl VcpuPmu {
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();
+            attached.clock.rest();
         }
     }
 
@@ -428,6 +429,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return Serviced::default();
         };
+        attached.clock.after_signal();
         let began = self.samples.begin();
         let mut regs = VcpuRegs::new(fd, &self.vm.probe, &mut self.samples, synced);
         if attached.clock.wants_ticks() {

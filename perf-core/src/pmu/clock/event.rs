@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use super::alarm::Place;
 use super::cpl::Level;
-use super::timer::{MIN_TIMER_NS, Timer};
+use super::timer::MIN_TIMER_NS;
 use super::vcpu::VcpuClock;
 use crate::pmu::{PmuError, PmuEvent};
 
@@ -76,14 +77,15 @@ pub(super) struct ClockEvent {
     last_count: u64,
     /// The count at which an overflow is due.
     armed_at: Option<u64>,
-    /// The count when the timer was set last.
+    /// The count when the alarm was armed last.
     set_at: u64,
-    /// What it was set to.
+    /// What it was armed for.
     wait_ns: u64,
     /// What the guest is to run for from arming to the overflow, until the timer has rung.
     need_ns: Option<u64>,
     slack: Slack,
-    timer: Option<Timer>,
+    /// In the vCPU's alarm, from the first arming on.
+    place: Option<Place>,
 }
 
 impl ClockEvent {
@@ -101,7 +103,7 @@ impl ClockEvent {
             wait_ns: MIN_TIMER_NS,
             need_ns: None,
             slack: Slack::default(),
-            timer: None,
+            place: None,
         }
     }
 
@@ -137,18 +139,28 @@ impl ClockEvent {
         self.ns_for(rest).max(at_least_ns)
     }
 
-    /// Sets the timer to `wait_ns`; the count is `now`.
-    fn set_timer(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
+    /// Has the alarm ring when the guest has run for `wait_ns`; the count is `now`.
+    fn wait(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
         let wait_ns = wait_ns.max(MIN_TIMER_NS);
-        if let Some(timer) = &mut self.timer {
-            timer.set(wait_ns).map_err(|source| PmuError::Os {
-                what: "setting the vCPU's overflow timer",
-                source,
-            })?;
+        if let Some(place) = self.place {
+            self.clock
+                .arm_alarm(place, wait_ns)
+                .map_err(|source| PmuError::Os {
+                    what: "setting the vCPU's overflow timer",
+                    source,
+                })?;
         }
         self.set_at = now;
         self.wait_ns = wait_ns;
         Ok(())
+    }
+
+    /// The alarm is not wanted any more.
+    fn disarm(&mut self) {
+        self.armed_at = None;
+        if let Some(place) = self.place {
+            self.clock.disarm_alarm(place);
+        }
     }
 
     fn ns_for(&self, counts: u64) -> u64 {
@@ -179,10 +191,7 @@ impl PmuEvent for ClockEvent {
         let armed = match overflow_in {
             Some(n) => self.arm(n),
             None => {
-                self.armed_at = None;
-                if let Some(timer) = &mut self.timer {
-                    timer.park();
-                }
+                self.disarm();
                 Ok(())
             }
         };
@@ -202,10 +211,7 @@ impl PmuEvent for ClockEvent {
             Share::One(_) => self.clock.stop_levels(),
             Share::Nothing => {}
         }
-        self.armed_at = None;
-        if let Some(timer) = &mut self.timer {
-            timer.park();
-        }
+        self.disarm();
     }
 
     fn read(&mut self) -> u64 {
@@ -233,15 +239,16 @@ impl PmuEvent for ClockEvent {
                 "the clock driver was made without an overflow signal",
             ));
         };
-        if self.timer.is_none() {
-            let timer = Timer::open(self.clock.tid(), signal).map_err(|source| PmuError::Os {
+        // What counts nothing never overflows.
+        if self.place.is_none() && !matches!(self.share, Share::Nothing) {
+            let place = self.clock.join_alarm(signal).map_err(|source| PmuError::Os {
                 what: "making the vCPU's overflow timer",
                 source,
             })?;
-            self.timer = Some(timer);
+            self.place = Some(place);
         }
         let need_ns = self.ns_for(overflow_in);
-        self.set_timer(count, self.slack.wait_for(need_ns))?;
+        self.wait(count, self.slack.wait_for(need_ns))?;
         self.need_ns = Some(need_ns);
         self.armed_at = Some(count.saturating_add(overflow_in.max(1)));
         Ok(())
@@ -249,30 +256,25 @@ impl PmuEvent for ClockEvent {
 
     fn take_overflows(&mut self) -> u32 {
         let Some(at) = self.armed_at else {
-            // The timer goes on by itself after an overflow nobody re-armed.
-            if let Some(timer) = &mut self.timer {
-                timer.park();
-            }
             return 0;
         };
         let now = self.read();
         if now >= at {
-            // The timer is left as it is: whoever takes an overflow arms the next one with a single call.
-            self.armed_at = None;
+            self.disarm();
             if self.need_ns.take().is_some() {
                 self.slack.rang_in_time(self.ns_for(now - at));
             }
             return 1;
         }
-        if !self.timer.as_ref().is_some_and(Timer::rang) {
-            // The signal was another event's; this one's timer is still to ring.
+        if !self.place.is_some_and(|place| self.clock.alarm_rang_for(place)) {
+            // The signal was another event's; the ring for this one is still to come.
             return 0;
         }
         if let Some(need_ns) = self.need_ns.take() {
             self.slack.rang_early(need_ns, self.ns_for(at - now));
         }
         let wait_ns = self.wait_for_rest(now, at - now);
-        if let Err(e) = self.set_timer(now, wait_ns) {
+        if let Err(e) = self.wait(now, wait_ns) {
             log::warn!(
                 "an overflow timer could not be set for the rest of its period: {}",
                 crate::error_line(&e)
@@ -285,6 +287,9 @@ impl PmuEvent for ClockEvent {
 impl Drop for ClockEvent {
     fn drop(&mut self) {
         self.stop();
+        if let Some(place) = self.place.take() {
+            self.clock.leave_alarm(place);
+        }
     }
 }
 
@@ -352,11 +357,11 @@ mod tests {
     }
 
     #[test]
-    fn no_timer_is_set_to_less_than_the_floor() {
+    fn nothing_waits_for_less_than_the_floor() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
         for (asked, set) in [(0, 10_000), (1, 10_000), (9_999, 10_000), (10_001, 10_001)] {
-            event.set_timer(0, asked).unwrap();
+            event.wait(0, asked).unwrap();
             assert_eq!(event.wait_ns, set, "{asked} ns");
         }
     }

@@ -15,14 +15,15 @@
 //! [`LevelSource`]. With both it counts nothing.
 //!
 //! # Overflow
-//! Each armed event has a timer (see `timer.rs`), whose signal takes the vCPU out of the guest. Time on the
-//! wall passes at least as fast as guest time, so a signal after the time that is wanted can only be early.
-//! [`PmuEvent::take_overflows`] then sets it for the rest, no sooner than [`MIN_TIMER_NS`] ahead, and later,
-//! up to ten milliseconds, while the guest makes no headway (it is halted, or waits for a host CPU). The
-//! timer rings once each time it is set, so nothing can be kept busy by rings alone. Since an early ring
-//! costs an exit for nothing, a timer is set for up to a sixteenth longer than wanted where the ones before
-//! rang early by less than that.
+//! One timer of the vCPU is set for the earliest overflow when the guest is entered (see `alarm.rs`). Its
+//! signal takes the vCPU out of the guest. Time on the wall passes at least as fast as guest time, so a signal
+//! after the time that is wanted can only be early. [`PmuEvent::take_overflows`] then asks for the rest, no
+//! sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no headway (it
+//! is halted, or waits for a host CPU). The timer then repeats only now and then, so nothing can be kept busy
+//! by rings alone. Since an early ring costs an exit for nothing, an event waits for up to a sixteenth longer
+//! than it must where the rings before were early by less than that.
 
+mod alarm;
 mod cpl;
 mod event;
 mod timer;
@@ -88,6 +89,7 @@ impl ClockPmu {
     }
 
     /// Makes `clock` the clock of `vcpu`. Events opened from now on use it; a former one keeps its events.
+    /// Its overflows send the signal of the driver whose event is armed first.
     pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
         if self.interprets_kernel {
             clock.cpl_split().kernel_is_interpreted();
@@ -95,9 +97,13 @@ impl ClockPmu {
         self.lock().insert(vcpu, clock);
     }
 
-    /// Forgets the clock of `vcpu`. Its open events keep their counts.
+    /// Forgets the clock of `vcpu`, whose thread is about to end. Its open events keep their counts; nothing
+    /// announces their overflows any more.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
-        self.lock().remove(&vcpu);
+        let clock = self.lock().remove(&vcpu);
+        if let Some(clock) = clock {
+            clock.end();
+        }
     }
 
     /// The clock of `vcpu`, if it has one.

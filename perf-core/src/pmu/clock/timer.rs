@@ -1,4 +1,4 @@
-//! The timer whose signal announces an overflow of a clock event, or asks for the guest's privilege level.
+//! The timers whose signals announce overflows of clock events, or ask for the guest's privilege level.
 //!
 //! A POSIX timer, not a host perf event. A perf event's signal is sent by an interrupt of its own that
 //! follows the timer's (`irq_work`), and which may come as late as the next scheduler tick on an emulated
@@ -15,19 +15,12 @@ use std::ptr;
 /// The shortest time an overflow timer is set to, ns.
 pub const MIN_TIMER_NS: u64 = 10_000;
 
-/// A timer that would ring later than this from now, ns, is let ring in vain rather than stopped: the
-/// counters of a guest are stopped and started again at each of its interrupts, with an overflow that is out
-/// of sight in between.
-const FAR_NS: u64 = 100_000_000;
-
-/// A one-shot timer that signals one thread of this process.
+/// A timer that signals one thread of this process.
 #[derive(Debug)]
 pub(super) struct Timer {
     id: libc::timer_t,
-    /// Not set, as far as we know: the call to stop it can be saved.
-    parked: bool,
-    /// When it rings, by the wall's clock, or before that by no more than the call took that set it; never
-    /// later.
+    /// When [`Timer::set`] has it ring, by the wall's clock, or before that by no more than the call took that
+    /// set it; never later. Past: it has rung, or is not set.
     due_ns: u64,
 }
 
@@ -45,11 +38,7 @@ impl Timer {
         let mut id = ptr::null_mut();
         // SAFETY: both pointers are to live locals of the right types.
         match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut id) } {
-            0 => Ok(Self {
-                id,
-                parked: true,
-                due_ns: 0,
-            }),
+            0 => Ok(Self { id, due_ns: 0 }),
             _ => Err(io::Error::last_os_error()),
         }
     }
@@ -58,43 +47,30 @@ impl Timer {
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
         // Read before the call, so that the timer cannot ring before this.
         self.due_ns = wall_ns().saturating_add(ns);
-        self.settime(ns.max(1), None)?;
-        self.parked = false;
-        Ok(())
+        self.settime(ns.max(1), 0, None)
     }
 
-    /// Does not ring any more, but for once where that is far off. One system call, or none if it is not
-    /// about to ring.
-    pub(super) fn park(&mut self) {
-        if self.parked {
-            return;
-        }
-        let left_ns = self.due_ns.saturating_sub(wall_ns());
-        if left_ns > FAR_NS {
-            // It will be set again before, as a rule.
-            return;
-        }
-        if left_ns == 0 {
-            self.parked = true;
-            return;
-        }
-        match self.settime(0, None) {
-            Ok(()) => self.parked = true,
-            Err(e) => log::debug!("cannot park an overflow timer: {}", crate::error_line(&e)),
-        }
+    /// Rings `ns` from now (at least 1), and then every `again_ns`. One system call.
+    pub(super) fn set_repeating(&self, ns: u64, again_ns: u64) -> io::Result<()> {
+        self.settime(ns.max(1), again_ns, None)
+    }
+
+    /// Does not ring any more. One system call.
+    pub(super) fn stop(&self) -> io::Result<()> {
+        self.settime(0, 0, None)
     }
 
     /// Whether it has rung since it was set, or is about to.
     pub(super) fn rang(&self) -> bool {
-        self.parked || wall_ns() >= self.due_ns
+        wall_ns() >= self.due_ns
     }
 
     /// Does not ring any more; what was left of its time, ns, 0 if it has rung. One system call.
     pub(super) fn take(&mut self) -> io::Result<u64> {
         // SAFETY: an all-zero itimerspec is a valid value of that plain C struct.
         let mut former: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
-        self.settime(0, Some(&mut former))?;
-        self.parked = true;
+        self.settime(0, 0, Some(&mut former))?;
+        self.due_ns = 0;
         Ok(former
             .it_value
             .tv_sec
@@ -105,17 +81,15 @@ impl Timer {
 
     /// Sets it, or stops it with 0. To ask for what was left of the former time costs nearly half as much
     /// again.
-    fn settime(&self, ns: u64, former: Option<&mut libc::itimerspec>) -> io::Result<()> {
+    fn settime(&self, ns: u64, again_ns: u64, former: Option<&mut libc::itimerspec>) -> io::Result<()> {
+        // At most 2^64 ns are 585 years: both parts fit.
+        let time = |ns: u64| libc::timespec {
+            tv_sec: (ns / 1_000_000_000).cast_signed(),
+            tv_nsec: (ns % 1_000_000_000).cast_signed(),
+        };
         let spec = libc::itimerspec {
-            it_interval: libc::timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            },
-            it_value: libc::timespec {
-                // At most 2^64 ns are 585 years: both parts fit.
-                tv_sec: (ns / 1_000_000_000).cast_signed(),
-                tv_nsec: (ns % 1_000_000_000).cast_signed(),
-            },
+            it_interval: time(again_ns),
+            it_value: time(ns),
         };
         let former = former.map_or(ptr::null_mut(), ptr::from_mut);
         // SAFETY: the timer lives as long as `self`; `spec` is a live local and `former` null or a live

@@ -15,6 +15,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Mutex, Once};
 
+use super::alarm::{Alarm, Now, Place};
 use super::cpl::{CplSplit, Level};
 use super::timer::{clock_ns, wall_ns};
 use crate::pmu::host::fd::current_tid;
@@ -61,6 +62,12 @@ pub struct VcpuClock {
     cpl: Mutex<CplSplit>,
     /// Whether the vCPU thread is to report its privilege level at kicks.
     wants_ticks: AtomicBool,
+    /// Announces overflows of all events.
+    alarm: Mutex<Alarm>,
+    /// The alarm is to be brought in line with what is armed before the guest is entered.
+    alarm_is_stale: AtomicBool,
+    /// The alarm's timer may ring.
+    alarm_is_set: AtomicBool,
 }
 
 impl VcpuClock {
@@ -83,6 +90,9 @@ impl VcpuClock {
             late_lock: Mutex::new(()),
             cpl: Mutex::new(CplSplit::new(tid)),
             wants_ticks: AtomicBool::new(false),
+            alarm: Mutex::new(Alarm::default()),
+            alarm_is_stale: AtomicBool::new(false),
+            alarm_is_set: AtomicBool::new(false),
         }
     }
 
@@ -138,7 +148,8 @@ impl VcpuClock {
 
     #[cold]
     fn enter_counted(&self, epoch: u64) {
-        let out_ns = wall_ns().saturating_sub(self.left_at_ns.load(Ordering::Relaxed));
+        let wall_ns = wall_ns();
+        let out_ns = wall_ns.saturating_sub(self.left_at_ns.load(Ordering::Relaxed));
         let now = if out_ns < SHORT_EXIT_NS {
             self.left_ns.load(Ordering::Relaxed) + out_ns
         } else {
@@ -148,6 +159,12 @@ impl VcpuClock {
             self.base_ns.store(now, Ordering::Relaxed);
             self.base_epoch.store(epoch, Ordering::Relaxed);
         });
+        if self.alarm_is_stale.load(Ordering::Relaxed) {
+            self.set_alarm(Now {
+                wall_ns,
+                guest_ns: self.closed_ns.load(Ordering::Relaxed),
+            });
+        }
     }
 
     #[cold]
@@ -287,6 +304,92 @@ impl VcpuClock {
         let ns = split.read(level, now);
         self.set_wants_ticks(split.by_kicks());
         ns
+    }
+
+    /// A place in the alarm, which sends `signal` to the vCPU's thread.
+    pub(super) fn join_alarm(&self, signal: i32) -> std::io::Result<Place> {
+        self.alarm().add(self.tid, signal)
+    }
+
+    /// Takes back [`VcpuClock::join_alarm`].
+    pub(super) fn leave_alarm(&self, place: Place) {
+        self.alarm().remove(place);
+    }
+
+    /// Has the alarm ring when the guest has run for `wait_ns` from now. On the vCPU's own thread, which is
+    /// out of the guest, it is set when the guest is entered; another thread sets it at once.
+    pub(super) fn arm_alarm(&self, place: Place, wait_ns: u64) -> std::io::Result<()> {
+        let guest_ns = self.guest_ns();
+        let mut alarm = self.alarm();
+        alarm.arm(place, guest_ns.saturating_add(wait_ns));
+        if current_tid() == self.tid && self.epoch.load(Ordering::Relaxed) & 1 == 0 {
+            self.alarm_is_stale.store(true, Ordering::Relaxed);
+            return Ok(());
+        }
+        let set = alarm.at_entry(Now {
+            wall_ns: wall_ns(),
+            guest_ns,
+        });
+        self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
+        set
+    }
+
+    /// Takes back [`VcpuClock::arm_alarm`]. No system call.
+    pub(super) fn disarm_alarm(&self, place: Place) {
+        self.alarm().disarm(place);
+    }
+
+    /// Whether the alarm has rung for `place`, which has not overflowed yet.
+    pub(super) fn alarm_rang_for(&self, place: Place) -> bool {
+        let alarm = self.alarm();
+        if !alarm.has_rung(wall_ns()) {
+            return false;
+        }
+        // It rings for the others from now on.
+        self.alarm_is_stale.store(true, Ordering::Relaxed);
+        alarm.was_for(place)
+    }
+
+    /// The guest is entered next.
+    fn set_alarm(&self, now: Now) {
+        self.alarm_is_stale.store(false, Ordering::Relaxed);
+        let mut alarm = self.alarm();
+        if let Err(e) = alarm.at_entry(now) {
+            log::warn!("an overflow timer could not be set: {}", crate::error_line(&e));
+        }
+        self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
+    }
+
+    /// The vCPU's thread had an overflow signal: if it was the alarm's and no event waits for one any more,
+    /// the alarm is stopped. To be called at each overflow signal; who does not is sent sixteen signals a
+    /// second in vain once the last armed event has gone.
+    #[inline]
+    pub fn after_signal(&self) {
+        if self.alarm_is_set.load(Ordering::Relaxed) {
+            let mut alarm = self.alarm();
+            alarm.after_signal();
+            self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
+        }
+    }
+
+    /// The vCPU does not run for a while, and no event is on: the alarm does not ring meanwhile.
+    pub fn rest(&self) {
+        if self.alarm_is_set.swap(false, Ordering::Relaxed) {
+            self.alarm_is_stale.store(true, Ordering::Relaxed);
+            self.alarm().stop();
+        }
+    }
+
+    /// The vCPU's thread is about to end: nothing of this clock rings any more.
+    pub(super) fn end(&self) {
+        self.alarm_is_set.store(false, Ordering::Relaxed);
+        self.alarm().end();
+    }
+
+    fn alarm(&self) -> std::sync::MutexGuard<'_, Alarm> {
+        self.alarm
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     pub(super) fn cpl_split(&self) -> std::sync::MutexGuard<'_, CplSplit> {
