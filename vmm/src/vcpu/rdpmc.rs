@@ -16,8 +16,13 @@ use crate::rdpmc::sites::{Hit, SitesOfVcpu};
 /// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must
 /// get on.
 pub(super) const MOST_READS_AGAIN: u32 = 16;
-/// Time between looks at the guest's kernel while it writes PMU registers. One takes a microsecond or two.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// Time between looks at the guest's kernel while it writes PMU registers, right after it was found to be
+/// another one. One takes three calls of KVM.
+const SOONEST_LOOK: Duration = Duration::from_millis(1);
+/// The same once many looks have found nothing new.
+const LATEST_LOOK: Duration = Duration::from_millis(64);
+/// Writes of PMU registers from one look to the next, however fast they follow each other.
+const MOST_WRITES: u32 = 1024;
 /// CR4.PCE: RDPMC at CPL 3 is allowed (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
 
@@ -175,26 +180,46 @@ impl Level {
     }
 }
 
-/// When the guest's kernel is looked at.
+/// When the guest's kernel is looked at: ever more seldom while it stays the same.
 #[derive(Debug, Default)]
 pub(super) struct Looks {
     /// Since it was found to be another one.
     writes: u32,
-    last: Option<Instant>,
+    /// Since the last look.
+    unseen: u32,
+    /// When the last one was, and how long after it the next may be.
+    last: Option<(Instant, Duration)>,
     pub(super) due: bool,
 }
 
 impl Looks {
     #[inline]
     fn wrote(&mut self) {
+        self.wrote_at(Instant::now());
+    }
+
+    fn wrote_at(&mut self, now: Instant) {
         self.writes = self.writes.saturating_add(1);
-        self.due |=
-            self.writes.is_power_of_two() || self.last.is_none_or(|last| last.elapsed() >= LOOK_AGAIN);
+        self.unseen = self.unseen.saturating_add(1);
+        self.due |= self.writes.is_power_of_two()
+            || self.unseen >= MOST_WRITES
+            || self
+                .last
+                .is_none_or(|(last, pause)| now.saturating_duration_since(last) >= pause);
     }
 
     pub(super) fn looked(&mut self, changed: bool) {
+        self.looked_at(Instant::now(), changed);
+    }
+
+    fn looked_at(&mut self, now: Instant, changed: bool) {
         self.due = false;
-        self.last = Some(Instant::now());
+        self.unseen = 0;
+        let pause = match self.last {
+            Some((_, pause)) if !changed => (pause * 2).min(LATEST_LOOK),
+            _ => SOONEST_LOOK,
+        };
+        self.last = Some((now, pause));
         if changed {
             self.writes = 0;
         }
@@ -250,6 +275,64 @@ mod tests {
             }
         }
         assert!(done >= 50 && pmis >= 900, "{done} reads, {pmis} PMIs");
+    }
+
+    /// How many looks a guest costs that writes a register every 100 µs for `time`, and how long after a change
+    /// the next look is.
+    fn looks_in(looks: &mut Looks, from: Instant, time: Duration) -> u32 {
+        let (mut now, mut n) = (from, 0);
+        while now < from + time {
+            now += Duration::from_micros(100);
+            looks.wrote_at(now);
+            if looks.due {
+                looks.looked_at(now, false);
+                n += 1;
+            }
+        }
+        n
+    }
+
+    /// A guest that is profiled writes registers all the time, and its kernel stays what it is.
+    #[test]
+    fn a_kernel_that_stays_is_looked_at_ever_more_seldom() {
+        let mut looks = Looks::default();
+        let start = Instant::now();
+        let second = Duration::from_secs(1);
+        // The powers of two, and sixteen a second.
+        assert!(looks_in(&mut looks, start, 10 * second) < 200);
+        let later = start + 20 * second;
+        let many = looks_in(&mut looks, later, 10 * second);
+        assert!((150..165).contains(&many), "{many} in 10 s");
+    }
+
+    /// However fast it writes: a table that has moved is found.
+    #[test]
+    fn so_many_writes_have_the_kernel_looked_at() {
+        let mut looks = Looks::default();
+        let start = Instant::now();
+        looks_in(&mut looks, start, Duration::from_secs(5));
+        let now = start + Duration::from_secs(5);
+        looks.looked_at(now, false);
+        let written = (1..=MOST_WRITES).find(|_| {
+            looks.wrote_at(now);
+            looks.due
+        });
+        assert!(written.is_some());
+    }
+
+    /// Another kernel is looked at as often as the first was: its handler may change once more.
+    #[test]
+    fn another_kernel_is_looked_at_soon_again() {
+        let mut looks = Looks::default();
+        let start = Instant::now();
+        looks_in(&mut looks, start, Duration::from_secs(5));
+        let now = start + Duration::from_secs(6);
+        looks.wrote_at(now);
+        assert!(looks.due);
+        looks.looked_at(now, true);
+        assert_eq!(looks.last, Some((now, SOONEST_LOOK)));
+        looks.wrote_at(now);
+        assert!(looks.due, "the first write");
     }
 
     /// PMIs with reads between them that were done once are not in a row.

@@ -9,7 +9,8 @@
 //! Where the handler is, the interrupt descriptor table says. It is looked at when the guest writes PMU
 //! registers, which it does before it reads a counter: at once if its gate or the code there has changed, and
 //! where the table itself may have moved (another kernel's) at the first, second, fourth … write after a
-//! change, and at each that comes a millisecond or more after the last look.
+//! change, and at each that comes a millisecond or more after the last look, then two, four, up to 64,
+//! and after 1,024 writes.
 
 mod frame;
 mod planted;
