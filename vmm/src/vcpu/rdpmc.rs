@@ -277,8 +277,7 @@ mod tests {
         assert!(done >= 50 && pmis >= 900, "{done} reads, {pmis} PMIs");
     }
 
-    /// How many looks a guest costs that writes a register every 100 µs for `time`, and how long after a change
-    /// the next look is.
+    /// How many looks a guest costs that writes a register every 100 µs for `time`.
     fn looks_in(looks: &mut Looks, from: Instant, time: Duration) -> u32 {
         let (mut now, mut n) = (from, 0);
         while now < from + time {

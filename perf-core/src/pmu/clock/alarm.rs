@@ -50,8 +50,8 @@ struct Plan {
     deadlines: Vec<u64>,
     /// Places that no event has.
     free: Vec<usize>,
-    /// When the timer rings, by the wall's clock, or later by no more than the call took that set it. 0: it is
-    /// not set. Past: it has rung, and rings again.
+    /// When the timer rings, by the wall's clock, or before that by no more than the call took that set it. 0:
+    /// it is not set. Past: it has rung, and rings again.
     rings_ns: u64,
     /// The deadline it rings for.
     rings_for_ns: u64,
@@ -365,8 +365,8 @@ mod tests {
         }
     }
 
-    /// The guest's interrupt: the counter goes on with an overflow that is out of sight, and its handler stops
-    /// it, writes it and starts it, with exits in between.
+    /// The guest's interrupt: the counter goes on with an overflow that is out of sight, and its handler
+    /// stops it, writes it and starts it, with exits in between.
     #[test]
     fn an_overflow_of_a_guests_counter_sets_the_timer_once() {
         let mut vcpu = Vcpu::with(1);

@@ -16,12 +16,12 @@
 //!
 //! # Overflow
 //! One timer of the vCPU is set for the earliest overflow when the guest is entered (see `alarm.rs`). Its
-//! signal takes the vCPU out of the guest. Time on the wall passes at least as fast as guest time, so a signal
-//! after the time that is wanted can only be early. [`PmuEvent::take_overflows`] then asks for the rest, no
-//! sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no headway (it
-//! is halted, or waits for a host CPU). The timer then repeats only now and then, so nothing can be kept busy
-//! by rings alone. Since an early ring costs an exit for nothing, an event waits for up to a sixteenth longer
-//! than it must where the rings before were early by less than that.
+//! signal takes the vCPU out of the guest. Time on the wall passes at least as fast as guest time, so a
+//! signal after the time that is wanted can only be early. [`PmuEvent::take_overflows`] then asks for the
+//! rest, no sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no
+//! headway (it is halted, or waits for a host CPU). By itself the timer repeats only now and then, so nothing
+//! can be kept busy by rings alone. Since an early ring costs an exit for nothing, an event waits for up to a
+//! sixteenth longer than it must where the rings before were early by less than that.
 
 mod alarm;
 mod cpl;

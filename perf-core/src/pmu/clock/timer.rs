@@ -19,8 +19,8 @@ pub const MIN_TIMER_NS: u64 = 10_000;
 #[derive(Debug)]
 pub(super) struct Timer {
     id: libc::timer_t,
-    /// When [`Timer::set`] has it ring, by the wall's clock, or before that by no more than the call took that
-    /// set it; never later. Past: it has rung, or is not set.
+    /// When [`Timer::set`] has it ring, by the wall's clock, or before that by no more than the call took
+    /// that set it; never later. Past: it has rung, or is not set.
     due_ns: u64,
 }
 
