@@ -50,8 +50,8 @@ struct Plan {
     deadlines: Vec<u64>,
     /// Places that no event has.
     free: Vec<usize>,
-    /// When the timer rings, by the wall's clock, or before that by no more than the call took that set it. 0:
-    /// it is not set. Past: it has rung, and rings again.
+    /// When the timer rings, by the wall's clock, or before that by no more than the call took that set it.
+    /// 0: it is not set. Past: it has rung, and rings again.
     rings_ns: u64,
     /// The deadline it rings for.
     rings_for_ns: u64,
