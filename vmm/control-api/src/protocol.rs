@@ -10,6 +10,8 @@ pub const PROTOCOL: u32 = 1;
 pub const MAX_REQUEST: usize = 64 << 10;
 /// Most events of one connection.
 pub const MAX_EVENTS: usize = 1024;
+/// Most bytes of code at a time.
+pub const MAX_CODE: u32 = 64 << 10;
 /// Most data pages of a ring.
 pub const MAX_RING_PAGES: u32 = 4096;
 
@@ -156,6 +158,15 @@ pub enum Call {
     /// The vCPUs' exits to user space, by what they were for, since this connection asked for the first time:
     /// the VM counts and times them from then on. Reply: a list of [`VcpuExits`].
     Exits,
+    /// Reads code out of the guest's memory, through the page tables that CR3 names. Reply: [`CodeInfo`].
+    Code {
+        /// The address space: a sample's CR3.
+        cr3: u64,
+        /// The first address.
+        address: u64,
+        /// How many bytes, up to [`MAX_CODE`].
+        length: u32,
+    },
 }
 
 /// How to sample.
@@ -654,6 +665,41 @@ pub struct VcpuView {
     pub counters: Vec<GuestCounter>,
 }
 
+/// Code of the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct CodeInfo {
+    /// Where it begins.
+    pub address: u64,
+    /// Its bytes, two hexadecimal digits each: as many as are there without a gap, at least one.
+    pub hex: String,
+}
+
+impl CodeInfo {
+    /// Of these bytes.
+    pub fn new(address: u64, bytes: &[u8]) -> Self {
+        use std::fmt::Write as _;
+        let mut hex = String::with_capacity(2 * bytes.len());
+        for byte in bytes {
+            // Writing to a String does not fail.
+            let _ = write!(hex, "{byte:02x}");
+        }
+        Self { address, hex }
+    }
+
+    /// The bytes; `None` if the digits are none.
+    pub fn bytes(&self) -> Option<Vec<u8>> {
+        let pairs = self.hex.as_bytes().chunks(2);
+        let byte = |pair: &[u8]| match pair {
+            [high, low] => {
+                let digit = |digit: &u8| char::from(*digit).to_digit(16);
+                u8::try_from(digit(high)? << 4 | digit(low)?).ok()
+            }
+            _ => None,
+        };
+        pairs.map(byte).collect()
+    }
+}
+
 /// Exits of one vCPU to user space.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuExits {
@@ -719,80 +765,4 @@ pub struct GuestCounter {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    #[test]
-    fn requests_look_as_documented() {
-        let text = |call| serde_json::to_string(&RequestLine { id: 3, call }).unwrap();
-        assert_eq!(text(Call::Status), r#"{"id":3,"call":"status"}"#);
-        assert_eq!(
-            text(Call::Hello { protocol: 1 }),
-            r#"{"id":3,"call":"hello","protocol":1}"#
-        );
-        let open = r#"{"id":1,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0]}"#;
-        let open: RequestLine = serde_json::from_str(open).unwrap();
-        assert_eq!(
-            open.call,
-            Call::Open {
-                events: "{cycles,kvm:exits}".into(),
-                vcpus: Some(vec![0]),
-                whole: false,
-                sampling: None
-            }
-        );
-    }
-
-    fn reading(value: u64, enabled_ns: u64, running_ns: u64, estimate: Option<u64>) -> EventReading {
-        EventReading {
-            handle: 0,
-            value,
-            enabled_ns,
-            running_ns,
-            estimate,
-            standard_error: None,
-            bound: None,
-            failed: false,
-            gone: false,
-            vcpus: Vec::new(),
-        }
-    }
-
-    /// An event that was on in half of an interval is estimated as the estimator says, and not by the
-    /// interval's share of the time: it may have been off in the lively half. The intervals add up to the
-    /// whole.
-    #[test]
-    fn intervals_are_the_growth_of_the_estimate() {
-        let readings = [
-            reading(100, 1000, 1000, Some(100)),
-            reading(150, 2000, 1500, Some(400)),
-            reading(350, 3000, 2500, Some(600)),
-            reading(350, 4000, 2500, Some(700)),
-            reading(360, 5000, 2600, Some(690)),
-        ];
-        let since = |at: usize| {
-            let before = at.checked_sub(1).map(|before| &readings[before]);
-            readings[at]
-                .since(before)
-                .map(|g| (g.count, g.enabled_ns, g.running_ns))
-        };
-        assert_eq!(since(0), Some((100, 1000, 1000)));
-        assert_eq!(since(1), Some((300, 1000, 500)));
-        assert_eq!(since(2), Some((200, 1000, 1000)), "all of it was counted");
-        assert_eq!(since(3), None, "none of it was counted");
-        assert_eq!(since(4), Some((10, 1000, 100)), "never less than was counted");
-        let failed = EventReading {
-            failed: true,
-            ..readings[1].clone()
-        };
-        assert_eq!(failed.since(None), None);
-    }
-
-    proptest! {
-        #[test]
-        fn no_line_makes_the_parser_panic(line in prop::collection::vec(any::<u8>(), 0..300)) {
-            let _ = serde_json::from_slice::<RequestLine>(&line);
-        }
-    }
-}
+mod tests;

@@ -187,6 +187,16 @@ requests! {
     /// The vCPUs' exits to user space, by what they were for, since this connection asked for the first time.
     /// Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
+    /// Reads code out of the guest's memory, through the page tables that CR3 names. Reply:
+    /// [`protocol::CodeInfo`].
+    Code {
+        /// The address space: a sample's CR3.
+        cr3: u64,
+        /// The first address.
+        address: u64,
+        /// How many bytes, up to [`protocol::MAX_CODE`].
+        length: u32,
+    } => protocol::CodeInfo;
 }
 
 /// Who gets the host's counters from now on.

@@ -241,6 +241,25 @@ fn vcpus_come_and_go_as_version_1_says() {
     asks(request::VcpusWithdraw, r#"{"id":7,"call":"vcpus_withdraw"}"#);
     asks(request::Joined, r#"{"id":7,"call":"joined"}"#);
     asks(request::Exits, r#"{"id":7,"call":"exits"}"#);
+    let code = request::Code {
+        cr3: 4096,
+        address: 16,
+        length: 2,
+    };
+    asks(
+        code,
+        r#"{"id":7,"call":"code","cr3":4096,"address":16,"length":2}"#,
+    );
+    answers::<request::Code>(r#"{"address":16,"hex":"90c3"}"#);
+    let info = control_api::protocol::CodeInfo::new(16, &[0x90, 0xc3]);
+    assert_eq!(
+        (info.hex.as_str(), info.bytes()),
+        ("90c3", Some(vec![0x90, 0xc3]))
+    );
+    for hex in ["9", "9g", "é"] {
+        let hex = hex.to_owned();
+        assert_eq!(control_api::protocol::CodeInfo { address: 0, hex }.bytes(), None);
+    }
     answers::<request::VcpuPlug>(
         r#"{"present":[0,1],"max":4,"unnoticed":[1],"asked_for":[],"leaving":[],"refused":[{"vcpu":2,"status":130}]}"#,
     );

@@ -85,6 +85,11 @@ struct LastTable {
     user: bool,
 }
 
+/// Whether the vCPU's page tables have five levels.
+pub fn has_five_levels(regs: &GuestRegs) -> bool {
+    regs.cr4 & CR4_LA57 != 0
+}
+
 /// One address space of a guest: a root table and the way it is walked, with a small cache of 4 KiB
 /// translations. Make a new one for each sample, for the guest may change its tables at any time.
 pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
@@ -105,7 +110,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         } else if regs.efer & EFER_LMA == 0 {
             Err(Unsupported::Pae)
         } else {
-            Ok(Self::with_root(phys, regs.cr3, regs.cr4 & CR4_LA57 != 0))
+            Ok(Self::with_root(phys, regs.cr3, has_five_levels(regs)))
         }
     }
 

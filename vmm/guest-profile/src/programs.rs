@@ -15,6 +15,8 @@ pub struct UserSymbol {
     pub name: String,
     /// Offset into the function.
     pub offset: u64,
+    /// Bytes from the function's start to its end; 1 where the file does not tell its size.
+    pub length: u64,
 }
 
 /// Why a guest file gives no symbols.
@@ -135,6 +137,7 @@ impl UserObject {
         Some(UserSymbol {
             name: f.name.clone(),
             offset: address - f.start,
+            length: f.end - f.start,
         })
     }
 
@@ -208,33 +211,94 @@ impl GuestMount {
         Some((self.inside(guest_path), id))
     }
 
-    /// The host path of a guest path. Links are followed as inside the guest: `..` and absolute targets stay
-    /// under the root.
+    /// The host path of a guest path.
     fn inside(&self, guest_path: &str) -> PathBuf {
-        let mut links = 0;
-        let mut todo: Vec<std::ffi::OsString> = parts(Path::new(guest_path));
-        let mut done: Vec<std::ffi::OsString> = Vec::new();
-        while let Some(part) = todo.pop() {
-            if part == ".." {
-                done.pop();
-                continue;
-            }
-            done.push(part);
-            let here = self.root.join(done.iter().collect::<PathBuf>());
-            if let Ok(target) = std::fs::read_link(&here) {
-                links += 1;
-                if links > MAX_LINKS {
-                    break;
-                }
-                done.pop();
-                if target.is_absolute() {
-                    done.clear();
-                }
-                todo.extend(parts(&target));
-            }
-        }
-        self.root.join(done.iter().collect::<PathBuf>())
+        inside(&self.root, guest_path)
     }
+}
+
+/// A program's file, for its code.
+pub struct ProgramFile<'d> {
+    data: &'d [u8],
+    file: object::File<'d>,
+}
+
+impl<'d> ProgramFile<'d> {
+    /// Reads an ELF file of this processor.
+    ///
+    /// # Errors
+    /// [`GuestFileError::Elf`], with `path` in it.
+    pub fn parse(path: &Path, data: &'d [u8]) -> Result<Self, GuestFileError> {
+        let file = object::File::parse(data).map_err(|source| GuestFileError::Elf {
+            path: path.to_owned(),
+            source,
+        })?;
+        Ok(Self { data, file })
+    }
+
+    /// What names this build of it.
+    pub fn build_id(&self) -> Option<BuildId> {
+        self.file.build_id().ok().flatten().and_then(BuildId::new)
+    }
+
+    /// The link-time address of a symbol.
+    pub fn address_of(&self, name: &str) -> Option<u64> {
+        let symbol = self.file.symbols().find(|symbol| symbol.name() == Ok(name))?;
+        Some(symbol.address())
+    }
+
+    /// What the file has at `offset`, at most `length` bytes.
+    pub fn at_offset(&self, offset: u64, length: usize) -> Option<&'d [u8]> {
+        let from = self.data.get(usize::try_from(offset).ok()?..)?;
+        let bytes = &from[..length.min(from.len())];
+        (!bytes.is_empty()).then_some(bytes)
+    }
+
+    /// What is loaded at a link-time address, at most `length` bytes.
+    pub fn at_address(&self, address: u64, length: usize) -> Option<&'d [u8]> {
+        let place = |start: u64, size: u64, (offset, in_file): (u64, u64)| {
+            let at = address.checked_sub(start).filter(|at| *at < size.min(in_file))?;
+            let left = usize::try_from(in_file - at).unwrap_or(usize::MAX);
+            self.at_offset(offset.checked_add(at)?, length.min(left))
+        };
+        self.file
+            .segments()
+            .find_map(|s| place(s.address(), s.size(), s.file_range()))
+            .or_else(|| {
+                // A debugging file has sections only.
+                let sections = self.file.sections();
+                let mut code = sections.filter(|s| s.kind() == object::SectionKind::Text);
+                code.find_map(|s| place(s.address(), s.size(), s.file_range()?))
+            })
+    }
+}
+
+/// The host path of a guest path under `root`. Links are followed as inside the guest: `..` and absolute
+/// targets stay under the root.
+pub fn inside(root: &Path, guest_path: &str) -> PathBuf {
+    let mut links = 0;
+    let mut todo: Vec<std::ffi::OsString> = parts(Path::new(guest_path));
+    let mut done: Vec<std::ffi::OsString> = Vec::new();
+    while let Some(part) = todo.pop() {
+        if part == ".." {
+            done.pop();
+            continue;
+        }
+        done.push(part);
+        let here = root.join(done.iter().collect::<PathBuf>());
+        if let Ok(target) = std::fs::read_link(&here) {
+            links += 1;
+            if links > MAX_LINKS {
+                break;
+            }
+            done.pop();
+            if target.is_absolute() {
+                done.clear();
+            }
+            todo.extend(parts(&target));
+        }
+    }
+    root.join(done.iter().collect::<PathBuf>())
 }
 
 /// The components of a path, last first, without root and dots.

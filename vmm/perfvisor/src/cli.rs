@@ -17,6 +17,7 @@ use perf_core::SharePolicy;
 use perfvisor_vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, ModelName};
 
+use crate::commands::annotate::AnnotateArgs;
 use crate::commands::cp::CpArgs;
 use crate::commands::ctl::CtlArgs;
 use crate::commands::diff::DiffArgs;
@@ -109,6 +110,8 @@ pub enum Command {
     Report(ReportArgs),
     /// Compare two files: shares of functions before and after.
     Diff(DiffArgs),
+    /// Show the instructions of a function with their shares of a file's samples: the hot spots in its code.
+    Annotate(AnnotateArgs),
     /// Print every sample of a file.
     Script(FileArgs),
     /// Draw the samples of a file as a flame graph, or print folded stacks.

@@ -54,7 +54,9 @@ use std::process::ExitCode;
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
-use commands::{cp, ctl, diff, exec, exits, files, generate, list, ps, record, stat, top, validate};
+use commands::{
+    annotate, cp, ctl, diff, exec, exits, files, generate, list, ps, record, stat, top, validate,
+};
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
@@ -119,6 +121,7 @@ fn obey(
         Command::Exporter(args) => exporter::exporter(&args)?,
         Command::Report(args) => files::report(&args)?,
         Command::Diff(args) => diff::diff(&args)?,
+        Command::Annotate(args) => annotate::annotate(&args)?,
         Command::Script(args) => files::script(&args)?,
         Command::Flamegraph(args) => files::flamegraph(&args)?,
         Command::Pprof(args) => files::pprof(&args)?,

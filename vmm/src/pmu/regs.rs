@@ -1,5 +1,6 @@
 //! The guest's registers, stacks and task for a sample, read only when someone looks, and then once.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,7 @@ use crate::kvm::registers;
 use control_api::protocol::{KernelInfo, KernelState};
 use guest_profile::locate::{self, Anchors, LocateError};
 use guest_profile::mappings::{self, Listeners, TellOnce};
+use guest_profile::paging::{AddressSpace, has_five_levels};
 use guest_profile::sample::{RAW_BYTES, RawSample};
 use guest_profile::task::areas::KernelTables;
 use guest_profile::task::{Task, TaskLayout, TaskReader};
@@ -32,6 +34,11 @@ const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
 const IA32_LSTAR: u32 = 0xC000_0082;
 /// Time between two searches for the guest's kernel: each copies all of it.
 const SEARCH_AGAIN: Duration = Duration::from_secs(1);
+/// Reads of guest memory that one request for code may take: seventeen pages at most, by tables of five
+/// levels.
+const CODE_READS: u32 = 1024;
+/// Bytes of a page.
+const PAGE: usize = 4096;
 /// Reads of guest memory that finding the current task may take.
 const TASK_READS: u32 = 64;
 
@@ -55,6 +62,8 @@ pub struct GuestProbe {
     kernel: Arc<ArcSwapOption<GuestKernel>>,
     search: Arc<Mutex<Search>>,
     listeners: Arc<Listeners>,
+    /// The guest's page tables had five levels at the last sample.
+    five_levels: Arc<AtomicBool>,
 }
 
 /// The search for the guest's kernel.
@@ -75,6 +84,7 @@ impl GuestProbe {
             kernel: Arc::default(),
             search: Arc::default(),
             listeners: Arc::default(),
+            five_levels: Arc::default(),
         }
     }
 
@@ -86,6 +96,36 @@ impl GuestProbe {
     /// The guest's memory.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.memory
+    }
+
+    /// What the guest has from `address` on in the address space of `cr3`, at most `length` bytes: up to the
+    /// first page that is not there. The tables are taken to be as deep as at the last sample.
+    pub fn code(&self, cr3: u64, address: u64, length: u32) -> Vec<u8> {
+        let five_levels = self.five_levels.load(Ordering::Relaxed);
+        let mut space = AddressSpace::with_root(&self.memory, cr3, five_levels);
+        let mut budget = Budget::new(CODE_READS, None);
+        let mut code = Vec::new();
+        let (mut at, mut left) = (address, u64::from(length));
+        while left > 0 {
+            let mut page = [0; PAGE];
+            let count = left.min(PAGE as u64 - at % PAGE as u64);
+            let piece = usize::try_from(count)
+                .ok()
+                .and_then(|count| page.get_mut(..count));
+            let Some(piece) = piece.filter(|_| space.is_canonical(at)) else {
+                break;
+            };
+            if space.read(at, piece, &mut budget).is_err() {
+                break;
+            }
+            code.extend_from_slice(piece);
+            left -= count;
+            match at.checked_add(count) {
+                Some(next) => at = next,
+                None => break,
+            }
+        }
+        code
     }
 
     /// The guest's kernel, if it is known.
@@ -537,6 +577,8 @@ impl VcpuRegs<'_> {
         let held_ns = self.memory.held_ns;
         let ends = self.ends;
         let (cr3, cpl) = self.system().map_or((0, 0), |regs| (regs.cr3, regs.cpl));
+        let five_levels = has_five_levels(&self.known.regs);
+        self.guest.five_levels.store(five_levels, Ordering::Relaxed);
         let raw = RawSample {
             cr3,
             cpl,
@@ -553,6 +595,32 @@ impl VcpuRegs<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vm_memory::{Bytes, GuestAddress};
+
+    /// Code goes over pages that lie apart in memory, and ends where nothing is.
+    #[test]
+    fn code_is_read_up_to_the_first_hole() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let entries = [
+            (0x1_0000, 0x1_1007u64),
+            (0x1_1000, 0x1_2007),
+            (0x1_2010, 0x1_3007),
+            (0x1_3000, 0x5007),
+            (0x1_3008, 0x3007),
+        ];
+        for (at, entry) in entries {
+            memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
+        memory.write_slice(&[0x90, 0xc3], GuestAddress(0x5ffe)).unwrap();
+        memory.write_slice(&[0xcc], GuestAddress(0x3000)).unwrap();
+        let probe = GuestProbe::new(memory);
+        assert_eq!(probe.code(0x1_0000, 0x40_0ffe, 3), [0x90, 0xc3, 0xcc]);
+        assert_eq!(probe.code(0x1_0000, 0x40_0ffe, u32::MAX).len(), 2 + 4096);
+        for hole in [0, 0x60_0000, u64::MAX, 0x8000_0000_0000_0000] {
+            assert!(probe.code(0x1_0000, hole, 64).is_empty(), "{hole:#x}");
+        }
+        assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
+    }
 
     /// A cost is that of one sample, of one that was measured, and told for no other.
     #[test]

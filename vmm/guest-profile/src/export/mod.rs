@@ -12,11 +12,13 @@
 //! | [`build_id_dir`] | the directory where `perf` looks for symbols by build-id |
 //! | [`symbolize`] | names for a profile's addresses |
 //! | [`report`] | a table like `perf report`'s |
+//! | [`annotate`] | the instructions of a function, like `perf annotate` |
 //! | [`diff`] | two profiles side by side, like `perf diff` |
 //! | [`script`] | one paragraph per sample, like `perf script` |
 //! | [`folded`] | folded stacks, and flame graphs from them |
 //! | [`pprof`] | gzipped protobuf for pprof, Pyroscope, Parca |
 
+pub mod annotate;
 pub mod build_id_dir;
 mod context;
 pub mod diff;

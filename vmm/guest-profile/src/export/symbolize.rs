@@ -100,6 +100,36 @@ impl<'p> Symbolizer<'p> {
         named
     }
 
+    /// The address after the function of a frame of process `pid`, as far as the source of its name tells.
+    pub fn end(&mut self, frame: Frame, pid: u32) -> Option<u64> {
+        let lookup = frame.instruction();
+        if frame.kernel {
+            let kernel = self.kernel.as_ref();
+            let own = kernel.and_then(|k| Some(k.end_of(k.resolve(lookup)?.0.address)));
+            return own.or_else(|| self.saved_end(None, lookup));
+        }
+        let mappings = self.profile.mappings.iter().rev();
+        let mapping = mappings.filter(|m| m.pid == pid).find_map(|m| {
+            let offset = lookup.checked_sub(m.start).filter(|offset| *offset < m.len)?;
+            Some((&m.path, offset.checked_add(m.file_offset)?))
+        });
+        let by_object = mapping
+            .zip(self.mount.as_mut())
+            .and_then(|((path, offset), mount)| {
+                let object = mount.object(path)?;
+                let symbol = object.resolve(object.address_of_file_offset(offset)?)?;
+                lookup.wrapping_sub(symbol.offset).checked_add(symbol.length)
+            });
+        by_object.or_else(|| self.saved_end(Some(pid), lookup))
+    }
+
+    fn saved_end(&self, pid: Option<u32>, address: u64) -> Option<u64> {
+        let list = self.saved.get(&pid)?;
+        let after = list.partition_point(|s| s.start <= address);
+        let s = list.get(after.checked_sub(1)?)?;
+        (address < s.end).then_some(s.end)
+    }
+
     /// Files of the guest that could not be used, a line each.
     pub fn problems(&self) -> &[String] {
         self.mount.as_ref().map_or(&[], |m| m.problems())

@@ -277,7 +277,7 @@ pub(super) fn kernel_symbols(
     Ok(Some(symbols.slid(slide.unwrap_or(0))))
 }
 
-fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
+pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
     let mut bytes = Vec::new();
     // What a file says of its size need not be true: devices say 0.
     let result = File::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));

@@ -15,7 +15,9 @@ use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunState, StopReason};
 use crate::vcpu::roster::RosterError;
 use control_api::peer;
-use control_api::protocol::{Call, Failure, FailureKind, Generation, PROTOCOL, SymbolsInfo, VcpuExits};
+use control_api::protocol::{
+    Call, CodeInfo, Failure, FailureKind, Generation, MAX_CODE, PROTOCOL, SymbolsInfo, VcpuExits,
+};
 
 impl ControlServer {
     pub(super) fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
@@ -146,6 +148,7 @@ impl ControlServer {
             }
             Call::GuestViewResult { generation } => value(vm.views(generation)),
             Call::Exits => value(self.exits(connection)),
+            Call::Code { cr3, address, length } => self.code(cr3, address, length),
         }
     }
 
@@ -191,6 +194,21 @@ impl ControlServer {
             .exits
             .get_or_insert_with(|| ExitWatch::begin(seats, &taken));
         watch.tell(&taken)
+    }
+
+    fn code(&self, cr3: u64, address: u64, length: u32) -> Result<Done, Failure> {
+        if !(1..=MAX_CODE).contains(&length) {
+            return fail(
+                FailureKind::Invalid,
+                format!("length must be 1 to {MAX_CODE} bytes"),
+            );
+        }
+        let code = self.pmu()?.probe().code(cr3, address, length);
+        if code.is_empty() {
+            let why = format!("the guest has no memory at {address:#x} in the address space of CR3 {cr3:#x}");
+            return fail(FailureKind::Invalid, why);
+        }
+        value(CodeInfo::new(address, &code))
     }
 
     fn filter(&self, toml: &str) -> Result<Done, Failure> {

@@ -1,0 +1,307 @@
+//! The instructions of a function with their shares of its samples, in the form `perf annotate --stdio` has.
+//!
+//! A profile has addresses only. The code's bytes come from elsewhere, and may be other ones than those that
+//! ran: samples that are at no instruction tell so ([`Annotated::astray`]).
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write as _;
+use std::rc::Rc;
+
+use iced_x86::{Decoder, DecoderOptions, Formatter, GasFormatter, Instruction};
+
+use super::symbolize::Symbolizer;
+use super::{EventInfo, Profile, frames};
+
+/// Most bytes of a function that are shown.
+pub const MAX_CODE: u64 = 64 << 10;
+/// Bytes of an instruction, at most (SDM vol. 2 §2.3.11).
+const LONGEST: u64 = 15;
+
+/// A function of a profile, and what fell into it.
+#[derive(Debug, Clone)]
+pub struct Function {
+    /// Its name.
+    pub name: String,
+    /// File it is in.
+    pub object: Rc<str>,
+    /// Of the kernel.
+    pub kernel: bool,
+    /// First address, in the process `pid`.
+    pub start: u64,
+    /// Address after the last, as far as it is known: at least that after the last sample.
+    pub end: u64,
+    /// A process in which it is at these addresses.
+    pub pid: u32,
+    /// That process' CR3, of one of its samples; 0 where it is not known.
+    pub cr3: u64,
+    /// Samples and their periods by offset into the function.
+    pub offsets: BTreeMap<u64, (u64, u64)>,
+    /// Sum of the periods.
+    pub period: u64,
+}
+
+/// The functions in which samples of `event` fell, the one with the most first.
+pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventInfo) -> Vec<Function> {
+    let mut found: HashMap<(Rc<str>, String), Function> = HashMap::new();
+    for sample in profile.samples().filter(|s| s.event_id == event.id) {
+        let Some(frame) = frames(&sample).next() else {
+            continue;
+        };
+        let named = symbols.name(frame, sample.pid);
+        if !named.known {
+            continue;
+        }
+        let start = frame.address.wrapping_sub(named.offset);
+        let key = (Rc::clone(&named.object), named.name.clone());
+        let function = found.entry(key).or_insert_with(|| Function {
+            name: named.name.clone(),
+            object: Rc::clone(&named.object),
+            kernel: named.kernel,
+            start,
+            end: start,
+            pid: sample.pid,
+            cr3: sample.cr3,
+            offsets: BTreeMap::new(),
+            period: 0,
+        });
+        // Where it is in another process it has the same offsets.
+        let end = symbols.end(frame, sample.pid).unwrap_or(0).wrapping_sub(start);
+        let length = (function.end - function.start).max(named.offset + 1);
+        let length = if end <= MAX_CODE { length.max(end) } else { length };
+        function.end = function.start.saturating_add(length);
+        let at = function.offsets.entry(named.offset).or_default();
+        at.0 += 1;
+        at.1 = at.1.saturating_add(sample.period);
+        function.period = function.period.saturating_add(sample.period);
+    }
+    let mut list: Vec<Function> = found.into_values().collect();
+    list.sort_by(|a, b| b.period.cmp(&a.period).then_with(|| a.name.cmp(&b.name)));
+    list
+}
+
+impl Function {
+    /// Bytes of code that are wanted: an instruction may reach over the last sample.
+    pub fn length(&self) -> u64 {
+        let last = self.offsets.keys().next_back().map_or(0, |last| last + LONGEST);
+        (self.end - self.start).max(last).min(MAX_CODE)
+    }
+
+    /// Samples in it.
+    pub fn samples(&self) -> u64 {
+        self.offsets.values().map(|(samples, _)| samples).sum()
+    }
+}
+
+/// One instruction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    /// Its address.
+    pub address: u64,
+    /// Samples at it.
+    pub samples: u64,
+    /// Their periods.
+    pub period: u64,
+    /// In AT&T's syntax.
+    pub text: String,
+}
+
+/// A function's code with its samples.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Annotated {
+    /// Its instructions.
+    pub lines: Vec<Line>,
+    /// Samples that are at none of them: the code that ran was another one.
+    pub astray: u64,
+}
+
+/// Decodes `code`, which is at the function's start, and puts the samples at its instructions. `name_of`
+/// names an address that an instruction goes to.
+pub fn annotate(
+    function: &Function,
+    code: &[u8],
+    mut name_of: impl FnMut(u64) -> Option<String>,
+) -> Annotated {
+    let mut decoder = Decoder::with_ip(64, code, function.start, DecoderOptions::NONE);
+    let mut formatter = GasFormatter::new();
+    formatter.options_mut().set_uppercase_hex(false);
+    formatter.options_mut().set_branch_leading_zeros(false);
+    let mut instruction = Instruction::default();
+    let mut lines = Vec::new();
+    let mut left = function.offsets.clone();
+    while decoder.can_decode() && decoder.ip() < function.end {
+        decoder.decode_out(&mut instruction);
+        let address = instruction.ip();
+        let mut text = String::new();
+        if instruction.is_invalid() {
+            text.push_str("(bad)");
+        } else {
+            formatter.format(&instruction, &mut text);
+            let target = instruction.near_branch_target();
+            if target != 0
+                && let Some(name) = name_of(target)
+            {
+                let _ = write!(text, " <{name}>");
+            }
+        }
+        let (samples, period) = left
+            .remove(&address.wrapping_sub(function.start))
+            .unwrap_or_default();
+        lines.push(Line {
+            address,
+            samples,
+            period,
+            text,
+        });
+    }
+    // What fills up to the next function.
+    while lines.last().is_some_and(is_padding) {
+        lines.pop();
+    }
+    Annotated {
+        lines,
+        astray: left.values().map(|(samples, _)| samples).sum(),
+    }
+}
+
+/// An instruction that does nothing and that no sample is at.
+fn is_padding(line: &Line) -> bool {
+    let fills = ["nop", "int3", "xchg %ax,%ax", "data16", "cs nop"];
+    line.samples == 0 && fills.iter().any(|fill| line.text.starts_with(fill))
+}
+
+/// The annotated function as text. `source`: where its code comes from.
+pub fn render(event: &str, function: &Function, annotated: &Annotated, source: &str) -> String {
+    let mut out = String::new();
+    // Writing to a String does not fail.
+    let _ = writeln!(out, "# {} of {}", function.name, function.object);
+    let _ = writeln!(out, "# Samples: {} of event '{event}'", function.samples());
+    let _ = writeln!(out, "# Code: {source}");
+    let _ = writeln!(out, "#");
+    let _ = writeln!(out, "# {:>7}  {:>8}  Address and instruction", "Share", "Samples");
+    for line in &annotated.lines {
+        let percent = 100.0 * line.period as f64 / function.period.max(1) as f64;
+        let (share, samples) = match line.samples {
+            0 => (String::new(), String::new()),
+            n => (format!("{percent:.2}%"), n.to_string()),
+        };
+        let _ = writeln!(
+            out,
+            "{share:>9}  {samples:>8}  {:>16x}:  {}",
+            line.address, line.text
+        );
+    }
+    if annotated.astray > 0 {
+        let _ = writeln!(
+            out,
+            "# {} samples are at no instruction of this code: what ran there was not quite this",
+            annotated.astray
+        );
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Meta, NO_PID, Rate, Sample, SavedSymbol};
+    use super::*;
+    use crate::unwind::Ends;
+
+    /// push %rbp; mov %rsp,%rbp; jmp to itself; ret
+    const CODE: [u8; 7] = [0x55, 0x48, 0x89, 0xe5, 0xeb, 0xfe, 0xc3];
+
+    fn profile(ips: &[u64]) -> Profile {
+        let event = EventInfo {
+            name: "cycles".into(),
+            type_: 0,
+            config: 0,
+            rate: Rate::Period(1),
+            id: 7,
+        };
+        let mut profile = Profile::new(Meta::default(), vec![event]);
+        profile.symbols = vec![SavedSymbol {
+            start: 0x1000,
+            end: 0x1007,
+            name: "spin".into(),
+            pid: None,
+        }];
+        for &ip in ips {
+            profile.push(&Sample {
+                time_ns: 0,
+                vcpu: 0,
+                pid: NO_PID,
+                tid: NO_PID,
+                cpl: 0,
+                ip,
+                cr3: 0x5000,
+                period: 10,
+                event_id: 7,
+                ends: Ends::default(),
+                chain: &[],
+            });
+        }
+        profile
+    }
+
+    fn only(profile: &Profile) -> Function {
+        let mut symbols = Symbolizer::new(profile, None, None);
+        let mut list = functions(profile, &mut symbols, &profile.events[0]);
+        assert_eq!(list.len(), 1);
+        list.remove(0)
+    }
+
+    /// Each sample is at its instruction, and the shares are those of the function.
+    #[test]
+    fn samples_are_at_their_instructions() {
+        let function = only(&profile(&[0x1004, 0x1004, 0x1004, 0x1001]));
+        assert_eq!(
+            (function.name.as_str(), function.cr3, function.end),
+            ("spin", 0x5000, 0x1007)
+        );
+        let annotated = annotate(&function, &CODE, |target| Some(format!("at {target:#x}")));
+        let text = render("cycles", &function, &annotated, "a test");
+        let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        assert_eq!(lines.len(), 4, "{text}");
+        assert!(lines[0].trim().starts_with("1000:  push"), "{text}");
+        assert!(lines[1].contains("25.00%") && lines[1].contains("mov"), "{text}");
+        assert!(
+            lines[2].contains("75.00%") && lines[2].contains("<at 0x1004>"),
+            "{text}"
+        );
+        assert_eq!(annotated.astray, 0);
+        assert!(text.contains("# Code: a test"));
+    }
+
+    /// What stands between two functions is of neither; a NOP that was sampled stays.
+    #[test]
+    fn padding_is_not_shown() {
+        let padded = [&CODE[..], &[0x90, 0x66, 0x90, 0xcc]].concat();
+        let lines = |ips: &[u64]| {
+            let mut profile = profile(ips);
+            profile.symbols[0].end = 0x100b;
+            annotate(&only(&profile), &padded, |_| None).lines.len()
+        };
+        assert_eq!(lines(&[0x1004]), 4);
+        assert_eq!(lines(&[0x1004, 0x1007]), 5);
+    }
+
+    /// Code that is not what ran has samples within instructions, which is told.
+    #[test]
+    fn samples_within_an_instruction_are_told() {
+        let function = only(&profile(&[0x1002, 0x1004]));
+        let annotated = annotate(&function, &CODE, |_| None);
+        assert_eq!(annotated.astray, 1);
+        assert!(render("cycles", &function, &annotated, "x").contains("1 samples are at no instruction"));
+    }
+
+    /// Whatever the bytes are, decoding ends, and a function is bounded.
+    #[test]
+    fn any_bytes_are_decoded_to_an_end() {
+        let mut function = only(&profile(&[0x1000]));
+        function.end = u64::MAX;
+        assert_eq!(function.length(), MAX_CODE);
+        for byte in 0..=255u8 {
+            let annotated = annotate(&function, &[byte; 64], |_| None);
+            assert!(annotated.lines.len() <= 64);
+        }
+    }
+}

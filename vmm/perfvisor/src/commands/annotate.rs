@@ -1,0 +1,314 @@
+//! `perfvisor annotate`: the instructions of a function with their shares of a recording's samples.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::files::{FileError, SymbolArgs, read, read_profile, symbolizer, warn_of};
+use super::{DONE, print};
+use crate::exit::ExitStatus;
+use control_api::client::{Client, ClientError};
+use control_api::nearest::did_you_mean;
+use control_api::protocol::{CodeInfo, SymbolsInfo};
+use control_api::request;
+use guest_profile::export::annotate::{Function, annotate as lines_of, functions, render};
+use guest_profile::export::{Frame, Profile};
+use guest_profile::programs::{GuestFileError, ProgramFile};
+use kernel_images::build_id::BuildId;
+
+/// Largest program that is read for its code.
+const MAX_PROGRAM: u64 = 2 << 30;
+
+/// `perfvisor annotate`.
+#[derive(Clone, Debug, Args)]
+pub struct AnnotateArgs {
+    /// The function; the one with the most samples if not given.
+    #[arg(value_name = "SYMBOL")]
+    pub symbol: Option<String>,
+    /// The recording (perf.data).
+    #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
+    pub input: PathBuf,
+    /// The event whose samples are shown; the first of the recording if not given.
+    #[arg(short, long, value_name = "EVENT")]
+    pub event: Option<String>,
+    /// Take the code from the memory of this running VM.
+    #[arg(long, value_name = "NAME", conflicts_with = "program")]
+    pub vm: Option<String>,
+    /// Take the code from this program or library, an ELF file.
+    #[arg(long, value_name = "FILE")]
+    pub program: Option<PathBuf>,
+    /// Where names come from; code too, of the kernel from --vmlinux, of programs from --guestmount.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+}
+
+/// Why a function is not annotated.
+#[derive(Debug, thiserror::Error)]
+pub enum AnnotateError {
+    /// The recording, the names, the output.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The event is none of the recording's.
+    #[error("--event '{0}': the recording has {1}")]
+    NoEvent(String, String),
+    /// No function of that name has samples.
+    #[error("no sample fell into '{0}'{1}; perfvisor report lists the functions that have some")]
+    NoFunction(String, String),
+    /// No sample has a name.
+    #[error("{}: no sample is in a function with a name; --vmlinux, --kallsyms or --guestmount give names", .0.display())]
+    NoNames(PathBuf),
+    /// Nobody has the code.
+    #[error("the code of '{name}' ({object}) is not in the recording: {remedy}")]
+    NoCode {
+        /// The function.
+        name: String,
+        /// Where it is.
+        object: String,
+        /// What has it.
+        remedy: &'static str,
+    },
+    /// The VM does not give it.
+    #[error("--vm {name}")]
+    Vm {
+        /// Which.
+        name: String,
+        /// Why.
+        #[source]
+        source: ClientError,
+    },
+    /// What the VM gives is no code.
+    #[error("--vm {0}: its reply is not understood; use the Perfvisor that runs it")]
+    Reply(String),
+    /// Another build.
+    #[error("{place}: it is another build ({found}) than what was recorded ({recorded})")]
+    OtherBuild {
+        /// What has the code.
+        place: String,
+        /// Its build-id.
+        found: String,
+        /// The recording's.
+        recorded: String,
+    },
+    /// The file is not usable.
+    #[error(transparent)]
+    Program(#[from] GuestFileError),
+    /// The file has nothing there.
+    #[error("{0}: it has no code at {1:#x}, where '{2}' is")]
+    NotThere(String, u64, String),
+    /// It was not this code that ran.
+    #[error(
+        "{place}: {astray} of {samples} samples in '{name}' are at no instruction of the code there: it is not the code that ran"
+    )]
+    NotThisCode {
+        /// What has the code.
+        place: String,
+        /// The function.
+        name: String,
+        /// Samples within instructions.
+        astray: u64,
+        /// All of them.
+        samples: u64,
+    },
+}
+
+/// Annotates.
+///
+/// # Errors
+/// [`AnnotateError`].
+pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
+    let Some(profile) = read_profile(&args.input)? else {
+        return Ok(DONE);
+    };
+    let event = match &args.event {
+        None => profile.events.first(),
+        Some(name) => profile.events.iter().find(|event| event.name == *name),
+    };
+    let Some(event) = event else {
+        let names: Vec<&str> = profile.events.iter().map(|event| event.name.as_str()).collect();
+        let asked = args.event.clone().unwrap_or_default();
+        return Err(AnnotateError::NoEvent(asked, names.join(", ")));
+    };
+    let mut symbols = symbolizer(&profile, &args.symbols).map_err(FileError::from)?;
+    let found = functions(&profile, &mut symbols, event);
+    let chosen = match &args.symbol {
+        None => found.first(),
+        Some(name) => found.iter().find(|function| function.name == *name),
+    };
+    let Some(function) = chosen else {
+        return Err(match &args.symbol {
+            Some(name) => {
+                let meant = did_you_mean(name, found.iter().map(|function| function.name.as_str()));
+                AnnotateError::NoFunction(name.clone(), meant)
+            }
+            None => AnnotateError::NoNames(args.input.clone()),
+        });
+    };
+    let code = code_of(&profile, function, args)?;
+    let annotated = lines_of(function, &code.bytes, |target| {
+        let frame = Frame {
+            address: target,
+            kernel: function.kernel,
+            caller: false,
+        };
+        let named = symbols.name(frame, function.pid);
+        let offset = match named.offset {
+            0 => String::new(),
+            offset => format!("+{offset:#x}"),
+        };
+        named.known.then(|| format!("{}{offset}", named.name))
+    });
+    let samples = function.samples();
+    if annotated.astray > samples / 2 {
+        return Err(AnnotateError::NotThisCode {
+            place: code.source,
+            name: function.name.clone(),
+            astray: annotated.astray,
+            samples,
+        });
+    }
+    print(&render(&event.name, function, &annotated, &code.source)).map_err(FileError::from)?;
+    warn_of(&profile, &symbols);
+    Ok(DONE)
+}
+
+/// Bytes of code, and where they come from.
+struct Code {
+    bytes: Vec<u8>,
+    source: String,
+}
+
+/// The code of a function, from what the user named.
+fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Result<Code, AnnotateError> {
+    if let Some(name) = &args.vm {
+        return from_vm(name, profile, function);
+    }
+    let mapping = mapping_of(profile, function);
+    if let Some(path) = &args.program {
+        let recorded = match function.kernel {
+            true => profile.kernel.as_ref().and_then(|kernel| kernel.build_id),
+            false => mapping.and_then(|mapping| mapping.build_id),
+        };
+        return from_program(path, profile, function, recorded);
+    }
+    if function.kernel
+        && let Some(path) = &args.symbols.vmlinux
+    {
+        let recorded = profile.kernel.as_ref().and_then(|kernel| kernel.build_id);
+        return from_program(path, profile, function, recorded);
+    }
+    if let (Some(root), Some(mapping)) = (&args.symbols.guestmount, mapping) {
+        let path = guest_profile::programs::inside(root, &mapping.path);
+        return from_program(&path, profile, function, mapping.build_id);
+    }
+    Err(AnnotateError::NoCode {
+        name: function.name.clone(),
+        object: function.object.to_string(),
+        remedy: match (function.kernel, mapping.is_some()) {
+            (true, _) => "--vm NAME takes it from the running VM, --vmlinux FILE from the kernel's file",
+            (false, true) => {
+                "--vm NAME takes it from the running VM, --program FILE or --guestmount DIR from the program's file"
+            }
+            (false, false) => {
+                "--vm NAME takes it from the running VM, --program FILE from the program's file"
+            }
+        },
+    })
+}
+
+/// The mapping that a function of a program is in.
+fn mapping_of<'p>(
+    profile: &'p Profile,
+    function: &Function,
+) -> Option<&'p guest_profile::export::FileMapping> {
+    let mut latest_first = profile.mappings.iter().rev().filter(|_| !function.kernel);
+    latest_first.find(|m| {
+        let offset = function.start.checked_sub(m.start);
+        m.pid == function.pid && offset.is_some_and(|offset| offset < m.len)
+    })
+}
+
+fn from_vm(name: &str, profile: &Profile, function: &Function) -> Result<Code, AnnotateError> {
+    let vm = |source| AnnotateError::Vm {
+        name: name.to_owned(),
+        source,
+    };
+    let mut client = Client::connect(Some(name)).map_err(vm)?;
+    if let Some(recorded) = profile.kernel.as_ref().and_then(|kernel| kernel.build_id) {
+        let (info, _): (SymbolsInfo, _) = client.call_with_file(request::Symbols).map_err(vm)?;
+        let place = format!("--vm {name}");
+        same_build(&place, info.build_id, recorded)?;
+    }
+    let info: CodeInfo = client
+        .call(request::Code {
+            cr3: function.cr3,
+            address: function.start,
+            length: u32::try_from(function.length()).unwrap_or(u32::MAX),
+        })
+        .map_err(vm)?;
+    let bytes = info
+        .bytes()
+        .ok_or_else(|| AnnotateError::Reply(name.to_owned()))?;
+    Ok(Code {
+        bytes,
+        source: format!("memory of the running VM {name}, as it is now"),
+    })
+}
+
+/// That what has the code is the build that was recorded, where both are known.
+fn same_build(place: &str, found: Option<String>, recorded: BuildId) -> Result<(), AnnotateError> {
+    match found {
+        Some(found) if found != recorded.to_string() => Err(AnnotateError::OtherBuild {
+            place: place.to_owned(),
+            found,
+            recorded: recorded.to_string(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// From an ELF file: by the place in the file where the program is mapped, else by its addresses.
+fn from_program(
+    path: &Path,
+    profile: &Profile,
+    function: &Function,
+    recorded: Option<BuildId>,
+) -> Result<Code, AnnotateError> {
+    let place = path.display().to_string();
+    let data = read(path, MAX_PROGRAM).map_err(FileError::from)?;
+    let file = ProgramFile::parse(path, &data)?;
+    if let Some(recorded) = recorded {
+        same_build(&place, file.build_id().map(|id| id.to_string()), recorded)?;
+    }
+    let length = usize::try_from(function.length()).unwrap_or(usize::MAX);
+    let bytes = match mapping_of(profile, function) {
+        Some(m) => file.at_offset((function.start - m.start).wrapping_add(m.file_offset), length),
+        None => {
+            // The recording says where a symbol of the kernel is when it runs.
+            let slide = profile
+                .kernel
+                .as_ref()
+                .filter(|_| function.kernel)
+                .and_then(|kernel| {
+                    let linked = file.address_of(&kernel.reference_symbol)?;
+                    Some(kernel.reference_address.wrapping_sub(linked))
+                });
+            file.at_address(function.start.wrapping_sub(slide.unwrap_or(0)), length)
+        }
+    };
+    let Some(bytes) = bytes else {
+        return Err(AnnotateError::NotThere(
+            place,
+            function.start,
+            function.name.clone(),
+        ));
+    };
+    let patched = if function.kernel {
+        " (a running kernel patches its code)"
+    } else {
+        ""
+    };
+    Ok(Code {
+        bytes: bytes.to_vec(),
+        source: format!("{place}{patched}"),
+    })
+}

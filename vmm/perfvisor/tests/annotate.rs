@@ -1,0 +1,123 @@
+//! `perfvisor annotate` and `perfvisor diff`: code and changes of recordings of a running VM.
+
+mod common;
+
+use std::path::PathBuf;
+use std::process::Output;
+
+use common::operator::TestVm;
+
+/// Records the spinning VM; where.
+fn recorded(vm: &TestVm, name: &str) -> PathBuf {
+    let file = vm.vm.runtime.path().join(name);
+    vm.say(&[
+        "record",
+        "test",
+        "-q",
+        "-d",
+        "0.5",
+        "-F",
+        "500",
+        "-o",
+        file.to_str().unwrap(),
+    ]);
+    file
+}
+
+#[track_caller]
+fn refused(out: &Output, words: &[&str]) {
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(2), "{stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    for word in words {
+        assert!(stderr.contains(word), "no {word:?} in {stderr}");
+    }
+}
+
+/// The code comes from where the user says, is said to, and is refused where it is not what ran.
+#[test]
+fn a_function_is_annotated_from_the_vm_s_memory() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let file = recorded(&vm, "perf.data");
+    let file = file.to_str().unwrap();
+    let text = vm.say(&["annotate", "-i", file, "--vm", "test", "spin_hot"]);
+    assert!(text.contains("# spin_hot of "), "{text}");
+    assert!(
+        text.contains("# Code: memory of the running VM test, as it is now"),
+        "{text}"
+    );
+    let shares: Vec<f64> = text
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| line.split_whitespace().next()?.strip_suffix('%')?.parse().ok())
+        .collect();
+    let sum: f64 = shares.iter().sum();
+    assert!((99.0..101.0).contains(&sum), "{sum} in {text}");
+    // Without a name it is the function with the most samples.
+    assert!(
+        vm.say(&["annotate", "-i", file, "--vm", "test"])
+            .contains("# spin_hot of ")
+    );
+
+    refused(
+        &vm.run(&["annotate", "-i", file, "spin_hot"]),
+        &["spin_hot", "--vm NAME"],
+    );
+    refused(
+        &vm.run(&["annotate", "-i", file, "--vm", "test", "spin_hto"]),
+        &["spin_hto", "did you mean 'spin_hot'?"],
+    );
+    refused(
+        &vm.run(&["annotate", "-i", file, "--vm", "tset"]),
+        &["--vm tset", "did you mean 'test'?"],
+    );
+    refused(
+        &vm.run(&["annotate", "-i", file, "-e", "instructions", "--vm", "test"]),
+        &["instructions", "cycles"],
+    );
+    let text = vm.vm.runtime.path().join("text");
+    std::fs::write(&text, "no program").unwrap();
+    let program = text.to_str().unwrap();
+    refused(
+        &vm.run(&["annotate", "-i", file, "--program", program]),
+        &[program, "ELF"],
+    );
+}
+
+/// Nothing differs in one recording; in two, shares add up to 100 % before and after.
+#[test]
+fn a_recording_differs_from_itself_in_nothing() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let (old, new) = (recorded(&vm, "old.data"), recorded(&vm, "new.data"));
+    let (old, new) = (old.to_str().unwrap(), new.to_str().unwrap());
+    let same = vm.say(&["diff", old, old]);
+    assert!(
+        same.contains("# Event 'cycles'") && same.contains("spin_hot"),
+        "{same}"
+    );
+    let changes = |text: &str| -> Vec<f64> {
+        let rows = text
+            .lines()
+            .filter(|line| !line.starts_with('#') && !line.is_empty());
+        let delta = |row: &str| {
+            row.split_whitespace()
+                .rfind(|word| word.ends_with('%'))?
+                .trim_end_matches('%')
+                .parse()
+                .ok()
+        };
+        rows.map(|row| delta(row).unwrap_or_else(|| panic!("{row}")))
+            .collect()
+    };
+    assert!(
+        !changes(&same).is_empty() && changes(&same).iter().all(|delta| *delta == 0.0),
+        "{same}"
+    );
+    // The guest does the same all the time: what it spends in each function hardly changes.
+    let two = vm.say(&["diff", old, new]);
+    let sum: f64 = changes(&two).iter().sum();
+    assert!(sum.abs() < 0.1, "shares add up to 100 % before and after: {two}");
+
+    refused(&vm.run(&["diff", old, "/no/such/file"]), &["/no/such/file"]);
+    refused(&vm.run(&["diff", old]), &["NEW"]);
+}
