@@ -1,0 +1,295 @@
+//! A whole VMM with a PMU that works: one vCPU in real mode, 64 KiB of memory, and a guest that has itself
+//! interrupted every million cycles. //! //! `cargo run -p vpmu --example tiny_vmm` //! //! What there is of
+the PMU in it is marked 1 to 8; docs/guide/embedding.md says where that goes in other VMMs. //! Left out are a
+local APIC (PMIs are NMIs here), CPUID, RDPMC (which KVM does not hand out) and filters.
+#![expect(unsafe_code, reason = "guest memory, and a signal handler")]
+
+use std::arch::x86_64::{__cpuid_count, CpuidResult};
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::time::Instant;
+
+use kvm_bindings::{KVM_CAP_X86_USER_SPACE_MSR, kvm_enable_cap, kvm_userspace_memory_region};
+use kvm_ioctls::{
+    Kvm, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
+};
+use perf_core::pmu::VcpuId;
+use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::{Core, CoreConfig, CpuMode, SampleRegs, VcpuContext};
+use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
+use vpmu::{
+    BackingPolicy, CpuidRegs, Model, MsrAddress, MsrRead, MsrWrite, PerfCoreEvents, PmiReady, Sources, Vpmu,
+};
+
+const MEMORY_BYTES: usize = 0x1_0000;
+const CODE: usize = 0x1000;
+const NMI_HANDLER: usize = 0x2000;
+/// Where the guest counts its PMIs.
+const COUNT: u16 = 0x3000;
+const STACK: u64 = 0x8000;
+const PORT: u16 = 0xe9; // where the guest says how many it has had
+const PMIS: u8 = 10;
+const PERIOD: u32 = 1_000_000; // cycles from one PMI to the next
+/// Cycles (select 0x3C), at all privilege levels, with an interrupt at the overflow, enabled.
+const SELECTOR: u32 = 0x53_003C;
+const VCPU: VcpuId = VcpuId(0);
+const SIGNAL: libc::c_int = libc::SIGUSR2;
+
+/// Something has overflowed since the vCPU's loop last looked.
+static OVERFLOW: AtomicBool = AtomicBool::new(false);
+/// `immediate_exit` of the vCPU.
+static EXIT: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
+
+/// An overflow: KVM_RUN ends, or if it has not begun it returns at once.
+extern "C" fn on_overflow(_: libc::c_int) {
+    OVERFLOW.store(true, Ordering::SeqCst);
+    let exit = EXIT.load(Ordering::SeqCst);
+    if !exit.is_null() {
+        // SAFETY: it points into the vCPU's shared page, which is there until the process ends.
+        unsafe { exit.write_volatile(1) };
+    }
+}
+
+/// The guest's memory.
+#[repr(align(4096))]
+struct Memory([u8; MEMORY_BYTES]);
+
+/// What samples of an operator would look into: nothing here.
+struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
+/// The PMU of the vCPU.
+struct Pmu {
+    registers: Vpmu,
+    events: PerfCoreEvents,
+    context: Arc<VcpuContext>,
+    clock: Arc<VcpuClock>,
+    began: Instant,
+}
+
+impl Pmu {
+    /// 1. One perf core for the VM, with who can count here; for each vCPU a register file and a context.
+    ///    On the vCPU's thread, whose time and events are counted.
+    fn new(model: Model, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
+        let core = Core::new(CoreConfig::default());
+        let host = HostProbe::run();
+        if host.hardware_pmu {
+            core.register(Arc::new(HostPmu::hardware(Some(SIGNAL), &host)));
+        }
+        core.register(Arc::new(HostPmu::software(Some(SIGNAL))));
+        // Without a PMU of the host, cycles are the thread's time in the guest.
+        let clock = Arc::new(VcpuClock::for_current_thread(tsc_khz));
+        let clocks = ClockPmu::new(Some(SIGNAL));
+        clocks.add_vcpu(VCPU, clock.clone());
+        core.register(Arc::new(clocks));
+        let fed = FedPmu::new();
+        fed.add_vcpu(VCPU, Arc::new(FedCounts::new(vpmu::fed::SELECTORS)));
+        core.register(Arc::new(fed));
+        let context = core.add_vcpu(VCPU, clock.tid())?;
+        context.sched_in();
+        let hardware = host.hardware_pmu.then(|| vpmu::HostPmu::vendor(&mut cpuid));
+        let sources = Sources::new(BackingPolicy::Auto, hardware, |_| None);
+        Ok(Self {
+            registers: Vpmu::new(model),
+            events: PerfCoreEvents::new(core, VCPU, sources),
+            context,
+            clock,
+            began: Instant::now(),
+        })
+    }
+
+    /// 4. A signal has come: which counters have overflowed, and is a PMI due?
+    fn service_overflows(&mut self) {
+        if self.clock.wants_ticks() {
+            self.clock.tick(Some(0));
+        }
+        let mut counters = Vec::new();
+        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
+            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+        });
+        for counter in counters {
+            self.registers.overflowed(counter, &mut self.events);
+        }
+    }
+
+    /// 6. Whether a PMI is to be delivered now.
+    fn takes_pmi(&mut self) -> bool {
+        let now_ns = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let now = self.registers.pmi_pending() && self.registers.pmi_ready(now_ns) == PmiReady::Now;
+        if now {
+            self.registers.pmi_delivered(now_ns);
+        }
+        now
+    }
+}
+
+fn cpuid(leaf: u32, subleaf: u32) -> CpuidRegs {
+    let CpuidResult { eax, ebx, ecx, edx } = __cpuid_count(leaf, subleaf);
+    CpuidRegs { eax, ebx, ecx, edx }
+}
+
+/// 2. Every access to a PMU register exits; without the filter KVM answers some of them itself, with 0.
+fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), Box<dyn Error>> {
+    let args = [MsrExitReason::Filter.bits().into(), 0, 0, 0];
+    let cap = KVM_CAP_X86_USER_SPACE_MSR;
+    vm.enable_cap(&kvm_enable_cap {
+        cap,
+        args,
+        ..Default::default()
+    })?;
+    // KVM takes 16 ranges; in one, a zero bit denies KVM that access.
+    let mut spans: BTreeMap<u32, Vec<u8>> = BTreeMap::new();
+    for msr in ranges.iter().cloned().flatten() {
+        let (span, at) = (msr & !0xfff, (msr & 0xfff) as usize);
+        let bits = spans.entry(span).or_insert_with(|| vec![0xff; 0x1000 / 8]);
+        bits[at / 8] &= !(1 << (at % 8));
+    }
+    let flags = MsrFilterRangeFlags::READ | MsrFilterRangeFlags::WRITE;
+    let mut filters = Vec::new();
+    for (base, bitmap) in &spans {
+        let (base, msr_count) = (*base, bitmap.len() as u32 * 8);
+        filters.push(MsrFilterRange {
+            flags,
+            base,
+            msr_count,
+            bitmap,
+        });
+    }
+    Ok(vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &filters)?)
+}
+
+/// The guest: (address, code).
+fn guest() -> [(usize, Vec<u8>); 3] {
+    let mov = |register: u8, value: u32| [&[0x66, register][..], &value.to_le_bytes()].concat();
+    // mov ecx, msr; mov eax, low half; mov edx, high half; wrmsr
+    let wrmsr = |msr: u32, value: u64| {
+        let (low, high) = (mov(0xb8, value as u32), mov(0xba, (value >> 32) as u32));
+        [mov(0xb9, msr), low, high, vec![0x0f, 0x30]].concat()
+    };
+    let [low, high] = COUNT.to_le_bytes();
+    let begin = wrmsr(IA32_PMC0, u64::from(PERIOD).wrapping_neg());
+    let program = [
+        begin.clone(),
+        wrmsr(IA32_PERFEVTSEL0, SELECTOR.into()),
+        wrmsr(IA32_PERF_GLOBAL_CTRL, 1),
+        // again: cmp byte [COUNT], PMIS; jb again
+        vec![0x80, 0x3e, low, high, PMIS, 0x72, 0xf9],
+        wrmsr(IA32_PERF_GLOBAL_CTRL, 0),
+        // mov al, [COUNT]; out PORT, al; hlt
+        vec![0xa0, low, high, 0xe6, PORT as u8, 0xf4],
+    ];
+    let handler = [
+        // push eax; push ecx; push edx
+        vec![0x66, 0x50, 0x66, 0x51, 0x66, 0x52],
+        begin,
+        wrmsr(IA32_PERF_GLOBAL_STATUS_RESET, 1),
+        // inc byte [COUNT]; pop edx; pop ecx; pop eax; iret
+        vec![0xfe, 0x06, low, high, 0x66, 0x5a, 0x66, 0x59, 0x66, 0x58, 0xcf],
+    ];
+    // The second entry of the real-mode interrupt table is that of the NMI.
+    let vector = (2 * 4, (NMI_HANDLER as u32).to_le_bytes().to_vec());
+    [(CODE, program.concat()), (NMI_HANDLER, handler.concat()), vector]
+}
+
+fn machine() -> Result<(VmFd, VcpuFd), Box<dyn Error>> {
+    let vm = Kvm::new()?.create_vm()?;
+    // Nobody frees it, and from here on it is the guest's.
+    let memory = Box::leak(Box::new(Memory([0; MEMORY_BYTES])));
+    for (at, code) in guest() {
+        memory.0[at..][..code.len()].copy_from_slice(&code);
+    }
+    let region = kvm_userspace_memory_region {
+        memory_size: MEMORY_BYTES as u64,
+        userspace_addr: &raw mut *memory as u64,
+        ..Default::default()
+    };
+    // SAFETY: the region is the memory above, which stays and which nobody else uses.
+    unsafe { vm.set_user_memory_region(region)? };
+    let vcpu = vm.create_vcpu(0)?;
+    let mut sregs = vcpu.get_sregs()?;
+    (sregs.cs.base, sregs.cs.selector) = (0, 0);
+    vcpu.set_sregs(&sregs)?;
+    let mut regs = vcpu.get_regs()?;
+    (regs.rip, regs.rsp, regs.rflags) = (CODE as u64, STACK, 2);
+    vcpu.set_regs(&regs)?;
+    Ok((vm, vcpu))
+}
+
+/// Runs the guest to its end.
+pub fn main() -> Result<(), Box<dyn Error>> {
+    // SAFETY: the handler writes to atomics and one byte; a zeroed sigaction is valid and has no SA_RESTART.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_overflow as extern "C" fn(libc::c_int) as usize;
+        libc::sigaction(SIGNAL, &action, std::ptr::null_mut());
+    }
+    let (vm, mut vcpu) = machine()?;
+    let model = Model::INTEL;
+    trap_msrs(&vm, &model.trapped_msrs())?;
+    let mut pmu = Pmu::new(model, vcpu.get_tsc_khz().unwrap_or(1_000_000))?;
+    EXIT.store(&raw mut vcpu.get_kvm_run().immediate_exit, Ordering::SeqCst);
+    loop {
+        // 3. What a signal says from here on is seen by the look below, or ends KVM_RUN.
+        vcpu.set_kvm_immediate_exit(0);
+        if OVERFLOW.swap(false, Ordering::SeqCst) {
+            pmu.service_overflows();
+        }
+        // 5. What the guest wrote into the registers becomes events that count.
+        pmu.registers.reconcile(&mut pmu.events);
+        if pmu.takes_pmi() {
+            vcpu.nmi()?;
+        }
+        // 7. Only this is the guest's time.
+        pmu.clock.guest_enter();
+        let exit = vcpu.run();
+        pmu.clock.guest_exit();
+        // 8. The registers answer, with a value or with a fault.
+        match exit {
+            Ok(VcpuExit::X86Rdmsr(exit)) => {
+                match pmu.registers.read_msr(MsrAddress(exit.index), &mut pmu.events) {
+                    MsrRead::Value(value) => (*exit.error, *exit.data) = (0, value),
+                    MsrRead::InjectGp => *exit.error = 1,
+                }
+            }
+            Ok(VcpuExit::X86Wrmsr(exit)) => {
+                let written = pmu
+                    .registers
+                    .write_msr(MsrAddress(exit.index), exit.data, &mut pmu.events);
+                *exit.error = u8::from(written == MsrWrite::InjectGp);
+            }
+            Ok(VcpuExit::IoOut(PORT, data)) => {
+                println!("the guest: {} PMIs", data[0]);
+                assert_eq!(data[0], PMIS);
+            }
+            Ok(VcpuExit::Hlt) => break,
+            Ok(other) => return Err(format!("the guest does what it should not: {other:?}").into()),
+            Err(e) if e.errno() == libc::EINTR => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    let counter = pmu.registers.counters_view(&mut pmu.events).swap_remove(0);
+    let backing = counter
+        .backing
+        .map_or("nobody".to_owned(), |backing| backing.to_string());
+    println!(
+        "the host: {} cycles, counted by {backing}; {} overflows",
+        counter.counted, counter.overflows
+    );
+    assert!(counter.overflows >= PMIS.into() && counter.counted >= u64::from(PMIS) * u64::from(PERIOD));
+    pmu.registers.detach(&mut pmu.events);
+    Ok(())
+}
