@@ -1,7 +1,11 @@
 //! A whole VMM with a PMU that works: one vCPU in real mode, 64 KiB of memory, and a guest that has itself
-//! interrupted every million cycles. //! //! `cargo run -p vpmu --example tiny_vmm` //! //! What there is of
-the PMU in it is marked 1 to 8; docs/guide/embedding.md says where that goes in other VMMs. //! Left out are a
-local APIC (PMIs are NMIs here), CPUID, RDPMC (which KVM does not hand out) and filters.
+//! interrupted every million cycles.
+//!
+//! `cargo run -p vpmu --example tiny_vmm`
+//!
+//! What there is of the PMU in it is marked 1 to 8; docs/guide/embedding.md says where that goes in other
+//! VMMs. Left out are a local APIC (PMIs are NMIs here), CPUID, RDPMC (which KVM does not hand out) and
+//! filters.
 #![expect(unsafe_code, reason = "guest memory, and a signal handler")]
 
 use std::arch::x86_64::{__cpuid_count, CpuidResult};
