@@ -28,12 +28,11 @@ pub enum MuxChoice {
 
 impl MuxChoice {
     /// How events take turns on this host, and how long the first turns of the adaptive policy are if that
-    /// was measured. `shared`: guests and operators may share counters; where there are none nothing is
-    /// measured.
-    pub fn settle(self, kvm: &Kvm, probe: &HostProbe, shared: bool) -> (MuxPolicy, Option<Duration>) {
+    /// was measured. Where there are no counters nothing is measured.
+    pub fn settle(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
         match self {
             Self::Fixed(policy) => (policy, None),
-            Self::Auto if !shared || probe.slots() == 0 => (MuxPolicy::Adaptive, None),
+            Self::Auto if probe.slots() == 0 => (MuxPolicy::Adaptive, None),
             Self::Auto => match turn_cost::probe(kvm, probe) {
                 Ok(cost) => {
                     log::info!("events that share counters: {}", cost.in_words());
@@ -84,16 +83,14 @@ pub struct Ticks {
 }
 
 impl Ticks {
-    /// A timer that rings, if there is a core to ring for.
+    /// A timer that rings.
     ///
     /// # Errors
     /// timerfd_create or timerfd_settime failed.
-    pub fn new(wanted: bool) -> io::Result<Self> {
+    pub fn new() -> io::Result<Self> {
         let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
         let mut timer = TimerFd::new().map_err(os)?;
-        if wanted {
-            timer.reset(TICK, Some(TICK)).map_err(os)?;
-        }
+        timer.reset(TICK, Some(TICK)).map_err(os)?;
         Ok(Self { timer, pace: TICK })
     }
 
@@ -250,7 +247,7 @@ mod tests {
         let mut rig = contended(MuxPolicy::Rotate);
         let more = rig.handles.split_off(2);
         more.iter().for_each(|h| h.disable(Scope::Event).unwrap());
-        let mut ticks = Ticks::new(true).unwrap();
+        let mut ticks = Ticks::new().unwrap();
         ticks.rang(&rig.core);
         ticks.hurry(&rig.core);
         assert_eq!(ticks.pace, IDLE_TICK, "two events on two slots need no ticks");

@@ -39,7 +39,7 @@ pub struct Vm {
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     cpus: VcpuNumbers,
     bus: Arc<Bus>,
-    pmu: Option<Arc<VmPmu>>,
+    pmu: Arc<VmPmu>,
     control: Arc<RunControl>,
     loaded: Loaded,
     slots: MemorySlots,
@@ -85,7 +85,7 @@ impl Vm {
             supported,
             model,
             gate,
-            pmu: pmu.as_deref(),
+            pmu: &pmu,
             loaded: &loaded,
         };
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
@@ -97,7 +97,7 @@ impl Vm {
             &loaded,
             &ram,
             &bus,
-            pmu.as_ref(),
+            &pmu,
             &control,
             &uncounted,
         )?;
@@ -194,7 +194,7 @@ pub struct RunningVm {
     loaded: Loaded,
     control: Arc<RunControl>,
     bus: Arc<Bus>,
-    pmu: Option<Arc<VmPmu>>,
+    pmu: Arc<VmPmu>,
     _slots: MemorySlots,
     ram: GuestRam,
     free_breakpoints: usize,
@@ -211,9 +211,9 @@ impl RunningVm {
         &self.bus
     }
 
-    /// The PMU, unless the guest has none.
-    pub fn pmu(&self) -> Option<&Arc<VmPmu>> {
-        self.pmu.as_ref()
+    /// What counts it: for operators, and for the guest if it has a PMU.
+    pub fn pmu(&self) -> &Arc<VmPmu> {
+        &self.pmu
     }
 
     /// The guest's memory.

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 use consoles::{Consoles, Subscriber};
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use sandbox::{LastWill, ThreadKind};
 use virtio_devices::device::VirtioDevice;
@@ -314,7 +313,7 @@ fn controlled(
         virtio_console: consoles.virtio_place().unwrap_or_default().to_owned(),
         started: Instant::now(),
         control: running.control().clone(),
-        pmu: running.pmu().cloned(),
+        pmu: running.pmu().clone(),
         roster: running.roster().clone(),
         looks: AtomicU64::new(0),
         bus: running.bus().clone(),
@@ -381,14 +380,13 @@ fn serve(
     for part in consoles.subscribers(serial, resized, &quit).map_err(io_error)? {
         manager.add_subscriber(part);
     }
-    let mux = running.pmu().map_or(MuxPolicy::default(), |pmu| pmu.mux());
     let housekeeping = Arc::new(Mutex::new(Housekeeping {
         control: running.control().clone(),
-        pmu: running.pmu().cloned(),
+        pmu: running.pmu().clone(),
         quit,
         stopping,
-        ticks: Ticks::new(running.pmu().is_some()).map_err(io_error)?,
-        turns: Turns::new(mux).map_err(io_error)?,
+        ticks: Ticks::new().map_err(io_error)?,
+        turns: Turns::new(running.pmu().mux()).map_err(io_error)?,
         roster: running.roster().clone(),
         restarter,
     }));
@@ -416,7 +414,7 @@ fn io_error(e: io::Error) -> event_manager::Error {
 /// What ends or paces a VM from outside its vCPUs.
 struct Housekeeping {
     control: Arc<RunControl>,
-    pmu: Option<Arc<VmPmu>>,
+    pmu: Arc<VmPmu>,
     quit: EventFd,
     stopping: Stopping,
     ticks: Ticks,
@@ -429,10 +427,8 @@ struct Housekeeping {
 impl Housekeeping {
     /// After anything happened in the loop: operators may have opened events.
     fn hurry(&mut self) {
-        if let Some(pmu) = &self.pmu {
-            self.ticks.hurry(pmu.core());
-            self.turns.follow(pmu.core());
-        }
+        self.ticks.hurry(self.pmu.core());
+        self.turns.follow(self.pmu.core());
     }
 
     fn fds(&self) -> Vec<RawFd> {
@@ -459,18 +455,14 @@ impl MutEventSubscriber for Housekeeping {
             let _ = self.quit.read();
             self.control.stop(StopReason::Operator);
         } else if self.stopping.serve(fd) {
-        } else if fd == self.ticks.as_raw_fd()
-            && let Some(pmu) = &self.pmu
-        {
-            self.ticks.rang(pmu.core());
-            if pmu.core().has_unseen_errors() {
+        } else if fd == self.ticks.as_raw_fd() {
+            self.ticks.rang(self.pmu.core());
+            if self.pmu.core().has_unseen_errors() {
                 // A counter lost its place, and its vCPU may stay in the guest for long.
                 self.roster.kicker().kick();
             }
-        } else if fd == self.turns.as_raw_fd()
-            && let Some(pmu) = &self.pmu
-        {
-            self.turns.rang(pmu.core());
+        } else if fd == self.turns.as_raw_fd() {
+            self.turns.rang(self.pmu.core());
         } else if let Some(restarter) = &mut self.restarter
             && fd == restarter.event().as_raw_fd()
         {

@@ -71,8 +71,8 @@ pub struct Controlled {
     pub started: Instant,
     /// Run state and end.
     pub control: Arc<RunControl>,
-    /// The PMU, unless the guest has none.
-    pub pmu: Option<Arc<VmPmu>>,
+    /// What counts it.
+    pub pmu: Arc<VmPmu>,
     /// Which vCPUs there are.
     pub roster: Arc<Roster>,
     /// Its devices.

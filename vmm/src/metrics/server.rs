@@ -88,7 +88,7 @@ enum OwnEvents {
         session: EventSession,
         opened: Vec<Opened>,
     },
-    /// None: they were refused, or there is no PMU.
+    /// None: they were refused.
     None,
 }
 
@@ -117,16 +117,11 @@ impl MetricsServer {
     /// # Errors
     /// That of `timerfd_create(2)`.
     pub fn new(vm: Arc<Controlled>, listener: Listener, event_list: String) -> io::Result<Self> {
-        let events = if vm.pmu.is_some() {
-            OwnEvents::NotYet
-        } else {
-            OwnEvents::None
-        };
         Ok(Self {
             vm,
             listener,
             timer: TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?,
-            events,
+            events: OwnEvents::NotYet,
             event_list,
             connections: HashMap::new(),
             next: 0,
@@ -145,7 +140,7 @@ impl MetricsServer {
 
     /// Opens the events once every vCPU is in the perf core.
     fn open_events(&mut self) {
-        let Some(pmu) = &self.vm.pmu else { return };
+        let pmu = &self.vm.pmu;
         let mut there = self.vm.roster.taken();
         if there.any(|seat| pmu.core().vcpu_stats(VcpuId(seat.id().into())).is_none()) {
             return;
@@ -340,7 +335,7 @@ impl MetricsServer {
         if is_fresh {
             self.scrapes += 1;
         } else {
-            if self.vm.pmu.is_some() {
+            if self.vm.pmu.is_for_guest() {
                 let (generation, until) = *self
                     .look
                     .get_or_insert_with(|| (self.vm.ask_views(), now + VIEW_TIME));

@@ -60,7 +60,8 @@ pub fn overflow_signal() -> libc::c_int {
     libc::SIGUSR2
 }
 
-/// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from.
+/// The PMU of a VM: the perf core, its drivers and what every vCPU's PMU is made from. A VM whose guest has
+/// no PMU has this one too, for operators, with a model that is off.
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
@@ -136,6 +137,11 @@ impl VmPmu {
     /// [`KvmFilterError`]; nothing has changed.
     pub fn set_kvms_filter(&self, filter: &EventFilter) -> Result<(), KvmFilterError> {
         self.own.as_ref().map_or(Ok(()), |own| own.set_filter(filter))
+    }
+
+    /// Whether the guest has a PMU.
+    pub fn is_for_guest(&self) -> bool {
+        !self.config.model.is_off()
     }
 
     /// Who counts what for the guest, for operators, and as CPUID says it.
@@ -508,10 +514,15 @@ impl VcpuPmu {
         Some(Duration::from_nanos(ns))
     }
 
+    /// Whether PMIs are ours to deliver.
+    pub fn has_pmis(&self) -> bool {
+        self.vm.is_for_guest() && !self.is_kvms()
+    }
+
     /// Nanoseconds in which at least one enabled counter was not counted, and how often one lost its place or
-    /// found none. `None` where KVM's own vPMU counts.
+    /// found none. `None` where KVM's own vPMU counts, or the guest has no counters.
     pub fn uncounted(&mut self) -> Option<(u64, u64)> {
-        if self.is_kvms() {
+        if !self.has_pmis() {
             return None;
         }
         let attached = self.attached.as_mut()?;

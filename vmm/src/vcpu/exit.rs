@@ -41,6 +41,11 @@ struct Served<'v> {
 }
 
 impl Served<'_> {
+    /// Whether a write to [`TRAP_PORT`] may stand for RDPMC or end a step.
+    fn has_trap_port(&self) -> bool {
+        self.rdpmc.is_some() || self.stepper.is_some()
+    }
+
     /// RDMSR of a trapped register.
     fn read_msr(&mut self, msr: ReadMsrExit<'_>) -> Next {
         self.stats.rdmsr.inc();
@@ -167,7 +172,7 @@ impl Running {
         match why {
             Ok(VcpuExit::X86Rdmsr(msr)) => served.read_msr(msr),
             Ok(VcpuExit::X86Wrmsr(msr)) => served.write_msr(msr),
-            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if served.pmu.is_some() => Next::TrapPort(byte),
+            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if served.has_trap_port() => Next::TrapPort(byte),
             Ok(VcpuExit::IoOut(port, data)) => served.port_write(port, io_width, data),
             Ok(VcpuExit::IoIn(port, data)) => served.port_read(port, io_width, data),
             Ok(VcpuExit::MmioRead(address, data)) => served.memory_read(address, data),

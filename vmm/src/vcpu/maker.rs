@@ -56,8 +56,8 @@ pub struct VcpuMaker {
     pub vm: Arc<VmFd>,
     /// Its devices.
     pub bus: Arc<Bus>,
-    /// Its PMU, unless the guest has none.
-    pub pmu: Option<Arc<VmPmu>>,
+    /// What counts it.
+    pub pmu: Arc<VmPmu>,
     /// Its run state.
     pub control: Arc<RunControl>,
     /// Its memory.
@@ -88,8 +88,8 @@ impl VcpuMaker {
     /// # Errors
     /// [`VcpuError`]; KVM's vCPU comes back with it.
     pub fn make(&self, kvm: KvmVcpu, seat: &Arc<Seat>) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
-        let vcpu_pmu = self.pmu.as_ref().map(|pmu| pmu.vcpu(kvm.id(), kvm.tsc_khz()));
-        self.make_with(kvm, seat, vcpu_pmu)
+        let vcpu_pmu = self.pmu.vcpu(kvm.id(), kvm.tsc_khz());
+        self.make_with(kvm, seat, Some(vcpu_pmu))
     }
 
     /// Makes KVM's vCPU what it was when it was made, and ready to enter what is loaded now.

@@ -85,7 +85,7 @@ pub struct Vcpu {
 }
 
 impl Vcpu {
-    /// Ready to enter the guest. `pmu` is `None` when the guest has no PMU.
+    /// Ready to enter the guest. Without `pmu` nothing counts it.
     pub fn new(
         kvm: KvmVcpu,
         lvtpc: Lvtpc,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
 use kvm_ioctls::{Cap, Kvm, VmFd};
+use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::{LastResort, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
@@ -20,7 +21,7 @@ use crate::kernels::uncounted::Uncounted;
 use crate::kvm::cpuid::{self, GuestCpu};
 use crate::kvm::host::{self, Flavour, HostError};
 use crate::kvm::misc_enable;
-use crate::kvm::msr_filter::{self};
+use crate::kvm::msr_filter::{self, MsrFilterError};
 use crate::kvm::own_pmu::{self};
 use crate::kvm::pci_machine::KvmMachine;
 use crate::kvm::stats_fd::stats_fd;
@@ -39,6 +40,7 @@ use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
 /// What follows from a configuration, and the machine's parts made by it.
 pub(super) struct Plan<'a> {
     pub(super) config: &'a VmConfig,
+    /// The guest has a PMU.
     pub(super) has_pmu: bool,
     /// PMU registers and RDPMC are ours to serve; with KVM's own vPMU they are KVM's.
     pub(super) traps: bool,
@@ -53,7 +55,7 @@ pub(super) struct VcpuParts<'a> {
     pub(super) supported: CpuId,
     pub(super) model: Model,
     pub(super) gate: bool,
-    pub(super) pmu: Option<&'a VmPmu>,
+    pub(super) pmu: &'a VmPmu,
     pub(super) loaded: &'a Loaded,
 }
 
@@ -94,7 +96,7 @@ impl<'a> Plan<'a> {
         loaded: &Loaded,
         ram: &GuestRam,
         bus: &Arc<Bus>,
-        pmu: Option<&Arc<VmPmu>>,
+        pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         uncounted: &Arc<Uncounted>,
     ) -> Result<VcpuMaker, VmError> {
@@ -103,7 +105,7 @@ impl<'a> Plan<'a> {
         Ok(VcpuMaker {
             vm: fd.clone(),
             bus: bus.clone(),
-            pmu: pmu.cloned(),
+            pmu: pmu.clone(),
             control: control.clone(),
             memory: ram.memory().clone(),
             breakpoints,
@@ -202,7 +204,7 @@ impl<'a> Plan<'a> {
         Ok(fd)
     }
 
-    /// The PMU of the VM, and what KVM is to leave to it.
+    /// What counts the VM, for operators too, and what KVM is to leave to it.
     pub(super) fn make_pmu(
         &self,
         kvm: &Kvm,
@@ -210,10 +212,7 @@ impl<'a> Plan<'a> {
         probe: &HostProbe,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
-    ) -> Result<Option<Arc<VmPmu>>, VmError> {
-        if !self.has_pmu {
-            return Ok(None);
-        }
+    ) -> Result<Arc<VmPmu>, VmError> {
         let config = PmuConfig {
             model,
             ..self.config.pmu.clone()
@@ -229,12 +228,18 @@ impl<'a> Plan<'a> {
             Some(offered) => pmu.with_own(OwnVmPmu::new(fd.clone(), offered)),
             None => pmu,
         };
-        if self.traps {
-            msr_filter::install(fd, &self.config.pmu.model.trapped_msrs())?;
+        if self.config.own_pmu.is_none() {
+            match msr_filter::install(fd, &self.config.pmu.model.trapped_msrs()) {
+                // Where there is no PMU KVM answers much as hardware does.
+                Err(e @ MsrFilterError::Unsupported(_)) if !self.has_pmu => {
+                    log::info!("{}", error_line(&e));
+                }
+                installed => installed?,
+            }
         }
         pmu.set_kvms_filter(&self.config.pmu.filter)?;
         stop_halt_polling(fd);
-        Ok(Some(Arc::new(pmu)))
+        Ok(Arc::new(pmu))
     }
 
     pub(super) fn make_bus(&self, console: Box<dyn Write + Send>, fd: &Arc<VmFd>) -> Result<Bus, VmError> {
@@ -326,10 +331,8 @@ impl<'a> Plan<'a> {
         if id == 0 {
             parts.loaded.configure_bsp(&vcpu)?;
         }
-        if let Some(pmu) = parts.pmu
-            && let Some(stats) = statistics(&vcpu)
-        {
-            pmu.add_statistics(id, stats);
+        if let Some(stats) = statistics(&vcpu) {
+            parts.pmu.add_statistics(id, stats);
         }
         let restarts = config.on_reset == OnReset::Restart;
         let first = if restarts || config.cpus.can_change() && id > 0 {

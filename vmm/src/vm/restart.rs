@@ -49,7 +49,7 @@ pub struct Restarter {
     pub(super) again: Again,
     pub(super) ram: GuestRam,
     pub(super) bus: Arc<Bus>,
-    pub(super) pmu: Option<Arc<VmPmu>>,
+    pub(super) pmu: Arc<VmPmu>,
     pub(super) control: Arc<RunControl>,
     pub(super) roster: Arc<Roster>,
     pub(super) symbols: Arc<ArcSwap<KernelSymbols>>,
@@ -72,7 +72,7 @@ impl Restarter {
             let maker = again.make(
                 &self.ram,
                 &self.bus,
-                self.pmu.as_ref(),
+                &self.pmu,
                 &self.control,
                 &self.symbols,
             )?;
@@ -100,7 +100,7 @@ impl Again {
         &self,
         ram: &GuestRam,
         bus: &Arc<Bus>,
-        pmu: Option<&Arc<VmPmu>>,
+        pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         symbols: &ArcSwap<KernelSymbols>,
     ) -> Result<VcpuMaker, VmError> {
@@ -115,9 +115,7 @@ impl Again {
             self.uncounted.hide(ram.memory(), &loaded.event_tables);
         }
         self.chips.restore(&self.fd)?;
-        if let Some(pmu) = pmu {
-            pmu.probe().forget();
-        }
+        pmu.probe().forget();
         symbols.store(loaded.symbols.clone());
         plan.vcpu_maker(
             &self.fd,

@@ -39,6 +39,9 @@ pub enum RunError {
         #[source]
         source: FilterError,
     },
+    /// An option is about a PMU that the guest does not have.
+    #[error("{0} with --pmu off: the guest has no PMU for it; leave {0} out, or choose a PMU")]
+    WithoutPmu(&'static str),
     /// KVM cannot be used.
     #[error(transparent)]
     Host(#[from] HostError),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, Generation, HostPmu, Model, Vendor};
+use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, HostPmu, Model, Vendor};
 
 use super::error::RunError;
 use crate::cli::RunArgs;
@@ -52,7 +52,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         })?,
         None => EventFilter::allow_all(),
     };
-    let (mux, turn) = turns(args, kvm, probe, backed.has_pmu)?;
+    let (mux, turn) = turns(args, kvm, probe)?;
     Ok(VmConfig {
         kernel: match &args.kernel {
             Some(path) => KernelSource::File(path.clone()),
@@ -111,7 +111,10 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
     let policy = args.backing;
     let width = args.pmu_width.map(u32::from);
     let mut model = Model::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
-    let has_pmu = !matches!(model.generation(), Generation::Off(_));
+    let has_pmu = !model.is_off();
+    if !has_pmu && let Some(option) = means_nothing_without_pmu(args) {
+        return Err(RunError::WithoutPmu(option));
+    }
     if has_pmu {
         backing::check_policy(policy, probe)?;
     }
@@ -177,6 +180,21 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
     })
 }
 
+/// What is asked of a PMU that the guest does not have.
+fn means_nothing_without_pmu(args: &RunArgs) -> Option<&'static str> {
+    [
+        ("--pmu-filter", args.pmu_filter.is_some()),
+        ("--pmi-limit", args.pmi_limit.is_some()),
+        ("--backing", args.backing != BackingPolicy::Auto),
+        (
+            "--rdpmc",
+            !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off),
+        ),
+    ]
+    .into_iter()
+    .find_map(|(option, given)| given.then_some(option))
+}
+
 /// The host as the guest's counters find it when `reserved` counters are kept for events of the whole VM.
 fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
     let mut probe = probe.clone();
@@ -189,12 +207,11 @@ fn turns(
     args: &RunArgs,
     kvm: &Kvm,
     probe: &HostProbe,
-    has_pmu: bool,
 ) -> Result<(MuxPolicy, Option<Duration>), RunError> {
     match (args.mux, args.mux_turn) {
         (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
         (_, Some(turn)) => Ok((MuxPolicy::Adaptive, Some(turn))),
-        (choice, None) => Ok(choice.settle(kvm, probe, has_pmu)),
+        (choice, None) => Ok(choice.settle(kvm, probe)),
     }
 }
 

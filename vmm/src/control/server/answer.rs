@@ -62,7 +62,7 @@ impl ControlServer {
             ),
             Call::Share { policy } => {
                 let policy = share_policy(&policy)?;
-                self.pmu()?.core().set_share(policy);
+                vm.pmu.core().set_share(policy);
                 value(Value::Null)
             }
             Call::Filter { toml } => self.filter(&toml),
@@ -81,7 +81,7 @@ impl ControlServer {
                     (false, Some(these)) => On::These(these),
                     (false, None) => On::Each,
                 };
-                let session = self.session(connection)?;
+                let session = self.session(connection);
                 value(session.open(&events, where_to, sampling)?)
             }
             Call::Enable | Call::Disable => {
@@ -141,7 +141,7 @@ impl ControlServer {
                 Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
             }
             Call::GuestView => {
-                self.pmu()?;
+                self.guest_pmu()?;
                 value(Generation {
                     generation: vm.ask_views(),
                 })
@@ -212,7 +212,7 @@ impl ControlServer {
     }
 
     fn filter(&self, toml: &str) -> Result<Done, Failure> {
-        let pmu = self.pmu()?;
+        let pmu = self.guest_pmu()?;
         let filter = EventFilter::from_toml(toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         pmu.set_kvms_filter(&filter)
             .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
@@ -226,17 +226,16 @@ impl ControlServer {
     }
 
     /// The events of the connection; none yet if it has opened none.
-    fn session<'a>(&self, connection: &'a mut Connection) -> Result<&'a mut EventSession, Failure> {
-        let pmu = self.pmu()?.clone();
-        let (uid, roster) = (connection.uid, self.vm.roster.clone());
-        let new = || EventSession::new(pmu, uid, roster);
-        Ok(connection.events.get_or_insert_with(new))
+    fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut EventSession {
+        let (vm, uid) = (&self.vm, connection.uid);
+        let new = || EventSession::new(vm.pmu.clone(), uid, vm.roster.clone());
+        connection.events.get_or_insert_with(new)
     }
 
     /// What is known of the guest's kernel; a look at it begins if there was none yet.
     fn kernel(&self) -> Result<Done, Failure> {
         let vm = &self.vm;
-        let probe = self.pmu()?.probe();
+        let probe = vm.pmu.probe();
         if !vm.flat
             && let Some(first) = vm.roster.taken().next()
             && probe.begin_search()
@@ -247,18 +246,19 @@ impl ControlServer {
         value(probe.kernel_info())
     }
 
-    fn pmu(&self) -> Result<&Arc<VmPmu>, Failure> {
-        match &self.vm.pmu {
-            Some(pmu) => Ok(pmu),
-            None => fail(
-                FailureKind::Unsupported,
-                "this VM has no PMU and counts nothing; run it without --pmu off",
-            ),
+    /// The PMU that the guest sees.
+    fn guest_pmu(&self) -> Result<&VmPmu, Failure> {
+        if self.vm.pmu.is_for_guest() {
+            return Ok(&self.vm.pmu);
         }
+        fail(
+            FailureKind::Unsupported,
+            "this VM's guest has no PMU; run it without --pmu off (stat, record and top count it from the host all the same)",
+        )
     }
 
     fn symbols(&mut self) -> Result<Done, Failure> {
-        let kernel = self.vm.pmu.as_ref().and_then(|pmu| pmu.probe().kernel());
+        let kernel = self.vm.pmu.probe().kernel();
         let image = kernel.as_ref().map(|k| &k.image);
         let running = kernel.as_ref().and_then(|k| Some((k.image.symbols()?, k.slide)));
         let loaded = self.vm.symbols.load_full();

@@ -1,0 +1,71 @@
+//! A guest without a PMU (`--pmu off`) is counted and sampled from the host as any other.
+
+mod common;
+
+use std::process::{Command, Stdio};
+
+use common::vm::{PROGRAM, SpinningVm};
+
+fn said(command: &mut Command) -> (Option<i32>, String) {
+    let out = command.stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    (out.status.code(), text)
+}
+
+#[test]
+fn an_operator_counts_and_samples_it() {
+    let Some(vm) = SpinningVm::start("bare", &["--pmu", "off", "--cpus", "2"]) else {
+        return;
+    };
+    let events = "cycles,task-clock,io-exits";
+    let (status, text) = said(&mut vm.operator(&["stat", "bare", "-x,", "-e", events, "-d", "0.3"]));
+    assert_eq!(status, Some(0), "{text}");
+    for event in ["cycles", "task-clock"] {
+        let line = text.lines().find(|line| line.contains(event));
+        let count = line.and_then(|line| line.split(',').next()?.parse::<f64>().ok());
+        assert!(count.is_some_and(|count| count > 0.0), "{event}: {text}");
+    }
+    let file = vm.runtime.path().join("perf.data");
+    let file = file.to_str().unwrap();
+    let (status, text) =
+        said(&mut vm.operator(&["record", "bare", "-F", "500", "-d", "1", "-q", "-o", file]));
+    assert_eq!(status, Some(0), "{text}");
+    let (status, text) = said(&mut vm.operator(&["report", "-i", file]));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("spin_hot"), "{text}");
+}
+
+#[test]
+fn what_is_of_the_guests_pmu_is_refused_in_a_line() {
+    let Some(vm) = SpinningVm::start("bare", &["--pmu", "off"]) else {
+        return;
+    };
+    let filter = vm.runtime.path().join("filter.toml");
+    std::fs::write(&filter, "action = \"allow\"\nevents = []\n").unwrap();
+    for args in [
+        &["stat", "bare", "--guest-view"][..],
+        &["ctl", "bare", "filter", filter.to_str().unwrap()],
+    ] {
+        let (status, text) = said(&mut vm.operator(args));
+        assert_eq!(status, Some(2), "{args:?}: {text}");
+        assert!(
+            text.contains("guest has no PMU") && text.lines().count() == 1,
+            "{args:?}: {text}"
+        );
+    }
+    // Nor does a VM start that was to have one and not.
+    for (option, value) in [
+        ("--pmu-filter", filter.to_str().unwrap()),
+        ("--pmi-limit", "5"),
+        ("--backing", "clock"),
+        ("--rdpmc", "trap"),
+    ] {
+        let mut run = Command::new(PROGRAM);
+        let (status, text) = said(run.args(["run", "--pmu", "off", option, value]));
+        assert_eq!(status, Some(2), "{option}: {text}");
+        assert!(
+            text.contains(&format!("{option} with --pmu off")) && text.lines().count() == 1,
+            "{option}: {text}"
+        );
+    }
+}
