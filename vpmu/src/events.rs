@@ -338,6 +338,11 @@ impl EventRequest {
     }
 }
 
+/// The event selects of [`decode`] that have architectural events, of either vendor.
+pub(crate) const ARCHITECTURAL_SELECTS: [u16; 12] = [
+    0x29, 0x2E, 0x3C, 0x76, 0xA4, 0xC0, 0xC2, 0xC3, 0xC4, 0xC5, 0xD0, 0x120,
+];
+
 /// Meaning of an event select and unit mask.
 ///
 /// Intel: SDM vol. 3 "Pre-defined Architectural Performance Events"; taken branches, loads and stores

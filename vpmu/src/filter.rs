@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::events::{Selection, UnitMask};
+use crate::events::{EventSelect, GuestEvent, Selection, UnitMask, decode, paravirtual_select};
 use crate::index::MAX_FIXED;
+use crate::names::Vendor;
 
 /// Most entries of a filter.
 pub const MAX_ENTRIES: usize = 4096;
@@ -154,6 +155,54 @@ impl EventFilter {
             action: Action::Deny,
             fixed_counters: 0,
             entries: Box::default(),
+        }
+    }
+
+    /// Allows the architectural events of a vendor, on any counter, and nothing else: what a tenant of a
+    /// shared host needs to find where its own programs spend their time.
+    #[must_use]
+    pub fn architectural(vendor: Vendor) -> Self {
+        let architectural = |select: u16, umask: u8| {
+            let event = decode(vendor, EventSelect(select), UnitMask(umask));
+            matches!(event, GuestEvent::Architectural(_))
+        };
+        let listed = crate::events::ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
+            let exact = move |matches| Entry {
+                select,
+                mask: 0xFF,
+                matches,
+                exclude: false,
+            };
+            (0..=u8::MAX)
+                .filter(move |&umask| architectural(select, umask))
+                .map(exact)
+        });
+        let mut entries: Vec<Entry> = listed.collect();
+        entries.sort_unstable();
+        Self {
+            action: Action::Allow,
+            fixed_counters: (1 << MAX_FIXED) - 1,
+            entries: entries.into_boxed_slice(),
+        }
+    }
+
+    /// The same without the paravirtual events of a vendor's model, whatever the filter says of them.
+    #[must_use]
+    pub fn without_paravirtual(self, vendor: Vendor) -> Self {
+        let select = paravirtual_select(vendor).0;
+        let others = self.entries.iter().filter(|entry| entry.select != select);
+        let all = Entry {
+            select,
+            mask: 0,
+            matches: 0,
+            exclude: false,
+        };
+        let denied = (self.action == Action::Deny).then_some(all);
+        let mut entries: Vec<Entry> = others.copied().chain(denied).collect();
+        entries.sort_unstable();
+        Self {
+            entries: entries.into_boxed_slice(),
+            ..self
         }
     }
 
@@ -313,6 +362,42 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Of all numbers that a counter can be programmed with.
+    fn general_events() -> impl Iterator<Item = (u16, u8)> {
+        (0..=0xFFF).flat_map(|select| (0..=u8::MAX).map(move |umask| (select, umask)))
+    }
+
+    #[test]
+    fn the_architectural_filter_allows_architectural_events_and_no_others() {
+        for vendor in [Vendor::Intel, Vendor::Amd] {
+            let filter = EventFilter::architectural(vendor);
+            for (select, umask) in general_events() {
+                let event = decode(vendor, EventSelect(select), UnitMask(umask));
+                let architectural = matches!(event, GuestEvent::Architectural(_));
+                let allowed = filter.allows(general(select, umask));
+                assert_eq!(allowed, architectural, "{vendor:?} {select:#x}/{umask:#x}");
+            }
+            assert!((0..4).all(|n| filter.allows(Selection::Fixed(n))));
+        }
+    }
+
+    #[test]
+    fn paravirtual_events_are_taken_out_whatever_a_filter_says() {
+        for (vendor, own, others) in [(Vendor::Intel, 0xFF, 0xC0), (Vendor::Amd, 0xFFF, 0xFF)] {
+            for text in [
+                "action = \"deny\"\nevents = [{ select = 1 }]".to_owned(),
+                format!("action = \"deny\"\nevents = [{{ select = {own}, umask = 3, exclude = true }}]"),
+                format!("action = \"allow\"\nevents = [{{ select = {own} }}, {{ select = {others} }}]"),
+            ] {
+                let filter = EventFilter::from_toml(&text).unwrap().without_paravirtual(vendor);
+                for umask in 0..=u8::MAX {
+                    assert!(!filter.allows(general(own, umask)), "{text}: {umask}");
+                    assert!(filter.allows(general(others, umask)), "{text}: {umask}");
+                }
+            }
+        }
+    }
     use crate::events::EventSelect;
     use proptest::prelude::*;
 

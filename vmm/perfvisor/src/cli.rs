@@ -32,7 +32,7 @@ use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    large, parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
+    Profile, large, parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
     parse_share, parse_stop_timeout, parse_turn, parse_width,
 };
 use control_api::nearest::did_you_mean;
@@ -240,6 +240,10 @@ pub struct RunArgs {
     /// File with the events the guest may count.
     #[arg(long, value_name = "FILE")]
     pub pmu_filter: Option<PathBuf>,
+    /// Whom the guest is for: own (it may count what can be counted), or tenant (of a host that others share:
+    /// architectural events only, no paravirtual events, no debug-exit port, no metrics of what it counts).
+    #[arg(long, value_name = "WHOM", default_value = "own")]
+    pub profile: Profile,
     /// Most PMIs per second and vCPU; 0 is no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
     pub pmi_limit: Option<u32>,

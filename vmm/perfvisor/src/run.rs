@@ -32,6 +32,7 @@ use crate::devices::{self};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::stopping::Stopping;
+use crate::values::Profile;
 use control_api::events::list::{self};
 use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
@@ -183,7 +184,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
         ))));
     }
     if let Some(listener) = metrics {
-        let server = MetricsServer::new(controlled, listener, args.metrics_events.clone())
+        let guest_counters = args.profile != Profile::Tenant;
+        let server = MetricsServer::new(controlled, listener, args.metrics_events.clone(), guest_counters)
             .map_err(|e| RunError::Start("timerfd_create failed", e))?;
         log::info!("metrics at {}", server.address());
         servers.push(Arc::new(Mutex::new(server)));

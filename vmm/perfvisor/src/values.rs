@@ -3,6 +3,7 @@
 //! A type that is parsed where it is defined (`ModelName`, `VcpuNumbers`) needs nothing here.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use guest_images::bare_metal::{GUESTS, Guest};
@@ -33,12 +34,37 @@ const MAX_RING_BYTES: u64 = 64 << 30;
 /// Longest time that a guest may be given to power off, in seconds: a day.
 const MAX_STOP_TIMEOUT_S: f64 = 86_400.0;
 
+/// Whom a guest is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Profile {
+    /// Who has the host.
+    #[default]
+    Own,
+    /// One of several, who are not to learn of each other.
+    Tenant,
+}
+
+impl FromStr for Profile {
+    type Err = ValueError;
+
+    fn from_str(word: &str) -> Result<Self, ValueError> {
+        match word {
+            "own" => Ok(Self::Own),
+            "tenant" => Ok(Self::Tenant),
+            _ => Err(ValueError::Profile),
+        }
+    }
+}
+
 /// What is wrong with a value. Who prints it names the option and the value before it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
     /// No built-in guest of that name.
     #[error("must be one of {}", GUESTS.map(|guest| guest.name).join(", "))]
     Builtin,
+    /// No profile.
+    #[error("must be own or tenant")]
+    Profile,
     /// No size.
     #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
     Size,

@@ -50,6 +50,8 @@ pub struct Bus {
     cpu_plug: Option<Arc<CpuPlug>>,
     /// Where the machine has one.
     pci: Option<PciBus>,
+    /// There is no debug-exit device.
+    no_debug_exit: bool,
     /// Last value written to the reset control register.
     reset_control: AtomicU8,
     /// Last value written to system control port A.
@@ -82,6 +84,7 @@ impl Bus {
                 .then(|| CpuPlug::new(cpus.present(), cpus.max()).map(Arc::new))
                 .transpose()?,
             pci: None,
+            no_debug_exit: false,
             reset_control: AtomicU8::new(0),
             control_a: AtomicU8::new(0),
             control_b_reads: AtomicU8::new(0),
@@ -116,6 +119,13 @@ impl Bus {
         if let Some(pci) = &self.pci {
             pci.reset();
         }
+    }
+
+    /// Without the debug-exit device: nobody answers at its ports.
+    #[must_use]
+    pub fn without_debug_exit(mut self) -> Self {
+        self.no_debug_exit = true;
+        self
     }
 
     /// With a PCI bus.
@@ -171,7 +181,7 @@ impl Bus {
     #[expect(clippy::cast_possible_truncation, reason = "an access has at most 8 bytes")]
     pub fn io_out(&self, port: u16, data: &[u8]) -> BusOutcome {
         match port {
-            p if ports::DEBUG_EXIT_PORTS.contains(&p) => {
+            p if ports::DEBUG_EXIT_PORTS.contains(&p) && !self.no_debug_exit => {
                 let code = data.first().copied().unwrap_or(0);
                 BusOutcome::Exit((code << 1) | 1)
             }
@@ -364,6 +374,10 @@ mod tests {
         assert_eq!(bus.io_out(0xF4, &[0]), BusOutcome::Exit(1));
         assert_eq!(bus.io_out(0xF4, &[0x10, 0, 0, 0]), BusOutcome::Exit(33));
         assert_eq!(bus.io_out(0xF4, &[0xFF]), BusOutcome::Exit(0xFF));
+        let bus = bus.without_debug_exit();
+        for port in 0xF4..=0xF7 {
+            assert_eq!(bus.io_out(port, &[0x10, 0, 0, 0]), BusOutcome::Continue);
+        }
     }
 
     #[test]

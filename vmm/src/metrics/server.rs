@@ -99,6 +99,8 @@ pub struct MetricsServer {
     timer: TimerFd,
     events: OwnEvents,
     event_list: String,
+    /// What guests have programmed is served too.
+    guest_counters: bool,
     connections: HashMap<u32, Connection>,
     next: u32,
     /// The listener is out of the loop for want of descriptors.
@@ -112,17 +114,25 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Serves `vm` at `listener`; `event_list` is counted for it on every vCPU.
+    /// Serves `vm` at `listener`; `event_list` is counted for it on every vCPU. `guest_counters`: what the
+    /// guest has programmed is served too, under labels that it chooses.
     ///
     /// # Errors
     /// That of `timerfd_create(2)`.
-    pub fn new(vm: Arc<Controlled>, listener: Listener, event_list: String) -> io::Result<Self> {
+    pub fn new(
+        vm: Arc<Controlled>,
+        listener: Listener,
+        event_list: String,
+        guest_counters: bool,
+    ) -> io::Result<Self> {
+        let guest_counters = guest_counters && vm.pmu.is_for_guest();
         Ok(Self {
             vm,
             listener,
             timer: TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?,
             events: OwnEvents::NotYet,
             event_list,
+            guest_counters,
             connections: HashMap::new(),
             next: 0,
             deaf: false,
@@ -335,7 +345,7 @@ impl MetricsServer {
         if is_fresh {
             self.scrapes += 1;
         } else {
-            if self.vm.pmu.is_for_guest() {
+            if self.guest_counters {
                 let (generation, until) = *self
                     .look
                     .get_or_insert_with(|| (self.vm.ask_views(), now + VIEW_TIME));

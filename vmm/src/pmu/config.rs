@@ -18,6 +18,9 @@ pub struct PmuConfig {
     pub policy: BackingPolicy,
     /// Which events may be counted.
     pub filter: Arc<EventFilter>,
+    /// Whether the guest may ever count paravirtual events; else `filter` denies them, and so does any that
+    /// comes later.
+    pub paravirtual: bool,
     /// Most PMIs per second and vCPU.
     pub pmi_limit: u32,
     /// What can be stepped on this host, for the exact backing.

@@ -131,6 +131,16 @@ impl VmPmu {
         self
     }
 
+    /// What the guest may count by `filter`: never what the VM denies for good.
+    #[must_use]
+    pub fn within_limits(&self, filter: EventFilter) -> EventFilter {
+        if self.config.paravirtual {
+            filter
+        } else {
+            filter.without_paravirtual(self.config.model.vendor())
+        }
+    }
+
     /// Gives the filter to KVM where its own vPMU counts; else each vCPU's thread filters events.
     ///
     /// # Errors
@@ -654,6 +664,7 @@ mod tests {
             model: Model::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
             policy: BackingPolicy::Auto,
             filter: Arc::new(EventFilter::allow_all()),
+            paravirtual: true,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             stepping: Stepping::default(),
             share: SharePolicy::default(),

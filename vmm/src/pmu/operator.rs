@@ -255,6 +255,7 @@ mod tests {
             model: Model::INTEL,
             policy: BackingPolicy::None,
             filter: Arc::new(EventFilter::allow_all()),
+            paravirtual: true,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             stepping: Stepping::default(),
             share: SharePolicy::default(),

@@ -49,6 +49,8 @@ pub struct VmConfig {
     pub nested: bool,
     /// What a reset of the machine by its guest leads to.
     pub on_reset: OnReset,
+    /// Whether the guest can end the VM by the debug-exit port.
+    pub debug_exit: bool,
     /// Family, model and stepping of its processors, if not the usual ones.
     pub cpu_signature: Option<CpuSignature>,
 }

@@ -245,6 +245,11 @@ impl<'a> Plan<'a> {
     pub(super) fn make_bus(&self, console: Box<dyn Write + Send>, fd: &Arc<VmFd>) -> Result<Bus, VmError> {
         let bus = Bus::new(console, self.config.memory_bytes, self.config.cpus)
             .map_err(|e| VmError::Os("making the devices", e))?;
+        let bus = if self.config.debug_exit {
+            bus
+        } else {
+            bus.without_debug_exit()
+        };
         fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
             .map_err(call("KVM_IRQFD"))?;
         let vm = fd.clone();

@@ -123,6 +123,7 @@ fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
         (&["--stop-timeout", "-1"], "'-1'", "86400"),
         (&["--stop-timeout", "x"], "'x'", "86400"),
         (&["--share", "x"], "'x'", "strict"),
+        (&["--profile", "x"], "'x'", "own or tenant"),
         (&["--mux", "x"], "'x'", "adaptive"),
         (&["--pmi-limit", "x"], "'x'", "PMIs"),
         (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),

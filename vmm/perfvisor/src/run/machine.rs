@@ -9,6 +9,7 @@ use vpmu::{ArchEvent, Backability, BackingPolicy, EventFilter, HostPmu, Model, V
 
 use super::error::RunError;
 use crate::cli::RunArgs;
+use crate::values::Profile;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::kvm::cpuid;
 use perfvisor_vmm::kvm::host::Kvm;
@@ -45,12 +46,20 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         return Err(RunError::Reserve { asked, free });
     }
     let backed = backed(args, kvm, probe)?;
+    let tenant = args.profile == Profile::Tenant;
+    let vendor = backed.model.vendor();
     let filter = match &args.pmu_filter {
         Some(path) => EventFilter::from_file(path).map_err(|source| RunError::Filter {
             path: path.clone(),
             source,
         })?,
+        None if tenant => EventFilter::architectural(vendor),
         None => EventFilter::allow_all(),
+    };
+    let filter = if tenant {
+        filter.without_paravirtual(vendor)
+    } else {
+        filter
     };
     let (mux, turn) = turns(args, kvm, probe)?;
     Ok(VmConfig {
@@ -82,6 +91,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
             model: backed.model,
             policy: args.backing,
             filter: Arc::new(filter),
+            paravirtual: !tenant,
             pmi_limit: match args.pmi_limit {
                 None => vpmu::DEFAULT_PMI_LIMIT,
                 Some(0) => u32::MAX,
@@ -104,6 +114,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
         debugger: args.gdb.as_ref().map(|gdb| DebuggerWanted { wait: gdb.wait }),
         pins: args.pin.clone().unwrap_or_default(),
         cpu_signature: args.cpu_signature,
+        debug_exit: !tenant,
     })
 }
 

@@ -214,6 +214,7 @@ impl ControlServer {
     fn filter(&self, toml: &str) -> Result<Done, Failure> {
         let pmu = self.guest_pmu()?;
         let filter = EventFilter::from_toml(toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
+        let filter = pmu.within_limits(filter);
         pmu.set_kvms_filter(&filter)
             .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         let filter = Arc::new(filter);
