@@ -326,8 +326,9 @@ pub struct RunArgs {
     /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
     #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3")]
     pub vsock: Option<VsockConfig>,
-    /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT or unix:PATH.
-    #[arg(long, value_name = "ADDR")]
+    /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT, or unix:PATH with the permissions of
+    /// the socket's file, as in mode=0660.
+    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH[,mode=MODE]")]
     pub metrics: Option<MetricsAddress>,
     /// Events to count for the metrics, in perf's syntax.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS, requires = "metrics")]

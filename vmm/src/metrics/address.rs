@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -19,15 +19,23 @@ pub enum MetricsAddress {
     /// A port of a loopback address; port 0 lets the host choose.
     Tcp(SocketAddr),
     /// A Unix socket.
-    Unix(PathBuf),
+    Unix {
+        /// Its path.
+        path: PathBuf,
+        /// The permissions of its file; without them those that the umask leaves.
+        mode: Option<u32>,
+    },
 }
 
 /// No address that metrics may be served at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     /// Neither form.
-    #[error("must be 127.0.0.1:PORT or unix:PATH")]
+    #[error("must be 127.0.0.1:PORT or unix:PATH[,mode=MODE]")]
     Shape,
+    /// No permissions of a socket.
+    #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
+    Mode,
     /// Nothing behind `unix:`.
     #[error("a path is missing behind unix:")]
     NoPath,
@@ -44,9 +52,16 @@ impl FromStr for MetricsAddress {
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
         if let Some(path) = text.strip_prefix("unix:") {
+            let (path, mode) = match path.rsplit_once(",mode=") {
+                Some((path, mode)) => (path, Some(mode_of(mode).ok_or(AddressError::Mode)?)),
+                None => (path, None),
+            };
             return match path.len() {
                 0 => Err(AddressError::NoPath),
-                1..=MAX_PATH if !path.contains('\0') => Ok(Self::Unix(path.into())),
+                1..=MAX_PATH if !path.contains('\0') => Ok(Self::Unix {
+                    path: path.into(),
+                    mode,
+                }),
                 _ => Err(AddressError::Path),
             };
         }
@@ -58,11 +73,21 @@ impl FromStr for MetricsAddress {
     }
 }
 
+/// Permissions in octal, with all that the owner needs to connect.
+fn mode_of(text: &str) -> Option<u32> {
+    let octal = (3..=4).contains(&text.len()) && text.bytes().all(|digit| (b'0'..=b'7').contains(&digit));
+    let mode = octal.then(|| u32::from_str_radix(text, 8).ok())??;
+    (mode & !0o777 == 0 && mode & 0o600 == 0o600).then_some(mode)
+}
+
 impl fmt::Display for MetricsAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp(address) => write!(f, "{address}"),
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Unix { path, mode } => {
+                write!(f, "unix:{}", path.display())?;
+                mode.map_or(Ok(()), |mode| write!(f, ",mode={mode:04o}"))
+            }
         }
     }
 }
@@ -103,7 +128,7 @@ impl Listener {
             MetricsAddress::Tcp(at) => {
                 TcpListener::bind(at).and_then(|l| l.set_nonblocking(true).map(|()| Self::Tcp(l)))
             }
-            MetricsAddress::Unix(path) => bind_unix(path),
+            MetricsAddress::Unix { path, mode } => bind_unix(path, *mode),
         };
         bound.map_err(|source| ListenError {
             address: address.clone(),
@@ -119,7 +144,10 @@ impl Listener {
                     .local_addr()
                     .unwrap_or_else(|_| SocketAddr::from(([127, 0, 0, 1], 0))),
             ),
-            Self::Unix(_, path) => MetricsAddress::Unix(path.clone()),
+            Self::Unix(_, path) => MetricsAddress::Unix {
+                path: path.clone(),
+                mode: None,
+            },
         }
     }
 
@@ -143,7 +171,7 @@ impl Listener {
     }
 }
 
-fn bind_unix(path: &Path) -> io::Result<Listener> {
+fn bind_unix(path: &Path, mode: Option<u32>) -> io::Result<Listener> {
     let listener = match UnixListener::bind(path) {
         Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
             fs::remove_file(path)?;
@@ -152,6 +180,9 @@ fn bind_unix(path: &Path) -> io::Result<Listener> {
         other => other?,
     };
     let listener = Listener::Unix(listener, path.to_owned());
+    if let Some(mode) = mode {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
+    }
     if let Listener::Unix(socket, _) = &listener {
         socket.set_nonblocking(true)?;
     }
@@ -247,8 +278,20 @@ mod tests {
         assert!(parse("[::1]:0").is_ok());
         assert_eq!(
             parse("unix:/run/m").unwrap(),
-            MetricsAddress::Unix("/run/m".into())
+            MetricsAddress::Unix {
+                path: "/run/m".into(),
+                mode: None
+            }
         );
+        let with_mode = parse("unix:/run/a,b,mode=0660").unwrap();
+        assert_eq!(
+            with_mode,
+            MetricsAddress::Unix {
+                path: "/run/a,b".into(),
+                mode: Some(0o660)
+            }
+        );
+        assert_eq!(with_mode.to_string(), "unix:/run/a,b,mode=0660");
         for (bad, why) in [
             ("", "127.0.0.1:PORT"),
             ("9464", "127.0.0.1:PORT"),
@@ -259,6 +302,12 @@ mod tests {
             ("[::]:9464", "loopback"),
             ("192.0.2.1:80", "loopback"),
             ("unix:", "path"),
+            ("unix:,mode=0660", "path"),
+            ("unix:/run/m,mode=", "octal"),
+            ("unix:/run/m,mode=rw", "octal"),
+            ("unix:/run/m,mode=0668", "octal"),
+            ("unix:/run/m,mode=1777", "octal"),
+            ("unix:/run/m,mode=0060", "octal"),
         ] {
             assert!(parse(bad).unwrap_err().to_string().contains(why), "{bad}");
         }
@@ -287,7 +336,10 @@ mod tests {
     fn a_unix_socket_replaces_only_a_dead_one() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.sock");
-        let address = MetricsAddress::Unix(path.clone());
+        let address = MetricsAddress::Unix {
+            path: path.clone(),
+            mode: None,
+        };
         let first = Listener::bind(&address).unwrap();
         assert!(
             Listener::bind(&address)
@@ -304,5 +356,21 @@ mod tests {
         fs::write(&path, "data").unwrap();
         assert!(Listener::bind(&address).is_err());
         assert_eq!(fs::read(&path).unwrap(), b"data");
+    }
+
+    #[test]
+    fn the_file_of_a_socket_has_the_permissions_that_were_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        for mode in [0o600, 0o660, 0o666] {
+            let path = dir.path().join(format!("{mode:o}"));
+            let listener = Listener::bind(&MetricsAddress::Unix {
+                path: path.clone(),
+                mode: Some(mode),
+            })
+            .unwrap();
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, mode);
+            drop(listener);
+            assert!(!path.exists());
+        }
     }
 }
