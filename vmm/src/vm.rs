@@ -90,17 +90,7 @@ impl Vm {
         };
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
-        let maker = plan.vcpu_maker(
-            &fd,
-            model,
-            gate,
-            &loaded,
-            &ram,
-            &bus,
-            &pmu,
-            &control,
-            &uncounted,
-        )?;
+        let maker = plan.vcpu_maker(&fd, model, gate, &loaded, &ram, &bus, &pmu, &control, &uncounted)?;
         let again = match config.on_reset {
             OnReset::Exit => None,
             OnReset::Restart => Some(Again {

@@ -166,17 +166,19 @@ impl EventFilter {
             let event = decode(vendor, EventSelect(select), UnitMask(umask));
             matches!(event, GuestEvent::Architectural(_))
         };
-        let listed = crate::events::ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
-            let exact = move |matches| Entry {
-                select,
-                mask: 0xFF,
-                matches,
-                exclude: false,
-            };
-            (0..=u8::MAX)
-                .filter(move |&umask| architectural(select, umask))
-                .map(exact)
-        });
+        let listed = crate::events::ARCHITECTURAL_SELECTS
+            .into_iter()
+            .flat_map(|select| {
+                let exact = move |matches| Entry {
+                    select,
+                    mask: 0xFF,
+                    matches,
+                    exclude: false,
+                };
+                (0..=u8::MAX)
+                    .filter(move |&umask| architectural(select, umask))
+                    .map(exact)
+            });
         let mut entries: Vec<Entry> = listed.collect();
         entries.sort_unstable();
         Self {

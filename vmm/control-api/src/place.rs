@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -328,6 +328,31 @@ impl Socket {
         Ok(socket)
     }
 
+    /// Listens at `path`, for those who may write a file with the permissions `mode`. A socket that a dead
+    /// process left behind is replaced, any other file is not.
+    ///
+    /// # Errors
+    /// [`PlaceError::Os`].
+    pub fn bind_at(path: &Path, mode: u32) -> Result<Self, PlaceError> {
+        let left_behind =
+            fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) && is_dead(path);
+        if left_behind {
+            let _ = fs::remove_file(path);
+        }
+        let listener = UnixListener::bind(path).map_err(os("cannot listen at", path))?;
+        let socket = Self {
+            listener,
+            path: path.to_owned(),
+        };
+        fs::set_permissions(path, fs::Permissions::from_mode(mode))
+            .map_err(os("cannot set the permissions of", path))?;
+        socket
+            .listener
+            .set_nonblocking(true)
+            .map_err(os("cannot make nonblocking", path))?;
+        Ok(socket)
+    }
+
     /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
@@ -430,6 +455,23 @@ pub fn connect_at(path: &Path, owner: Option<u32>) -> io::Result<UnixStream> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_socket_at_a_path_has_its_permissions_and_replaces_only_a_dead_one() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("look");
+        let socket = Socket::bind_at(&path, 0o660).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
+        assert!(Socket::bind_at(&path, 0o660).is_err(), "somebody listens");
+        assert!(UnixStream::connect(&path).is_ok());
+        drop(socket);
+        assert!(!path.exists());
+        drop(UnixListener::bind(&path).unwrap());
+        drop(Socket::bind_at(&path, 0o600).unwrap());
+        fs::write(&path, "data").unwrap();
+        assert!(Socket::bind_at(&path, 0o600).is_err());
+        assert_eq!(fs::read(&path).unwrap(), b"data");
+    }
 
     #[test]
     fn the_directory_follows_the_environment() {

@@ -313,6 +313,8 @@ pub enum ClientRole {
     Admin,
     /// Everything within the limits on operators: the VM's own user.
     Operator,
+    /// To look on and to count, at the observers' socket: nothing that changes the VM or shows its memory.
+    Observer,
 }
 
 /// Which vCPUs of a VM come and go.

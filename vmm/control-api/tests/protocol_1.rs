@@ -168,7 +168,7 @@ fn answers_are_read_as_version_1_says() {
     for state in ["running", "paused", "stopped"] {
         same::<control_api::protocol::VmState>(&format!("\"{state}\""));
     }
-    for role in ["admin", "operator"] {
+    for role in ["admin", "operator", "observer"] {
         same::<control_api::protocol::ClientRole>(&format!("\"{role}\""));
     }
     answers::<request::Open>(

@@ -32,8 +32,8 @@ use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    Profile, large, parse_builtin, parse_memory, parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit,
-    parse_share, parse_stop_timeout, parse_turn, parse_width,
+    ObserversAt, Profile, large, parse_builtin, parse_memory, parse_on_off, parse_pmi_limit,
+    parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn, parse_width,
 };
 use control_api::nearest::did_you_mean;
 use perf_core::error_line;
@@ -322,12 +322,16 @@ pub struct RunArgs {
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
+    /// Let others look on, at a Unix socket: who may write its file may count the VM's events (perfvisor stat
+    /// --socket PATH), and change nothing.
+    #[arg(long, value_name = "PATH[,mode=MODE]")]
+    pub observers: Option<ObserversAt>,
     /// Sockets between the guest and programs of this host, for exec and cp too: the guest's address, and the
     /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
     #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3")]
     pub vsock: Option<VsockConfig>,
-    /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT, or unix:PATH with the permissions of
-    /// the socket's file, as in mode=0660.
+    /// Serve metrics (OpenMetrics over HTTP, at /metrics): 127.0.0.1:PORT, or unix:PATH with the permissions
+    /// of the socket's file, as in mode=0660.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH[,mode=MODE]")]
     pub metrics: Option<MetricsAddress>,
     /// Events to count for the metrics, in perf's syntax.

@@ -38,7 +38,7 @@ use control_api::place::{self, PlaceError, Socket};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelKind;
 use perfvisor_vmm::console::{RawTerminal, restore_terminal};
-use perfvisor_vmm::control::server::{ControlServer, Controlled};
+use perfvisor_vmm::control::server::{Access, ControlServer, Controlled};
 use perfvisor_vmm::gdb::server::GdbSocket;
 use perfvisor_vmm::kvm::host::{self};
 use perfvisor_vmm::metrics::address::Listener;
@@ -148,6 +148,15 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     list::parse(&args.metrics_events).map_err(RunError::MetricsEvents)?;
     let metrics = args.metrics.as_ref().map(Listener::bind).transpose()?;
     let (name, socket) = control_socket(args.name.as_deref())?;
+    let observed = args
+        .observers
+        .as_ref()
+        .map(|at| Socket::bind_at(&at.path, at.mode));
+    let observed = observed.transpose().map_err(RunError::Observers)?;
+    let sockets: Vec<(Access, Socket)> = [(Access::Operators, socket), (Access::Observers, observed)]
+        .into_iter()
+        .filter_map(|(access, socket)| Some((access, socket?)))
+        .collect();
     let gdb = args.gdb.as_ref();
     let gdb = gdb.map(|gdb| GdbSocket::bind(&gdb.socket)).transpose()?;
     let (consoles, virtio_console) = Consoles::open(args)?;
@@ -177,10 +186,10 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<RawFd>) -> Result<
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = Arc::new(controlled(name, pmu_name, args, &consoles, &running));
     let mut servers: Vec<Subscriber> = Vec::new();
-    if let Some(socket) = socket {
+    if !sockets.is_empty() {
         servers.push(Arc::new(Mutex::new(ControlServer::new(
             controlled.clone(),
-            socket,
+            sockets,
         ))));
     }
     if let Some(listener) = metrics {

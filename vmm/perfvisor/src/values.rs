@@ -11,6 +11,7 @@ use guest_profile::export::pprof::Label;
 use guest_profile::export::report::SortKey;
 use perf_core::SharePolicy;
 use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+use perfvisor_vmm::metrics::address::{AddressError, path_and_mode};
 
 /// Shortest interval of `stat -I`, in milliseconds.
 const MIN_INTERVAL_MS: u64 = 10;
@@ -53,6 +54,30 @@ impl FromStr for Profile {
             "tenant" => Ok(Self::Tenant),
             _ => Err(ValueError::Profile),
         }
+    }
+}
+
+/// Where observers come in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ObserversAt {
+    /// The socket.
+    pub path: PathBuf,
+    /// The permissions of its file.
+    pub mode: u32,
+}
+
+/// The permissions of the observers' socket if nobody says others: its user and its group.
+const OBSERVERS_MODE: u32 = 0o660;
+
+impl FromStr for ObserversAt {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let (path, mode) = path_and_mode(text)?;
+        Ok(Self {
+            path,
+            mode: mode.unwrap_or(OBSERVERS_MODE),
+        })
     }
 }
 

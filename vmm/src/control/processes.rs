@@ -35,7 +35,7 @@ impl Processes {
     ///
     /// # Errors
     /// There is no such process, or the guest's kernel does not tell.
-    pub fn code(&mut self, probe: Option<&GuestProbe>, pid: u32) -> Result<ProcessCode, Failure> {
+    pub fn code(&mut self, probe: &GuestProbe, pid: u32) -> Result<ProcessCode, Failure> {
         self.with(probe, pid, |reader, process, budget| {
             let mut code = ProcessCode::default();
             let all = reader.code(process.mm, budget, |reader, found, budget| {
@@ -72,7 +72,7 @@ impl Processes {
     /// As [`Self::code`]; or too many bytes are asked for.
     pub fn memory(
         &mut self,
-        probe: Option<&GuestProbe>,
+        probe: &GuestProbe,
         pid: u32,
         address: u64,
         bytes: u32,
@@ -100,11 +100,11 @@ impl Processes {
 
     fn with<T>(
         &mut self,
-        probe: Option<&GuestProbe>,
+        probe: &GuestProbe,
         pid: u32,
         then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, Process, &mut Budget) -> T,
     ) -> Result<T, Failure> {
-        let kernel = probe.and_then(|probe| Some((probe.memory(), probe.kernel()?)));
+        let kernel = probe.kernel().map(|kernel| (probe.memory(), kernel));
         let known = kernel
             .as_ref()
             .and_then(|(memory, kernel)| Some((*memory, kernel.tasks.as_ref()?, kernel.tables?)));

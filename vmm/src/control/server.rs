@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -26,7 +26,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use super::counts;
 use super::exits::ExitWatch;
 use super::processes::Processes;
-use super::session::{EventSession, fail};
+use super::session::{EventSession, fail, role};
 use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
@@ -44,16 +44,22 @@ use kernel_images::symbols::KernelSymbols;
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
+/// Most connections of observers, who are not to keep operators out.
+const MAX_OBSERVERS: usize = 8;
 /// Requests a connection may make in the long run.
 const REQUESTS_PER_SECOND: f64 = 1000.0;
+/// Those of an observer: each may make vCPUs leave the guest.
+const REQUESTS_OF_OBSERVERS: f64 = 200.0;
 /// And at once.
 const REQUEST_BURST: f64 = 200.0;
 /// Most bytes of replies that wait for a client.
 const MAX_UNSENT: usize = 1 << 20;
 /// Bytes taken from a connection before others get their turn.
 const READ_CHUNK: usize = 16 << 10;
-/// Epoll data of the listener; connections have smaller numbers.
+/// Epoll data of the first listener, others have those before; connections have smaller numbers.
 const LISTENER: u32 = u32::MAX;
+/// Most listeners.
+const LISTENERS: u32 = 2;
 
 /// What a client may learn of and do to the VM.
 pub struct Controlled {
@@ -87,7 +93,7 @@ pub struct Controlled {
 
 impl Controlled {
     /// What a client with that role gets to know of it.
-    pub fn info(&self, role: Role) -> VmInfo {
+    pub fn info(&self, role: ClientRole) -> VmInfo {
         VmInfo {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
@@ -108,10 +114,7 @@ impl Controlled {
             threads: self.roster.taken().map(|seat| seat.thread()).collect(),
             parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
-            role: match role {
-                Role::Operator => ClientRole::Operator,
-                Role::Admin | Role::Guest => ClientRole::Admin,
-            },
+            role,
         }
     }
 
@@ -155,8 +158,7 @@ impl Controlled {
         let seats = self.roster.seats().iter().filter(known);
         let counts = seats.map(|seat| {
             let vcpu = u32::from(seat.id());
-            let core = self.pmu.as_ref().map(|pmu| pmu.core());
-            let context = core.and_then(|core| core.vcpu_stats(VcpuId(vcpu)));
+            let context = self.pmu.core().vcpu_stats(VcpuId(vcpu));
             counts::told(vcpu, seat.stats(), context)
         });
         counts.collect()
@@ -195,9 +197,19 @@ impl Controlled {
     }
 }
 
+/// Who may come in at a socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// The VM's user and root, to do everything.
+    Operators,
+    /// Who may write the socket's file, to look on.
+    Observers,
+}
+
 struct Connection {
     stream: UnixStream,
     uid: u32,
+    access: Access,
     greeted: bool,
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
@@ -244,10 +256,10 @@ impl FdSource {
 /// The control socket of a VM.
 pub struct ControlServer {
     vm: Arc<Controlled>,
-    socket: Socket,
+    sockets: Vec<(Access, Socket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
-    /// The listener is out of the loop for want of descriptors.
+    /// The listeners are out of the loop for want of descriptors.
     deaf: bool,
     /// A descriptor to give up when there is none left for a connection that is to be refused.
     spare: Option<EventFd>,
@@ -258,11 +270,11 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Serves `vm` at `socket`.
-    pub fn new(vm: Arc<Controlled>, socket: Socket) -> Self {
+    /// Serves `vm` at these sockets, one for each access at most.
+    pub fn new(vm: Arc<Controlled>, sockets: Vec<(Access, Socket)>) -> Self {
         Self {
             vm,
-            socket,
+            sockets,
             connections: HashMap::new(),
             next: 0,
             deaf: false,
@@ -272,19 +284,36 @@ impl ControlServer {
         }
     }
 
-    fn accept(&mut self, ops: &mut EventOps) {
-        loop {
-            match self.socket.listener.accept() {
+    /// The listeners, by the numbers that they have in the loop.
+    fn listeners(&self) -> impl Iterator<Item = (u32, &UnixListener)> {
+        let numbers = (0..LISTENERS).map(|n| LISTENER - n);
+        numbers.zip(self.sockets.iter().map(|(_, socket)| &socket.listener))
+    }
+
+    fn accept(&mut self, door: u32, ops: &mut EventOps) {
+        // Some at a time: the loop has others to serve, and those who come may be many.
+        for _ in 0..MAX_CONNECTIONS {
+            let index = usize::try_from(LISTENER - door).unwrap_or(usize::MAX);
+            let Some((access, socket)) = self.sockets.get(index) else {
+                return;
+            };
+            let access = *access;
+            match socket.listener.accept() {
                 Ok((stream, _)) => {
-                    if let Err(e) = self.admit(stream, ops) {
-                        log::warn!("control socket: {e}");
+                    if let Err(e) = self.admit(stream, access, ops) {
+                        // Observers must not fill the log.
+                        let level = match access {
+                            Access::Operators => log::Level::Warn,
+                            Access::Observers => log::Level::Debug,
+                        };
+                        log::log!(level, "control socket: {e}");
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if no_descriptors(&e) && self.spare.take().is_some() => {
                     // The place of the spare one takes the connection, which is closed at once.
-                    let refused = self.socket.listener.accept().map(drop);
+                    let refused = socket.listener.accept().map(drop);
                     self.spare = spare();
                     match refused {
                         Ok(()) => log::warn!("control socket: {e}; a connection is refused"),
@@ -296,34 +325,40 @@ impl ControlServer {
                     // The listener would stay ready, and the loop busy.
                     log::warn!("control socket: accept: {e}; no new connections until one ends");
                     self.deaf = true;
-                    let _ = ops.remove(Events::empty(&self.socket.listener));
+                    for (_, listener) in self.listeners() {
+                        let _ = ops.remove(Events::empty(listener));
+                    }
                     return;
                 }
             }
         }
     }
 
-    fn admit(&mut self, stream: UnixStream, ops: &mut EventOps) -> io::Result<()> {
+    fn admit(&mut self, stream: UnixStream, access: Access, ops: &mut EventOps) -> io::Result<()> {
         let uid = peer::peer_uid(&stream)?;
-        if uid != 0 && uid != peer::own_uid() {
+        if access == Access::Operators && uid != 0 && uid != peer::own_uid() {
             return Err(io::Error::other(format!("user {uid} is not the VM's owner")));
         }
-        if self.connections.len() >= MAX_CONNECTIONS {
+        let most = match access {
+            Access::Operators => MAX_CONNECTIONS,
+            Access::Observers => MAX_OBSERVERS,
+        };
+        if self.of_access(access).count() >= most {
             // Who has not even said hello makes room.
-            let silent = self.connections.iter().filter(|(_, c)| !c.greeted);
+            let silent = self.of_access(access).filter(|(_, c)| !c.greeted);
             if let Some(id) = silent.min_by_key(|(_, c)| c.refilled).map(|(id, _)| *id)
                 && let Some(connection) = self.connections.remove(&id)
             {
                 let _ = ops.remove(Events::empty(&connection.stream));
             }
         }
-        if self.connections.len() >= MAX_CONNECTIONS {
+        if self.of_access(access).count() >= most {
             return Err(io::Error::other(format!(
-                "{MAX_CONNECTIONS} connections are open, one more is refused"
+                "{most} connections are open, one more is refused"
             )));
         }
         stream.set_nonblocking(true)?;
-        while self.next == LISTENER || self.connections.contains_key(&self.next) {
+        while self.next > LISTENER - LISTENERS || self.connections.contains_key(&self.next) {
             self.next = self.next.wrapping_add(1);
         }
         let id = self.next;
@@ -335,6 +370,7 @@ impl ControlServer {
             Connection {
                 stream,
                 uid,
+                access,
                 greeted: false,
                 incoming: Vec::new(),
                 outgoing: Vec::new(),
@@ -347,6 +383,10 @@ impl ControlServer {
             },
         );
         Ok(())
+    }
+
+    fn of_access(&self, access: Access) -> impl Iterator<Item = (&u32, &Connection)> {
+        self.connections.iter().filter(move |(_, c)| c.access == access)
     }
 
     fn serve(&mut self, id: u32, set: EventSet, ops: &mut EventOps) {
@@ -402,10 +442,17 @@ impl ControlServer {
     fn end(&mut self, connection: Connection, ops: &mut EventOps) {
         let _ = ops.remove(Events::empty(&connection.stream));
         drop(connection);
-        if std::mem::take(&mut self.deaf)
-            && let Err(e) = ops.add(Events::with_data(&self.socket.listener, LISTENER, EventSet::IN))
-        {
-            log::error!("control socket: {e}");
+        if std::mem::take(&mut self.deaf) {
+            self.listen(ops);
+        }
+    }
+
+    /// Takes new connections from now on.
+    fn listen(&self, ops: &mut EventOps) {
+        for (number, listener) in self.listeners() {
+            if let Err(e) = ops.add(Events::with_data(listener, number, EventSet::IN)) {
+                log::error!("control socket: {e}; nobody can connect there");
+            }
         }
     }
 
@@ -434,7 +481,7 @@ impl ControlServer {
 
     fn request(&mut self, connection: &mut Connection, line: &[u8]) -> Fate {
         if !connection.may_ask() {
-            let message = format!("more than {REQUESTS_PER_SECOND} requests a second");
+            let message = format!("more than {} requests a second", connection.rate());
             connection.refuse(0, FailureKind::Rate, message);
             return Fate::Ends;
         }
@@ -488,12 +535,29 @@ impl Connection {
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }
 
+    /// Requests a second.
+    fn rate(&self) -> f64 {
+        match self.access {
+            Access::Operators => REQUESTS_PER_SECOND,
+            Access::Observers => REQUESTS_OF_OBSERVERS,
+        }
+    }
+
+    /// What its client may do.
+    fn role(&self) -> ClientRole {
+        match (self.access, role(self.uid)) {
+            (Access::Observers, _) => ClientRole::Observer,
+            (Access::Operators, Role::Operator) => ClientRole::Operator,
+            (Access::Operators, Role::Admin | Role::Guest) => ClientRole::Admin,
+        }
+    }
+
     /// Takes one request out of the rate.
     fn may_ask(&mut self) -> bool {
         let now = Instant::now();
         let passed = now.duration_since(self.refilled).as_secs_f64();
         self.refilled = now;
-        self.tokens = (self.tokens + passed * REQUESTS_PER_SECOND).min(REQUEST_BURST);
+        self.tokens = (self.tokens + passed * self.rate()).min(REQUEST_BURST);
         if self.tokens < 1.0 {
             return false;
         }
@@ -583,14 +647,12 @@ impl MutEventSubscriber for ControlServer {
             }
         }
         match events.data() {
-            LISTENER => self.accept(ops),
+            door if door > LISTENER - LISTENERS => self.accept(door, ops),
             id => self.serve(id, events.event_set(), ops),
         }
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(e) = ops.add(Events::with_data(&self.socket.listener, LISTENER, EventSet::IN)) {
-            log::error!("control socket: {e}; this VM cannot be controlled");
-        }
+        self.listen(ops);
     }
 }

@@ -119,10 +119,10 @@ enum NotOpened {
 }
 
 impl EventSession {
-    /// For user `uid` of a VM with these vCPUs.
-    pub fn new(pmu: Arc<VmPmu>, uid: u32, roster: Arc<Roster>) -> Self {
+    /// For user `uid` in this role, of a VM with these vCPUs.
+    pub fn new(pmu: Arc<VmPmu>, uid: u32, role: Role, roster: Arc<Roster>) -> Self {
         Self {
-            session: pmu.core().session(uid, role(uid)),
+            session: pmu.core().session(uid, role),
             events: Vec::new(),
             rings: BTreeMap::new(),
             pmu,
@@ -667,7 +667,7 @@ fn is_whole(group: &EventGroup) -> Result<bool, MixedGroup> {
 }
 
 /// What user `uid` may do.
-pub(super) fn role(uid: u32) -> Role {
+pub(crate) fn role(uid: u32) -> Role {
     if uid == 0 { Role::Admin } else { Role::Operator }
 }
 

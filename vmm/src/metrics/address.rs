@@ -37,7 +37,7 @@ pub enum AddressError {
     #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
     Mode,
     /// Nothing behind `unix:`.
-    #[error("a path is missing behind unix:")]
+    #[error("the path of a socket is missing")]
     NoPath,
     /// The kernel takes no such path.
     #[error("the path of a Unix socket has at most {MAX_PATH} bytes")]
@@ -52,24 +52,30 @@ impl FromStr for MetricsAddress {
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
         if let Some(path) = text.strip_prefix("unix:") {
-            let (path, mode) = match path.rsplit_once(",mode=") {
-                Some((path, mode)) => (path, Some(mode_of(mode).ok_or(AddressError::Mode)?)),
-                None => (path, None),
-            };
-            return match path.len() {
-                0 => Err(AddressError::NoPath),
-                1..=MAX_PATH if !path.contains('\0') => Ok(Self::Unix {
-                    path: path.into(),
-                    mode,
-                }),
-                _ => Err(AddressError::Path),
-            };
+            let (path, mode) = path_and_mode(path)?;
+            return Ok(Self::Unix { path, mode });
         }
         let address: SocketAddr = text.parse().map_err(|_| AddressError::Shape)?;
         if !address.ip().is_loopback() {
             return Err(AddressError::NotLoopback);
         }
         Ok(Self::Tcp(address))
+    }
+}
+
+/// What `PATH[,mode=MODE]` says of a Unix socket.
+///
+/// # Errors
+/// [`AddressError`].
+pub fn path_and_mode(text: &str) -> Result<(PathBuf, Option<u32>), AddressError> {
+    let (path, mode) = match text.rsplit_once(",mode=") {
+        Some((path, mode)) => (path, Some(mode_of(mode).ok_or(AddressError::Mode)?)),
+        None => (text, None),
+    };
+    match path.len() {
+        0 => Err(AddressError::NoPath),
+        1..=MAX_PATH if !path.contains('\0') => Ok((path.into(), mode)),
+        _ => Err(AddressError::Path),
     }
 }
 

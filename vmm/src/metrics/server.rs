@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use perf_core::Role;
 use perf_core::pmu::VcpuId;
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -20,9 +19,9 @@ use super::address::{Listener, MetricsAddress, Stream};
 use super::http::{self, MAX_HEAD, Refusal, Request};
 use super::snapshot::{self, Served, Snapshot};
 use crate::control::server::Controlled;
-use crate::control::session::{EventSession, On};
+use crate::control::session::{self, EventSession, On};
 use control_api::peer;
-use control_api::protocol::Opened;
+use control_api::protocol::{ClientRole, Opened};
 
 /// Most connections at a time.
 const MAX_CONNECTIONS: usize = 32;
@@ -155,7 +154,8 @@ impl MetricsServer {
         if there.any(|seat| pmu.core().vcpu_stats(VcpuId(seat.id().into())).is_none()) {
             return;
         }
-        let mut session = EventSession::new(pmu.clone(), peer::own_uid(), self.vm.roster.clone());
+        let uid = peer::own_uid();
+        let mut session = EventSession::new(pmu.clone(), uid, session::role(uid), self.vm.roster.clone());
         self.events = match session.open(&snapshot::with_steal(&self.event_list), On::Whole, None) {
             Ok(mut opened) => {
                 for (name, why) in snapshot::each_once(&mut opened) {
@@ -373,7 +373,7 @@ impl MetricsServer {
         };
         Snapshot {
             label: vm.name.clone(),
-            vm: vm.info(Role::Operator),
+            vm: vm.info(ClientRole::Operator),
             vcpus: vm.vcpu_counts(),
             views: generation.map_or_else(Vec::new, |g| vm.views(g).vcpus),
             events,

@@ -286,7 +286,9 @@ impl Running {
                 vcpu: self.id.into(),
                 uncounted_ns,
                 places_lost,
-                pmis: pmu.has_pmis().then(|| stats.pmi_nmi.get() + stats.pmi_fixed.get()),
+                pmis: pmu
+                    .has_pmis()
+                    .then(|| stats.pmi_nmi.get() + stats.pmi_fixed.get()),
                 counters: pmu.view(&self.fd),
             };
             self.seat.mailbox().answer(generation, view);

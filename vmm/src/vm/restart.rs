@@ -69,13 +69,7 @@ impl Restarter {
         let _ = self.control.reset_event().read();
         let (again, restarts) = (&self.again, &mut self.restarts);
         let made = self.roster.restart(again.config.cpus.present(), || {
-            let maker = again.make(
-                &self.ram,
-                &self.bus,
-                &self.pmu,
-                &self.control,
-                &self.symbols,
-            )?;
+            let maker = again.make(&self.ram, &self.bus, &self.pmu, &self.control, &self.symbols)?;
             *restarts += 1;
             if *restarts <= MOST_LINES {
                 let last = if *restarts == MOST_LINES {

@@ -124,6 +124,8 @@ fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
         (&["--stop-timeout", "x"], "'x'", "86400"),
         (&["--share", "x"], "'x'", "strict"),
         (&["--profile", "x"], "'x'", "own or tenant"),
+        (&["--observers", "x,mode=rw"], "'x,mode=rw'", "octal"),
+        (&["--observers", ""], "''", "path"),
         (&["--mux", "x"], "'x'", "adaptive"),
         (&["--pmi-limit", "x"], "'x'", "PMIs"),
         (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),

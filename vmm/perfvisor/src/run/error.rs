@@ -91,6 +91,9 @@ pub enum RunError {
     /// The VM cannot be controlled by that name.
     #[error(transparent)]
     Name(#[from] PlaceError),
+    /// Nobody can look on.
+    #[error("--observers")]
+    Observers(#[source] PlaceError),
     /// A device cannot be had.
     #[error(transparent)]
     Device(#[from] DeviceError),

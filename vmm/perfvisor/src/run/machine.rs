@@ -197,10 +197,7 @@ fn means_nothing_without_pmu(args: &RunArgs) -> Option<&'static str> {
         ("--pmu-filter", args.pmu_filter.is_some()),
         ("--pmi-limit", args.pmi_limit.is_some()),
         ("--backing", args.backing != BackingPolicy::Auto),
-        (
-            "--rdpmc",
-            !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off),
-        ),
+        ("--rdpmc", !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off)),
     ]
     .into_iter()
     .find_map(|(option, given)| given.then_some(option))
@@ -214,11 +211,7 @@ fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
 }
 
 /// How events take turns, and how long a turn is if that is not a tick.
-fn turns(
-    args: &RunArgs,
-    kvm: &Kvm,
-    probe: &HostProbe,
-) -> Result<(MuxPolicy, Option<Duration>), RunError> {
+fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Option<Duration>), RunError> {
     match (args.mux, args.mux_turn) {
         (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
         (_, Some(turn)) => Ok((MuxPolicy::Adaptive, Some(turn))),

@@ -3,12 +3,12 @@
 use std::io;
 use std::sync::Arc;
 
-use perf_core::{SharePolicy, UnknownSharePolicy, error_line};
+use perf_core::{Role, SharePolicy, UnknownSharePolicy, error_line};
 use serde::Serialize;
 use serde_json::Value;
 use vpmu::EventFilter;
 
-use super::{Connection, ControlServer, Done, FdSource};
+use super::{Access, Connection, ControlServer, Done, FdSource};
 use crate::control::exits::{ExitWatch, Taken};
 use crate::control::session::{EventSession, On, fail, role};
 use crate::pmu::VmPmu;
@@ -22,10 +22,13 @@ use control_api::protocol::{
 impl ControlServer {
     pub(super) fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
         let vm = &self.vm;
+        if connection.access == Access::Observers {
+            may_observe(&call)?;
+        }
         match call {
             Call::Hello { protocol } if protocol == PROTOCOL => {
                 connection.greeted = true;
-                value(vm.info(role(connection.uid)))
+                value(vm.info(connection.role()))
             }
             Call::Hello { protocol } => fail(
                 FailureKind::Protocol,
@@ -33,18 +36,18 @@ impl ControlServer {
                     "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
                 ),
             ),
-            Call::Status => value(vm.info(role(connection.uid))),
+            Call::Status => value(vm.info(connection.role())),
             Call::Pause | Call::Resume => {
                 if !vm.control.set_paused(call == Call::Pause) {
                     return fail(FailureKind::Invalid, "the VM has ended");
                 }
                 vm.roster.kicker().kick();
-                value(vm.info(role(connection.uid)))
+                value(vm.info(connection.role()))
             }
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
                 vm.roster.kicker().kick();
-                value(vm.info(role(connection.uid)))
+                value(vm.info(connection.role()))
             }
             Call::Powerdown => self.powerdown(connection),
             Call::Vcpus { count } => self.vcpus(connection, count),
@@ -126,13 +129,9 @@ impl ControlServer {
             Call::Counts => value(vm.vcpu_counts()),
             Call::Kernel => self.kernel(),
             Call::Symbols => self.symbols(),
-            Call::ProcessCode { pid } => {
-                let pmu = self.vm.pmu.as_ref();
-                value(self.processes.code(pmu.map(|pmu| pmu.probe()), pid)?)
-            }
+            Call::ProcessCode { pid } => value(self.processes.code(vm.pmu.probe(), pid)?),
             Call::ProcessMemory { pid, address, bytes } => {
-                let pmu = self.vm.pmu.as_ref();
-                let probe = pmu.map(|pmu| pmu.probe());
+                let probe = vm.pmu.probe();
                 let (info, memory) = self.processes.memory(probe, pid, address, bytes)?;
                 let file = peer::sealed_text("process", &memory).map_err(|e| Failure {
                     kind: FailureKind::Internal,
@@ -163,7 +162,7 @@ impl ControlServer {
                 "the guest does not listen to the power button (Linux does with its module `button`); ctl stop ends the VM without it",
             );
         }
-        value(vm.info(role(connection.uid)))
+        value(vm.info(connection.role()))
     }
 
     fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<Done, Failure> {
@@ -203,7 +202,7 @@ impl ControlServer {
                 format!("length must be 1 to {MAX_CODE} bytes"),
             );
         }
-        let code = self.pmu()?.probe().code(cr3, address, length);
+        let code = self.vm.pmu.probe().code(cr3, address, length);
         if code.is_empty() {
             let why = format!("the guest has no memory at {address:#x} in the address space of CR3 {cr3:#x}");
             return fail(FailureKind::Invalid, why);
@@ -229,7 +228,12 @@ impl ControlServer {
     /// The events of the connection; none yet if it has opened none.
     fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut EventSession {
         let (vm, uid) = (&self.vm, connection.uid);
-        let new = || EventSession::new(vm.pmu.clone(), uid, vm.roster.clone());
+        let (uid, role) = match connection.access {
+            Access::Operators => (uid, role(uid)),
+            // They count in the name of the VM's user, who lets them.
+            Access::Observers => (peer::own_uid(), Role::Operator),
+        };
+        let new = || EventSession::new(vm.pmu.clone(), uid, role, vm.roster.clone());
         connection.events.get_or_insert_with(new)
     }
 
@@ -299,6 +303,44 @@ impl ControlServer {
         self.symbols = Some((of_running, loaded, info, text));
         Ok(Done::WithFd(value, FdSource::File(file)))
     }
+}
+
+/// Refuses what changes the VM, takes samples or reads its memory: what is sampled is read there, too.
+fn may_observe(call: &Call) -> Result<(), Failure> {
+    let why = match call {
+        Call::Hello { .. }
+        | Call::Status
+        | Call::VcpuPlug
+        | Call::Joined
+        | Call::Open { sampling: None, .. }
+        | Call::Enable
+        | Call::Disable
+        | Call::Read
+        | Call::Close
+        | Call::Exits
+        | Call::Counts
+        | Call::GuestView
+        | Call::GuestViewResult { .. } => return Ok(()),
+        Call::Open { .. }
+        | Call::Ring { .. }
+        | Call::HostRing { .. }
+        | Call::Chains { .. }
+        | Call::RingLosses
+        | Call::Kernel
+        | Call::Symbols
+        | Call::Code { .. }
+        | Call::ProcessCode { .. }
+        | Call::ProcessMemory { .. } => "samples and symbols show the guest's memory: an observer counts (perfvisor stat)",
+        Call::Pause
+        | Call::Resume
+        | Call::Stop
+        | Call::Powerdown
+        | Call::Vcpus { .. }
+        | Call::VcpusWithdraw
+        | Call::Share { .. }
+        | Call::Filter { .. } => "an observer changes nothing of a VM: use its control socket",
+    };
+    fail(FailureKind::Denied, why)
 }
 
 /// The kind of failure that a number of vCPUs was refused for.

@@ -1,0 +1,130 @@
+//! Observers of a VM (`--observers`): they count, and change nothing.
+
+mod common;
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::skip::skipped;
+use common::vm::{PROGRAM, SpinningVm};
+use control_api::client::{Client, REPLY_TIMEOUT};
+
+fn said(command: &mut Command) -> (Option<i32>, String) {
+    let out = command.stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    (out.status.code(), text)
+}
+
+/// A VM with observers, whose directory anybody may go through, and their socket.
+fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, String)> {
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("look").to_str().unwrap().to_owned();
+    let vm = SpinningVm::start(name, &["--observers", &format!("{path}{mode}")])?;
+    Some((vm, dir, path))
+}
+
+/// A command, the first word of `args`, at the socket `path`.
+fn looking<'a>(path: &'a str, args: &[&'a str]) -> Vec<&'a str> {
+    [&args[..1], &["--socket", path], &args[1..]].concat()
+}
+
+#[test]
+fn an_observer_counts_and_changes_nothing() {
+    let Some((vm, _dir, path)) = observed("seen", "") else {
+        return;
+    };
+    let mode = fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode, 0o660);
+    for (args, word) in [
+        (&["ctl", "status"][..], "running"),
+        (&["stat", "-e", "cycles,task-clock", "-d", "0.2"], "cycles"),
+        (&["stat", "-A", "-e", "task-clock", "-d", "0.2"], "task-clock"),
+        (&["stat", "--guest-view"], "vcpu"),
+    ] {
+        let args = &looking(&path, args);
+        let (status, text) = said(&mut vm.operator(args));
+        assert_eq!(status, Some(0), "{args:?}: {text}");
+        assert!(text.to_lowercase().contains(word), "{args:?}: {text}");
+    }
+    let filter = vm.runtime.path().join("filter.toml");
+    fs::write(&filter, "action = \"allow\"\nevents = []\n").unwrap();
+    let data = vm.runtime.path().join("perf.data");
+    for args in [
+        &["ctl", "pause"][..],
+        &["ctl", "resume"],
+        &["ctl", "stop"],
+        &["ctl", "powerdown"],
+        &["ctl", "vcpus", "1"],
+        &["ctl", "share", "strict"],
+        &["ctl", "filter", filter.to_str().unwrap()],
+        &["record", "-d", "0.2", "-o", data.to_str().unwrap()],
+    ] {
+        let args = &looking(&path, args);
+        let (status, text) = said(&mut vm.operator(args));
+        assert_eq!(status, Some(2), "{args:?}: {text}");
+        assert!(
+            text.contains("an observer") && text.lines().count() == 1,
+            "{args:?}: {text}"
+        );
+    }
+    let (status, text) = said(&mut vm.operator(&["ctl", "seen", "status"]));
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("running"), "{text}");
+    let (status, text) = said(&mut vm.operator(&["ctl", "seen", "stop"]));
+    assert_eq!(status, Some(0), "{text}");
+}
+
+/// As many as may come leave operators their place.
+#[test]
+fn observers_do_not_keep_operators_out() {
+    let Some((vm, _dir, path)) = observed("crowded", "") else {
+        return;
+    };
+    let come = || Client::connect_at(Path::new(&path), None, REPLY_TIMEOUT);
+    let observers: Vec<Client> = (0..8).map(|_| come().unwrap()).collect();
+    assert!(come().is_err(), "one more");
+    for _ in 0..3 {
+        let (status, text) = said(&mut vm.operator(&["ctl", "crowded", "status"]));
+        assert_eq!(status, Some(0), "{text}");
+    }
+    drop(observers);
+    common::vm::eventually("there is room again", || come().is_ok());
+}
+
+#[test]
+fn another_user_looks_on_if_the_file_lets_him() {
+    let able = Command::new("setpriv")
+        .args(["--reuid", "65534", "--clear-groups", "true"])
+        .output();
+    if !able.is_ok_and(|able| able.status.success()) {
+        return skipped("only root can be another user", false);
+    }
+    for (mode, may) in [(",mode=0666", true), (",mode=0660", false)] {
+        let Some((_vm, dir, path)) = observed("other", mode) else {
+            return;
+        };
+        // The program need not be where that user can go.
+        let program = dir.path().join("program");
+        fs::copy(PROGRAM, &program).unwrap();
+        let (status, text) = said(
+            Command::new("setpriv")
+                .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
+                .arg(&program)
+                .args(["stat", "--socket", &path, "-e", "task-clock", "-d", "0.1"]),
+        );
+        assert_eq!(status == Some(0), may, "{mode}: {text}");
+    }
+}
+
+#[test]
+fn a_socket_that_cannot_be_is_said_in_a_line() {
+    let (status, text) = said(Command::new(PROGRAM).args(["run", "--observers", "/nowhere/at/all"]));
+    assert_eq!(status, Some(2), "{text}");
+    assert!(
+        text.contains("--observers") && text.contains("/nowhere/at/all") && text.lines().count() == 1,
+        "{text}"
+    );
+}
