@@ -330,7 +330,9 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Symbols
         | Call::Code { .. }
         | Call::ProcessCode { .. }
-        | Call::ProcessMemory { .. } => "samples and symbols show the guest's memory: an observer counts (perfvisor stat)",
+        | Call::ProcessMemory { .. } => {
+            "samples and symbols show the guest's memory: an observer counts (perfvisor stat)"
+        }
         Call::Pause
         | Call::Resume
         | Call::Stop
