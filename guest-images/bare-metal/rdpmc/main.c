@@ -455,8 +455,9 @@ static u64 period_for_this_host(void)
 
 static void arm(void)
 {
-    ctr_write(0, -pmi_period);
+    /* Before the counter is written: an overflow behind that, should this take long, is not the one that is served here. */
     status_clear(1);
+    ctr_write(0, -pmi_period);
     apic_write(APIC_LVTPC, LVT_NMI); /* on Intel models the delivery has masked it */
 }
 
