@@ -29,7 +29,7 @@
 //! **A guest is hostile.** It can put anything into its page tables, stacks and kernel data, so every walk is
 //! bounded in memory reads and in time ([`Budget`]), every address is checked before it is used, and the
 //! walks made per sample allocate nothing. A `perf.data` file is hostile, too. Fuzz targets: `guest_stack`,
-//! `perf_data`.
+//! `user_stack`, `perf_data`.
 //!
 //! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples. This crate
 //! knows neither KVM nor sockets nor the command line.

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use common::vm::{SpinningVm, eventually};
 
-use control_api::client::Client;
+use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, HostRingInfo, Joined, Opened, RingInfo, Sampling, VcpuPlug, VmState,
+    EventReading, FailureKind, HostRingInfo, Joined, Opened, RingInfo, Sampling, VcpuPlug, VmState,
 };
 use control_api::request;
 
@@ -565,6 +565,46 @@ fn a_client_s_events_end_with_it() {
 }
 
 /// The socket of a VM that was killed disappears from the list and from the directory.
+/// A guest whose kernel is none that is known has no processes; more than a reply holds is not given.
+#[test]
+fn processes_and_stacks_are_refused_with_the_reason() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let mut client = vm.client();
+    let refused = |result: Result<(), ClientError>| match result {
+        Err(ClientError::Refused(failure)) => (failure.kind, failure.message),
+        other => panic!("{other:?}"),
+    };
+    let (kind, why) = refused(client.call(request::ProcessCode { pid: 1 }).map(drop));
+    assert_eq!(kind, FailureKind::Unsupported);
+    assert!(why.contains("kernel is not known"), "{why}");
+    let (kind, _) = refused(client.process_memory(1, 0x1000, 4096).map(drop));
+    assert_eq!(kind, FailureKind::Unsupported);
+    let (kind, why) = refused(client.process_memory(1, 0x1000, (1 << 20) + 1).map(drop));
+    assert_eq!(kind, FailureKind::Limit);
+    assert!(why.contains("1048576"), "{why}");
+    for stack_bytes in [12, (32 << 10) + 8] {
+        let sampling = Sampling {
+            rate: 1000,
+            frequency: true,
+            callchain: true,
+            chain_every: 1,
+            stack_bytes,
+        };
+        let open = request::Open {
+            events: "cycles".into(),
+            vcpus: None,
+            whole: false,
+            sampling: Some(sampling),
+        };
+        let (kind, why) = refused(client.call(open).map(drop));
+        assert_eq!(kind, FailureKind::Invalid);
+        assert!(
+            why.contains("32768") && why.contains(&stack_bytes.to_string()),
+            "{why}"
+        );
+    }
+}
+
 #[test]
 fn a_killed_vm_leaves_the_list() {
     let Some(mut vm) = TestVm::spinning(1) else { return };

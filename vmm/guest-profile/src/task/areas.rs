@@ -258,3 +258,6 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         cache.page(mapping.file, offset / PAGE, &mut |at| self.kernel_u64(at, budget))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,6 +53,20 @@ impl CacheLayout {
         })
     }
 
+    /// Small structs: `f_mapping` and `i_pages` are their second words, as is a node's first slot its third.
+    #[cfg(test)]
+    pub(super) fn fixed(vmemmap_base: u64) -> Self {
+        Self {
+            mapping: 8,
+            root: 8,
+            node_shift: 0,
+            node_slots: 16,
+            index: 0x20,
+            page_struct_bytes: 64,
+            vmemmap_base: Some(vmemmap_base),
+        }
+    }
+
     /// Guest-physical address of page `index` of the `struct file` at `file`. `word` reads the kernel's
     /// memory. `None`: the kernel has not got it in memory.
     pub(super) fn page(
@@ -124,9 +138,7 @@ mod tests {
             root: 0x10,
             node_shift: 0,
             node_slots: 0x28,
-            index: 0x20,
-            page_struct_bytes: 64,
-            vmemmap_base: Some(VMEMMAP),
+            ..CacheLayout::fixed(VMEMMAP)
         }
     }
 

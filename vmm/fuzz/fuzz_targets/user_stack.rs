@@ -1,0 +1,58 @@
+//! A program that a guest made up: headers, names, unwind tables and a stack. Whatever they say, reading and
+//! unwinding them ends within the bounds.
+#![no_main]
+
+use std::sync::Arc;
+
+use guest_profile::cfi::{CodeMap, Mapped, REGISTERS, Unwinder, UserState};
+use guest_profile::modules::Module;
+use libfuzzer_sys::fuzz_target;
+
+const BASE: u64 = 0x5555_0000_0000;
+const STACK: u64 = 0x7fff_0000_0000;
+const MAX_FRAMES: usize = 127;
+/// Of the input, what is the stack.
+const STACK_BYTES: usize = 256;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((stack, file)) = data.split_at_checked(STACK_BYTES) else {
+        return;
+    };
+    let (mut reads, mut bytes) = (0u32, 0u64);
+    let mut memory = |at: u64, len: u64| {
+        reads += 1;
+        bytes += len;
+        let mut part = vec![0; usize::try_from(len).ok()?];
+        let from = usize::try_from(at.wrapping_sub(BASE)).ok()?;
+        let there = file.get(from..)?;
+        let len = there.len().min(part.len());
+        part[..len].copy_from_slice(&there[..len]);
+        Some(part)
+    };
+    let Some(module) = Module::read(&mut memory, BASE, true) else {
+        return;
+    };
+    assert!(reads < 400 && bytes < 128 << 20);
+    let module = Arc::new(module);
+    let code = CodeMap::new(vec![Mapped {
+        start: BASE,
+        end: BASE + (1 << 20),
+        code: Some((module.bias(BASE), module)),
+    }]);
+    let word = |n: usize| u64::from_le_bytes(stack[8 * n..8 * n + 8].try_into().expect("eight bytes"));
+    let mut registers = [None; REGISTERS];
+    for (n, register) in registers.iter_mut().enumerate() {
+        *register = Some(word(n));
+    }
+    registers[7] = Some(STACK);
+    registers[REGISTERS - 1] = Some(BASE + word(0) % (1 << 20));
+    let state = UserState {
+        registers,
+        exact_ip: true,
+        stack,
+        cut: false,
+    };
+    let mut out = Vec::new();
+    Unwinder::default().unwind(&code, &state, MAX_FRAMES, &mut out);
+    assert!(out.len() <= MAX_FRAMES);
+});

@@ -1,0 +1,180 @@
+//! Processes of a small guest made here.
+
+use super::super::{ListLayout, MapsLayout, VM_EXEC};
+use super::*;
+use crate::task::cache::CacheLayout;
+use crate::testing::TestGuest;
+use proptest::prelude::*;
+
+/// All of RAM, where the kernel has its data.
+const DIRECT: u64 = 0xffff_8880_0000_0000;
+const RAM: usize = 0x4_0000;
+const CODE: u64 = 0x5555_0000_0000;
+const INIT: u64 = DIRECT + 0x1000;
+const TASK: u64 = DIRECT + 0x1100;
+const MM: u64 = DIRECT + 0x1200;
+const FILE: u64 = DIRECT + 0x1300;
+const ADDRESS_SPACE: u64 = DIRECT + 0x1400;
+const AREAS: [u64; 3] = [DIRECT + 0x1500, DIRECT + 0x1600, DIRECT + 0x1700];
+/// The kernel's array of pages, and the variable that says where it is.
+const PAGES: u64 = DIRECT + 0x2000;
+const VMEMMAP: u64 = DIRECT + 0x1800;
+/// A page that is mapped, and one that only the kernel has.
+const MAPPED: u64 = 0x8000;
+const CACHED: u64 = 0x9000;
+const PID: u32 = 77;
+
+fn layout() -> TaskLayout {
+    TaskLayout {
+        current: 0,
+        comm: 0,
+        pid: 0,
+        tgid: 8,
+        mm: 16,
+        maps: Some(MapsLayout {
+            areas: Areas::List { first: 0, next: 0 },
+            vm_start: 8,
+            vm_end: 16,
+            vm_pgoff: 24,
+            vm_flags: 32,
+            vm_file: 40,
+            vdso: None,
+            files: None,
+            cache: Some(CacheLayout::fixed(VMEMMAP)),
+        }),
+        list: Some(ListLayout {
+            first: INIT,
+            tasks: 24,
+            pgd: 8,
+        }),
+    }
+}
+
+fn guest() -> (TestGuest, KernelTables) {
+    let mut g = TestGuest::new(RAM, false);
+    for page in 0..(RAM as u64 / PAGE) {
+        g.map(DIRECT + page * PAGE, page * PAGE, 1);
+    }
+    g.map(CODE, MAPPED, 1);
+    let mut put = |at: u64, words: &[u64]| {
+        for (n, word) in (0u64..).zip(words) {
+            g.put(at - DIRECT + 8 * n, *word);
+        }
+    };
+    put(INIT, &[0, 0, 0, TASK + 24]);
+    put(TASK, &[0, PID.into(), MM, INIT + 24]);
+    let root = DIRECT + RAM as u64 - PAGE;
+    put(MM, &[AREAS[0], root]);
+    // The file's headers, its code of two pages, and what is no code.
+    put(AREAS[0], &[AREAS[1], CODE - PAGE, CODE, 0, 1, FILE]);
+    put(AREAS[1], &[AREAS[2], CODE, CODE + 2 * PAGE, 1, VM_EXEC, FILE]);
+    put(AREAS[2], &[0, CODE + 0x10_0000, CODE + 0x10_1000, 0, 3, 0]);
+    put(FILE, &[0, ADDRESS_SPACE]);
+    // Page 2 of the file, alone in its tree: at the root it would be page 0.
+    let folio = PAGES + 64 * (CACHED / PAGE);
+    let node = DIRECT + 0x3000;
+    put(ADDRESS_SPACE, &[0, node + 2]);
+    put(node, &[0, 0, 0, 0, folio]);
+    put(folio, &[0, 0, 0, 0, 2]);
+    put(VMEMMAP, &[PAGES]);
+    g.ram[MAPPED as usize] = 0xaa;
+    g.ram[CACHED as usize] = 0xbb;
+    let tables = KernelTables {
+        root: g.root,
+        la57: false,
+    };
+    (g, tables)
+}
+
+fn budget() -> Budget {
+    Budget::new(10_000, None)
+}
+
+#[test]
+fn a_process_is_found_by_its_id_and_its_code_is_listed() {
+    let (g, tables) = guest();
+    let layout = layout();
+    let find = |pid| Process::find(&layout, &g.ram[..], tables, pid, &mut budget());
+    let process = find(PID).unwrap();
+    assert_eq!((process.mm, process.root), (MM, g.root));
+    assert_eq!(find(PID + 1), None);
+    assert_eq!(
+        process.again(&layout, &g.ram[..], tables, &mut budget()),
+        Some(process)
+    );
+    let mut reader = process.reader(&layout, &g.ram[..], tables);
+    let mut found = Vec::new();
+    let all = reader.code(process.mm, &mut budget(), |_, code, _| {
+        found.push((code.mapping.start, code.mapping.end, code.base));
+        true
+    });
+    assert!(all);
+    assert_eq!(found, [(CODE, CODE + 2 * PAGE, Some(CODE - PAGE))]);
+}
+
+/// What the process has touched is in its page tables, the next page is in the kernel's cache only, and
+/// behind it nothing is.
+#[test]
+fn memory_that_was_not_touched_comes_from_the_page_cache() {
+    let (g, tables) = guest();
+    let layout = layout();
+    let process = Process::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
+    let mut reader = process.reader(&layout, &g.ram[..], tables);
+    let mut bytes = [0xff; 3 * PAGE as usize];
+    let mut missing = Vec::new();
+    reader.memory(process.mm, CODE, &mut bytes, &mut budget(), |at, len| {
+        missing.push((at, len))
+    });
+    assert_eq!((bytes[0], bytes[0x1000], bytes[0x2000]), (0xaa, 0xbb, 0));
+    assert_eq!(missing, [(0x2000, 0x1000)]);
+    // Not the kernel's own.
+    missing.clear();
+    reader.memory(process.mm, DIRECT, &mut bytes[..16], &mut budget(), |at, len| {
+        missing.push((at, len))
+    });
+    assert_eq!(
+        (missing.as_slice(), bytes[..16].iter().max()),
+        (&[(0, 16)][..], Some(&0))
+    );
+}
+
+/// Another process in the place of the one that was found is not taken for it.
+#[test]
+fn a_process_that_has_gone_is_not_found_again() {
+    let (mut g, tables) = guest();
+    let layout = layout();
+    let process = Process::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
+    g.put(TASK - DIRECT + 8, 78);
+    assert_eq!(process.again(&layout, &g.ram[..], tables, &mut budget()), None);
+}
+
+proptest! {
+    /// Lists that lead anywhere, themselves included.
+    #[test]
+    fn hostile_lists_end(
+        changes in prop::collection::vec(
+            (0x1000u64..0x1900, prop_oneof![any::<u64>(), (0u64..0x3000).prop_map(|at| DIRECT + (at & !7)), 0u64..4096]),
+            1..30,
+        ),
+        pid in prop_oneof![Just(PID), any::<u32>()],
+    ) {
+        let (mut g, tables) = guest();
+        for (at, value) in changes {
+            g.put(at & !7, value);
+        }
+        let layout = layout();
+        let mut budget = budget();
+        if let Some(process) = Process::find(&layout, &g.ram[..], tables, pid, &mut budget) {
+            let mut reader = process.reader(&layout, &g.ram[..], tables);
+            let mut count = 0;
+            reader.code(process.mm, &mut budget, |_, _, _| {
+                count += 1;
+                count < 5000
+            });
+            prop_assert!(count <= 2 * MAX_AREAS as usize);
+            let mut bytes = [0; 256];
+            reader.memory(process.mm, CODE, &mut bytes, &mut budget, |_, _| {});
+        }
+        prop_assert!(budget.reads_used() <= 10_000);
+    }
+}
