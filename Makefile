@@ -21,7 +21,7 @@ demo: lab-files
 
 # Test programs that boot many guests in the lab; all others, new ones too, are part of "make test". Those of the first list test no times, or
 # measure again what was off: two of them run beside each other, as a lab keeps hardly more than one processor busy. The longest come first.
-TESTS_TOGETHER := disks nested exact models lab user_rdpmc kexec late_ack machine vsock network devices share
+TESTS_TOGETHER := disks profile_unwound nested exact models lab user_rdpmc kexec late_ack machine vsock network devices share
 TESTS_ALONE := profile_guest hotplug kernels validate
 GUEST_TESTS := $(TESTS_TOGETHER) $(TESTS_ALONE)
 QUICK_TESTS := $(filter-out $(GUEST_TESTS),$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)))))

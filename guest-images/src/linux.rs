@@ -67,6 +67,10 @@ const GUEST_MODULES: [&str; 9] = [
 /// Programs of e2fsprogs in the guest.
 const EXT_PROGRAMS: [&str; 2] = ["mke2fs", "e2fsck"];
 
+/// A program as Debian builds them, with shared libraries and without frame pointers, and its package.
+const PLAIN_PROGRAM: &str = "usr/bin/xz";
+const PLAIN_PACKAGE: &str = "xz-utils";
+
 /// Flags for the test program: frame pointers and real calls, so that profiles show what ran.
 const PVLOAD_FLAGS: [&str; 8] = [
     "-O1",
@@ -280,7 +284,7 @@ fn recipe() -> String {
         PROGRAMS,
         LAB_MODULES,
         BUTTON_MODULES,
-        (GUEST_MODULES, EXT_PROGRAMS),
+        (GUEST_MODULES, EXT_PROGRAMS, PLAIN_PROGRAM),
         PVLOAD_FLAGS,
     )
         .hash(&mut hasher);
@@ -359,7 +363,7 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
     );
     let packages: Vec<&str> = packages.iter().map(String::as_str).collect();
     let mut debs = source.fetch(&packages)?;
-    debs.extend(archive.fetch(&["busybox-static", "e2fsprogs", "linux-perf"])?);
+    debs.extend(archive.fetch(&["busybox-static", "e2fsprogs", "linux-perf", PLAIN_PACKAGE])?);
     progress.step("unpacking packages");
     for deb in debs {
         archive.unpack(&deb, &root)?;
@@ -371,6 +375,12 @@ fn build(base: &Path, images: &Images, choice: &KernelChoice, progress: &Progres
         let program = ext_program(&root, program);
         libraries.extend(closure::complete(&mut archive, "e2fsprogs", &root, &program)?);
     }
+    libraries.extend(closure::complete(
+        &mut archive,
+        PLAIN_PACKAGE,
+        &root,
+        PLAIN_PROGRAM,
+    )?);
 
     progress.step("unpacking the kernel");
     let release = unpack_kernel(&root, &package, images)?;
@@ -634,6 +644,7 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
     for program in EXT_PROGRAMS {
         ext.push((program, read(&root.join(ext_program(root, program)))?));
     }
+    let plain = read(&root.join(PLAIN_PROGRAM))?;
     let mut contents = Vec::new();
     for (soname, path) in libraries {
         contents.push((soname, read(path)?));
@@ -653,6 +664,7 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
             archive.directory(directory)?;
         }
         archive.file("usr/bin/perf", 0o755, &perf)?;
+        archive.file(PLAIN_PROGRAM, 0o755, &plain)?;
         for (program, data) in &ext {
             archive.file(&format!("usr/bin/{program}"), 0o755, data)?;
         }
