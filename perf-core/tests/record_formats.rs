@@ -260,8 +260,9 @@ fn the_largest_record_fits_behind_a_lost_record_with_a_trailer() {
     let event = m.open_vcpu(attr, None);
     let ring = event.map(1, true).unwrap();
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // Header, nine fields, the length of the raw data; and LOST with header, two fields, six of trailer.
-    let (fixed, lost) = (8 + 9 * 8 + 4, 24 + 48);
+    // Header, nine fields, the length of the raw data, that there is no program and no stack of it; and LOST
+    // with header, two fields, six of trailer.
+    let (fixed, lost) = (8 + 9 * 8 + 4 + 16, 24 + 48);
     let largest = 4096 - 8 - lost - fixed;
     let mut sample = |len: usize| {
         m.run(0, 10);
