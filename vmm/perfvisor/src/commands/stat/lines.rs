@@ -15,7 +15,7 @@ pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], a
     let mut out = String::new();
     let seconds = length.as_secs_f64();
     if args.metric_only {
-        return interval_metrics(at, seconds, totals, args);
+        return interval_metrics(at, length, totals, args);
     }
     for total in totals {
         let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
@@ -33,11 +33,11 @@ pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], a
     out
 }
 
-/// Only the metrics of an interval.
-fn interval_metrics(at: Duration, seconds: f64, totals: &[Total], args: &StatArgs) -> String {
+/// Only the metrics of an interval, below their headings in the first.
+fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
     let mut out = String::new();
     let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
-    for row in metrics::rows(totals, seconds) {
+    for (n, row) in metrics::rows(totals, length.as_secs_f64()).iter().enumerate() {
         if args.json {
             let _ = writeln!(out, "{}", row.json(Some(at.as_secs_f64())));
         } else if let Some(separator) = &args.field_separator {
@@ -46,16 +46,18 @@ fn interval_metrics(at: Duration, seconds: f64, totals: &[Total], args: &StatArg
                 .map_or_else(String::new, |vcpu| format!("VCPU{vcpu}{separator}"));
             let _ = writeln!(out, "{time}{separator}{vcpu}{}", row.csv(separator).1);
         } else {
-            let vcpu = row
-                .vcpu
-                .map_or_else(String::new, |vcpu| format!(" VCPU{vcpu:<6}"));
-            let _ = writeln!(
-                out,
-                "{:>16}{vcpu}{}\n{time:>16}{vcpu}{}",
-                "time",
-                row.headings(),
-                row.numbers()
-            );
+            let column = |text: String| row.vcpu.map_or_else(String::new, |_| format!(" {text:<10}"));
+            if at <= length && n == 0 {
+                let _ = writeln!(
+                    out,
+                    "#{:>15}{}{}",
+                    "time",
+                    column("VCPU".to_owned()),
+                    row.headings()
+                );
+            }
+            let vcpu = column(row.vcpu.map_or_else(String::new, |vcpu| format!("VCPU{vcpu}")));
+            let _ = writeln!(out, "{time:>16}{vcpu}{}", row.numbers());
         }
     }
     out
@@ -191,6 +193,9 @@ fn final_metrics(
         }
     }
     if people {
+        if rows.is_empty() {
+            let _ = writeln!(out, "  {}", metrics::NONE);
+        }
         if rows.iter().any(metrics::MetricRow::has_estimates) {
             let _ = writeln!(out, "\n  {}", metrics::ESTIMATES);
         }
@@ -281,6 +286,26 @@ pub(super) mod tests {
             ..all[3].clone()
         };
         assert!(plain(&clock, note(&clock, &all, 0.24).as_deref()).contains("TSC frequency"));
+    }
+
+    /// Headings stand above the first interval only.
+    #[test]
+    fn intervals_of_metrics_have_their_headings_once() {
+        use clap::Parser;
+        #[derive(Parser)]
+        struct Only {
+            #[command(flatten)]
+            stat: StatArgs,
+        }
+        let args = Only::parse_from(["stat", "--metric-only"]).stat;
+        let all = [count_of("task-clock", 500_000_000, Unit::Nanoseconds)];
+        let second = Duration::from_secs(1);
+        let lines = |at: u32| interval_lines(second * at, second, &all, &args);
+        assert_eq!(lines(1).lines().count(), 2);
+        assert!(lines(1).contains("CPUs utilized"));
+        assert_eq!(lines(2).trim(), "2.000000000          0.500");
+        let table = final_table("one", &[Vec::new()], &[1.0], &args);
+        assert!(table.contains("nothing can be derived"), "{table}");
     }
 
     #[test]

@@ -258,6 +258,9 @@ impl MetricRow {
 pub(super) const ESTIMATES: &str =
     "~ an estimate: an event was not on all the time, or guest time x TSC frequency stands for cycles";
 
+/// What is said where there is no metric.
+pub(super) const NONE: &str = "nothing can be derived: it takes task-clock, cycles and instructions, or misses and what they are a share of";
+
 #[cfg(test)]
 mod tests {
     use super::super::lines::tests::count_of;
