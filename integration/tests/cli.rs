@@ -65,6 +65,26 @@ fn values_out_of_range_name_the_value_and_the_range() {
     refused(&[], &["run"]);
 }
 
+/// What operators mistype: the line names the value, and how the command is right.
+#[test]
+fn mistakes_of_operators_name_the_remedy() {
+    refused(&["recrod"], &["'recrod'", "did you mean 'record'?"]);
+    refused(
+        &["ctl", "status", "no-such-vm"],
+        &["comes first", "perfvisor ctl no-such-vm status"],
+    );
+    refused(&["ctl", "pause"], &["perfvisor ctl NAME pause"]);
+    refused(&["ctl", "no-such-vm", "vcpus", "-1"], &["'-1'", "1 to 64"]);
+    refused(&["record", "-F", "-1"], &["'-1'", "1 to 2^32 - 1"]);
+    refused(&["exits", "-i", "-1"], &["'-1'", "above 0"]);
+    refused(&["stat", "-e", "cylces"], &["'cylces'", "did you mean 'cycles'?"]);
+    refused(&["list", "cylces"], &["'cylces'", "did you mean 'cycles'?"]);
+    for command in ["report", "annotate", "script"] {
+        refused(&[command, "-i", "/no/such/file"], &["/no/such/file"]);
+    }
+    refused(&["diff", "/no/such/file", "/no/other"], &["/no/such/file"]);
+}
+
 /// KVM's own vPMU answers RDPMC and delivers PMIs itself; and where KVM has none, that is said with what to
 /// do instead.
 #[test]
