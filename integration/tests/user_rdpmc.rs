@@ -1,6 +1,6 @@
 //! RDPMC outside the kernel's text: in programs, and in code made at run time. Served where KVM lets it
 //! fault; where KVM answers it itself with counters that do not count, as on AMD-V in Linux 6.1, the VMM says
-//! so.
+//! so with -v, and `check` does.
 
 use std::sync::{MutexGuard, OnceLock};
 
@@ -210,6 +210,7 @@ fn the_vmm_says_where_rdpmc_in_programs_does_not_count() {
     let faults = says(&place, RDPMC_FAULTS);
     let run = LinuxGuest::new("rdpmc-answered", "amd")
         .script("section selfread sh -c 'echo 0 >/sys/bus/event_source/devices/cpu/rdpmc; selfread 20'\n")
+        .args(["-v"])
         .limit(LIMIT)
         .run(&place)
         .unwrap_or_else(|error| panic!("{error}"));

@@ -403,11 +403,11 @@ pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::
 }
 
 /// Whether RDPMC outside the kernel's text faults, so that it can be served. Else programs get numbers that
-/// nobody counted, and the user is told.
+/// nobody counted. That is so for every guest of this host: `check` tells, and `run -v`.
 pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostError> {
     let faults = host::rdpmc_faults(kvm)?;
     if !faults && needs_full_kvm(kind) {
-        log::warn!(
+        log::info!(
             "programs of the guest that use RDPMC read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; \
              fixed in 6.12); `echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
         );
