@@ -25,6 +25,8 @@ pub struct StopSignals {
     came: EventFd,
     last: Arc<AtomicI32>,
     resized: EventFd,
+    /// The first one that comes stays for all who look.
+    stays: bool,
 }
 
 impl StopSignals {
@@ -79,7 +81,12 @@ impl StopSignals {
                 let _ = tell.write(1);
             }
         })?;
-        Ok(Self { came, last, resized })
+        Ok(Self {
+            came,
+            last,
+            resized,
+            stays: false,
+        })
     }
 
     /// A descriptor that is readable when the terminal's window has got another size.
@@ -90,8 +97,17 @@ impl StopSignals {
         self.resized.try_clone()
     }
 
+    /// For several threads that all end at the first signal.
+    #[must_use]
+    pub fn for_all(self) -> Self {
+        Self { stays: true, ..self }
+    }
+
     /// The number of the last signal that came, if one did since the last call.
     pub fn take(&self) -> Option<i32> {
+        if self.stays {
+            return Some(self.last.load(Ordering::SeqCst)).filter(|signal| *signal != 0);
+        }
         self.came.read().ok()?;
         Some(self.last.load(Ordering::SeqCst))
     }

@@ -1,5 +1,6 @@
 //! The operator's commands: those that speak to running VMs, and those that show what was recorded.
 
+mod all;
 pub mod annotate;
 pub mod cp;
 pub mod ctl;

@@ -9,6 +9,7 @@ use clap::Args;
 use super::{CommandError, DONE, OutputError, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
+use control_api::peer;
 use control_api::place::{self, Places};
 use control_api::protocol::VmInfo;
 use perf_core::error_line;
@@ -93,6 +94,16 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
     /// Whose directory it is in; `None`: it is where this user said.
     pub(crate) owner: Option<u32>,
+}
+
+impl Found {
+    /// Its name, and behind an at sign the user if that is another one.
+    pub(crate) fn label(&self) -> String {
+        match self.owner {
+            Some(owner) if owner != peer::own_uid() => format!("{}@{owner}", self.name),
+            _ => self.name.clone(),
+        }
+    }
 }
 
 /// The sockets in this user's usual directory, sorted.

@@ -8,11 +8,12 @@ mod table;
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{CommandError, DONE, Woken, print, wait_until};
+use super::{CommandError, DONE, Woken, connect, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
@@ -55,6 +56,9 @@ pub struct ExitsArgs {
     /// The VM; may be left out when only one is running.
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
     /// Print what came in each interval of so many seconds too.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub interval: Option<Duration>,
@@ -75,7 +79,7 @@ pub struct ExitsArgs {
 /// [`CommandError`].
 pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut client = Client::connect(args.name.as_deref())?;
+    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     let mut watch = Watch::begin(&mut client)?;
     let start = Instant::now();
     let end = args.duration.map(|d| start + d);

@@ -75,6 +75,9 @@ pub struct RecordArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// Each VM of this host that can be reached, as perfvisor ps --all lists them; into FILE.NAME for each.
+    #[arg(long, conflicts_with_all = ["name", "socket", "control", "save_kallsyms"])]
+    pub all: bool,
     /// Events in perf's syntax.
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,

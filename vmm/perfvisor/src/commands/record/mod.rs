@@ -19,6 +19,7 @@ use perf_core::pmu::host::{GuestSamples, monotonic_ns};
 use perf_core::record::{Format, Record, Sample as RingSample};
 use perf_core::ring::RingReader;
 
+use super::all::for_each_vm;
 use super::{CommandError, DONE, Woken, all_sampled, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -52,13 +53,35 @@ const HOST_RING_LOG2_PAGES: u32 = 6;
 /// [`RecordError`].
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     list::parse(&args.events).map_err(CommandError::from)?;
-    let mut remote = args.control.as_ref().map(Remote::open).transpose()?;
+    let remote = args.control.as_ref().map(Remote::open).transpose()?;
     if args.delay < 0 && remote.is_none() {
         return Err(RecordError::NeverBegins);
     }
     args.rings_hold_stacks()?;
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    if args.all {
+        let signals = signals.for_all();
+        return Ok(for_each_vm(|vm, client| {
+            let mut output = args.output.clone().into_os_string();
+            output.push(format!(".{}", vm.label()));
+            let of_one = RecordArgs {
+                output: output.into(),
+                ..args.clone()
+            };
+            record_one(&of_one, client, &signals, None)
+        })?);
+    }
+    let client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    record_one(args, client, &signals, remote)
+}
+
+/// Records one VM.
+fn record_one(
+    args: &RecordArgs,
+    mut client: Client,
+    signals: &StopSignals,
+    mut remote: Option<Remote>,
+) -> Result<ExitStatus, RecordError> {
     let sampling = args.sampling();
     let opened: Vec<Opened> = client.call(request::Open {
         events: args.events.clone(),
@@ -67,7 +90,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         sampling: Some(sampling),
     })?;
     all_sampled(&opened)?;
-    find_kernel(&mut client, args, &signals)?;
+    find_kernel(&mut client, args, signals)?;
     let names = Names::of(&mut client, args)?;
     let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
     let clock_offset_ns = streams.rings.first().and_then(|(_, info)| info.clock_offset_ns);
@@ -75,7 +98,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     let recorded = match sample(
         args,
         &mut client,
-        &signals,
+        signals,
         remote.as_mut(),
         &mut streams,
         &mut recording,
@@ -106,7 +129,7 @@ fn sample(
 ) -> Result<bool, RecordError> {
     let mut clock = Clock::start(args);
     let mut gone = false;
-    let progress = !args.quiet && std::io::stderr().is_terminal();
+    let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
     loop {
         let look = Instant::now() + LOOK;
         // Until it is time to look into the rings.

@@ -19,6 +19,9 @@ pub struct StatArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// Each VM of this host that can be reached, as perfvisor ps --all lists them.
+    #[arg(long, conflicts_with_all = ["name", "socket", "guest_view"])]
+    pub all: bool,
     /// Events in perf's syntax: names, {groups}, modifiers, rNNN, cpu/event=N,umask=N/, kvm:STATISTIC,
     /// pv/NAME/.
     #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]

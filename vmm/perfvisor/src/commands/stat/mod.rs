@@ -7,8 +7,10 @@ mod metrics;
 mod totals;
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::all::for_each_vm;
 use super::{CommandError, DONE, Woken, connect, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -48,10 +50,60 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
 
 fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    if args.all {
+        if wants_header(args) {
+            print(&format!("{:<16} {}", "# VM", header(args)))?;
+        }
+        let (signals, tables) = (signals.for_all(), Mutex::new(BTreeMap::new()));
+        let status = for_each_vm(|vm, client| {
+            let table = count_one(args, client, &signals, Some(&vm.label()))?;
+            let mut tables = tables.lock().unwrap_or_else(PoisonError::into_inner);
+            tables.insert(vm.label(), table);
+            Ok::<_, CommandError>(DONE)
+        })?;
+        let tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
+        print(&tables.into_values().collect::<String>())?;
+        return Ok(status);
+    }
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     if args.guest_view {
         return guest::view(&mut client, args);
     }
+    print(&count_one(args, client, &signals, None)?)?;
+    Ok(DONE)
+}
+
+/// Whether intervals are printed for people.
+fn wants_header(args: &StatArgs) -> bool {
+    args.interval.is_some() && !args.json && !args.metric_only && args.field_separator.is_none()
+}
+
+/// The line above those of intervals.
+fn header(args: &StatArgs) -> String {
+    let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
+    format!("#           time{vcpu}             counts unit events\n")
+}
+
+/// The lines of one VM of several, each with its label.
+fn of_vm(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
+    let Some(label) = label else {
+        return lines.to_owned();
+    };
+    let tag = |line: &str| match (line.strip_prefix('{'), &args.field_separator) {
+        (Some(rest), _) if args.json => format!("{{\"vm\":\"{label}\",{rest}\n"),
+        (_, Some(separator)) => format!("{label}{separator}{line}\n"),
+        _ => format!("{label:<16} {line}\n"),
+    };
+    lines.lines().map(tag).collect()
+}
+
+/// Counts one VM, and gives what is to be printed of it at the end. `label`: what it is called among several.
+fn count_one(
+    args: &StatArgs,
+    mut client: Client,
+    signals: &StopSignals,
+    label: Option<&str>,
+) -> Result<String, CommandError> {
     let mut runs: Vec<Vec<Total>> = Vec::new();
     let mut elapsed = Vec::new();
     let mut gone = false;
@@ -69,7 +121,7 @@ fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
                 unsupported.insert(o.name.clone(), why.clone());
             }
         }
-        let run = one_run(&mut client, args, &mut opened, &signals)?;
+        let run = one_run(&mut client, args, &mut opened, signals, label)?;
         elapsed.push(run.elapsed.as_secs_f64());
         runs.push(run.totals);
         gone = run.gone;
@@ -78,9 +130,14 @@ fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
         }
         let () = client.call(request::Close)?;
     }
-    if args.interval.is_none() {
-        print(&final_table(client.info().name.as_str(), &runs, &elapsed, args))?;
-    }
+    let table = match args.interval {
+        Some(_) => String::new(),
+        None => {
+            let table = final_table(label.unwrap_or(&client.info().name), &runs, &elapsed, args);
+            let for_programs = args.json || args.field_separator.is_some();
+            of_vm(&table, label.filter(|_| for_programs), args)
+        }
+    };
     for (name, why) in unsupported {
         log::info!("{name} cannot be counted: {why}");
     }
@@ -90,7 +147,7 @@ fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
             LOOK.as_millis()
         );
     }
-    Ok(DONE)
+    Ok(table)
 }
 
 /// Takes in the events of vCPUs that came: they count since before the vCPU's first instruction.
@@ -121,6 +178,7 @@ fn one_run(
     args: &StatArgs,
     opened: &mut Vec<Opened>,
     signals: &StopSignals,
+    label: Option<&str>,
 ) -> Result<Run, CommandError> {
     let () = client.call(request::Enable)?;
     let start = Instant::now();
@@ -129,11 +187,8 @@ fn one_run(
     let mut next_interval = args.interval.map(|i| start + i);
     let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();
     let mut printed = Duration::ZERO;
-    if args.interval.is_some() && !args.json && !args.metric_only && args.field_separator.is_none() {
-        let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
-        print(&format!(
-            "#           time{vcpu}             counts unit events\n"
-        ))?;
+    if label.is_none() && wants_header(args) {
+        print(&header(args))?;
     }
     loop {
         let look = Instant::now() + LOOK;
@@ -167,7 +222,8 @@ fn one_run(
             && (now >= due || over || gone)
         {
             let growth = totals(&*opened, &last, &before, args.per_vcpu);
-            print(&interval_lines(at, at.saturating_sub(printed), &growth, args))?;
+            let lines = interval_lines(at, at.saturating_sub(printed), &growth, args);
+            print(&of_vm(&lines, label, args))?;
             before.clone_from(&last);
             printed = at;
             // A late reading does not make the next interval short.

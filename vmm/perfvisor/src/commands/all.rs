@@ -1,0 +1,45 @@
+//! `--all`: a command for each VM of this host that can be reached, all at once.
+
+use std::error::Error;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::ps::{self, Found};
+use super::{CommandError, DONE};
+use crate::exit::ExitStatus;
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use perf_core::error_line;
+
+/// Does `each` for every VM, on a thread of its own. What fails for one is said, and fails the whole in the
+/// end: the others are not held up.
+///
+/// # Errors
+/// There is no VM.
+pub(super) fn for_each_vm<E: Error + From<ClientError>>(
+    each: impl Fn(&Found, Client) -> Result<ExitStatus, E> + Sync,
+) -> Result<ExitStatus, CommandError> {
+    let found = ps::everywhere();
+    if found.is_empty() {
+        return Err(ClientError::Which(Vec::new()).into());
+    }
+    let failed = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for vm in &found {
+            let one = || {
+                let client = Client::connect_at(&vm.path, vm.owner, REPLY_TIMEOUT).map_err(E::from);
+                match client.and_then(|client| each(vm, client)) {
+                    Ok(DONE) => {}
+                    Ok(_) => _ = failed.fetch_add(1, Ordering::Relaxed),
+                    Err(e) => {
+                        failed.fetch_add(1, Ordering::Relaxed);
+                        log::warn!("{}: {}", vm.label(), error_line(&e));
+                    }
+                }
+            };
+            scope.spawn(one);
+        }
+    });
+    match failed.into_inner() {
+        0 => Ok(DONE),
+        _ => Ok(ExitStatus::CheckFailed),
+    }
+}
