@@ -409,9 +409,6 @@ impl Running {
         match self.lvtpc.deliver(open, &self.vm, &self.fd)? {
             Delivery::Nmi => {
                 self.sent_nmi.now();
-                // Its handler reads the counter, and then it is looked for.
-                let looked_for = self.rdpmc.is_some();
-                self.registers.want_events(&mut self.fd, looked_for);
                 self.seat.stats().pmi_nmi.inc();
             }
             Delivery::Fixed => self.seat.stats().pmi_fixed.inc(),

@@ -298,8 +298,7 @@ impl Running {
         if self.stepper.is_some() {
             return Ok(false);
         }
-        let nmi = self.registers.events(&mut self.fd)?.nmi;
-        self.registers.want_events(&mut self.fd, false);
+        let nmi = self.fd.get_vcpu_events()?.nmi;
         let waits = nmi.masked == 0 && nmi.pending | nmi.injected != 0;
         if waits {
             self.sent_nmi.had_read_again(in_a_row);

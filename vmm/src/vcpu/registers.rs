@@ -1,6 +1,6 @@
 //! Which of a vCPU's registers come with an exit, without asking KVM for them (`KVM_CAP_SYNC_REGS`).
 
-use kvm_bindings::{kvm_regs, kvm_vcpu_events};
+use kvm_bindings::kvm_regs;
 use kvm_ioctls::SyncReg;
 
 use crate::kvm::armed::ArmedVcpu;
@@ -26,10 +26,6 @@ pub(super) struct RegisterCache {
     fresh: Set,
     /// The last exit was for a signal's sake only.
     for_signal: bool,
-    /// Events, as an NMI that waits is, come with each exit.
-    events_come: bool,
-    /// They came with the last one.
-    events_fresh: bool,
 }
 
 impl RegisterCache {
@@ -37,7 +33,6 @@ impl RegisterCache {
     /// `general`: KVM is to copy the general registers.
     pub(super) fn new(fd: &mut ArmedVcpu, general: bool) -> Self {
         fd.sync_at_exit(SyncReg::SystemRegister, false);
-        fd.sync_at_exit(SyncReg::VcpuEvents, false);
         if general {
             fd.sync_at_exit(SyncReg::Register, true);
         }
@@ -51,7 +46,6 @@ impl RegisterCache {
     #[inline]
     pub(super) fn after_run(&mut self, for_signal: bool) {
         self.fresh = self.comes;
-        self.events_fresh = self.events_come;
         self.for_signal = for_signal;
     }
 
@@ -59,7 +53,6 @@ impl RegisterCache {
     #[inline]
     pub(super) fn forget(&mut self) {
         self.fresh = Set::Nothing;
-        self.events_fresh = false;
     }
 
     /// What of it is still the vCPU's state, for samples.
@@ -94,28 +87,6 @@ impl RegisterCache {
                 fd.sync_at_exit(SyncReg::SystemRegister, false);
             }
             _ => {}
-        }
-    }
-
-    /// Whether events are to come from now on, if anything comes at all.
-    #[inline]
-    pub(super) fn want_events(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
-        let wanted = wanted && self.comes != Set::Nothing;
-        if self.events_come != wanted {
-            self.events_come = wanted;
-            fd.sync_at_exit(SyncReg::VcpuEvents, wanted);
-        }
-    }
-
-    /// The vCPU's events, right after an exit.
-    ///
-    /// # Errors
-    /// KVM's.
-    pub(super) fn events(&self, fd: &mut ArmedVcpu) -> Result<kvm_vcpu_events, kvm_ioctls::Error> {
-        if self.events_fresh {
-            Ok(fd.sync_regs_mut().events)
-        } else {
-            fd.get_vcpu_events()
         }
     }
 
@@ -156,32 +127,6 @@ impl RegisterCache {
 mod tests {
     use super::*;
 
-    /// An NMI that waits is seen without asking KVM.
-    #[test]
-    fn events_that_came_with_an_exit_are_kvms() {
-        let Ok(kvm) = crate::kvm::host::open() else {
-            eprintln!("SKIP: there is no KVM here");
-            return;
-        };
-        let vm = kvm.create_vm().unwrap();
-        let mut fd = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
-        let mut cache = RegisterCache::new(&mut fd, true);
-        cache.want_events(&mut fd, true);
-        assert_eq!(cache.events(&mut fd).unwrap().nmi.pending, 0);
-        fd.nmi().unwrap();
-        // At once out again, with what is the vCPU's state.
-        fd.request_exit();
-        assert!(fd.run().why.is_err());
-        cache.after_run(true);
-        let asked = fd.get_vcpu_events().unwrap();
-        assert_eq!(asked.nmi.pending, 1);
-        assert_eq!(cache.events(&mut fd).unwrap(), asked);
-        assert_eq!(fd.sync_regs_mut().events, asked);
-        cache.want_events(&mut fd, false);
-        cache.after_run(true);
-        assert!(!cache.events_fresh);
-    }
-
     /// Nothing is taken for the vCPU's state that did not come, or that was changed since.
     #[test]
     fn only_what_came_with_the_last_exit_is_fresh() {
@@ -207,15 +152,6 @@ mod tests {
         assert_eq!((cache.fresh, cache.keeps_system()), (Set::All, true));
         cache.forget();
         assert_eq!(cache.fresh, Set::Nothing);
-        nothing.want_events(&mut fd, true);
-        nothing.after_run(false);
-        assert!(!nothing.events_fresh, "none come here");
-        cache.want_events(&mut fd, true);
-        assert!(!cache.events_fresh, "they come with the next exit");
-        cache.after_run(false);
-        assert!(cache.events_fresh);
-        cache.forget();
-        assert!(!cache.events_fresh);
         cache.want_system(&mut fd, false);
         cache.after_run(true);
         assert_eq!((cache.fresh, cache.keeps_system()), (Set::General, false));
