@@ -134,7 +134,9 @@ impl Listener {
             MetricsAddress::Tcp(at) => {
                 TcpListener::bind(at).and_then(|l| l.set_nonblocking(true).map(|()| Self::Tcp(l)))
             }
-            MetricsAddress::Unix { path, mode } => bind_unix(path, *mode),
+            MetricsAddress::Unix { path, mode } => {
+                bind_unix(path, *mode).map(|l| Self::Unix(l, path.clone()))
+            }
         };
         bound.map_err(|source| ListenError {
             address: address.clone(),
@@ -177,7 +179,12 @@ impl Listener {
     }
 }
 
-fn bind_unix(path: &Path, mode: Option<u32>) -> io::Result<Listener> {
+/// A nonblocking socket that listens at `path`, whose file has the permissions `mode`; without them those that
+/// the umask leaves. The file of a socket that nobody listens at any more is replaced, and no other.
+///
+/// # Errors
+/// That of `bind(2)`, `chmod(2)` or `fcntl(2)`; no file is left behind.
+pub fn bind_unix(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     let listener = match UnixListener::bind(path) {
         Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
             fs::remove_file(path)?;
@@ -185,13 +192,13 @@ fn bind_unix(path: &Path, mode: Option<u32>) -> io::Result<Listener> {
         }
         other => other?,
     };
-    let listener = Listener::Unix(listener, path.to_owned());
-    if let Some(mode) = mode {
-        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
-    }
-    if let Listener::Unix(socket, _) = &listener {
-        socket.set_nonblocking(true)?;
-    }
+    let permissions = mode.map(fs::Permissions::from_mode);
+    permissions
+        .map_or(Ok(()), |permissions| fs::set_permissions(path, permissions))
+        .and_then(|()| listener.set_nonblocking(true))
+        .inspect_err(|_| {
+            let _ = fs::remove_file(path);
+        })?;
     Ok(listener)
 }
 

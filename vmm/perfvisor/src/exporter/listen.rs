@@ -5,14 +5,17 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
+use perfvisor_vmm::metrics::address::bind_unix;
+
 /// Longest path of a Unix socket, in bytes (unix(7): `sun_path` has 108, its end included).
 const MAX_PATH: usize = 107;
+/// Permissions of a Unix socket's file: its owner and group.
+const SOCKET_MODE: u32 = 0o660;
 
 /// What was written behind `--listen`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,27 +75,14 @@ impl Listener {
     /// # Errors
     /// That of `bind(2)` or `listen(2)`.
     pub fn bind(address: &Address) -> io::Result<Self> {
-        let path = match address {
+        match address {
             Address::Tcp(at) => {
                 let listener = TcpListener::bind(at)?;
                 listener.set_nonblocking(true)?;
-                return Ok(Self::Tcp(listener));
+                Ok(Self::Tcp(listener))
             }
-            Address::Unix(path) => path,
-        };
-        let listener = match UnixListener::bind(path) {
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_dead_socket(path) => {
-                fs::remove_file(path)?;
-                UnixListener::bind(path)?
-            }
-            other => other?,
-        };
-        let listener = Self::Unix(listener, path.clone());
-        if let Self::Unix(socket, path) = &listener {
-            fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
-            socket.set_nonblocking(true)?;
+            Address::Unix(path) => bind_unix(path, Some(SOCKET_MODE)).map(|l| Self::Unix(l, path.clone())),
         }
-        Ok(listener)
     }
 
     /// Where it listens, with the port that the host chose.
@@ -121,12 +111,6 @@ impl Listener {
         }
         Ok(stream)
     }
-}
-
-/// Whether a killed process left this socket behind. Other files are never taken for one.
-fn is_dead_socket(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket())
-        && matches!(UnixStream::connect(path), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 impl AsFd for Listener {
@@ -236,6 +220,8 @@ impl AsFd for Stream {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
