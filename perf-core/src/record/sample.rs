@@ -117,6 +117,43 @@ fn raw_size(len: usize) -> usize {
     (4 + len).next_multiple_of(8)
 }
 
+/// Fields of [`UserPart`].
+const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
+
+// Out of line: few samples have these fields, and those that have are large.
+impl UserPart<'_> {
+    #[inline(never)]
+    fn size(&self, fields: SampleType) -> usize {
+        let mut size = 0;
+        if fields.contains(SampleType::REGS_USER) {
+            size += 8 + 8 * self.registers.len();
+        }
+        if fields.contains(SampleType::STACK_USER) {
+            size += stack_size(self.stack.len());
+        }
+        size
+    }
+
+    #[inline(never)]
+    fn encode(&self, fields: SampleType, out: &mut impl Sink) {
+        if fields.contains(SampleType::REGS_USER) {
+            put_u64(out, self.abi);
+            for register in self.registers.iter() {
+                put_u64(out, register);
+            }
+        }
+        if fields.contains(SampleType::STACK_USER) {
+            let len = self.stack.len() / 8 * 8;
+            put_u64(out, len as u64);
+            if len > 0 {
+                out.put(&self.stack[..len]);
+                // How much of it is the stack: all, as no more is written.
+                put_u64(out, len as u64);
+            }
+        }
+    }
+}
+
 /// Bytes of the STACK_USER part for `len` bytes of stack.
 fn stack_size(len: usize) -> usize {
     match len / 8 {
@@ -141,11 +178,8 @@ impl Encode for Sample<'_> {
         if fields.contains(SampleType::RAW) {
             size += raw_size(self.raw.len());
         }
-        if fields.contains(SampleType::REGS_USER) {
-            size += 8 + 8 * self.user.registers.len();
-        }
-        if fields.contains(SampleType::STACK_USER) {
-            size += stack_size(self.user.stack.len());
+        if fields.intersects(USER) {
+            size += self.user.size(fields);
         }
         size
     }
@@ -198,20 +232,8 @@ impl Encode for Sample<'_> {
             // At most 7 bytes: the size is the next that fits.
             out.put(&[0; 8][..size - self.raw.len()]);
         }
-        if fields.contains(SampleType::REGS_USER) {
-            put_u64(out, self.user.abi);
-            for register in self.user.registers.iter() {
-                put_u64(out, register);
-            }
-        }
-        if fields.contains(SampleType::STACK_USER) {
-            let len = self.user.stack.len() / 8 * 8;
-            put_u64(out, len as u64);
-            if len > 0 {
-                out.put(&self.user.stack[..len]);
-                // How much of it is the stack: all, as no more is written.
-                put_u64(out, len as u64);
-            }
+        if fields.intersects(USER) {
+            self.user.encode(fields, out);
         }
     }
 
