@@ -179,8 +179,8 @@ impl Listener {
     }
 }
 
-/// A nonblocking socket that listens at `path`, whose file has the permissions `mode`; without them those that
-/// the umask leaves. The file of a socket that nobody listens at any more is replaced, and no other.
+/// A nonblocking socket that listens at `path`, whose file has the permissions `mode`; without them those
+/// that the umask leaves. The file of a socket that nobody listens at any more is replaced, and no other.
 ///
 /// # Errors
 /// That of `bind(2)`, `chmod(2)` or `fcntl(2)`; no file is left behind.
