@@ -11,7 +11,7 @@
 //! the chain is marked as guessed.
 //!
 //! **Tables and stacks are a hostile guest's.** Each frame is above the one before, an expression has at most
-//! [`MAX_OPERATIONS`] operations, an entry [`MAX_ENTRY`] bytes, and all arithmetic is checked.
+//! `MAX_OPERATIONS` operations, an entry `MAX_ENTRY` bytes, and all arithmetic is checked.
 
 use std::sync::Arc;
 
