@@ -10,7 +10,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::vm::SpinningVm;
+use common::host::Host;
+use common::vm::{PROGRAM, SpinningVm};
 
 struct TestVm(SpinningVm);
 
@@ -135,63 +136,138 @@ fn settings(terminal: &OwnedFd) -> (u32, u32, u32, u32) {
     (t.c_iflag, t.c_oflag, t.c_cflag, t.c_lflag)
 }
 
-/// Runs `top` on a terminal until it has drawn the guest, has `leave` end it, and checks what it leaves
-/// behind.
-fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File)) -> (ExitStatus, String) {
-    let (master, slave) = pseudo_terminal();
-    let before = settings(&slave);
-    let stdio = || Stdio::from(File::from(slave.try_clone().unwrap()));
-    let mut child = vm
-        .top(&["test", "-d", "0.3"])
-        .env("TERM", "xterm")
-        .stdin(stdio())
-        .stdout(stdio())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let shown = Arc::new(Mutex::new(String::new()));
-    let reader = {
-        let (shown, mut master) = (shown.clone(), File::from(master.try_clone().unwrap()));
-        std::thread::spawn(move || {
+/// The lines of a terminal of 100 by 20 that got all of `text`: only what is drawn changes, so the words of a
+/// screen do not come in one piece.
+fn on_screen(text: &str) -> Vec<String> {
+    let mut screen = vec![vec![' '; 100]; 20];
+    let (mut row, mut column) = (0, 0);
+    let mut left = text.chars();
+    while let Some(c) = left.next() {
+        if c != '\x1b' {
+            if let Some(cell) = screen.get_mut(row).and_then(|line| line.get_mut(column)) {
+                *cell = c;
+            }
+            column += 1;
+            continue;
+        }
+        if left.next() != Some('[') {
+            continue;
+        }
+        let mut numbers = String::new();
+        for c in left.by_ref() {
+            match c {
+                'H' => {
+                    let (r, c) = numbers.split_once(';').unwrap_or(("1", "1"));
+                    (row, column) = (r.parse().unwrap_or(1) - 1, c.parse().unwrap_or(1) - 1);
+                }
+                'J' => screen.iter_mut().for_each(|line| line.fill(' ')),
+                '\x40'..='\x7e' => {}
+                c => {
+                    numbers.push(c);
+                    continue;
+                }
+            }
+            break;
+        }
+    }
+    let line = |line: Vec<char>| line.into_iter().collect();
+    screen.into_iter().map(line).collect()
+}
+
+/// `top` on a terminal of its own, and what it has written there.
+struct OnTerminal {
+    child: Child,
+    slave: OwnedFd,
+    keys: File,
+    before: (u32, u32, u32, u32),
+    shown: Arc<Mutex<String>>,
+    reader: std::thread::JoinHandle<()>,
+}
+
+impl OnTerminal {
+    fn start(command: &mut Command) -> Self {
+        let (master, slave) = pseudo_terminal();
+        let before = settings(&slave);
+        let stdio = || Stdio::from(File::from(slave.try_clone().unwrap()));
+        let child = command
+            .env("TERM", "xterm")
+            .stdin(stdio())
+            .stdout(stdio())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let shown = Arc::new(Mutex::new(String::new()));
+        let keys = File::from(master.try_clone().unwrap());
+        let (all, mut master) = (shown.clone(), File::from(master));
+        let reader = std::thread::spawn(move || {
             let mut chunk = [0; 4096];
             while let Ok(n @ 1..) = master.read(&mut chunk) {
-                shown
-                    .lock()
+                all.lock()
                     .unwrap()
                     .push_str(&String::from_utf8_lossy(&chunk[..n]));
             }
-        })
-    };
-    let end = Instant::now() + Duration::from_secs(300);
-    while !shown.lock().unwrap().contains("spin_hot") {
-        assert!(
-            Instant::now() < end,
-            "nothing was drawn: {:?}",
-            shown.lock().unwrap()
-        );
-        std::thread::sleep(Duration::from_millis(10));
+        });
+        Self {
+            child,
+            slave,
+            keys,
+            before,
+            shown,
+            reader,
+        }
     }
-    assert_ne!(settings(&slave), before, "keys come one by one");
-    leave(vm, &child, &mut File::from(master.try_clone().unwrap()));
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
-        }
-        if Instant::now() > end {
-            child.kill().unwrap();
-            panic!("top did not end");
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    };
-    assert_eq!(settings(&slave), before, "the terminal is as it was");
-    drop(slave);
-    reader.join().unwrap();
-    let shown = shown.lock().unwrap().clone();
-    // The alternate screen was left and the cursor shown again.
-    let last = |code: &str| shown.rfind(code);
-    assert!(last("\x1b[?1049l") > last("\x1b[?1049h"), "{shown:?}");
-    assert!(last("\x1b[?25h") > last("\x1b[?25l"), "{shown:?}");
-    (status, shown)
+
+    /// Waits until all of `words` are on the screen.
+    fn shows(&self, words: &[&str]) {
+        common::vm::eventually(&format!("{words:?} are shown"), || {
+            let screen = on_screen(&self.shown.lock().unwrap());
+            words
+                .iter()
+                .all(|word| screen.iter().any(|line| line.contains(word)))
+        });
+    }
+
+    fn types(&mut self, keys: &[u8]) {
+        self.keys.write_all(keys).unwrap();
+    }
+
+    /// Its status and what it has drawn, when it has ended. The terminal must be as it was.
+    fn ended(mut self) -> (ExitStatus, String) {
+        let end = Instant::now() + Duration::from_secs(300);
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            if Instant::now() > end {
+                self.child.kill().unwrap();
+                panic!("top did not end");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        assert_eq!(settings(&self.slave), self.before, "the terminal is as it was");
+        drop(self.slave);
+        self.reader.join().unwrap();
+        let shown = self.shown.lock().unwrap().clone();
+        // The mouse was given back, the alternate screen was left and the cursor shown again.
+        let last = |code: &str| shown.rfind(code);
+        assert!(
+            last("\x1b[?1000l").is_some() && last("\x1b[?1000l") > last("\x1b[?1000h"),
+            "{shown:?}"
+        );
+        assert!(last("\x1b[?1049l") > last("\x1b[?1049h"), "{shown:?}");
+        assert!(last("\x1b[?25h") > last("\x1b[?25l"), "{shown:?}");
+        (status, shown)
+    }
+}
+
+/// Runs `top` on a terminal until it has drawn the guest, has `leave` end it, and checks what it leaves
+/// behind.
+fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File)) -> (ExitStatus, String) {
+    let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
+    top.shows(&["spin_hot"]);
+    assert_ne!(settings(&top.slave), top.before, "keys come one by one");
+    leave(vm, &top.child, &mut top.keys);
+    top.ended()
 }
 
 #[test]
@@ -211,4 +287,69 @@ fn every_way_out_restores_the_terminal() {
     let (status, shown) = leave_by(&mut vm, |vm, _, _| vm.0.child.kill().unwrap());
     assert_eq!(status.code(), Some(0));
     assert!(shown.contains("the VM ended"));
+}
+
+/// One screen of several VMs as text: a row for each, the functions of all, and the one that says nothing
+/// named with its reason, while the others are shown.
+#[test]
+fn all_vms_of_the_host_are_one_screen() {
+    let Some(host) = Host::start(&[("a", &[]), ("b", &["--cpus", "2"]), ("c", &[])]) else {
+        return;
+    };
+    let top = |args: &[&str]| {
+        let mut command = Command::new(PROGRAM);
+        command.args(args).env("XDG_RUNTIME_DIR", host.runtime.path());
+        command
+    };
+    host.signal("c", "-STOP");
+    let out = top(&["top", "--all", "--once", "-d", "0.5"]).output().unwrap();
+    let (text, said) = (
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr),
+    );
+    assert_eq!(out.status.code(), Some(1), "{text}{said}");
+    assert!(said.contains("c: the VM is not responding"), "{said}");
+    let row = |first: &str| text.lines().find(|l| l.split_whitespace().next() == Some(first));
+    assert!(text.contains("2 of 3 VMs"), "{text}");
+    for vm in ["a", "b"] {
+        assert!(
+            row(vm).is_some_and(|row| row.contains("running") && row.contains('%')),
+            "{text}"
+        );
+    }
+    assert!(
+        text.lines().filter(|l| l.contains("] spin_hot")).count() == 1,
+        "one row for both: {text}"
+    );
+    host.signal("c", "-CONT");
+
+    let mut live = OnTerminal::start(&mut top(&["top", "--all", "-d", "0.3"]));
+    live.shows(&["3 of 3 VMs"]);
+    // Into the second VM's functions, and what has been searched for there.
+    live.types(b"\x1b[B\r");
+    live.shows(&["spin_hot", "only VM b"]);
+    live.types(b"/warm\r");
+    live.shows(&["'warm' (1 found)"]);
+    live.types(b"5");
+    live.shows(&["Mean (us)"]);
+    live.types(b"q");
+    let (status, _) = live.ended();
+    assert_eq!(status.code(), Some(0));
+
+    let both = top(&["top", "a", "--all"]).output().unwrap();
+    assert_eq!(both.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&both.stderr).contains("--all"));
+}
+
+/// The mouse chooses views.
+#[test]
+fn a_click_shows_a_view() {
+    let Some(vm) = TestVm::spinning() else { return };
+    let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
+    top.shows(&["spin_hot"]);
+    // The first button, at column 16 of the second line: the second view. What is pressed is released (SGR).
+    top.types(b"\x1b[<0;16;2M\x1b[<0;16;2m");
+    top.shows(&["Hottest"]);
+    top.types(b"q");
+    assert_eq!(top.ended().0.code(), Some(0));
 }

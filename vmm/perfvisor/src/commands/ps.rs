@@ -10,7 +10,7 @@ use super::{CommandError, DONE, OutputError, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::place::{self, Places};
+use control_api::place::{self, Place, PlaceError, Places};
 use control_api::protocol::VmInfo;
 use perf_core::error_line;
 
@@ -133,15 +133,24 @@ pub(crate) fn everywhere() -> Vec<Found> {
             list(&places.squatted)
         );
     }
+    found_in(places.found, |e| log::warn!("{}", error_line(&e)))
+}
+
+/// The same, and nothing is said: for who looks again and again.
+pub(crate) fn everywhere_again() -> Vec<Found> {
+    found_in(Places::everywhere().found, |e| log::debug!("{}", error_line(&e)))
+}
+
+fn found_in(places: Vec<Place>, failed: impl Fn(PlaceError)) -> Vec<Found> {
     let mut found = Vec::new();
-    for place in places.found {
+    for place in places {
         match place.sockets() {
             Ok(sockets) => found.extend(sockets.into_iter().map(|(name, path)| Found {
                 name,
                 path,
                 owner: Some(place.owner),
             })),
-            Err(e) => log::warn!("{}", error_line(&e)),
+            Err(e) => failed(e),
         }
     }
     found

@@ -3,7 +3,7 @@
 //! Two sources, shown apart. Exits to Perfvisor are counted and timed by the VM while this command watches.
 //! KVM's exits, of which those are a part, are counted by its statistics, which have no times.
 
-mod sums;
+pub(super) mod sums;
 mod table;
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{Opened, VcpuExits};
+use control_api::protocol::{EventReading, Opened, VcpuExits};
 use control_api::request;
 use sums::{Exits, Statistic};
 
@@ -155,15 +155,19 @@ fn show(
     Ok(print(&text)?)
 }
 
-/// What is watched.
-struct Watch {
+/// What is watched of a VM's exits.
+pub(super) struct Watch {
     statistics: Vec<Opened>,
     /// Why KVM's statistics are not there.
     no_statistics: Option<String>,
 }
 
 impl Watch {
-    fn begin(client: &mut Client) -> Result<Self, CommandError> {
+    /// Opens KVM's statistics, and has the VM count its own exits from now.
+    ///
+    /// # Errors
+    /// The VM does not answer.
+    pub(super) fn begin(client: &mut Client) -> Result<Self, CommandError> {
         let list = STATISTICS.map(|name| format!("kvm:{name}"));
         let opened = client.call(request::Open {
             events: list.join(","),
@@ -193,8 +197,20 @@ impl Watch {
 
     /// What came since it began.
     fn look(&mut self, client: &mut Client) -> Result<(Vec<VcpuExits>, Vec<Statistic>), ClientError> {
-        let ours = client.call(request::Exits)?;
         let readings = client.call(request::Read)?;
+        self.with(&readings, client)
+    }
+
+    /// The same, with what the connection's events have been read to count.
+    ///
+    /// # Errors
+    /// The VM does not answer.
+    pub(super) fn with(
+        &mut self,
+        readings: &[EventReading],
+        client: &mut Client,
+    ) -> Result<(Vec<VcpuExits>, Vec<Statistic>), ClientError> {
+        let ours = client.call(request::Exits)?;
         let of = |name: &Opened| {
             let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
             Some(Statistic::of(&name.name, reading))

@@ -6,7 +6,7 @@ use control_api::protocol::{EventReading, VcpuExits};
 
 /// One of KVM's statistics on one vCPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Statistic {
+pub(in super::super) struct Statistic {
     name: String,
     vcpu: u32,
     count: u64,
@@ -28,27 +28,27 @@ impl Statistic {
 
 /// Exits for one reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Count {
-    pub(super) count: u64,
-    pub(super) timed: u64,
-    pub(super) time_ns: u64,
-    pub(super) max_ns: u64,
+pub(in super::super) struct Count {
+    pub(in super::super) count: u64,
+    pub(in super::super) timed: u64,
+    pub(in super::super) time_ns: u64,
+    pub(in super::super) max_ns: u64,
 }
 
 /// A vCPU, or all of them, and what is counted there.
-pub(super) type Key = (Option<u32>, String);
+pub(in super::super) type Key = (Option<u32>, String);
 
 /// Exits by vCPU, and of all of them once they are summed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Exits {
-    pub(super) ours: BTreeMap<Key, Count>,
-    pub(super) kvms: BTreeMap<Key, u64>,
+pub(in super::super) struct Exits {
+    pub(in super::super) ours: BTreeMap<Key, Count>,
+    pub(in super::super) kvms: BTreeMap<Key, u64>,
 }
 
 impl Exits {
     /// What the VM says now of the time since the watch began; of the longest exits, of the time since it was
     /// asked last. They are added to `longest_ns` too.
-    pub(super) fn is_now(
+    pub(in super::super) fn is_now(
         &mut self,
         (ours, kvms): (Vec<VcpuExits>, Vec<Statistic>),
         longest_ns: &mut BTreeMap<Key, u64>,
@@ -72,7 +72,7 @@ impl Exits {
     }
 
     /// What came since it was `before`, with the longest of that time.
-    pub(super) fn grown_since(&self, before: &Self, longest_ns: &BTreeMap<Key, u64>) -> Self {
+    pub(in super::super) fn grown_since(&self, before: &Self, longest_ns: &BTreeMap<Key, u64>) -> Self {
         let ours = self.ours.iter().map(|(key, now)| {
             let before = before.ours.get(key).copied().unwrap_or_default();
             let count = Count {
@@ -96,7 +96,7 @@ impl Exits {
     }
 
     /// All vCPUs as one.
-    pub(super) fn summed(&self) -> Self {
+    pub(in super::super) fn summed(&self) -> Self {
         let mut sum = Self::default();
         for ((_, reason), count) in &self.ours {
             let all = sum.ours.entry((None, reason.clone())).or_default();

@@ -17,6 +17,9 @@ pub struct TopArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// Each VM of this host that can be reached, as perfvisor ps --all lists them; those that come later too.
+    #[arg(long, conflicts_with_all = ["name", "socket"])]
+    pub all: bool,
     /// The event to sample, in perf's syntax.
     #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
     pub event: String,
@@ -32,6 +35,9 @@ pub struct TopArgs {
     /// Print one screen as text after one delay. So it is too when the output is no terminal.
     #[arg(long, visible_alias = "plain")]
     pub once: bool,
+    /// Leave the mouse to the terminal, which can then select text as usual.
+    #[arg(long)]
+    pub no_mouse: bool,
     /// Where names come from; without, from the guest's memory.
     #[command(flatten)]
     pub symbols: SymbolArgs,

@@ -1,8 +1,9 @@
-//! The data of `perfvisor top`, from the VM's control socket.
+//! What `perfvisor top` shows of one VM, from its control socket.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use perf_core::record::{Format, Record};
@@ -10,20 +11,19 @@ use perf_core::ring::RingReader;
 use perf_core::{ReadFormat, SampleType, error_line};
 
 use super::args::TopArgs;
-use super::screen::{Cell, Screen, SymbolRow, VcpuRow};
-use crate::commands::{CommandError, Woken, all_sampled, connect, files, one_line, wait_until};
-use crate::signals::StopSignals;
+use super::names::{MOST_PLACES, Names, Place};
+use super::seen::{Cell, ExitRow, SymbolRow, VcpuRow, VmScreen};
+use crate::commands::exits::Watch;
+use crate::commands::exits::sums::Exits;
+use crate::commands::{CommandError, NAP, all_sampled, one_line};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
     EventReading, Generation, GuestViews, Joined, KernelInfo, KernelState, Opened, RingInfo, RingLoss,
     Sampling, VcpuView, VmInfo,
 };
 use control_api::request;
-use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
 use guest_profile::export::{FileMapping, NO_PID};
-use guest_profile::programs::GuestMount;
 use guest_profile::sample::RawSample;
-use kernel_images::symbols::KernelSymbols;
 
 /// What is counted on each vCPU beside the samples, in the order of the columns.
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
@@ -31,56 +31,49 @@ const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
 const RING_PAGES: u32 = 64;
 /// Most records taken from a ring for one screen.
 const MOST_RECORDS: usize = 100_000;
-/// Most different places in the code that are kept.
-const MOST_PLACES: usize = 1 << 16;
-/// Most mappings of guest programs that are kept.
-const MOST_MAPPINGS: usize = 1 << 16;
 /// What a screen keeps of the weight of the one before, so that it follows what the guest does.
 const DECAY: f64 = 7.0 / 8.0;
 /// Below this a place is forgotten.
 const FORGOTTEN: f64 = 1e-3;
+/// Most processes whose names are kept.
+const MOST_PROCESSES: usize = 1 << 14;
 /// How long the VM may look for its guest's kernel before the first screen.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long vCPUs may take to show what their guests count.
 const VIEW_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Where a sample fell.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Place {
-    kernel: bool,
-    pid: u32,
-    ip: u64,
-}
-
-/// A screen, or none because the VM has ended.
-#[expect(clippy::large_enum_variant, reason = "made once in seconds")]
+/// What there is to see, or that the VM has ended.
 pub(super) enum Took {
-    Screen(Screen),
+    Screen(Box<VmScreen>),
     Gone,
 }
 
 /// The connection and what came over it.
 pub(super) struct Collector {
     client: Client,
-    event: String,
-    frequency_hz: u64,
     rings: Vec<(RingReader, RingInfo)>,
     counted: Vec<Opened>,
     names: Names,
     /// Decayed weight and name of each place.
     places: HashMap<Place, (f64, u64)>,
+    /// Names of processes, by their ids.
+    processes: HashMap<u32, String>,
     /// Samples of each vCPU since the last screen.
     by_vcpu: BTreeMap<u32, u64>,
     samples: u64,
     lost: u64,
     before: Vec<EventReading>,
     before_at: Instant,
+    exits: Watch,
+    exits_before: Exits,
+    longest_ns: BTreeMap<(Option<u32>, String), u64>,
+    /// The only vCPUs that are asked for.
+    only: Option<Vec<u32>>,
 }
 
 impl Collector {
-    /// Connects, opens and enables everything.
-    pub(super) fn open(args: &TopArgs, signals: &StopSignals) -> Result<Self, CommandError> {
-        let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    /// Opens and enables everything, unless `stop` says to end.
+    pub(super) fn open(mut client: Client, args: &TopArgs, stop: &AtomicBool) -> Result<Self, CommandError> {
         let vcpus = args.vcpu.as_ref().map(|list| list.0.clone());
         let sampling = Sampling {
             rate: args.frequency,
@@ -100,10 +93,11 @@ impl Collector {
             events: COUNTED.into(),
             // A vCPU that comes later counts from its first instruction.
             whole: vcpus.is_none(),
-            vcpus,
+            vcpus: vcpus.clone(),
             sampling: None,
         })?;
-        wait_for_kernel(&mut client, signals)?;
+        let exits = Watch::begin(&mut client)?;
+        wait_for_kernel(&mut client, stop)?;
         let names = Names::of(&mut client, args)?;
         let mut sampled_vcpus: Vec<u32> = sampled.iter().filter_map(|o| o.vcpu).collect();
         sampled_vcpus.sort_unstable();
@@ -116,23 +110,21 @@ impl Collector {
         let before = client.call(request::Read)?;
         Ok(Self {
             client,
-            event: args.event.clone(),
-            frequency_hz: args.frequency,
             rings,
             counted,
             names,
             places: HashMap::new(),
+            processes: HashMap::new(),
             by_vcpu: BTreeMap::new(),
             samples: 0,
             lost: 0,
             before,
             before_at: Instant::now(),
+            exits,
+            exits_before: Exits::default(),
+            longest_ns: BTreeMap::new(),
+            only: vcpus,
         })
-    }
-
-    /// The VM, as it said of itself at first.
-    pub(super) fn vm(&self) -> &VmInfo {
-        self.client.info()
     }
 
     /// Forgets the samples so far.
@@ -156,7 +148,7 @@ impl Collector {
             Err(e) => return Err(e.into()),
         }
         match self.ask(now) {
-            Ok(screen) => Ok(Took::Screen(screen)),
+            Ok(screen) => Ok(Took::Screen(Box::new(screen))),
             Err(e) if e.is_gone() => Ok(Took::Gone),
             Err(e) => Err(e.into()),
         }
@@ -195,6 +187,16 @@ impl Collector {
                     Ok(Record::Sample(sample)) => {
                         let raw = RawSample::decode(sample.raw).unwrap_or_default();
                         let pid = raw.task.map_or(NO_PID, |(pid, ..)| pid);
+                        if let Some((pid, tid, comm)) = raw.task {
+                            let main = pid == tid;
+                            if self.processes.len() < MOST_PROCESSES || self.processes.contains_key(&pid) {
+                                let known = self.processes.entry(pid).or_default();
+                                // The name of its first thread, else of any.
+                                if main || known.is_empty() {
+                                    *known = comm_of(&comm);
+                                }
+                            }
+                        }
                         for told in RawSample::mappings(sample.raw) {
                             self.names.mapping(FileMapping {
                                 time_ns: sample.time_ns,
@@ -228,22 +230,22 @@ impl Collector {
     }
 
     /// Asks the VM for what the samples do not say.
-    fn ask(&mut self, now: Instant) -> Result<Screen, ClientError> {
+    fn ask(&mut self, now: Instant) -> Result<VmScreen, ClientError> {
         let vm: VmInfo = self.client.call(request::Status)?;
         let readings: Vec<EventReading> = self.client.call(request::Read)?;
         let losses: Vec<RingLoss> = self.client.call(request::RingLosses)?;
         let views = self.views()?;
         let elapsed = now.duration_since(self.before_at);
         let vcpus = self.vcpu_rows(&readings, elapsed);
+        let exits = self.exit_rows(&readings, elapsed)?;
         self.before = readings;
         self.before_at = now;
-        Ok(Screen {
-            event: self.event.clone(),
-            frequency_hz: self.frequency_hz,
+        Ok(VmScreen {
             samples: self.samples,
             lost: self.lost + losses.iter().map(|l| l.lost).sum::<u64>(),
             symbols: self.symbol_rows(),
             vcpus,
+            exits,
             views,
             vm,
         })
@@ -268,24 +270,62 @@ impl Collector {
     }
 
     fn symbol_rows(&mut self) -> Vec<SymbolRow> {
-        let mut rows: HashMap<(String, String, bool), (f64, u64)> = HashMap::new();
-        let mut total = 0.0;
+        let mut rows: HashMap<(u32, String, String, bool), (f64, u64)> = HashMap::new();
         for (place, (weight, samples)) in &self.places {
             let (object, symbol) = self.names.name(*place);
-            let row = rows.entry((object, symbol, place.kernel)).or_default();
+            let row = rows.entry((place.pid, object, symbol, place.kernel)).or_default();
             row.0 += weight;
             row.1 += samples;
-            total += weight;
         }
-        rows.into_iter()
-            .map(|((object, symbol, kernel), (weight, samples))| SymbolRow {
-                percent: 100.0 * weight / total,
-                samples,
-                object,
-                symbol,
-                kernel,
-            })
-            .collect()
+        let row = |((pid, object, symbol, kernel), (weight, samples))| SymbolRow {
+            weight,
+            samples,
+            pid: Some(pid).filter(|pid| *pid != NO_PID),
+            process: self.processes.get(&pid).cloned().unwrap_or_default(),
+            object,
+            symbol,
+            kernel,
+        };
+        rows.into_iter().map(row).collect()
+    }
+
+    /// What the vCPUs left the guest for since the last screen.
+    fn exit_rows(
+        &mut self,
+        readings: &[EventReading],
+        elapsed: Duration,
+    ) -> Result<Vec<ExitRow>, ClientError> {
+        let seconds = elapsed.as_secs_f64().max(1e-9);
+        let seen = self.exits.with(readings, &mut self.client)?;
+        let mut total = self.exits_before.clone();
+        total.is_now(seen, &mut self.longest_ns);
+        if let Some(only) = &self.only {
+            let asked = |vcpu: Option<u32>| vcpu.is_none_or(|vcpu| only.contains(&vcpu));
+            total.ours.retain(|(vcpu, _), _| asked(*vcpu));
+            total.kvms.retain(|(vcpu, _), _| asked(*vcpu));
+        }
+        let grown = total
+            .grown_since(&self.exits_before, &std::mem::take(&mut self.longest_ns))
+            .summed();
+        self.exits_before = total;
+        let ours = grown.ours.iter().map(|((_, reason), of)| ExitRow {
+            kvm: false,
+            what: one_line(reason),
+            per_second: of.count as f64 / seconds,
+            time_share: Some(of.time_ns as f64 / 1e9 / seconds),
+            mean_ns: of.time_ns.checked_div(of.timed),
+            longest_ns: Some(of.max_ns).filter(|_| of.timed > 0),
+        });
+        let kvms = grown.kvms.iter().filter(|(_, count)| **count > 0);
+        let kvms = kvms.map(|((_, name), count)| ExitRow {
+            kvm: true,
+            what: one_line(name),
+            per_second: *count as f64 / seconds,
+            time_share: None,
+            mean_ns: None,
+            longest_ns: None,
+        });
+        Ok(ours.chain(kvms).collect())
     }
 
     fn vcpu_rows(&self, readings: &[EventReading], elapsed: Duration) -> Vec<VcpuRow> {
@@ -343,8 +383,14 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell
     }
 }
 
+/// A task's name, fit to be shown: the guest chose it.
+fn comm_of(comm: &[u8]) -> String {
+    let end = comm.iter().position(|b| *b == 0).unwrap_or(comm.len());
+    one_line(&String::from_utf8_lossy(&comm[..end]))
+}
+
 /// Asks the VM to look for its guest's kernel, and waits for it a while.
-fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), CommandError> {
+fn wait_for_kernel(client: &mut Client, stop: &AtomicBool) -> Result<(), CommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
         let info: KernelInfo = client.call(request::Kernel)?;
@@ -356,97 +402,10 @@ fn wait_for_kernel(client: &mut Client, signals: &StopSignals) -> Result<(), Com
             }
             _ => return Ok(()),
         }
-        if wait_until(Instant::now() + Duration::from_millis(50), signals) == Woken::Signal {
+        std::thread::sleep(NAP);
+        if stop.load(Ordering::Relaxed) {
             return Err(CommandError::Interrupted);
         }
-    }
-}
-
-/// Names of the guest's addresses.
-struct Names {
-    kernel: Option<KernelSymbols>,
-    /// The kernel's symbols serve user addresses too.
-    flat: bool,
-    mount: Option<GuestMount>,
-    mappings: Vec<FileMapping>,
-    known: HashMap<Place, (String, String)>,
-}
-
-impl Names {
-    fn of(client: &mut Client, args: &TopArgs) -> Result<Self, CommandError> {
-        let (info, text) = client.symbols()?;
-        // A VM may have none to give.
-        let running = KernelSymbols::parse_text(&text).ok();
-        let reference = running.as_ref().and_then(|symbols| {
-            let find = |name| Some((name, symbols.by_name(name)?.address));
-            ["_text", "_stext"].into_iter().find_map(find)
-        });
-        let given = files::kernel_symbols(&args.symbols, reference)?;
-        Ok(Self {
-            flat: info.flat && given.is_none(),
-            kernel: given.or(running),
-            mount: files::guest_mount(&args.symbols)?,
-            mappings: Vec::new(),
-            known: HashMap::new(),
-        })
-    }
-
-    fn mapping(&mut self, mapping: FileMapping) {
-        if self.mappings.len() < MOST_MAPPINGS {
-            // What was not known of this process may be now.
-            self.known.retain(|place, _| place.pid != mapping.pid);
-            self.mappings.push(mapping);
-        }
-    }
-
-    /// Object and function of a place, fit to be shown: the guest chose them.
-    fn name(&mut self, place: Place) -> (String, String) {
-        if let Some(known) = self.known.get(&place) {
-            return known.clone();
-        }
-        let (object, symbol) = self.look_up(place);
-        let named = (one_line(&object), one_line(&symbol));
-        if self.known.len() >= 2 * MOST_PLACES {
-            self.known.clear();
-        }
-        self.known.insert(place, named.clone());
-        named
-    }
-
-    fn look_up(&mut self, place: Place) -> (String, String) {
-        if place.kernel || self.flat {
-            let object = if place.kernel { KERNEL_OBJECT } else { USER_OBJECT };
-            let found = self.kernel.as_ref().and_then(|symbols| {
-                if self.flat {
-                    symbols.resolve_flat(place.ip)
-                } else {
-                    symbols.resolve(place.ip)
-                }
-            });
-            let name = found.map_or_else(
-                || format!("{:#018x}", place.ip),
-                |(symbol, _)| symbol.name.to_owned(),
-            );
-            return (object.to_owned(), name);
-        }
-        let offset = |m: &FileMapping| place.ip.checked_sub(m.start).filter(|off| *off < m.len);
-        let mapping = self
-            .mappings
-            .iter()
-            .rev()
-            .find_map(|m| (m.pid == place.pid).then_some(m).zip(offset(m)));
-        let Some((mapping, offset)) = mapping else {
-            return (USER_OBJECT.to_owned(), "[unknown]".to_owned());
-        };
-        let symbol = self.mount.as_mut().and_then(|mount| {
-            let object = mount.object(&mapping.path)?;
-            let linked = object.address_of_file_offset(offset.checked_add(mapping.file_offset)?)?;
-            Some(object.resolve(linked)?.name)
-        });
-        (
-            mapping.path.clone(),
-            symbol.unwrap_or_else(|| "[unknown]".to_owned()),
-        )
     }
 }
 
@@ -483,35 +442,5 @@ mod tests {
             rate(&reading(100, 2000, 1000), Some(&before), 2.0),
             Cell::NotCounted
         );
-    }
-
-    /// A guest's names cannot speak to the terminal.
-    #[test]
-    fn names_hold_no_control_characters() {
-        let mut names = Names {
-            kernel: KernelSymbols::parse_text(b"ffffffff81000000 T a\x1b[2Jb\nffffffff81000100 T end\n").ok(),
-            flat: false,
-            mount: None,
-            mappings: Vec::new(),
-            known: HashMap::new(),
-        };
-        names.mapping(FileMapping {
-            time_ns: 0,
-            pid: 7,
-            start: 0x1000,
-            len: 0x1000,
-            file_offset: 0,
-            path: "/bin/\x1b]0;x\x07".into(),
-            build_id: None,
-        });
-        let place = |kernel, pid, ip| Place { kernel, pid, ip };
-        for place in [
-            place(true, NO_PID, 0xffff_ffff_8100_0010),
-            place(false, 7, 0x1800),
-        ] {
-            let (object, symbol) = names.name(place);
-            assert!(!(object + &symbol).chars().any(char::is_control));
-        }
-        assert_eq!(names.name(place(false, 8, 0x1800)).0, USER_OBJECT);
     }
 }

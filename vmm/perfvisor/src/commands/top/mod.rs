@@ -1,27 +1,40 @@
-//! `perfvisor top`: where a VM's vCPUs spend their time, now.
+//! `perfvisor top`: where the vCPUs of a VM, or of all VMs of the host, spend their time, now.
 //!
 //! | module | story |
 //! |---|---|
-//! | `collect` | the connection: samples, counts and the guest's counters, turned into a [`screen::Screen`] |
-//! | [`screen`] | what is shown, as text and on a terminal |
+//! | `collect` | the connection to a VM: samples, counts, exits and the guest's counters, as a [`seen::VmScreen`] |
+//! | `host` | the VMs, each with a thread that collects |
+//! | `names` | names of the places where samples fell |
+//! | [`seen`] | what was seen of the VMs |
+//! | [`screen`] | what is shown of it, as text and on a terminal |
+//! | [`sheet`] | a table, sorted and searched |
+//! | [`ui`] | what the user has chosen to see |
 
 mod args;
 mod collect;
+mod host;
+mod names;
 pub mod screen;
+pub mod seen;
+pub mod sheet;
+pub mod ui;
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use ratatui::DefaultTerminal;
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, Event, KeyEventKind};
+use ratatui::crossterm::execute;
 
-use super::{CommandError, DONE, OutputError, Woken, print, wait_until};
+use super::{CommandError, DONE, OutputError, print};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 pub use args::TopArgs;
-use collect::{Collector, Took};
 use control_api::events::list;
-use screen::{Screen, Ui};
+use host::{Host, News};
+use screen::Screen;
+use seen::Seen;
+use ui::{Act, Ui};
 
 /// How long a key may wait.
 const KEY_WAIT: Duration = Duration::from_millis(50);
@@ -56,27 +69,50 @@ impl From<OutputError> for TopError {
 pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     list::parse(&args.event).map_err(CommandError::from)?;
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut collector = Collector::open(args, &signals)?;
-    let live = !args.once && std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
-    if !live {
-        if wait_until(Instant::now() + args.delay, &signals) == Woken::Signal {
-            return Ok(DONE);
-        }
-        return match collector.take(Instant::now())? {
-            Took::Screen(screen) => {
-                print(&screen.text())?;
-                Ok(DONE)
-            }
-            Took::Gone => Err(TopError::VmEnded),
-        };
+    let mut host = Host::begin(args)?;
+    if args.once || !std::io::stdin().is_terminal() || !std::io::stdout().is_terminal() {
+        return once(args, &mut host, &signals);
     }
-    let mut terminal = Terminal::enter()?;
-    let ended = watch(&mut terminal.0, &mut collector, args, &signals);
+    let mut terminal = Terminal::enter(!args.no_mouse)?;
+    let ended = watch(&mut terminal.screen, &mut host, args, &signals);
     drop(terminal);
     if ended? == End::VmGone {
         print("the VM ended\n")?;
     }
     Ok(DONE)
+}
+
+/// One screen as text, when all VMs have been looked at.
+fn once(args: &TopArgs, host: &mut Host, signals: &StopSignals) -> Result<ExitStatus, TopError> {
+    while !host.all_seen() {
+        if signals.take().is_some() {
+            return Ok(DONE);
+        }
+        if let Some(News::Ended) = host.news(KEY_WAIT)? {
+            return Err(TopError::VmEnded);
+        }
+    }
+    let screen = screen_of(args, host);
+    print(&screen.text())?;
+    let mut status = DONE;
+    for vm in &screen.vms {
+        match &vm.seen {
+            Seen::Failed(why) => log::warn!("{}: {why}", vm.label),
+            Seen::Ended => log::warn!("{}: the VM ended", vm.label),
+            Seen::Waiting | Seen::Shown(_) => continue,
+        }
+        status = ExitStatus::CheckFailed;
+    }
+    Ok(status)
+}
+
+fn screen_of(args: &TopArgs, host: &Host) -> Screen {
+    Screen {
+        event: args.event.clone(),
+        frequency_hz: args.frequency,
+        all_vms: args.all,
+        vms: host.vms(),
+    }
 }
 
 /// Why the live view ended.
@@ -88,32 +124,43 @@ enum End {
 
 /// The terminal in its own screen; back as it was when dropped, whatever ends the view. A panic restores it
 /// too, before its message (ratatui's hook).
-struct Terminal(DefaultTerminal);
+struct Terminal {
+    screen: DefaultTerminal,
+    mouse: bool,
+}
 
 impl Terminal {
-    fn enter() -> Result<Self, TopError> {
-        ratatui::try_init().map(Self).map_err(|e| {
+    fn enter(mouse: bool) -> Result<Self, TopError> {
+        let failed = |e| {
             ratatui::restore();
             TopError::NoScreen(e)
-        })
+        };
+        let screen = ratatui::try_init().map_err(failed)?;
+        if mouse {
+            execute!(io::stdout(), EnableMouseCapture).map_err(failed)?;
+        }
+        Ok(Self { screen, mouse })
     }
 }
 
 impl Drop for Terminal {
     fn drop(&mut self) {
+        if self.mouse {
+            // The terminal may be gone.
+            let _ = execute!(io::stdout(), DisableMouseCapture);
+        }
         ratatui::restore();
     }
 }
 
 fn watch(
     terminal: &mut DefaultTerminal,
-    collector: &mut Collector,
+    host: &mut Host,
     args: &TopArgs,
     signals: &StopSignals,
 ) -> Result<End, TopError> {
-    let mut ui = Ui::default();
-    let mut screen = Screen::waiting(collector.vm(), &args.event);
-    let mut next = Instant::now() + args.delay;
+    let mut ui = Ui::new(args.all);
+    let mut screen = screen_of(args, host);
     let mut changed = true;
     loop {
         if std::mem::take(&mut changed) {
@@ -124,78 +171,37 @@ fn watch(
         if signals.take().is_some() {
             return Ok(End::Asked);
         }
-        let now = Instant::now();
-        if now >= next {
-            match collector.take(now)? {
-                Took::Screen(new) => screen = new,
-                Took::Gone => return Ok(End::VmGone),
+        let mut news = host.look_for_more();
+        let began = Instant::now();
+        // All that is there, but no more than there is time for.
+        while let Some(came) = host.news(Duration::ZERO)? {
+            match came {
+                News::Ended => return Ok(End::VmGone),
+                News::Changed => news = true,
             }
+            if began.elapsed() > KEY_WAIT {
+                break;
+            }
+        }
+        if news {
+            screen = screen_of(args, host);
             changed = true;
-            next = now + args.delay;
-        } else if event::poll(KEY_WAIT.min(next - now)).map_err(TopError::Terminal)? {
+        }
+        if event::poll(KEY_WAIT).map_err(TopError::Terminal)? {
             match event::read().map_err(TopError::Terminal)? {
-                Event::Key(key) if key.kind != KeyEventKind::Release => match act(key, &mut ui) {
+                Event::Key(key) if key.kind != KeyEventKind::Release => match ui.key(key) {
                     Act::Quit => return Ok(End::Asked),
-                    Act::Reset => collector.reset(),
+                    Act::Reset => host.forget(),
                     Act::Draw => {}
                 },
+                Event::Mouse(mouse) => {
+                    changed |= ui.mouse(mouse);
+                    continue;
+                }
                 _ => {}
             }
             // A changed size is drawn too.
             changed = true;
         }
-    }
-}
-
-/// What a key asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Act {
-    Quit,
-    Reset,
-    Draw,
-}
-
-fn act(key: KeyEvent, ui: &mut Ui) -> Act {
-    let control = key.modifiers.contains(KeyModifiers::CONTROL);
-    match key.code {
-        KeyCode::Char('c') if control => return Act::Quit,
-        KeyCode::Char('q') | KeyCode::Esc => return Act::Quit,
-        KeyCode::Char('z') => return Act::Reset,
-        KeyCode::Char('s') => ui.next_sort(),
-        KeyCode::Char('r') => ui.reverse = !ui.reverse,
-        KeyCode::Char('1') => ui.show(0),
-        KeyCode::Char('2') => ui.show(1),
-        KeyCode::Char('3') => ui.show(2),
-        KeyCode::Tab => ui.next_view(),
-        KeyCode::Down | KeyCode::Char('j') => ui.scroll(1),
-        KeyCode::Up | KeyCode::Char('k') => ui.scroll(-1),
-        KeyCode::PageDown | KeyCode::Char(' ') => ui.scroll(20),
-        KeyCode::PageUp => ui.scroll(-20),
-        KeyCode::Home => ui.scroll(isize::MIN),
-        _ => {}
-    }
-    Act::Draw
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keys_do_what_the_last_line_says() {
-        let mut ui = Ui::default();
-        let press = |code| KeyEvent::new(code, KeyModifiers::NONE);
-        assert_eq!(act(press(KeyCode::Char('q')), &mut ui), Act::Quit);
-        let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(act(control_c, &mut ui), Act::Quit);
-        assert_eq!(act(press(KeyCode::Char('c')), &mut ui), Act::Draw);
-        assert_eq!(act(press(KeyCode::Char('z')), &mut ui), Act::Reset);
-        let before = ui.clone();
-        act(press(KeyCode::Tab), &mut ui);
-        act(press(KeyCode::Tab), &mut ui);
-        act(press(KeyCode::Tab), &mut ui);
-        assert_eq!(ui, before, "there are three views");
-        act(press(KeyCode::Char('s')), &mut ui);
-        assert_ne!(ui, before);
     }
 }

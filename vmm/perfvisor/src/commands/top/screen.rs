@@ -1,182 +1,93 @@
-//! What `perfvisor top` shows: as text, and drawn on a terminal from the same rows.
+//! What `perfvisor top` shows: as text, and drawn on a terminal from the same tables.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use ratatui::Frame;
-use ratatui::layout::{Constraint, Layout};
+use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Row, Table};
 
+use super::seen::{Cell, Seen, SymbolRow, VcpuRow, Vm, VmScreen};
+use super::sheet::{Column, Kind, Sheet, SheetRow, Value, Whose};
+use super::ui::{Drawn, Ui, View};
+use crate::commands::one_line;
 use control_api::events::format::{rounded, thousands};
-use control_api::protocol::{VcpuView, VmInfo};
+use control_api::protocol::GuestCounter;
 
-/// Lines of symbols in the text.
-const TEXT_SYMBOLS: usize = 30;
-const VIEWS: [&str; 3] = ["Symbols", "vCPUs", "Guest counters"];
-const KEYS: &str = "q quit  Tab/1-3 view  s sort  r reverse  z forget  arrows scroll";
+/// Lines of symbols and processes in the text.
+const TEXT_LINES: usize = 30;
+const KEYS: &str = "q quit  Tab/1-6 view  s sort  r reverse  / search  Enter into  Esc back  z forget";
 
 /// Everything that is shown at one moment.
 #[derive(Clone, Debug)]
 pub struct Screen {
-    /// The VM.
-    pub vm: VmInfo,
     /// The event that is sampled.
     pub event: String,
     /// How often on each vCPU.
     pub frequency_hz: u64,
-    /// Samples taken so far.
-    pub samples: u64,
-    /// Samples that were lost.
-    pub lost: u64,
-    /// Where they fell, in no order.
-    pub symbols: Vec<SymbolRow>,
-    /// The vCPUs, in order.
-    pub vcpus: Vec<VcpuRow>,
-    /// What their guests count.
-    pub views: Vec<VcpuView>,
+    /// All VMs of the host are shown, not one.
+    pub all_vms: bool,
+    /// The VMs.
+    pub vms: Vec<Vm>,
 }
 
-/// A function.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SymbolRow {
-    /// Its share of all samples' weight.
-    pub percent: f64,
-    /// Samples in it, while it is on the list.
-    pub samples: u64,
-    /// The file it is in.
-    pub object: String,
-    /// Its name.
-    pub symbol: String,
-    /// It is the guest kernel's.
-    pub kernel: bool,
+const fn column(title: &'static str, width: u16, kind: Kind) -> Column {
+    Column { title, width, kind }
 }
 
-/// A vCPU.
-#[derive(Clone, Debug, PartialEq)]
-pub struct VcpuRow {
-    /// Its number.
-    pub vcpu: u32,
-    /// Samples since the last screen.
-    pub samples: u64,
-    /// task-clock, steal-ns, cycles and KVM's exits, a second.
-    pub cells: Vec<Cell>,
-}
-
-/// A rate, or why there is none.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Cell {
-    /// It cannot be counted here.
-    NotSupported,
-    /// It was not on.
-    NotCounted,
-    /// It was counted.
-    Rate {
-        /// Counts a second.
-        per_second: f64,
-        /// Share of the time it was on.
-        share: f64,
-    },
-}
-
-impl Cell {
-    fn with(self, show: impl Fn(f64) -> String) -> String {
-        match self {
-            Cell::NotSupported => "<not supported>".into(),
-            Cell::NotCounted => "<not counted>".into(),
-            Cell::Rate { per_second, share } if share < 0.995 => {
-                format!("{} ({:.0}%)", show(per_second), 100.0 * share)
-            }
-            Cell::Rate { per_second, .. } => show(per_second),
-        }
-    }
-}
-
-/// What symbols are sorted by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Sort {
-    #[default]
-    Share,
-    Symbol,
-    Object,
-}
-
-/// What the user has chosen to see.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ui {
-    view: usize,
-    sort: Sort,
-    /// The other way round.
-    pub reverse: bool,
-    offset: usize,
-}
-
-impl Ui {
-    /// Sorts by the next column.
-    pub fn next_sort(&mut self) {
-        self.sort = match self.sort {
-            Sort::Share => Sort::Symbol,
-            Sort::Symbol => Sort::Object,
-            Sort::Object => Sort::Share,
-        };
-    }
-
-    /// Shows view `n`, 0 to 2.
-    pub fn show(&mut self, n: usize) {
-        self.view = n % VIEWS.len();
-        self.offset = 0;
-    }
-
-    /// Shows the next view.
-    pub fn next_view(&mut self) {
-        self.show(self.view + 1);
-    }
-
-    /// Moves down by so many lines.
-    pub fn scroll(&mut self, by: isize) {
-        self.offset = self.offset.saturating_add_signed(by);
-    }
-}
-
-/// A table: titles with their widths (0: what is left), and rows.
-struct Sheet {
-    titles: Vec<(&'static str, u16, bool)>,
-    rows: Vec<(Vec<String>, Style)>,
+/// What is shown of a process.
+#[derive(Default)]
+struct Sum<'a> {
+    weight: f64,
+    samples: u64,
+    kernel: f64,
+    process: &'a str,
+    whose: Whose,
+    hottest: Option<(&'a SymbolRow, f64)>,
 }
 
 impl Screen {
-    /// Before the first samples.
-    pub fn waiting(vm: &VmInfo, event: &str) -> Self {
-        Self {
-            vm: vm.clone(),
-            event: event.to_owned(),
-            frequency_hz: 0,
-            samples: 0,
-            lost: 0,
-            symbols: Vec::new(),
-            vcpus: Vec::new(),
-            views: Vec::new(),
-        }
+    /// The VMs that are shown, with what was seen of them.
+    fn seen<'a>(&'a self, ui: &'a Ui) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
+        let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
+        self.vms.iter().filter_map(move |vm| match &vm.seen {
+            Seen::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
+            _ => None,
+        })
     }
 
     fn headline(&self) -> String {
-        let vm = &self.vm;
-        let taken = match self.frequency_hz {
-            0 => "waiting for samples".to_owned(),
-            hz => format!(
-                "{} samples of {} at {hz} Hz, {} lost",
-                thousands(self.samples),
-                self.event,
-                thousands(self.lost)
-            ),
+        let ui = Ui::default();
+        let sum = |of: fn(&VmScreen) -> u64| self.seen(&ui).map(|(_, vm)| of(vm)).sum();
+        let (samples, lost): (u64, u64) = (sum(|vm| vm.samples), sum(|vm| vm.lost));
+        let taken = format!(
+            "{} samples of {} at {} Hz, {} lost",
+            thousands(samples),
+            self.event,
+            self.frequency_hz,
+            thousands(lost)
+        );
+        if self.all_vms {
+            let seen = self.seen(&ui).count();
+            return match self.vms.len() {
+                0 => "perfvisor top: no VM is running".to_owned(),
+                n => format!(
+                    "perfvisor top: {seen} of {n} VM{}; {taken}",
+                    if n == 1 { "" } else { "s" }
+                ),
+            };
+        }
+        let Some((_, VmScreen { vm, .. })) = self.seen(&ui).next() else {
+            return "perfvisor top: waiting for samples".to_owned();
         };
         format!(
             "perfvisor top: VM '{}', {}, {} vCPU{}, PMU {}, up {} s; {taken}",
-            vm.name,
+            one_line(&vm.name),
             vm.state,
             vm.vcpus,
             if vm.vcpus == 1 { "" } else { "s" },
-            vm.pmu,
+            one_line(&vm.pmu),
             vm.uptime_ms / 1000
         )
     }
@@ -185,18 +96,14 @@ impl Screen {
     pub fn text(&self) -> String {
         let mut out = self.headline();
         out.push('\n');
-        let ui = Ui::default();
-        for (name, mut sheet) in
-            VIEWS
-                .into_iter()
-                .zip([self.symbol_sheet(&ui), self.vcpu_sheet(&ui), self.counter_sheet()])
-        {
-            let _ = writeln!(out, "\n{name}");
-            sheet.rows.truncate(if name == VIEWS[0] {
-                TEXT_SYMBOLS
-            } else {
-                usize::MAX
-            });
+        let mut ui = Ui::new(self.all_vms);
+        for view in View::there_are(self.all_vms) {
+            ui.view = *view;
+            let mut sheet = self.sheet(&ui);
+            let _ = writeln!(out, "\n{}", view.title());
+            if matches!(view, View::Symbols | View::Processes) {
+                sheet.rows.truncate(TEXT_LINES);
+            }
             sheet.write(&mut out);
         }
         out
@@ -212,391 +119,470 @@ impl Screen {
         ];
         let [head, tabs, body, foot] = Layout::vertical(rows).areas(frame.area());
         frame.render_widget(Line::from(self.headline()).style(Modifier::BOLD), head);
-        let tab = |(i, name): (usize, &'static str)| {
-            let style = if i == ui.view {
-                Style::new().add_modifier(Modifier::REVERSED)
-            } else {
-                Style::new()
+        let mut drawn = Drawn::default();
+        let mut spans = Vec::new();
+        let mut x = tabs.x;
+        for (i, view) in View::there_are(self.all_vms).iter().enumerate() {
+            let name = format!(" {} {} ", i + 1, view.title());
+            let width = u16::try_from(name.len()).unwrap_or(u16::MAX);
+            drawn.tabs.push(Rect::new(x, tabs.y, width, 1).intersection(tabs));
+            x = x.saturating_add(width + 1);
+            let style = match *view == ui.view {
+                true => Style::new().add_modifier(Modifier::REVERSED),
+                false => Style::new(),
             };
-            [Span::styled(format!(" {} {name} ", i + 1), style), Span::raw(" ")]
-        };
-        let tabs_line: Line<'_> = VIEWS.into_iter().enumerate().flat_map(tab).collect();
-        frame.render_widget(tabs_line, tabs);
-        let sheet = match ui.view {
-            0 => self.symbol_sheet(ui),
-            1 => self.vcpu_sheet(ui),
-            _ => self.counter_sheet(),
-        };
+            spans.extend([Span::styled(name, style), Span::raw(" ")]);
+        }
+        frame.render_widget(Line::from(spans), tabs);
+        let mut sheet = self.sheet(ui);
+        sheet.search(&ui.search);
+        let shown = ui.shown();
+        sheet.sort(shown.sort, shown.reverse);
         // One line is the titles'.
-        let room = usize::from(body.height).saturating_sub(1);
-        ui.offset = ui.offset.min(sheet.rows.len().saturating_sub(room));
-        frame.render_widget(sheet.table(ui.offset), body);
-        frame.render_widget(Line::from(KEYS).style(Color::DarkGray), foot);
+        let titles = Rect {
+            height: body.height.min(1),
+            ..body
+        };
+        drawn.rows = Rect {
+            y: body.y + titles.height,
+            height: body.height - titles.height,
+            ..body
+        };
+        let room = usize::from(drawn.rows.height);
+        drawn.titles = sheet.places(titles);
+        let shown = ui.shown_mut();
+        shown.cursor = shown.cursor.min(sheet.rows.len().saturating_sub(1));
+        let least = (shown.cursor + 1).saturating_sub(room.max(1));
+        let most = sheet.rows.len().saturating_sub(room).max(least);
+        shown.offset = shown.offset.clamp(least, most.min(shown.cursor).max(least));
+        frame.render_widget(sheet.table(shown.offset, room, shown.cursor, shown.sort), body);
+        let found = sheet.rows.len();
+        drawn.whose = sheet.rows.into_iter().map(|row| row.whose).collect();
+        ui.drawn = drawn;
+        let line = match self.foot(ui, found) {
+            Some(said) => Line::from(said).style(Modifier::BOLD),
+            None => Line::from(KEYS).style(Color::DarkGray),
+        };
+        frame.render_widget(line, foot);
     }
 
-    fn symbol_sheet(&self, ui: &Ui) -> Sheet {
-        let mut symbols: Vec<&SymbolRow> = self.symbols.iter().collect();
-        symbols.sort_by(|a, b| {
-            let by_name = || (&a.symbol, &a.object).cmp(&(&b.symbol, &b.object));
-            match ui.sort {
-                Sort::Share => b.percent.total_cmp(&a.percent).then_with(by_name),
-                Sort::Symbol => by_name(),
-                Sort::Object => a.object.cmp(&b.object).then(b.percent.total_cmp(&a.percent)),
-            }
-        });
-        if ui.reverse {
-            symbols.reverse();
+    /// Why the VM that is chosen has no row, or what is left out of the view, if anything is.
+    fn foot(&self, ui: &Ui, found: usize) -> Option<String> {
+        if ui.typing {
+            return Some(format!(
+                "/{}_  ({found} found; Enter keeps, Esc takes back)",
+                ui.search
+            ));
         }
-        let row = |s: &SymbolRow| {
-            let color = match s.percent {
+        let chosen = ui.drawn.whose.get(ui.shown().cursor).map(|whose| &whose.vm);
+        if let (View::Vms, Some(vm)) = (ui.view, self.vms.iter().find(|vm| Some(&vm.label) == chosen))
+            && let Seen::Failed(why) = &vm.seen
+        {
+            return Some(format!("{}: {}", one_line(&vm.label), one_line(why)));
+        }
+        let mut said = Vec::new();
+        if let Some(vm) = &ui.vm {
+            said.push(format!("VM {}", one_line(vm)));
+        }
+        if let (Some(whose), View::Symbols) = (&ui.process, ui.view) {
+            said.push(match whose.pid {
+                Some(pid) => format!("process {pid} of {}", one_line(&whose.vm)),
+                None => format!("no process of {}", one_line(&whose.vm)),
+            });
+        }
+        if !ui.search.is_empty() {
+            said.push(format!("'{}' ({found} found)", ui.search));
+        }
+        (!said.is_empty()).then(|| format!("only {}; Esc: back", said.join(", ")))
+    }
+
+    fn sheet(&self, ui: &Ui) -> Sheet {
+        let (columns, rows) = match ui.view {
+            View::Vms => self.vm_rows(),
+            View::Symbols => self.symbol_rows(ui),
+            View::Processes => self.process_rows(ui),
+            View::Vcpus => self.vcpu_rows(ui),
+            View::Exits => self.exit_rows(ui),
+            View::Counters => self.counter_rows(ui),
+        };
+        let mut sheet = Sheet { columns, rows };
+        // Whose it is goes first, where there are several.
+        if self.all_vms && !matches!(ui.view, View::Vms | View::Symbols) {
+            sheet.columns.insert(0, column("VM", 16, Kind::Text));
+            for row in &mut sheet.rows {
+                row.cells.insert(0, Value::text(one_line(&row.whose.vm)));
+            }
+        }
+        sheet
+    }
+
+    fn vm_rows(&self) -> (Vec<Column>, Vec<SheetRow>) {
+        let everything = Ui::default();
+        let weight = |vm: &VmScreen| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
+        let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
+        let row = |vm: &Vm| {
+            let mut cells = vec![Value::text(one_line(&vm.label))];
+            match &vm.seen {
+                Seen::Shown(seen) => {
+                    let its = weight(seen);
+                    let sum = |at| Cell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
+                    cells.extend([
+                        Value::text(seen.vm.state.to_string()),
+                        share_of(its, all),
+                        Value::number(seen.vm.vcpus.into(), seen.vm.vcpus.to_string()),
+                        of_all(sum(0), percent),
+                        of_all(sum(1), percent),
+                        of_all(sum(2), whole),
+                        of_all(sum(3), whole),
+                        count(seen.samples),
+                        count(seen.lost),
+                        Value::text(one_line(&seen.vm.pmu)),
+                    ]);
+                }
+                other => {
+                    let state = match other {
+                        Seen::Ended => "ended",
+                        Seen::Failed(_) => "failed",
+                        _ => "waiting",
+                    };
+                    cells.push(Value::text(state));
+                    cells.resize(11, Value::text("-"));
+                }
+            }
+            let whose = Whose {
+                vm: vm.label.clone(),
+                pid: None,
+            };
+            SheetRow {
+                cells,
+                style: Style::new(),
+                whose,
+            }
+        };
+        let columns = vec![
+            column("VM", 16, Kind::Text),
+            column("State", 14, Kind::Text),
+            column("Share", 7, Kind::Count),
+            column("vCPUs", 5, Kind::Count),
+            column("Busy", 7, Kind::Count),
+            column("Steal", 7, Kind::Count),
+            column("Cycles/s", 15, Kind::Count),
+            column("KVM exits/s", 11, Kind::Count),
+            column("Samples", 9, Kind::Count),
+            column("Lost", 6, Kind::Count),
+            column("PMU", 6, Kind::Text),
+        ];
+        (columns, self.vms.iter().map(row).collect())
+    }
+
+    /// The functions of the VM and the process that are chosen, if any are.
+    fn functions<'a>(&'a self, ui: &'a Ui) -> impl Iterator<Item = (&'a str, &'a SymbolRow)> {
+        let chosen = |label: &str, row: &SymbolRow| match &ui.process {
+            Some(only) if ui.view == View::Symbols => only.vm == label && only.pid == row.pid,
+            _ => true,
+        };
+        let functions = |(label, vm): (&'a str, &'a VmScreen)| vm.symbols.iter().map(move |row| (label, row));
+        self.seen(ui)
+            .flat_map(functions)
+            .filter(move |(label, row)| chosen(label, row))
+    }
+
+    fn symbol_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+        let mut sums: BTreeMap<(&str, &str, bool), (f64, u64)> = BTreeMap::new();
+        let mut all = 0.0;
+        for (_, row) in self.functions(ui) {
+            let sum = sums.entry((&row.symbol, &row.object, row.kernel)).or_default();
+            sum.0 += row.weight;
+            sum.1 += row.samples;
+            all += row.weight;
+        }
+        let row = |((symbol, object, kernel), (weight, samples)): ((&str, &str, bool), (f64, u64))| {
+            let style = match 100.0 * weight / all {
                 p if p >= 5.0 => Style::new().fg(Color::Red),
                 p if p >= 0.5 => Style::new().fg(Color::Green),
                 _ => Style::new(),
             };
-            let level = if s.kernel { "[k]" } else { "[.]" };
+            let level = if kernel { "[k]" } else { "[.]" };
             let cells = vec![
-                format!("{:.2}%", s.percent),
-                thousands(s.samples),
-                s.object.clone(),
-                format!("{level} {}", s.symbol),
+                share_of(weight, all),
+                count(samples),
+                Value::text(object),
+                Value::text(format!("{level} {symbol}")),
             ];
-            (cells, color)
+            SheetRow {
+                cells,
+                style,
+                whose: Whose::default(),
+            }
         };
-        Sheet {
-            titles: vec![
-                ("Self", 8, true),
-                ("Samples", 10, true),
-                ("Object", 28, false),
-                ("Symbol", 0, false),
-            ],
-            rows: symbols.into_iter().map(row).collect(),
-        }
+        let columns = vec![
+            column("Self", 8, Kind::Count),
+            column("Samples", 10, Kind::Count),
+            column("Object", 28, Kind::Text),
+            column("Symbol", 0, Kind::Text),
+        ];
+        (columns, hottest_first(sums.into_iter().map(row).collect()))
     }
 
-    fn vcpu_sheet(&self, ui: &Ui) -> Sheet {
-        let mut vcpus: Vec<&VcpuRow> = self.vcpus.iter().collect();
-        if ui.reverse {
-            vcpus.reverse();
+    fn process_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+        let mut sums: BTreeMap<(&str, Option<u32>), Sum<'_>> = BTreeMap::new();
+        let mut all = 0.0;
+        for (label, row) in self.functions(ui) {
+            let sum = sums.entry((label, row.pid)).or_default();
+            sum.weight += row.weight;
+            sum.samples += row.samples;
+            sum.kernel += if row.kernel { row.weight } else { 0.0 };
+            sum.process = &row.process;
+            sum.whose = Whose {
+                vm: label.to_owned(),
+                pid: row.pid,
+            };
+            if sum.hottest.is_none_or(|(_, most)| row.weight > most) {
+                sum.hottest = Some((row, row.weight));
+            }
+            all += row.weight;
         }
-        let row = |v: &VcpuRow| {
-            let cell = |at: usize| v.cells.get(at).copied().unwrap_or(Cell::NotSupported);
-            let percent = |ns: f64| format!("{:.1}%", ns / 1e7);
-            let whole = |n: f64| thousands(rounded(n));
+        let row = |sum: Sum<'_>| {
             let cells = vec![
-                v.vcpu.to_string(),
-                cell(0).with(percent),
-                cell(1).with(percent),
-                cell(2).with(whole),
-                cell(3).with(whole),
-                thousands(v.samples),
-            ];
-            (cells, Style::new())
-        };
-        Sheet {
-            titles: vec![
-                ("vCPU", 5, true),
-                ("Busy", 15, true),
-                ("Steal", 15, true),
-                ("Cycles/s", 20, true),
-                ("KVM exits/s", 15, true),
-                ("Samples", 10, true),
-            ],
-            rows: vcpus.into_iter().map(row).collect(),
-        }
-    }
-
-    fn counter_sheet(&self) -> Sheet {
-        let mut rows = Vec::new();
-        for view in &self.views {
-            for c in &view.counters {
-                let state = match (c.enabled, c.allowed) {
-                    (_, false) => "filtered",
-                    (true, true) if c.counting == Some(false) => "uncounted",
-                    (true, true) => "on",
-                    (false, true) => "off",
-                };
-                let backing = c.backing.as_deref().unwrap_or("-");
-                // What nobody counts for stays where the guest put it: its value is no count.
-                let counted = match backing {
-                    "none" => "<not supported>".to_owned(),
-                    "-" => "-".to_owned(),
-                    _ => known(c.counted),
-                };
-                let share = match (c.enabled_ns, c.running_ns) {
-                    (Some(0), _) => "-".to_owned(),
-                    (Some(enabled), Some(running)) => {
-                        format!("{:.1}%", 100.0 * running as f64 / enabled as f64)
-                    }
-                    _ => "unknown".to_owned(),
-                };
-                let cells = vec![
-                    view.vcpu.to_string(),
-                    c.counter.clone(),
-                    state.to_owned(),
-                    c.event.clone().unwrap_or_else(|| "-".into()),
-                    if c.fallback {
-                        format!("{backing} (fallback)")
-                    } else {
-                        backing.to_owned()
-                    },
-                    counted,
-                    share,
-                    known(c.overflows),
-                    known(c.pmi_requests),
-                ];
-                let style = if state == "on" {
-                    Style::new().add_modifier(Modifier::BOLD)
+                share_of(sum.weight, all),
+                count(sum.samples),
+                share_of(sum.kernel, sum.weight),
+                sum.whose.pid.map_or_else(
+                    || Value::text("-"),
+                    |pid| Value::number(pid.into(), pid.to_string()),
+                ),
+                Value::text(if sum.whose.pid.is_none() {
+                    "[unknown]"
                 } else {
-                    Style::new()
-                };
-                rows.push((cells, style));
+                    sum.process
+                }),
+                Value::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
+            ];
+            SheetRow {
+                cells,
+                style: Style::new(),
+                whose: sum.whose,
+            }
+        };
+        let columns = vec![
+            column("Self", 8, Kind::Count),
+            column("Samples", 10, Kind::Count),
+            column("In kernel", 9, Kind::Count),
+            column("PID", 7, Kind::Id),
+            column("Process", 16, Kind::Text),
+            column("Hottest function", 0, Kind::Text),
+        ];
+        (columns, hottest_first(sums.into_values().map(row).collect()))
+    }
+
+    fn vcpu_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+        let row = |label: &str, v: &VcpuRow| SheetRow {
+            cells: vec![
+                Value::number(v.vcpu.into(), v.vcpu.to_string()),
+                rate(cell(v, 0), percent),
+                rate(cell(v, 1), percent),
+                rate(cell(v, 2), whole),
+                rate(cell(v, 3), whole),
+                count(v.samples),
+            ],
+            style: Style::new(),
+            whose: Whose {
+                vm: label.to_owned(),
+                pid: None,
+            },
+        };
+        let columns = vec![
+            column("vCPU", 5, Kind::Id),
+            column("Busy", 15, Kind::Count),
+            column("Steal", 15, Kind::Count),
+            column("Cycles/s", 20, Kind::Count),
+            column("KVM exits/s", 15, Kind::Count),
+            column("Samples", 10, Kind::Count),
+        ];
+        let rows = self
+            .seen(ui)
+            .flat_map(|(label, vm)| vm.vcpus.iter().map(move |v| row(label, v)));
+        (columns, rows.collect())
+    }
+
+    fn exit_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+        let us = |ns: Option<u64>| match ns {
+            Some(ns) => Value::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
+            None => Value::text("-"),
+        };
+        let mut rows = Vec::new();
+        for (label, vm) in self.seen(ui) {
+            let mut exits: Vec<_> = vm.exits.iter().collect();
+            // What takes longest first, and behind them what has no times.
+            exits.sort_by(|a, b| {
+                let time = |row: &super::seen::ExitRow| row.time_share.unwrap_or(-1.0);
+                time(b)
+                    .total_cmp(&time(a))
+                    .then(b.per_second.total_cmp(&a.per_second))
+            });
+            rows.extend(exits.into_iter().map(|exit| SheetRow {
+                cells: vec![
+                    Value::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
+                    Value::text(exit.what.clone()),
+                    Value::number(exit.per_second, format!("{:.1}", exit.per_second)),
+                    exit.time_share.map_or_else(
+                        || Value::text("-"),
+                        |share| Value::number(share, format!("{:.2}%", 100.0 * share)),
+                    ),
+                    us(exit.mean_ns),
+                    us(exit.longest_ns),
+                ],
+                style: Style::new(),
+                whose: Whose {
+                    vm: label.to_owned(),
+                    pid: None,
+                },
+            }));
+        }
+        let columns = vec![
+            column("Of", 9, Kind::Text),
+            column("Exits", 24, Kind::Text),
+            column("A second", 12, Kind::Count),
+            column("Time", 8, Kind::Count),
+            column("Mean (us)", 10, Kind::Count),
+            column("Max (us)", 10, Kind::Count),
+        ];
+        (columns, rows)
+    }
+
+    fn counter_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+        let mut rows = Vec::new();
+        for (label, vm) in self.seen(ui) {
+            for view in &vm.views {
+                let its = view.counters.iter().map(|c| SheetRow {
+                    cells: counter(view.vcpu, c),
+                    style: match state(c) {
+                        "on" => Style::new().add_modifier(Modifier::BOLD),
+                        _ => Style::new(),
+                    },
+                    whose: Whose {
+                        vm: label.to_owned(),
+                        pid: None,
+                    },
+                });
+                rows.extend(its);
             }
         }
-        Sheet {
-            titles: vec![
-                ("vCPU", 5, true),
-                ("Counter", 8, false),
-                ("State", 8, false),
-                ("Event", 24, false),
-                ("Backing", 9, false),
-                ("Counted", 22, true),
-                ("Running", 8, true),
-                ("Overflows", 12, true),
-                ("PMIs asked", 12, true),
-            ],
-            rows,
-        }
+        let columns = vec![
+            column("vCPU", 5, Kind::Id),
+            column("Counter", 8, Kind::Text),
+            column("State", 8, Kind::Text),
+            column("Event", 24, Kind::Text),
+            column("Backing", 9, Kind::Text),
+            column("Counted", 22, Kind::Count),
+            column("Running", 8, Kind::Count),
+            column("Overflows", 12, Kind::Count),
+            column("PMIs asked", 12, Kind::Count),
+        ];
+        (columns, rows)
     }
 }
 
-impl Sheet {
-    /// As text. Long cells push the line out; nothing is cut.
-    fn write(&self, out: &mut String) {
-        let titles = self
-            .titles
-            .iter()
-            .map(|(title, ..)| (*title).to_owned())
-            .collect();
-        for row in std::iter::once(&titles).chain(self.rows.iter().map(|(row, _)| row)) {
-            let mut line = String::new();
-            for ((_, width, right), cell) in self.titles.iter().zip(row) {
-                let width = usize::from(*width);
-                let _ = if *right {
-                    write!(line, " {cell:>width$}")
-                } else {
-                    write!(line, " {cell:<width$}")
-                };
-            }
-            out.push_str(line.trim_end());
-            out.push('\n');
-        }
-    }
+/// By the first column, whose equals stay in their order.
+fn hottest_first(rows: Vec<SheetRow>) -> Vec<SheetRow> {
+    let mut sheet = Sheet {
+        columns: vec![column("", 0, Kind::Count)],
+        rows,
+    };
+    sheet.sort(Some(0), false);
+    sheet.rows
+}
 
-    fn table(self, offset: usize) -> Table<'static> {
-        let widths: Vec<Constraint> = self
-            .titles
-            .iter()
-            .map(|(_, width, _)| match width {
-                0 => Constraint::Min(10),
-                width => Constraint::Length(*width),
-            })
-            .collect();
-        let columns = self.titles.clone();
-        let line = move |cells: Vec<String>| {
-            let lines = cells.into_iter().zip(&columns).map(|(cell, (_, _, right))| {
-                let line = Line::from(cell);
-                if *right { line.right_aligned() } else { line }
-            });
-            Row::new(lines.collect::<Vec<_>>())
-        };
-        let header = line(
-            self.titles
-                .iter()
-                .map(|(title, ..)| (*title).to_owned())
-                .collect(),
-        );
-        let rows: Vec<Row<'static>> = self
-            .rows
-            .into_iter()
-            .skip(offset)
-            .map(|(cells, style)| line(cells).style(style))
-            .collect();
-        Table::new(rows, widths).header(header.style(Modifier::UNDERLINED))
-    }
+fn cell(vcpu: &VcpuRow, at: usize) -> Cell {
+    vcpu.cells.get(at).copied().unwrap_or(Cell::NotSupported)
+}
+
+fn percent(ns: f64) -> String {
+    format!("{:.1}%", ns / 1e7)
+}
+
+fn whole(n: f64) -> String {
+    thousands(rounded(n))
+}
+
+fn count(n: u64) -> Value {
+    Value::number(n as f64, thousands(n))
 }
 
 /// What KVM's own vPMU does not tell is not known.
-fn known(count: Option<u64>) -> String {
-    count.map_or_else(|| "unknown".to_owned(), thousands)
+fn known(n: Option<u64>) -> Value {
+    n.map_or_else(|| Value::text("unknown"), count)
+}
+
+fn share_of(part: f64, all: f64) -> Value {
+    match all > 0.0 {
+        true => Value::number(part / all, format!("{:.2}%", 100.0 * part / all)),
+        false => Value::text("-"),
+    }
+}
+
+fn rate(cell: Cell, show: impl Fn(f64) -> String) -> Value {
+    match cell {
+        Cell::NotSupported => Value::text("<not supported>"),
+        Cell::NotCounted => Value::text("<not counted>"),
+        Cell::Rate { per_second, share } if share < 0.995 => Value::number(
+            per_second,
+            format!("{} ({:.0}%)", show(per_second), 100.0 * share),
+        ),
+        Cell::Rate { per_second, .. } => Value::number(per_second, show(per_second)),
+    }
+}
+
+/// Of all vCPUs of a VM, in a narrow column: a sum without a part of it is none.
+fn of_all(cell: Cell, show: impl Fn(f64) -> String) -> Value {
+    match cell {
+        Cell::NotSupported | Cell::NotCounted => Value::text("-"),
+        Cell::Rate { per_second, .. } => Value::number(per_second, show(per_second)),
+    }
+}
+
+fn state(c: &GuestCounter) -> &'static str {
+    match (c.enabled, c.allowed) {
+        (_, false) => "filtered",
+        (true, true) if c.counting == Some(false) => "uncounted",
+        (true, true) => "on",
+        (false, true) => "off",
+    }
+}
+
+/// What a counter of the guest's counts.
+fn counter(vcpu: u32, c: &GuestCounter) -> Vec<Value> {
+    let backing = c.backing.as_deref().unwrap_or("-");
+    // What nobody counts for stays where the guest put it: its value is no count.
+    let counted = match backing {
+        "none" => Value::text("<not supported>"),
+        "-" => Value::text("-"),
+        _ => known(c.counted),
+    };
+    let share = match (c.enabled_ns, c.running_ns) {
+        (Some(0), _) => Value::text("-"),
+        (Some(enabled), Some(running)) => {
+            let share = running as f64 / enabled as f64;
+            Value::number(share, format!("{:.1}%", 100.0 * share))
+        }
+        _ => Value::text("unknown"),
+    };
+    vec![
+        Value::number(vcpu.into(), vcpu.to_string()),
+        Value::text(one_line(&c.counter)),
+        Value::text(state(c)),
+        Value::text(c.event.as_deref().map_or_else(|| "-".to_owned(), one_line)),
+        Value::text(match c.fallback {
+            true => format!("{} (fallback)", one_line(backing)),
+            false => one_line(backing),
+        }),
+        counted,
+        share,
+        known(c.overflows),
+        known(c.pmi_requests),
+    ]
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use control_api::protocol::{ClientRole, GuestCounter, VmState};
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
-
-    fn symbol(percent: f64, object: &str, symbol: &str, kernel: bool) -> SymbolRow {
-        SymbolRow {
-            percent,
-            samples: 10,
-            object: object.into(),
-            symbol: symbol.into(),
-            kernel,
-        }
-    }
-
-    fn screen() -> Screen {
-        let rate = |per_second, share| Cell::Rate { per_second, share };
-        let counter = |event: Option<&str>, backing: Option<&str>| GuestCounter {
-            counter: "gp0".into(),
-            enabled: event.is_some(),
-            event: event.map(Into::into),
-            allowed: true,
-            backing: backing.map(Into::into),
-            value: 7,
-            counted: Some(1_234_567),
-            enabled_ns: Some(2),
-            running_ns: Some(1),
-            overflows: Some(3),
-            pmi_requests: Some(2),
-            counting: Some(true),
-            fallback: false,
-            uncounted_ns: Some(0),
-        };
-        Screen {
-            vm: VmInfo {
-                protocol: 1,
-                version: String::new(),
-                name: "box".into(),
-                pid: 1,
-                vcpus: 2,
-                max_vcpus: 2,
-                pmu: "amd".into(),
-                guest: String::new(),
-                console: String::new(),
-                virtio_console: String::new(),
-                threads: Vec::new(),
-                state: VmState::Running,
-                parked: 0,
-                uptime_ms: 61_000,
-                role: ClientRole::Admin,
-            },
-            event: "cycles".into(),
-            frequency_hz: 250,
-            samples: 1500,
-            lost: 2,
-            symbols: vec![
-                symbol(10.0, "/bin/b", "cool", false),
-                symbol(60.0, "/bin/a", "hot", false),
-                symbol(30.0, "[guest.kernel]", "do_work", true),
-            ],
-            vcpus: vec![
-                VcpuRow {
-                    vcpu: 0,
-                    samples: 5,
-                    cells: vec![
-                        rate(5e8, 1.0),
-                        rate(1e7, 1.0),
-                        rate(2.1e9, 0.5),
-                        Cell::NotSupported,
-                    ],
-                },
-                VcpuRow {
-                    vcpu: 1,
-                    samples: 0,
-                    cells: vec![Cell::NotCounted; 4],
-                },
-            ],
-            views: vec![VcpuView {
-                vcpu: 0,
-                pmis: Some(0),
-                uncounted_ns: Some(0),
-                places_lost: Some(0),
-                counters: vec![
-                    counter(Some("cycles"), Some("clock")),
-                    counter(Some("cache-misses"), Some("none")),
-                ],
-            }],
-        }
-    }
-
-    fn drawn(screen: &Screen, ui: &mut Ui, width: u16, height: u16) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        terminal.draw(|frame| screen.draw(frame, ui)).unwrap();
-        let buffer = terminal.backend().buffer();
-        let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
-        (0..height).map(|y| line(y).trim_end().to_owned()).collect()
-    }
-
-    #[test]
-    fn text_shows_all_three_views() {
-        let text = screen().text();
-        let lines: Vec<&str> = text.lines().collect();
-        assert!(
-            lines[0].contains("VM 'box', running, 2 vCPUs") && lines[0].contains("1,500 samples of cycles")
-        );
-        let at = |word: &str| lines.iter().position(|l| l.contains(word)).expect(word);
-        assert!(
-            at("hot") < at("do_work") && at("do_work") < at("cool"),
-            "sorted by share"
-        );
-        assert!(lines[at("hot")].contains("60.00%") && lines[at("hot")].contains("[.] hot"));
-        assert!(lines[at("do_work")].contains("[k] do_work"));
-        assert!(text.contains("50.0%") && text.contains("1.0%") && text.contains("2,100,000,000 (50%)"));
-        assert!(text.contains("<not counted>") && text.contains("<not supported>"));
-        let counter = lines[at("clock")];
-        assert!(
-            counter.contains("1,234,567") && counter.contains("50.0%"),
-            "{counter}"
-        );
-        assert!(
-            !lines[at("cache-misses")].contains("1,234,567"),
-            "nobody counted it"
-        );
-    }
-
-    #[test]
-    fn keys_change_what_is_drawn() {
-        let (screen, mut ui) = (screen(), Ui::default());
-        let lines = drawn(&screen, &mut ui, 100, 10);
-        assert!(lines[0].starts_with("perfvisor top: VM 'box'") && lines[9].starts_with("q quit"));
-        assert!(
-            lines[3].contains("hot") && lines[4].contains("do_work"),
-            "{lines:#?}"
-        );
-        ui.next_sort();
-        assert!(drawn(&screen, &mut ui, 100, 10)[3].contains("cool"), "by symbol");
-        ui.reverse = true;
-        assert!(drawn(&screen, &mut ui, 100, 10)[3].contains("hot"));
-        ui.next_view();
-        assert!(
-            drawn(&screen, &mut ui, 100, 10)
-                .join("\n")
-                .contains("KVM exits/s")
-        );
-        ui.next_view();
-        assert!(
-            drawn(&screen, &mut ui, 130, 10)
-                .join("\n")
-                .contains("cache-misses")
-        );
-    }
-
-    /// No size of a terminal is too small, and scrolling stops at the end.
-    #[test]
-    fn any_size_can_be_drawn() {
-        let screen = screen();
-        for (width, height) in [(1, 1), (10, 2), (3, 40), (200, 3), (80, 24)] {
-            for view in 0..3 {
-                let mut ui = Ui::default();
-                ui.show(view);
-                ui.scroll(1000);
-                drawn(&screen, &mut ui, width, height);
-                assert!(ui.offset <= 3);
-                drawn(&Screen::waiting(&screen.vm, "cycles"), &mut ui, width, height);
-            }
-        }
-    }
-}
+#[path = "screen/tests.rs"]
+mod tests;

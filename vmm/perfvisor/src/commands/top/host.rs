@@ -1,0 +1,228 @@
+//! The VMs that are looked at, each by a thread of its own: one that says nothing holds up no other.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::args::TopArgs;
+use super::collect::{Collector, Took};
+use super::seen::{Seen, Vm, VmScreen};
+use crate::commands::ps::{self, Found};
+use crate::commands::{CommandError, connect};
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use perf_core::error_line;
+
+/// Between two looks for VMs that came.
+const NEW_VMS: Duration = Duration::from_secs(5);
+/// Most VMs that are looked at.
+const MOST_VMS: usize = 512;
+
+/// What came of looking at a VM.
+enum Came {
+    Screen(Box<VmScreen>),
+    Gone,
+    Failed(CommandError),
+}
+
+/// A VM and its thread, which ends when `forget` goes.
+struct Watched {
+    vm: Vm,
+    forget: Sender<()>,
+    /// Which of the threads is the one of now.
+    number: u64,
+    alive: bool,
+}
+
+/// The VMs.
+pub(super) struct Host {
+    args: TopArgs,
+    watched: Vec<Watched>,
+    tell: Sender<(u64, Came)>,
+    told: Receiver<(u64, Came)>,
+    stop: Arc<AtomicBool>,
+    next_number: u64,
+    looked: Instant,
+}
+
+/// What there is to do after something came.
+#[derive(Debug)]
+pub(super) enum News {
+    /// Something else is to be seen.
+    Changed,
+    /// The only VM has ended.
+    Ended,
+}
+
+impl Host {
+    /// Begins to look at the VM that was named, or all.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn begin(args: &TopArgs) -> Result<Self, CommandError> {
+        let (tell, told) = channel();
+        let mut host = Self {
+            args: args.clone(),
+            watched: Vec::new(),
+            tell,
+            told,
+            stop: Arc::default(),
+            next_number: 0,
+            looked: Instant::now(),
+        };
+        if args.all {
+            let found = ps::everywhere();
+            if found.is_empty() {
+                return Err(ClientError::Which(Vec::new()).into());
+            }
+            for vm in found {
+                host.watch_found(vm);
+            }
+        } else {
+            let client = connect(args.name.as_deref(), args.socket.as_deref())?;
+            let label = client.info().name.clone();
+            host.watch(label, move || Ok(client));
+        }
+        Ok(host)
+    }
+
+    fn watch_found(&mut self, vm: Found) {
+        let label = vm.label();
+        if self.watched.len() >= MOST_VMS {
+            return;
+        }
+        self.watch(label, move || {
+            Client::connect_at(&vm.path, vm.owner, REPLY_TIMEOUT)
+        });
+    }
+
+    fn watch(&mut self, label: String, come: impl FnOnce() -> Result<Client, ClientError> + Send + 'static) {
+        let number = self.next_number;
+        self.next_number += 1;
+        let (forget, forgotten) = channel();
+        let (args, stop, tell) = (self.args.clone(), self.stop.clone(), self.tell.clone());
+        let work = move || {
+            let end = look(come, &args, &stop, &forgotten, |seen| {
+                tell.send((number, Came::Screen(seen))).is_ok()
+            });
+            // Nobody may wait for it any more.
+            let _ = tell.send((number, end.map_or_else(Came::Failed, |()| Came::Gone)));
+        };
+        let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
+            Ok(_) => (Seen::Waiting, true),
+            Err(e) => (Seen::Failed(format!("no thread for it: {e}")), false),
+        };
+        let new = Watched {
+            vm: Vm { label, seen },
+            forget,
+            number,
+            alive,
+        };
+        match self.watched.iter().position(|w| w.vm.label == new.vm.label) {
+            Some(there) => self.watched[there] = new,
+            None => self.watched.push(new),
+        }
+    }
+
+    /// The VMs, as they were seen last.
+    pub(super) fn vms(&self) -> Vec<Vm> {
+        self.watched.iter().map(|w| w.vm.clone()).collect()
+    }
+
+    /// Whether nothing is to be waited for before the first screen.
+    pub(super) fn all_seen(&self) -> bool {
+        !self.watched.iter().any(|w| matches!(w.vm.seen, Seen::Waiting))
+    }
+
+    /// Forgets the samples.
+    pub(super) fn forget(&self) {
+        for watched in &self.watched {
+            // One that has ended has forgotten.
+            let _ = watched.forget.send(());
+        }
+    }
+
+    /// What came, within `patience`.
+    ///
+    /// # Errors
+    /// The only VM cannot be looked at.
+    pub(super) fn news(&mut self, patience: Duration) -> Result<Option<News>, CommandError> {
+        let (number, came) = match self.told.recv_timeout(patience) {
+            Ok(came) => came,
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
+        };
+        let only = !self.args.all;
+        let Some(watched) = self.watched.iter_mut().find(|w| w.number == number) else {
+            return Ok(None);
+        };
+        watched.vm.seen = match came {
+            Came::Screen(seen) => Seen::Shown(seen),
+            Came::Gone if only => return Ok(Some(News::Ended)),
+            Came::Failed(e) if only => return Err(e),
+            Came::Gone => {
+                watched.alive = false;
+                Seen::Ended
+            }
+            Came::Failed(e) => {
+                watched.alive = false;
+                Seen::Failed(error_line(&e))
+            }
+        };
+        Ok(Some(News::Changed))
+    }
+
+    /// Takes in VMs that came, and gives up those that ended and are not there any more.
+    pub(super) fn look_for_more(&mut self) -> bool {
+        if !self.args.all || self.looked.elapsed() < NEW_VMS {
+            return false;
+        }
+        self.looked = Instant::now();
+        let found = ps::everywhere_again();
+        let before = self.watched.len();
+        self.watched
+            .retain(|w| w.alive || found.iter().any(|vm| vm.label() == w.vm.label));
+        let mut changed = self.watched.len() != before;
+        for vm in found {
+            let there = self.watched.iter().any(|w| w.vm.label == vm.label() && w.alive);
+            if !there {
+                self.watch_found(vm);
+                changed = true;
+            }
+        }
+        changed
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Looks at a VM each time a delay is over, until it ends or `tell` says that nobody wants to know.
+fn look(
+    come: impl FnOnce() -> Result<Client, ClientError>,
+    args: &TopArgs,
+    stop: &AtomicBool,
+    forgotten: &Receiver<()>,
+    tell: impl Fn(Box<VmScreen>) -> bool,
+) -> Result<(), CommandError> {
+    let mut collector = Collector::open(come()?, args, stop)?;
+    let mut next = Instant::now() + args.delay;
+    loop {
+        match forgotten.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            Ok(()) => collector.reset(),
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) => match collector.take(Instant::now())? {
+                Took::Gone => return Ok(()),
+                Took::Screen(seen) => {
+                    if !tell(seen) {
+                        return Ok(());
+                    }
+                    next = Instant::now() + args.delay;
+                }
+            },
+        }
+    }
+}

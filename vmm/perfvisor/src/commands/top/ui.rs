@@ -1,0 +1,409 @@
+//! What the user of `perfvisor top` has chosen to see, by keys and by the mouse.
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers, MouseButton, MouseEvent, MouseEventKind};
+use ratatui::layout::{Position, Rect};
+
+use super::sheet::Whose;
+
+/// Longest text that is searched for.
+const MOST_SEARCHED: usize = 60;
+/// Lines of a page.
+const PAGE: isize = 20;
+/// Lines of a turn of the mouse's wheel.
+const TURN: isize = 3;
+
+/// A table that can be shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum View {
+    /// The VMs, with `--all`.
+    Vms,
+    /// Functions.
+    #[default]
+    Symbols,
+    /// The guests' processes.
+    Processes,
+    /// vCPUs.
+    Vcpus,
+    /// What they left the guest for.
+    Exits,
+    /// What the guests count.
+    Counters,
+}
+
+impl View {
+    /// All, in the order in which they are shown.
+    pub const ALL: [Self; 6] = [
+        Self::Vms,
+        Self::Symbols,
+        Self::Processes,
+        Self::Vcpus,
+        Self::Exits,
+        Self::Counters,
+    ];
+
+    /// Those there are with one VM, or with all of the host.
+    pub fn there_are(all_vms: bool) -> &'static [Self] {
+        if all_vms { &Self::ALL } else { &Self::ALL[1..] }
+    }
+
+    /// Above it.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Vms => "VMs",
+            Self::Symbols => "Symbols",
+            Self::Processes => "Processes",
+            Self::Vcpus => "vCPUs",
+            Self::Exits => "Exits",
+            Self::Counters => "Guest counters",
+        }
+    }
+}
+
+/// How a view is shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shown {
+    /// The column it is sorted by; by what is usual if none.
+    pub sort: Option<usize>,
+    /// The other way round.
+    pub reverse: bool,
+    /// The row that is chosen.
+    pub cursor: usize,
+    /// The first row that is seen.
+    pub offset: usize,
+}
+
+/// Where things are on the terminal, for the mouse.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Drawn {
+    /// The names of the views.
+    pub tabs: Vec<Rect>,
+    /// The titles of the columns.
+    pub titles: Vec<Rect>,
+    /// The rows.
+    pub rows: Rect,
+    /// Whose the rows are, in order.
+    pub whose: Vec<Whose>,
+}
+
+/// What the user has chosen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ui {
+    /// All VMs of the host are shown, not one.
+    pub all_vms: bool,
+    /// The table.
+    pub view: View,
+    shown: [Shown; View::ALL.len()],
+    /// What is searched for.
+    pub search: String,
+    /// It is being typed.
+    pub typing: bool,
+    /// The only VM whose rows are shown.
+    pub vm: Option<String>,
+    /// The only process of the VM whose functions are shown.
+    pub process: Option<Whose>,
+    /// Where things are.
+    pub drawn: Drawn,
+}
+
+/// What a key or the mouse asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// The end.
+    Quit,
+    /// To forget the samples.
+    Reset,
+    /// Nothing but what is drawn.
+    Draw,
+}
+
+impl Ui {
+    /// At first.
+    pub fn new(all_vms: bool) -> Self {
+        let view = View::there_are(all_vms)[0];
+        Self {
+            all_vms,
+            view,
+            ..Self::default()
+        }
+    }
+
+    /// How the view is shown.
+    pub fn shown(&self) -> Shown {
+        self.shown[self.view as usize]
+    }
+
+    /// Likewise, to change.
+    pub fn shown_mut(&mut self) -> &mut Shown {
+        &mut self.shown[self.view as usize]
+    }
+
+    /// Shows view `n` of those there are.
+    fn show(&mut self, n: usize) {
+        if let Some(view) = View::there_are(self.all_vms).get(n) {
+            self.view = *view;
+        }
+    }
+
+    fn next_view(&mut self, forward: bool) {
+        let views = View::there_are(self.all_vms);
+        let at = views.iter().position(|view| *view == self.view).unwrap_or(0);
+        let by = if forward { 1 } else { views.len() - 1 };
+        self.show((at + by) % views.len());
+    }
+
+    /// Sorts by the column behind that of now, or the one before; there is the usual order between the last
+    /// and the first.
+    fn next_sort(&mut self, forward: bool) {
+        let columns = self.drawn.titles.len();
+        let shown = self.shown_mut();
+        shown.sort = match (shown.sort, forward) {
+            (None, true) => Some(0),
+            (None, false) => columns.checked_sub(1),
+            (Some(at), true) => Some(at + 1).filter(|at| *at < columns),
+            (Some(at), false) => at.checked_sub(1),
+        };
+        shown.reverse = false;
+    }
+
+    fn sort_by(&mut self, column: usize) {
+        let shown = self.shown_mut();
+        shown.reverse = shown.sort == Some(column) && !shown.reverse;
+        shown.sort = Some(column);
+    }
+
+    fn scroll(&mut self, by: isize) {
+        let last = self.drawn.whose.len().saturating_sub(1);
+        let shown = self.shown_mut();
+        shown.cursor = shown.cursor.saturating_add_signed(by).min(last);
+    }
+
+    /// Goes into the row that is chosen: a VM's functions, or those of a process.
+    fn enter(&mut self) {
+        let Some(whose) = self.drawn.whose.get(self.shown().cursor).cloned() else {
+            return;
+        };
+        match self.view {
+            View::Vms => self.vm = Some(whose.vm),
+            View::Processes => self.process = Some(whose),
+            _ => return,
+        }
+        self.view = View::Symbols;
+        self.search.clear();
+        *self.shown_mut() = Shown {
+            cursor: 0,
+            offset: 0,
+            ..self.shown()
+        };
+    }
+
+    /// Takes back what was chosen last; false if there is nothing.
+    fn back(&mut self) -> bool {
+        if !self.search.is_empty() {
+            self.search.clear();
+        } else if self.process.take().is_some() {
+            self.view = View::Processes;
+        } else if self.vm.take().is_some() {
+            self.view = View::Vms;
+        } else {
+            return false;
+        }
+        true
+    }
+
+    /// Does what a key says.
+    pub fn key(&mut self, key: KeyEvent) -> Act {
+        let control = key.modifiers.contains(KeyModifiers::CONTROL);
+        if control && key.code == KeyCode::Char('c') {
+            return Act::Quit;
+        }
+        if self.typing {
+            match key.code {
+                KeyCode::Enter => self.typing = false,
+                KeyCode::Esc => {
+                    self.typing = false;
+                    self.search.clear();
+                }
+                KeyCode::Backspace => _ = self.search.pop(),
+                KeyCode::Char(c) if !control && self.search.chars().count() < MOST_SEARCHED => {
+                    self.search.push(c)
+                }
+                _ => {}
+            }
+            return Act::Draw;
+        }
+        match key.code {
+            KeyCode::Char('q') => return Act::Quit,
+            KeyCode::Esc if !self.back() => return Act::Quit,
+            KeyCode::Char('z') => return Act::Reset,
+            KeyCode::Char('/') => {
+                self.search.clear();
+                self.typing = true;
+            }
+            KeyCode::Char('s' | '>') => self.next_sort(true),
+            KeyCode::Char('S' | '<') => self.next_sort(false),
+            KeyCode::Char('r') => self.shown_mut().reverse ^= true,
+            KeyCode::Char(digit @ '1'..='9') => self.show(digit as usize - '1' as usize),
+            KeyCode::Tab | KeyCode::Right => self.next_view(true),
+            KeyCode::BackTab | KeyCode::Left => self.next_view(false),
+            KeyCode::Enter => self.enter(),
+            KeyCode::Down | KeyCode::Char('j') => self.scroll(1),
+            KeyCode::Up | KeyCode::Char('k') => self.scroll(-1),
+            KeyCode::PageDown | KeyCode::Char(' ') => self.scroll(PAGE),
+            KeyCode::PageUp => self.scroll(-PAGE),
+            KeyCode::Home => self.scroll(isize::MIN),
+            KeyCode::End => self.scroll(isize::MAX),
+            _ => {}
+        }
+        Act::Draw
+    }
+
+    /// Does what the mouse says; false if that is nothing.
+    pub fn mouse(&mut self, mouse: MouseEvent) -> bool {
+        let at = Position::new(mouse.column, mouse.row);
+        let under = |places: &[Rect]| places.iter().position(|place| place.contains(at));
+        match mouse.kind {
+            MouseEventKind::ScrollDown => self.scroll(TURN),
+            MouseEventKind::ScrollUp => self.scroll(-TURN),
+            MouseEventKind::Down(MouseButton::Left) => {
+                if let Some(tab) = under(&self.drawn.tabs) {
+                    self.show(tab);
+                } else if let Some(column) = under(&self.drawn.titles) {
+                    self.sort_by(column);
+                } else if self.drawn.rows.contains(at) {
+                    let row = self.shown().offset + usize::from(at.y - self.drawn.rows.y);
+                    if row >= self.drawn.whose.len() {
+                        return false;
+                    }
+                    // A second click goes into it.
+                    if row == self.shown().cursor {
+                        self.enter();
+                    } else {
+                        self.shown_mut().cursor = row;
+                    }
+                }
+            }
+            _ => return false,
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn press(ui: &mut Ui, code: KeyCode) -> Act {
+        ui.key(KeyEvent::new(code, KeyModifiers::NONE))
+    }
+
+    #[test]
+    fn keys_do_what_the_last_line_says() {
+        let mut ui = Ui::new(false);
+        ui.drawn.titles = vec![Rect::default(); 2];
+        assert_eq!(press(&mut ui, KeyCode::Char('q')), Act::Quit);
+        assert_eq!(press(&mut ui, KeyCode::Esc), Act::Quit);
+        let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+        assert_eq!(ui.key(control_c), Act::Quit);
+        assert_eq!(press(&mut ui, KeyCode::Char('c')), Act::Draw);
+        assert_eq!(press(&mut ui, KeyCode::Char('z')), Act::Reset);
+        let before = ui.clone();
+        for _ in View::there_are(false) {
+            press(&mut ui, KeyCode::Tab);
+        }
+        assert_eq!(ui, before, "Tab comes round");
+        press(&mut ui, KeyCode::Char('s'));
+        assert_eq!(ui.shown().sort, Some(0));
+        press(&mut ui, KeyCode::Char('s'));
+        press(&mut ui, KeyCode::Char('s'));
+        assert_eq!(
+            ui.shown().sort,
+            None,
+            "behind the last column comes the usual order"
+        );
+        press(&mut ui, KeyCode::Char('9'));
+        assert_eq!(ui.view, before.view, "there is no such view");
+    }
+
+    /// What is typed behind a slash is no command, but for Ctrl-C.
+    #[test]
+    fn a_search_is_typed_and_taken_back() {
+        let mut ui = Ui::new(true);
+        for key in "/qz".chars() {
+            assert_eq!(press(&mut ui, KeyCode::Char(key)), Act::Draw);
+        }
+        press(&mut ui, KeyCode::Backspace);
+        assert_eq!((ui.search.as_str(), ui.typing), ("q", true));
+        press(&mut ui, KeyCode::Enter);
+        assert!(!ui.typing);
+        assert_eq!(
+            press(&mut ui, KeyCode::Esc),
+            Act::Draw,
+            "it ends the search first"
+        );
+        assert!(ui.search.is_empty());
+        press(&mut ui, KeyCode::Char('/'));
+        for _ in 0..1000 {
+            press(&mut ui, KeyCode::Char('x'));
+        }
+        assert_eq!(ui.search.len(), MOST_SEARCHED);
+        let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+        assert_eq!(ui.key(control_c), Act::Quit);
+    }
+
+    #[test]
+    fn enter_goes_into_a_vm_and_a_process_and_escape_comes_back() {
+        let mut ui = Ui::new(true);
+        let whose = |vm: &str, pid| Whose { vm: vm.into(), pid };
+        ui.drawn.whose = vec![whose("a", None), whose("b", None)];
+        press(&mut ui, KeyCode::Down);
+        press(&mut ui, KeyCode::Enter);
+        assert_eq!((ui.vm.as_deref(), ui.view), (Some("b"), View::Symbols));
+        press(&mut ui, KeyCode::Char('3'));
+        ui.drawn.whose = vec![whose("b", Some(7))];
+        press(&mut ui, KeyCode::Enter);
+        assert_eq!(ui.process, Some(whose("b", Some(7))));
+        press(&mut ui, KeyCode::Esc);
+        assert_eq!((ui.process.is_none(), ui.view), (true, View::Processes));
+        press(&mut ui, KeyCode::Esc);
+        assert_eq!((ui.vm.is_none(), ui.view), (true, View::Vms));
+        assert_eq!(press(&mut ui, KeyCode::Esc), Act::Quit);
+    }
+
+    #[test]
+    fn the_mouse_chooses_views_columns_and_rows() {
+        let mut ui = Ui::new(true);
+        ui.drawn = Drawn {
+            tabs: vec![Rect::new(0, 1, 8, 1), Rect::new(9, 1, 8, 1)],
+            titles: vec![Rect::new(0, 2, 10, 1), Rect::new(11, 2, 10, 1)],
+            rows: Rect::new(0, 3, 80, 10),
+            whose: vec![Whose::default(); 5],
+        };
+        let click = |ui: &mut Ui, column, row| {
+            let kind = MouseEventKind::Down(MouseButton::Left);
+            ui.mouse(MouseEvent {
+                kind,
+                column,
+                row,
+                modifiers: KeyModifiers::NONE,
+            })
+        };
+        assert!(click(&mut ui, 12, 2));
+        assert_eq!((ui.shown().sort, ui.shown().reverse), (Some(1), false));
+        click(&mut ui, 12, 2);
+        assert!(ui.shown().reverse, "again: the other way round");
+        click(&mut ui, 5, 6);
+        assert_eq!(ui.shown().cursor, 3);
+        assert!(!click(&mut ui, 5, 11), "there is no row");
+        click(&mut ui, 10, 1);
+        assert_eq!(ui.view, View::Symbols);
+        let kind = MouseEventKind::ScrollDown;
+        let (column, row, modifiers) = (0, 0, KeyModifiers::NONE);
+        ui.mouse(MouseEvent {
+            kind,
+            column,
+            row,
+            modifiers,
+        });
+        assert_eq!(ui.shown().cursor, 3);
+    }
+}
