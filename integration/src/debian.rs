@@ -96,16 +96,24 @@ fn built(name: &str) -> Result<PathBuf, PlaceError> {
     })
 }
 
+/// A guest did not print what was waited for.
+#[derive(Debug, thiserror::Error)]
+#[error("the guest has not printed {text:?}; its console:\n{console}")]
+pub struct NotSaid {
+    text: String,
+    console: String,
+}
+
 /// Waits until the guest has printed `text`.
 ///
 /// # Errors
 /// It has not, with what it has printed.
-pub fn says(vm: &Process, text: &str, limit: Limit) -> Result<(), String> {
+pub fn says(vm: &Process, text: &str, limit: Limit) -> Result<(), NotSaid> {
     if vm.wait_for(text, limit) {
         return Ok(());
     }
-    Err(format!(
-        "the guest has not printed {text:?}; its console:\n{}",
-        vm.stdout_so_far()
-    ))
+    Err(NotSaid {
+        text: text.to_owned(),
+        console: vm.stdout_so_far(),
+    })
 }

@@ -287,14 +287,16 @@ impl LinuxGuest {
     pub fn finish(&self, output: &Output) -> Result<GuestRun, PlaceError> {
         let run = GuestRun::new(&self.name, output)?;
         // A guest that did not come to its end fails its test by that.
-        let said = match run.console.sections.get(KERNEL_LOG) {
-            Some(section) => judge_kernel_log(&section.text),
-            None if run.console.done.is_some() => Err(format!("the guest printed no section {KERNEL_LOG}")),
-            None => Ok(()),
+        let why = match run.console.sections.get(KERNEL_LOG) {
+            Some(section) => judge_kernel_log(&section.text)
+                .err()
+                .map(|error| error.to_string()),
+            None if run.console.done.is_some() => Some(format!("the guest printed no section {KERNEL_LOG}")),
+            None => None,
         };
-        match said {
-            Ok(()) => Ok(run),
-            Err(why) => Err(PlaceError::Guest(format!("{why}\n{run}"))),
+        match why {
+            None => Ok(run),
+            Some(why) => Err(PlaceError::Guest(format!("{why}\n{run}"))),
         }
     }
 

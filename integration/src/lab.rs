@@ -149,8 +149,8 @@ impl Lab {
             }
         };
         let deadline = started + BOOT_LIMIT;
-        let stream = accept(&listener, deadline, &ending).map_err(&boot_error)?;
-        let hello = greeting(&stream, deadline).map_err(&boot_error)?;
+        let stream = accept(&listener, deadline, &ending).map_err(|error| boot_error(error.to_string()))?;
+        let hello = greeting(&stream, deadline).map_err(|error| boot_error(error.to_string()))?;
 
         let reader = stream
             .try_clone()
@@ -229,7 +229,9 @@ impl Lab {
             command: command.line(),
             message,
         };
-        self.link.report_to(id, &progress).map_err(gone)?;
+        self.link
+            .report_to(id, &progress)
+            .map_err(|refusal| gone(refusal.0))?;
         let start = Start {
             argv: command.argv.clone(),
             env: command.env.clone(),
@@ -382,38 +384,51 @@ fn is_emulators_fault(log: &Path) -> bool {
     has(log, "Oops: int3") && has(&log.with_extension("qemu"), "executes a breakpoint that is gone")
 }
 
+/// Why the agent of a lab that was started was not heard.
+#[derive(Debug, thiserror::Error)]
+enum Silence {
+    #[error(transparent)]
+    Os(#[from] io::Error),
+    #[error("QEMU ended at once ({0})")]
+    Ended(String),
+    #[error("QEMU did not connect")]
+    NotConnected,
+    #[error("it ended before its agent greeted")]
+    HungUp,
+    #[error("{0:?} instead of a greeting")]
+    Other(Kind),
+    #[error("no greeting from its agent: {0}")]
+    NoGreeting(#[source] io::Error),
+}
+
 /// Waits for QEMU to connect.
-fn accept(listener: &UnixListener, deadline: Instant, ending: &Ending) -> Result<UnixStream, String> {
-    listener
-        .set_nonblocking(true)
-        .map_err(|error| error.to_string())?;
+fn accept(listener: &UnixListener, deadline: Instant, ending: &Ending) -> Result<UnixStream, Silence> {
+    listener.set_nonblocking(true)?;
     loop {
         match listener.accept() {
             Ok((stream, _)) => {
-                stream.set_nonblocking(false).map_err(|error| error.to_string())?;
+                stream.set_nonblocking(false)?;
                 return Ok(stream);
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error.to_string()),
+            Err(error) => return Err(error.into()),
         }
         if let Some(how) = ending.wait(Duration::ZERO) {
-            return Err(format!("QEMU ended at once ({how})"));
+            return Err(Silence::Ended(how));
         }
         if Instant::now() >= deadline {
-            return Err("QEMU did not connect".to_owned());
+            return Err(Silence::NotConnected);
         }
         ending.wait(Duration::from_millis(20));
     }
 }
 
 /// Waits for the agent's first frame.
-fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, String> {
+fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, Silence> {
     let left = deadline
         .saturating_duration_since(Instant::now())
         .max(Duration::from_millis(1));
-    stream
-        .set_read_timeout(Some(left))
-        .map_err(|error| error.to_string())?;
+    stream.set_read_timeout(Some(left))?;
     let mut input = stream.take(1 << 20);
     let hello = match read_frame(&mut input) {
         Ok(Some(Frame {
@@ -421,11 +436,11 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, String> {
             payload,
             ..
         })) => String::from_utf8_lossy(&payload).into_owned(),
-        Ok(Some(frame)) => return Err(format!("{:?} instead of a greeting", frame.kind)),
-        Ok(None) => return Err("it ended before its agent greeted".to_owned()),
-        Err(error) => return Err(format!("no greeting from its agent: {error}")),
+        Ok(Some(frame)) => return Err(Silence::Other(frame.kind)),
+        Ok(None) => return Err(Silence::HungUp),
+        Err(error) => return Err(Silence::NoGreeting(error)),
     };
-    stream.set_read_timeout(None).map_err(|error| error.to_string())?;
+    stream.set_read_timeout(None)?;
     Ok(hello)
 }
 

@@ -49,7 +49,7 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     let command = debian.command(&name, disk).map_err(|error| error.to_string())?;
     let command = command.args(["--memory", "768M", "--vsock", "--pmu", pmu]);
     let vm = place.start(&command).map_err(|error| error.to_string())?;
-    says(&vm, "login:", LIMIT)?;
+    says(&vm, "login:", LIMIT).map_err(|error| error.to_string())?;
     let exec = |words: &[&str]| {
         let exec = Command::new(&perfvisor).args(["exec", "--wait", "120", &name, "--"]);
         run(place, &exec.args(words.iter().copied()))

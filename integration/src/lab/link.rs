@@ -28,14 +28,18 @@ pub(super) struct Link {
 struct Waiting {
     processes: HashMap<u32, Arc<Progress>>,
     transfers: HashMap<u32, Transfer>,
-    gone: Option<String>,
+    gone: Option<Refusal>,
 }
 
 #[derive(Default)]
 struct Transfer {
     data: Vec<u8>,
-    result: Option<Result<(), String>>,
+    result: Option<Result<(), Refusal>>,
 }
+
+/// What the agent, or the lab's end, says to what was asked.
+#[derive(Clone, Debug)]
+pub(super) struct Refusal(pub(super) String);
 
 impl Link {
     pub(super) fn new(stream: UnixStream) -> Self {
@@ -53,7 +57,7 @@ impl Link {
     }
 
     /// What is sent of process `id` goes to `progress`; or why nothing will be sent any more.
-    pub(super) fn report_to(&self, id: u32, progress: &Arc<Progress>) -> Result<(), String> {
+    pub(super) fn report_to(&self, id: u32, progress: &Arc<Progress>) -> Result<(), Refusal> {
         let mut waiting = self.waiting();
         if let Some(reason) = &waiting.gone {
             return Err(reason.clone());
@@ -95,9 +99,9 @@ impl Link {
             progress.lab_gone(reason.clone());
         }
         for transfer in waiting.transfers.values_mut() {
-            transfer.result.get_or_insert(Err(reason.clone()));
+            transfer.result.get_or_insert(Err(Refusal(reason.clone())));
         }
-        waiting.gone = Some(reason);
+        waiting.gone = Some(Refusal(reason));
         self.answered.notify_all();
     }
 
@@ -145,7 +149,7 @@ impl Link {
                 if let Some(progress) = waiting.processes.remove(&id) {
                     progress.not_started(message);
                 } else if let Some(transfer) = waiting.transfers.get_mut(&id) {
-                    transfer.result = Some(Err(message));
+                    transfer.result = Some(Err(Refusal(message)));
                     self.answered.notify_all();
                 }
             }
@@ -185,7 +189,7 @@ impl Link {
         };
         match transfer.result {
             Some(Ok(())) => Ok(transfer.data),
-            Some(Err(message)) => Err(error(message)),
+            Some(Err(Refusal(message))) => Err(error(message)),
             None if timeout.timed_out() => Err(error(format!("not done after {TRANSFER_LIMIT:?}"))),
             None => Err(error("no answer".to_owned())),
         }

@@ -72,25 +72,40 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Why a guest's kernel cannot be called sound, from its section `kernel-log`: a complaint, or messages that
-/// are not all there.
-pub fn judge_kernel_log(section: &str) -> Result<(), String> {
+/// Why a guest's kernel cannot be called sound.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum KernelLogError {
+    /// The first message is not there.
+    #[error("the kernel's messages do not begin with its version, some are lost: {0:?}")]
+    Beginning(String),
+    /// Too few messages, or no number of them.
+    #[error("{0:?} messages of the kernel: not all were read")]
+    Few(String),
+    /// It complains.
+    #[error("the guest's kernel complains:\n{}", .0.join("\n"))]
+    Complaints(Vec<String>),
+}
+
+/// Judges a guest's section `kernel-log`.
+///
+/// # Errors
+/// [`KernelLogError`]: a complaint, or messages that are not all there.
+pub fn judge_kernel_log(section: &str) -> Result<(), KernelLogError> {
     let mut lines = section.lines();
     let (first, count) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
     if !first.contains("Linux version") {
-        return Err(format!(
-            "the kernel's messages do not begin with its version, some are lost: {first:?}"
-        ));
+        return Err(KernelLogError::Beginning(first.to_owned()));
     }
     match count.trim().parse::<u32>() {
         Ok(count) if count >= 50 => {}
-        _ => return Err(format!("{count:?} messages of the kernel: not all were read")),
+        _ => return Err(KernelLogError::Few(count.to_owned())),
     }
     let found = complaints(section);
     if found.is_empty() {
         Ok(())
     } else {
-        Err(format!("the guest's kernel complains:\n{}", found.join("\n")))
+        let found = found.into_iter().map(str::to_owned);
+        Err(KernelLogError::Complaints(found.collect()))
     }
 }
 
@@ -115,7 +130,7 @@ mod tests {
             "perfevents: irq loop stuck!",
         ] {
             let why = judge_kernel_log(&format!("{SOUND}[    9.9] {complaint}\n")).unwrap_err();
-            assert!(why.contains(complaint), "{why}");
+            assert!(why.to_string().contains(complaint), "{why}");
         }
     }
 

@@ -186,13 +186,27 @@ fn parse_csv_line(line: &str) -> Option<Count> {
     })
 }
 
+/// What is wrong with what `perf stat -d` shows.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DetailError {
+    /// A line with a number that nobody counted.
+    #[error("nobody counted this: {0}")]
+    Uncounted(String),
+    /// An event that must be there is not.
+    #[error("perf stat -d shows no {0}")]
+    Missing(String),
+    /// There are fewer than a plain `perf stat -d` has on any vendor.
+    #[error("perf stat -d shows {0} hardware events only")]
+    Few(usize),
+}
+
 /// Judges what `perf stat -x, -d` shows a guest: each hardware event was counted, or is `<not supported>`,
 /// which those in `counted` must not be. A 0 is a number that nobody counted. Returns how many hardware
 /// events there are.
 ///
 /// # Errors
 /// The first line that is otherwise, or what is missing.
-pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, String> {
+pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, DetailError> {
     /// Of the kernel, and counted always.
     const SOFTWARE: [&str; 4] = ["task-clock", "context-switches", "cpu-migrations", "page-faults"];
     /// A plain `perf stat -d` has more of them on every vendor.
@@ -213,15 +227,15 @@ pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, String> {
             Err(_) => value == "<not supported>" && !counted.contains(&name),
         };
         if !right {
-            return Err(format!("nobody counted this: {line}"));
+            return Err(DetailError::Uncounted(line.to_owned()));
         }
         found.push(name);
     }
     if let Some(missing) = counted.iter().find(|event| !found.contains(event)) {
-        return Err(format!("perf stat -d shows no {missing}"));
+        return Err(DetailError::Missing((*missing).to_owned()));
     }
     if found.len() < LEAST {
-        return Err(format!("perf stat -d shows {} hardware events only", found.len()));
+        return Err(DetailError::Few(found.len()));
     }
     Ok(found.len())
 }
