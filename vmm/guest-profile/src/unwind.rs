@@ -169,78 +169,24 @@ pub fn walk<M: GuestPhys + ?Sized>(
         reads: 0,
         user: None,
     };
-    let space = AddressSpace::of(mem, regs);
-    let user = if regs.cpl == 3 {
-        Some(UserRegs {
-            ip: regs.rip,
-            sp: regs.rsp,
-            bp: regs.rbp,
-            wide: regs.code64,
-            exact_ip: true,
-            others: Others::InVcpu,
-        })
-    } else {
-        if !out.marker(CONTEXT_GUEST_KERNEL) || out.frame(regs.rip).is_err() {
-            chain.kernel_end = Some(End::Full);
-            chain.len = out.len;
-            return chain;
-        }
-        match &space {
-            Err(_) => {
-                chain.kernel_end = Some(End::Unsupported);
-                None
-            }
-            Ok(_) => None,
-        }
-    };
-    let Ok(mut space) = space else {
-        // No tables to walk: the interrupted address is all there is.
-        if let Some(u) = user
-            && out.marker(CONTEXT_GUEST_USER)
-            && out.frame(u.ip).is_ok()
-        {
-            chain.user_frames = 1;
-            chain.user_end = Some(End::Unsupported);
-        }
-        chain.kernel_frames = usize::from(regs.cpl != 3);
+    let in_user = (regs.cpl == 3).then(|| UserRegs {
+        ip: regs.rip,
+        sp: regs.rsp,
+        bp: regs.rbp,
+        wide: regs.code64,
+        exact_ip: true,
+        others: Others::InVcpu,
+    });
+    if in_user.is_none() && (!out.marker(CONTEXT_GUEST_KERNEL) || out.frame(regs.rip).is_err()) {
+        chain.kernel_end = Some(End::Full);
         chain.len = out.len;
         return chain;
+    }
+    let Ok(mut space) = AddressSpace::of(mem, regs) else {
+        without_tables(in_user, &mut chain, &mut out);
+        return chain;
     };
-    let user = user.or_else(|| {
-        if kernel.is_some_and(|k| entry::without_regs(&k, regs))
-            && let Some(user) = entry::user_regs(&mut space, regs, &mut budget)
-        {
-            chain.kernel_end = Some(End::Complete);
-            chain.kernel_frames = 1;
-            chain.guessed = user.guessed;
-            return Some(user.regs);
-        }
-        let mut walk = KernelWalk {
-            space: &mut space,
-            budget: &mut budget,
-            out: &mut out,
-            state: State::from_regs(regs),
-            guessed: false,
-            user: None,
-        };
-        let end = match kernel {
-            None => End::NoTable,
-            Some(KernelUnwind {
-                orc: Some(orc),
-                slide,
-                ..
-            }) => walk.by_orc(orc, slide),
-            Some(KernelUnwind { orc: None, .. }) => walk.by_frame_pointers(),
-        };
-        if walk.user.is_none() && walk.out.frames_left > 0 {
-            walk.user_from_stack_top(end, kernel.is_some_and(|k| k.orc.is_none()));
-        }
-        let (found, guessed) = (walk.user, walk.guessed);
-        chain.kernel_end = Some(end);
-        chain.kernel_frames = out.len - 1;
-        chain.guessed = guessed;
-        found
-    });
+    let user = in_user.or_else(|| walk_kernel(&mut space, regs, kernel, &mut budget, &mut chain, &mut out));
     chain.user = user;
     if let Some(u) = user
         && out.marker(CONTEXT_GUEST_USER)
@@ -253,6 +199,68 @@ pub fn walk<M: GuestPhys + ?Sized>(
     chain.len = out.len;
     chain.reads = budget.reads_used();
     chain
+}
+
+/// No page tables to walk: the interrupted address is all there is.
+fn without_tables(user: Option<UserRegs>, chain: &mut Chain, out: &mut Out<'_>) {
+    match user {
+        None => {
+            chain.kernel_frames = 1;
+            chain.kernel_end = Some(End::Unsupported);
+        }
+        Some(user) => {
+            if out.marker(CONTEXT_GUEST_USER) && out.frame(user.ip).is_ok() {
+                chain.user_frames = 1;
+                chain.user_end = Some(End::Unsupported);
+            }
+        }
+    }
+    chain.len = out.len;
+}
+
+/// Walks the kernel's stack, behind the interrupted address, which is in `out`. Where the kernel was entered
+/// from a program: the program's registers.
+fn walk_kernel<M: GuestPhys + ?Sized>(
+    space: &mut AddressSpace<'_, M>,
+    regs: &GuestRegs,
+    kernel: Option<KernelUnwind<'_>>,
+    budget: &mut Budget,
+    chain: &mut Chain,
+    out: &mut Out<'_>,
+) -> Option<UserRegs> {
+    if kernel.is_some_and(|k| entry::without_regs(&k, regs))
+        && let Some(user) = entry::user_regs(space, regs, budget)
+    {
+        chain.kernel_end = Some(End::Complete);
+        chain.kernel_frames = 1;
+        chain.guessed = user.guessed;
+        return Some(user.regs);
+    }
+    let mut walk = KernelWalk {
+        space,
+        budget,
+        out,
+        state: State::from_regs(regs),
+        guessed: false,
+        user: None,
+    };
+    let end = match kernel {
+        None => End::NoTable,
+        Some(KernelUnwind {
+            orc: Some(orc),
+            slide,
+            ..
+        }) => walk.by_orc(orc, slide),
+        Some(KernelUnwind { orc: None, .. }) => walk.by_frame_pointers(),
+    };
+    if walk.user.is_none() && walk.out.frames_left > 0 {
+        walk.user_from_stack_top(end, kernel.is_some_and(|k| k.orc.is_none()));
+    }
+    let (found, guessed) = (walk.user, walk.guessed);
+    chain.kernel_end = Some(end);
+    chain.kernel_frames = out.len - 1;
+    chain.guessed = guessed;
+    found
 }
 
 #[derive(Clone, Copy)]

@@ -85,7 +85,6 @@ pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, ImageError>
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     name: &str,
     data: &'a [u8],
@@ -100,6 +99,49 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     if endian != Endianness::Little {
         return Err(ImageError::malformed(name, Damage::BigEndian));
     }
+    let headers = program_headers(name, data, header, endian)?;
+    let mut notes = Notes::default();
+    for ph in headers {
+        notes.read(ph, endian, data);
+    }
+    let segments = loaded_segments(name, data, headers, endian)?;
+    let mut image = ElfImage {
+        is_64,
+        machine: header.e_machine(endian).0,
+        entry: header.e_entry(endian).into(),
+        pvh_entry: notes.pvh_entry,
+        is_linux: notes.is_linux,
+        segments,
+        code: Vec::new(),
+        symbols: KernelSymbols::default(),
+        orc_ips: Vec::new(),
+    };
+    match read_tables(header, endian, data) {
+        Ok(tables) => use_tables(&mut image, tables),
+        Err(e) => log::warn!("{name}: section headers are unusable ({e}); symbols are not read"),
+    }
+    if image.code.is_empty() {
+        image.code = image
+            .segments
+            .iter()
+            .filter(|s| s.executable && !s.data.is_empty())
+            .map(|s| Text {
+                virt: s.virt,
+                phys: s.phys,
+                bytes: s.data,
+            })
+            .collect();
+    }
+    Ok(image)
+}
+
+/// The table of program headers, whole and of a size that an image to be loaded can have.
+fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
+    name: &str,
+    data: &'a [u8],
+    header: &H,
+    endian: Endianness,
+) -> Result<&'a [H::ProgramHeader], ImageError> {
     let phoff: u64 = header.e_phoff(endian).into();
     let phnum = u64::from(header.e_phnum(endian));
     let phend = phoff.saturating_add(phnum.saturating_mul(u64::from(header.e_phentsize(endian))));
@@ -111,22 +153,31 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
             data,
         ));
     }
-    let program_headers = header
+    let headers = header
         .program_headers(endian, data)
         .map_err(|e| unreadable(name, "program header table", e))?;
-    if program_headers.len() > MAX_SEGMENTS {
+    if headers.len() > MAX_SEGMENTS {
         return Err(ImageError::malformed(
             name,
             Damage::Segments {
-                count: program_headers.len(),
+                count: headers.len(),
                 most: MAX_SEGMENTS,
             },
         ));
     }
+    Ok(headers)
+}
+
+/// The PT_LOAD segments with bytes in memory; at least one.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
+    name: &str,
+    data: &'a [u8],
+    headers: &[P],
+    endian: Endianness,
+) -> Result<Vec<Segment<'a>>, ImageError> {
     let mut segments = Vec::new();
-    let mut notes = Notes::default();
-    for (index, ph) in program_headers.iter().enumerate() {
-        notes.read(ph, endian, data);
+    for (index, ph) in headers.iter().enumerate() {
         if ph.p_type(endian) != elf::PT_LOAD {
             continue;
         }
@@ -166,34 +217,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     if segments.is_empty() {
         return Err(ImageError::NoSegments { name: name.into() });
     }
-    let mut image = ElfImage {
-        is_64,
-        machine: header.e_machine(endian).0,
-        entry: header.e_entry(endian).into(),
-        pvh_entry: notes.pvh_entry,
-        is_linux: notes.is_linux,
-        segments,
-        code: Vec::new(),
-        symbols: KernelSymbols::default(),
-        orc_ips: Vec::new(),
-    };
-    match read_tables(header, endian, data) {
-        Ok(tables) => use_tables(&mut image, tables),
-        Err(e) => log::warn!("{name}: section headers are unusable ({e}); symbols are not read"),
-    }
-    if image.code.is_empty() {
-        image.code = image
-            .segments
-            .iter()
-            .filter(|s| s.executable && !s.data.is_empty())
-            .map(|s| Text {
-                virt: s.virt,
-                phys: s.phys,
-                bytes: s.data,
-            })
-            .collect();
-    }
-    Ok(image)
+    Ok(segments)
 }
 
 /// What the notes of an image say. Those that are damaged say nothing.

@@ -376,21 +376,70 @@ const FIELDS: [(&str, u32, u32); 7] = [
     ("in_tx", 32, 1),
 ];
 
+/// What the terms of an event say so far.
+#[derive(Default)]
+struct Terms {
+    name: Option<String>,
+    /// An event that was named.
+    named: Option<EventKind>,
+    /// A field of the selector was given.
+    selected: bool,
+    config: u64,
+    config1: u64,
+    config2: u64,
+    period: Option<u64>,
+    frequency_hz: Option<u64>,
+}
+
+impl Terms {
+    /// Takes `key=number`, in which a flag without a value is 1. Else: why not.
+    fn set(&mut self, pmu: &str, key: &str, number: u64) -> Result<(), &'static str> {
+        match key {
+            "period" if number > 0 => self.period = Some(number),
+            "freq" if number > 0 => self.frequency_hz = Some(number),
+            "period" | "freq" => return Err("must not be 0"),
+            _ if pmu != "cpu" => return Err("not a term of this PMU"),
+            "event" if number <= 0xFFF => self.select(number & 0xFF | (number & 0xF00) << 24),
+            "event" => return Err("at most 0xfff"),
+            "config" => self.select(number),
+            "config1" | "offcore_rsp" | "ldlat" | "frontend" => self.config1 = number,
+            "config2" => self.config2 = number,
+            _ => {
+                let (_, shift, width) = FIELDS
+                    .into_iter()
+                    .find(|(name, ..)| *name == key)
+                    .ok_or("not a term of this PMU")?;
+                if number >> width != 0 {
+                    return Err("too large for its field");
+                }
+                self.select(number << shift);
+            }
+        }
+        Ok(())
+    }
+
+    fn select(&mut self, bits: u64) {
+        self.config |= bits;
+        self.selected = true;
+    }
+
+    /// The event that they name, together. Else: why there is none.
+    fn kind(&mut self) -> Result<EventKind, &'static str> {
+        match (self.named.take(), self.selected) {
+            (Some(kind), false) => Ok(kind),
+            (None, true) => Ok(EventKind::Raw {
+                config: self.config,
+                config1: self.config1,
+                config2: self.config2,
+            }),
+            (Some(_), true) => Err("a named event takes no selector besides"),
+            (None, false) => Err("names no event; give event=N, config=N or an event's name"),
+        }
+    }
+}
+
 fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Result<EventSpec, ListError> {
-    let mut spec = EventSpec {
-        name: text.to_owned(),
-        kind: EventKind::Raw {
-            config: 0,
-            config1: 0,
-            config2: 0,
-        },
-        modifiers,
-        period: None,
-        frequency_hz: None,
-    };
-    let (mut config, mut config1, mut config2) = (0u64, 0u64, 0u64);
-    let mut named: Option<EventKind> = None;
-    let mut selected = false;
+    let mut said = Terms::default();
     for term in terms.split(',').map(str::trim).filter(|t| !t.is_empty()) {
         let fail = |why| ListError::Term {
             event: text.to_owned(),
@@ -402,10 +451,8 @@ fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Resul
             None => (term, None),
         };
         if key == "name" {
-            spec.name = value
-                .filter(|v| !v.is_empty())
-                .ok_or_else(|| fail("give a name"))?
-                .to_owned();
+            let name = value.filter(|v| !v.is_empty());
+            said.name = Some(name.ok_or_else(|| fail("give a name"))?.to_owned());
             continue;
         }
         let known = match pmu {
@@ -421,7 +468,7 @@ fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Resul
             other => return Err(ListError::Pmu(other.to_owned())),
         };
         if let (Some(kind), None) = (known, value) {
-            if named.replace(kind).is_some() {
+            if said.named.replace(kind).is_some() {
                 return Err(fail("an event was named before; give one"));
             }
             continue;
@@ -433,61 +480,23 @@ fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Resul
                 number(v).ok_or_else(|| fail("no number; write decimal, or 0x and hexadecimal digits"))?
             }
         };
-        match key {
-            "period" if number > 0 => spec.period = Some(number),
-            "freq" if number > 0 => spec.frequency_hz = Some(number),
-            "period" | "freq" => return Err(fail("must not be 0")),
-            _ if pmu != "cpu" => return Err(fail("not a term of this PMU")),
-            "event" if number <= 0xFFF => {
-                config |= number & 0xFF | (number & 0xF00) << 24;
-                selected = true;
-            }
-            "event" => return Err(fail("at most 0xfff")),
-            "config" => {
-                config |= number;
-                selected = true;
-            }
-            "config1" | "offcore_rsp" | "ldlat" | "frontend" => config1 = number,
-            "config2" => config2 = number,
-            _ => {
-                let (_, shift, width) = FIELDS
-                    .into_iter()
-                    .find(|(n, ..)| *n == key)
-                    .ok_or_else(|| fail("not a term of this PMU"))?;
-                if number >> width != 0 {
-                    return Err(fail("too large for its field"));
-                }
-                config |= number << shift;
-                selected = true;
-            }
-        }
+        said.set(pmu, key, number).map_err(fail)?;
     }
     if pmu != "cpu" && !["software", "pv", "kvm"].contains(&pmu) {
         return Err(ListError::Pmu(pmu.to_owned()));
     }
-    spec.kind = match (named, selected) {
-        (Some(kind), false) => kind,
-        (None, true) => EventKind::Raw {
-            config,
-            config1,
-            config2,
-        },
-        (Some(_), true) => {
-            return Err(ListError::Term {
-                event: text.to_owned(),
-                term: terms.to_owned(),
-                why: "a named event takes no selector besides",
-            });
-        }
-        (None, false) => {
-            return Err(ListError::Term {
-                event: text.to_owned(),
-                term: terms.to_owned(),
-                why: "names no event; give event=N, config=N or an event's name",
-            });
-        }
-    };
-    Ok(spec)
+    let kind = said.kind().map_err(|why| ListError::Term {
+        event: text.to_owned(),
+        term: terms.to_owned(),
+        why,
+    })?;
+    Ok(EventSpec {
+        name: said.name.unwrap_or_else(|| text.to_owned()),
+        kind,
+        modifiers,
+        period: said.period,
+        frequency_hz: said.frequency_hz,
+    })
 }
 
 fn number(text: &str) -> Option<u64> {

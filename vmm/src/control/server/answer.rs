@@ -19,6 +19,57 @@ use control_api::protocol::{
     Call, CodeInfo, Failure, FailureKind, Generation, MAX_CODE, PROTOCOL, SymbolsInfo, VcpuExits,
 };
 
+/// What a client asks of its own events.
+impl Connection {
+    fn set_enabled(&mut self, on: bool) -> Result<Done, Failure> {
+        if let Some(events) = &mut self.events {
+            events.set_enabled(on);
+        }
+        value(Value::Null)
+    }
+
+    fn joined(&mut self) -> Result<Done, Failure> {
+        let joined = self.events.as_mut().map(EventSession::joined);
+        value(joined.unwrap_or_default())
+    }
+
+    fn read(&self) -> Result<Done, Failure> {
+        let read = self.events.as_ref().map(EventSession::read);
+        value(read.unwrap_or_default())
+    }
+
+    fn ring_losses(&self) -> Result<Done, Failure> {
+        let losses = self.events.as_ref().map(EventSession::losses);
+        value(losses.unwrap_or_default())
+    }
+
+    fn ring(&mut self, vcpu: u32, pages: u32) -> Result<Done, Failure> {
+        let Some(events) = &mut self.events else {
+            return fail(FailureKind::Invalid, "no event is open");
+        };
+        let (info, ring) = events.ring(vcpu, pages)?;
+        Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
+    }
+
+    fn host_ring(&mut self, handle: u32) -> Result<Done, Failure> {
+        let (info, fd) = self.opened()?.give_host_ring(handle)?;
+        Ok(Done::WithFd(to_value(info)?, FdSource::Event(fd)))
+    }
+}
+
+/// Which vCPUs an event is for.
+fn where_to(whole: bool, vcpus: Option<&[u32]>, sampling: bool) -> Result<On<'_>, Failure> {
+    match (whole, vcpus) {
+        (true, None) if !sampling => Ok(On::Whole),
+        (true, _) => fail(
+            FailureKind::Invalid,
+            "an event for the whole VM goes with neither vCPUs nor sampling",
+        ),
+        (false, Some(these)) => Ok(On::These(these)),
+        (false, None) => Ok(On::Each),
+    }
+}
+
 impl ControlServer {
     pub(super) fn answer(&mut self, connection: &mut Connection, call: Call) -> Result<Done, Failure> {
         let vm = &self.vm;
@@ -26,24 +77,9 @@ impl ControlServer {
             may_observe(&call)?;
         }
         match call {
-            Call::Hello { protocol } if protocol == PROTOCOL => {
-                connection.greeted = true;
-                value(vm.info(connection.role()))
-            }
-            Call::Hello { protocol } => fail(
-                FailureKind::Protocol,
-                format!(
-                    "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
-                ),
-            ),
+            Call::Hello { protocol } => self.hello(connection, protocol),
             Call::Status => value(vm.info(connection.role())),
-            Call::Pause | Call::Resume => {
-                if !vm.control.set_paused(call == Call::Pause) {
-                    return fail(FailureKind::Invalid, "the VM has ended");
-                }
-                vm.roster.kicker().kick();
-                value(vm.info(connection.role()))
-            }
+            Call::Pause | Call::Resume => self.pause(connection, call == Call::Pause),
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
                 vm.roster.kicker().kick();
@@ -56,13 +92,6 @@ impl ControlServer {
                 vm.roster.withdraw();
                 value(vm.vcpu_plug())
             }
-            Call::Joined => value(
-                connection
-                    .events
-                    .as_mut()
-                    .map(EventSession::joined)
-                    .unwrap_or_default(),
-            ),
             Call::Share { policy } => {
                 let policy = share_policy(&policy)?;
                 vm.pmu.core().set_share(policy);
@@ -75,70 +104,29 @@ impl ControlServer {
                 whole,
                 sampling,
             } => {
-                let where_to = match (whole, &vcpus) {
-                    (true, None) if sampling.is_none() => On::Whole,
-                    (true, _) => {
-                        let why = "an event for the whole VM goes with neither vCPUs nor sampling";
-                        return fail(FailureKind::Invalid, why);
-                    }
-                    (false, Some(these)) => On::These(these),
-                    (false, None) => On::Each,
-                };
+                let where_to = where_to(whole, vcpus.as_deref(), sampling.is_some())?;
                 let session = self.session(connection);
                 value(session.open(&events, where_to, sampling)?)
             }
-            Call::Enable | Call::Disable => {
-                if let Some(events) = &mut connection.events {
-                    events.set_enabled(call == Call::Enable);
-                }
-                value(Value::Null)
-            }
-            Call::Read => value(
-                connection
-                    .events
-                    .as_ref()
-                    .map(EventSession::read)
-                    .unwrap_or_default(),
-            ),
+            Call::Enable | Call::Disable => connection.set_enabled(call == Call::Enable),
+            Call::Joined => connection.joined(),
+            Call::Read => connection.read(),
             Call::Close => {
                 connection.events = None;
                 value(Value::Null)
             }
-            Call::Ring { vcpu, pages } => {
-                let Some(events) = &mut connection.events else {
-                    return fail(FailureKind::Invalid, "no event is open");
-                };
-                let (info, ring) = events.ring(vcpu, pages)?;
-                Ok(Done::WithFd(to_value(info)?, FdSource::Ring(ring)))
-            }
-            Call::HostRing { handle } => {
-                let (info, fd) = connection.opened()?.give_host_ring(handle)?;
-                Ok(Done::WithFd(to_value(info)?, FdSource::Event(fd)))
-            }
+            Call::Ring { vcpu, pages } => connection.ring(vcpu, pages),
+            Call::HostRing { handle } => connection.host_ring(handle),
             Call::Chains { handle, every } => {
                 connection.opened()?.take_chains(handle, every)?;
                 value(Value::Null)
             }
-            Call::RingLosses => value(
-                connection
-                    .events
-                    .as_ref()
-                    .map(EventSession::losses)
-                    .unwrap_or_default(),
-            ),
+            Call::RingLosses => connection.ring_losses(),
             Call::Counts => value(vm.vcpu_counts()),
             Call::Kernel => self.kernel(),
             Call::Symbols => self.symbols(),
             Call::ProcessCode { pid } => value(self.processes.code(vm.pmu.probe(), pid)?),
-            Call::ProcessMemory { pid, address, bytes } => {
-                let probe = vm.pmu.probe();
-                let (info, memory) = self.processes.memory(probe, pid, address, bytes)?;
-                let file = peer::sealed_text("process", &memory).map_err(|e| Failure {
-                    kind: FailureKind::Internal,
-                    message: format!("a process's memory: {e}"),
-                })?;
-                Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
-            }
+            Call::ProcessMemory { pid, address, bytes } => self.process_memory(pid, address, bytes),
             Call::GuestView => {
                 self.guest_pmu()?;
                 value(Generation {
@@ -149,6 +137,37 @@ impl ControlServer {
             Call::Exits => value(self.exits(connection)),
             Call::Code { cr3, address, length } => self.code(cr3, address, length),
         }
+    }
+
+    fn hello(&self, connection: &mut Connection, protocol: u32) -> Result<Done, Failure> {
+        if protocol != PROTOCOL {
+            return fail(
+                FailureKind::Protocol,
+                format!(
+                    "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
+                ),
+            );
+        }
+        connection.greeted = true;
+        value(self.vm.info(connection.role()))
+    }
+
+    fn pause(&self, connection: &Connection, paused: bool) -> Result<Done, Failure> {
+        if !self.vm.control.set_paused(paused) {
+            return fail(FailureKind::Invalid, "the VM has ended");
+        }
+        self.vm.roster.kicker().kick();
+        value(self.vm.info(connection.role()))
+    }
+
+    fn process_memory(&mut self, pid: u32, address: u64, bytes: u32) -> Result<Done, Failure> {
+        let probe = self.vm.pmu.probe();
+        let (info, memory) = self.processes.memory(probe, pid, address, bytes)?;
+        let file = peer::sealed_text("process", &memory).map_err(|e| Failure {
+            kind: FailureKind::Internal,
+            message: format!("a process's memory: {e}"),
+        })?;
+        Ok(Done::WithFd(to_value(info)?, FdSource::File(file)))
     }
 
     fn powerdown(&self, connection: &Connection) -> Result<Done, Failure> {
