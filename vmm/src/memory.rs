@@ -9,7 +9,6 @@ pub mod backing;
 
 use std::sync::Arc;
 
-use kvm_ioctls::VmFd;
 use thiserror::Error;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
@@ -18,6 +17,7 @@ use backing::BackingError;
 pub use backing::{HugePages, MemoryKind};
 
 use crate::kvm::memslot::{MemorySlots, SlotError};
+use crate::kvm::vm_fd::VmFd;
 
 /// The least RAM a guest may have, in bytes.
 pub const MIN_RAM_BYTES: u64 = 16 << 20;

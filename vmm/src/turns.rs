@@ -8,12 +8,12 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::str::FromStr;
 use std::time::Duration;
 
-use kvm_ioctls::Kvm;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use perf_core::{Core, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
+use crate::kvm::host::Kvm;
 use crate::kvm::turn_cost;
 
 /// What `--mux` chooses.

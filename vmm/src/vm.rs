@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use kernel_images::symbols::KernelSymbols;
-use kvm_ioctls::Kvm;
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::VirtioDevice;
 
@@ -18,6 +17,7 @@ use crate::boot::{self, Loaded};
 use crate::devices::Bus;
 use crate::kvm::chips::Chips;
 use crate::kvm::cpuid::{self};
+use crate::kvm::host::Kvm;
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;

@@ -11,10 +11,11 @@ use std::sync::{Arc, Mutex};
 
 use common::{EM_386, EM_X86_64, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY, Seg};
 use kernel_images::rdpmc;
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
-use kvm_ioctls::{Kvm, VcpuExit};
 use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, Loaded, layout};
 use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
+use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use perfvisor_vmm::kvm::vm_fd::VmFd;
+use perfvisor_vmm::kvm::{cpuid, host};
 use perfvisor_vmm::memory::GuestRam;
 
 #[derive(Clone, Default)]
@@ -48,7 +49,7 @@ fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
 }
 
 fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<Run> {
-    let Ok(kvm) = Kvm::new() else {
+    let Ok(kvm) = host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
     };
@@ -64,28 +65,20 @@ fn run_by(protocol: BootProtocol, kernel: PathBuf, initrd: Option<&Path>, cmdlin
         patch_rdpmc: true,
     };
     let loaded = boot::load(&ram, &request).unwrap();
-    let vm = Arc::new(kvm.create_vm().unwrap());
-    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).unwrap();
-    vm.set_tss_address(layout::KVM_TSS as usize).unwrap();
-    vm.create_irq_chip().unwrap();
-    vm.create_pit2(kvm_pit_config {
-        flags: KVM_PIT_SPEAKER_DUMMY,
-        ..Default::default()
-    })
-    .unwrap();
+    let vm = Arc::new(VmFd::new(&kvm).unwrap());
+    vm.add_chips(layout::KVM_IDENTITY_MAP, layout::KVM_TSS).unwrap();
     let _slots = ram.register(&vm).unwrap();
     let console = Captured::default();
     let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
-    vm.register_irqfd(bus.serial_irq(), ports::COM1_IRQ).unwrap();
-    let mut vcpu = vm.create_vcpu(0).unwrap();
-    vcpu.set_cpuid2(&kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap())
-        .unwrap();
+    vm.connect_line(bus.serial_irq(), ports::COM1_IRQ).unwrap();
+    let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
+    vcpu.set_cpuid2(&cpuid::supported(&kvm).unwrap()).unwrap();
     boot::configure_local_apic(&vcpu).unwrap();
     loaded.configure_bsp(&vcpu).unwrap();
     let mut traps = Vec::new();
     // A few dozen exits are expected; a bound makes a wrong guest fail instead of hang.
     for _ in 0..10_000 {
-        let outcome = match vcpu.run().unwrap() {
+        let outcome = match vcpu.run().why.unwrap() {
             VcpuExit::IoOut(rdpmc::TRAP_PORT, _) => {
                 let mut regs = vcpu.get_regs().unwrap();
                 traps.push(regs.rcx);

@@ -7,9 +7,10 @@ mod skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::Kvm;
 use perfvisor_vmm::kvm::armed::ArmedVcpu;
+use perfvisor_vmm::kvm::host;
 use perfvisor_vmm::kvm::memslot::MemorySlots;
+use perfvisor_vmm::kvm::vm_fd::VmFd;
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::pmu::overflow_signal;
 use perfvisor_vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overflow};
@@ -30,14 +31,14 @@ struct Looping {
 
 impl Looping {
     fn new() -> Option<Self> {
-        let Ok(kvm) = Kvm::new() else {
+        let Ok(kvm) = host::open() else {
             skip::skipped("no usable /dev/kvm here", false);
             return None;
         };
         install_handlers().unwrap();
         let ram = GuestRam::new(32 << 20).unwrap();
         ram.memory().write_slice(&LOOP, GuestAddress(CODE)).unwrap();
-        let vm = Arc::new(kvm.create_vm().unwrap());
+        let vm = Arc::new(VmFd::new(&kvm).unwrap());
         let slots = ram.register(&vm).unwrap();
         let vcpu = vm.create_vcpu(0).unwrap();
         let mut sregs = vcpu.get_sregs().unwrap();

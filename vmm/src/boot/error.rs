@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::kvm::call::CallError;
 use thiserror::Error;
 
 /// Why a guest cannot be loaded. Each message is one line: what, the limit, the remedy.
@@ -181,7 +182,7 @@ pub enum BootError {
         /// Which registers.
         what: &'static str,
         /// What the ioctl said.
-        source: kvm_ioctls::Error,
+        source: CallError,
     },
     /// The host's KVM cannot run a Linux kernel.
     #[error(

@@ -23,7 +23,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use acpi::SCI_IRQ;
@@ -31,6 +30,7 @@ pub use error::BootError;
 pub(crate) use regs::configure_bsp;
 pub use regs::{Entry, configure_local_apic};
 
+use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
 use crate::rdpmc;

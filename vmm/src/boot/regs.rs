@@ -1,11 +1,11 @@
 //! The boot processor's registers at the kernel's entry point.
 
 use kvm_bindings::{kvm_dtable, kvm_fpu, kvm_regs, kvm_segment};
-use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::error::BootError;
 use super::layout;
+use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::GuestRam;
 
 /// How the kernel is entered.

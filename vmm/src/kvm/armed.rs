@@ -15,7 +15,10 @@ use std::ptr;
 use std::sync::atomic::{Ordering, compiler_fence};
 
 use kvm_bindings::{kvm_run, kvm_sync_regs};
-use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
+pub use kvm_ioctls::{ReadMsrExit, SyncReg, VcpuExit, WriteMsrExit};
+
+use super::call::CallError;
+use super::vcpu_fd::VcpuFd;
 
 thread_local! {
     /// The `kvm_run` page of the vCPU this thread runs; null while it runs none.
@@ -56,7 +59,7 @@ impl Drop for Armed {
 #[derive(Debug)]
 pub struct Exit<'v> {
     /// What it returned.
-    pub why: Result<VcpuExit<'v>, kvm_ioctls::Error>,
+    pub why: Result<VcpuExit<'v>, CallError>,
     /// At an exit for port I/O, bytes of one access: string instructions exit with several accesses in one
     /// buffer.
     pub io_width: usize,
@@ -77,7 +80,7 @@ pub struct ArmedVcpu {
 impl ArmedVcpu {
     /// Arms the current thread for `fd`.
     pub fn new(mut fd: VcpuFd) -> Self {
-        let page: *mut kvm_run = fd.get_kvm_run();
+        let page: *mut kvm_run = fd.raw_mut().get_kvm_run();
         PAGE.set(page);
         let armed = Armed(page);
         Self { armed, fd }
@@ -107,7 +110,7 @@ impl ArmedVcpu {
     #[inline]
     pub fn run(&mut self) -> Exit<'_> {
         let page = self.armed.0;
-        let why = self.fd.run();
+        let why = self.fd.raw_mut().run().map_err(CallError::of("KVM_RUN"));
         // SAFETY: the mapping is as long-lived as `self.fd`, see `write_immediate_exit`. Every bit pattern of
         // the union is a valid `io`, which is plain integers, and `why` borrows data of the exit, never this
         // byte.
@@ -124,11 +127,11 @@ impl ArmedVcpu {
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
-    pub fn complete_exit(&mut self) -> Result<(), kvm_ioctls::Error> {
+    pub fn complete_exit(&mut self) -> Result<(), CallError> {
         self.request_exit();
-        match self.fd.run() {
+        match self.fd.raw_mut().run() {
             Err(e) if e.errno() == libc::EINTR => {}
-            Err(e) => return Err(e),
+            Err(e) => return Err(CallError::of("KVM_RUN")(e)),
             Ok(exit) => log::debug!("unexpected exit while completing another: {exit:?}"),
         }
         Ok(())
@@ -136,21 +139,27 @@ impl ArmedVcpu {
 
     /// IA32_APIC_BASE at the last exit.
     pub fn apic_base(&mut self) -> u64 {
-        self.fd.get_kvm_run().apic_base
+        self.fd.raw_mut().get_kvm_run().apic_base
+    }
+
+    /// As if the last exit had come with this IA32_APIC_BASE.
+    #[cfg(test)]
+    pub fn set_apic_base(&mut self, apic_base: u64) {
+        self.fd.raw_mut().get_kvm_run().apic_base = apic_base;
     }
 
     /// The registers that came with the last exit, and those that go with the next entry.
     #[inline]
     pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
-        self.fd.sync_regs_mut()
+        self.fd.raw_mut().sync_regs_mut()
     }
 
     /// `set` comes with each exit, or does not.
     pub fn sync_at_exit(&mut self, set: SyncReg, on: bool) {
         if on {
-            self.fd.set_sync_valid_reg(set);
+            self.fd.raw_mut().set_sync_valid_reg(set);
         } else {
-            self.fd.clear_sync_valid_reg(set);
+            self.fd.raw_mut().clear_sync_valid_reg(set);
         }
     }
 
@@ -158,9 +167,9 @@ impl ArmedVcpu {
     #[inline]
     pub fn sync_at_entry(&mut self, set: SyncReg, on: bool) {
         if on {
-            self.fd.set_sync_dirty_reg(set);
+            self.fd.raw_mut().set_sync_dirty_reg(set);
         } else {
-            self.fd.clear_sync_dirty_reg(set);
+            self.fd.raw_mut().clear_sync_dirty_reg(set);
         }
     }
 }
@@ -177,9 +186,10 @@ impl Deref for ArmedVcpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kvm::vm_fd::VmFd;
 
     fn immediate_exit(vcpu: &mut VcpuFd) -> u8 {
-        vcpu.get_kvm_run().immediate_exit
+        vcpu.raw_mut().get_kvm_run().immediate_exit
     }
 
     /// A request reaches the vCPU of this thread while it is armed, and none that has been taken back.
@@ -189,7 +199,7 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let vm = kvm.create_vm().unwrap();
+        let vm = VmFd::new(&kvm).unwrap();
         request_exit_of_this_thread();
         let mut first = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
         request_exit_of_this_thread();
@@ -206,7 +216,7 @@ mod tests {
             "the other's end is not its own"
         );
         let mut second = second.disarm();
-        second.get_kvm_run().immediate_exit = 0;
+        second.raw_mut().get_kvm_run().immediate_exit = 0;
         request_exit_of_this_thread();
         assert_eq!(immediate_exit(&mut second), 0);
     }

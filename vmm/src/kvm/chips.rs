@@ -4,19 +4,9 @@
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
 };
-use kvm_ioctls::VmFd;
 
-/// A call of KVM that failed.
-#[derive(Debug, thiserror::Error)]
-#[error("{what} failed")]
-pub struct ChipError {
-    what: &'static str,
-    source: kvm_ioctls::Error,
-}
-
-fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> ChipError {
-    move |source| ChipError { what, source }
-}
+use super::call::CallError;
+use super::vm_fd::VmFd;
 
 /// The two PICs, the I/O APIC and the PIT.
 pub struct Chips {
@@ -28,8 +18,8 @@ impl Chips {
     /// As they are in `vm`.
     ///
     /// # Errors
-    /// [`ChipError`].
-    pub fn of(vm: &VmFd) -> Result<Self, ChipError> {
+    /// [`CallError`].
+    pub fn of(vm: &VmFd) -> Result<Self, CallError> {
         let irq = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC]
             .into_iter()
             .map(|chip_id| {
@@ -37,25 +27,27 @@ impl Chips {
                     chip_id,
                     ..Default::default()
                 };
-                vm.get_irqchip(&mut chip)
-                    .map_err(failed("KVM_GET_IRQCHIP"))
+                vm.raw()
+                    .get_irqchip(&mut chip)
+                    .map_err(CallError::of("KVM_GET_IRQCHIP"))
                     .map(|()| chip)
             })
             .collect::<Result<_, _>>()?;
         Ok(Self {
             irq,
-            pit: vm.get_pit2().map_err(failed("KVM_GET_PIT2"))?,
+            pit: vm.raw().get_pit2().map_err(CallError::of("KVM_GET_PIT2"))?,
         })
     }
 
     /// Puts them back. No vCPU may be in the guest.
     ///
     /// # Errors
-    /// [`ChipError`].
-    pub fn restore(&self, vm: &VmFd) -> Result<(), ChipError> {
-        vm.set_pit2(&self.pit).map_err(failed("KVM_SET_PIT2"))?;
+    /// [`CallError`].
+    pub fn restore(&self, vm: &VmFd) -> Result<(), CallError> {
+        let vm = vm.raw();
+        vm.set_pit2(&self.pit).map_err(CallError::of("KVM_SET_PIT2"))?;
         for chip in &self.irq {
-            vm.set_irqchip(chip).map_err(failed("KVM_SET_IRQCHIP"))?;
+            vm.set_irqchip(chip).map_err(CallError::of("KVM_SET_IRQCHIP"))?;
         }
         Ok(())
     }
@@ -81,36 +73,36 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let vm = kvm.create_vm().unwrap();
+        let vm = VmFd::new(&kvm).unwrap();
         assert_eq!(
             Chips::of(&vm).unwrap_err().to_string(),
             "KVM_GET_IRQCHIP failed",
             "a VM without chips"
         );
-        vm.create_irq_chip().unwrap();
-        vm.create_pit2(kvm_pit_config::default()).unwrap();
+        vm.add_irqchip().unwrap();
+        vm.raw().create_pit2(kvm_pit_config::default()).unwrap();
         let new = Chips::of(&vm).unwrap();
 
-        let mut pit = vm.get_pit2().unwrap();
+        let mut pit = vm.raw().get_pit2().unwrap();
         let count = pit.channels[2].count;
         pit.channels[2].count = count ^ 0x1234;
-        vm.set_pit2(&pit).unwrap();
+        vm.raw().set_pit2(&pit).unwrap();
         let mut masks = Vec::new();
         for chip_id in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE] {
             let mut chip = kvm_irqchip {
                 chip_id,
                 ..Default::default()
             };
-            vm.get_irqchip(&mut chip).unwrap();
+            vm.raw().get_irqchip(&mut chip).unwrap();
             // SAFETY: KVM has filled the part of the union that a PIC has.
             let pic = unsafe { &mut chip.chip.pic };
             masks.push(pic.imr);
             pic.imr ^= 0x5A;
-            vm.set_irqchip(&chip).unwrap();
+            vm.raw().set_irqchip(&chip).unwrap();
         }
 
         new.restore(&vm).unwrap();
-        assert_eq!(vm.get_pit2().unwrap().channels[2].count, count);
+        assert_eq!(vm.raw().get_pit2().unwrap().channels[2].count, count);
         for (chip_id, mask) in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE]
             .into_iter()
             .zip(masks)
@@ -119,7 +111,7 @@ mod tests {
                 chip_id,
                 ..Default::default()
             };
-            vm.get_irqchip(&mut chip).unwrap();
+            vm.raw().get_irqchip(&mut chip).unwrap();
             // SAFETY: KVM has filled the part of the union that a PIC has.
             assert_eq!(unsafe { chip.chip.pic }.imr, mask, "PIC {chip_id}");
         }

@@ -6,12 +6,14 @@
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls takes in another form")]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
-use kvm_ioctls::VmFd;
 use vmm_sys_util::ioctl::ioctl_with_ptr;
 use vmm_sys_util::ioctl_iow_nr;
 use vpmu::events::UnitMask;
 use vpmu::filter::Action;
 use vpmu::{EventFilter, Vendor};
+
+use super::call::CallError;
+use super::vm_fd::VmFd;
 
 /// `KVM_PMU_EVENT_FILTER_MAX_EVENTS`, which is no part of the kernel's user-space headers.
 const MAX_EVENTS: usize = 300;
@@ -40,7 +42,7 @@ pub enum KvmFilterError {
     },
     /// KVM refused it.
     #[error("KVM_SET_PMU_EVENT_FILTER failed")]
-    Kvm(#[source] kvm_ioctls::Error),
+    Kvm(#[source] CallError),
 }
 
 /// A filter in KVM's words.
@@ -125,7 +127,9 @@ impl KvmFilter {
         if result == 0 {
             Ok(())
         } else {
-            Err(KvmFilterError::Kvm(kvm_ioctls::Error::last()))
+            Err(KvmFilterError::Kvm(CallError::of("KVM_SET_PMU_EVENT_FILTER")(
+                kvm_ioctls::Error::last(),
+            )))
         }
     }
 

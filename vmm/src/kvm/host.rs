@@ -11,10 +11,12 @@ use kvm_bindings::{
     kvm_enable_cap,
 };
 pub use kvm_ioctls::Kvm;
-use kvm_ioctls::{Cap, VcpuExit, VmFd};
+use kvm_ioctls::{Cap, VcpuExit};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
+use super::call::CallError;
 use super::memslot::{MemorySlots, SlotError};
+use super::vm_fd::VmFd;
 
 /// `out 0x10, al`: how a probe's code ends. No chip in the kernel has the port, so `KVM_RUN` returns.
 pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
@@ -40,13 +42,8 @@ pub enum HostError {
     #[error("/dev/kvm speaks API version {0}, but version 12 is needed")]
     ApiVersion(i32),
     /// A probe failed.
-    #[error("probing KVM failed in {what}")]
-    Probe {
-        /// The call.
-        what: &'static str,
-        /// Its error.
-        source: kvm_ioctls::Error,
-    },
+    #[error("probing KVM failed")]
+    Probe(#[from] CallError),
     /// The probe's memory.
     #[error("probing KVM failed")]
     Slot(#[from] SlotError),
@@ -145,13 +142,7 @@ pub fn facts(kvm: &Kvm) -> Result<KvmFacts, HostError> {
 /// # Errors
 /// KVM's.
 pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
-    let khz = probe_vm(kvm)
-        .and_then(|vm| vm.create_vcpu(0))
-        .and_then(|vcpu| vcpu.get_tsc_khz());
-    let khz = khz.map_err(|source| HostError::Probe {
-        what: "KVM_GET_TSC_KHZ",
-        source,
-    })?;
+    let khz = probe_vm(kvm)?.create_vcpu(0)?.get_tsc_khz()?;
     Ok(u64::from(khz) * 1000)
 }
 
@@ -162,17 +153,24 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
 ///
 /// # Errors
 /// KVM's.
-pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, kvm_ioctls::Error> {
-    let vm = kvm.create_vm()?;
+pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, CallError> {
+    let vm = VmFd::new(kvm)?;
     if kvm.check_extension(Cap::SplitIrqchip) {
         let mut cap = kvm_enable_cap {
             cap: KVM_CAP_SPLIT_IRQCHIP,
             ..Default::default()
         };
         cap.args[0] = IOAPIC_PINS;
-        vm.enable_cap(&cap)?;
+        vm.raw()
+            .enable_cap(&cap)
+            .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_SPLIT_IRQCHIP)"))?;
     }
     Ok(vm)
+}
+
+/// Most vCPUs that one VM can have.
+pub fn most_vcpus(kvm: &Kvm) -> usize {
+    kvm.get_max_vcpus()
 }
 
 /// Whether `KVM_PMU_CAP_DISABLE` is offered (Linux 5.18 and later).
@@ -186,7 +184,7 @@ pub fn own_pmu_can_be_disabled(kvm: &Kvm) -> bool {
 ///
 /// # Errors
 /// KVM's.
-pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, kvm_ioctls::Error> {
+pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, CallError> {
     if !own_pmu_can_be_disabled(kvm) {
         return Ok(false);
     }
@@ -195,7 +193,9 @@ pub fn disable_own_pmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, kvm_ioctls::Error> 
         ..Default::default()
     };
     cap.args[0] = u64::from(KVM_PMU_CAP_DISABLE);
-    vm.enable_cap(&cap).map(|()| true)
+    let done = vm.raw().enable_cap(&cap);
+    done.map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?;
+    Ok(true)
 }
 
 /// Whether RDPMC raises #GP while KVM's own vPMU is off. KVM on AMD-V answered it with the counters of a vPMU
@@ -238,12 +238,10 @@ pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
 fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
-    let probe = |what| move |source| HostError::Probe { what, source };
-
-    let vm = probe_vm(kvm).map_err(probe("KVM_CREATE_VM"))?;
-    disable_own_pmu(kvm, &vm).map_err(probe("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?;
+    let vm = probe_vm(kvm)?;
+    disable_own_pmu(kvm, &vm)?;
     // VT-x without unrestricted guests needs a place for its own task state; elsewhere this has no effect.
-    let _ = vm.set_tss_address(0xfffb_d000);
+    let _ = vm.raw().set_tss_address(0xfffb_d000);
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(ADDRESS), SIZE)])
         .map_err(|_| HostError::Memory)?;
     memory
@@ -251,23 +249,16 @@ fn goes_on_behind(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError
         .map_err(|_| HostError::Memory)?;
     let vm = Arc::new(vm);
     let _slots = MemorySlots::new(vm.clone(), memory)?;
-    let mut vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
-    let mut sregs = vcpu.get_sregs().map_err(probe("KVM_GET_SREGS"))?;
+    let mut vcpu = vm.create_vcpu(0)?;
+    let mut sregs = vcpu.get_sregs()?;
     sregs.cs.base = 0;
     sregs.cs.selector = 0;
     sregs.idt.limit = 0;
-    vcpu.set_sregs(&sregs).map_err(probe("KVM_SET_SREGS"))?;
-    let mut regs = vcpu.get_regs().map_err(probe("KVM_GET_REGS"))?;
+    vcpu.set_sregs(&sregs)?;
+    let mut regs = vcpu.get_regs()?;
     (regs.rip, regs.rcx, regs.rflags) = (ADDRESS, 0, 2);
-    vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
-    match vcpu.run() {
-        Ok(VcpuExit::IoOut(..)) => Ok(true),
-        Ok(_) => Ok(false),
-        Err(source) => Err(HostError::Probe {
-            what: "KVM_RUN",
-            source,
-        }),
-    }
+    vcpu.set_regs(&regs)?;
+    Ok(matches!(vcpu.run()?, VcpuExit::IoOut(..)))
 }
 
 #[cfg(test)]

@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use kvm_bindings::kvm_userspace_memory_region;
-use kvm_ioctls::VmFd;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+use super::vm_fd::VmFd;
 
 /// KVM refused a memory slot.
 #[derive(Debug, thiserror::Error)]
@@ -52,7 +53,7 @@ impl MemorySlots {
             // SAFETY: the range is one whole mapping of `slots.memory`, which stays mapped until `drop` has
             // taken the slot from KVM. It is ordinary shared memory that no Rust reference points into: guest
             // accesses only race with vm-memory's volatile ones.
-            unsafe { slots.vm.set_user_memory_region(slot_of_region) }.map_err(|source| SlotError {
+            unsafe { slots.vm.raw().set_user_memory_region(slot_of_region) }.map_err(|source| SlotError {
                 slot,
                 guest_address,
                 source,
@@ -72,7 +73,7 @@ impl Drop for MemorySlots {
                 ..Default::default()
             };
             // SAFETY: a size of zero takes the slot away; no memory is named.
-            if let Err(e) = unsafe { self.vm.set_user_memory_region(none) } {
+            if let Err(e) = unsafe { self.vm.raw().set_user_memory_region(none) } {
                 log::error!("KVM keeps memory slot {slot}, and so the memory stays: {e}");
                 // The guest may still write there: better never unmapped than someone else's.
                 std::mem::forget(self.memory.clone());
@@ -113,7 +114,7 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let vm = Arc::new(kvm.create_vm().unwrap());
+        let vm = Arc::new(VmFd::new(&kvm).unwrap());
         let ranges = [(GuestAddress(0), 0x10000), (GuestAddress(1 << 32), 0x5000)];
         let mut hosts = Vec::new();
         for _ in 0..2 {

@@ -2,7 +2,9 @@
 //! at the start.
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
-use kvm_ioctls::VcpuFd;
+
+use super::call::CallError;
+use super::vcpu_fd::VcpuFd;
 
 /// IA32_MISC_ENABLE (SDM vol. 4).
 const IA32_MISC_ENABLE: u32 = 0x1a0;
@@ -16,13 +18,13 @@ const NO_BRANCH_TRACE_NO_PEBS: u64 = 1 << 11 | 1 << 12;
 ///
 /// # Errors
 /// KVM's.
-pub fn announce_pmu(vcpu: &VcpuFd) -> Result<bool, kvm_ioctls::Error> {
+pub fn announce_pmu(vcpu: &VcpuFd) -> Result<bool, CallError> {
     let entry = kvm_msr_entry {
         index: IA32_MISC_ENABLE,
         ..Default::default()
     };
     let Ok(mut msr) = Msrs::from_entries(&[entry]) else {
-        return Err(kvm_ioctls::Error::new(libc::ENOMEM));
+        return Err(CallError::with_errno("making an MSR list", libc::ENOMEM));
     };
     if vcpu.get_msrs(&mut msr)? != 1 {
         return Ok(false);

@@ -2,9 +2,11 @@
 //! kvm-ioctls does not wrap.
 
 pub mod armed;
+pub mod call;
 pub mod chips;
 pub mod cpuid;
 pub mod event_filter;
+pub mod first_state;
 pub mod host;
 pub mod memslot;
 pub mod misc_enable;
@@ -18,3 +20,5 @@ pub mod stats_fd;
 pub mod stepping;
 mod tiny;
 pub mod turn_cost;
+pub mod vcpu_fd;
+pub mod vm_fd;

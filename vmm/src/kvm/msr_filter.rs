@@ -8,7 +8,10 @@
 use std::ops::RangeInclusive;
 
 use kvm_bindings::{KVM_CAP_X86_USER_SPACE_MSR, kvm_enable_cap};
-use kvm_ioctls::{Cap, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VmFd};
+use kvm_ioctls::{Cap, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags};
+
+use super::call::CallError;
+use super::vm_fd::VmFd;
 
 /// Most ranges one filter can have (`KVM_MSR_FILTER_MAX_RANGES`, KVM API 4.97).
 const MAX_RANGES: usize = 16;
@@ -27,13 +30,8 @@ pub enum MsrFilterError {
     #[error("{0} MSR ranges are to be trapped but KVM takes at most {MAX_RANGES}")]
     TooManyRanges(usize),
     /// A KVM call failed.
-    #[error("{what} failed")]
-    Kvm {
-        /// The call.
-        what: &'static str,
-        /// Its error.
-        source: kvm_ioctls::Error,
-    },
+    #[error(transparent)]
+    Kvm(#[from] CallError),
 }
 
 /// Makes every guest access to `ranges` exit to user space; all other MSRs stay with KVM.
@@ -41,6 +39,7 @@ pub enum MsrFilterError {
 /// # Errors
 /// [`MsrFilterError`] when this KVM cannot do it.
 pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilterError> {
+    let vm = vm.raw();
     if !vm.check_extension(Cap::X86UserSpaceMsr) {
         return Err(MsrFilterError::Unsupported("KVM_CAP_X86_USER_SPACE_MSR"));
     }
@@ -56,10 +55,8 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
         ..Default::default()
     };
     cap.args[0] = u64::from(MsrExitReason::Filter.bits());
-    vm.enable_cap(&cap).map_err(|source| MsrFilterError::Kvm {
-        what: "KVM_ENABLE_CAP(KVM_CAP_X86_USER_SPACE_MSR)",
-        source,
-    })?;
+    vm.enable_cap(&cap)
+        .map_err(CallError::of("KVM_ENABLE_CAP(KVM_CAP_X86_USER_SPACE_MSR)"))?;
 
     let filter: Vec<MsrFilterRange<'_>> = spans
         .iter()
@@ -70,11 +67,8 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
             bitmap: &span.allowed,
         })
         .collect();
-    vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &filter)
-        .map_err(|source| MsrFilterError::Kvm {
-            what: "KVM_X86_SET_MSR_FILTER",
-            source,
-        })
+    let set = vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &filter);
+    Ok(set.map_err(CallError::of("KVM_X86_SET_MSR_FILTER"))?)
 }
 
 /// Neighbouring ranges as one range of the filter, with a bit for each register.

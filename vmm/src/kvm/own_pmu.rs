@@ -11,7 +11,7 @@ use kvm_bindings::{
     CpuId, KVM_CAP_PMU_CAPABILITY, KVM_CAP_PMU_EVENT_FILTER, KVM_CAP_PMU_EVENT_MASKED_EVENTS,
     KVM_CPUID_FLAG_SIGNIFCANT_INDEX, Msrs, kvm_msr_entry,
 };
-use kvm_ioctls::{Kvm, VcpuFd};
+use kvm_ioctls::Kvm;
 use perf_core::pmu::host::HostProbe;
 use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
@@ -20,7 +20,9 @@ use vpmu::{
     Backability, CounterNumbers, CpuidRegs, Generation, HostPmu, Model, ModelError, ModelName, Vendor,
 };
 
+use super::call::CallError;
 use super::cpuid::{self, CpuidError};
+use super::vcpu_fd::VcpuFd;
 
 /// IA32_PERF_CAPABILITIES.FW_WRITE: full-width writes of counters (SDM vol. 3, "Full-Width Writes to
 /// Performance Counter Registers").
@@ -317,7 +319,7 @@ impl OwnPmu {
 ///
 /// # Errors
 /// KVM's.
-pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), kvm_ioctls::Error> {
+pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), CallError> {
     if !matches!(model.generation(), Generation::Intel(2..)) {
         return Ok(());
     }
@@ -325,10 +327,16 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &Model) -> Result<(), k
         index: IA32_PERF_CAPABILITIES,
         ..Default::default()
     };
-    let one = |entry| Msrs::from_entries(&[entry]).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM));
+    let one = |entry| {
+        Msrs::from_entries(&[entry]).map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))
+    };
     let mut supported = one(entry)?;
     // The register is a feature that KVM reports for the system; where it does not, it lacks the register.
-    if kvm.get_msrs(&mut supported)? != 1 {
+    if kvm
+        .get_msrs(&mut supported)
+        .map_err(CallError::of("KVM_GET_MSRS"))?
+        != 1
+    {
         return Ok(());
     }
     let data = supported.as_slice()[0].data & FW_WRITE;

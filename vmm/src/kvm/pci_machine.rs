@@ -8,10 +8,12 @@ use kvm_bindings::{
     KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry, kvm_irq_routing_entry__bindgen_ty_1,
     kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_irq_routing_msi__bindgen_ty_1,
 };
-use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
+use kvm_ioctls::{IoEventAddress, NoDatamatch};
 use virtio_devices::device::LastResort;
 use virtio_devices::transport::machine::{Machine, Message};
 use vmm_sys_util::eventfd::EventFd;
+
+use super::vm_fd::VmFd;
 
 /// Inputs of KVM's I/O APIC; the interrupts behind them are messages.
 const IO_APIC_INPUTS: u32 = 24;
@@ -48,7 +50,7 @@ impl KvmMachine {
             return Ok(());
         }
         let before = messages[n].replace(message);
-        let told = routing(&messages).and_then(|table| Ok(self.vm.set_gsi_routing(&table)?));
+        let told = routing(&messages).and_then(|table| Ok(self.vm.raw().set_gsi_routing(&table)?));
         if told.is_err() {
             messages[n] = before;
         }
@@ -60,22 +62,24 @@ impl Machine for KvmMachine {
     fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()> {
         Ok(self
             .vm
+            .raw()
             .register_ioevent(kick, &IoEventAddress::Mmio(address), NoDatamatch)?)
     }
 
     fn remove_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()> {
         Ok(self
             .vm
+            .raw()
             .unregister_ioevent(kick, &IoEventAddress::Mmio(address), NoDatamatch)?)
     }
 
     fn connect(&self, line: u32, message: Message, vector: &EventFd) -> io::Result<()> {
         self.route(line, message)?;
-        Ok(self.vm.register_irqfd(vector, gsi(line))?)
+        Ok(self.vm.raw().register_irqfd(vector, gsi(line))?)
     }
 
     fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()> {
-        Ok(self.vm.unregister_irqfd(vector, gsi(line))?)
+        Ok(self.vm.raw().unregister_irqfd(vector, gsi(line))?)
     }
 
     fn last_resort(&self) -> LastResort {
@@ -146,8 +150,8 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return None;
         };
-        let vm = Arc::new(kvm.create_vm().unwrap());
-        vm.create_irq_chip().unwrap();
+        let vm = Arc::new(VmFd::new(&kvm).unwrap());
+        vm.add_irqchip().unwrap();
         Some(KvmMachine::new(vm, LastResort::default()))
     }
 

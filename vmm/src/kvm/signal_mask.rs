@@ -4,9 +4,10 @@
 use std::io;
 use std::ptr;
 
-use kvm_ioctls::VcpuFd;
 use request::KVM_SET_SIGNAL_MASK;
 use vmm_sys_util::ioctl::{ioctl_with_ptr, ioctl_with_ref};
+
+use super::vcpu_fd::VcpuFd;
 
 mod request {
     use kvm_bindings::{KVMIO, kvm_signal_mask};
@@ -69,6 +70,7 @@ mod tests {
     use vmm_sys_util::signal::create_sigset;
 
     use super::*;
+    use crate::kvm::vm_fd::VmFd;
 
     /// The kernel reads `len` and then, right behind it, as many bytes as that says.
     #[test]
@@ -90,7 +92,7 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let vcpu = kvm.create_vm().unwrap().create_vcpu(0).unwrap();
+        let vcpu = VmFd::new(&kvm).unwrap().create_vcpu(0).unwrap();
         clear(&vcpu).unwrap();
         for signals in [&[libc::SIGUSR2][..], &[]] {
             set(&vcpu, &create_sigset(signals).unwrap()).unwrap();

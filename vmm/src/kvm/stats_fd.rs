@@ -15,6 +15,7 @@ mod request {
 }
 use request::KVM_GET_STATS_FD;
 
+use super::call::CallError;
 use super::host::probe_vm;
 
 /// Passes the statistics of a VM and of a vCPU that are made for this only: what they are is the same for all
@@ -23,7 +24,7 @@ use super::host::probe_vm;
 /// # Errors
 /// The system call's error; `ENOTTY` on kernels before 5.14.
 pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::Result<T> {
-    let failed = |e: kvm_ioctls::Error| io::Error::from_raw_os_error(e.errno());
+    let failed = |e: CallError| io::Error::from_raw_os_error(e.errno());
     let vm = probe_vm(kvm).map_err(failed)?;
     let vcpu = vm.create_vcpu(0).map_err(failed)?;
     // Both are there while they are read: before Linux 6.5 their descriptors did not keep them.
@@ -51,6 +52,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
+    use crate::kvm::vm_fd::VmFd;
 
     /// The VM and each of its vCPUs have statistics of their own. They begin with the header that says where
     /// the descriptors are, and no program that is started inherits them.
@@ -60,7 +62,7 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let vm = kvm.create_vm().unwrap();
+        let vm = VmFd::new(&kvm).unwrap();
         let vcpu = vm.create_vcpu(0).unwrap();
         let (Ok(of_vm), Ok(of_vcpu)) = (stats_fd(&vm), stats_fd(&vcpu)) else {
             eprintln!("SKIP: this KVM has no binary statistics");

@@ -65,12 +65,5 @@ fn stops_behind_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<boo
     if vcpu.set_guest_debug(debug).is_err() {
         return Ok(false);
     }
-    match vcpu.run() {
-        Ok(VcpuExit::Debug(stop)) => Ok(stop.pc == CODE + 1),
-        Ok(_) => Ok(false),
-        Err(source) => Err(HostError::Probe {
-            what: "KVM_RUN",
-            source,
-        }),
-    }
+    Ok(matches!(vcpu.run()?, VcpuExit::Debug(stop) if stop.pc == CODE + 1))
 }

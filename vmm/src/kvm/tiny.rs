@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use kvm_bindings::kvm_segment;
-use kvm_ioctls::{Kvm, VcpuFd};
+use kvm_ioctls::Kvm;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::host::{HostError, probe_vm};
 use super::memslot::MemorySlots;
+use super::vcpu_fd::VcpuFd;
 
 const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
@@ -32,7 +33,6 @@ pub(super) struct TinyGuest {
 impl TinyGuest {
     /// Is about to run `code` at `cpl`.
     pub(super) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
-        let probe = |what| move |source| HostError::Probe { what, source };
         let memory =
             GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
         let tables = [(PML4, PDPT | TABLE), (PDPT, PD | TABLE), (PD, TABLE | LARGE)];
@@ -44,13 +44,13 @@ impl TinyGuest {
         memory
             .write_slice(code, GuestAddress(CODE))
             .map_err(|_| HostError::Memory)?;
-        let vm = Arc::new(probe_vm(kvm).map_err(probe("KVM_CREATE_VM"))?);
-        let _ = vm.set_tss_address(0xfffb_d000);
+        let vm = Arc::new(probe_vm(kvm)?);
+        let _ = vm.raw().set_tss_address(0xfffb_d000);
         let slots = MemorySlots::new(vm.clone(), memory.clone())?;
-        let vcpu = vm.create_vcpu(0).map_err(probe("KVM_CREATE_VCPU"))?;
+        let vcpu = vm.create_vcpu(0)?;
         let supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
-        vcpu.set_cpuid2(&supported).map_err(probe("KVM_SET_CPUID2"))?;
-        let mut sregs = vcpu.get_sregs().map_err(probe("KVM_GET_SREGS"))?;
+        vcpu.set_cpuid2(&supported)?;
+        let mut sregs = vcpu.get_sregs()?;
         let segment = |selector: u16, type_: u8, l: u8| kvm_segment {
             base: 0,
             limit: u32::MAX,
@@ -72,10 +72,10 @@ impl TinyGuest {
         sregs.cr4 = 1 << 5; // PAE
         sregs.cr0 = 1 << 31 | 1 << 5 | 1 << 4 | 1; // PG, NE, ET, PE
         sregs.efer = 1 << 10 | 1 << 8; // LMA, LME
-        vcpu.set_sregs(&sregs).map_err(probe("KVM_SET_SREGS"))?;
-        let mut regs = vcpu.get_regs().map_err(probe("KVM_GET_REGS"))?;
+        vcpu.set_sregs(&sregs)?;
+        let mut regs = vcpu.get_regs()?;
         (regs.rip, regs.rsp, regs.rflags) = (CODE, 0x8000, 2);
-        vcpu.set_regs(&regs).map_err(probe("KVM_SET_REGS"))?;
+        vcpu.set_regs(&regs)?;
         Ok(Self {
             vcpu,
             _slots: slots,

@@ -1,7 +1,6 @@
 //! Which backing a host can give, and what it can count: the part of the choice that is made once per VM.
 
-use kvm_ioctls::Kvm;
-
+use crate::kvm::host::Kvm;
 use crate::kvm::own_pmu::{self, NoOwnPmu, OwnPmu};
 use crate::kvm::stepping::Stepping;
 use crate::rdpmc::RdpmcMode;

@@ -18,7 +18,6 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use kvm_bindings::KVM_MP_STATE_HALTED;
-use kvm_ioctls::VcpuFd;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
@@ -36,6 +35,7 @@ use vpmu::{
 
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmFilterError;
+use crate::kvm::vcpu_fd::VcpuFd;
 use control_api::protocol::GuestCounter;
 use steal::StealClock;
 

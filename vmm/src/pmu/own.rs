@@ -7,15 +7,17 @@
 use std::sync::Arc;
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
-use kvm_ioctls::{VcpuFd, VmFd};
 use vpmu::{
     Backing, CounterEvents, CounterIndex, CounterTimes, Enabled, EventFilter, EventRequest, Loss, Model,
     MsrAddress, Vpmu,
 };
 
 use super::shown;
+use crate::kvm::call::CallError;
 use crate::kvm::event_filter::{KvmFilter, KvmFilterError};
 use crate::kvm::own_pmu::OwnPmu;
+use crate::kvm::vcpu_fd::VcpuFd;
+use crate::kvm::vm_fd::VmFd;
 use control_api::protocol::GuestCounter;
 
 /// What of KVM's own vPMU belongs to the whole VM.
@@ -56,7 +58,7 @@ impl OwnVmPmu {
 ///
 /// # Errors
 /// KVM's, and `EIO` where it does not have a register of the model.
-pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<Vpmu, kvm_ioctls::Error> {
+pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<Vpmu, CallError> {
     let wanted = model.state_msrs();
     let entries: Vec<_> = wanted
         .iter()
@@ -65,9 +67,10 @@ pub fn registers(fd: &VcpuFd, model: Model, filter: Arc<EventFilter>) -> Result<
             ..Default::default()
         })
         .collect();
-    let mut msrs = Msrs::from_entries(&entries).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM))?;
+    let mut msrs = Msrs::from_entries(&entries)
+        .map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))?;
     if fd.get_msrs(&mut msrs)? != wanted.len() {
-        return Err(kvm_ioctls::Error::new(libc::EIO));
+        return Err(CallError::with_errno("KVM_GET_MSRS", libc::EIO));
     }
     let values = msrs.as_slice().iter().map(|e| (MsrAddress(e.index), e.data));
     Ok(mirror(model, filter, values))

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
-use kvm_ioctls::VcpuFd;
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
 use perf_core::record::{UserPart, Words};
 use perf_core::{CpuMode, SampleRegs, error_line};
@@ -16,6 +15,7 @@ use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
 use crate::kvm::registers;
+use crate::kvm::vcpu_fd::VcpuFd;
 use control_api::protocol::{KernelInfo, KernelState};
 use guest_profile::locate::{self, Anchors, LocateError};
 use guest_profile::mappings::{self, Listeners, TellOnce};

@@ -3,8 +3,9 @@
 //! A guest whose PMU can freeze its counters has this register trapped whole. What it writes into the others'
 //! bits goes to KVM, and what KVM keeps of them is what it reads back.
 
+use crate::kvm::call::CallError;
+use crate::kvm::vcpu_fd::VcpuFd;
 use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
-use kvm_ioctls::VcpuFd;
 use vpmu::registers::{DEBUGCTL_PMU, IA32_DEBUGCTL};
 
 /// IA32_DEBUGCTL.LBR (0): branch records. Every processor takes it. No model has records, so it is dropped
@@ -58,7 +59,7 @@ impl DebugControl {
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
-    pub fn write(&mut self, fd: &VcpuFd, value: u64) -> Result<(), kvm_ioctls::Error> {
+    pub fn write(&mut self, fd: &VcpuFd, value: u64) -> Result<(), CallError> {
         let value = value & self.processor;
         if value == self.kept {
             return Ok(());

@@ -7,6 +7,7 @@ use super::debugger::{Changed, Debugger, Go, Registers, Stop, Why};
 use super::failure::VcpuFailure;
 use super::running::{Next, Running, Turn};
 use super::step::debug::Want;
+use crate::kvm::call::CallError;
 
 impl Running {
     /// The debugger, if one is there.
@@ -101,7 +102,7 @@ impl Running {
     /// KVM's emulator met an instruction that it lacks. Where that is INT3, one of the debugger's is a
     /// breakpoint all the same.
     pub(super) fn emulation_failed(&self) -> Result<Turn, VcpuFailure> {
-        let planted = |debugger: &Debugger| -> Result<bool, kvm_ioctls::Error> {
+        let planted = |debugger: &Debugger| -> Result<bool, CallError> {
             let address = self.fd.get_sregs()?.cs.base.wrapping_add(self.fd.get_regs()?.rip);
             Ok(debugger.is_planted(address))
         };

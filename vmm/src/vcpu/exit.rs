@@ -4,7 +4,6 @@
 //! ([`Served`]). An exit whose service needs the vCPU itself is handed to the loop as a [`Next`].
 
 use kvm_bindings::kvm_debug_exit_arch;
-use kvm_ioctls::{ReadMsrExit, VcpuExit, WriteMsrExit};
 use perf_core::error_line;
 use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{MsrRead, MsrWrite, ParavirtualEvent};
@@ -19,6 +18,9 @@ use super::stats::VcpuStats;
 use super::step::{self, Stepper};
 use crate::devices::{Bus, BusOutcome};
 use crate::kvm::armed::Exit;
+use crate::kvm::armed::ReadMsrExit;
+use crate::kvm::armed::VcpuExit;
+use crate::kvm::armed::WriteMsrExit;
 use crate::pmu::VcpuPmu;
 use kernel_images::rdpmc::TRAP_PORT;
 

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::VcpuExit;
-
 use super::kick;
+use crate::kvm::armed::VcpuExit;
+use crate::kvm::call::CallError;
 use kernel_images::rdpmc::TRAP_PORT;
 
 /// Defines what exits are for: variant, and its name in the control protocol.
@@ -67,7 +67,7 @@ reasons! {
 
 impl ExitReason {
     /// Of an exit with this result. After a signal, [`kick::overflow_waits`] must know of it.
-    fn of(why: &Result<VcpuExit<'_>, kvm_ioctls::Error>, has_pmu: bool) -> Self {
+    fn of(why: &Result<VcpuExit<'_>, CallError>, has_pmu: bool) -> Self {
         let signal = || {
             if kick::overflow_waits() {
                 Self::Overflow
@@ -207,7 +207,7 @@ impl ExitClock {
 
     /// KVM_RUN has returned.
     #[inline]
-    pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, kvm_ioctls::Error>, has_pmu: bool) {
+    pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, CallError>, has_pmu: bool) {
         if self.table.is_watched() {
             let now = Instant::now();
             let reason = ExitReason::of(why, has_pmu);
@@ -234,7 +234,7 @@ impl ExitClock {
 mod tests {
     use super::*;
 
-    type Why<'a> = Result<VcpuExit<'a>, kvm_ioctls::Error>;
+    type Why<'a> = Result<VcpuExit<'a>, CallError>;
 
     fn count(table: &ExitTable, reason: ExitReason) -> ExitCount {
         table.take()[reason as usize]
@@ -284,7 +284,7 @@ mod tests {
         );
         assert_eq!(of(Ok(VcpuExit::IoIn(1, &mut [])), true), ExitReason::PortRead);
         assert_eq!(of(Ok(VcpuExit::Shutdown), true), ExitReason::Other);
-        let error = |number| Err(kvm_ioctls::Error::new(number));
+        let error = |number| Err(CallError::with_errno("KVM_RUN", number));
         assert_eq!(of(error(libc::EINTR), true), ExitReason::Kick);
         assert_eq!(of(error(libc::EAGAIN), true), ExitReason::Other);
         let names: std::collections::BTreeSet<_> = ExitReason::ALL.iter().map(|r| r.name()).collect();

@@ -2,10 +2,10 @@
 
 use std::io;
 
-use super::first_state::StateError;
 use super::pmi;
 use super::step::StepError;
 use crate::boot::BootError;
+use crate::kvm::call::CallError;
 use crate::pmu::PmuSetupError;
 
 /// Why a vCPU thread could not be started.
@@ -37,7 +37,7 @@ pub enum BeginError {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RestartError {
     #[error(transparent)]
-    State(#[from] StateError),
+    State(#[from] CallError),
     #[error(transparent)]
     Boot(#[from] BootError),
     #[error(transparent)]
@@ -52,15 +52,15 @@ pub(super) enum VcpuFailure {
     #[error(transparent)]
     Step(#[from] StepError),
     #[error("serving a breakpoint failed")]
-    Debug(#[source] kvm_ioctls::Error),
+    Debug(#[source] CallError),
     #[error("serving RDPMC failed")]
-    Read(#[source] kvm_ioctls::Error),
+    Read(#[source] CallError),
     #[error("looking which kernel the guest runs failed")]
-    Gate(#[source] kvm_ioctls::Error),
-    #[error("KVM_SET_MSRS(IA32_DEBUGCTL) failed")]
-    DebugControl(#[source] kvm_ioctls::Error),
-    #[error("KVM_RUN failed")]
-    Run(#[source] kvm_ioctls::Error),
+    Gate(#[source] CallError),
+    #[error("writing IA32_DEBUGCTL failed")]
+    DebugControl(#[source] CallError),
+    #[error(transparent)]
+    Run(CallError),
     #[error("nothing serves the exit {0}")]
     Unserved(String),
 }

@@ -20,12 +20,12 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kvm_ioctls::VcpuFd;
 use libc::{c_int, c_void, siginfo_t};
 use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
 use crate::kvm::armed::request_exit_of_this_thread;
 use crate::kvm::signal_mask;
+use crate::kvm::vcpu_fd::VcpuFd;
 use crate::pmu::overflow_signal;
 
 thread_local! {

@@ -3,9 +3,10 @@
 use std::fmt;
 
 use kvm_bindings::CpuId;
-use kvm_ioctls::VcpuFd;
 
-use super::first_state::{FirstState, StateError};
+use crate::kvm::call::CallError;
+use crate::kvm::first_state::FirstState;
+use crate::kvm::vcpu_fd::VcpuFd;
 
 /// KVM's vCPU, configured.
 pub struct KvmVcpu {
@@ -65,8 +66,8 @@ impl KvmVcpu {
     /// Makes it what it was when it was made.
     ///
     /// # Errors
-    /// [`StateError`].
-    pub fn restore(&self) -> Result<(), StateError> {
+    /// [`CallError`].
+    pub fn restore(&self) -> Result<(), CallError> {
         self.kept
             .first
             .as_ref()

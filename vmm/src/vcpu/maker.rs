@@ -6,7 +6,6 @@ use std::io;
 use std::sync::Arc;
 
 use kernel_images::symbols::KernelSymbols;
-use kvm_ioctls::VmFd;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
@@ -25,6 +24,7 @@ use crate::boot;
 use crate::devices::Bus;
 use crate::kernels::running::RunningKernels;
 use crate::kvm::stepping::Stepping;
+use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
 use crate::rdpmc::sites::{Sites, SitesOfVcpu};
 

@@ -17,7 +17,6 @@ pub mod debugger;
 mod exit;
 pub mod exit_times;
 pub mod failure;
-pub mod first_state;
 pub mod gate;
 pub mod kick;
 pub mod kicker;

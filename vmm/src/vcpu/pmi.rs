@@ -13,9 +13,11 @@
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
-use kvm_ioctls::{VcpuFd, VmFd};
 
 use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::call::CallError;
+use crate::kvm::vcpu_fd::VcpuFd;
+use crate::kvm::vm_fd::VmFd;
 
 /// IA32_X2APIC_LVT_PMI, present in x2APIC mode (SDM vol. 3 table 11-6).
 const X2APIC_LVT_PMI: u32 = 0x834;
@@ -53,11 +55,8 @@ pub enum Delivery {
 
 /// Why LVTPC could not be read or the PMI not be sent: a KVM call failed, which no guest can cause.
 #[derive(Debug, thiserror::Error)]
-#[error("delivering a PMI failed in {what}")]
-pub struct PmiError {
-    what: &'static str,
-    source: kvm_ioctls::Error,
-}
+#[error("delivering a PMI failed")]
+pub struct PmiError(#[from] CallError);
 
 /// A PMI that Intel's LVTPC, in xAPIC mode, has delivered and the guest still handles.
 ///
@@ -78,10 +77,7 @@ enum Handled {
 
 /// Whether an NMI waits or is being handled.
 fn nmi_is_handled(vcpu: &VcpuFd) -> Result<bool, PmiError> {
-    let events = vcpu.get_vcpu_events().map_err(|source| PmiError {
-        what: "KVM_GET_VCPU_EVENTS",
-        source,
-    })?;
+    let events = vcpu.get_vcpu_events()?;
     Ok(events.nmi.pending | events.nmi.injected | events.nmi.masked != 0)
 }
 
@@ -124,10 +120,8 @@ impl Lvtpc {
             index: X2APIC_LVT_PMI,
             ..Default::default()
         };
-        let msr = Msrs::from_entries(&[entry]).map_err(|_| PmiError {
-            what: "making an MSR list",
-            source: kvm_ioctls::Error::new(libc::ENOMEM),
-        })?;
+        let msr = Msrs::from_entries(&[entry])
+            .map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))?;
         Ok(Self {
             vcpu_id,
             mask_on_delivery,
@@ -159,10 +153,7 @@ impl Lvtpc {
             if self.handled == Some(Handled::Nmi) && nmi_is_handled(vcpu)? {
                 return Ok(None);
             }
-            let page = vcpu.get_lapic().map_err(|source| PmiError {
-                what: "KVM_GET_LAPIC",
-                source,
-            })?;
+            let page = vcpu.get_lapic()?;
             if let Some(Handled::Vector(vector)) = self.handled
                 && vector_is_handled(vector, &page)
             {
@@ -186,10 +177,7 @@ impl Lvtpc {
         let [vector, ..] = open.lvtpc.to_le_bytes();
         let delivery = match open.lvtpc >> 8 & 7 {
             0b100 => {
-                vcpu.nmi().map_err(|source| PmiError {
-                    what: "KVM_NMI",
-                    source,
-                })?;
+                vcpu.nmi()?;
                 self.handled = Some(Handled::Nmi);
                 Delivery::Nmi
             }
@@ -211,16 +199,9 @@ impl Lvtpc {
 
     #[expect(clippy::cast_possible_truncation, reason = "LVT entries have 32 bits")]
     fn read_x2apic(&mut self, vcpu: &VcpuFd) -> Result<u32, PmiError> {
-        let done = vcpu.get_msrs(&mut self.msr).map_err(|source| PmiError {
-            what: "KVM_GET_MSRS(0x834)",
-            source,
-        })?;
-        match (done, self.msr.as_slice().first()) {
+        match (vcpu.get_msrs(&mut self.msr)?, self.msr.as_slice().first()) {
             (1, Some(entry)) => Ok(entry.data as u32),
-            _ => Err(PmiError {
-                what: "KVM_GET_MSRS(0x834)",
-                source: kvm_ioctls::Error::new(libc::EINVAL),
-            }),
+            _ => Err(CallError::with_errno("KVM_GET_MSRS(0x834)", libc::EINVAL).into()),
         }
     }
 
@@ -228,16 +209,9 @@ impl Lvtpc {
         if let Some(entry) = self.msr.as_mut_slice().first_mut() {
             entry.data = u64::from(value);
         }
-        match vcpu.set_msrs(&self.msr) {
-            Ok(1) => Ok(()),
-            Ok(_) => Err(PmiError {
-                what: "KVM_SET_MSRS(0x834)",
-                source: kvm_ioctls::Error::new(libc::EINVAL),
-            }),
-            Err(source) => Err(PmiError {
-                what: "KVM_SET_MSRS(0x834)",
-                source,
-            }),
+        match vcpu.set_msrs(&self.msr)? {
+            1 => Ok(()),
+            _ => Err(CallError::with_errno("KVM_SET_MSRS(0x834)", libc::EINVAL).into()),
         }
     }
 }
@@ -250,15 +224,11 @@ fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<Delivery, PmiError> {
         data: u32::from(vector),
         ..Default::default()
     };
-    match vm.signal_msi(msi) {
-        Ok(_) => Ok(Delivery::Fixed),
-        // KVM's -1: no local APIC has this id.
-        Err(e) if e.errno() == libc::EPERM => Ok(Delivery::Dropped),
-        Err(source) => Err(PmiError {
-            what: "KVM_SIGNAL_MSI",
-            source,
-        }),
-    }
+    Ok(if vm.signal_msi(msi)? {
+        Delivery::Fixed
+    } else {
+        Delivery::Dropped
+    })
 }
 
 /// The register at this offset of an xAPIC page.
@@ -341,9 +311,9 @@ mod tests {
     /// A vector's bit is found in the register that holds it.
     #[test]
     fn an_interrupt_is_handled_while_it_is_requested_or_in_service() {
-        let kvm = kvm_ioctls::Kvm::new().unwrap();
-        let vm = kvm.create_vm().unwrap();
-        vm.create_irq_chip().unwrap();
+        let kvm = crate::kvm::host::open().unwrap();
+        let vm = VmFd::new(&kvm).unwrap();
+        vm.add_irqchip().unwrap();
         let vcpu = vm.create_vcpu(0).unwrap();
         let mut page = kvm_lapic_state::default();
         assert!(!vector_is_handled(0x45, &page));
@@ -363,11 +333,10 @@ mod tests {
     /// none, so that asking fails.
     #[test]
     fn a_pmi_behind_an_nmi_takes_one_call_an_entry() {
-        let kvm = kvm_ioctls::Kvm::new().unwrap();
-        let vm = kvm.create_vm().unwrap();
-        let mut vcpu = vm.create_vcpu(0).unwrap();
-        vcpu.get_kvm_run().apic_base = u64::from(MSI_ADDRESS) | APIC_BASE_EN;
-        let mut vcpu = ArmedVcpu::new(vcpu);
+        let kvm = crate::kvm::host::open().unwrap();
+        let vm = VmFd::new(&kvm).unwrap();
+        let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
+        vcpu.set_apic_base(u64::from(MSI_ADDRESS) | APIC_BASE_EN);
         let mut lvtpc = Lvtpc::new(0, true).unwrap();
         lvtpc.handled = Some(Handled::Nmi);
         vcpu.nmi().unwrap();

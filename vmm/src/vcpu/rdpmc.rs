@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::kvm_regs;
-use kvm_ioctls::VcpuFd;
 use vm_memory::GuestMemoryMmap;
 
 use super::gate::Gate;
 use super::step::state::{Linear, State};
 use crate::kernels::running::RunningKernels;
+use crate::kvm::call::CallError;
+use crate::kvm::vcpu_fd::VcpuFd;
 use crate::rdpmc::sites::{Hit, SitesOfVcpu};
 
 /// PMIs in a row before which an RDPMC is executed again: a guest whose counters overflow all the time must
@@ -123,7 +124,7 @@ impl Rdpmc {
         &mut self,
         regs: &kvm_regs,
         fd: &VcpuFd,
-    ) -> Result<Option<(Hit, Level)>, kvm_ioctls::Error> {
+    ) -> Result<Option<(Hit, Level)>, CallError> {
         if self.linux
             && let Some(hit) = self.sites.in_kernel_half(regs.rip)
         {

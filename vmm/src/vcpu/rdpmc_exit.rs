@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_msr_entry, kvm_regs};
-use kvm_ioctls::VcpuFd;
 use vpmu::MsrRead;
 use vpmu::exact::GuestMemory;
 
@@ -13,6 +12,8 @@ use super::gate::{Looked, Planted, RFLAGS_TF, Stopped, rdpmc_length};
 use super::rdpmc::{CR4_PCE, Level, Read};
 use super::running::{Completed, Running, Turn};
 use super::step::state::{Linear, State};
+use crate::kvm::call::CallError;
+use crate::kvm::vcpu_fd::VcpuFd;
 use crate::rdpmc::sites::Hit;
 use guest_profile::GuestRegs;
 use kernel_images::rdpmc::{LONGEST, is_out};
@@ -35,7 +36,7 @@ impl Running {
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
-    pub(super) fn trap_port(&mut self, byte: u8) -> Result<Turn, kvm_ioctls::Error> {
+    pub(super) fn trap_port(&mut self, byte: u8) -> Result<Turn, CallError> {
         let regs = self.registers.general(&mut self.fd)?;
         let planted = self
             .rdpmc
@@ -73,7 +74,7 @@ impl Running {
     }
 
     /// Whether there is a port write of the guest's own at one of these addresses.
-    fn is_out(&self, rips: &[u64]) -> Result<bool, kvm_ioctls::Error> {
+    fn is_out(&self, rips: &[u64]) -> Result<bool, CallError> {
         let Some(rdpmc) = &self.rdpmc else {
             return Ok(false);
         };
@@ -88,7 +89,7 @@ impl Running {
 
     /// Whether a port write with the vCPU at `rip` is of the instruction at `hit` and not of its neighbour:
     /// KVM completes it.
-    fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, kvm_ioctls::Error> {
+    fn is_of(&mut self, hit: Hit, rip: u64) -> Result<bool, CallError> {
         self.registers.forget();
         self.fd.complete_exit()?;
         let now = self.fd.get_regs()?.rip;
@@ -97,7 +98,7 @@ impl Running {
 
     /// Answers the instruction that stands for RDPMC: ECX selects, EDX:EAX take the count.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), kvm_ioctls::Error> {
+    fn answer(&mut self, hit: Hit, level: Level, mut regs: kvm_regs) -> Result<(), CallError> {
         if self.nmi_comes_first()? {
             self.fd.complete_exit()?;
             return self.go_to(hit.start);
@@ -123,7 +124,7 @@ impl Running {
     }
 
     /// The vCPU goes on at `rip`.
-    fn go_to(&mut self, rip: u64) -> Result<(), kvm_ioctls::Error> {
+    fn go_to(&mut self, rip: u64) -> Result<(), CallError> {
         self.registers.forget();
         let mut regs = self.fd.get_regs()?;
         regs.rip = rip;
@@ -132,7 +133,7 @@ impl Running {
 
     /// After a write of a PMU register, now and then: looks which kernel runs, and where its handler of #GP
     /// is.
-    pub(super) fn look_at_kernel(&mut self) -> Result<(), kvm_ioctls::Error> {
+    pub(super) fn look_at_kernel(&mut self) -> Result<(), CallError> {
         let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
             return Ok(());
         };
@@ -160,7 +161,7 @@ impl Running {
 
     /// The vCPU is at the beginning of the guest's handler of #GP, at `at`: an RDPMC is done, with anything
     /// else the handler goes on.
-    fn at_gate(&mut self, at: u64) -> Result<Turn, kvm_ioctls::Error> {
+    fn at_gate(&mut self, at: u64) -> Result<Turn, CallError> {
         let nmi_comes_first = self.nmi_comes_first()?;
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
             return Ok(Turn::Again);
@@ -213,7 +214,7 @@ impl Running {
 
     /// Executes the RDPMC that a breakpoint stopped at.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Turn, kvm_ioctls::Error> {
+    pub(super) fn rdpmc_at_breakpoint(&mut self) -> Result<Turn, CallError> {
         let regs = self.fd.get_regs()?;
         let gate = self.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());
         if gate.is_some_and(|gate| gate.breaks_at(regs.rip)) {
@@ -263,19 +264,19 @@ impl Running {
         Ok(Turn::Again)
     }
 
-    fn raise_general_protection(&self) -> Result<(), kvm_ioctls::Error> {
+    fn raise_general_protection(&self) -> Result<(), CallError> {
         self.raise(13, Some(0))
     }
 
     /// #DB behind an instruction that we have executed for a guest that single-steps.
-    fn raise_single_step(&self) -> Result<(), kvm_ioctls::Error> {
+    fn raise_single_step(&self) -> Result<(), CallError> {
         let mut debug = self.fd.get_debug_regs()?;
         debug.dr6 |= DR6_BS;
         self.fd.set_debug_regs(&debug)?;
         self.raise(1, None)
     }
 
-    fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), kvm_ioctls::Error> {
+    fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), CallError> {
         let mut events = self.fd.get_vcpu_events()?;
         // What others send meanwhile stays as it is.
         events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
@@ -291,7 +292,7 @@ impl Running {
     /// come right behind it; so the RDPMC is to be executed again behind the NMI. See
     /// [`Self::interrupt_before_read`]. Once for an NMI, and not for ever where the next one always comes
     /// before the RDPMC, so that the guest gets on.
-    fn nmi_comes_first(&mut self) -> Result<bool, kvm_ioctls::Error> {
+    fn nmi_comes_first(&mut self) -> Result<bool, CallError> {
         let Some(in_a_row) = self.sent_nmi.take_unseen() else {
             return Ok(false);
         };
@@ -315,7 +316,7 @@ impl Running {
     /// was before: the exchange succeeds, and the count is off by 2^48. Between a processor's RDPMC and
     /// the exchange that is a matter of nanoseconds; here the exit for RDPMC is where overflows are
     /// found, and timers ring on the way back from it, so PMIs would come behind it as a rule.
-    pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, kvm_ioctls::Error> {
+    pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, CallError> {
         let in_a_row = std::mem::take(&mut self.last_read.again);
         let Some(Read { at, behind, when }) = self.last_read.read else {
             return Ok(None);

@@ -1,9 +1,10 @@
 //! Which of a vCPU's registers come with an exit, without asking KVM for them (`KVM_CAP_SYNC_REGS`).
 
 use kvm_bindings::kvm_regs;
-use kvm_ioctls::SyncReg;
 
 use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::armed::SyncReg;
+use crate::kvm::call::CallError;
 use crate::pmu::Synced;
 
 /// A set of registers that KVM copies at each exit.
@@ -94,7 +95,7 @@ impl RegisterCache {
     ///
     /// # Errors
     /// KVM's.
-    pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, kvm_ioctls::Error> {
+    pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, CallError> {
         match self.fresh {
             Set::Nothing => fd.get_regs(),
             Set::General | Set::All => Ok(fd.sync_regs_mut().regs),
@@ -106,7 +107,7 @@ impl RegisterCache {
     ///
     /// # Errors
     /// KVM's.
-    pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), kvm_ioctls::Error> {
+    pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), CallError> {
         match self.comes {
             Set::Nothing => fd.set_regs(regs),
             Set::General | Set::All => {
@@ -134,7 +135,7 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let vm = kvm.create_vm().unwrap();
+        let vm = crate::kvm::vm_fd::VmFd::new(&kvm).unwrap();
         let mut fd = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
         let mut nothing = RegisterCache::new(&mut fd, false);
         nothing.after_run(true);

@@ -4,7 +4,7 @@
 //! Each number that a vCPU can have is a *seat*. A seat is taken by a vCPU whose thread runs; else KVM's vCPU
 //! is parked in it, because KVM cannot delete one. A vCPU that comes gets everything of ours anew: its
 //! thread, its PMU with reset values, what serves its RDPMC. KVM's is put into the state in which it was made
-//! (see `first_state`). Counters of its loop and its mailbox stay with the seat.
+//! (see `kvm::first_state`). Counters of its loop and its mailbox stay with the seat.
 //!
 //! A vCPU comes in two steps: first it is started and enters the perf core, waiting for the guest's INIT and
 //! SIPI; only then is it shown to the guest. So who counts is there before its first instruction, and a start
@@ -20,13 +20,13 @@ use arc_swap::ArcSwap;
 
 use super::control::{RunControl, RunState};
 use super::failure::{BeginError, VcpuError};
-use super::first_state::StateError;
 use super::kicker::Kicker;
 use super::kvm_vcpu::KvmVcpu;
 use super::maker::VcpuMaker;
 use super::running::Vcpu;
 use super::seat::Seat;
 use crate::devices::cpu_plug::{CpuPlug, PlugState, VcpuSet};
+use crate::kvm::call::CallError;
 
 /// How long a vCPU's thread may take to open its events.
 const START_PATIENCE: Duration = Duration::from_secs(10);
@@ -55,7 +55,7 @@ pub enum RosterError {
     Leaving(u8),
     /// KVM's vCPU cannot be put into its first state.
     #[error("vCPU {0} cannot be added")]
-    State(u8, #[source] StateError),
+    State(u8, #[source] CallError),
     /// It cannot be made.
     #[error("vCPU {0} cannot be added")]
     Make(u8, #[source] VcpuError),

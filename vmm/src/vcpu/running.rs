@@ -5,7 +5,6 @@
 use std::sync::Arc;
 
 use kvm_bindings::kvm_debug_exit_arch;
-use kvm_ioctls::{Cap, VcpuFd, VmFd};
 
 use super::control::{RunControl, StopReason};
 use super::debugctl::DebugControl;
@@ -21,6 +20,8 @@ use super::step::Stepper;
 use super::step::debug::GuestDebug;
 use crate::devices::Bus;
 use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::vcpu_fd::VcpuFd;
+use crate::kvm::vm_fd::VmFd;
 use crate::pmu::VcpuPmu;
 
 /// What a turn of the loop comes to.
@@ -194,7 +195,7 @@ impl Running {
         let mut fd = ArmedVcpu::new(vcpu.fd);
         // The stepper reads and writes registers between two entries; both ways at once would undo each
         // other.
-        let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.check_extension(Cap::SyncRegs);
+        let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.syncs_registers();
         let exit_clock = ExitClock::new(vcpu.seat.exits().clone());
         Self {
             id: vcpu.seat.id(),

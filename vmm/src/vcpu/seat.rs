@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::exit_times::ExitTable;
-use super::first_state::StateError;
 use super::kvm_vcpu::KvmVcpu;
 use super::mailbox::Mailbox;
 use super::stats::VcpuStats;
+use crate::kvm::call::CallError;
 
 /// Triple faults of a vCPU that are told of.
 const MOST_SHUTDOWNS_TOLD: u64 = 16;
@@ -122,7 +122,7 @@ impl Seat {
     }
 
     /// Puts what is parked here into its first state.
-    pub(super) fn restore_parked(&self) -> Result<(), StateError> {
+    pub(super) fn restore_parked(&self) -> Result<(), CallError> {
         self.lock().as_ref().map_or(Ok(()), KvmVcpu::restore)
     }
 

@@ -5,7 +5,7 @@ use std::io;
 use virtio_devices::transport::bus::BusError;
 
 use crate::boot::BootError;
-use crate::kvm::chips::ChipError;
+use crate::kvm::call::CallError;
 use crate::kvm::cpuid::CpuidError;
 use crate::kvm::event_filter::KvmFilterError;
 use crate::kvm::host::HostError;
@@ -13,7 +13,6 @@ use crate::kvm::msr_filter::MsrFilterError;
 use crate::memory::MemoryError;
 use crate::rdpmc::hwbp::HwbpError;
 use crate::vcpu::affinity::PinError;
-use crate::vcpu::first_state::StateError;
 use crate::vcpu::roster::RosterError;
 
 /// Why a VM could not be made.
@@ -49,9 +48,6 @@ pub enum VmError {
     /// A vCPU could not be made.
     #[error(transparent)]
     Vcpu(#[from] RosterError),
-    /// What a vCPU that can be added holds could not be read.
-    #[error(transparent)]
-    State(#[from] StateError),
     /// More vCPUs than this host's KVM takes.
     #[error("{asked} vCPUs: this host's KVM takes at most {limit} vCPUs in a VM")]
     TooManyVcpus {
@@ -61,19 +57,11 @@ pub enum VmError {
         limit: usize,
     },
     /// A KVM call failed.
-    #[error("{what} failed")]
-    Kvm {
-        /// The call.
-        what: &'static str,
-        /// Its error.
-        source: kvm_ioctls::Error,
-    },
+    #[error(transparent)]
+    Kvm(#[from] CallError),
     /// The kernel's file was replaced by one that needs another machine.
     #[error("the kernel is of another kind than the one that the VM began with; start a new VM for it")]
     OtherKernel,
-    /// KVM's interrupt controllers or timer.
-    #[error(transparent)]
-    Chips(#[from] ChipError),
     /// No PCI bus can be made for the devices.
     #[error(transparent)]
     Pci(#[from] BusError),
@@ -83,9 +71,4 @@ pub enum VmError {
     /// Another system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
-}
-
-/// A call of KVM that failed.
-pub(super) fn call(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
-    move |source| VmError::Kvm { what, source }
 }

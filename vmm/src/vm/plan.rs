@@ -3,8 +3,7 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
-use kvm_bindings::{CpuId, KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_pit_config};
-use kvm_ioctls::{Cap, Kvm, VmFd};
+use kvm_bindings::CpuId;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::{LastResort, VirtioDevice};
@@ -13,12 +12,14 @@ use virtio_devices::transport::machine::Machine;
 use vpmu::{BackingPolicy, Generation, Model};
 
 use super::config::VmConfig;
-use super::error::{VmError, call};
+use super::error::VmError;
 use crate::boot::{self, BootError, BootRequest, KernelKind, Loaded, layout};
 use crate::devices::{Bus, ports};
 use crate::kernels::running::RunningKernels;
 use crate::kernels::uncounted::Uncounted;
 use crate::kvm::cpuid::{self, GuestCpu};
+use crate::kvm::first_state::FirstState;
+use crate::kvm::host::Kvm;
 use crate::kvm::host::{self, Flavour, HostError};
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
@@ -26,6 +27,7 @@ use crate::kvm::own_pmu::{self};
 use crate::kvm::pci_machine::KvmMachine;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
+use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
 use crate::pmu::{GuestProbe, OwnVmPmu, PmuConfig, VmPmu};
 use crate::rdpmc::RdpmcMode;
@@ -33,7 +35,6 @@ use crate::rdpmc::hwbp::{self, HwbpError};
 use crate::rdpmc::sites::Sites;
 use crate::vcpu::control::{OnReset, RunControl, StopReason};
 use crate::vcpu::debugger::Debugger;
-use crate::vcpu::first_state::FirstState;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::maker::{RdpmcParts, StepperParts, VcpuMaker};
 
@@ -61,7 +62,7 @@ pub(super) struct VcpuParts<'a> {
 
 impl<'a> Plan<'a> {
     pub(super) fn new(kvm: &'a Kvm, config: &'a VmConfig) -> Result<Self, VmError> {
-        let limit = kvm.get_max_vcpus();
+        let limit = host::most_vcpus(kvm);
         if usize::from(config.cpus.max()) > limit {
             return Err(VmError::TooManyVcpus {
                 asked: config.cpus.max(),
@@ -183,24 +184,12 @@ impl<'a> Plan<'a> {
     }
 
     /// A VM with KVM's devices.
-    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub(super) fn make_vm(&self, kvm: &Kvm) -> Result<Arc<VmFd>, VmError> {
-        let fd = Arc::new(kvm.create_vm().map_err(call("KVM_CREATE_VM"))?);
-        if self.config.own_pmu.is_none()
-            && !host::disable_own_pmu(kvm, &fd).map_err(call("KVM_ENABLE_CAP(KVM_CAP_PMU_CAPABILITY)"))?
-        {
+        let fd = Arc::new(VmFd::new(kvm)?);
+        if self.config.own_pmu.is_none() && !host::disable_own_pmu(kvm, &fd)? {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
         }
-        fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
-            .map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
-        fd.set_tss_address(layout::KVM_TSS as usize)
-            .map_err(call("KVM_SET_TSS_ADDR"))?;
-        fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))?;
-        fd.create_pit2(kvm_pit_config {
-            flags: KVM_PIT_SPEAKER_DUMMY,
-            ..Default::default()
-        })
-        .map_err(call("KVM_CREATE_PIT2"))?;
+        fd.add_chips(layout::KVM_IDENTITY_MAP, layout::KVM_TSS)?;
         Ok(fd)
     }
 
@@ -250,17 +239,15 @@ impl<'a> Plan<'a> {
         } else {
             bus.without_debug_exit()
         };
-        fd.register_irqfd(bus.serial_irq(), ports::COM1_IRQ)
-            .map_err(call("KVM_IRQFD"))?;
+        fd.connect_line(bus.serial_irq(), ports::COM1_IRQ)?;
         let vm = fd.clone();
         bus.lead_sci_to(Box::new(move |level| {
-            if let Err(e) = vm.set_irq_line(boot::SCI_IRQ.into(), level) {
-                log::error!("KVM_IRQ_LINE failed: {e}");
+            if let Err(e) = vm.set_line(boot::SCI_IRQ.into(), level) {
+                log::error!("{}", error_line(&e));
             }
         }));
         if let Some(plug) = bus.cpu_plug() {
-            fd.register_irqfd(plug.interrupt(), ports::CPU_PLUG_IRQ)
-                .map_err(call("KVM_IRQFD"))?;
+            fd.connect_line(plug.interrupt(), ports::CPU_PLUG_IRQ)?;
         }
         Ok(bus)
     }
@@ -307,29 +294,27 @@ impl<'a> Plan<'a> {
         id: u8,
     ) -> Result<KvmVcpu, VmError> {
         let config = self.config;
-        let vcpu = fd.create_vcpu(id.into()).map_err(|e| match &config.own_pmu {
+        let vcpu = fd.create_vcpu(id).map_err(|e| match &config.own_pmu {
             Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
-            _ => call("KVM_CREATE_VCPU")(e),
+            _ => e.into(),
         })?;
-        let tsc_khz = vcpu.get_tsc_khz().map_err(call("KVM_GET_TSC_KHZ"))?;
+        let tsc_khz = vcpu.get_tsc_khz()?;
         let cpu = GuestCpu {
             pmu: &parts.model,
             backability: config.backability,
             cpus: config.cpus.max(),
             tsc_khz,
-            tsc_deadline: fd.check_extension(Cap::TscDeadlineTimer),
+            tsc_deadline: fd.has_tsc_deadline(),
             nested: config.nested,
             signature: config.cpu_signature,
             stepped: self.stepped,
             enters_handlers: parts.gate || self.stepped,
         };
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
-        vcpu.set_cpuid2(&table).map_err(call("KVM_SET_CPUID2"))?;
+        vcpu.set_cpuid2(&table)?;
         if config.own_pmu.is_some() {
-            own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model).map_err(call("KVM_SET_MSRS"))?;
-        } else if parts.model.intel_version() > 0
-            && !misc_enable::announce_pmu(&vcpu).map_err(call("KVM_SET_MSRS(IA32_MISC_ENABLE)"))?
-        {
+            own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
+        } else if parts.model.intel_version() > 0 && !misc_enable::announce_pmu(&vcpu)? {
             log::info!("this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU");
         }
         boot::configure_local_apic(&vcpu)?;
@@ -415,16 +400,12 @@ pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelKind) -> Result<bool, HostErr
     Ok(faults)
 }
 
-/// Makes a halted vCPU sleep at once. KVM would otherwise poll for a wake-up on the vCPU thread's CPU time,
-/// which the clock backing would count as guest cycles.
+/// Without it KVM's own polling would count as guest cycles.
 pub(super) fn stop_halt_polling(vm: &VmFd) {
-    let cap = kvm_enable_cap {
-        cap: KVM_CAP_HALT_POLL,
-        ..Default::default()
-    };
-    if let Err(e) = vm.enable_cap(&cap) {
+    if let Err(e) = vm.stop_halt_polling() {
         log::info!(
-            "KVM_CAP_HALT_POLL is not offered ({e}); cycles of an idle guest may include halt polling"
+            "{}; cycles of an idle guest may include halt polling",
+            error_line(&e)
         );
     }
 }

@@ -9,7 +9,6 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use kernel_images::symbols::KernelSymbols;
-use kvm_ioctls::VmFd;
 use perf_core::error_line;
 use vmm_sys_util::eventfd::EventFd;
 use vpmu::Model;
@@ -21,6 +20,7 @@ use crate::boot;
 use crate::devices::Bus;
 use crate::kernels::uncounted::Uncounted;
 use crate::kvm::chips::Chips;
+use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, StopReason};

@@ -4,10 +4,11 @@ use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
     KVM_GUESTDBG_USE_SW_BP, KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug,
 };
-use kvm_ioctls::VcpuFd;
 
 use super::super::debugger::Point;
+use crate::kvm::call::CallError;
 use crate::kvm::stepping::BREAKPOINTS;
+use crate::kvm::vcpu_fd::VcpuFd;
 
 /// DR6 (SDM vol. 3 §19.2.3): B0 to B3, which a #DB sets anew.
 const DR6_BREAKPOINTS: u64 = 0xf;
@@ -31,7 +32,7 @@ fn dr6_after(dr6: u64, causes: u64) -> u64 {
 ///
 /// # Errors
 /// KVM's, which no guest can cause.
-pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), kvm_ioctls::Error> {
+pub fn give_back(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), CallError> {
     let vector = if stop.exception == u32::from(BP) { BP } else { DB };
     if vector == DB {
         let mut registers = fd.get_debug_regs()?;
@@ -134,7 +135,7 @@ impl GuestDebug {
     ///
     /// # Errors
     /// KVM's, which no guest can cause.
-    pub fn apply(&mut self, fd: &VcpuFd, want: Want) -> Result<(), kvm_ioctls::Error> {
+    pub fn apply(&mut self, fd: &VcpuFd, want: Want) -> Result<(), CallError> {
         if !want.step && self.told && want == self.set {
             return Ok(());
         }
@@ -174,6 +175,7 @@ impl GuestDebug {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kvm::armed::ArmedVcpu;
 
     /// SDM vol. 3 §19.2.3: the processor clears B0 to B3 at a #DB and leaves the other causes to software.
     #[test]
@@ -201,7 +203,7 @@ mod tests {
             eprintln!("not tested: there is no KVM here");
             return;
         };
-        let vm = std::sync::Arc::new(kvm.create_vm().unwrap());
+        let vm = std::sync::Arc::new(crate::kvm::vm_fd::VmFd::new(&kvm).unwrap());
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         let write = |at: u16, bytes: &[u8]| memory.write_slice(bytes, GuestAddress(at.into())).unwrap();
         // The vector of #DB in the table of real mode; NOP, HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
@@ -212,7 +214,7 @@ mod tests {
             &[0x0f, 0x21, 0xf0, 0x66, 0xa3, SEEN as u8, (SEEN >> 8) as u8, 0xf4],
         );
         let _slots = crate::kvm::memslot::MemorySlots::new(vm.clone(), memory.clone()).unwrap();
-        let mut vcpu = vm.create_vcpu(0).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
         let mut sregs = vcpu.get_sregs().unwrap();
         (sregs.cs.base, sregs.cs.selector) = (0, 0);
         vcpu.set_sregs(&sregs).unwrap();
@@ -225,7 +227,7 @@ mod tests {
             ..Default::default()
         };
         give_back(&vcpu, &stop).unwrap();
-        let exit = format!("{:?}", vcpu.run().unwrap());
+        let exit = format!("{:?}", ArmedVcpu::new(vcpu).run().why.unwrap());
         assert_eq!(exit, "Hlt");
         let seen: u32 = memory.read_obj(GuestAddress(SEEN.into())).unwrap();
         assert_eq!(seen, 0xffff_4ff0, "{seen:#x}");

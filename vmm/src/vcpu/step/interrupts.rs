@@ -2,14 +2,14 @@
 //! and the two instructions that wait for them or let them in, HLT and STI.
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
-use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use vpmu::exact::{GuestMemory, Step};
 
 use super::debug::{GuestDebug, Want};
 use super::state::{Linear, State};
-use super::stepper::{GateStops, NMI, RFLAGS_IF, StepError, Stepper, failed};
+use super::stepper::{GateStops, NMI, RFLAGS_IF, StepError, Stepper};
 use crate::kvm::stepping::BREAKPOINTS;
+use crate::kvm::vcpu_fd::VcpuFd;
 use kernel_images::rdpmc::TRAP;
 
 /// Steps from one interrupt of the local APIC's timer to the next. Stepped code is slower than time by three
@@ -89,7 +89,7 @@ impl Stepper {
         if state.regs.rflags & RFLAGS_IF == 0 {
             return Ok(None);
         }
-        let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
+        let lapic = fd.get_lapic()?;
         let request = highest_request(&lapic.regs);
         Ok(request.filter(|&vector| self.tally.steps >= self.timer_waits || !is_timer(&lapic.regs, vector)))
     }
@@ -97,7 +97,7 @@ impl Stepper {
     /// An event is let in: if it is the local APIC's timer, its next one waits.
     pub(super) fn pace_timer(&mut self, fd: &VcpuFd, vector: u8) -> Result<(), StepError> {
         if vector >= FIRST_INTERRUPT {
-            let lapic = fd.get_lapic().map_err(failed("KVM_GET_LAPIC"))?;
+            let lapic = fd.get_lapic()?;
             if is_timer(&lapic.regs, vector) {
                 self.timer_waits = self.tally.steps + STEPS_PER_TICK;
             }
@@ -109,12 +109,11 @@ impl Stepper {
     pub(super) fn set_interrupts(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         state.regs.rflags |= RFLAGS_IF;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        fd.set_regs(&state.regs)?;
+        let mut events = fd.get_vcpu_events()?;
         events.flags = KVM_VCPUEVENT_VALID_SHADOW;
         events.interrupt.shadow = SHADOW_STI;
-        fd.set_vcpu_events(&events)
-            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        fd.set_vcpu_events(&events)?;
         Ok(self.end(&state))
     }
 
@@ -122,23 +121,22 @@ impl Stepper {
     /// entry waits for an event.
     pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: State) -> Result<Step, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        let mut events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        fd.set_regs(&state.regs)?;
+        let mut events = fd.get_vcpu_events()?;
         // HLT ends the shadow of an STI before it. NMIs that others send meanwhile are not touched.
         events.flags = KVM_VCPUEVENT_VALID_SHADOW;
         events.interrupt.shadow = 0;
-        fd.set_vcpu_events(&events)
-            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        fd.set_vcpu_events(&events)?;
         let halted = kvm_mp_state {
             mp_state: KVM_MP_STATE_HALTED,
         };
-        fd.set_mp_state(halted).map_err(failed("KVM_SET_MP_STATE"))?;
+        fd.set_mp_state(halted)?;
         Ok(self.end(&state))
     }
 }
 
 pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
-    let state = fd.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?;
+    let state = fd.get_mp_state()?;
     Ok(state.mp_state == KVM_MP_STATE_HALTED)
 }
 

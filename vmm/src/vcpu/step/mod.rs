@@ -26,17 +26,17 @@ mod stepper;
 mod system_calls;
 
 use kvm_bindings::kvm_debug_exit_arch;
-use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::SteppedLevels;
 use vpmu::exact::{Ahead, CpuState, Step};
 
 use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::vcpu_fd::VcpuFd;
 use debug::{GuestDebug, Want};
 use interrupts::is_halted;
 use kernel_images::rdpmc::TRAP;
 use state::{Linear, Nothing, State};
-use stepper::{AfterKernel, Mode, Present, RFLAGS_IF, RFLAGS_TF, UserCode, Way, apply, failed};
+use stepper::{AfterKernel, Mode, Present, RFLAGS_IF, RFLAGS_TF, UserCode, Way, apply};
 pub use stepper::{StepError, Stepper, Tally};
 use system_calls::came_back;
 
@@ -181,7 +181,7 @@ impl Stepper {
         debug: &mut GuestDebug,
         state: State,
     ) -> Result<Prepared, StepError> {
-        let events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        let events = fd.get_vcpu_events()?;
         let may_wait = self.mode == Mode::All { may_wait: true };
         self.mode = Mode::All { may_wait: false };
         let halted = may_wait && is_halted(fd)?;
@@ -363,7 +363,7 @@ impl Stepper {
             }
             let mut regs = state.regs;
             regs.rflags &= !RFLAGS_TF;
-            fd.set_regs(&regs).map_err(failed("KVM_SET_REGS"))?;
+            fd.set_regs(&regs)?;
             return Ok(Some(Step::default()));
         }
         if self.is_away(&state) {
@@ -391,11 +391,11 @@ impl Stepper {
         }
         // KVM would step over the OUT on the next entry unless the vCPU has gone elsewhere.
         state.regs.rip = handler.wrapping_add(length);
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
-        fd.complete_exit().map_err(failed("KVM_RUN"))?;
+        fd.set_regs(&state.regs)?;
+        fd.complete_exit()?;
         state = self.read(fd)?;
         state.regs.rip = handler;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        fd.set_regs(&state.regs)?;
         self.hide_trap_flag(&state);
         Ok(Some(self.end(&state)))
     }

@@ -1,10 +1,11 @@
 //! A vCPU's registers and memory as the step meter sees them.
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
-use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
 
+use crate::kvm::call::CallError;
+use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::paging::AddressSpace;
 use guest_profile::{Budget, GuestPhys, GuestRegs};
 
@@ -30,7 +31,7 @@ impl State {
     ///
     /// # Errors
     /// KVM's.
-    pub fn read(fd: &VcpuFd) -> Result<Self, kvm_ioctls::Error> {
+    pub fn read(fd: &VcpuFd) -> Result<Self, CallError> {
         Ok(Self {
             regs: fd.get_regs()?,
             sregs: fd.get_sregs()?,

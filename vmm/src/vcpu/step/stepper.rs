@@ -1,13 +1,14 @@
 //! What the stepper of a vCPU knows: what is stepped, the step under way, what was counted.
 
-use kvm_ioctls::VcpuFd;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
 use vpmu::exact::{Ahead, CpuState, GuestMemory, StepMeter};
 
 use super::debug::{GuestDebug, Want};
 use super::state::{Linear, State};
+use crate::kvm::call::CallError;
 use crate::kvm::stepping::Stepping;
+use crate::kvm::vcpu_fd::VcpuFd;
 
 pub(super) const RFLAGS_IF: u64 = 1 << 9;
 pub(super) const RFLAGS_TF: u64 = 1 << 8;
@@ -16,15 +17,8 @@ pub(super) const NMI: u8 = 2;
 
 /// A KVM call failed, which no guest can cause.
 #[derive(Debug, thiserror::Error)]
-#[error("stepping failed in {what}")]
-pub struct StepError {
-    what: &'static str,
-    source: kvm_ioctls::Error,
-}
-
-pub(super) fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StepError {
-    move |source| StepError { what, source }
-}
+#[error("stepping failed")]
+pub struct StepError(#[from] CallError);
 
 /// What was counted, and what could not be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -207,7 +201,7 @@ impl Stepper {
     }
 
     pub(super) fn read(&self, fd: &VcpuFd) -> Result<State, StepError> {
-        State::read(fd).map_err(failed("KVM_GET_REGS"))
+        Ok(State::read(fd)?)
     }
 
     pub(super) fn begin(&mut self, state: &State) -> Ahead {
@@ -237,5 +231,5 @@ impl Stepper {
 }
 
 pub(super) fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: Want) -> Result<(), StepError> {
-    debug.apply(fd, want).map_err(failed("KVM_SET_GUEST_DEBUG"))
+    Ok(debug.apply(fd, want)?)
 }

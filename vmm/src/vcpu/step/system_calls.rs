@@ -1,11 +1,12 @@
 //! SYSCALL and SYSRET under stepping: executed here, where the flags they save and load carry no trap flag.
 
-use kvm_ioctls::VcpuFd;
 use vpmu::exact::{CpuState, Step, StepMeter};
 
 use super::debug::{GuestDebug, Want};
 use super::state::{Linear, Nothing, State};
-use super::stepper::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply, failed};
+use super::stepper::{AfterKernel, Present, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply};
+use crate::kvm::call::CallError;
+use crate::kvm::vcpu_fd::VcpuFd;
 
 /// EFER.SCE: SYSCALL and SYSRET exist.
 const EFER_SCE: u64 = 1;
@@ -30,8 +31,8 @@ impl Stepper {
         state.regs.rflags = state.regs.r11 & SYSRET_FLAGS & !RFLAGS_TF | 2;
         state.sregs.cs = flat_segment(selector.wrapping_add(16) | 3, 0xb, 3);
         state.sregs.ss = flat_segment(selector.wrapping_add(8) | 3, 3, 3);
-        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        fd.set_sregs(&state.sregs)?;
+        fd.set_regs(&state.regs)?;
         Ok(true)
     }
 
@@ -45,7 +46,7 @@ impl Stepper {
         debug: &mut GuestDebug,
         state: &State,
     ) -> Result<Option<Step>, StepError> {
-        let events = fd.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?;
+        let events = fd.get_vcpu_events()?;
         let before_it = events.exception.injected | events.exception.pending | events.nmi.injected;
         if before_it | events.interrupt.injected != 0 {
             return Ok(None);
@@ -99,8 +100,8 @@ impl Stepper {
         let selector = (star >> 32) as u16 & 0xfffc;
         state.sregs.cs = flat_segment(selector, 0xb, 0);
         state.sregs.ss = flat_segment(selector.wrapping_add(8), 3, 0);
-        fd.set_sregs(&state.sregs).map_err(failed("KVM_SET_SREGS"))?;
-        fd.set_regs(&state.regs).map_err(failed("KVM_SET_REGS"))?;
+        fd.set_sregs(&state.sregs)?;
+        fd.set_regs(&state.regs)?;
         Ok(true)
     }
 }
@@ -145,7 +146,7 @@ pub(super) fn came_back(
 
 /// STAR, LSTAR and FMASK.
 fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
-    let none = || failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::EINVAL));
+    let none = || CallError::with_errno("KVM_GET_MSRS", libc::EINVAL);
     let entry = |index| kvm_bindings::kvm_msr_entry {
         index,
         ..Default::default()
@@ -153,10 +154,9 @@ fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
     let mut msrs =
         kvm_bindings::Msrs::from_entries(&[entry(IA32_STAR), entry(IA32_LSTAR), entry(IA32_FMASK)])
             .map_err(|_| none())?;
-    match (fd.get_msrs(&mut msrs), msrs.as_slice()) {
-        (Ok(3), [star, lstar, mask]) => Ok([star.data, lstar.data, mask.data]),
-        (Err(e), _) => Err(failed("KVM_GET_MSRS")(e)),
-        _ => Err(none()),
+    match (fd.get_msrs(&mut msrs)?, msrs.as_slice()) {
+        (3, [star, lstar, mask]) => Ok([star.data, lstar.data, mask.data]),
+        _ => Err(none().into()),
     }
 }
 

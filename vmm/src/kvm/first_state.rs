@@ -9,7 +9,10 @@ use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
     kvm_vcpu_events, kvm_xcrs,
 };
-use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer, VcpuFd};
+use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer};
+
+use super::call::CallError;
+use super::vcpu_fd::VcpuFd;
 
 /// Registers that are not written: the time stamp counter, its offset and its timer (which the local APIC's
 /// state stops), the local APIC's base (which the special registers hold), and what is the VM's and not the
@@ -19,21 +22,6 @@ const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
 const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
 /// Most MSRs that KVM takes at once (`KVM_MAX_MSR_ENTRIES`).
 const MOST_AT_ONCE: usize = 256;
-
-/// A KVM call that failed.
-#[derive(Debug, thiserror::Error)]
-#[error("{what} failed")]
-pub struct StateError {
-    /// The call.
-    pub what: &'static str,
-    /// Its error.
-    #[source]
-    pub source: kvm_ioctls::Error,
-}
-
-fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
-    move |source| StateError { what, source }
-}
 
 /// All that a vCPU holds.
 pub struct FirstState {
@@ -63,30 +51,30 @@ impl FirstState {
     /// Of a vCPU that is configured and has not run.
     ///
     /// # Errors
-    /// [`StateError`].
-    pub fn of(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, StateError> {
+    /// [`CallError`].
+    pub fn of(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, CallError> {
         let list = kvm
             .get_msr_index_list()
-            .map_err(failed("KVM_GET_MSR_INDEX_LIST"))?;
+            .map_err(CallError::of("KVM_GET_MSR_INDEX_LIST"))?;
         let nested = kvm.check_extension(Cap::NestedState).then(|| {
             let mut buffer = Box::new(KvmNestedStateBuffer::empty());
-            match vcpu.nested_state(&mut buffer) {
+            match vcpu.raw().nested_state(&mut buffer) {
                 Ok(_) => Ok(buffer),
-                Err(e) => Err(failed("KVM_GET_NESTED_STATE")(e)),
+                Err(e) => Err(CallError::of("KVM_GET_NESTED_STATE")(e)),
             }
         });
         Ok(Self {
-            mp_state: vcpu.get_mp_state().map_err(failed("KVM_GET_MP_STATE"))?,
-            regs: vcpu.get_regs().map_err(failed("KVM_GET_REGS"))?,
-            sregs: vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?,
-            fpu: vcpu.get_fpu().map_err(failed("KVM_GET_FPU"))?,
+            mp_state: vcpu.get_mp_state()?,
+            regs: vcpu.get_regs()?,
+            sregs: vcpu.get_sregs()?,
+            fpu: vcpu.get_fpu()?,
             xcrs: kvm
                 .check_extension(Cap::Xcrs)
-                .then(|| vcpu.get_xcrs().map_err(failed("KVM_GET_XCRS")))
+                .then(|| vcpu.raw().get_xcrs().map_err(CallError::of("KVM_GET_XCRS")))
                 .transpose()?,
-            debug: vcpu.get_debug_regs().map_err(failed("KVM_GET_DEBUGREGS"))?,
-            lapic: vcpu.get_lapic().map_err(failed("KVM_GET_LAPIC"))?,
-            events: vcpu.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?,
+            debug: vcpu.get_debug_regs()?,
+            lapic: vcpu.get_lapic()?,
+            events: vcpu.get_vcpu_events()?,
             msrs: read_msrs(vcpu, list.as_slice())?,
             nested: nested.transpose()?,
         })
@@ -95,37 +83,34 @@ impl FirstState {
     /// Puts the vCPU into this state. No thread may run it.
     ///
     /// # Errors
-    /// [`StateError`].
-    pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), StateError> {
+    /// [`CallError`].
+    pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), CallError> {
         if let Some(nested) = &self.nested {
-            vcpu.set_nested_state(nested)
-                .map_err(failed("KVM_SET_NESTED_STATE"))?;
+            vcpu.raw()
+                .set_nested_state(nested)
+                .map_err(CallError::of("KVM_SET_NESTED_STATE"))?;
         }
-        vcpu.set_regs(&self.regs).map_err(failed("KVM_SET_REGS"))?;
-        vcpu.set_sregs(&self.sregs).map_err(failed("KVM_SET_SREGS"))?;
-        vcpu.set_fpu(&self.fpu).map_err(failed("KVM_SET_FPU"))?;
+        vcpu.set_regs(&self.regs)?;
+        vcpu.set_sregs(&self.sregs)?;
+        vcpu.set_fpu(&self.fpu)?;
         if let Some(xcrs) = &self.xcrs {
-            vcpu.set_xcrs(xcrs).map_err(failed("KVM_SET_XCRS"))?;
+            vcpu.raw().set_xcrs(xcrs).map_err(CallError::of("KVM_SET_XCRS"))?;
         }
-        vcpu.set_debug_regs(&self.debug)
-            .map_err(failed("KVM_SET_DEBUGREGS"))?;
+        vcpu.set_debug_regs(&self.debug)?;
         write_msrs(vcpu, &self.msrs)?;
         // After the base of the local APIC, whose mode says what its registers are.
-        vcpu.set_lapic(&self.lapic).map_err(failed("KVM_SET_LAPIC"))?;
-        vcpu.set_vcpu_events(&self.events)
-            .map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        vcpu.set_lapic(&self.lapic)?;
+        vcpu.set_vcpu_events(&self.events)?;
         vcpu.set_mp_state(self.mp_state)
-            .map_err(failed("KVM_SET_MP_STATE"))
     }
 }
 
-fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, StateError> {
-    Msrs::from_entries(entries)
-        .map_err(|_| failed("making an MSR list")(kvm_ioctls::Error::new(libc::ENOMEM)))
+fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, CallError> {
+    Msrs::from_entries(entries).map_err(|_| CallError::with_errno("making an MSR list", libc::ENOMEM))
 }
 
 /// Those of `indices` that can be read.
-fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, StateError> {
+fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, CallError> {
     let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
     let mut wanted: Vec<kvm_msr_entry> = indices
         .iter()
@@ -139,7 +124,7 @@ fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, State
     let mut read = Vec::with_capacity(wanted.len());
     while !wanted.is_empty() {
         let mut msrs = msrs_of(&wanted[..wanted.len().min(MOST_AT_ONCE)])?;
-        let done = vcpu.get_msrs(&mut msrs).map_err(failed("KVM_GET_MSRS"))?;
+        let done = vcpu.get_msrs(&mut msrs)?;
         read.extend_from_slice(&msrs.as_slice()[..done.min(msrs.as_slice().len())]);
         // It stops at one that it lists and does not have.
         let over = done + usize::from(done < msrs.as_slice().len());
@@ -149,11 +134,11 @@ fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, State
 }
 
 /// Writes what can be written.
-fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), StateError> {
+fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), CallError> {
     let mut rest = entries;
     while !rest.is_empty() {
         let now = &rest[..rest.len().min(MOST_AT_ONCE)];
-        let done = vcpu.set_msrs(&msrs_of(now)?).map_err(failed("KVM_SET_MSRS"))?;
+        let done = vcpu.set_msrs(&msrs_of(now)?)?;
         if let Some(kept) = now.get(done) {
             // One that can only be read, and so has its value.
             log::trace!("MSR {:#x} stays as it is", kept.index);
@@ -166,6 +151,7 @@ fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), StateError
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kvm::vm_fd::VmFd;
 
     const KVM_MP_STATE_UNINITIALIZED: u32 = 1;
 
@@ -176,8 +162,8 @@ mod tests {
             eprintln!("SKIP: no /dev/kvm here");
             return;
         };
-        let vm = kvm.create_vm().unwrap();
-        vm.create_irq_chip().unwrap();
+        let vm = VmFd::new(&kvm).unwrap();
+        vm.add_irqchip().unwrap();
         let _first = vm.create_vcpu(0).unwrap();
         let vcpu = vm.create_vcpu(1).unwrap();
         let first = FirstState::of(&kvm, &vcpu).unwrap();
