@@ -262,6 +262,11 @@ impl Attr {
         }
     }
 
+    /// Whether it is `cpu-clock` or `task-clock` of the host's kernel, which count nanoseconds.
+    pub(crate) fn is_host_clock(&self) -> bool {
+        self.ty == EventType::SOFTWARE && self.config <= 1
+    }
+
     /// A sampling event: one sample each `period` counts.
     #[must_use]
     pub fn sampling(ty: EventType, config: u64, period: u64) -> Self {

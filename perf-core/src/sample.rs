@@ -41,6 +41,8 @@ pub(crate) struct Sampling {
     pub period: u64,
     /// Wanted overflows per second; 0: fixed period.
     pub freq: u64,
+    /// It counts nanoseconds, so its frequency is a period. It does not adapt.
+    is_clock: bool,
     /// Counts until the next overflow, while a driver's event is off.
     left: u64,
     /// The count at which the next overflow is due: while a driver's event is on, and always for a raised
@@ -77,14 +79,16 @@ pub(crate) struct Sampling {
 impl Sampling {
     pub fn new(attr: &Attr) -> Self {
         let freq = if attr.freq { attr.sample_period } else { 0 };
-        let period = if attr.freq {
-            u64::from(freq != 0)
-        } else {
-            attr.sample_period
+        let is_clock = attr.freq && attr.is_host_clock();
+        let period = match attr.sample_period {
+            hz if is_clock => period_of_ns(hz),
+            _ if attr.freq => u64::from(freq != 0),
+            period => period,
         };
         Self {
             period,
             freq,
+            is_clock,
             left: period,
             next_at: period,
             ..Self::default()
@@ -106,6 +110,11 @@ impl Sampling {
             period: self.period,
             freq: self.freq,
         }
+    }
+
+    /// Whether its period follows a frequency.
+    pub fn adapts(&self) -> bool {
+        self.freq != 0 && !self.is_clock
     }
 
     /// Whether it overflows at all.
@@ -181,10 +190,14 @@ impl Sampling {
         self.next_at = raw.wrapping_add(overflow_in);
     }
 
-    /// Changes the period, or the frequency of an event that has one. Its period then stays, and adapts.
+    /// Changes the period, or the frequency of an event that has one. Its period then stays, and adapts; a
+    /// clock's is another at once.
     pub fn set_rate(&mut self, value: u64) {
         if self.freq != 0 {
             self.freq = value;
+            if self.is_clock {
+                self.period = period_of_ns(value);
+            }
         } else {
             self.period = value;
         }
@@ -228,7 +241,7 @@ impl Sampling {
     /// ago. All `times` that were noticed together count, or a host that is slow to notice would keep the
     /// period it happens to have.
     pub fn note_overflow_time(&mut self, times: u32, now_ns: u64, tick_ns: u64) {
-        if self.freq == 0 {
+        if !self.adapts() {
             return;
         }
         let since = now_ns.saturating_sub(self.freq_stamp_ns);
@@ -243,7 +256,7 @@ impl Sampling {
     /// the tick before. Whether there were none at all. Clears their count.
     pub fn tick(&mut self, tick: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
         let ticks = tick.saturating_sub(std::mem::replace(&mut self.seen_tick, tick));
-        if self.freq == 0 || ticks == 0 {
+        if !self.adapts() || ticks == 0 {
             return false;
         }
         let mut overflows = std::mem::take(&mut self.overflows);
@@ -275,6 +288,11 @@ impl Sampling {
     }
 }
 
+/// The period in ns of a clock that is to overflow at `hz`; 0: never.
+fn period_of_ns(hz: u64) -> u64 {
+    1_000_000_000u64.checked_div(hz).map_or(0, |ns| ns.max(1))
+}
+
 /// The next period of an event that overflowed at `events` per second with `period` and should at `freq`: an
 /// eighth of the way to the ideal one, so that one odd interval does little.
 ///
@@ -297,7 +315,27 @@ pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attr::EventType;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_clocks_frequency_is_a_period_and_does_not_adapt() {
+        let attr = |config, hz| Attr {
+            freq: true,
+            ..Attr::sampling(EventType::SOFTWARE, config, hz)
+        };
+        let mut clock = Sampling::new(&attr(1, 4000));
+        assert_eq!((clock.period, clock.adapts()), (250_000, false));
+        clock.note_overflow_time(1, 10, 1_000_000);
+        clock.note_overflow_time(1, 20, 1_000_000);
+        assert!(!clock.tick(1, 250, 100_000) && !clock.tick(2, 250, 100_000));
+        assert_eq!(clock.rate().period, 250_000);
+        clock.set_rate(1000);
+        assert_eq!((clock.rate().period, clock.rate().freq), (1_000_000, 1000));
+        assert!(!Sampling::new(&attr(0, 0)).is_on());
+        let faults = Sampling::new(&attr(2, 4000));
+        assert_eq!((faults.period, faults.adapts()), (1, true));
+    }
 
     proptest! {
         #[test]

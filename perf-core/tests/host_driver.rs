@@ -8,7 +8,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use common::{burn, catch_signals, signals_of_this_thread, this_tid};
-use perf_core::pmu::host::{HostPmu, HostProbe, ignore_sigio};
+use perf_core::pmu::host::{HostPmu, HostProbe, MIN_CLOCK_PERIOD_NS, ignore_sigio};
 use perf_core::pmu::{Capacity, PmuError, Target};
 use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
@@ -333,4 +333,114 @@ fn sigio_does_not_kill() {
     ignore_sigio().unwrap();
     // SAFETY: raising a signal that is ignored.
     assert_eq!(unsafe { libc::raise(libc::SIGIO) }, 0);
+}
+
+/// A clock's period may be shorter than the host's kernel needs for one interrupt. The thread must still get
+/// on: its clocks ring once in [`MIN_CLOCK_PERIOD_NS`] at most, all of them together. Who opens them watches
+/// from another CPU, and takes them away if the thread does not come back.
+#[test]
+fn a_clock_with_a_short_period_leaves_its_thread_time() {
+    let signal = catch_signals();
+    for clocks in [1, 4] {
+        let (send, receive) = mpsc::channel();
+        let (go, wait) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            send.send(u64::try_from(this_tid()).unwrap()).unwrap();
+            wait.recv().unwrap();
+            burn(20_000_000);
+            send.send(signals_of_this_thread()).unwrap();
+        });
+        let tid = i32::try_from(receive.recv().unwrap()).unwrap();
+        let pmu = HostPmu::software(Some(signal));
+        let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+        let mut events: Vec<_> = (0..clocks)
+            .map(|clock| pmu.open(&software(clock % 2), target).unwrap())
+            .collect();
+        for event in &mut events {
+            event.start(Some(1)).unwrap();
+        }
+        // Those that rang alone a moment ago hear that they no longer do.
+        for event in &mut events {
+            event.arm(1).unwrap();
+        }
+        go.send(()).unwrap();
+        let signals = receive.recv_timeout(std::time::Duration::from_secs(30));
+        for event in &mut events {
+            event.stop();
+        }
+        let signals = signals.expect("the thread gets on");
+        thread.join().unwrap();
+        let counted = events.iter_mut().map(|event| event.read()).max().unwrap();
+        // The kernel counts a clock by another than it times it with.
+        let most = (counted + counted / 4) / MIN_CLOCK_PERIOD_NS + clocks;
+        assert!(
+            signals > 0 && signals <= most,
+            "{signals} signals, {most} at most"
+        );
+    }
+}
+
+/// Periods of the samples of `attr` while this thread uses 5 ms, and the count.
+fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
+    let core = Core::new(CoreConfig::default());
+    core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
+    let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+    vcpu.sched_in();
+    let session = core.session(0, Role::Admin);
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let event = core
+        .open(&session, attr.clone(), target, None, OpenFlags::default())
+        .unwrap();
+    let ring = event.map(16, true).unwrap();
+    while event.read().unwrap().value < 5_000_000 {
+        burn(20_000);
+        vcpu.service_overflows(&mut Regs, &mut |_| {});
+    }
+    vcpu.sched_out();
+    vcpu.service_overflows(&mut Regs, &mut |_| {});
+    let (mut reader, mut periods) = (RingReader::map(ring.memfd()).unwrap(), Vec::new());
+    while let Some(raw) = reader.next_record().unwrap() {
+        let Record::Sample(sample) = Record::decode(raw, Format::from(&attr)).unwrap() else {
+            panic!("only samples are expected")
+        };
+        periods.push(sample.period);
+    }
+    (periods, event.read().unwrap().value)
+}
+
+/// Where the kernel was given a longer period than was asked for, each sample says what it stands for.
+#[test]
+fn samples_of_a_short_clock_stand_for_all_it_counted() {
+    let (periods, counted) = clock_samples(Attr {
+        sample_period: 1000,
+        sample_type: SampleType::PERIOD,
+        ..software(TASK_CLOCK)
+    });
+    let stood_for: u64 = periods.iter().sum();
+    assert!(
+        stood_for <= counted && counted - stood_for < 1000,
+        "{stood_for} of {counted}"
+    );
+    assert!(periods.iter().all(|period| period % 1000 == 0), "{periods:?}");
+    assert!(periods.len() > 5);
+}
+
+/// A clock's frequency is a period, from the first sample on.
+#[test]
+fn a_clocks_frequency_is_its_period() {
+    let (periods, counted) = clock_samples(Attr {
+        sample_period: 1000,
+        freq: true,
+        sample_type: SampleType::PERIOD,
+        ..software(TASK_CLOCK)
+    });
+    let stood_for: u64 = periods.iter().sum();
+    assert!(
+        stood_for <= counted && counted - stood_for < 1_000_000,
+        "{stood_for} of {counted}"
+    );
+    assert!(
+        periods.iter().all(|period| period % 1_000_000 == 0),
+        "{periods:?}"
+    );
 }

@@ -331,6 +331,54 @@ fn p36_outputs_make_no_chains_and_can_be_taken_back() {
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
+/// Who writes to the ring of an event that is closed still does, and is still redirected: nobody can be sent
+/// to it, whose records would come nowhere, and it gets no ring of its own by the way.
+#[test]
+fn p36_an_event_goes_on_in_the_ring_of_a_closed_one() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let target = m.open_vcpu(sampling(1000), None);
+    let ring = target.map(1, true).unwrap();
+    let source = m.open_vcpu(sampling(5), None);
+    source.set_output(Some(&target)).unwrap();
+    let third = m.open_vcpu(sampling(5), None);
+    target.close();
+    assert!(!target.unmap(), "closing has done that");
+    assert_eq!(
+        third.set_output(Some(&source)).unwrap_err().errno(),
+        libc::EINVAL,
+        "a chain"
+    );
+    let flags = OpenFlags {
+        output: true,
+        no_group: true,
+        ..OpenFlags::default()
+    };
+    let place = OpenTarget::Vcpu(VcpuId(0));
+    assert!(
+        m.core
+            .open(&m.admin, sampling(5), place, Some(&source), flags)
+            .is_err()
+    );
+    assert_eq!(source.map(1, true).unwrap_err().errno(), libc::EINVAL);
+    overflow(&m, &v, 5);
+    assert_eq!(records(&ring, &sampling(5)).len(), 1);
+    assert!(!source.poll().contains(Poll::HUP));
+    // The last that writes there lets the ring go, although the closed event's handle is still there.
+    drop(ring);
+    assert_eq!(m.core.ring_pages(0), 2);
+    source.set_output(None).unwrap();
+    assert_eq!(m.core.ring_pages(0), 0);
+    third.set_output(Some(&source)).unwrap();
+    let ring = source.map(1, true).unwrap();
+    source.close();
+    overflow(&m, &v, 5);
+    assert_eq!(records(&ring, &sampling(5)).len(), 1);
+    drop(ring);
+    third.close();
+    assert_eq!(m.core.ring_pages(0), 0);
+}
+
 #[test]
 fn p35_ring_memory_is_charged_and_refunded_exactly() {
     let m = Machine::with(4, |c| {
@@ -553,4 +601,148 @@ fn what_the_registers_do_not_know_is_empty() {
     assert_eq!((sample.addr, sample.callchain.len()), (0, 0));
     // Four bytes that fill the field up.
     assert_eq!(sample.raw, [0; 4]);
+}
+
+/// An event of a random history, and what should have become of it.
+struct Traced {
+    event: Handle,
+    redirect: Option<usize>,
+    /// Its ring and how often it is mapped; the ring stays here when the event is closed.
+    ring: Option<(usize, u32)>,
+    closed: bool,
+    /// Records of it that are in no ring that was read.
+    missing: u64,
+}
+
+/// Events opened, redirected, mapped and closed at random. Each overflow gives a sample in the ring where it
+/// belongs, or is told as lost there and by its event; who has no ring has nothing to lose.
+#[test]
+fn p36_no_record_is_lost_untold_however_events_are_redirected() {
+    let sampling = Attr {
+        sample_type: SampleType::IP | SampleType::STREAM_ID | SampleType::CALLCHAIN | SampleType::RAW,
+        ..Attr::sampling(EventType::SIM, 1, 5)
+    };
+    let format = Format::from(&sampling);
+    let (mut lost_at_all, mut to_closed) = (0, 0);
+    for seed in 0..200 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let m = Machine::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
+        let v = m.vcpu(0);
+        let mut events: Vec<Traced> = Vec::new();
+        // Of each ring: itself, its reader, and the records it owes: written and not read, or lost and not told.
+        let mut rings: Vec<(std::sync::Arc<Ring>, RingReader, u64)> = Vec::new();
+        let written_to = |events: &[Traced], at: usize| {
+            let event: &Traced = &events[at];
+            let owner = event.redirect.map_or(event, |to| &events[to]);
+            owner.ring.map(|(ring, _)| ring)
+        };
+        for _ in 0..120 {
+            let some = |random: &mut fastrand::Rng| random.usize(0..events.len().max(1));
+            let (a, b) = (some(&mut random), some(&mut random));
+            match random.u32(0..12) {
+                0..=1 => {
+                    let flags = OpenFlags {
+                        output: !events.is_empty() && random.bool(),
+                        no_group: true,
+                        ..OpenFlags::default()
+                    };
+                    let to = flags.output.then_some(b);
+                    let place = OpenTarget::Vcpu(VcpuId(0));
+                    let other = to.map(|to| &events[to].event);
+                    let opened = m.core.open(&m.admin, sampling.clone(), place, other, flags);
+                    let may = to.is_none_or(|to| !events[to].closed && events[to].redirect.is_none());
+                    assert_eq!(opened.is_ok(), may);
+                    events.extend(opened.ok().map(|event| Traced {
+                        event,
+                        redirect: to,
+                        ring: None,
+                        closed: false,
+                        missing: 0,
+                    }));
+                }
+                _ if events.is_empty() => {}
+                2 => {
+                    let to = random.bool().then_some(b);
+                    let set = events[a].event.set_output(to.map(|to| &events[to].event));
+                    let others = events.iter().any(|e| !e.closed && e.redirect == Some(a));
+                    let may = to.is_none_or(|to| {
+                        to != a
+                            && !events[to].closed
+                            && events[to].redirect.is_none()
+                            && !others
+                            && events[a].ring.is_none()
+                    });
+                    assert_eq!(set.is_ok(), may && !events[a].closed, "{seed}: {set:?}");
+                    if set.is_ok() {
+                        events[a].redirect = to;
+                    }
+                }
+                3..=4 => {
+                    let mapped = events[a].event.map(1, true);
+                    assert_eq!(mapped.is_ok(), !events[a].closed && events[a].redirect.is_none());
+                    if let Ok(ring) = mapped {
+                        let at = events[a].ring.map_or(rings.len(), |(ring, _)| ring);
+                        if at == rings.len() {
+                            let reader = RingReader::map(ring.memfd()).unwrap();
+                            rings.push((ring, reader, 0));
+                        }
+                        events[a].ring = Some((at, events[a].ring.map_or(1, |(_, n)| n + 1)));
+                    }
+                }
+                5 => {
+                    let undone = events[a].event.unmap();
+                    assert_eq!(undone, !events[a].closed && events[a].ring.is_some());
+                    if undone {
+                        events[a].ring = events[a]
+                            .ring
+                            .filter(|(_, n)| *n > 1)
+                            .map(|(ring, n)| (ring, n - 1));
+                    }
+                }
+                6 => {
+                    events[a].event.close();
+                    events[a].closed = true;
+                }
+                7 => {
+                    for (ring, reader, owed) in &mut rings {
+                        while let Some(raw) = reader.next_record().unwrap() {
+                            match Record::decode(raw, format).unwrap() {
+                                Record::Sample(sample) => {
+                                    let from = events.iter_mut().find(|e| e.event.id() == sample.stream_id);
+                                    from.expect("an event of ours").missing -= 1;
+                                    *owed -= 1;
+                                }
+                                Record::Lost(lost) => {
+                                    lost_at_all += lost.lost;
+                                    *owed -= lost.lost;
+                                }
+                                other => panic!("{other:?}"),
+                            }
+                        }
+                        assert_eq!(*owed, ring.pending_lost(), "{seed}");
+                    }
+                    for event in &events {
+                        assert_eq!(event.missing, event.event.lost_records(), "{seed}");
+                    }
+                }
+                _ => {
+                    for _ in 0..random.u32(1..30) {
+                        overflow(&m, &v, 5);
+                        for at in (0..events.len()).filter(|at| !events[*at].closed) {
+                            if let Some(ring) = written_to(&events, at) {
+                                rings[ring].2 += 1;
+                                to_closed +=
+                                    u64::from(events[at].redirect.is_some_and(|to| events[to].closed));
+                            }
+                        }
+                        for at in 0..events.len() {
+                            let writes = !events[at].closed && written_to(&events, at).is_some();
+                            events[at].missing += u64::from(writes);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(lost_at_all > 0 && to_closed > 0, "neither may go untested");
 }

@@ -87,6 +87,7 @@ impl Handle {
     /// counted of the old one is the next sample's: periods of samples add up to the count. An event that is
     /// off begins it when it is on again, a throttled one when the throttle ends: a change is no way around
     /// the limit. A frequency's period is not changed by this; it approaches the new frequency step by step.
+    /// That of the host's `cpu-clock` and `task-clock` is the new one at once.
     ///
     /// # Errors
     /// [`ControlError::Invalid`] for a counting event, for 0, and for a frequency above the limit;

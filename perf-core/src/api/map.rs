@@ -113,6 +113,9 @@ impl Handle {
     /// are no chains: neither may the target be redirected itself, nor may others write to this event. An
     /// event with a ring of its own cannot be redirected.
     ///
+    /// When the target is closed, the events that write to its ring go on, and count as redirected until they
+    /// are sent elsewhere.
+    ///
     /// # Errors
     /// [`ControlError::Invalid`], [`ControlError::Closed`].
     pub fn set_output(&self, target: Option<&Handle>) -> Result<(), ControlError> {

@@ -38,7 +38,7 @@ impl Context {
             return;
         }
         event.sampling.seen_tick = self.ticks;
-        let (throttled, frequency) = (event.sampling.throttled, event.sampling.freq != 0);
+        let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
         let notifies = matches!(event.source, Source::Driver(_));
         self.enlist(List::Armed, key);
         if notifies {

@@ -81,10 +81,24 @@ pub(crate) struct OutputState {
     pub own: Option<Arc<Output>>,
     /// How often the ring is mapped.
     pub mappings: usize,
-    /// The event whose ring is used instead.
+    /// The event whose ring is used instead. It may be closed.
     pub redirect: Option<EventRef>,
     /// Events that use this one's ring.
     pub sources: Vec<EventRef>,
+    /// The event is closed. Its ring stays for as long as others write there.
+    pub closed: bool,
+}
+
+impl OutputState {
+    /// The ring, if nobody writes there any more. To be dropped with no lock held.
+    #[must_use]
+    pub fn let_go(&mut self) -> Option<Arc<Output>> {
+        if self.closed && self.sources.is_empty() {
+            self.own.take()
+        } else {
+            None
+        }
+    }
 }
 
 impl Child {

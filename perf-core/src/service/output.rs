@@ -56,23 +56,26 @@ impl EventRef {
         }
     }
 
-    /// Takes the event out of the web of redirections; its ring lives on while others write to it.
+    /// The event is closed: it writes nowhere. Others that write to its ring go on, as if they held it open.
     pub fn release_output(&self) {
-        let (redirect, sources) = {
+        let (redirect, _ring) = {
             let mut state = self.output_state();
-            state.own = None;
-            (state.redirect.take(), std::mem::take(&mut state.sources))
+            state.closed = true;
+            state.mappings = 0;
+            (state.redirect.take(), state.let_go())
         };
         if let Some(target) = redirect {
-            target
-                .output_state()
-                .sources
-                .retain(|s| !Arc::ptr_eq(&s.shared, &self.shared));
+            target.lose_source(self);
         }
-        for source in sources {
-            // They keep the ring they write to, as if they still held this event open.
-            source.output_state().redirect = None;
-        }
+    }
+
+    /// `source` writes to this event's ring no more.
+    fn lose_source(&self, source: &Self) {
+        let _ring = {
+            let mut state = self.output_state();
+            state.sources.retain(|s| !Arc::ptr_eq(&s.shared, &source.shared));
+            state.let_go()
+        };
     }
 
     /// Redirects the event's output to `target`'s ring, or back. Under the topology lock.
@@ -92,9 +95,7 @@ impl EventRef {
         }
         let old = std::mem::replace(&mut self.output_state().redirect, target.cloned());
         if let Some(old) = old {
-            old.output_state()
-                .sources
-                .retain(|s| !Arc::ptr_eq(&s.shared, &self.shared));
+            old.lose_source(self);
         }
         if let Some(target) = target {
             target.output_state().sources.push(self.clone());

@@ -3,7 +3,7 @@
 use perf_core::Attr;
 use perf_core::EventType;
 use perf_core::pmu::clock::ClockPmu;
-use perf_core::pmu::host::GuestSampler;
+use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS};
 use perf_core::pmu::{PmuError, VcpuId};
 use vpmu::{ArchEvent, Backing, ParavirtualEvent, Way};
 
@@ -92,7 +92,8 @@ impl VmPmu {
         }
     }
 
-    /// Lets the host's kernel sample what `attr` describes, on the thread of `vcpu`.
+    /// Lets the host's kernel sample what `attr` describes, on the thread of `vcpu`. A clock's period may have
+    /// to be a longer one, see [`HostSampling::period`].
     ///
     /// # Errors
     /// Why it cannot.
@@ -105,12 +106,16 @@ impl VmPmu {
             if attr.exclude_user || attr.exclude_kernel {
                 return Err(NoHostSamples::OneLevel);
             }
-            let cycles = u128::from(attr.sample_period);
-            let period_ns = cycles * 1_000_000 / u128::from(clock.tsc_khz().max(1));
+            let khz = u128::from(clock.tsc_khz().max(1));
+            let shortest = u128::from(MIN_CLOCK_PERIOD_NS) * khz / 1_000_000;
+            let period = attr
+                .sample_period
+                .max(u64::try_from(shortest).unwrap_or(u64::MAX));
+            let period_ns = u128::from(period) * 1_000_000 / khz;
             let period_ns = u64::try_from(period_ns).unwrap_or(u64::MAX);
             return Ok(HostSampling {
                 sampler: GuestSampler::clock(clock.tid(), period_ns)?,
-                period: Some(attr.sample_period),
+                period: Some(period),
                 sees_host: true,
                 interpreted: self.clock.interprets_kernel(),
             });
@@ -393,6 +398,13 @@ mod tests {
                 Ok(sampling) => {
                     assert_eq!(sampling.interpreted, interprets);
                     assert_eq!((sampling.period, sampling.sees_host), (Some(2_000_000), true));
+                    let short = Attr {
+                        sample_period: 1,
+                        ..of(EventType::CLOCK, false)
+                    };
+                    // What the host's kernel is given, at 2 GHz.
+                    let real = Some(2 * MIN_CLOCK_PERIOD_NS);
+                    assert_eq!(vm.host_sampling(VcpuId(0), &short).unwrap().period, real);
                 }
                 Err(e) => eprintln!("SKIP: this user may not sample: {}", perf_core::error_line(&e)),
             }

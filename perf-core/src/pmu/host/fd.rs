@@ -101,7 +101,7 @@ pub(crate) fn cpus() -> i32 {
 }
 
 /// What an event of the host's kernel counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Counted {
     /// A thread, on whichever CPU it runs.
     Thread(i32),

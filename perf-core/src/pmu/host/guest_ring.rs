@@ -20,6 +20,7 @@ use perf_event_open_sys::bindings as b;
 
 use super::HostPmu;
 use super::fd::{PerfFd, PerfMap, new_attr};
+use super::rate::MIN_CLOCK_PERIOD_NS;
 use crate::attr::{Attr, EventType};
 use crate::pmu::PmuError;
 
@@ -30,13 +31,14 @@ pub struct GuestSampler {
 }
 
 impl GuestSampler {
-    /// A clock that samples thread `tid` once in `period_ns` of its CPU time. Stopped.
+    /// A clock that samples thread `tid` once in `period_ns` of its CPU time, or in [`MIN_CLOCK_PERIOD_NS`] if
+    /// that is longer. Stopped.
     ///
     /// # Errors
     /// [`PmuError`], such as `EACCES` where `perf_event_paranoid` denies it.
     pub fn clock(tid: i32, period_ns: u64) -> Result<Self, PmuError> {
         let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_CPU_CLOCK));
-        attr.__bindgen_anon_1.sample_period = period_ns.clamp(1, 1 << 60);
+        attr.__bindgen_anon_1.sample_period = period_ns.clamp(MIN_CLOCK_PERIOD_NS, 1 << 60);
         Self::open(attr, tid, false)
     }
 

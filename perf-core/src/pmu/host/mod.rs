@@ -29,6 +29,7 @@ mod group;
 mod guest_ring;
 mod hybrid;
 mod probe;
+mod rate;
 
 use std::io;
 use std::sync::Arc;
@@ -44,9 +45,8 @@ use fd::{Counted, PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid
 use group::{KernelGroup, Member, READ_GROUP};
 pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
 pub use probe::{GenericEvent, HostProbe, cache_event_opens, counting_is_denied, ignore_sigio};
-
-/// `PERF_COUNT_SW_TASK_CLOCK`, the last of the clocks.
-const TASK_CLOCK: u64 = 1;
+pub use rate::MIN_CLOCK_PERIOD_NS;
+use rate::{Clocks, Ringing};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
@@ -61,6 +61,7 @@ pub struct HostPmu {
     signal: Option<i32>,
     counters: HostCounters,
     user_read: bool,
+    clocks: Clocks,
 }
 
 impl HostPmu {
@@ -73,6 +74,7 @@ impl HostPmu {
             signal,
             counters: probe.counters.clone(),
             user_read: probe.user_read,
+            clocks: Clocks::default(),
         }
     }
 
@@ -84,6 +86,7 @@ impl HostPmu {
             signal,
             counters: HostCounters::default(),
             user_read: false,
+            clocks: Clocks::default(),
         }
     }
 
@@ -205,9 +208,14 @@ impl HostPmu {
                 (None, fd, map)
             }
         };
+        let ringing = match attr.is_host_clock() {
+            true => self.clocks.one_of(counted),
+            false => Ringing::default(),
+        };
         Ok(Box::new(HostEvent {
             fd,
             map,
+            ringing,
             opener,
             member,
             group: None,
@@ -215,7 +223,7 @@ impl HostPmu {
             can_arm: self.signal.is_some(),
             hardware,
             user_read: hardware && self.user_read,
-            one_by_one: !hardware && attr.config > TASK_CLOCK,
+            one_by_one: !hardware && !attr.is_host_clock(),
             on: false,
             kernel_period: PARKED_PERIOD,
             kernel_due: PARKED_PERIOD,
@@ -373,6 +381,8 @@ struct HostEvent {
     hardware: bool,
     /// Reads in user space were tried and are right. The control page's offer alone does not prove that.
     user_read: bool,
+    /// A clock overflows by a timer of the kernel's.
+    ringing: Ringing,
     /// The kernel counts it one by one: neither a counter nor a clock.
     one_by_one: bool,
     on: bool,
@@ -403,10 +413,13 @@ struct Good {
 
 impl HostEvent {
     /// Makes the kernel end a period `period` counts after `count`, which is now, and go on with that period.
-    /// If it would do so anyway nothing is done.
+    /// If it would do so anyway nothing is done. A clock's period may have to be a longer one.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
+        let asked = count.saturating_add(period);
+        let period = self.ringing.period_for(period);
         let due = count.saturating_add(period);
-        if self.next_due(count) == due {
+        let next = self.next_due(count);
+        if next == due || next >= asked && self.kernel_period == period {
             return Ok(());
         }
         if let Some(map) = &mut self.map {
@@ -447,6 +460,7 @@ impl HostEvent {
 
     /// Keeps the kernel from overflowing. Costs nothing when that is so already.
     fn park(&mut self) {
+        self.ringing.end();
         if self.kernel_period != PARKED_PERIOD {
             self.kernel_due = u64::MAX;
             if let Err(e) = self.set_period(0, PARKED_PERIOD) {
@@ -595,6 +609,7 @@ impl PmuEvent for HostEvent {
     }
 
     fn stop(&mut self) {
+        self.ringing.end();
         if !self.on {
             return;
         }
@@ -705,6 +720,7 @@ impl PmuEvent for HostEvent {
                 "the host driver was made without an overflow signal",
             ));
         }
+        self.ringing.begin();
         self.set_period(count, overflow_in.clamp(1, PARKED_PERIOD - 1))?;
         self.armed_at = Some(count.saturating_add(overflow_in.max(1)));
         Ok(())
