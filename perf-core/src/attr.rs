@@ -435,6 +435,23 @@ mod tests {
         assert_eq!((attr.config, attr.config2), (7, 0));
     }
 
+    /// What perf hands over today: nothing is asked for beyond what we know, or it is refused.
+    #[test]
+    fn the_136_bytes_of_a_current_perf_are_understood() {
+        let ours = Attr {
+            sample_id_all: true,
+            read_format: ReadFormat::LOST | ReadFormat::ID,
+            ..Attr::sampling(EventType::HARDWARE, 1, 1000)
+        };
+        let mut bytes = ours.to_bytes().to_vec();
+        bytes.resize(136, 0);
+        bytes[4..8].copy_from_slice(&136u32.to_ne_bytes());
+        assert_eq!(Attr::from_bytes(&mut bytes).unwrap(), ours);
+        bytes[135] = 1;
+        assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::E2BIG);
+        assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER1);
+    }
+
     #[test]
     fn bad_sizes_give_e2big_and_write_the_size_back() {
         for size in [1u32, 63, 4097, u32::MAX] {

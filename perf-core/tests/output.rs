@@ -629,7 +629,8 @@ fn p36_no_record_is_lost_untold_however_events_are_redirected() {
         let m = Machine::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
         let v = m.vcpu(0);
         let mut events: Vec<Traced> = Vec::new();
-        // Of each ring: itself, its reader, and the records it owes: written and not read, or lost and not told.
+        // Of each ring: itself, its reader, and the records it owes: written and not read, or lost and not
+        // told.
         let mut rings: Vec<(std::sync::Arc<Ring>, RingReader, u64)> = Vec::new();
         let written_to = |events: &[Traced], at: usize| {
             let event: &Traced = &events[at];

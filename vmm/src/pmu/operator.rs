@@ -92,8 +92,8 @@ impl VmPmu {
         }
     }
 
-    /// Lets the host's kernel sample what `attr` describes, on the thread of `vcpu`. A clock's period may have
-    /// to be a longer one, see [`HostSampling::period`].
+    /// Lets the host's kernel sample what `attr` describes, on the thread of `vcpu`. A clock's period may
+    /// have to be a longer one, see [`HostSampling::period`].
     ///
     /// # Errors
     /// Why it cannot.

@@ -31,8 +31,8 @@ pub struct GuestSampler {
 }
 
 impl GuestSampler {
-    /// A clock that samples thread `tid` once in `period_ns` of its CPU time, or in [`MIN_CLOCK_PERIOD_NS`] if
-    /// that is longer. Stopped.
+    /// A clock that samples thread `tid` once in `period_ns` of its CPU time, or in [`MIN_CLOCK_PERIOD_NS`]
+    /// if that is longer. Stopped.
     ///
     /// # Errors
     /// [`PmuError`], such as `EACCES` where `perf_event_paranoid` denies it.

@@ -1,10 +1,10 @@
 //! How often the clocks of the host may overflow.
 //!
-//! The kernel rings `cpu-clock` and `task-clock` by a timer, and lets a period of theirs be as short as 10 µs.
-//! Where an interrupt and its signal take as long as that, as on a virtual machine whose timers are trapped,
-//! the CPU does nothing else: the thread that is sampled gets no further, it cannot even be killed. So they
-//! ring no more often than a thread, or a CPU, can bear, all clocks of it together. An overflow that was due
-//! before is noticed when the timer rings; its sample stands for what was counted until then.
+//! The kernel rings `cpu-clock` and `task-clock` by a timer, and lets a period of theirs be as short as
+//! 10 µs. Where an interrupt and its signal take as long as that, as on a virtual machine whose timers are
+//! trapped, the CPU does nothing else: the thread that is sampled gets no further, it cannot even be killed.
+//! So they ring no more often than a thread, or a CPU, can bear, all clocks of it together. An overflow that
+//! was due before is noticed when the timer rings; its sample stands for what was counted until then.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
