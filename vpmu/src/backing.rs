@@ -11,8 +11,7 @@ use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, Core, Handle, OpenError, OpenFlags, OpenTarget, Role, Scope, Session, State, VcpuContext,
-    error_line,
+    Attr, Core, Handle, OpenError, OpenFlags, OpenTarget, Role, Scope, Session, VcpuContext, error_line,
 };
 
 use crate::events::{Backing, EventRequest, GuestEvent, ParavirtualEvent};
@@ -87,9 +86,9 @@ impl Open {
 
 #[derive(Debug, Default)]
 struct Slot {
-    current: Option<Open>,
+    current: Option<Box<Open>>,
     /// Stopped events, the one used last in front.
-    parked: [Option<Open>; PARKED],
+    parked: [Option<Box<Open>>; PARKED],
     /// A refusal of this counter's event was logged.
     warned: bool,
 }
@@ -104,7 +103,7 @@ impl Slot {
     }
 
     /// Takes an event for `request` out of those put aside.
-    fn unpark(&mut self, request: &EventRequest) -> Option<Open> {
+    fn unpark(&mut self, request: &EventRequest) -> Option<Box<Open>> {
         let at = self
             .parked
             .iter()
@@ -197,6 +196,13 @@ impl PerfCoreEvents {
             .any(|open| open.request.event == GuestEvent::Paravirtual(event))
     }
 
+    /// The counter's present event. One that could not be opened yet has counted nothing; and handles are
+    /// closed only with their slot.
+    #[inline]
+    fn of(&self, counter: CounterIndex) -> Option<&Handle> {
+        self.slots[counter.slot()].current.as_ref()?.handle()
+    }
+
     /// An event failed while this thread enabled it: nobody need tell it. Others that may have failed at the
     /// same time are looked for at the next entry.
     fn seen_here(&mut self) {
@@ -269,13 +275,11 @@ fn open_way<'w>(
     way.handle.as_ref().ok_or(No::Now(Lack::Busy))
 }
 
-/// Starts an event, or leaves it stopped and says why.
-fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<(), Lack> {
-    let armed = overflow_in.map_or(Ok(()), |counts| handle.arm(counts));
-    let enabled = armed.and_then(|()| handle.enable(Scope::Event));
-    let lack = match enabled {
-        Ok(()) if handle.state() == State::Active => return Ok(()),
-        Ok(()) => handle.failure().map_or(Lack::NoSlot, |failure| failure.cause),
+/// Starts an event, and says from which count; or leaves it stopped and says why.
+fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<u64, Lack> {
+    let lack = match handle.start(overflow_in) {
+        Ok(Ok(count)) => return Ok(count),
+        Ok(Err(cause)) => cause,
         Err(error) => Lack::Refused(error.errno()),
     };
     let _ = handle.disable(Scope::Event);
@@ -296,7 +300,7 @@ impl CounterEvents for PerfCoreEvents {
             slot.park();
             let open = match found {
                 Some(open) => open,
-                None => self.open(counter, request),
+                None => Box::new(self.open(counter, request)),
             };
             self.slots[counter.slot()].current = Some(open);
         }
@@ -307,9 +311,9 @@ impl CounterEvents for PerfCoreEvents {
         open.backing()
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
         let Some(open) = &mut self.slots[counter.slot()].current else {
-            return Enabled::Refused(Lack::NoSlot);
+            return (Enabled::Refused(Lack::NoSlot), 0);
         };
         let mut lack = None;
         for at in 0..open.ways.len() {
@@ -318,7 +322,7 @@ impl CounterEvents for PerfCoreEvents {
             let started = open_way(&self.core, &self.session, self.vcpu, counter, way)
                 .and_then(|handle| start(handle, overflow_in).map_err(No::Now));
             match started {
-                Ok(()) => {
+                Ok(count) => {
                     open.using = at;
                     if backing == Backing::Exact && matches!(open.request.event, GuestEvent::Architectural(_))
                     {
@@ -326,10 +330,10 @@ impl CounterEvents for PerfCoreEvents {
                         self.stepping_kernel |= if open.request.kernel { counter.mask() } else { 0 };
                     }
                     let Some(lack) = lack else {
-                        return Enabled::Counting(backing);
+                        return (Enabled::Counting(backing), count);
                     };
                     self.seen_here();
-                    return Enabled::Fallback(backing, lack);
+                    return (Enabled::Fallback(backing, lack), count);
                 }
                 Err(No::Now(why)) => lack = lack.or(Some(why)),
                 Err(No::Never(error)) => {
@@ -339,27 +343,20 @@ impl CounterEvents for PerfCoreEvents {
             }
         }
         self.seen_here();
-        Enabled::Refused(lack.unwrap_or(Lack::NoSlot))
+        (Enabled::Refused(lack.unwrap_or(Lack::NoSlot)), 0)
     }
 
-    fn disable(&mut self, counter: CounterIndex) {
+    fn disable(&mut self, counter: CounterIndex) -> u64 {
         self.stepping_user &= !counter.mask();
         self.stepping_kernel &= !counter.mask();
-        if let Some(open) = &self.slots[counter.slot()].current
-            && let Some(handle) = open.handle()
-        {
-            // An event that is closed is stopped.
-            let _ = handle.disable(Scope::Event);
-        }
+        self.of(counter)
+            .and_then(|handle| handle.stop().ok())
+            .unwrap_or(0)
     }
 
     fn count(&mut self, counter: CounterIndex) -> u64 {
-        // An event that could not be opened yet has counted nothing, and handles are closed only with their
-        // slot.
-        self.slots[counter.slot()]
-            .current
-            .as_ref()
-            .and_then(|open| open.handle()?.count().ok())
+        self.of(counter)
+            .and_then(|handle| handle.count().ok())
             .unwrap_or(0)
     }
 
@@ -385,7 +382,7 @@ impl CounterEvents for PerfCoreEvents {
     }
 
     fn lost(&mut self, counter: CounterIndex) -> Option<Loss> {
-        let failure = self.slots[counter.slot()].current.as_ref()?.handle()?.failure()?;
+        let failure = self.of(counter)?.failure()?;
         Some(Loss {
             since_ns: failure.since_ns,
             cause: failure.cause,

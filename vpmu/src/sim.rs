@@ -19,6 +19,16 @@ struct SimEvent {
     clock_count: u64,
 }
 
+impl SimEvent {
+    fn counted(&self) -> u64 {
+        if self.on_clock {
+            self.clock_count
+        } else {
+            self.count
+        }
+    }
+}
+
 /// Events of which each counts every tick while it is enabled.
 #[derive(Clone, Debug)]
 pub struct SimEvents {
@@ -142,7 +152,7 @@ impl CounterEvents for SimEvents {
         request.map_or(Backing::None, self.backing_of)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
         self.calls += 1;
         self.enables += 1;
         let backing = self.events[counter.slot()]
@@ -161,31 +171,28 @@ impl CounterEvents for SimEvents {
         (event.on_clock, event.lost) = (falls_back, None);
         if !fits && !falls_back {
             event.armed = None;
-            return Enabled::Refused(self.lack);
+            return (Enabled::Refused(self.lack), 0);
         }
         event.armed = overflow_in;
         self.running |= counter.mask();
+        let count = event.counted();
         if falls_back {
-            return Enabled::Fallback(Backing::Clock, self.lack);
+            return (Enabled::Fallback(Backing::Clock, self.lack), count);
         }
-        Enabled::Counting(backing)
+        (Enabled::Counting(backing), count)
     }
 
-    fn disable(&mut self, counter: CounterIndex) {
+    fn disable(&mut self, counter: CounterIndex) -> u64 {
         self.calls += 1;
         let event = &mut self.events[counter.slot()];
         (event.armed, event.lost) = (None, None);
         self.running &= !counter.mask();
+        event.counted()
     }
 
     fn count(&mut self, counter: CounterIndex) -> u64 {
         self.calls += 1;
-        let event = &self.events[counter.slot()];
-        if event.on_clock {
-            event.clock_count
-        } else {
-            event.count
-        }
+        self.events[counter.slot()].counted()
     }
 
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) {

@@ -47,11 +47,11 @@ pub trait CounterEvents {
     /// Starts counting. `overflow_in` asks for a notification, through [`crate::Vpmu::overflowed`], after
     /// that many further counts; `None`: nobody waits for the overflow. Each call begins with the best
     /// backing there is for the event. When another backing than before counts now, the counter's count is
-    /// that one's own.
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled;
+    /// that one's own. If it counts, the count from which it goes on comes with it.
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64);
 
-    /// Stops counting; the count is kept.
-    fn disable(&mut self, counter: CounterIndex);
+    /// Stops counting. The count is kept, and returned: what [`Self::count`] says from now on.
+    fn disable(&mut self, counter: CounterIndex) -> u64;
 
     /// Counts collected by the counter's present event. Never decreases while the event is the same.
     fn count(&mut self, counter: CounterIndex) -> u64;

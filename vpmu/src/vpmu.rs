@@ -8,6 +8,7 @@
 //! notification comes first.
 
 mod pmi;
+mod view;
 
 use std::sync::Arc;
 
@@ -18,10 +19,11 @@ use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
 use crate::lost::Lost;
 use crate::model::Model;
 use crate::registers;
-use crate::source::{CounterEvents, CounterTimes, Enabled};
-use crate::vendor::{Register, Registers, VendorOps, Written};
+use crate::source::{CounterEvents, Enabled};
+use crate::vendor::{Register, Registers, VendorOps, Written, selector};
 
 pub use pmi::{PmiCounts, PmiReady};
+pub use view::CounterView;
 
 /// Outcome of a guest's RDMSR or RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,42 +47,21 @@ pub enum MsrWrite {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpl(pub u8);
 
-/// A counter, as the operator sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CounterView {
-    /// Which counter.
-    pub counter: CounterIndex,
-    /// Whether the guest has it enabled, in its own control and globally.
-    pub enabled: bool,
-    /// What the guest asks it to count; `None` while its control selects no privilege level.
-    pub request: Option<EventRequest>,
-    /// Whether the event filter lets it count that.
-    pub allowed: bool,
-    /// Who counts; `None` before the counter was enabled for the first time.
-    pub backing: Option<Backing>,
-    /// The value the guest would read.
-    pub value: u64,
-    /// What the present event has counted since the counter was programmed for it, whatever the guest wrote
-    /// into the counter meanwhile. Never decreases while the event is the same.
-    pub counted: u64,
-    /// How long the present event was enabled and counted.
-    pub times: CounterTimes,
-    /// Whether it is counted now.
-    pub counting: bool,
-    /// [`Self::backing`] counts only while the one that should has no place.
-    pub fallback: bool,
-    /// How long it was enabled for the present event and not counted, ns; part of the time enabled.
-    pub uncounted_ns: u64,
-    /// Overflows so far.
-    pub overflows: u64,
-    /// Overflows that asked for a PMI.
-    pub pmi_requests: u64,
-}
-
 /// An instruction of [`Vpmu::retired_outside`] puts off a PMI by one instruction. Up to this part of the way
 /// to the overflow that is let be, because arming the host's event anew costs system calls: within the skid
 /// that PMIs have anyway.
 const LATE_PART: u64 = 256;
+
+/// What the event of a counter must count now, beside what it was programmed for.
+#[derive(Clone, Copy, Debug)]
+enum Wanted {
+    /// Nothing; whether the guest has the counter enabled all the same.
+    Nothing { enabled: bool },
+    /// What it was programmed for.
+    Same,
+    /// Something else.
+    Other(EventRequest),
+}
 
 /// A counter's value and its event.
 #[derive(Clone, Copy, Debug, Default)]
@@ -136,6 +117,8 @@ pub struct Vpmu {
     pub(crate) counters: [Counter; MAX_COUNTERS],
     /// Counters whose event may no longer be what the registers ask for.
     dirty: u64,
+    /// Counters whose own control, or the filter, changed since their event was programmed.
+    stale: u64,
     /// Counters whose event is counting.
     running: u64,
     /// Counters that the guest has enabled and nobody counts, or not who should.
@@ -171,6 +154,7 @@ impl Vpmu {
             registers: vendor.at_reset(&model),
             counters: [Counter::default(); MAX_COUNTERS],
             dirty: 0,
+            stale: 0,
             running: 0,
             lost: Lost::default(),
             rearm: 0,
@@ -202,7 +186,7 @@ impl Vpmu {
     /// [`Self::reconcile`].
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.filter = filter;
-        self.dirty |= self.model.counters_mask();
+        self.reprogrammed(self.model.counters_mask());
     }
 
     /// Limits PMIs to `per_second` (0 counts as 1).
@@ -245,11 +229,17 @@ impl Vpmu {
         };
         match register {
             Register::Selector(counter) => {
-                if self.registers.selectors[counter.slot()] != value {
+                let differing = self.registers.selectors[counter.slot()] ^ value;
+                if differing != 0 {
                     // What was counted belongs to the old selector, its interrupt bit included.
-                    self.fold(counter, events);
+                    if differing != selector::INT && self.running & counter.mask() != 0 {
+                        self.stop(counter, events);
+                    } else {
+                        self.fold(counter, events);
+                    }
                     self.registers.selectors[counter.slot()] = value;
                     self.changed(counter.mask());
+                    self.reprogrammed(counter.mask());
                 }
             }
             Register::Counter(counter) | Register::FullWidthCounter(counter) => {
@@ -275,6 +265,7 @@ impl Vpmu {
                 }
                 self.registers.fixed_control = value;
                 self.changed(changed);
+                self.reprogrammed(changed);
             }
             Register::GlobalControl => {
                 // With freeze-on-PMI an overflow that was not notified yet has stopped the counters before
@@ -374,11 +365,7 @@ impl Vpmu {
             let Some(loss) = events.lost(counter) else {
                 continue;
             };
-            self.fold(counter, events);
-            events.disable(counter);
-            self.running &= !counter.mask();
-            self.misses_exits &= !counter.mask();
-            self.rearm &= !counter.mask();
+            self.stop(counter, events);
             let now_ns = events.now_ns();
             self.lost.begin(counter, loss.since_ns, now_ns);
             log::debug!("counter {counter}: {}", loss.cause);
@@ -500,42 +487,6 @@ impl Vpmu {
         self.all_changed();
     }
 
-    /// What the guest has programmed, for each existing counter.
-    pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
-        let enabled = self.vendor.globally_enabled(&self.registers);
-        self.uncounted_ns(events);
-        counters_in(self.model.counters_mask())
-            .map(|counter| {
-                let request = self.vendor.request(&self.registers, counter);
-                let value = self.value(counter, events);
-                let held = &self.counters[counter.slot()];
-                let uncounted_ns = self.lost.of(counter);
-                let mut times = if held.programmed.is_some() {
-                    events.times(counter)
-                } else {
-                    CounterTimes::default()
-                };
-                times.time_enabled_ns = times.time_enabled_ns.saturating_add(uncounted_ns);
-                CounterView {
-                    counter,
-                    enabled: enabled & counter.mask() != 0
-                        && self.vendor.is_selected(&self.registers, counter),
-                    request,
-                    allowed: request.is_none_or(|request| self.filter.allows(request.selection)),
-                    backing: held.programmed.map(|(_, backing)| backing),
-                    value,
-                    counted: held.counted,
-                    times,
-                    counting: self.running & counter.mask() != 0,
-                    fallback: self.lost.is_fallback(counter),
-                    uncounted_ns,
-                    overflows: held.overflows,
-                    pmi_requests: held.pmi_requests,
-                }
-            })
-            .collect()
-    }
-
     /// Stops and releases every event.
     pub(crate) fn release(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.model.counters_mask()) {
@@ -554,7 +505,13 @@ impl Vpmu {
 
     /// Marks every counter, so that the next reconcile brings its event in line.
     pub(crate) fn all_changed(&mut self) {
-        self.dirty = self.model.counters_mask();
+        self.reprogrammed(self.model.counters_mask());
+    }
+
+    /// Marks counters for the next reconcile whose event may be another one now.
+    fn reprogrammed(&mut self, counters: u64) {
+        self.dirty |= counters;
+        self.stale |= counters;
     }
 
     /// Marks counters for the next reconcile, including what they are armed with.
@@ -586,15 +543,32 @@ impl Vpmu {
 
     /// Brings a running counter's value up to date and accounts the overflow it may have had on the way.
     fn fold(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
-        if self.running & counter.mask() == 0 {
-            return;
+        if self.running & counter.mask() != 0 {
+            let count = events.count(counter);
+            self.fold_to(counter, count);
         }
-        let count = events.count(counter);
+    }
+
+    /// Stops a running counter's event, with its value brought up to date.
+    fn stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
+        let count = events.disable(counter);
+        self.fold_to(counter, count);
+        self.running &= !counter.mask();
+        self.misses_exits &= !counter.mask();
+        self.rearm &= !counter.mask();
+    }
+
+    /// The counter's event has counted `count`.
+    #[inline]
+    fn fold_to(&mut self, counter: CounterIndex, count: u64) {
         let held = &mut self.counters[counter.slot()];
         let more = count.saturating_sub(held.base);
+        if more == 0 {
+            return;
+        }
         let advanced = self.model.width().advance(held.value, more);
         held.counted = held.counted.saturating_add(more);
-        held.base = held.base.max(count);
+        held.base = count;
         held.value = advanced.value;
         if advanced.overflows > 0 {
             held.overflows = held.overflows.saturating_add(advanced.overflows);
@@ -617,16 +591,29 @@ impl Vpmu {
         }
     }
 
-    /// What the counter's event must count now; `None` when nothing.
-    fn wanted(&self, counter: CounterIndex) -> Option<EventRequest> {
-        let counts = self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
-            && self.vendor.is_selected(&self.registers, counter);
-        if !counts {
-            return None;
+    /// Whether the guest has the counter enabled, in its own control and globally.
+    fn is_enabled(&self, counter: CounterIndex) -> bool {
+        self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
+            && self.vendor.is_selected(&self.registers, counter)
+    }
+
+    /// What the counter's event must count now. Its control is decoded only after that or the filter has
+    /// changed.
+    fn wanted(&self, counter: CounterIndex) -> Wanted {
+        if !self.is_enabled(counter) {
+            return Wanted::Nothing { enabled: false };
         }
-        self.vendor
-            .request(&self.registers, counter)
-            .filter(|request| self.filter.allows(request.selection))
+        let programmed = &self.counters[counter.slot()].programmed;
+        if self.stale & counter.mask() == 0 && programmed.is_some() {
+            return Wanted::Same;
+        }
+        match self.vendor.request(&self.registers, counter) {
+            Some(request) if !self.filter.allows(request.selection) => Wanted::Nothing { enabled: true },
+            Some(request) if programmed.is_some_and(|(before, _)| before == request) => Wanted::Same,
+            Some(request) => Wanted::Other(request),
+            // At no privilege level.
+            None => Wanted::Nothing { enabled: false },
+        }
     }
 
     /// Brings one counter's event in line with the registers. `retry`: its time to look for a place has come.
@@ -634,38 +621,38 @@ impl Vpmu {
         let mask = counter.mask();
         let slot = counter.slot();
         let wanted = self.wanted(counter);
-        let kept = wanted.is_some() && wanted == self.counters[slot].programmed.map(|(request, _)| request);
+        let kept = matches!(wanted, Wanted::Same);
         if self.running & mask != 0 && (!kept || retry) {
-            events.disable(counter);
-            self.fold(counter, events);
-            self.running &= !mask;
-            self.misses_exits &= !mask;
-            self.rearm &= !mask;
-            if self.wanted(counter) != wanted {
-                // The fold found an overflow that froze the counters; the next round sees to it.
-                self.dirty |= mask;
+            self.stop(counter, events);
+            if self.dirty & mask != 0 {
+                // It had overflowed, which may have frozen the counters; the next round sees to it.
                 return;
             }
         }
-        let Some(request) = wanted else {
-            self.not_wanted(counter, events);
-            return;
-        };
-        if !kept {
-            let backing = events.program(counter, Some(&request));
-            self.lost.forget(counter, || events.now_ns());
-            if backing == Backing::None {
-                self.warn_uncountable(request.event);
+        match wanted {
+            Wanted::Nothing { enabled: false } => {
+                self.lost.end(counter, || events.now_ns());
+                return;
             }
-            let held = &mut self.counters[slot];
-            held.programmed = Some((request, backing));
-            held.counted = 0;
-            held.base = if backing == Backing::None {
-                0
-            } else {
-                events.count(counter)
-            };
+            // The guest counts what it may not.
+            Wanted::Nothing { enabled: true } => {
+                let now_ns = events.now_ns();
+                self.lost.begin(counter, now_ns, now_ns);
+                return;
+            }
+            Wanted::Same => {}
+            Wanted::Other(request) => {
+                let backing = events.program(counter, Some(&request));
+                self.lost.forget(counter, || events.now_ns());
+                if backing == Backing::None {
+                    self.warn_uncountable(request.event);
+                }
+                let held = &mut self.counters[slot];
+                held.programmed = Some((request, backing));
+                held.counted = 0;
+            }
         }
+        self.stale &= !mask;
         if self.counters[slot]
             .programmed
             .is_none_or(|(_, backing)| backing == Backing::None)
@@ -682,7 +669,7 @@ impl Vpmu {
         if self.running & mask == 0 {
             let waits = kept && self.lost.waits(counter);
             if !waits && !self.lost.is_too_soon(counter, || events.now_ns()) {
-                self.enable(counter, request, interrupts.then_some(until_overflow), events);
+                self.enable(counter, kept, interrupts.then_some(until_overflow), events);
                 if self.running & mask != 0 {
                     if self.counters[slot].programmed.is_some_and(misses_exits) {
                         self.misses_exits |= mask;
@@ -697,22 +684,25 @@ impl Vpmu {
         self.rearm &= !mask;
     }
 
-    /// Starts the counter's event, as well as can be.
+    /// Starts the counter's event, as well as can be. `kept`: it is the one that it had before.
     fn enable(
         &mut self,
         counter: CounterIndex,
-        request: EventRequest,
+        kept: bool,
         overflow_in: Option<u64>,
         events: &mut dyn CounterEvents,
     ) {
-        let enabled = events.enable(counter, overflow_in);
-        let held = &mut self.counters[counter.slot()];
+        let (enabled, count) = events.enable(counter, overflow_in);
+        let Some((request, before)) = &mut self.counters[counter.slot()].programmed else {
+            return;
+        };
+        let request = *request;
         if let Enabled::Counting(backing) | Enabled::Fallback(backing, _) = enabled {
             self.running |= counter.mask();
-            if held.programmed != Some((request, backing)) {
+            if !kept || *before != backing {
                 // Another counts than before, from a count of its own.
-                held.programmed = Some((request, backing));
-                held.base = events.count(counter);
+                *before = backing;
+                self.counters[counter.slot()].base = count;
             }
         }
         match enabled {
@@ -734,19 +724,6 @@ impl Vpmu {
                 self.lost.refused(counter, now_ns);
                 self.lost.warn(counter, &request.event, lack, false, now_ns);
             }
-        }
-    }
-
-    /// The counter is disabled, or enabled for what it may not count.
-    fn not_wanted(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
-        let enabled = self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
-            && self.vendor.is_selected(&self.registers, counter)
-            && self.vendor.request(&self.registers, counter).is_some();
-        if enabled {
-            let now_ns = events.now_ns();
-            self.lost.begin(counter, now_ns, now_ns);
-        } else {
-            self.lost.end(counter, || events.now_ns());
         }
     }
 

@@ -169,12 +169,12 @@ impl CounterEvents for Machine {
         self.events.program(counter, request)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> Enabled {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (Enabled, u64) {
         self.events.enable(counter, overflow_in)
     }
 
-    fn disable(&mut self, counter: CounterIndex) {
-        self.events.disable(counter);
+    fn disable(&mut self, counter: CounterIndex) -> u64 {
+        self.events.disable(counter)
     }
 
     fn count(&mut self, counter: CounterIndex) -> u64 {

@@ -1,6 +1,8 @@
 //! Control calls on a handle: what `ioctl(2)` does to a kernel event.
 
 use crate::api::handle::Handle;
+use crate::model::failure::FailureCause;
+use crate::model::state::State;
 use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
 
@@ -12,6 +14,14 @@ pub enum Scope {
     Event,
     /// Every member of its group, with their children; any member's handle will do.
     Group,
+}
+
+/// What [`is_armable`] and families are refused with.
+const NOT_ARMABLE: &str = "armed for at least 1 and below 2^63 counts, and not on a family";
+
+/// Whether an overflow can come after so many counts.
+const fn is_armable(overflow_in: u64) -> bool {
+    overflow_in != 0 && overflow_in >> 63 == 0
 }
 
 impl Handle {
@@ -29,6 +39,53 @@ impl Handle {
     /// [`ControlError::Closed`].
     pub fn disable(&self, scope: Scope) -> Result<(), ControlError> {
         self.set(scope, false)
+    }
+
+    /// [`Handle::arm`] and [`Handle::enable`] of the event alone, and [`Handle::count`] of before, in one go:
+    /// what a guest's counter is started with. Without `overflow_in` it is not armed anew. That it cannot be
+    /// on now is no error: `Err` in the outcome says why.
+    ///
+    /// # Errors
+    /// As [`Handle::arm`], and [`ControlError::Closed`].
+    pub fn start(&self, overflow_in: Option<u64>) -> Result<Result<u64, FailureCause>, ControlError> {
+        if overflow_in.is_some_and(|counts| !is_armable(counts)) || self.is_family() {
+            return Err(ControlError::Invalid(NOT_ARMABLE));
+        }
+        let inner = &self.inner.event;
+        let now_ns = inner.cell.now_ns();
+        let mut context = inner.cell.lock();
+        let event = context
+            .get(inner.key, &inner.shared)
+            .ok_or(ControlError::Closed)?;
+        let count = event.count();
+        if let Some(overflow_in) = overflow_in {
+            context.arm(inner.key, overflow_in)?;
+        }
+        context.enable(inner.key, now_ns);
+        let event = &context.events[inner.key];
+        let failure = || event.failure.filter(|_| event.state == State::Error);
+        Ok(match event.state {
+            State::Active => Ok(count),
+            _ => Err(failure().map_or(FailureCause::NoSlot, |failure| failure.cause)),
+        })
+    }
+
+    /// [`Handle::disable`] of the event alone, and [`Handle::count`] of then.
+    ///
+    /// # Errors
+    /// [`ControlError::Closed`], and [`ControlError::Invalid`] for families.
+    pub fn stop(&self) -> Result<u64, ControlError> {
+        if self.is_family() {
+            return Err(ControlError::Invalid("a family is stopped by disabling it"));
+        }
+        let inner = &self.inner.event;
+        let now_ns = inner.cell.now_ns();
+        let mut context = inner.cell.lock();
+        if context.get(inner.key, &inner.shared).is_none() {
+            return Err(ControlError::Closed);
+        }
+        context.disable(inner.key, now_ns);
+        Ok(context.events[inner.key].count())
     }
 
     fn set(&self, scope: Scope, on: bool) -> Result<(), ControlError> {
@@ -124,18 +181,14 @@ impl Handle {
     /// [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the driver refuses (the
     /// event then stays armed as it was), [`ControlError::Closed`].
     pub fn arm(&self, overflow_in: u64) -> Result<(), ControlError> {
-        if overflow_in == 0 || overflow_in >> 63 != 0 || self.is_family() {
-            return Err(ControlError::Invalid(
-                "armed for at least 1 and below 2^63 counts, and not on a family",
-            ));
+        if !is_armable(overflow_in) || self.is_family() {
+            return Err(ControlError::Invalid(NOT_ARMABLE));
         }
         let inner = &self.inner.event;
         let mut context = inner.cell.lock();
-        let event = context
-            .get(inner.key, &inner.shared)
-            .ok_or(ControlError::Closed)?;
-        event.arm(overflow_in)?;
-        context.enlist_active(inner.key);
-        Ok(())
+        if context.get(inner.key, &inner.shared).is_none() {
+            return Err(ControlError::Closed);
+        }
+        Ok(context.arm(inner.key, overflow_in)?)
     }
 }

@@ -70,6 +70,7 @@ impl VcpuContext {
             return false;
         }
         exchange_stats(&mut a, &mut b, now_ns);
+        std::mem::swap(&mut a.errors, &mut b.errors);
         let identity = mine
             .who
             .swap(theirs.who.load(Ordering::Relaxed), Ordering::Relaxed);

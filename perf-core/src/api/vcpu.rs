@@ -62,7 +62,7 @@ impl VcpuContext {
     /// learn that a guest counter has lost its place ([`VcpuContext::see_errors`]); one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
-        self.cell.load().errors.load(Ordering::Acquire)
+        self.errors.load(Ordering::Acquire)
     }
 
     /// Whether an event went to the error state since the last call. For the vCPU's thread, at each entry and

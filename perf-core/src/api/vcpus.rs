@@ -45,6 +45,7 @@ impl Core {
             self.inner
                 .comm_record(&cell, format!("vcpu{}", vcpu.0).as_bytes());
         }
+        let errors = Arc::clone(&cell.lock().errors);
         let context = Arc::new(VcpuContext {
             vcpu,
             tid,
@@ -52,6 +53,7 @@ impl Core {
             core: Arc::downgrade(&self.inner),
             gates: Arc::clone(&self.inner.gates),
             gone: AtomicBool::new(false),
+            errors,
             seen_errors: AtomicU64::new(0),
         });
         let mut list = Vec::clone(&vcpus);

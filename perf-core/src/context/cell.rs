@@ -34,8 +34,6 @@ pub(crate) struct ContextCell {
     clock: Arc<dyn Clock>,
     /// Whose context it is: [`VM`], or the vCPU in the upper and its thread in the lower half.
     pub who: AtomicU64,
-    /// [`Context::errors`].
-    pub errors: Arc<AtomicU64>,
     /// [`Context::to_serve`].
     pub to_serve: Arc<AtomicBool>,
     /// How many raised events the context holds, readable without its lock.
@@ -53,7 +51,6 @@ impl ContextCell {
         };
         let context = Context::new(policy, mux);
         Self {
-            errors: Arc::clone(&context.errors),
             to_serve: Arc::clone(&context.to_serve),
             inner: Lock::new(Rank::Context, context),
             cpu,

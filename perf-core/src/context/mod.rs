@@ -25,13 +25,13 @@ use smallvec::SmallVec;
 use crate::model::event::{Event, EventShared, Source};
 use crate::model::failure::{Failure, FailureCause};
 use crate::model::keys::{EventKey, GroupKey, Key, PoolId, Table};
-use crate::model::lists::Lists;
+use crate::model::lists::{List, Lists};
 use crate::model::slices::Slices;
 use crate::model::software::IDS;
 use crate::model::state::State;
 use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
-use crate::pmu::CounterMask;
+use crate::pmu::{CounterMask, PmuError};
 use crate::record::ReadEntry;
 use crate::schedule::group::{Group, Queue};
 use crate::schedule::seats::Want;
@@ -95,7 +95,8 @@ pub(crate) struct Context {
     pub policy: SharePolicy,
     mux: MuxConfig,
     active: usize,
-    /// Counts up whenever an event goes to the error state. Read without the lock.
+    /// Counts up whenever an event goes to the error state. Read without the lock, and the vCPU's: it goes
+    /// along when contexts are exchanged.
     pub errors: Arc<AtomicU64>,
     /// When the drivers were last asked whether what is on counts.
     pub looked_ns: u64,
@@ -181,6 +182,17 @@ impl Context {
 
     // States.
 
+    /// Lets the next overflow of an event come after `overflow_in` further counts.
+    pub fn arm(&mut self, key: EventKey, overflow_in: u64) -> Result<(), PmuError> {
+        let event = &mut self.events[key];
+        event.arm(overflow_in)?;
+        // One that is on overflows from now on, if it did not before.
+        if event.places.of(List::Armed).is_none() {
+            self.enlist_active(key);
+        }
+        Ok(())
+    }
+
     /// Marks an event enabled that is off or in error, and puts it on if it may. Nothing if it is enabled
     /// already.
     pub fn enable(&mut self, key: EventKey, now_ns: u64) {
@@ -264,7 +276,15 @@ impl Context {
         }
     }
 
+    /// Without a pool none of its members wants a slot.
+    #[inline]
     fn recount(&mut self, group: GroupKey) {
+        if self.groups[group].pool.is_some() {
+            self.recount_wants(group);
+        }
+    }
+
+    fn recount_wants(&mut self, group: GroupKey) {
         let Group { members, wants, .. } = &mut self.groups[group];
         let events = &self.events;
         let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= State::Inactive;

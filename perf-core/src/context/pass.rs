@@ -280,10 +280,12 @@ impl Context {
 
     /// Returns whether what the event counted in its last slice is known now.
     fn start_event(&mut self, key: EventKey, time: u64) -> Result<bool, PmuError> {
-        let leader = self.leader_state(key);
+        // As it is before the event starts: it may be the leader itself.
+        let takes_turns = self.events[key].slices.is_some();
+        let leader = takes_turns.then(|| self.leader_state(key));
         let event = &mut self.events[key];
         event.start(time)?;
-        let closed = event.note_on(leader, time);
+        let closed = leader.is_some_and(|leader| event.note_on(leader, time));
         self.active += 1;
         if let Some(pool) = event.pool {
             self.pools[pool].used += 1;
@@ -315,9 +317,11 @@ impl Context {
     /// An event that is on goes off by `stop`.
     fn goes_off(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
-        let leader = self.leader_state(key);
+        if self.events[key].slices.is_some() {
+            let leader = self.leader_state(key);
+            self.events[key].note_off(leader, time);
+        }
         let event = &mut self.events[key];
-        event.note_off(leader, time);
         stop(event, time);
         self.active -= 1;
         if let Some(pool) = event.pool {

@@ -265,9 +265,6 @@ impl Event {
 
     /// It went on at `time` of its context. Returns whether what it counted in its last slice is known now.
     pub fn note_on(&mut self, leader: State, time: u64) -> bool {
-        if self.slices.is_none() {
-            return false;
-        }
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw_at_start().wrapping_sub(self.base);
         self.slices

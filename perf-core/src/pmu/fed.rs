@@ -81,21 +81,22 @@ impl Cell {
     }
 }
 
-/// An armed event, so that the nearest overflow can be found again when another goes.
+/// What an event counts, and the count at which it overflows, so that the nearest overflow can be found again
+/// when another goes.
 #[derive(Clone, Copy, Debug)]
 struct Armed {
-    event: u64,
     selector: usize,
     levels: Levels,
+    /// [`NEVER`] while it is not armed.
     at: u64,
 }
 
+/// The open events, armed or not. None of what is done while they are open allocates.
 #[derive(Debug, Default)]
 struct ArmedEvents {
     list: Vec<Armed>,
-    next_event: u64,
-    /// Events there are, armed or not.
-    open: usize,
+    /// Places in it that no event has.
+    free: Vec<usize>,
 }
 
 /// The counts of one vCPU.
@@ -165,28 +166,25 @@ impl FedCounts {
         self.armed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets, moves or (with `None`) removes the overflow of `event`.
-    fn set_armed(&self, event: u64, selector: usize, levels: Levels, at: Option<u64>) {
+    /// Sets, moves or (with [`NEVER`]) removes the overflow of the event at `place`.
+    fn set_armed(&self, place: usize, at: u64) {
         let mut armed = self.armed();
-        match (armed.list.iter_mut().find(|a| a.event == event), at) {
-            (Some(entry), Some(at)) => entry.at = at,
-            (Some(_), None) => armed.list.retain(|a| a.event != event),
-            (None, Some(at)) => armed.list.push(Armed {
-                event,
-                selector,
-                levels,
-                at,
-            }),
-            (None, None) => return,
-        }
-        let nearest = armed
-            .list
-            .iter()
-            .filter(|a| a.selector == selector && a.levels == levels)
-            .map(|a| a.at)
-            .min();
-        if let Some(next) = self.cells[selector].next(levels) {
-            next.store(nearest.unwrap_or(NEVER), Ordering::Relaxed);
+        let Armed { selector, levels, .. } = armed.list[place];
+        let before = std::mem::replace(&mut armed.list[place].at, at);
+        let Some(next) = self.cells[selector].next(levels) else {
+            return;
+        };
+        let nearest = next.load(Ordering::Relaxed);
+        if at <= nearest {
+            next.store(at, Ordering::Relaxed);
+        } else if before == nearest {
+            // It was the nearest; now it may be another.
+            let same = armed
+                .list
+                .iter()
+                .filter(|a| a.selector == selector && a.levels == levels);
+            let nearest = same.map(|a| a.at).min().unwrap_or(NEVER);
+            next.store(nearest, Ordering::Relaxed);
         }
     }
 }
@@ -247,20 +245,29 @@ impl Pmu for FedPmu {
             .ok()
             .filter(|&s| s < counts.selectors())
             .ok_or(PmuError::NoSuchEvent)?;
-        let id = {
-            let mut armed = counts.armed();
-            armed.next_event += 1;
-            armed.open += 1;
-            // Room for every event there is, so that arming one does not allocate.
-            let more = armed.open - armed.list.len();
-            armed.list.reserve(more);
-            armed.next_event
+        let levels = Levels::of(attr);
+        let place = {
+            let mut guard = counts.armed();
+            let armed = &mut *guard;
+            let new = Armed {
+                selector,
+                levels,
+                at: NEVER,
+            };
+            if let Some(place) = armed.free.pop() {
+                armed.list[place] = new;
+                place
+            } else {
+                armed.list.push(new);
+                armed.free.reserve(armed.list.len());
+                armed.list.len() - 1
+            }
         };
         Ok(Box::new(FedEvent {
             counts,
-            id,
+            place,
             selector,
-            levels: Levels::of(attr),
+            levels,
             span_start: None,
             spans: 0,
             armed_at: None,
@@ -271,7 +278,7 @@ impl Pmu for FedPmu {
 #[derive(Debug)]
 struct FedEvent {
     counts: Arc<FedCounts>,
-    id: u64,
+    place: usize,
     selector: usize,
     levels: Levels,
     /// The selector's total when the current span began.
@@ -293,7 +300,7 @@ impl FedEvent {
 
     fn disarm(&mut self) {
         if self.armed_at.take().is_some() {
-            self.counts.set_armed(self.id, self.selector, self.levels, None);
+            self.counts.set_armed(self.place, NEVER);
         }
     }
 }
@@ -323,12 +330,8 @@ impl PmuEvent for FedEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        let n = overflow_in.max(1);
-        self.armed_at = Some(self.counted().saturating_add(n));
-        let fed_at = self.fed().saturating_add(n).min(NEVER - 1);
-        self.counts
-            .set_armed(self.id, self.selector, self.levels, Some(fed_at));
-        Ok(())
+        let count = self.counted();
+        self.rearm(count, overflow_in)
     }
 
     fn take_overflows(&mut self) -> u32 {
@@ -340,12 +343,20 @@ impl PmuEvent for FedEvent {
             _ => 0,
         }
     }
+
+    fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
+        let n = overflow_in.max(1);
+        self.armed_at = Some(count.saturating_add(n));
+        let fed_at = self.fed().saturating_add(n).min(NEVER - 1);
+        self.counts.set_armed(self.place, fed_at);
+        Ok(())
+    }
 }
 
 impl Drop for FedEvent {
     fn drop(&mut self) {
         self.disarm();
-        self.counts.armed().open -= 1;
+        self.counts.armed().free.push(self.place);
     }
 }
 

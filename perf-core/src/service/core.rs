@@ -236,6 +236,8 @@ pub struct VcpuContext {
     pub(crate) gates: Arc<Gates>,
     /// It was removed: nothing happens to it any more, whoever still holds it.
     pub(crate) gone: AtomicBool,
+    /// [`Context::errors`] of its context, whichever that is: read at each entry, so not by way of `cell`.
+    pub(crate) errors: Arc<AtomicU64>,
     /// [`VcpuContext::errors`] as its thread has seen them.
     pub(crate) seen_errors: AtomicU64,
 }

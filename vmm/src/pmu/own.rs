@@ -115,11 +115,13 @@ impl CounterEvents for KvmCounts {
         Backing::Kvm
     }
 
-    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> Enabled {
-        Enabled::Counting(Backing::Kvm)
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (Enabled, u64) {
+        (Enabled::Counting(Backing::Kvm), 0)
     }
 
-    fn disable(&mut self, _: CounterIndex) {}
+    fn disable(&mut self, _: CounterIndex) -> u64 {
+        0
+    }
 
     fn count(&mut self, _: CounterIndex) -> u64 {
         0
