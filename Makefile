@@ -160,13 +160,16 @@ tarball: $(if $(BINARY),,static)
 	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
 	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
 
-## unit-check: what systemd says of the unit, where there is a systemd
+## unit-check: what systemd says of the units, where there is a systemd
 .PHONY: unit-check
 unit-check:
 	@if ! command -v systemd-analyze >/dev/null; then echo "unit-check: skipped: no systemd-analyze"; exit 0; fi; \
 	directory=$$(mktemp -d); trap 'rm -rf $$directory' EXIT; \
-	sed 's,^ExecStart=[^ ]*,ExecStart=/bin/true,' packaging/perfvisor@.service >"$$directory/perfvisor@.service" && \
-	systemd-analyze verify --man=no "$$directory/perfvisor@.service" && echo "unit-check: the unit is right"
+	for unit in perfvisor@.service perfvisor-exporter.service; do \
+		sed 's,^ExecStart=[^ ]*,ExecStart=/bin/true,' "packaging/$$unit" >"$$directory/$$unit" || exit 1; \
+	done; \
+	systemd-analyze verify --man=no "$$directory/perfvisor@.service" "$$directory/perfvisor-exporter.service" && \
+	echo "unit-check: the units are right"
 
 ## bench: criterion benchmarks, and their medians as JSON in target/bench.json
 .PHONY: bench

@@ -21,4 +21,5 @@ Description: VMM with a virtual performance monitoring unit
  Perfvisor runs virtual machines whose perf works, also on hosts that have no
  PMU, and counts, samples and profiles them from outside without an agent.
 CONTROL
+install -m 0755 "$here/postinst" "$root/DEBIAN/postinst"
 dpkg-deb --root-owner-group -Zxz --build "$root" "$output" >/dev/null

@@ -13,7 +13,11 @@ install -d "$root/etc/perfvisor" "$share/man/man1" "$share/bash-completion/compl
 "$binary" generate --completions zsh >"$share/zsh/vendor-completions/_perfvisor"
 "$binary" generate --completions fish >"$share/fish/vendor_completions.d/perfvisor.fish"
 gzip -9n "$share"/man/man1/*.1
-install -D -m 0644 "$here/perfvisor@.service" "$root/usr/lib/systemd/system/perfvisor@.service"
+for unit in perfvisor@.service perfvisor-exporter.service; do
+	install -D -m 0644 "$here/$unit" "$root/usr/lib/systemd/system/$unit"
+done
+install -D -m 0644 "$here/sysusers.conf" "$root/usr/lib/sysusers.d/perfvisor.conf"
+install -D -m 0644 "$here/tmpfiles.conf" "$root/usr/lib/tmpfiles.d/perfvisor.conf"
 doc=$share/doc/perfvisor
 install -D -m 0644 "$here/example.toml" "$doc/examples/demo.toml"
 install -m 0644 "$here/../README.md" "$doc/README.md"

@@ -220,6 +220,48 @@ impl Places {
     }
 }
 
+/// A socket that a VM has put for observers (`--observers`) into a directory of several users.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Observed {
+    /// The name of its file, without what is behind the last dot.
+    pub name: String,
+    /// The socket.
+    pub path: PathBuf,
+    /// Whose the file is; who listens must be the same ([`connect_at`]).
+    pub owner: u32,
+}
+
+/// The sockets in `dir`, which may be open to the writes of many: sorted by owner and name, each name of an
+/// owner once, of each owner at most `most`. No link is followed.
+///
+/// # Errors
+/// [`PlaceError::Os`] if the directory cannot be read.
+pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<Observed>, PlaceError> {
+    let seen = |entry: fs::DirEntry| {
+        let path = entry.path();
+        let name = path.file_stem()?.to_str()?.to_owned();
+        check_name(&name).ok()?;
+        let meta = fs::symlink_metadata(&path).ok()?;
+        let owner = meta.uid();
+        meta.file_type()
+            .is_socket()
+            .then_some(Observed { name, path, owner })
+    };
+    let entries = fs::read_dir(dir).map_err(os("cannot read", dir))?;
+    let mut found: Vec<_> = entries.take(MOST_ENTRIES).flatten().filter_map(seen).collect();
+    found.sort_by(|a, b| (a.owner, &a.path).cmp(&(b.owner, &b.path)));
+    found.dedup_by(|b, a| (a.owner, &a.name) == (b.owner, &b.name));
+    let mut of_owner = (None, 0);
+    found.retain(|socket| {
+        of_owner = match of_owner {
+            (Some(owner), n) if owner == socket.owner => (Some(owner), n + 1),
+            _ => (Some(socket.owner), 1),
+        };
+        of_owner.1 <= most
+    });
+    Ok(found)
+}
+
 /// Entries of a directory with their paths, sorted; none if it cannot be read.
 fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     let mut entries: Vec<_> = fs::read_dir(dir)
@@ -515,6 +557,29 @@ mod tests {
             make_directory(&none),
             Err(PlaceError::NotPrivate { .. })
         ));
+    }
+
+    /// In a directory of several users a name is its owner's: the file says whose it is, not its name. What
+    /// is no socket, a link say, is passed by, and nobody fills the list.
+    #[test]
+    fn sockets_of_observers_are_told_apart_by_their_owners() {
+        let temp = tempfile::tempdir().unwrap();
+        let at = |name: &str| temp.path().join(name);
+        let listening: Vec<_> = ["web.look", "web.sock", "db", "a.look", "b.look", ".x", "a b"]
+            .map(|name| UnixListener::bind(at(name)).unwrap())
+            .into();
+        fs::write(at("file.look"), "").unwrap();
+        fs::create_dir(at("dir.look")).unwrap();
+        std::os::unix::fs::symlink(at("db"), at("link.look")).unwrap();
+        let owner = peer::own_uid();
+        let found = observed_in(temp.path(), 100).unwrap();
+        assert!(found.iter().all(|socket| socket.owner == owner));
+        let names: Vec<&str> = found.iter().map(|socket| socket.name.as_str()).collect();
+        assert_eq!(names, ["a", "b", "db", "web"]);
+        assert_eq!(found[3].path, at("web.look"));
+        assert_eq!(observed_in(temp.path(), 2).unwrap(), found[..2]);
+        assert!(observed_in(&at("none"), 100).is_err());
+        drop(listening);
     }
 
     /// Every user's directory is found; one that somebody else has put in a place is told apart, and nothing

@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use common::host::Host;
 use common::skip::skipped;
 use common::vm::{PROGRAM, SpinningVm};
 use control_api::client::{Client, REPLY_TIMEOUT};
@@ -117,6 +118,65 @@ fn another_user_looks_on_if_the_file_lets_him() {
         );
         assert_eq!(status == Some(0), may, "{mode}: {text}");
     }
+}
+
+/// One exporter of a user without rights serves the VMs of another one, by their sockets for observers. A
+/// label has the owner's number; what is no VM is down, and no profile is made.
+#[test]
+fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
+    let able = Command::new("setpriv")
+        .args(["--reuid", "65534", "--clear-groups", "true"])
+        .output();
+    if !able.is_ok_and(|able| able.status.success()) {
+        return skipped("only root can be another user", false);
+    }
+    if !Path::new("/dev/kvm").exists() {
+        return skipped("no /dev/kvm here", false);
+    }
+    let place = tempfile::tempdir().unwrap();
+    let mode = |path: &Path, mode| fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    mode(place.path(), 0o755);
+    let vms = place.path().join("vms");
+    fs::create_dir(&vms).unwrap();
+    mode(&vms, 0o1777);
+    // The program need not be where that user can go.
+    let program = place.path().join("program");
+    fs::copy(PROGRAM, &program).unwrap();
+    let mut other = Command::new("setpriv");
+    other
+        .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
+        .arg(&program);
+    let mut host = Host::with_exporter(other, &["--vms", vms.to_str().unwrap()]);
+    let at = |name: &str| format!("{}/{name}.look,mode=0666", vms.display());
+    host.add("a", &["--observers", &at("a")]);
+    host.add("b", &["--observers", &at("b")]);
+    // Nobody listens there any more; a link leads to another's VM.
+    drop(std::os::unix::net::UnixListener::bind(vms.join("dead.look")).unwrap());
+    std::os::unix::fs::symlink(vms.join("a.look"), vms.join("link.look")).unwrap();
+    let text = host.text("/metrics");
+    let up: Vec<(String, bool)> = host.up(&text).into_iter().collect();
+    let expected = [("a@0", true), ("b@0", true), ("dead@0", false)];
+    assert_eq!(up, expected.map(|(name, up)| (name.to_owned(), up)), "{text}");
+    assert!(
+        text.contains("perfvisor_vcpu_exits_total{vm=\"b@0\",vcpu=\"0\"}"),
+        "{text}"
+    );
+    assert!(text.contains("event=\"task-clock\""), "{text}");
+    let (status, body) = host.get("/debug/pprof/profile?vm=a@0&seconds=1");
+    let body = String::from_utf8_lossy(&body).into_owned();
+    assert!(status == 403 && body.contains("--vms"), "{status} {body}");
+}
+
+/// What cannot be looked into is said at once.
+#[test]
+fn a_directory_that_is_none_is_said_in_a_line() {
+    let none = ["exporter", "--listen", "127.0.0.1:0", "--vms", "/nowhere/at/all"];
+    let (status, text) = said(Command::new(PROGRAM).args(none));
+    assert_eq!(status, Some(2), "{text}");
+    assert!(
+        text.contains("--vms /nowhere/at/all") && text.lines().count() == 1,
+        "{text}"
+    );
 }
 
 #[test]

@@ -240,3 +240,38 @@ fn empty_and_broken_files_are_told_apart() {
         }
     }
 }
+
+/// A device has no end, and a pipe that nobody writes to never begins.
+#[test]
+fn what_is_no_file_is_refused_in_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let (pipe, directory) = (pipe.to_str().unwrap(), dir.path().to_str().unwrap());
+    for (path, what) in [
+        ("/dev/zero", "a device"),
+        (pipe, "a pipe"),
+        (directory, "a directory"),
+    ] {
+        for command in [
+            &["report", "-i", path][..],
+            &["script", "-i", path],
+            &["annotate", "f", "-i", path],
+            &["flamegraph", "-i", path, "--folded"],
+            &["pprof", "-i", path, "-o", "-"],
+            &["diff", path, path],
+        ] {
+            let out = Command::new(PROGRAM)
+                .args(command)
+                .stdin(Stdio::null())
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(2), "{command:?}: {said}");
+            assert!(
+                said.contains(path) && said.contains(what) && said.trim_end().lines().count() == 1,
+                "{command:?}: {said}"
+            );
+        }
+    }
+}

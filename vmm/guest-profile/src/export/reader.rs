@@ -2,6 +2,7 @@
 //! here.
 
 use std::io::{Cursor, Read};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use linux_perf_data::linux_perf_event_reader::{
@@ -26,6 +27,9 @@ pub enum ReadError {
     /// It cannot be read at all.
     #[error("cannot read it")]
     Io(#[source] std::io::Error),
+    /// A device, a pipe, a directory: bytes without end, or none.
+    #[error("it is a {0} and no file; name the perf.data that perfvisor record wrote")]
+    NoFile(&'static str),
     /// It has no bytes: a recording that took no sample before it ended. Nothing is wrong with it.
     #[error("it is empty, there is nothing to show")]
     Empty,
@@ -55,9 +59,29 @@ impl ReadError {
     }
 }
 
+/// Opens without waiting for who writes to a pipe (`O_NONBLOCK`, open(2)).
+const DO_NOT_WAIT: i32 = 0o4000;
+/// `/dev/null` (the kernel's Documentation/admin-guide/devices.txt).
+const NULL_DEVICE: u64 = 1 << 8 | 3;
+
 /// Reads a file.
+///
+/// # Errors
+/// [`ReadError`].
 pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
-    let file = std::fs::File::open(path).map_err(ReadError::Io)?;
+    let mut options = std::fs::OpenOptions::new();
+    let file = options.read(true).custom_flags(DO_NOT_WAIT).open(path);
+    let file = file.map_err(ReadError::Io)?;
+    // Of what was opened, not of what is at the path by now.
+    let meta = file.metadata().map_err(ReadError::Io)?;
+    let kind = meta.file_type();
+    match () {
+        () if kind.is_file() => {}
+        () if kind.is_char_device() && meta.rdev() == NULL_DEVICE => return Err(ReadError::Empty),
+        () if kind.is_dir() => return Err(ReadError::NoFile("directory")),
+        () if kind.is_fifo() => return Err(ReadError::NoFile("pipe")),
+        () => return Err(ReadError::NoFile("device")),
+    }
     let mut bytes = Vec::new();
     file.take(MAX_FILE + 1)
         .read_to_end(&mut bytes)

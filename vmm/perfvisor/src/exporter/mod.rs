@@ -19,6 +19,8 @@ mod server;
 mod vms;
 
 use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -47,6 +49,10 @@ pub struct ExporterArgs {
     /// the group may connect to. Whoever can connect can read all metrics and have profiles made.
     #[arg(long, value_name = "ADDR:PORT|unix:PATH", default_value = "127.0.0.1:9465")]
     pub listen: Address,
+    /// Only the VMs that have a socket for observers in this directory (perfvisor run --observers
+    /// DIR/NAME.look), whoever's they are: they are counted, and have no profiles.
+    #[arg(long, value_name = "DIR")]
+    pub vms: Option<PathBuf>,
     /// Events that are counted for the metrics of each VM, in perf's syntax.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS)]
     pub events: String,
@@ -67,6 +73,15 @@ pub enum ExporterError {
         #[source]
         source: io::Error,
     },
+    /// There are no sockets to be found.
+    #[error("--vms {}: it cannot be read; make a directory that the exporter's user may read", dir.display())]
+    NoDirectory {
+        /// The directory.
+        dir: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// Signals cannot be waited for.
     #[error("the signals that end it")]
     Signals(#[source] io::Error),
@@ -81,12 +96,32 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
+/// That there may be sockets in `dir`. Says what their users can do to each other there.
+fn look_into(dir: &Path) -> Result<(), ExporterError> {
+    let meta = std::fs::read_dir(dir).and_then(|_| std::fs::metadata(dir));
+    let meta = meta.map_err(|source| ExporterError::NoDirectory {
+        dir: dir.to_owned(),
+        source,
+    })?;
+    let mode = meta.permissions().mode();
+    if mode & 0o022 != 0 && mode & 0o1000 == 0 {
+        log::warn!(
+            "--vms {}: whoever may write there can remove others' sockets; chmod +t keeps them from it",
+            dir.display()
+        );
+    }
+    Ok(())
+}
+
 /// Serves until a signal ends it.
 ///
 /// # Errors
 /// [`ExporterError`].
 pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     list::parse(&args.events)?;
+    if let Some(dir) = &args.vms {
+        look_into(dir)?;
+    }
     let signals = StopSignals::block().map_err(ExporterError::Signals)?;
     let refused = |source| ExporterError::Listen {
         address: args.listen.clone(),
@@ -104,7 +139,8 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
         );
     }
     log::info!("serving at {address}");
-    let exporter = Arc::new(Exporter::new(Vms::new(args.events.clone()), address.to_string()));
+    let vms = Vms::new(args.events.clone(), args.vms.clone());
+    let exporter = Arc::new(Exporter::new(vms, address.to_string()));
     while signals.take().is_none() {
         let wait = Timespec {
             tv_sec: 0,

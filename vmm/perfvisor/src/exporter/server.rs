@@ -174,6 +174,10 @@ impl Exporter {
             "/metrics" => self.metrics(request),
             "/debug/pprof/profile" => match self.one(request) {
                 // Who asks for the head alone has no profile made.
+                Ok(target) if target.observed => {
+                    let why = "the exporter looks on at this VM (--vms), and samples need its control socket: run an exporter of its user";
+                    Reply::refusal(403, why)
+                }
                 Ok(_) if request.head_only => Reply::ok(TEXT, ""),
                 Ok(target) => self.profiles.make(request, &target, stream, &self.stop),
                 Err(refusal) => refusal,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::place::{PlaceError, Places};
+use control_api::place::{self, PlaceError, Places};
 use control_api::protocol::{Generation, GuestViews, Opened};
 use control_api::request;
 use perf_core::error_line;
@@ -18,6 +18,8 @@ use perfvisor_vmm::metrics::snapshot::{self, Snapshot};
 
 /// Most VMs that are asked.
 const MAX_VMS: usize = 1024;
+/// Most VMs of one user in a directory of several (`--vms`).
+const MAX_VMS_OF_USER: usize = 256;
 /// How long a VM may take for one reply.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How long all of a VM's replies to one scrape may take.
@@ -42,8 +44,10 @@ pub struct Target {
     pub label: String,
     /// Its control socket.
     pub socket: PathBuf,
-    /// Whose directory that is in.
+    /// Whose directory that is in, or whose socket it is.
     pub owner: u32,
+    /// It is a socket for observers, who count and have no samples.
+    pub observed: bool,
 }
 
 /// What came of asking a VM.
@@ -73,16 +77,20 @@ struct Worker {
 pub struct Vms {
     /// What is counted for the metrics of each.
     events: String,
+    /// The directory with sockets for observers, if they are not looked for wherever they are.
+    dir: Option<PathBuf>,
     workers: Mutex<BTreeMap<String, Worker>>,
     /// Directories that were told of: where it may not look, or what was passed by.
     told: Mutex<HashSet<PathBuf>>,
 }
 
 impl Vms {
-    /// The VMs there are, for each of which `events` will be counted.
-    pub fn new(events: String) -> Self {
+    /// The VMs there are, or those that have a socket for observers in `dir`, for each of which `events` will
+    /// be counted.
+    pub fn new(events: String, dir: Option<PathBuf>) -> Self {
         Self {
             events,
+            dir,
             workers: Mutex::default(),
             told: Mutex::default(),
         }
@@ -90,21 +98,45 @@ impl Vms {
 
     /// Where they are now, by their labels; and how many directories this user may not look into.
     pub fn targets(&self) -> (Vec<Target>, usize) {
+        match &self.dir {
+            Some(dir) => (self.observed(dir), 0),
+            None => self.everywhere(),
+        }
+    }
+
+    /// Those with a socket for observers there. A label says whose VM it is: any user may take any name.
+    fn observed(&self, dir: &Path) -> Vec<Target> {
+        let found = place::observed_in(dir, MAX_VMS_OF_USER).unwrap_or_else(|e| {
+            self.tell_once(dir, &error_line(&e));
+            Vec::new()
+        });
+        let own = peer::own_uid();
+        let target = |socket: place::Observed| Target {
+            label: labelled(socket.name, socket.owner, own),
+            socket: socket.path,
+            owner: socket.owner,
+            observed: true,
+        };
+        let mut targets: Vec<_> = found.into_iter().map(target).collect();
+        targets.sort_by(|a, b| a.label.cmp(&b.label));
+        targets.truncate(MAX_VMS);
+        targets
+    }
+
+    fn everywhere(&self) -> (Vec<Target>, usize) {
         let places = Places::everywhere();
         let own = peer::own_uid();
         let mut targets: BTreeMap<String, Target> = BTreeMap::new();
         for place in &places.found {
             for (name, socket) in self.listed(place.listed()) {
-                let label = match place.owner {
-                    owner if owner == own => name,
-                    owner => format!("{name}@{owner}"),
-                };
+                let label = labelled(name, place.owner, own);
                 // The first of this user's directories goes before the others.
                 if targets.len() < MAX_VMS {
                     targets.entry(label.clone()).or_insert(Target {
                         label,
                         socket,
                         owner: place.owner,
+                        observed: false,
                     });
                 }
             }
@@ -183,6 +215,14 @@ impl Vms {
         let labels: HashSet<&str> = targets.iter().map(|target| target.label.as_str()).collect();
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         workers.retain(|label, _| labels.contains(label.as_str()));
+    }
+}
+
+/// A VM's name, and behind an at sign the user if that is another one.
+fn labelled(name: String, owner: u32, own: u32) -> String {
+    match owner == own {
+        true => name,
+        false => format!("{name}@{owner}"),
     }
 }
 

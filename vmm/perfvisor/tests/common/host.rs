@@ -29,9 +29,19 @@ impl Host {
             super::skip::skipped("no /dev/kvm here", false);
             return None;
         }
+        let mut host = Self::with_exporter(Command::new(PROGRAM), &[]);
+        for (name, args) in vms {
+            host.add(name, args);
+        }
+        Some(host)
+    }
+
+    /// No VM yet, and an exporter that `program` is, or starts.
+    pub fn with_exporter(mut program: Command, args: &[&str]) -> Self {
         let runtime = tempfile::tempdir().unwrap();
-        let mut exporter = Command::new(PROGRAM)
+        let mut exporter = program
             .args(["-v", "exporter", "--listen", "127.0.0.1:0"])
+            .args(args)
             .env("XDG_RUNTIME_DIR", runtime.path())
             .env_remove("RUST_LOG")
             .stdin(Stdio::null())
@@ -62,10 +72,7 @@ impl Host {
             host.port = said.iter().find_map(port).unwrap_or(0);
             host.port != 0
         });
-        for (name, args) in vms {
-            host.add(name, args);
-        }
-        Some(host)
+        host
     }
 
     /// Starts a VM whose guest spins.
