@@ -188,8 +188,67 @@ fn a_late_observer_trusts_as_much_as_an_early_one() {
             Err(error) => panic!("{error}"),
         }
     }
+    // A quarter of the ring may be in the hands of writers.
     let least = early_least.expect("a full ring has overwritten something");
-    assert!(least > 1, "one record is there");
+    assert_eq!(least, PAGE * 3 / 4 / 24 + 1);
+}
+
+/// Records of an overwrite ring can be trusted one at a time only.
+#[test]
+fn an_overwrite_ring_gives_no_batch() {
+    let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
+    let mut reader = RingReader::of(Arc::clone(&ring));
+    write(&ring, 24, 0, 0).expect("room");
+    assert_eq!(reader.batch().expect("sound").count(), 0);
+    assert!(reader.next_record().expect("sound").is_some());
+}
+
+/// A head that goes back has overtaken nobody, in an overwrite ring either.
+#[test]
+fn a_head_behind_the_tail_of_an_overwrite_ring_is_named() {
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
+    for (back, sound) in [(0, true), (8, false), (PAGE, false)] {
+        // Nothing but zeros; whoever has it mapped already may write there.
+        let file = memfd(2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE);
+        poke(&file, DATA_HEAD, 2 * PAGE);
+        let page = shared(&file);
+        // SAFETY: plain system call on an open descriptor.
+        assert_eq!(
+            unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) },
+            0
+        );
+        let mut reader = RingReader::map(file.as_fd()).expect("a ring");
+        assert_eq!(reader.mode(), RingMode::Overwrite);
+        // SAFETY: the mapping is there until the end of this turn, and the head is an aligned word of it.
+        unsafe { page.byte_add(DATA_HEAD as usize).write_volatile(2 * PAGE - back) };
+        match reader.next_record() {
+            Ok(record) => assert!(sound && record.is_none(), "{back}"),
+            Err(error) => {
+                assert!(!sound, "{back}: {error}");
+                assert_eq!(corrupt(error), (2 * PAGE, HEAD));
+                assert!(reader.next_record().expect("skipped").is_none());
+            }
+        }
+        // SAFETY: mapped by `shared` with this length, and not used again.
+        unsafe { libc::munmap(page.cast(), PAGE_SIZE) };
+    }
+}
+
+/// The first page of `file`, to be written by whoever seals it afterwards.
+fn shared(file: &File) -> *mut u64 {
+    // SAFETY: a new mapping of the file's first page; the result is checked.
+    let page = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            PAGE_SIZE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    assert_ne!(page, libc::MAP_FAILED);
+    page.cast()
 }
 
 /// Space goes back by the quarter of the ring, and when there is nothing more.
@@ -256,6 +315,40 @@ fn what_is_no_ring_is_refused_with_the_reason() {
         let file = memfd(len, seals, data_offset, data_size);
         let error = RingReader::map(file.as_fd()).expect_err(why).to_string();
         assert!(error.contains(why), "{len} bytes, seals {seals:#x}: {error}");
+    }
+}
+
+/// What a reader made for the kernel's rings finds: which fields are there, and that bit 0 of the
+/// capabilities, which older kernels used for two things, says neither.
+#[test]
+fn the_control_page_says_what_it_has() {
+    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let memory = foreign(&ring);
+    let (version, capabilities, size) = (peek(&memory, 0), peek(&memory, 40), peek(&memory, 72));
+    assert_eq!((version, capabilities, size), (0, 1 << 1, 96));
+    assert_eq!(
+        (peek(&memory, DATA_OFFSET), peek(&memory, DATA_SIZE)),
+        (PAGE, PAGE)
+    );
+}
+
+/// The largest ring of the kernel's is asked for; what is no power of two, or more, is not.
+#[test]
+fn a_kernels_ring_has_at_most_so_many_pages() {
+    let no_event = File::open("/dev/null").expect("there is one");
+    for (pages, asked) in [
+        (0, false),
+        (1, true),
+        (3, false),
+        (1 << 16, true),
+        (1 << 17, false),
+    ] {
+        let error = RingReader::map_perf(no_event.as_fd(), pages).expect_err("no event");
+        assert_eq!(
+            matches!(error, ReadError::Os { .. }),
+            asked,
+            "{pages} pages: {error}"
+        );
     }
 }
 

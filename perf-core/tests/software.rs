@@ -62,6 +62,37 @@ fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
     assert_eq!(e.read().unwrap().value, 1);
 }
 
+/// What a thread raises while it serves what it raised before is dropped, and says so; what nobody counts is
+/// not, there is nothing to drop.
+#[test]
+fn what_nobody_counts_is_not_dropped() {
+    struct Nested(std::sync::Arc<VcpuContext>, Vec<bool>);
+    impl SampleRegs for Nested {
+        fn mode(&mut self) -> CpuMode {
+            let raised = self
+                .0
+                .software_event_at(Level::Thread, SoftwareId::Halts, 1, None, &mut |_| {});
+            self.1.push(raised);
+            CpuMode::GuestKernel
+        }
+        fn ip(&mut self) -> u64 {
+            0
+        }
+    }
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let _exits = m.open_vcpu(exits(), None);
+    let nested = |v| {
+        let mut regs = Nested(std::sync::Arc::clone(v), Vec::new());
+        v.software_event(SoftwareId::Exits, 1, Some(&mut regs), &mut |_| {});
+        regs.1
+    };
+    assert_eq!(nested(&v), [true]);
+    let halts = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareId::Halts as u64), None);
+    assert_eq!(nested(&v), [false]);
+    assert_eq!(halts.read().unwrap().value, 0);
+}
+
 #[test]
 fn the_vm_context_hears_of_every_vcpu() {
     let m = Machine::new(1);
