@@ -213,10 +213,8 @@ fn a_head_behind_the_tail_of_an_overwrite_ring_is_named() {
         poke(&file, DATA_HEAD, 2 * PAGE);
         let page = shared(&file);
         // SAFETY: plain system call on an open descriptor.
-        assert_eq!(
-            unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) },
-            0
-        );
+        let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
+        assert_eq!(sealed, 0);
         let mut reader = RingReader::map(file.as_fd()).expect("a ring");
         assert_eq!(reader.mode(), RingMode::Overwrite);
         // SAFETY: the mapping is there until the end of this turn, and the head is an aligned word of it.
