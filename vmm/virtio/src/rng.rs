@@ -150,7 +150,7 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
-    use crate::serve::testing::{BUFFERS, Driver, activation, memory};
+    use crate::serve::testing::{BUFFERS, Driver, HOSTILE, activation, memory};
 
     #[test]
     fn a_broken_ring_asks_for_a_reset() {
@@ -203,5 +203,33 @@ mod tests {
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, u32::MAX, 2, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(u64::MAX - 8, 100, 2, 0)]), 0);
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 0, 0)]), 0);
+    }
+
+    /// Loops, tables of 65,535 pieces and in each other, and what is no memory: each is used with what it may
+    /// have, and the good chain behind them is filled.
+    #[test]
+    fn a_driver_of_hostile_chains_stops_nobody() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 64);
+        driver.offer_hostile(2);
+        let mut source = File::open(SOURCE).unwrap();
+        for _ in 0..HOSTILE {
+            serve_queue(&mut driver.active, &memory, |chain| {
+                fill(&mut source, &memory, chain)
+            })
+            .unwrap();
+        }
+        let used = driver.used();
+        assert!(
+            used.iter().map(|(head, _)| *head).eq(0..u32::from(HOSTILE)),
+            "{used:?}"
+        );
+        assert!(
+            used.iter().all(|(_, bytes)| *bytes as usize <= MOST_BYTES),
+            "{used:?}"
+        );
+        // Nothing is written for the other side, or where there is no memory.
+        assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
+        assert_eq!(used.last(), Some(&(13, 256)));
     }
 }

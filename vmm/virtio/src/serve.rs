@@ -147,6 +147,10 @@ pub(crate) mod testing {
     /// First address that the queue does not use.
     pub(crate) const BUFFERS: u64 = 0x10_0000;
 
+    /// How many chains [`Driver::offer_hostile`] offers, and the address of its last one's buffer.
+    pub(crate) const HOSTILE: u16 = 14;
+    pub(crate) const GOOD: u64 = BUFFERS + 0x4000;
+
     pub(crate) fn memory() -> GuestMemoryMmap {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
     }
@@ -241,6 +245,53 @@ pub(crate) mod testing {
                 .store(head.to_le());
             self.offered += 1;
             avail.idx().store(self.offered.to_le());
+        }
+
+        /// Offers chains as no driver makes them, from head 0 on, and a good one of 256 bytes at [`GOOD`]
+        /// behind them: [`HOSTILE`] chains in all. `direction` is WRITE for buffers of the device. The queue has
+        /// 32 entries or more: in the crate's mock the used ring begins halfway through the available one.
+        pub(crate) fn offer_hostile(&mut self, direction: u16) {
+            const NEXT: u16 = 1;
+            const WRITE: u16 = 2;
+            const INDIRECT: u16 = 4;
+            let long = BUFFERS + 0x10_0000;
+            for n in 0..65_535_u16 {
+                let piece = Descriptor::new(BUFFERS, 1, direction | NEXT, n + 1);
+                let at = GuestAddress(long + u64::from(n) * 16);
+                self.memory.write_obj(RawDescriptor::from(piece), at).unwrap();
+            }
+            let outer = BUFFERS + 0x20_0000;
+            let inner = Descriptor::new(long, 160, INDIRECT, 0);
+            let at = GuestAddress(outer);
+            self.memory.write_obj(RawDescriptor::from(inner), at).unwrap();
+            let chains = [
+                // Round and round.
+                Descriptor::new(BUFFERS, 64, direction | NEXT, 0),
+                // Out of memory, at its end and at that of the address space.
+                Descriptor::new(MEMORY_BYTES as u64 - 8, 64, direction, 0),
+                Descriptor::new(u64::MAX - 8, 64, direction, 0),
+                // Longer than memory, and with nothing in it.
+                Descriptor::new(BUFFERS, u32::MAX, direction, 0),
+                Descriptor::new(BUFFERS, 0, direction, 0),
+                // For the other side.
+                Descriptor::new(BUFFERS, 64, direction ^ WRITE, 0),
+                // On behind the table.
+                Descriptor::new(BUFFERS, 0, direction | NEXT, 999),
+                // A table of 65,535 pieces, each of which leads to the next; a table in a table; tables that
+                // are too long, of a piece and a bit, of nothing, and out of memory.
+                Descriptor::new(long, 65_535 * 16, INDIRECT, 0),
+                Descriptor::new(outer, 16, INDIRECT, 0),
+                Descriptor::new(long, 65_536 * 16, INDIRECT, 0),
+                Descriptor::new(long, 17, INDIRECT, 0),
+                Descriptor::new(long, 0, INDIRECT, 0),
+                Descriptor::new(u64::MAX - 15, 32, INDIRECT, 0),
+                Descriptor::new(GOOD, 256, direction, 0),
+            ];
+            assert_eq!(chains.len(), usize::from(HOSTILE));
+            for (head, chain) in (0..).zip(chains) {
+                self.write(head, &[chain]);
+                self.offer(head);
+            }
         }
 
         /// What was used so far: heads and bytes written.

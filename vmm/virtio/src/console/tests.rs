@@ -10,7 +10,7 @@ use super::port::INPUT_BYTES;
 use super::queues::{MOST_BYTES, take};
 use super::*;
 use crate::device::{ActiveQueue, ConfigChange, Interrupt};
-use crate::serve::testing::{BUFFERS, Driver, activation, memory};
+use crate::serve::testing::{BUFFERS, Driver, GOOD, HOSTILE, activation, memory};
 use crate::serve::{serve_queue, serve_queue_while};
 
 const NEXT: u16 = 1;
@@ -81,6 +81,55 @@ fn hostile_chains_give_at_most_the_bound_and_what_is_memory() {
     assert_eq!(written(&memory, &outside).len(), 10);
     assert!(written(&memory, &[Descriptor::new(BUFFERS, 100, WRITE, 0)]).is_empty());
     assert!(written(&memory, &[Descriptor::new(BUFFERS, 0, 0, 0)]).is_empty());
+}
+
+/// Loops, tables of 65,535 pieces and in each other, and what is no memory: each comes back, none gives more
+/// than the bound, and the good chain behind them arrives.
+#[test]
+fn a_driver_of_hostile_chains_stops_no_output() {
+    let memory = memory();
+    memory.write_slice(&[b'g'; 256], GuestAddress(GOOD)).unwrap();
+    let mut driver = Driver::new(&memory, 64);
+    driver.offer_hostile(0);
+    let mut out = Vec::new();
+    for _ in 0..HOSTILE {
+        serve_queue(&mut driver.active, &memory, |chain| {
+            let before = out.len();
+            take(&mut out, &memory, chain);
+            assert!(out.len() - before <= MOST_BYTES);
+            0
+        })
+        .unwrap();
+    }
+    let heads: Vec<_> = (0..u32::from(HOSTILE)).map(|head| (head, 0)).collect();
+    assert_eq!(driver.used(), heads);
+    assert!(out.ends_with(&[b'g'; 256]));
+}
+
+/// The same for its buffers: what has no place there waits for the next.
+#[test]
+fn a_driver_of_hostile_chains_stops_no_input() {
+    let memory = memory();
+    let port = Port::new(None).unwrap();
+    let driver = Driver::new(&memory, 64);
+    let (mut queues, mut driver, _output) = queues(&memory, driver);
+    driver.offer_hostile(WRITE);
+    // A chain may take all that waits.
+    for _ in 0..2 * HOSTILE {
+        port.send(&[b'i'; INPUT_BYTES]);
+        queues.serve_input(&memory, &port).unwrap();
+    }
+    let used = driver.used();
+    assert!(
+        used.iter().map(|(head, _)| *head).eq(0..u32::from(HOSTILE)),
+        "{used:?}"
+    );
+    assert!(
+        used.iter().all(|(_, bytes)| *bytes as usize <= INPUT_BYTES),
+        "{used:?}"
+    );
+    assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
+    assert_eq!(used.last(), Some(&(13, 256)));
 }
 
 fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (Queues, Driver<'m>, Driver<'m>) {

@@ -161,6 +161,15 @@ impl Connection {
     }
 }
 
+/// What the back end at the other end of `stream` offers: how each connection begins, before anything of the
+/// guest's is handed over.
+///
+/// # Errors
+/// It does not speak the protocol, does not answer, or lacks what every driver may ask for.
+pub fn greet(stream: UnixStream) -> Result<u64, BackendError> {
+    Connection::greet(stream).map(|connection| connection.features)
+}
+
 /// The command of a virtiofsd that serves `path` to who connects to its standard input.
 fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<OsString>, BackendError> {
     let directory = std::fs::canonicalize(path).and_then(|whole| std::fs::read_dir(&whole).map(|_| whole));
@@ -198,4 +207,70 @@ fn has_read_only(program: &str) -> bool {
         .stderr(Stdio::null())
         .output();
     help.is_ok_and(|help| String::from_utf8_lossy(&help.stdout).contains("--readonly"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::Shutdown;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// An answer to request `number` that carries one number.
+    fn answer(number: u32, value: u64) -> Vec<u8> {
+        // Version 1, and that it is an answer.
+        let header = [number, 0x5, 8].map(u32::to_le_bytes).concat();
+        [header, value.to_le_bytes().to_vec()].concat()
+    }
+
+    /// What comes of a back end that says `bytes` and no more.
+    fn said(bytes: &[u8]) -> Result<u64, BackendError> {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(bytes).unwrap();
+        theirs.shutdown(Shutdown::Write).unwrap();
+        greet(ours)
+    }
+
+    const PROTOCOL: u64 = 1 << 30;
+
+    #[test]
+    fn a_back_end_is_taken_with_what_drivers_need_only() {
+        assert_eq!(said(&answer(1, NEEDED)).unwrap(), NEEDED);
+        let both = [answer(1, NEEDED | PROTOCOL), answer(15, u64::MAX)].concat();
+        assert_eq!(said(&both).unwrap(), NEEDED | PROTOCOL);
+        assert!(matches!(
+            said(&answer(1, NEEDED >> 1)),
+            Err(BackendError::Features)
+        ));
+        // The answer to another request, half of one, and one that ends before the second.
+        for bytes in [
+            &answer(2, NEEDED)[..],
+            &answer(1, NEEDED)[..15],
+            &answer(1, NEEDED | PROTOCOL),
+            b"",
+        ] {
+            assert!(
+                matches!(said(bytes), Err(BackendError::Protocol(_))),
+                "{bytes:x?}"
+            );
+        }
+    }
+
+    proptest! {
+        /// Whatever a back end says, the connection is refused, or it is one with all that drivers need.
+        #[test]
+        fn no_answer_is_taken_for_more_than_it_says(
+            number in prop_oneof![Just(1), any::<u32>()],
+            flags in prop_oneof![Just(5), any::<u32>()],
+            size in prop_oneof![Just(8), any::<u32>()],
+            rest in proptest::collection::vec(any::<u8>(), 0..64),
+        ) {
+            let header = [number, flags, size].map(u32::to_le_bytes).concat();
+            if let Ok(features) = said(&[header, rest].concat()) {
+                prop_assert_eq!(features & NEEDED, NEEDED);
+            }
+        }
+    }
 }

@@ -6,12 +6,15 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::timerfd::TimerFd;
 
 use super::connection::BUFFER;
 use super::muxer::{MAX_CONNECTIONS, Muxer, Watch, port_path};
 use super::packet::{HOST_CID, Header, MAX_DATA, NO_RECEIVE, NO_SEND, Op, STREAM};
-use super::queues::FIRST_TOKEN;
+use super::queues::{FIRST_TOKEN, Queues};
 use super::*;
+use crate::serve::testing::{Driver, GOOD, HOSTILE, memory};
 
 const CID: u64 = 3;
 
@@ -540,6 +543,65 @@ proptest! {
             bench.muxer.tick(bench.now);
         }
     }
+}
+
+/// Loops, tables of 65,535 pieces and in each other, and what is no memory, in both of its queues: each comes
+/// back, and the good chain behind them is served.
+#[test]
+fn a_driver_of_hostile_chains_stops_no_packets() {
+    let bench = Bench::new();
+    let socket = bench.directory.path().join("listener");
+    let listener = Arc::new(UnixListener::bind(socket).unwrap());
+    let memory = memory();
+    let (mut rx, mut tx) = (Driver::new(&memory, 64), Driver::at(&memory, 64, 0x8000));
+    let timer = TimerFd::new().unwrap();
+    let mut queues = Queues::new(
+        memory.clone(),
+        rx.active(),
+        tx.active(),
+        listener,
+        bench.muxer,
+        timer,
+    );
+    // The good one asks for a port that nobody listens on: the answer is a packet for the guest.
+    let request = Header {
+        src_cid: CID,
+        dst_cid: HOST_CID,
+        src_port: 9,
+        dst_port: 77,
+        kind: STREAM,
+        op: Op::Request as u16,
+        ..Header::default()
+    };
+    memory
+        .write_slice(&request.to_bytes(), GuestAddress(GOOD))
+        .unwrap();
+    tx.offer_hostile(0);
+    rx.offer_hostile(2);
+    queues.pump(bench.now);
+    let heads: Vec<_> = (0..u32::from(HOSTILE)).map(|head| (head, 0)).collect();
+    assert_eq!(tx.used(), heads);
+    for _ in 0..2 * HOSTILE {
+        // What an answer was written over in its place.
+        memory
+            .write_slice(&request.to_bytes(), GuestAddress(GOOD))
+            .unwrap();
+        if rx.used().len() < usize::from(HOSTILE) {
+            tx.offer(HOSTILE - 1);
+        }
+        queues.pump(bench.now);
+    }
+    let used = rx.used();
+    assert!(
+        used.iter().map(|(head, _)| *head).eq(0..u32::from(HOSTILE)),
+        "{used:?}"
+    );
+    assert_eq!(
+        [used[1].1, used[2].1, used[4].1, used[5].1, used[12].1],
+        [0; 5],
+        "{used:?}"
+    );
+    assert_eq!(used.last(), Some(&(13, 44)));
 }
 
 /// A program whose connection has taken too long hears so also while the guest takes no packets.
