@@ -4,7 +4,7 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvm_bindings::{
     KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
@@ -225,12 +225,18 @@ fn flavour(interprets_kernels: bool) -> Flavour {
 
 /// Whether this KVM interprets the code of guest kernels, found out by running `fld1`. KVM's emulator has no
 /// x87 arithmetic, so where guest kernels are interpreted this ends in `KVM_EXIT_INTERNAL_ERROR`; on hardware
-/// the next instruction follows.
+/// the next instruction follows. Found out once: a probe makes and ends a VM, for which KVM waits several
+/// times until no processor looks at what was.
 ///
 /// # Errors
 /// [`HostError::Probe`] when KVM refuses what every VM needs.
 pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
-    goes_on_behind(kvm, [0xd9, 0xe8]).map(|goes_on| !goes_on)
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(*found);
+    }
+    let found = !goes_on_behind(kvm, [0xd9, 0xe8])?;
+    Ok(*FOUND.get_or_init(|| found))
 }
 
 /// Runs an instruction in real mode, without a table of interrupts. Whether the next one is reached; a fault

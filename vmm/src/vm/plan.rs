@@ -274,15 +274,14 @@ impl<'a> Plan<'a> {
     /// Whether RDPMC that was not replaced is served at the guest's handler of #GP. A breakpoint there needs
     /// one that is left over. What is not Linux is left as it is unless the user asks.
     pub(super) fn has_gate(&self, kvm: &Kvm, loaded: &Loaded, breakpoints: usize) -> Result<bool, VmError> {
-        let faults = self.traps && rdpmc_faults(kvm, &loaded.kind)?;
-        Ok(faults
-            && !self.stepped
-            && breakpoints < BREAKPOINTS
-            && match self.config.rdpmc {
-                RdpmcMode::Auto => needs_full_kvm(&loaded.kind),
-                RdpmcMode::Trap | RdpmcMode::Hwbp => true,
-                RdpmcMode::Off => false,
-            })
+        let asked = match self.config.rdpmc {
+            RdpmcMode::Auto => needs_full_kvm(&loaded.kind),
+            RdpmcMode::Trap | RdpmcMode::Hwbp => true,
+            RdpmcMode::Off => false,
+        };
+        // Whether it faults is asked only where it matters: that takes a VM of its own.
+        let faults = self.traps && asked && rdpmc_faults(kvm, &loaded.kind)?;
+        Ok(faults && !self.stepped && breakpoints < BREAKPOINTS)
     }
 
     /// KVM's vCPU `id`, configured.

@@ -248,8 +248,9 @@ pub(crate) mod testing {
         }
 
         /// Offers chains as no driver makes them, from head 0 on, and a good one of 256 bytes at [`GOOD`]
-        /// behind them: [`HOSTILE`] chains in all. `direction` is WRITE for buffers of the device. The queue has
-        /// 32 entries or more: in the crate's mock the used ring begins halfway through the available one.
+        /// behind them: [`HOSTILE`] chains in all. `direction` is WRITE for buffers of the device. The queue
+        /// has 32 entries or more: in the crate's mock the used ring begins halfway through the available
+        /// one.
         pub(crate) fn offer_hostile(&mut self, direction: u16) {
             const NEXT: u16 = 1;
             const WRITE: u16 = 2;
