@@ -2,12 +2,13 @@
 
 mod machine;
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use machine::*;
 use perf_core::record::{Format, MapName, Record};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 struct Regs;
 
@@ -516,6 +517,43 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
     overflow(&m, &v, 5);
     assert_eq!(e.poll(), Poll::IN);
     assert_eq!(e.poll(), Poll::empty(), "taken once");
+}
+
+/// Whether there is something to look at.
+fn is_readable(fd: &OwnedFd) -> bool {
+    let epoll = Epoll::new().unwrap();
+    let event = EpollEvent::new(EventSet::IN, 0);
+    epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).unwrap();
+    epoll.wait(0, &mut [EpollEvent::default()]).unwrap() > 0
+}
+
+/// What is waited for is the ring's, or without one the event's own. It is the caller's: it stays what it is
+/// when the event and the ring are gone.
+#[test]
+fn the_descriptor_to_wait_for_is_the_callers_own() {
+    let m = Machine::new(4);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        wakeup: attr::Wakeup::Events(1),
+        ..sampling(5)
+    };
+    let e = m.open_vcpu(attr, None);
+    let own = e.poll_fd().unwrap();
+    assert!(!is_readable(&own));
+    overflow(&m, &v, 5);
+    assert!(is_readable(&own));
+    assert_eq!(e.poll(), Poll::IN | Poll::HUP);
+    assert!(!is_readable(&own), "taken once");
+    let ring = e.map(1, true).unwrap();
+    let of_ring = e.poll_fd().unwrap();
+    overflow(&m, &v, 5);
+    assert!(is_readable(&of_ring) && !is_readable(&own));
+    drop((e, ring));
+    // Others that are opened now do not get their numbers.
+    let _others: Vec<_> = (0..8)
+        .map(|_| m.open_vcpu(sampling(5), None).map(1, true).unwrap())
+        .collect();
+    assert!(is_readable(&of_ring) && !is_readable(&own));
 }
 
 /// Nothing more comes of an event that its limit has ended. If others write to the ring, too, more may come
