@@ -702,6 +702,9 @@ impl Model {
                 self.parts[q].totals = past;
             }
         }
+        // How often something failed is a vCPU's own.
+        let failed = self.contexts[a].errors;
+        self.contexts[a].errors = std::mem::replace(&mut self.contexts[b].errors, failed);
         self.at.insert(from, b);
         self.at.insert(to, a);
         true
