@@ -18,7 +18,9 @@
 //! | module | does |
 //! |---|---|
 //! | [`merge`] | makes one profile of the VM's samples and the host kernel's |
-//! | [`programs`] | names addresses of user programs, through a guest's mounted files |
+//! | [`programs`] | names addresses of user programs, through a guest's files: in a directory or on its disk |
+//! | [`disk`] | a guest's files, read out of its disk |
+//! | [`jit`] | functions that programs made while they ran |
 //! | [`modules`] | programs and libraries in a process's memory: exported names, unwind tables |
 //! | [`cfi`] | user stacks by these tables |
 //! | [`demangle`] | names as people read them |
@@ -51,7 +53,9 @@
 
 pub mod cfi;
 pub mod demangle;
+pub mod disk;
 pub mod export;
+pub mod jit;
 pub mod locate;
 pub mod mappings;
 pub mod memory;

@@ -103,6 +103,27 @@ impl Layout {
         load.address.checked_add(load.file_len)
     }
 
+    /// What the file has for linked addresses from `address` on, with zeros where it has nothing.
+    fn in_file(&self, bytes: &[u8], address: u64, len: u64) -> Option<Vec<u8>> {
+        let loaded = self.loads.iter().find_map(|load| {
+            let at = address
+                .checked_sub(load.address)
+                .filter(|at| *at < load.file_len)?;
+            Some((load.offset.checked_add(at)?, load.file_len - at))
+        });
+        // The headers, where no segment has them.
+        let (offset, most) = loaded.or((address == self.first).then_some((0, MAX_HEADERS)))?;
+        let from = bytes.get(usize::try_from(offset).ok()?..)?;
+        // A table may go on in the next segment: what is asked for is bounded by who asks, and by the file.
+        let wanted = usize::try_from(len)
+            .ok()
+            .filter(|_| len <= bytes.len() as u64 + MAX_HEADERS)?;
+        let there = from.len().min(wanted).min(usize::try_from(most).ok()?);
+        let mut found = from[..there].to_vec();
+        found.resize(wanted, 0);
+        Some(found)
+    }
+
     /// A pointer of the dynamic section as a linked address: the dynamic linker of some C libraries adds the
     /// bias to them in memory.
     fn linked(&self, pointer: u64, bias: u64) -> Option<u64> {
@@ -169,6 +190,16 @@ impl Module {
             tables,
             layout,
         })
+    }
+
+    /// The same of a file of which `bytes` is all: what no process has touched is not in memory, and a file
+    /// has it.
+    pub fn of_file(bytes: &[u8], unwinds: bool) -> Option<Self> {
+        let beginning = &bytes[..bytes.len().min(usize::try_from(MAX_HEADERS).ok()?)];
+        let layout = Layout::parse(beginning)?;
+        let base = layout.first;
+        let mut read = |at: u64, len: u64| layout.in_file(bytes, at, len);
+        Self::read(&mut read, base, unwinds)
     }
 
     /// With these tables and nothing else.

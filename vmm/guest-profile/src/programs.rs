@@ -1,9 +1,12 @@
 //! Names for addresses of user programs, found through the guest's files.
 
 use std::collections::HashMap;
+use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use crate::demangle::readable;
+use crate::disk::{DiskError, GuestDisk};
+use crate::jit::{JitMap, MAX_MAP};
 use kernel_images::build_id::BuildId;
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
 use perf_core::error_line;
@@ -37,10 +40,19 @@ pub enum GuestFileError {
         /// The file under the guest mount.
         path: PathBuf,
     },
+    /// It cannot be had from the guest's disk.
+    #[error("cannot read {path} on the guest's disk")]
+    Disk {
+        /// As the guest calls it.
+        path: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
     /// It is no ELF file.
     #[error("{path} is no ELF file")]
     Elf {
-        /// The file under the guest mount.
+        /// The file, as the guest calls it.
         path: PathBuf,
         /// What is wrong with it.
         #[source]
@@ -148,9 +160,68 @@ impl UserObject {
     }
 }
 
-/// The guest's files, mounted or unpacked in a directory of the host.
+/// The guest's files.
+#[derive(Debug)]
+pub enum GuestFiles {
+    /// Mounted or unpacked in a directory of the host.
+    Directory(PathBuf),
+    /// On a disk of the guest's.
+    Disk(GuestDisk),
+}
+
+impl GuestFiles {
+    /// What is in the guest's file `guest_path`, of at most `most` bytes.
+    ///
+    /// # Errors
+    /// [`GuestFileError`].
+    pub fn read(&mut self, guest_path: &str, most: u64) -> Result<Vec<u8>, GuestFileError> {
+        let root = match self {
+            Self::Directory(root) => root,
+            Self::Disk(disk) => {
+                let failed = |source| GuestFileError::Disk {
+                    path: guest_path.escape_debug().to_string(),
+                    source,
+                };
+                return disk.read(guest_path, most).map_err(failed);
+            }
+        };
+        let path = inside(root, guest_path);
+        let read_error = |source| GuestFileError::Read {
+            path: path.clone(),
+            source,
+        };
+        let meta = std::fs::metadata(&path).map_err(read_error)?;
+        // The paths are the guest's words: nothing but plain files is opened, for a FIFO would hold us.
+        if !meta.is_file() {
+            return Err(read_error(io::Error::other("not a regular file")));
+        }
+        if meta.len() > most {
+            return Err(GuestFileError::TooLarge { path });
+        }
+        std::fs::read(&path).map_err(read_error)
+    }
+
+    /// As [`Self::read`], of a program or library.
+    ///
+    /// # Errors
+    /// [`GuestFileError`].
+    pub fn program(&mut self, guest_path: &str) -> Result<Vec<u8>, GuestFileError> {
+        self.read(guest_path, MAX_FILE)
+    }
+
+    /// Sees what the guest has written to its disk in the meantime.
+    pub fn look_again(&mut self) {
+        if let Self::Disk(disk) = self {
+            // What is read next says the same again.
+            let _ = disk.look_again();
+        }
+    }
+}
+
+/// Names for user addresses out of the guest's files.
 pub struct GuestMount {
-    root: PathBuf,
+    files: GuestFiles,
+    jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<UserObject>>,
     problems: Vec<String>,
 }
@@ -158,8 +229,14 @@ pub struct GuestMount {
 impl GuestMount {
     /// Files under `root`, which is the guest's `/`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self::of(GuestFiles::Directory(root.into()))
+    }
+
+    /// These files.
+    pub fn of(files: GuestFiles) -> Self {
         Self {
-            root: root.into(),
+            files,
+            jit: HashMap::new(),
             objects: HashMap::new(),
             problems: Vec::new(),
         }
@@ -181,39 +258,45 @@ impl GuestMount {
         self.objects.get(guest_path)?.as_ref()
     }
 
+    /// The same, if it is the build that the guest runs, where that is known.
+    pub fn object_of(&mut self, guest_path: &str, running: Option<BuildId>) -> Option<&UserObject> {
+        let object = self.object(guest_path)?;
+        let other = running
+            .zip(object.build_id())
+            .is_some_and(|(runs, has)| runs != has);
+        (!other).then_some(object)
+    }
+
     /// Files that could not be used so far, a line each.
     pub fn problems(&self) -> &[String] {
         &self.problems
     }
 
-    fn load(&self, guest_path: &str) -> Result<UserObject, GuestFileError> {
-        let path = self.inside(guest_path);
-        let read_error = |source| GuestFileError::Read {
-            path: path.clone(),
-            source,
-        };
-        let meta = std::fs::metadata(&path).map_err(read_error)?;
-        // The paths are the guest's words: nothing but plain files is opened, for a FIFO would hold us.
-        if !meta.is_file() {
-            return Err(read_error(std::io::Error::other("not a regular file")));
-        }
-        if meta.len() > MAX_FILE {
-            return Err(GuestFileError::TooLarge { path });
-        }
-        let data = std::fs::read(&path).map_err(read_error)?;
+    fn load(&mut self, guest_path: &str) -> Result<UserObject, GuestFileError> {
+        let data = self.files.program(guest_path)?;
+        let path = PathBuf::from(guest_path);
         UserObject::parse(&data).map_err(|source| GuestFileError::Elf { path, source })
     }
 
-    /// The file on the host that is the guest's file `guest_path`, and its build-id. `None`: it is not there,
-    /// not usable ([`Self::problems`]) or without build-id.
-    pub fn identified(&mut self, guest_path: &str) -> Option<(PathBuf, BuildId)> {
-        let id = self.object(guest_path)?.build_id()?;
-        Some((self.inside(guest_path), id))
+    /// The build-id of the guest's file `guest_path`. `None`: it is not there, not usable
+    /// ([`Self::problems`]) or without build-id.
+    pub fn build_id(&mut self, guest_path: &str) -> Option<BuildId> {
+        self.object(guest_path)?.build_id()
     }
 
-    /// The host path of a guest path.
-    fn inside(&self, guest_path: &str) -> PathBuf {
-        inside(&self.root, guest_path)
+    /// The files.
+    pub fn files(&mut self) -> &mut GuestFiles {
+        &mut self.files
+    }
+
+    /// The function that process `pid` says it has made at `address`, with its first address and its end.
+    pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
+        let map = self.jit.entry(pid).or_insert_with(|| {
+            // Most processes have none.
+            let bytes = self.files.read(&JitMap::path(pid), MAX_MAP).unwrap_or_default();
+            JitMap::parse(&bytes)
+        });
+        map.resolve(address)
     }
 }
 
@@ -325,10 +408,9 @@ mod tests {
         std::fs::create_dir(dir.path().join("lib")).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", dir.path().join("lib/evil")).unwrap();
         std::os::unix::fs::symlink("loop", dir.path().join("loop")).unwrap();
-        let mount = GuestMount::new(dir.path());
-        assert_eq!(mount.inside("/lib/../../../x"), dir.path().join("x"));
-        assert_eq!(mount.inside("/lib/evil"), dir.path().join("etc/passwd"));
-        assert!(mount.inside("/loop").starts_with(dir.path()));
+        assert_eq!(inside(dir.path(), "/lib/../../../x"), dir.path().join("x"));
+        assert_eq!(inside(dir.path(), "/lib/evil"), dir.path().join("etc/passwd"));
+        assert!(inside(dir.path(), "/loop").starts_with(dir.path()));
     }
 
     #[test]

@@ -354,7 +354,7 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
         assert!(seen > 5);
         // The build-id in the program's memory is that of its file.
         let mut mount = GuestMount::new(&g.dir);
-        let (_, of_file) = mount.identified("/three").unwrap();
+        let of_file = mount.build_id("/three").unwrap();
         let code = g
             .console
             .lines()

@@ -358,7 +358,7 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
 fn report_stats(running: &RunningVm, at_start: u8) {
     let mut all: Vec<_> = running.roster().seats().iter().map(|seat| seat.stats()).collect();
     // Not those that could have come and never did.
-    while all.len() > at_start.into() && all.last().is_some_and(|stats| stats.exits.get() == 0) {
+    while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
     crate::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));

@@ -275,3 +275,41 @@ fn what_is_no_file_is_refused_in_a_line() {
         }
     }
 }
+
+/// A guest's disk that is none is said before a sample is taken, and a disk in use is none of the reasons.
+#[test]
+fn a_guest_s_disk_that_cannot_be_read_is_said_in_a_line() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let empty = dir.path().join("empty");
+    std::fs::write(&empty, vec![0; 1 << 20]).unwrap();
+    let (empty, out) = (empty.to_str().unwrap(), dir.path().join("perf.data"));
+    let directory = dir.path().to_str().unwrap();
+    for (disk, what) in [
+        ("/nowhere/at/all", "cannot be opened"),
+        ("/dev/zero", "a character device"),
+        (directory, "a directory"),
+        (empty, "no ext4 file system"),
+        (&format!("{empty},format=vmdk"), "no format"),
+        (&format!("{empty},format=qcow2"), "qcow2"),
+    ] {
+        let args = [
+            "record",
+            "test",
+            "-d",
+            "0.1",
+            "--guest-disk",
+            disk,
+            "-o",
+            out.to_str().unwrap(),
+        ];
+        let ended = vm.run(&args);
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(2), "{disk}: {said}");
+        assert!(
+            said.contains("--guest-disk") && said.contains(what) && said.trim_end().lines().count() == 1,
+            "{disk}: {said}"
+        );
+        assert!(!out.exists(), "{disk}");
+    }
+}

@@ -61,11 +61,16 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// Puts a guest's program in, unless it is there: `file` of the host, which the guest calls `path`.
+    /// Puts a guest's program in, unless it is there: what `read` gives, which the guest calls `path`.
     ///
     /// # Errors
-    /// `file` cannot be read, or the directory not written.
-    pub fn add_program(&self, id: BuildId, path: &str, file: &Path) -> io::Result<()> {
+    /// That of `read`, or the directory cannot be written.
+    pub fn add_program(
+        &self,
+        id: BuildId,
+        path: &str,
+        read: impl FnOnce() -> io::Result<Vec<u8>>,
+    ) -> io::Result<()> {
         let names = Path::new(path).components().filter_map(|part| match part {
             Component::Normal(name) => Some(name),
             _ => None,
@@ -74,7 +79,7 @@ impl BuildIdDir {
         let inside = inside.join(id.to_string());
         if !self.root.join(&inside).join("elf").is_file() {
             let mut copy = self.file(&inside.join("elf"))?;
-            io::copy(&mut File::open(file)?, &mut copy)?;
+            copy.write_all(&read()?)?;
             copy.finish()?;
         }
         self.link(id, &inside)
@@ -187,7 +192,7 @@ mod tests {
         fs::write(&program, "code").unwrap();
         let directory = BuildIdDir::new(root.path().join("debug"));
         for path in ["/../../etc/passwd", "/.build-id/ab", "bin/x/./../y", "/"] {
-            directory.add_program(id(), path, &program).unwrap();
+            directory.add_program(id(), path, || fs::read(&program)).unwrap();
             let by_id = root.path().join("debug/.build-id/ab").join("ab".repeat(19));
             assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "code");
             let inside = by_id.canonicalize().unwrap();

@@ -111,15 +111,13 @@ impl<'p> Symbolizer<'p> {
         let mappings = self.profile.mappings.iter().rev();
         let mapping = mappings.filter(|m| m.pid == pid).find_map(|m| {
             let offset = lookup.checked_sub(m.start).filter(|offset| *offset < m.len)?;
-            Some((&m.path, offset.checked_add(m.file_offset)?))
+            Some((m, offset.checked_add(m.file_offset)?))
         });
-        let by_object = mapping
-            .zip(self.mount.as_mut())
-            .and_then(|((path, offset), mount)| {
-                let object = mount.object(path)?;
-                let symbol = object.resolve(object.address_of_file_offset(offset)?)?;
-                lookup.wrapping_sub(symbol.offset).checked_add(symbol.length)
-            });
+        let by_object = mapping.zip(self.mount.as_mut()).and_then(|((m, offset), mount)| {
+            let object = mount.object_of(&m.path, m.build_id)?;
+            let symbol = object.resolve(object.address_of_file_offset(offset)?)?;
+            lookup.wrapping_sub(symbol.offset).checked_add(symbol.length)
+        });
         by_object.or_else(|| self.saved_end(Some(pid), lookup))
     }
 
@@ -128,6 +126,11 @@ impl<'p> Symbolizer<'p> {
         let after = list.partition_point(|s| s.start <= address);
         let s = list.get(after.checked_sub(1)?)?;
         (address < s.end).then_some(s.end)
+    }
+
+    /// The function that process `pid` says it has made at `address`, with its first address and its end.
+    pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
+        self.mount.as_mut()?.jit(pid, address)
     }
 
     /// Files of the guest that could not be used, a line each.
@@ -156,7 +159,7 @@ impl<'p> Symbolizer<'p> {
             .as_mut()
             .filter(|_| file_of(&m.path))
             .and_then(|mount| {
-                let object = mount.object(&m.path)?;
+                let object = mount.object_of(&m.path, m.build_id)?;
                 let linked =
                     object.address_of_file_offset((address - m.start).checked_add(m.file_offset)?)?;
                 let symbol = object.resolve(linked)?;

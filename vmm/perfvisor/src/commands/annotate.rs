@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::files::{FileError, SymbolArgs, read, read_profile, symbolizer, warn_of};
-use super::{DONE, print};
+use super::files::{FileError, SymbolArgs, guest_files, read, read_profile, symbolizer, warn_of};
+use super::{DONE, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
 use control_api::nearest::did_you_mean;
@@ -37,7 +37,8 @@ pub struct AnnotateArgs {
     /// Take the code from this program or library, an ELF file.
     #[arg(long, value_name = "FILE")]
     pub program: Option<PathBuf>,
-    /// Where names come from; code too, of the kernel from --vmlinux, of programs from --guestmount.
+    /// Where names come from; code too, of the kernel from --vmlinux, of programs from --guestmount or
+    /// --guest-disk.
     #[command(flatten)]
     pub symbols: SymbolArgs,
 }
@@ -55,7 +56,7 @@ pub enum AnnotateError {
     #[error("no sample fell into '{0}'{1}; perfvisor report lists the functions that have some")]
     NoFunction(String, String),
     /// No sample has a name.
-    #[error("{}: no sample is in a function with a name; --vmlinux, --kallsyms or --guestmount give names", .0.display())]
+    #[error("{}: no sample is in a function with a name; --vmlinux, --kallsyms, --guestmount or --guest-disk give names", .0.display())]
     NoNames(PathBuf),
     /// Nobody has the code.
     #[error("the code of '{name}' ({object}) is not in the recording: {remedy}")]
@@ -196,9 +197,12 @@ fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Resul
         let recorded = profile.kernel.as_ref().and_then(|kernel| kernel.build_id);
         return from_program(path, profile, function, recorded);
     }
-    if let (Some(root), Some(mapping)) = (&args.symbols.guestmount, mapping) {
-        let path = guest_profile::programs::inside(root, &mapping.path);
-        return from_program(&path, profile, function, mapping.build_id);
+    if let Some(mapping) = mapping
+        && let Some(mut files) = guest_files(&args.symbols).map_err(FileError::from)?
+    {
+        let data = files.program(&mapping.path)?;
+        let path = Path::new(&mapping.path);
+        return from_bytes(&data, path, profile, function, mapping.build_id);
     }
     Err(AnnotateError::NoCode {
         name: function.name.clone(),
@@ -206,7 +210,7 @@ fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Resul
         remedy: match (function.kernel, mapping.is_some()) {
             (true, _) => "--vm NAME takes it from the running VM, --vmlinux FILE from the kernel's file",
             (false, true) => {
-                "--vm NAME takes it from the running VM, --program FILE or --guestmount DIR from the program's file"
+                "--vm NAME takes it from the running VM, --program FILE, --guestmount DIR or --guest-disk FILE from the program's file"
             }
             (false, false) => {
                 "--vm NAME takes it from the running VM, --program FILE from the program's file"
@@ -273,9 +277,20 @@ fn from_program(
     function: &Function,
     recorded: Option<BuildId>,
 ) -> Result<Code, AnnotateError> {
-    let place = path.display().to_string();
     let data = read(path, MAX_PROGRAM).map_err(FileError::from)?;
-    let file = ProgramFile::parse(path, &data)?;
+    from_bytes(&data, path, profile, function, recorded)
+}
+
+/// The same of what is in the file.
+fn from_bytes(
+    data: &[u8],
+    path: &Path,
+    profile: &Profile,
+    function: &Function,
+    recorded: Option<BuildId>,
+) -> Result<Code, AnnotateError> {
+    let place = one_line(&path.display().to_string());
+    let file = ProgramFile::parse(path, data)?;
     if let Some(recorded) = recorded {
         same_build(&place, file.build_id().map(|id| id.to_string()), recorded)?;
     }

@@ -9,13 +9,17 @@ use clap::Args;
 use super::output::{DONE, OutputError, print, say, written};
 use crate::exit::ExitStatus;
 use crate::values::{Labels, SortKeys, parse_labels, parse_percent, parse_sort};
+use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
 use guest_profile::export::report::ReportOptions;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader, report, script};
-use guest_profile::programs::GuestMount;
+use guest_profile::programs::{GuestFiles, GuestMount};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
+use virtio_devices::disk::config::DiskConfig;
+use virtio_devices::disk::image::ImageError;
+use virtio_devices::disk::view::View;
 
 /// Largest kernel image with symbols that is read.
 const MAX_VMLINUX: u64 = 2 << 30;
@@ -34,6 +38,14 @@ pub struct SymbolArgs {
     /// The guest's root directory, for the symbols of its programs.
     #[arg(long, value_name = "DIR")]
     pub guestmount: Option<PathBuf>,
+    /// A disk of the guest's with its programs, as with run --disk, for their symbols and unwind tables. It
+    /// is read only, and may be in use.
+    #[arg(
+        long = "guest-disk",
+        value_name = "FILE[,format=qcow2]...",
+        conflicts_with = "guestmount"
+    )]
+    pub guest_disk: Option<DiskConfig>,
 }
 
 /// Which file, and where names come from.
@@ -101,6 +113,18 @@ pub enum SymbolsError {
     /// The guest's root directory is none.
     #[error("--guestmount {}: it is no directory", .0.display())]
     NoDirectory(PathBuf),
+    /// The guest's disk cannot be opened.
+    #[error("--guest-disk")]
+    Image(#[source] ImageError),
+    /// It has no file system of which files could be read.
+    #[error("--guest-disk {}", path.display())]
+    Disk {
+        /// The image.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
     /// It cannot be read.
     #[error("{}", path.display())]
     Read {
@@ -129,7 +153,7 @@ pub enum SymbolsError {
     },
     /// It is no kernel.
     #[error(transparent)]
-    Image(#[from] kernel_images::ImageError),
+    Kernel(#[from] kernel_images::ImageError),
     /// A kernel that was stripped.
     #[error("{}: it has no symbols", .0.display())]
     Stripped(PathBuf),
@@ -238,10 +262,39 @@ fn with_profile(
 /// # Errors
 /// [`SymbolsError`].
 pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, SymbolsError> {
-    match &args.guestmount {
-        Some(dir) if dir.is_dir() => Ok(Some(GuestMount::new(dir))),
-        Some(dir) => Err(SymbolsError::NoDirectory(dir.clone())),
-        None => Ok(None),
+    Ok(guest_files(args)?.map(GuestMount::of))
+}
+
+/// The same, as files.
+///
+/// # Errors
+/// [`SymbolsError`].
+pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, SymbolsError> {
+    match (&args.guestmount, &args.guest_disk) {
+        (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFiles::Directory(dir.clone()))),
+        (Some(dir), _) => Err(SymbolsError::NoDirectory(dir.clone())),
+        (None, Some(config)) => {
+            let view = View::open(config).map_err(SymbolsError::Image)?;
+            let disk = GuestDisk::open(Box::new(Looked(view))).map_err(|source| SymbolsError::Disk {
+                path: config.path.clone(),
+                source,
+            })?;
+            Ok(Some(GuestFiles::Disk(disk)))
+        }
+        (None, None) => Ok(None),
+    }
+}
+
+/// An image of this host as a guest's disk.
+struct Looked(View);
+
+impl DiskBytes for Looked {
+    fn len(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
+        self.0.read(at, to)
     }
 }
 

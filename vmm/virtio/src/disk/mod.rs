@@ -7,6 +7,7 @@
 //! | [`open`] | its file: opened, and locked against others |
 //! | [`raw`] | a raw image: read and written with guest memory in place |
 //! | [`qcow2`] | a qcow2 image and those behind it |
+//! | [`view`] | a look at an image that a VM may be using |
 //! | [`request`] | a request, from its chain of descriptors to its status |
 //!
 //! Requests are served one after the other on the disk's thread. Of a raw disk nothing of a request's data is
@@ -18,6 +19,7 @@ pub mod open;
 pub mod qcow2;
 pub mod raw;
 pub mod request;
+pub mod view;
 
 #[cfg(test)]
 mod tests;

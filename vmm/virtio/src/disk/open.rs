@@ -107,17 +107,45 @@ fn users(path: &Path) -> String {
 /// # Errors
 /// [`OpenError`]; the file is as it was.
 pub fn open(path: &Path, read_only: bool) -> Result<(File, u64), OpenError> {
+    let file = unlocked(path, read_only)?;
+    let locking = |source| OpenError::Call {
+        path: path.into(),
+        what: "locking",
+        source,
+    };
+    if !lock(&file, read_only).map_err(locking)? {
+        let by = users(path);
+        return Err(OpenError::Locked {
+            path: path.into(),
+            by,
+        });
+    }
+    sized(path, file)
+}
+
+/// Opens the file at `path` to be read, whoever has it locked. Its size in bytes.
+///
+/// # Errors
+/// [`OpenError`].
+pub fn look(path: &Path) -> Result<(File, u64), OpenError> {
+    sized(path, unlocked(path, true)?)
+}
+
+fn sized(path: &Path, mut file: File) -> Result<(File, u64), OpenError> {
+    let seeking = |source| OpenError::Call {
+        path: path.into(),
+        what: "seeking",
+        source,
+    };
+    let bytes = file.seek(SeekFrom::End(0)).map_err(seeking)?;
+    Ok((file, bytes))
+}
+
+fn unlocked(path: &Path, read_only: bool) -> Result<File, OpenError> {
     let open = |source| OpenError::Open {
         path: path.into(),
         read_only,
         source,
-    };
-    let call = |what| {
-        move |source| OpenError::Call {
-            path: path.into(),
-            what,
-            source,
-        }
     };
     // Looked at before it is opened: opening a pipe or a tape may wait, or do something.
     let kind = path.metadata().map_err(open)?.file_type();
@@ -131,20 +159,8 @@ pub fn open(path: &Path, read_only: bool) -> Result<(File, u64), OpenError> {
         let path = path.into();
         return Err(OpenError::Kind { path, what });
     }
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(!read_only)
-        .open(path)
-        .map_err(open)?;
-    if !lock(&file, read_only).map_err(call("locking"))? {
-        let by = users(path);
-        return Err(OpenError::Locked {
-            path: path.into(),
-            by,
-        });
-    }
-    let bytes = file.seek(SeekFrom::End(0)).map_err(call("seeking"))?;
-    Ok((file, bytes))
+    let options = OpenOptions::new().read(true).write(!read_only).open(path);
+    options.map_err(open)
 }
 
 /// Bytes of the blocks of a block device of the host; `None` for a file.

@@ -1,11 +1,13 @@
 //! The programs of the guest while they are recorded: the code that each process has mapped, what that
-//! exports, and its unwind tables, all out of the guest's memory.
+//! exports, and its unwind tables: out of the guest's files if the user told where they are, else out of the
+//! guest's memory.
 //!
 //! Each is asked for when a sample needs it and kept. It is asked for over a connection of its own, slower
 //! than a connection may ask, and not when it is known to be of no use. Processes that have ended before
 //! anybody asks stay without names.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,6 +17,7 @@ use control_api::request;
 use guest_profile::cfi::{CodeMap, Mapped, REGISTERS, Unwinder, Unwound, UserState};
 use guest_profile::export::{NO_PID, SavedSymbol};
 use guest_profile::modules::Module;
+use guest_profile::programs::{GuestFiles, ProgramFile};
 use guest_profile::unwind::End;
 use perf_core::error_line;
 use perf_core::record::UserPart;
@@ -44,6 +47,8 @@ struct Process {
 /// What is known of the guest's programs.
 pub(super) struct Code {
     source: Option<Source>,
+    /// The guest's files, if the user told where they are: they have what is not in memory.
+    files: Option<GuestFiles>,
     unwinds: bool,
     unwinder: Unwinder,
     processes: HashMap<u32, Option<Process>>,
@@ -107,7 +112,7 @@ impl Source {
 
 impl Code {
     /// Of the VM that `client`, a connection of its own, is connected to. `unwinds`: with unwind tables.
-    pub(super) fn new(client: Result<Client, ClientError>, unwinds: bool) -> Self {
+    pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
         let source = match client {
             Ok(client) => Some(Source {
                 client,
@@ -123,6 +128,7 @@ impl Code {
         };
         Self {
             source,
+            files,
             unwinds,
             unwinder: Unwinder::default(),
             processes: HashMap::new(),
@@ -272,12 +278,21 @@ impl Code {
             return true;
         }
         let mut read = || -> Option<Arc<Module>> {
-            let (source, base) = (self.source.as_mut()?, mapping.base?);
             if self.bytes_left == 0 {
                 return None;
             }
-            let mut memory = |at, len| source.memory(pid, at, len);
-            let module = Module::read(&mut memory, base, self.unwinds)?;
+            let file = self
+                .files
+                .as_mut()
+                .and_then(|files| of_file(files, mapping, self.unwinds));
+            let module = match file {
+                Some(module) => module,
+                None => {
+                    let (source, base) = (self.source.as_mut()?, mapping.base?);
+                    let mut memory = |at, len| source.memory(pid, at, len);
+                    Module::read(&mut memory, base, self.unwinds)?
+                }
+            };
             self.bytes_left = self.bytes_left.saturating_sub(module.bytes());
             Some(Arc::new(module))
         };
@@ -293,6 +308,31 @@ impl Code {
         process.map.set(address, module.bias(base), module);
         true
     }
+}
+
+/// What is in the file that is mapped, if it is the build that the guest runs, as far as that is known.
+fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Option<Module> {
+    mapping.base?;
+    if !mapping.path.starts_with('/') || mapping.path.starts_with("//") {
+        return None;
+    }
+    let bytes = files
+        .program(&mapping.path)
+        .inspect_err(|e| log::debug!("{}", error_line(e)))
+        .ok()?;
+    if let Some(running) = &mapping.build_id {
+        let id = ProgramFile::parse(Path::new(&mapping.path), &bytes)
+            .ok()?
+            .build_id()?;
+        if id.to_string() != *running {
+            log::debug!(
+                "{}: not the build that the guest runs",
+                mapping.path.escape_debug()
+            );
+            return None;
+        }
+    }
+    Module::of_file(&bytes, unwinds)
 }
 
 /// Of mappings by ascending addresses.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::io;
 
 use super::args::RecordArgs;
-use crate::commands::{CommandError, files};
+use crate::commands::{CommandError, files, one_line};
 use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
@@ -111,19 +111,18 @@ impl Names {
             *id = id.or(mapping.build_id);
         }
         for (path, told) in told.into_iter().take(MAX_PROGRAMS) {
-            let Some((file, id)) = mount.identified(path) else {
+            let Some(id) = mount.build_id(path) else {
                 continue;
             };
             if told.is_some_and(|told| told != id) {
-                log::warn!(
-                    "{} is not the build that the guest runs; it has build-id {id}",
-                    file.display()
-                );
+                let path = one_line(path);
+                log::warn!("{path} is not the build that the guest runs; the file has build-id {id}");
                 continue;
             }
             writer.know(path, id);
             if let Some(directory) = directory {
-                result = result.and(directory.add_program(id, path, &file));
+                let read = || mount.files().program(path).map_err(io::Error::other);
+                result = result.and(directory.add_program(id, path, read));
             }
         }
         result
@@ -148,7 +147,7 @@ impl Names {
     }
 
     /// The names of all addresses noted, each symbol once. `mapped` knows the processes' mappings.
-    pub(super) fn saved(self, mapped: &Profile) -> Vec<SavedSymbol> {
+    pub(super) fn saved(mut self, mapped: &Profile) -> Vec<SavedSymbol> {
         let mut saved: BTreeMap<(Option<u32>, u64), SavedSymbol> = BTreeMap::new();
         let mut keep = |symbol: SavedSymbol| {
             let entry = saved
@@ -156,6 +155,9 @@ impl Names {
                 .or_insert_with(|| symbol.clone());
             entry.end = entry.end.max(symbol.end);
         };
+        if let Some(mount) = &mut self.mount {
+            mount.files().look_again();
+        }
         let mut files = Symbolizer::new(mapped, None, self.mount);
         for (pid, address) in self.addresses {
             if pid.is_none() || self.flat {
@@ -195,6 +197,14 @@ impl Names {
                     });
                 } else if let Some(function) = exported() {
                     keep(function);
+                } else if let Some((start, end, name)) = files.jit(pid, address) {
+                    let (name, pid) = (name.to_owned(), Some(pid));
+                    keep(SavedSymbol {
+                        start,
+                        end,
+                        name,
+                        pid,
+                    });
                 }
             }
         }

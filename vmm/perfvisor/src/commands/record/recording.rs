@@ -10,7 +10,7 @@ use perf_core::CALLCHAIN_MAX;
 use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
-use super::super::{CommandError, connect, say};
+use super::super::{CommandError, connect, files, say};
 use super::args::{CallGraph, RecordArgs};
 use super::code::{Code, Totals};
 use super::error::RecordError;
@@ -144,7 +144,7 @@ impl Recording {
         Ok(Self {
             writer,
             names,
-            code: Code::new(again, stack_bytes.is_some()),
+            code: Code::new(again, files::guest_files(&args.symbols)?, stack_bytes.is_some()),
             stack_bytes,
             frames: Vec::new(),
             ids,

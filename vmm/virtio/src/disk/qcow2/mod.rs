@@ -148,6 +148,14 @@ impl Qcow2 {
         })
     }
 
+    /// Reads the disk from byte `at` into `data`, which is no guest memory.
+    ///
+    /// # Errors
+    /// As [`Qcow2::read`].
+    pub fn look(&self, data: &mut [u8], at: u64) -> io::Result<()> {
+        self.with(|image, _| foreign(image.read(&mut *data, at)))
+    }
+
     /// Writes `pieces` of guest memory to the disk from byte `at` on.
     ///
     /// # Errors

@@ -1,0 +1,79 @@
+//! Functions that a program made while it ran, as it tells of them in `/tmp/perf-PID.map`: a line for each,
+//! with its first address and its length in hexadecimal digits, and its name (the kernel's
+//! tools/perf/Documentation/jit-interface.txt). The file is the guest's, so it is read within bounds.
+
+use crate::demangle::readable;
+
+/// Largest file that is read, in bytes.
+pub const MAX_MAP: u64 = 64 << 20;
+/// Most functions of a file.
+const MOST_FUNCTIONS: usize = 1 << 20;
+
+/// The functions of one process.
+#[derive(Debug, Default)]
+pub struct JitMap {
+    /// By their first address; what was told last first, as code is made where other code was.
+    functions: Vec<(u64, u64, String)>,
+}
+
+impl JitMap {
+    /// Where a process says what it has made.
+    pub fn path(pid: u32) -> String {
+        format!("/tmp/perf-{pid}.map")
+    }
+
+    /// What is in such a file. Lines that are none are left out, so is the last one if it is not complete.
+    pub fn parse(bytes: &[u8]) -> Self {
+        let complete = bytes
+            .iter()
+            .rposition(|b| *b == b'\n')
+            .map_or(&[][..], |end| &bytes[..end]);
+        let mut functions: Vec<(u64, u64, String)> = complete
+            .split(|b| *b == b'\n')
+            .filter_map(function)
+            .take(MOST_FUNCTIONS)
+            .collect();
+        // Of those at one place the last goes first.
+        functions.reverse();
+        functions.sort_by_key(|(start, ..)| *start);
+        functions.dedup_by_key(|(start, ..)| *start);
+        Self { functions }
+    }
+
+    /// The function that `address` is in, with its first address and its end.
+    pub fn resolve(&self, address: u64) -> Option<(u64, u64, &str)> {
+        let after = self.functions.partition_point(|(start, ..)| *start <= address);
+        let (start, end, name) = self.functions[..after].last()?;
+        (address < *end).then_some((*start, *end, name))
+    }
+}
+
+fn function(line: &[u8]) -> Option<(u64, u64, String)> {
+    let line = std::str::from_utf8(line).ok()?;
+    let (start, rest) = line.trim_start().split_once(' ')?;
+    let (len, name) = rest.trim_start().split_once(' ')?;
+    let number = |text: &str| u64::from_str_radix(text.trim_start_matches("0x"), 16).ok();
+    let (start, len) = (number(start)?, number(len)?);
+    let name = readable(name.trim());
+    (len > 0 && !name.is_empty()).then_some((start, start.checked_add(len)?, name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_are_found_and_later_ones_go_before() {
+        let map = JitMap::parse(
+            b"7f00 10 LazyCompile:*add /x.js:1\n7f10 20 old\n0x7f10 8 new\nnonsense\n7f00\n7f40 0 empty\n\xff\xff\n\
+              ffffffffffffffff 2 beyond\n7f50 10 not compl",
+        );
+        assert_eq!(map.resolve(0x7f00).unwrap().2, "LazyCompile:*add /x.js:1");
+        assert_eq!(map.resolve(0x7f0f).unwrap().0, 0x7f00);
+        assert_eq!(map.resolve(0x7f12), Some((0x7f10, 0x7f18, "new")));
+        for address in [0, 0x7eff, 0x7f18, 0x7f40, 0x7f50, u64::MAX] {
+            assert_eq!(map.resolve(address), None, "{address:#x}");
+        }
+        assert!(JitMap::parse(b"").resolve(0).is_none());
+    }
+}
