@@ -355,7 +355,7 @@ pub struct RunArgs {
     pub dump_config: bool,
     /// What happens when a thread of the VM asks the host's kernel for what it has no use for: on (the VM
     /// ends), log (the kernel's log gets it), off (nothing is watched).
-    #[arg(long, value_name = "MODE", default_value = "log")]
+    #[arg(long, value_name = "MODE", default_value = "on")]
     pub seccomp: sandbox::Mode,
     /// At the end, print what each vCPU and its PMU did (standard error).
     #[arg(long)]

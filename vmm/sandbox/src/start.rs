@@ -20,9 +20,9 @@ const STARTER_STACK_BYTES: usize = 128 << 10;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// It ends the VM.
+    #[default]
     On,
     /// The kernel's log gets it (dmesg, audit: type 1326), and the thread goes on.
-    #[default]
     Log,
     /// There are no filters.
     Off,

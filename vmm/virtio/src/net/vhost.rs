@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket,
-};
+use nix::sys::socket::{AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, socket};
+use nix::unistd::read;
 use perf_core::error_line;
 use thiserror::Error;
 use vhost::net::VhostNet;
@@ -237,12 +236,13 @@ impl Watch {
         })
     }
 
-    /// Takes all messages out: that there were any is all that they say.
+    /// Takes all messages out: that there were any is all that they say. By `read(2)`, which any thread may
+    /// do; what receives from sockets is not for threads of devices (crate `sandbox`).
     fn drain(&self) {
         let mut message = [0; 64];
         // A host that changes its devices faster than this is asked again at the next event.
         for _ in 0..1000 {
-            match recv(self.changes.as_raw_fd(), &mut message, MsgFlags::empty()) {
+            match read(&self.changes, &mut message) {
                 Err(e) if io::Error::from(e).kind() == ErrorKind::WouldBlock => return,
                 _ => {}
             }
@@ -327,7 +327,7 @@ mod tests {
         let watch = Watch::new(&changes_of_devices().unwrap()).unwrap();
         watch.drain();
         let mut byte = [0; 1];
-        let now = recv(watch.changes.as_raw_fd(), &mut byte, MsgFlags::empty());
+        let now = read(&watch.changes, &mut byte);
         assert_eq!(now, Err(nix::errno::Errno::EAGAIN));
     }
 }
